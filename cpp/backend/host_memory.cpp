@@ -1,0 +1,555 @@
+#include "backend/host_memory.h"
+
+#include <fcntl.h>
+#include <linux/falloc.h>
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <string>
+#include <utility>
+
+#ifndef MADV_POPULATE_READ
+#define MADV_POPULATE_READ 22
+#endif
+#ifndef MREMAP_DONTUNMAP
+#define MREMAP_DONTUNMAP 4
+#endif
+
+namespace remap::host {
+namespace {
+
+constexpr std::size_t kHugeBytes = std::size_t{2} << 20;  // what one page-table page covers: mremap moves such whole
+// Kernel mappings left for everybody else in the process: libraries, stacks, malloc.
+constexpr std::size_t kOtherMappings = 1024;
+constexpr std::size_t kBallast = 16;  // see make_ballast()
+
+std::size_t read_max_map_count() {
+  std::ifstream file("/proc/sys/vm/max_map_count");
+  std::size_t count = 0;
+  return file >> count ? count : 65530;  // the kernel's default
+}
+
+bool shared_huge_pages() {
+  std::ifstream file("/sys/kernel/mm/transparent_hugepage/shmem_enabled");
+  std::string text;
+  std::getline(file, text);
+  return text.find("[advise]") != std::string::npos || text.find("[always]") != std::string::npos ||
+         text.find("[within_size]") != std::string::npos;
+}
+
+int protection_of(Access access) noexcept {
+  switch (access) {
+    case Access::read: return PROT_READ;
+    case Access::read_write: return PROT_READ | PROT_WRITE;
+    case Access::none: break;
+  }
+  return PROT_NONE;
+}
+
+void* pointer(Address address) noexcept { return reinterpret_cast<void*>(address); }
+Address address_of(const std::byte* at) noexcept { return reinterpret_cast<Address>(at); }
+std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
+
+}  // namespace
+
+// ---- the system calls ------------------------------------------------------------------------------------------------
+void* System::map(void* at, std::size_t bytes, int protection, int flags, int file, off_t offset) noexcept {
+  return ::mmap(at, bytes, protection, flags, file, offset);
+}
+void* System::move(void* from, std::size_t bytes, void* to) noexcept {
+  return ::mremap(from, bytes, bytes, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, to);
+}
+int System::protect(void* at, std::size_t bytes, int protection) noexcept { return ::mprotect(at, bytes, protection); }
+int System::advise(void* at, std::size_t bytes, int advice) noexcept { return ::madvise(at, bytes, advice); }
+int System::punch(int file, off_t offset, std::size_t bytes) noexcept {
+  return ::fallocate(file, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, static_cast<off_t>(bytes));
+}
+
+// ---- making and unmaking ---------------------------------------------------------------------------------------------
+HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::shared_ptr<System> system)
+    : system_(system ? std::move(system) : std::make_shared<System>()),
+      page_bytes_(page_bytes),
+      granularity_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))),
+      capacity_bytes_(capacity_bytes),
+      table_(page_bytes, granularity_) {
+  if (page_bytes == 0 || page_bytes % granularity_ != 0) {
+    throw Error(ErrorKind::invalid_argument,
+                "host backend: expected page_bytes to be a multiple of " + std::to_string(granularity_) + ", got " +
+                    std::to_string(page_bytes),
+                {{"page_bytes", number(page_bytes)}, {"granularity", number(granularity_)}});
+  }
+  if (capacity_bytes == 0 || capacity_bytes % page_bytes != 0 || capacity_bytes / page_bytes >= 0xffffffffu) {
+    throw Error(ErrorKind::invalid_argument,
+                "host backend: expected capacity_bytes to be a multiple of page_bytes, " + std::to_string(page_bytes) +
+                    ", with 1 to 4294967294 pages; got " + std::to_string(capacity_bytes),
+                {{"capacity_bytes", number(capacity_bytes)}, {"page_bytes", number(page_bytes)}});
+  }
+  max_map_count_ = read_max_map_count();
+  mapping_limit_ = max_map_count_ > 2 * kOtherMappings ? max_map_count_ - kOtherMappings : max_map_count_ / 2;
+  huge_pages_ = shared_huge_pages();
+
+  const std::size_t count = capacity_bytes / page_bytes;
+  slots_.resize(count);
+  free_slots_.resize(count);
+  for (std::size_t slot = 0; slot < count; ++slot) free_slots_[slot] = static_cast<std::uint32_t>(slot);  // a heap already
+
+  // By number: the C library's wrapper came with glibc 2.27, the call itself with Linux 3.17.
+  file_ = static_cast<int>(::syscall(SYS_memfd_create, "remap", MFD_CLOEXEC));
+  if (file_ < 0) fail("memfd_create", errno);
+  if (::ftruncate(file_, static_cast<off_t>(capacity_bytes)) != 0) {
+    const int code = errno;
+    ::close(file_);
+    fail("ftruncate", code);
+  }
+  can_exchange_ = probe_exchange();
+  make_ballast();
+}
+
+HostMemory::~HostMemory() {
+  for (const auto& region : table_.regions()) ::munmap(pointer(region.first), region.second);
+  for (const auto& range : host_ranges_) {
+    if (range.second.owned) ::munmap(pointer(range.first), range.second.bytes);
+  }
+  if (scratch_ != 0) ::munmap(pointer(scratch_), scratch_bytes_);
+  drop_ballast();
+  if (file_ >= 0) ::close(file_);
+}
+
+void HostMemory::abandon() noexcept {
+  ::close(file_);
+  file_ = -1;
+}
+
+// exchange() needs mremap to leave the old place mapped (Linux 5.13 for shared memory): with a hole there, for however
+// short a time, another thread's mmap could land in it and be overwritten by the next step.
+bool HostMemory::probe_exchange() noexcept {
+  void* place = ::mmap(nullptr, 2 * granularity_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (place == MAP_FAILED) return false;
+  void* other = static_cast<std::byte*>(place) + granularity_;
+  const bool works = ::mmap(place, granularity_, PROT_NONE, MAP_SHARED | MAP_FIXED, file_, 0) != MAP_FAILED &&
+                     ::mremap(place, granularity_, granularity_, MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP, other) ==
+                         other;
+  ::munmap(place, 2 * granularity_);
+  return works;
+}
+
+void HostMemory::add_usage(Usage& usage) const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  usage.reserved_bytes = table_.reserved_bytes();
+  usage.page_bytes = (slots_.size() - free_slots_.size()) * page_bytes_;
+  usage.mapped_bytes = table_.mapped_bytes();
+  usage.host_bytes = host_bytes_;
+  usage.mappings = table_.mappings();
+}
+
+// ---- errors ----------------------------------------------------------------------------------------------------------
+void HostMemory::fail(const char* call, int code) const {
+  if (code == ENOMEM) {
+    throw Error(ErrorKind::limit_exceeded,
+                std::string(call) + ": the kernel refused another mapping (ENOMEM); the arena needs " +
+                    std::to_string(table_.mappings()) + " and the process may have vm.max_map_count = " +
+                    std::to_string(max_map_count_) +
+                    ". Nothing changed. Raise it (sysctl vm.max_map_count), raise ulimit -v, or use larger pages.",
+                {{"call", std::string(call)},
+                 {"mappings", number(table_.mappings())},
+                 {"max_map_count", number(max_map_count_)},
+                 {"errno", std::int64_t{code}}});
+  }
+  throw Error(ErrorKind::driver, std::string(call) + ": " + std::strerror(code) + ". Nothing changed.",
+              {{"call", std::string(call)}, {"errno", std::int64_t{code}}});
+}
+
+void HostMemory::fail_broken(const char* call, int code) const {
+  throw Error(ErrorKind::arena_broken,
+              std::string(call) + " failed half-way and could not be undone (" + std::strerror(code) +
+                  "): what stands behind its range is unknown. Close the arena.",
+              {{"call", std::string(call)}, {"errno", std::int64_t{code}}});
+}
+
+void HostMemory::require_mappings(std::size_t more, const char* call) const {
+  if (table_.mappings() + more <= mapping_limit_) return;
+  throw Error(ErrorKind::limit_exceeded,
+              std::string(call) + ": needs up to " + std::to_string(more) + " kernel mappings more than the " +
+                  std::to_string(table_.mappings()) + " in use; vm.max_map_count = " + std::to_string(max_map_count_) +
+                  " leaves " + std::to_string(mapping_limit_) +
+                  " for the arena. Nothing changed. Raise it (sysctl vm.max_map_count) or use larger pages.",
+              {{"call", std::string(call)},
+               {"mappings", number(table_.mappings())},
+               {"requested", number(more)},
+               {"max_map_count", number(max_map_count_)}});
+}
+
+// ---- regions ---------------------------------------------------------------------------------------------------------
+std::byte* HostMemory::reserve_addresses(std::size_t bytes, std::size_t alignment, const char* call) {
+  if (bytes + alignment < bytes) fail(call, ENOMEM);
+  const std::size_t extra = alignment > granularity_ ? alignment : 0;
+  void* place = system_->map(nullptr, bytes + extra, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (place == MAP_FAILED) fail(call, errno);
+  const Address begin = reinterpret_cast<Address>(place);
+  const Address at = extra == 0 ? begin : (begin + alignment - 1) / alignment * alignment;
+  if (at > begin) ::munmap(place, at - begin);
+  if (begin + extra > at) ::munmap(pointer(at + bytes), begin + extra - at);
+  return reinterpret_cast<std::byte*>(at);
+}
+
+std::byte* HostMemory::reserve(std::size_t bytes, std::size_t alignment) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  table_.require_aligned(0, bytes, "reserve");
+  if (alignment < granularity_ || (alignment & (alignment - 1)) != 0) {
+    throw Error(ErrorKind::invalid_argument,
+                "reserve: expected an alignment that is a power of two and at least " + std::to_string(granularity_) +
+                    ", got " + std::to_string(alignment) + ". Nothing changed.",
+                {{"alignment", number(alignment)}, {"granularity", number(granularity_)}});
+  }
+  require_mappings(1, "reserve");
+  std::byte* at = reserve_addresses(bytes, bytes >= kHugeBytes ? std::max(alignment, kHugeBytes) : alignment, "reserve");
+  try {
+    table_.add_region(address_of(at), bytes);
+  } catch (...) {
+    ::munmap(at, bytes);
+    throw;
+  }
+  return at;
+}
+
+void HostMemory::release(std::byte* address, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  table_.require_region(address_of(address), bytes, "release");
+  if (::munmap(address, bytes) != 0) {  // the kernel may keep two reservations as one mapping, which is then cut
+    drop_ballast();
+    const int code = ::munmap(address, bytes) == 0 ? 0 : errno;
+    make_ballast();
+    if (code != 0) fail("release", code);
+  }
+  table_.remove_region(address_of(address));
+}
+
+bool HostMemory::blank(Address at, std::size_t bytes) noexcept {
+  const auto attempt = [&] {
+    return system_->map(pointer(at), bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) !=
+           MAP_FAILED;
+  };
+  if (attempt()) return true;
+  if (errno != ENOMEM) return false;
+  drop_ballast();
+  const bool done = attempt();
+  const int code = errno;
+  make_ballast();
+  errno = code;
+  return done;
+}
+
+// A process that has all the mappings it may have cannot even replace one by another: mmap refuses before it looks at what
+// would go away. Giving memory back and undoing must work then too, so a few mappings are kept to be given up at once.
+void HostMemory::make_ballast() noexcept {
+  if (ballast_ != nullptr) return;
+  void* place = ::mmap(nullptr, kBallast * granularity_, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (place == MAP_FAILED) return;
+  ballast_ = static_cast<std::byte*>(place);
+  for (std::size_t i = 1; i < kBallast; i += 2) (void)::mprotect(ballast_ + i * granularity_, granularity_, PROT_READ);
+}
+
+void HostMemory::drop_ballast() noexcept {
+  if (ballast_ != nullptr) ::munmap(ballast_, kBallast * granularity_);
+  ballast_ = nullptr;
+}
+
+// ---- pages -----------------------------------------------------------------------------------------------------------
+PageHandle HostMemory::create_page(std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (bytes != page_bytes_) {
+    throw Error(ErrorKind::invalid_argument,
+                "create_page: every page of this backend has " + std::to_string(page_bytes_) + " bytes, got " +
+                    std::to_string(bytes) + ". Nothing changed.",
+                {{"bytes", number(bytes)}, {"page_bytes", number(page_bytes_)}});
+  }
+  if (free_slots_.empty()) {
+    throw Error(ErrorKind::out_of_memory,
+                "create_page: all " + std::to_string(slots_.size()) + " pages of " + std::to_string(page_bytes_) +
+                    " bytes exist already (capacity " + std::to_string(capacity_bytes_) +
+                    " bytes). Nothing changed. Destroy a page or open the arena with a larger capacity.",
+                {{"requested", number(bytes)}, {"free", std::int64_t{0}}, {"capacity", number(capacity_bytes_)}});
+  }
+  std::pop_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
+  const std::uint32_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  slots_[slot].used = true;
+  return (PageHandle{slots_[slot].generation} << 32) | (PageHandle{slot} + 1);
+}
+
+std::uint32_t HostMemory::slot_of(PageHandle page, const char* call) const {
+  const std::uint64_t index = (page & 0xffffffffu) - 1;  // wraps for 0, which is then out of range
+  if (index >= slots_.size() || !slots_[index].used || slots_[index].generation != page >> 32) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(call) + ": page " + std::to_string(page) + " is not a page of this backend (or is destroyed). " +
+                    "Nothing changed.",
+                {{"call", std::string(call)}, {"page", static_cast<std::int64_t>(page)}});
+  }
+  return static_cast<std::uint32_t>(index);
+}
+
+void HostMemory::destroy_page(PageHandle page) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::uint32_t index = slot_of(page, "destroy_page");
+  Slot& slot = slots_[index];
+  if (slot.mapped != 0) {
+    throw Error(ErrorKind::invalid_state,
+                "destroy_page: page " + std::to_string(page) + " still stands behind " + std::to_string(slot.mapped) +
+                    " ranges. Nothing changed. Unmap it everywhere first.",
+                {{"page", static_cast<std::int64_t>(page)}, {"mapped", std::int64_t{slot.mapped}}});
+  }
+  // A hole gives the memory back and makes the slot read as zero, which is what new_pages_are_zero() promises.
+  if (system_->punch(file_, static_cast<off_t>(index * page_bytes_), page_bytes_) != 0) fail("destroy_page", errno);
+  slot.used = false;
+  ++slot.generation;
+  free_slots_.push_back(index);  // never allocates: the heap once held every slot
+  std::push_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
+}
+
+// ---- mappings --------------------------------------------------------------------------------------------------------
+void HostMemory::map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (page_bytes != page_bytes_ || count == 0 || count > ~std::size_t{0} / page_bytes) {
+    throw Error(ErrorKind::invalid_argument,
+                "map: expected at least one page of " + std::to_string(page_bytes_) + " bytes, got " + std::to_string(count) +
+                    " of " + std::to_string(page_bytes) + ". Nothing changed.",
+                {{"count", number(count)}, {"page_bytes", number(page_bytes)}});
+  }
+  const Address begin = address_of(at);
+  const std::size_t bytes = count * page_bytes;
+  table_.require_unmapped(begin, bytes, "map");
+
+  MappingTable::Cells cells;
+  std::vector<Run> runs;
+  for (std::size_t i = 0; i < count; ++i) {
+    const Cell cell{slot_of(pages[i], "map"), Access::none};
+    const Address place = begin + i * page_bytes_;
+    cells.emplace_hint(cells.end(), place, cell);
+    if (!runs.empty() && runs.back().first.slot + runs.back().bytes / page_bytes_ == cell.slot) {
+      runs.back().bytes += page_bytes_;
+    } else {
+      runs.push_back({place, page_bytes_, cell});
+    }
+  }
+  require_mappings(runs.size() + 1, "map");  // the runs, and what is left of the reservation on one side
+  show_runs(begin, runs, bytes);
+  for (const auto& cell : cells) ++slots_[cell.second.slot].mapped;
+  table_.add(cells);
+}
+
+void HostMemory::show_runs(Address at, const std::vector<Run>& runs, std::size_t bytes) {
+  int code = 0;
+  std::size_t done = 0;
+  for (const Run& run : runs) {
+    const off_t offset = static_cast<off_t>(run.first.slot * page_bytes_);
+    if (system_->map(pointer(run.address), run.bytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file_, offset) == MAP_FAILED) {
+      code = errno;
+      break;
+    }
+    done += run.bytes;
+  }
+  // Before anybody may access the range: a child forked in between has it with access none, and no way to change that.
+  if (code == 0 && system_->advise(pointer(at), bytes, MADV_DONTFORK) != 0) code = errno;
+  if (code == 0) {
+    if (huge_pages_) (void)system_->advise(pointer(at), bytes, MADV_HUGEPAGE);  // a hint; works without
+    return;
+  }
+  if (done != 0 && !blank(at, done)) fail_broken("map", errno);
+  fail("map", code);
+}
+
+void HostMemory::unmap(std::byte* at, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Address begin = address_of(at);
+  table_.require_pages(begin, bytes, "unmap");
+  require_mappings(2, "unmap");  // the middle of a run leaves both its ends
+  if (!blank(begin, bytes)) fail("unmap", errno);
+  for (auto cell = table_.cells().lower_bound(begin); cell != table_.cells().end() && cell->first < begin + bytes; ++cell) {
+    --slots_[cell->second.slot].mapped;
+  }
+  table_.remove(begin, bytes);
+}
+
+void HostMemory::set_access(std::byte* at, std::size_t bytes, Access access) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Address begin = address_of(at);
+  table_.require_pages(begin, bytes, "set_access");
+  const std::vector<Run> before = table_.runs(begin, bytes);
+  require_mappings(2, "set_access");
+  if (system_->protect(at, bytes, protection_of(access)) != 0) {
+    // The kernel goes mapping by mapping and stops at the one that fails.
+    const int code = errno;
+    drop_ballast();
+    for (const Run& run : before) {
+      if (system_->protect(pointer(run.address), run.bytes, protection_of(run.first.access)) != 0) {
+        fail_broken("set_access", errno);
+      }
+    }
+    make_ballast();
+    fail("set_access", code);
+  }
+  table_.set_access(begin, bytes, access);
+}
+
+// ---- exchange --------------------------------------------------------------------------------------------------------
+void HostMemory::prepare_scratch(std::size_t bytes) {
+  // Room to place it as far from a page table's edge as the range that is parked there: only then are whole tables moved.
+  const std::size_t needed = bytes + kHugeBytes;
+  if (scratch_bytes_ >= needed) return;
+  const Address larger = address_of(reserve_addresses(needed, kHugeBytes, "exchange"));
+  if (scratch_ != 0) ::munmap(pointer(scratch_), scratch_bytes_);
+  scratch_ = larger;
+  scratch_bytes_ = needed;
+}
+
+void HostMemory::move_runs(const std::vector<Run>& runs, Address from, Address to, std::vector<Move>& moves) {
+  for (const Run& run : runs) {
+    const Move whole{run.address, run.address - from + to, run.bytes};
+    if (system_->move(pointer(whole.from), whole.bytes, pointer(whole.to)) != MAP_FAILED) {
+      moves.push_back(whole);
+      continue;
+    }
+    // Before Linux 6.17 mremap refuses a range that the kernel keeps as two mappings, and it need not merge all that it
+    // could. A single page is always one mapping.
+    if (errno != EFAULT || run.bytes == page_bytes_) fail("exchange", errno);
+    for (std::size_t done = 0; done < run.bytes; done += page_bytes_) {
+      const Move page{whole.from + done, whole.to + done, page_bytes_};
+      if (system_->move(pointer(page.from), page.bytes, pointer(page.to)) == MAP_FAILED) fail("exchange", errno);
+      moves.push_back(page);
+    }
+  }
+}
+
+void HostMemory::exchange(std::byte* a, std::byte* b, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (!can_exchange_) {
+    throw Error(ErrorKind::invalid_state, "exchange: this kernel cannot (it needs Linux 5.13). Nothing changed. Unmap and map.",
+                {{"call", std::string("exchange")}});
+  }
+  const Address one = address_of(a);
+  const Address other = address_of(b);
+  table_.require_pages(one, bytes, "exchange");
+  table_.require_pages(other, bytes, "exchange");
+  if (one < other + bytes && other < one + bytes) {
+    throw Error(ErrorKind::invalid_argument,
+                "exchange: expected two ranges that do not overlap, got two of " + std::to_string(bytes) + " bytes that are " +
+                    std::to_string(one < other ? other - one : one - other) + " bytes apart. Nothing changed.",
+                {{"bytes", number(bytes)}});
+  }
+  const std::vector<Run> one_runs = table_.runs(one, bytes);
+  const std::vector<Run> other_runs = table_.runs(other, bytes);
+  require_mappings(one_runs.size() + 6, "exchange");  // the parked side, and both ends of each range cut off their neighbours
+  prepare_scratch(bytes);
+  const Address parked = scratch_ + one % kHugeBytes;
+
+  std::vector<Move> moves;
+  moves.reserve(3 * (bytes / page_bytes_));  // so that noting a move cannot fail after it was made
+  std::vector<Run> parked_runs = one_runs;
+  for (Run& run : parked_runs) run.address = run.address - one + parked;
+  try {
+    move_runs(one_runs, one, parked, moves);
+    move_runs(other_runs, other, one, moves);
+    move_runs(parked_runs, parked, other, moves);
+  } catch (const Error&) {
+    // Each place that a move left still shows what it showed, without page tables; moving back puts those in again.
+    drop_ballast();
+    for (auto move = moves.rbegin(); move != moves.rend(); ++move) {
+      if (system_->move(pointer(move->to), move->bytes, pointer(move->from)) == MAP_FAILED) fail_broken("exchange", errno);
+    }
+    (void)blank(parked, bytes);
+    make_ballast();
+    throw;
+  }
+  // If this fails, a view is left at an address that nobody knows; the next exchange replaces it.
+  (void)blank(parked, bytes);
+  table_.exchange(one, other, bytes);
+}
+
+void HostMemory::populate(std::byte* at, std::size_t bytes) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    table_.require_accessible(address_of(at), bytes, "populate");
+  }
+  // POPULATE_READ also for memory that will be written: shared pages become writable without another fault, and it costs
+  // less than half of POPULATE_WRITE.
+  if (system_->advise(at, bytes, MADV_POPULATE_READ) == 0) return;
+  if (errno != EINVAL) return;  // a hint
+  for (std::size_t offset = 0; offset < bytes; offset += granularity_) {  // Linux before 5.14
+    (void)*reinterpret_cast<const volatile std::byte*>(at + offset);
+  }
+}
+
+// ---- host memory -----------------------------------------------------------------------------------------------------
+std::byte* HostMemory::allocate_host(std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (bytes == 0) {
+    throw Error(ErrorKind::invalid_argument, "allocate_host: expected a size above 0. Nothing changed.",
+                {{"bytes", std::int64_t{0}}});
+  }
+  const std::size_t rounded = (bytes + granularity_ - 1) / granularity_ * granularity_;
+  if (rounded < bytes) fail("allocate_host", ENOMEM);
+  std::byte* place = reserve_addresses(rounded, rounded >= kHugeBytes ? kHugeBytes : granularity_, "allocate_host");
+  if (rounded >= kHugeBytes) (void)system_->advise(place, rounded, MADV_HUGEPAGE);
+  try {
+    if (system_->protect(place, rounded, PROT_READ | PROT_WRITE) != 0) fail("allocate_host", errno);
+    host_ranges_.emplace(address_of(place), HostRange{bytes, true});
+  } catch (...) {
+    ::munmap(place, rounded);
+    throw;
+  }
+  host_bytes_ += bytes;
+  return place;
+}
+
+void HostMemory::register_host(const std::byte* address, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Address at = address_of(address);
+  if (at == 0 || bytes == 0 || at + bytes < at) {
+    throw Error(ErrorKind::invalid_argument, "register_host: expected an address and a size above 0. Nothing changed.",
+                {{"bytes", number(bytes)}});
+  }
+  const auto after = host_ranges_.lower_bound(at);
+  const bool overlaps =
+      (after != host_ranges_.end() && after->first < at + bytes) ||
+      (after != host_ranges_.begin() && std::prev(after)->first + std::prev(after)->second.bytes > at);
+  if (overlaps) {
+    throw Error(ErrorKind::invalid_state,
+                "register_host: a part of these " + std::to_string(bytes) +
+                    " bytes is allocated here or registered already. Nothing changed.",
+                {{"address", static_cast<std::int64_t>(at)}, {"bytes", number(bytes)}});
+  }
+  host_ranges_.emplace(at, HostRange{bytes, false});
+  host_bytes_ += bytes;
+}
+
+void HostMemory::drop_host(const std::byte* address, std::size_t bytes, bool owned, const char* call) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto range = host_ranges_.find(address_of(address));
+  if (range == host_ranges_.end() || range->second.bytes != bytes || range->second.owned != owned) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(call) + ": expected the address and size of memory that was " +
+                    (owned ? "allocated" : "registered") + " here, got " + std::to_string(bytes) + " bytes. Nothing changed.",
+                {{"call", std::string(call)},
+                 {"address", static_cast<std::int64_t>(address_of(address))},
+                 {"bytes", number(bytes)}});
+  }
+  if (owned && ::munmap(pointer(range->first), (bytes + granularity_ - 1) / granularity_ * granularity_) != 0) {
+    fail(call, errno);
+  }
+  host_bytes_ -= bytes;
+  host_ranges_.erase(range);
+}
+
+void HostMemory::free_host(std::byte* address, std::size_t bytes) { drop_host(address, bytes, true, "free_host"); }
+
+void HostMemory::unregister_host(const std::byte* address, std::size_t bytes) {
+  drop_host(address, bytes, false, "unregister_host");
+}
+
+}  // namespace remap::host

@@ -1,0 +1,156 @@
+// TraceBackend, and the text form of its log.
+//
+// Concurrency: counters are atomics. A record is appended after its call has returned and before the caller has the
+// result, so a record that uses a handle or an address always stands behind the one that made it, whichever threads the
+// two came from: the log can be replayed in its order.
+#include <atomic>
+#include <new>
+#include <mutex>
+#include <sstream>
+
+#include "backend/intercept.h"
+#include "remap/decorators.h"
+
+namespace remap {
+namespace {
+
+constexpr std::array<std::size_t, kCallKinds> kArguments = {
+    2, 2, 1, 1, 3, 2, 3, 3, 2,  // reserve release create_page destroy_page map unmap set_access exchange populate
+    1, 2, 2, 2,                 // allocate_host free_host register_host unregister_host
+    0, 1, 4, 4,                 // create_stream destroy_stream copy fill
+    0, 1, 2, 2, 1, 2, 2,        // create_event destroy_event record stream_wait query synchronize elapsed
+};
+
+std::size_t index(Call call) noexcept { return static_cast<std::size_t>(call); }
+
+class Trace final : public Intercept<TraceBackend> {
+ public:
+  using Intercept<TraceBackend>::Intercept;
+
+  std::uint64_t count(Call call) const noexcept override { return counts_[index(call)].load(std::memory_order_relaxed); }
+  std::uint64_t failed(Call call) const noexcept override { return failed_[index(call)].load(std::memory_order_relaxed); }
+  std::uint64_t count() const noexcept override {
+    std::uint64_t sum = 0;
+    for (const auto& one : counts_) sum += one.load(std::memory_order_relaxed);
+    return sum;
+  }
+  void set_logging(bool on) noexcept override { logging_.store(on, std::memory_order_relaxed); }
+  std::vector<TraceRecord> log() const override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return log_;
+  }
+  void clear_log() override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    log_.clear();
+  }
+
+ protected:
+  void before(Call call) override { counts_[index(call)].fetch_add(1, std::memory_order_relaxed); }
+
+  void after(Call call, bool failed, std::uint64_t result, const CallArguments& arguments, const PageHandle* pages,
+             std::size_t count) noexcept override {
+    if (failed) failed_[index(call)].fetch_add(1, std::memory_order_relaxed);
+    if (!logging_.load(std::memory_order_relaxed)) return;
+    try {
+      TraceRecord record;
+      record.call = call;
+      record.failed = failed;
+      record.result = result;
+      record.args = arguments;
+      record.pages.assign(pages, pages + count);
+      const std::lock_guard<std::mutex> lock(mutex_);
+      log_.push_back(std::move(record));
+    } catch (const std::bad_alloc&) {
+      // The call has had its effect and must not throw now; a log with a gap is worth nothing, so it ends here.
+      logging_.store(false, std::memory_order_relaxed);
+    }
+  }
+
+ private:
+  std::array<std::atomic<std::uint64_t>, kCallKinds> counts_{};
+  std::array<std::atomic<std::uint64_t>, kCallKinds> failed_{};
+  std::atomic<bool> logging_{true};
+  mutable std::mutex mutex_;
+  std::vector<TraceRecord> log_;  // guarded by mutex_
+};
+
+[[noreturn]] void refuse_line(std::size_t line, const std::string& text, const char* expected) {
+  throw Error(ErrorKind::invalid_argument,
+              "trace line " + std::to_string(line) + ": expected " + expected + ", got '" + text.substr(0, 80) + "'",
+              {{"line", static_cast<std::int64_t>(line)}});
+}
+
+std::uint64_t parse_number(const std::string& word, std::size_t line, const std::string& text) {
+  std::uint64_t value = 0;
+  if (word.empty()) refuse_line(line, text, "a number");
+  for (const char digit : word) {
+    const auto add = static_cast<std::uint64_t>(digit - '0');
+    if (digit < '0' || digit > '9' || value > (~std::uint64_t{0} - add) / 10) refuse_line(line, text, "a number");
+    value = value * 10 + add;
+  }
+  return value;
+}
+
+TraceRecord parse_line(const std::string& text, std::size_t line) {
+  std::istringstream words(text);
+  std::string word;
+  TraceRecord record;
+  words >> word;
+  std::size_t kind = 0;
+  while (kind < kCallKinds && word != call_name(static_cast<Call>(kind))) ++kind;
+  if (kind == kCallKinds) refuse_line(line, text, "the name of a call");
+  record.call = static_cast<Call>(kind);
+  words >> word;
+  if (!words || (word != "ok" && word != "failed")) refuse_line(line, text, "'ok' or 'failed' behind the name");
+  record.failed = word == "failed";
+  const auto next = [&] {
+    std::string digits;
+    words >> digits;
+    return parse_number(digits, line, text);
+  };
+  record.result = next();
+  for (std::size_t i = 0; i < kArguments[kind]; ++i) record.args[i] = next();
+  if (record.call == Call::map) {
+    if (!(words >> word) || word != "pages") refuse_line(line, text, "'pages' and the pages of a map");
+    while (words >> word) record.pages.push_back(parse_number(word, line, text));
+    if (record.pages.size() != record.args[1]) refuse_line(line, text, "as many pages as map's count says");
+  } else if (words >> word) {
+    refuse_line(line, text, "nothing behind the arguments");
+  }
+  return record;
+}
+
+}  // namespace
+
+std::shared_ptr<TraceBackend> make_trace_backend(std::shared_ptr<Backend> inner) {
+  return std::make_shared<Trace>(std::move(inner));
+}
+
+std::string serialize(const std::vector<TraceRecord>& log) {
+  std::string text;
+  for (const TraceRecord& record : log) {
+    text += call_name(record.call);
+    text += record.failed ? " failed " : " ok ";
+    text += std::to_string(record.result);
+    for (std::size_t i = 0; i < kArguments[index(record.call)]; ++i) text += " " + std::to_string(record.args[i]);
+    if (record.call == Call::map) {
+      text += " pages";
+      for (const std::uint64_t page : record.pages) text += " " + std::to_string(page);
+    }
+    text += "\n";
+  }
+  return text;
+}
+
+std::vector<TraceRecord> parse_trace(const std::string& text) {
+  std::vector<TraceRecord> log;
+  std::istringstream lines(text);
+  std::string line;
+  for (std::size_t number = 1; std::getline(lines, line); ++number) {
+    if (line.find_first_not_of(" \t\r") == std::string::npos || line[0] == '#') continue;
+    log.push_back(parse_line(line, number));
+  }
+  return log;
+}
+
+}  // namespace remap

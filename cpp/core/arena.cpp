@@ -1,0 +1,492 @@
+#include "remap/arena.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "pointing.h"
+#include "remap/fork.h"
+
+namespace remap {
+namespace {
+
+Error::Value number(std::size_t value) { return static_cast<std::int64_t>(value); }
+
+}  // namespace
+
+const char* owner_name(Owner owner) noexcept {
+  switch (owner) {
+    case Owner::free: return "free";
+    case Owner::params: return "params";
+    case Owner::kv: return "kv";
+    case Owner::ring: return "ring";
+    case Owner::quarantine: return "quarantine";
+  }
+  return "unknown";
+}
+
+Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
+    : backend_(std::move(backend)), options_(options), fork_generation_(fork_generation()) {
+  const std::size_t grain = backend_->granularity();
+  if (options.page_bytes == 0 || options.page_bytes % grain != 0) {
+    throw Error(ErrorKind::invalid_argument,
+                "page_bytes must be a positive multiple of the backend's granularity of " + std::to_string(grain) +
+                    " bytes, not " + std::to_string(options.page_bytes) + ". Nothing was created.",
+                {{"page_bytes", number(options.page_bytes)}, {"granularity", number(grain)}});
+  }
+  const std::size_t count = options.capacity_bytes / options.page_bytes;
+  if (count == 0 || count >= kNoPage) {
+    throw Error(ErrorKind::invalid_argument,
+                "capacity of " + std::to_string(options.capacity_bytes) + " bytes must hold at least one page of " +
+                    std::to_string(options.page_bytes) + " bytes. Nothing was created; give more capacity or smaller pages.",
+                {{"capacity", number(options.capacity_bytes)}, {"page_bytes", number(options.page_bytes)}});
+  }
+  pages_.reserve(count);
+  try {
+    for (std::size_t i = 0; i < count; ++i) {
+      Page page;
+      page.handle = backend_->create_page(options.page_bytes);
+      // A page of unknown contents counts as somebody's: it is zeroed before its first KV use.
+      page.dirty = backend_->new_pages_are_zero() ? kNobody : kNobody - 1;
+      pages_.push_back(page);
+    }
+  } catch (const Error&) {
+    // Reverse order, like every undo here. A page that cannot be destroyed stays the backend's until the backend closes.
+    for (auto page = pages_.rbegin(); page != pages_.rend(); ++page) {
+      try {
+        backend_->destroy_page(page->handle);
+      } catch (const Error&) {
+        continue;
+      }
+    }
+    throw;
+  }
+}
+
+Arena::~Arena() {
+  if (fork_generation() != fork_generation_) {
+    new std::shared_ptr<Backend>(backend_);  // leaked on purpose: its threads and mappings are the parent's
+    return;
+  }
+  try {
+    close();
+  } catch (const Error&) {
+    return;  // the backend's own destructor takes back what is left
+  }
+}
+
+void Arena::guard() const {
+  if (closed_) throw Error(ErrorKind::invalid_state, "The arena is closed. Nothing changed; open a new session.");
+  if (broken_) {
+    std::size_t quarantined = 0;
+    for (const Page& page : pages_) quarantined += page.owner == Owner::quarantine ? 1 : 0;
+    throw Error(ErrorKind::arena_broken,
+                "An earlier failure could not be undone; " + std::to_string(quarantined) + " of " +
+                    std::to_string(pages_.size()) + " pages are quarantined. Only close() is allowed.",
+                {{"quarantined_pages", number(quarantined)}});
+  }
+}
+
+namespace {
+
+void refuse_fork(unsigned made_under) {
+  if (fork_generation() != made_under) {
+    throw Error(ErrorKind::forked_process,
+                "This process was forked from the one that owns the arena and must not touch it. Nothing changed; start "
+                "workers with the 'spawn' method, or open a session in the child.");
+  }
+}
+
+}  // namespace
+
+Region& Arena::region(RegionId id) { return const_cast<Region&>(static_cast<const Arena*>(this)->region(id)); }
+
+const Region& Arena::region(RegionId id) const {
+  if (id >= regions_.size() || !regions_[id].live) {
+    throw Error(ErrorKind::invalid_argument, "Unknown region " + std::to_string(id) + ". Nothing changed.",
+                {{"region", number(id)}});
+  }
+  return regions_[id];
+}
+
+// ---- set-up -----------------------------------------------------------------------------------------------------
+
+std::vector<PageId> Arena::take(std::size_t count, Owner owner, TenantId tenant) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  std::vector<PageId> taken;
+  taken.reserve(count);
+  for (PageId id = 0; id < pages_.size() && taken.size() < count; ++id) {
+    if (pages_[id].owner == Owner::free) taken.push_back(id);
+  }
+  if (taken.size() < count) {
+    throw Error(ErrorKind::out_of_memory,
+                std::to_string(count) + " pages of " + std::to_string(options_.page_bytes) + " bytes wanted for " +
+                    owner_name(owner) + ", " + std::to_string(taken.size()) + " of " + std::to_string(pages_.size()) +
+                    " are free. Nothing changed; raise capacity by at least " +
+                    std::to_string((count - taken.size()) * options_.page_bytes) + " bytes or detach a tenant.",
+                {{"requested", number(count)}, {"free", number(taken.size())}, {"total", number(pages_.size())},
+                 {"page_bytes", number(options_.page_bytes)}});
+  }
+  for (PageId id : taken) {
+    pages_[id].owner = owner;
+    pages_[id].tenant = tenant;
+  }
+  ++epoch_;
+  return taken;
+}
+
+RegionId Arena::add_region(RegionKind kind, TenantId tenant, const std::string& name, std::size_t slots) {
+  if (slots == 0) {
+    throw Error(ErrorKind::invalid_argument, "A region needs at least one page. Nothing changed.", {{"slots", number(slots)}});
+  }
+  Region fresh;
+  fresh.kind = kind;
+  fresh.tenant = tenant;
+  fresh.name = name;
+  fresh.reserved_bytes = slots * options_.page_bytes;
+  fresh.view.shown.assign(slots, kNoPage);
+  if (kind == RegionKind::kv) {
+    fresh.designated.assign(slots, kNoPage);
+    fresh.slot_of.assign(pages_.size(), kNoSlot);
+  }
+  regions_.push_back(std::move(fresh));  // before the reservation: nothing can fail behind it
+  try {
+    regions_.back().view.address = backend_->reserve(slots * options_.page_bytes, options_.page_bytes);
+  } catch (const Error&) {
+    regions_.pop_back();
+    throw;
+  }
+  return static_cast<RegionId>(regions_.size() - 1);
+}
+
+RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& home) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  for (PageId id : home) {
+    if (id >= pages_.size() || pages_[id].owner != Owner::params || pages_[id].tenant != tenant) {
+      throw Error(ErrorKind::invalid_argument,
+                  "Page " + std::to_string(id) + " is not a params page of tenant " + std::to_string(tenant) +
+                      ". Nothing changed.",
+                  {{"page", number(id)}, {"tenant", number(tenant)}});
+    }
+  }
+  const RegionId id = add_region(RegionKind::layer, tenant, name, home.size());
+  Region& fresh = regions_[id];
+  try {
+    map_slots(fresh.view, 0, home);
+    cleanse(fresh.view, 0, home.size(), tenant);
+  } catch (const Error&) {
+    unmap_slots(fresh.view, 0, home.size());
+    backend_->release(fresh.view.address, fresh.reserved_bytes);
+    regions_.pop_back();
+    throw;
+  }
+  fresh.home = home;
+  fresh.target = home;
+  ++epoch_;
+  return id;
+}
+
+RegionId Arena::add_ring_region(TenantId tenant, std::size_t slots) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  return add_region(RegionKind::ring, tenant, "ring", slots);
+}
+
+RegionId Arena::add_kv_region(TenantId tenant, std::size_t slots) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  return add_region(RegionKind::kv, tenant, "kv", slots);
+}
+
+void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  Region& kv = region(kv_region);
+  const bool fits = kv.kind == RegionKind::kv && first_slot <= kv.designated.size() &&
+                    pages.size() <= kv.designated.size() - first_slot;
+  if (!fits) {
+    throw Error(ErrorKind::invalid_argument,
+                "Slots " + std::to_string(first_slot) + " to " + std::to_string(first_slot + pages.size()) +
+                    " do not lie in KV region " + std::to_string(kv_region) + ". Nothing changed.",
+                {{"region", number(kv_region)}, {"first_slot", number(first_slot)}, {"pages", number(pages.size())}});
+  }
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    if (pages[i] >= pages_.size() || kv.designated[first_slot + i] != kNoPage || kv.slot_of[pages[i]] != kNoSlot) {
+      throw Error(ErrorKind::invalid_argument,
+                  "Page " + std::to_string(pages[i]) + " is unknown, has a place in the KV region already, or its slot " +
+                      std::to_string(first_slot + i) + " is taken. Nothing changed.",
+                  {{"page", number(pages[i])}, {"slot", number(first_slot + i)}});
+    }
+  }
+  // strict: plans map what they give. A page is never KV before it is designated, so there is nothing to map here.
+  for (PageId id : pages) {
+    if (pages_[id].owner == Owner::kv && pages_[id].tenant == kv.tenant) {
+      throw Error(ErrorKind::invalid_state, "Page " + std::to_string(id) + " is KV before it has a place. Nothing changed.",
+                  {{"page", number(id)}});
+    }
+  }
+  if (options_.mode == Mode::aliased) map_slots(kv.view, first_slot, pages);
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    kv.designated[first_slot + i] = pages[i];
+    kv.slot_of[pages[i]] = first_slot + i;
+  }
+  ++epoch_;
+}
+
+void Arena::designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  Region& ring = region(ring_region);
+  if (options_.mode == Mode::strict) return;
+  if (ring.kind != RegionKind::ring || first_slot + pages.size() > ring.view.shown.size()) {
+    throw Error(ErrorKind::invalid_argument, "The pages do not fit the ring region. Nothing changed.",
+                {{"region", number(ring_region)}, {"pages", number(pages.size())}});
+  }
+  Pointer(*this).slots(ring.view, first_slot, pages);
+}
+
+void Arena::prepare_view(RegionId layer_region, const std::vector<PageId>& pages) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  Region& layer = region(layer_region);
+  if (layer.kind != RegionKind::layer || pages.size() != layer.view.shown.size()) {
+    throw Error(ErrorKind::invalid_argument, "A view of a layer's region shows as many pages as the region has. Nothing changed.",
+                {{"region", number(layer_region)}, {"pages", number(pages.size())}});
+  }
+  if (!backend_->can_exchange() || layer.view.shown == pages) return;
+  Pointer(*this).parked(layer, pages);
+}
+
+void Arena::release_region(Region& gone) {
+  // Accounts after each release: if the backend throws, what is still mapped is still in the table and the call can be
+  // repeated.
+  while (!gone.parked.empty()) {
+    View& view = gone.parked.back();
+    unmap_slots(view, 0, view.shown.size());
+    backend_->release(view.address, gone.reserved_bytes);
+    gone.parked.pop_back();
+  }
+  unmap_slots(gone.view, 0, gone.view.shown.size());
+  backend_->release(gone.view.address, gone.reserved_bytes);
+  gone.live = false;
+}
+
+void Arena::remove_tenant(TenantId tenant) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  for (Region& gone : regions_) {
+    if (gone.live && gone.tenant == tenant) release_region(gone);
+  }
+  for (Page& page : pages_) {
+    if (page.tenant != tenant || page.owner == Owner::quarantine) continue;
+    page.owner = Owner::free;
+    page.tenant = kNobody;
+  }
+  ++epoch_;
+}
+
+void Arena::close() {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return;
+  for (Region& gone : regions_) {
+    if (gone.live) release_region(gone);
+  }
+  if (fill_stream_ != 0) {
+    backend_->destroy_stream(fill_stream_);
+    fill_stream_ = 0;
+  }
+  if (fill_event_ != 0) {
+    backend_->destroy_event(fill_event_);
+    fill_event_ = 0;
+  }
+  while (!pages_.empty()) {
+    backend_->destroy_page(pages_.back().handle);
+    pages_.pop_back();
+  }
+  closed_ = true;
+}
+
+// ---- mappings ---------------------------------------------------------------------------------------------------
+
+namespace {
+
+// Calls body(first, count) for each run of slots that hold a page.
+template <typename Body>
+void for_runs(const std::vector<PageId>& pages, Body&& body) {
+  std::size_t i = 0;
+  while (i < pages.size()) {
+    if (pages[i] == kNoPage) {
+      ++i;
+      continue;
+    }
+    std::size_t end = i;
+    while (end < pages.size() && pages[end] != kNoPage) ++end;
+    body(i, end - i);
+    i = end;
+  }
+}
+
+}  // namespace
+
+void Arena::map_slots(View& view, std::size_t first_slot, const std::vector<PageId>& pages) {
+  std::vector<std::pair<std::size_t, std::size_t>> mapped;
+  try {
+    for_runs(pages, [&](std::size_t first, std::size_t count) {
+      std::vector<PageHandle> handles(count);
+      for (std::size_t i = 0; i < count; ++i) handles[i] = pages_[pages[first + i]].handle;
+      std::byte* at = slot_address(view, first_slot + first);
+      mapped.reserve(mapped.size() + 1);
+      backend_->map(at, handles.data(), count, options_.page_bytes);
+      mapped.emplace_back(first, count);
+      backend_->set_access(at, count * options_.page_bytes, Access::read_write);
+      backend_->populate(at, count * options_.page_bytes);
+    });
+  } catch (const Error&) {
+    for (auto run = mapped.rbegin(); run != mapped.rend(); ++run) {
+      try {
+        backend_->unmap(slot_address(view, first_slot + run->first), run->second * options_.page_bytes);
+      } catch (const Error& second) {
+        const std::vector<PageId> stuck(pages.begin() + static_cast<std::ptrdiff_t>(run->first),
+                                        pages.begin() + static_cast<std::ptrdiff_t>(run->first + run->second));
+        fail_broken(std::string("mapping failed and so did undoing it: ") + second.what(), stuck);
+      }
+    }
+    throw;
+  }
+  std::copy(pages.begin(), pages.end(), view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot));
+}
+
+void Arena::unmap_slots(View& view, std::size_t first_slot, std::size_t count) {
+  const auto begin = view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot);
+  const std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(count));
+  std::size_t undone_until = 0;
+  try {
+    for_runs(before, [&](std::size_t first, std::size_t run) {
+      backend_->unmap(slot_address(view, first_slot + first), run * options_.page_bytes);
+      std::fill(begin + static_cast<std::ptrdiff_t>(first), begin + static_cast<std::ptrdiff_t>(first + run), kNoPage);
+      undone_until = first + run;
+    });
+  } catch (const Error&) {
+    // Whole or nothing: what was unmapped is mapped again.
+    std::vector<PageId> again(before.begin(), before.begin() + static_cast<std::ptrdiff_t>(undone_until));
+    try {
+      map_slots(view, first_slot, again);
+    } catch (const Error& second) {
+      fail_broken(std::string("unmapping failed and so did undoing it: ") + second.what(), again);
+    }
+    throw;
+  }
+}
+
+std::size_t Arena::cleanse(const View& view, std::size_t first_slot, std::size_t count, TenantId tenant) {
+  std::size_t bytes = 0;
+  for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) {
+    const Page& page = pages_[view.shown[slot]];
+    if (page.dirty == kNobody || page.dirty == tenant) continue;
+    if (fill_stream_ == 0) {
+      fill_event_ = fill_event_ != 0 ? fill_event_ : backend_->create_event();
+      fill_stream_ = backend_->create_stream();
+    }
+    backend_->fill(fill_stream_, slot_address(view, slot), 0, options_.page_bytes);
+    bytes += options_.page_bytes;
+  }
+  if (bytes > 0) {
+    backend_->record(fill_event_, fill_stream_);
+    backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
+  }
+  // Only now: a page counts as clean, or as this tenant's, when the zeroes have arrived.
+  for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) pages_[view.shown[slot]].dirty = tenant;
+  return bytes;
+}
+
+void Arena::fail_broken(const std::string& what, const std::vector<PageId>& pages) {
+  broken_ = true;
+  for (PageId id : pages) {
+    if (id != kNoPage) pages_[id].owner = Owner::quarantine;
+  }
+  std::size_t quarantined = 0;
+  for (const Page& page : pages_) quarantined += page.owner == Owner::quarantine ? 1 : 0;
+  throw Error(ErrorKind::arena_broken,
+              what + ". The arena is broken, " + std::to_string(quarantined) + " pages are quarantined; only close() is allowed.",
+              {{"quarantined_pages", number(quarantined)}});
+}
+
+// ---- looking ----------------------------------------------------------------------------------------------------
+
+std::byte* Arena::address(RegionId id) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return region(id).view.address;
+}
+
+std::size_t Arena::region_bytes(RegionId id) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return region(id).reserved_bytes;
+}
+
+std::uint64_t Arena::epoch() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return epoch_;
+}
+
+PageCounts Arena::counts() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  PageCounts counts;
+  for (const Page& page : pages_) ++counts.by_owner[static_cast<std::size_t>(page.owner)];
+  counts.total = pages_.size();
+  return counts;
+}
+
+PageCounts Arena::counts(TenantId tenant) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  PageCounts counts;
+  for (const Page& page : pages_) {
+    if (page.tenant != tenant) continue;
+    ++counts.by_owner[static_cast<std::size_t>(page.owner)];
+    ++counts.total;
+  }
+  return counts;
+}
+
+std::vector<Owner> Arena::owners() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Owner> owners;
+  owners.reserve(pages_.size());
+  for (const Page& page : pages_) owners.push_back(page.owner);
+  return owners;
+}
+
+std::vector<PageId> Arena::free_pages() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<PageId> free;
+  for (PageId id = 0; id < pages_.size(); ++id) {
+    if (pages_[id].owner == Owner::free) free.push_back(id);
+  }
+  return free;
+}
+
+std::vector<PageId> Arena::shown(RegionId id) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return region(id).view.shown;
+}
+
+bool Arena::broken() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return broken_;
+}
+
+bool Arena::closed() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return closed_;
+}
+
+}  // namespace remap

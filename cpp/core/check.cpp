@@ -1,0 +1,77 @@
+// Arena::check(): the invariants A1 to A8 of arena.h, as code.
+#include <algorithm>
+#include <set>
+#include <stdexcept>
+#include <string>
+
+#include "remap/arena.h"
+
+namespace remap {
+namespace {
+
+void require(bool holds, const char* invariant, const std::string& detail) {
+  if (!holds) throw std::logic_error(std::string("Arena invariant ") + invariant + " violated: " + detail);
+}
+
+}  // namespace
+
+void Arena::check() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return;
+
+  std::size_t sum = 0;
+  for (std::size_t owner = 0; owner < kOwners; ++owner) {
+    sum += static_cast<std::size_t>(std::count_if(pages_.begin(), pages_.end(), [&](const Page& page) {
+      return static_cast<std::size_t>(page.owner) == owner;
+    }));
+  }
+  require(sum == pages_.size(), "A1", std::to_string(sum) + " owned of " + std::to_string(pages_.size()));
+  const std::size_t bytes = backend_->usage().page_bytes;
+  require(bytes == pages_.size() * options_.page_bytes, "A2", std::to_string(bytes) + " bytes of pages in the backend");
+  for (std::size_t id = 0; id < pages_.size(); ++id) {
+    if (pages_[id].owner == Owner::quarantine) continue;
+    require((pages_[id].owner == Owner::free) == (pages_[id].tenant == kNobody), "A3", "page " + std::to_string(id));
+  }
+
+  for (std::size_t id = 0; id < regions_.size(); ++id) {
+    const Region& region = regions_[id];
+    if (!region.live) continue;
+    const std::string name = "region " + std::to_string(id);
+    if (!broken_) {
+      for (PageId page : region.view.shown) {
+        require(page == kNoPage || pages_[page].owner != Owner::quarantine, "A8", name);
+      }
+    }
+    if (region.kind == RegionKind::kv) {
+      std::set<PageId> seen;
+      for (std::size_t slot = 0; slot < region.designated.size(); ++slot) {
+        const PageId page = region.designated[slot];
+        if (page == kNoPage) {
+          require(region.view.shown[slot] == kNoPage, "A4", name + " shows a page nobody designated");
+          continue;
+        }
+        require(region.slot_of[page] == slot && seen.insert(page).second, "A5", name + " page " + std::to_string(page));
+        const bool owned = pages_[page].owner == Owner::kv && pages_[page].tenant == region.tenant;
+        const PageId expected = options_.mode == Mode::aliased || owned ? page : kNoPage;
+        require(broken_ || region.view.shown[slot] == expected, "A4", name + " slot " + std::to_string(slot));
+      }
+    }
+    if (region.kind == RegionKind::layer && !broken_) {
+      const Owner owner = pages_[region.target.front()].owner;
+      require(owner == Owner::ring || (owner == Owner::params && region.target == region.home), "A6",
+              name + " target is owned by " + owner_name(owner));
+      for (PageId page : region.target) {
+        require(pages_[page].owner == owner && pages_[page].tenant == region.tenant, "A6",
+                name + " target page " + std::to_string(page) + " is " + owner_name(pages_[page].owner));
+      }
+      require(region.pending || region.view.shown == region.target, "A6", name + " is settled and does not show its target");
+    }
+    if (region.kind == RegionKind::ring && !broken_ && options_.mode == Mode::strict) {
+      for (PageId page : region.view.shown) {
+        require(page == kNoPage || (pages_[page].owner == Owner::ring && pages_[page].tenant == region.tenant), "A7", name);
+      }
+    }
+  }
+}
+
+}  // namespace remap

@@ -1,0 +1,174 @@
+// Prefetcher::configure: from one set of streamed layers to the next, all or nothing.
+#include <algorithm>
+
+#include "schedule/prefetch_state.h"
+
+namespace remap {
+
+namespace {
+
+std::int64_t number(std::size_t value) { return static_cast<std::int64_t>(value); }
+
+}  // namespace
+
+void Prefetcher::State::validate(const StreamConfiguration& c) const {
+  const std::size_t count = layers.size();
+  std::vector<std::uint8_t> named(count, 0);
+  const auto name = [&](LayerId layer, std::uint8_t as, const char* list) {
+    if (layer >= count) {
+      refuse(std::string(list) + " names layer " + std::to_string(layer) + ", expected less than " + std::to_string(count),
+             {{"layer", std::int64_t{layer}}, {"layers", number(count)}});
+    }
+    if ((named[layer] & as) != 0) {
+      refuse(std::string(list) + " names layer " + std::to_string(layer) + " twice, or it is both streamed and reloaded",
+             {{"layer", std::int64_t{layer}}});
+    }
+    named[layer] = static_cast<std::uint8_t>(named[layer] | as);
+  };
+  for (std::size_t j = 0; j < c.streamed.size(); ++j) {
+    const LayerId layer = c.streamed[j];
+    name(layer, kStreamed | kReload, "streamed");
+    if (j > 0 && c.streamed[j - 1] > layer) {
+      refuse("streamed must be ascending, but layer " + std::to_string(layer) + " follows layer " +
+                 std::to_string(c.streamed[j - 1]),
+             {{"layer", std::int64_t{layer}}});
+    }
+    const LayerMemory& memory = layers[layer];
+    if (memory.master == nullptr || memory.bytes == 0) {
+      refuse("layer " + std::to_string(layer) + " has no master copy to stream from", {{"layer", std::int64_t{layer}}});
+    }
+    if (memory.bytes > c.ring_bytes) {
+      refuse("layer " + std::to_string(layer) + " has " + std::to_string(memory.bytes) +
+                 " bytes, more than a ring buffer of " + std::to_string(c.ring_bytes),
+             {{"layer", std::int64_t{layer}}, {"bytes", number(memory.bytes)}, {"ring_bytes", number(c.ring_bytes)}});
+    }
+  }
+  if (!c.streamed.empty()) {
+    if (c.ring.empty() || c.ring.size() >= LayerSchedule::kNone) {
+      refuse("streaming " + std::to_string(c.streamed.size()) + " layers needs a ring of at least one buffer",
+             {{"streamed", number(c.streamed.size())}, {"buffers", number(c.ring.size())}});
+    }
+    std::vector<std::uintptr_t> sorted;
+    for (const std::byte* buffer : c.ring) sorted.push_back(reinterpret_cast<std::uintptr_t>(buffer));
+    std::sort(sorted.begin(), sorted.end());
+    for (std::size_t s = 0; s < sorted.size(); ++s) {
+      if (sorted[s] == 0 || (s > 0 && sorted[s] - sorted[s - 1] < c.ring_bytes)) {
+        refuse("the ring's buffers must be separate memory of " + std::to_string(c.ring_bytes) + " bytes each",
+               {{"buffers", number(c.ring.size())}, {"ring_bytes", number(c.ring_bytes)}});
+      }
+    }
+  }
+  for (const LayerId layer : c.reload) {
+    name(layer, kReload, "reload");
+    const LayerMemory& memory = layers[layer];
+    if (memory.master == nullptr || memory.region == nullptr || memory.bytes == 0) {
+      refuse("layer " + std::to_string(layer) + " has no master copy or no region to reload into",
+             {{"layer", std::int64_t{layer}}});
+    }
+  }
+  for (const LayerId layer : c.held) name(layer, kHeld, "held");
+}
+
+void Prefetcher::configure(const StreamConfiguration& c) {
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.in_pass.load(std::memory_order_relaxed) || s.any_open()) {
+    throw Error(ErrorKind::invalid_state,
+                "configure inside a pass, or while a layer is waited for and not done; nothing was changed; call end_pass() first");
+  }
+  s.validate(c);
+  s.recover();
+  s.collect();
+
+  // Everything that can fail is made before anything changes.
+  std::vector<std::uint8_t> bits(count_);
+  for (LayerId layer = 0; layer < count_; ++layer) bits[layer] = static_cast<std::uint8_t>(s.get(layer) & ~kStreamed);
+  for (const LayerId layer : c.streamed) bits[layer] = static_cast<std::uint8_t>((bits[layer] & kHeld) | kStreamed);
+  for (const LayerId layer : c.reload) bits[layer] = static_cast<std::uint8_t>((bits[layer] & kHeld) | kReload);
+  for (const LayerId layer : c.held) bits[layer] = static_cast<std::uint8_t>((bits[layer] & ~kFailed) | kHeld);
+  const auto buffers = static_cast<std::uint32_t>(c.streamed.empty() ? 0 : c.ring.size());
+  std::vector<LayerId> streamed = c.streamed;
+  std::vector<Slot> slots(buffers);
+  std::vector<std::uint32_t> origin(buffers, LayerSchedule::kNone);    // the old slot at the same address
+  std::vector<std::uint32_t> contents(buffers, LayerSchedule::kNone);  // what it has, in new positions
+  std::vector<bool> stays(s.slots.size(), false);
+  std::size_t leaving = s.orphans.size();
+  for (std::uint32_t b = 0; b < buffers; ++b) {
+    slots[b].address = c.ring[b];
+    for (std::uint32_t old = 0; old < s.slots.size(); ++old) {
+      if (s.slots[old].address != c.ring[b]) continue;
+      origin[b] = old;
+      stays[old] = true;
+      const std::uint32_t had = s.schedule.content(old);
+      if (had == LayerSchedule::kNone || c.fresh) continue;
+      const auto at = std::lower_bound(streamed.begin(), streamed.end(), s.streamed[had]);
+      if (at == streamed.end() || *at != s.streamed[had]) continue;
+      const auto j = static_cast<std::uint32_t>(at - streamed.begin());
+      if (j % buffers == b) contents[b] = j;
+    }
+  }
+  for (std::size_t old = 0; old < s.slots.size(); ++old) {
+    if (!stays[old]) leaving += s.slots[old].readers.size();
+  }
+  std::vector<Reader> orphans = s.orphans;
+  orphans.reserve(leaving);
+  std::vector<EventHandle> spare = s.spare;
+  spare.reserve(spare.size() + leaving + buffers);
+  LayerSchedule schedule;
+  schedule.configure(static_cast<std::uint32_t>(streamed.size()), buffers, contents);
+  // Two copies a buffer may be under way when passes follow each other closely; more tickets come when they are needed.
+  const std::size_t wanted = std::min(kTickets, std::size_t{2} * buffers + c.reload.size());
+  while (s.free.size() < wanted) s.grow();
+  std::vector<EventHandle> made;
+  made.reserve(buffers);
+  const StreamHandle copies = s.stream.load(std::memory_order_relaxed);
+  try {
+    while (spare.size() + made.size() < buffers) made.push_back(s.backend->create_event());
+    // Readers of memory that leaves the ring: it may be part of what is written next.
+    for (std::size_t old = 0; old < s.slots.size(); ++old) {
+      if (stays[old]) continue;
+      for (const Reader& reader : s.slots[old].readers) {
+        s.backend->stream_wait(copies, reader.event);
+        orphans.push_back(reader);
+      }
+    }
+    if (c.after != 0) s.backend->stream_wait(copies, c.after);
+  } catch (...) {
+    for (const EventHandle event : made) s.backend->destroy_event(event);
+    throw;
+  }
+
+  // From here nothing throws.
+  spare.insert(spare.end(), made.begin(), made.end());
+  for (std::uint32_t b = 0; b < buffers; ++b) {
+    if (origin[b] == LayerSchedule::kNone) continue;
+    Slot& old = s.slots[origin[b]];
+    slots[b].readers.swap(old.readers);
+    if (contents[b] != LayerSchedule::kNone) std::swap(slots[b].ready, old.ready);
+  }
+  for (Slot& old : s.slots) s.unref(std::exchange(old.ready, nullptr));
+  s.slots.swap(slots);
+  s.streamed.swap(streamed);
+  s.orphans.swap(orphans);
+  s.spare.swap(spare);
+  s.schedule = std::move(schedule);
+  s.after = c.after;
+  s.fence = s.serial + 1;
+
+  for (std::uint32_t j = 0; j < s.streamed.size(); ++j) {
+    s.position[s.streamed[j]] = j;
+    s.drop_reload(s.streamed[j]);  // no longer wanted at home
+  }
+  for (const LayerId layer : c.reload) {
+    s.drop_reload(layer);  // an earlier copy is older than the pages that it has now
+    const auto at = std::find_if(s.reloads.begin(), s.reloads.end(), [&](const Reload& r) { return r.layer > layer; });
+    s.reloads.insert(at, Reload{layer, nullptr});  // reserved in the constructor
+  }
+  for (LayerId layer = 0; layer < count_; ++layer) {
+    if ((bits[layer] & kFailed) == 0) s.errors[layer] = nullptr;
+    s.set(layer, bits[layer]);  // once: nobody may see a layer ready in between
+  }
+  s.pump();
+}
+
+}  // namespace remap

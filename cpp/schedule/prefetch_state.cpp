@@ -1,0 +1,274 @@
+// What the Prefetcher does under its lock: tickets, copies, readers. The rules are in prefetch_state.h.
+#include "schedule/prefetch_state.h"
+
+#include <algorithm>
+#include <optional>
+
+namespace remap {
+
+[[noreturn]] void prefetch::refuse(const std::string& what, Error::Fields fields) {
+  throw Error(ErrorKind::invalid_argument, what + "; nothing was changed", std::move(fields));
+}
+
+void Prefetcher::State::unref(Ticket* ticket) noexcept {
+  if (ticket != nullptr && --ticket->refs == 0) free.push_back(ticket);  // reserved in grow()
+}
+
+void Prefetcher::State::grow() {
+  auto ticket = std::make_unique<Ticket>();
+  pool.reserve(pool.size() + 1);
+  free.reserve(pool.size() + 1);
+  ticket->start = backend->create_event();
+  try {
+    ticket->end = backend->create_event();
+  } catch (...) {
+    backend->destroy_event(ticket->start);
+    throw;
+  }
+  free.push_back(ticket.get());
+  pool.push_back(std::move(ticket));
+}
+
+Ticket* Prefetcher::State::acquire() {
+  collect();
+  if (free.empty()) {
+    // A copy that nobody waits for any more (its buffer was filled again since) is only there to be timed.
+    const auto stolen = std::find_if(in_flight.begin(), in_flight.end(), [](Ticket* t) { return t->refs == 1; });
+    if (pool.size() < kTickets || stolen == in_flight.end()) {
+      grow();
+    } else {
+      Ticket* ticket = *stolen;
+      in_flight.erase(stolen);
+      unref(ticket);
+    }
+  }
+  Ticket* ticket = free.back();
+  free.pop_back();
+  ticket->refs = 1;
+  ticket->complete = false;
+  return ticket;
+}
+
+bool Prefetcher::State::poll(Ticket* ticket) {
+  if (ticket == nullptr || ticket->complete) return true;
+  try {
+    ticket->complete = backend->query(ticket->end);
+  } catch (const Error&) {
+    broken = std::current_exception();
+    throw;
+  }
+  return ticket->complete;
+}
+
+void Prefetcher::State::collect() noexcept {
+  try {
+    while (!in_flight.empty() && !broken && poll(in_flight.front())) {
+      Ticket* ticket = in_flight.front();
+      in_flight.pop_front();
+      if (ticket->serial >= fence) {
+        after = 0;
+        for (const Reader& reader : orphans) spare.push_back(reader.event);  // reserved in configure()
+        orphans.clear();
+      }
+      try {
+        stats.copy_s += backend->elapsed(ticket->start, ticket->end);
+        stats.timed_bytes += ticket->bytes;
+      } catch (const Error&) {
+        // Not timed; the copy itself is good.
+      }
+      unref(ticket);
+    }
+  } catch (const Error&) {
+    // poll() has kept it in `broken`.
+  }
+}
+
+Ticket* Prefetcher::State::issue(LayerId layer, std::byte* to, const std::vector<Reader>* readers) {
+  if (broken) std::rethrow_exception(broken);
+  const LayerMemory& memory = layers[layer];
+  Ticket* ticket = acquire();
+  bool listed = false;
+  bool enqueued = false;
+  try {
+    in_flight.push_back(ticket);  // first: nothing but the backend may fail once the copy is enqueued
+    listed = true;
+    const StreamHandle copies = stream.load(std::memory_order_relaxed);
+    if (readers != nullptr) {
+      for (const Reader& reader : *readers) backend->stream_wait(copies, reader.event);
+    }
+    backend->record(ticket->start, copies);
+    backend->copy(copies, to, memory.master, memory.bytes);
+    enqueued = true;
+    backend->record(ticket->end, copies);
+  } catch (...) {
+    // A copy whose end nobody can see: only destroying the stream waits for it.
+    if (enqueued) broken = std::current_exception();
+    if (listed) in_flight.pop_back();
+    unref(ticket);
+    throw;
+  }
+  ticket->bytes = memory.bytes;
+  ticket->serial = ++serial;
+  ++ticket->refs;
+  ++stats.copies;
+  stats.copied_bytes += memory.bytes;
+  return ticket;
+}
+
+void Prefetcher::State::issue_ring(const LayerSchedule::Copy& copy) {
+  Slot& slot = slots[copy.buffer];
+  schedule.lost(copy.buffer);
+  Ticket* ticket = issue(streamed[copy.position], slot.address, &slot.readers);
+  unref(std::exchange(slot.ready, ticket));
+  schedule.issued(copy);
+}
+
+Reload* Prefetcher::State::next_reload() {
+  for (Reload& reload : reloads) {
+    if (reload.ticket == nullptr && (states[reload.layer].load(std::memory_order_relaxed) & kHeld) == 0) return &reload;
+  }
+  return nullptr;
+}
+
+void Prefetcher::State::pump() noexcept {
+  try {
+    collect();
+    while (!broken) {
+      const std::optional<LayerSchedule::Copy> copy = schedule.next();
+      Reload* reload = next_reload();
+      if (reload != nullptr && (!copy || reload->layer < streamed[copy->position])) {
+        issue_reload(*reload);
+      } else if (copy) {
+        issue_ring(*copy);
+      } else {
+        return;
+      }
+    }
+  } catch (...) {
+    // See above.
+  }
+}
+
+void Prefetcher::State::recover() {
+  if (!broken) return;
+  // A reader's stream that failed with us runs nothing any more; waiting for its event would only pass the failure on.
+  for (Slot& slot : slots) {
+    spare.reserve(spare.size() + orphans.size() + slot.readers.size());
+    const auto gone = std::remove_if(slot.readers.begin(), slot.readers.end(), [&](const Reader& reader) {
+      try {
+        static_cast<void>(backend->query(reader.event));
+        return false;
+      } catch (const Error&) {
+        spare.push_back(reader.event);
+        return true;
+      }
+    });
+    slot.readers.erase(gone, slot.readers.end());
+  }
+  const StreamHandle fresh = backend->create_stream();
+  try {
+    if (after != 0) backend->stream_wait(fresh, after);
+    for (const Reader& reader : orphans) backend->stream_wait(fresh, reader.event);
+    backend->destroy_stream(stream.load(std::memory_order_relaxed));
+  } catch (...) {
+    backend->destroy_stream(fresh);
+    throw;
+  }
+  stream.store(fresh, std::memory_order_relaxed);
+  schedule.forget();
+  for (Ticket* ticket : in_flight) unref(ticket);
+  in_flight.clear();
+  for (Slot& slot : slots) unref(std::exchange(slot.ready, nullptr));
+  for (Reload& reload : reloads) unref(std::exchange(reload.ticket, nullptr));
+  fence = serial + 1;
+  broken = nullptr;
+}
+
+void Prefetcher::State::record_reader(Slot& slot, StreamHandle reader_stream) {
+  Reader* entry = nullptr;
+  for (Reader& reader : slot.readers) {
+    if (reader.stream == reader_stream) entry = &reader;  // one stream runs in order: the new recording covers the old
+  }
+  for (std::size_t i = 0; entry == nullptr && i < slot.readers.size(); ++i) {
+    try {
+      if (backend->query(slot.readers[i].event)) entry = &slot.readers[i];
+    } catch (const Error&) {
+      // That reader's stream has failed, which is its user's to report; its event is left alone.
+    }
+  }
+  if (entry != nullptr) {
+    backend->record(entry->event, reader_stream);
+    entry->stream = reader_stream;
+    return;
+  }
+  slot.readers.reserve(slot.readers.size() + 1);
+  if (spare.empty()) {
+    spare.reserve(1);
+    spare.push_back(backend->create_event());
+  }
+  backend->record(spare.back(), reader_stream);
+  slot.readers.push_back({reader_stream, spare.back()});
+  spare.pop_back();
+}
+
+void Prefetcher::State::close_readers() {
+  for (Slot& slot : slots) {
+    for (const StreamHandle reader : slot.open) {
+      if (reader != 0) record_reader(slot, reader);
+    }
+  }
+  for (Slot& slot : slots) slot.open.clear();
+}
+
+void Prefetcher::State::drop_reload(LayerId layer) noexcept {
+  const auto at = std::find_if(reloads.begin(), reloads.end(), [&](const Reload& r) { return r.layer == layer; });
+  if (at == reloads.end()) return;
+  unref(at->ticket);
+  reloads.erase(at);
+}
+
+Ticket* Prefetcher::State::claim(LayerId layer) {
+  if ((get(layer) & kStreamed) == 0) {
+    const auto at = std::find_if(reloads.begin(), reloads.end(), [&](const Reload& r) { return r.layer == layer; });
+    if (at == reloads.end()) return nullptr;
+    if (at->ticket == nullptr) issue_reload(*at);
+    return at->ticket;
+  }
+  const std::uint32_t at = position[layer];
+  const std::uint32_t buffer = schedule.buffer_of(at);
+  switch (schedule.claim(at)) {
+    case LayerSchedule::Claim::hit:
+      break;
+    case LayerSchedule::Claim::conflict: {
+      const LayerId other = streamed[schedule.open(buffer)];
+      throw Error(ErrorKind::invalid_state,
+                  "wait(" + std::to_string(layer) + ") needs the ring buffer that layer " + std::to_string(other) +
+                      " is still using; nothing was changed; call done(" + std::to_string(other) +
+                      ") first, or begin the pass again",
+                  {{"layer", std::int64_t{layer}}, {"open_layer", std::int64_t{other}}, {"buffer", std::int64_t{buffer}}});
+    }
+    case LayerSchedule::Claim::miss:
+      ++stats.misses;
+      try {
+        issue_ring({at, buffer});
+      } catch (...) {
+        schedule.done(at);
+        throw;
+      }
+      break;
+  }
+  return slots[buffer].ready;
+}
+
+void Prefetcher::State::enter(LayerId layer, StreamHandle reader) {
+  if ((get(layer) & kStreamed) != 0) slots[schedule.buffer_of(position[layer])].open.push_back(reader);
+}
+
+bool Prefetcher::State::any_open() const noexcept {
+  for (std::uint32_t s = 0; s < slots.size(); ++s) {
+    if (schedule.open(s) != LayerSchedule::kNone) return true;
+  }
+  return false;
+}
+
+}  // namespace remap

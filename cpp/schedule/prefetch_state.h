@@ -1,0 +1,154 @@
+// What the Prefetcher knows and does while it holds its lock. Private to cpp/schedule.
+//
+// Who writes what, and what orders it
+//   * Everything in State is read and written under `mutex` only. Nothing blocks while holding it, except recover(), which
+//     waits for a failed stream's work. The mutex also is the order in which work reaches the copy stream, and every
+//     operation there waits only for events recorded before it was enqueued: so no cycle of waiting can arise.
+//   * `states_` is written under the mutex and read without it by ready(). 0 is stored (release) only after the layer's
+//     copy was seen complete or was never needed, so who reads 0 (acquire) may read the bytes.
+//   * Bytes of a ring buffer: written by copies in the order of the copy stream; a copy is enqueued behind stream_wait for
+//     every event recorded by the buffer's stream readers, and only when it has no open host reader (schedule.open).
+//     Readers come after the copy's end event. So write -> read -> write are ordered on every path.
+//   * A reader that was never closed (a pass abandoned between wait and done): a host reader ended, since the only way to
+//     get to begin_pass/end_pass is that its thread left the computation; a stream reader's kernels were enqueued before
+//     this call, so an event recorded now on its stream is behind them. No pass is in progress twice: one engine drives it.
+//   * Events are never recorded anew while somebody waits on them without the mutex: tickets are counted references.
+//
+// States of a layer (bits): 0 = resident, loaded, not held.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "remap/prefetcher.h"
+#include "schedule/layer_schedule.h"
+
+namespace remap {
+
+namespace prefetch {  // these names are short: they must not meet another file's
+
+using Clock = std::chrono::steady_clock;
+
+inline constexpr std::uint8_t kStreamed = 1;
+inline constexpr std::uint8_t kReload = 2;
+inline constexpr std::uint8_t kHeld = 4;
+inline constexpr std::uint8_t kFailed = 8;
+
+// Copies whose completion was not yet seen, at most; beyond, the oldest of them are not timed.
+inline constexpr std::size_t kTickets = 256;
+// How long a wait stays inside the backend before it looks around again.
+inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(20);
+
+inline double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// The two events around one copy. In use while refs > 0; recorded anew only when it is 0 (or stolen, see acquire()).
+struct Ticket {
+  EventHandle start = 0;
+  EventHandle end = 0;
+  std::size_t bytes = 0;
+  std::uint64_t serial = 0;
+  unsigned refs = 0;
+  bool complete = false;
+};
+
+struct Reader {
+  StreamHandle stream;
+  EventHandle event;  // recorded on it, behind its last reader of the buffer
+};
+
+struct Slot {
+  std::byte* address = nullptr;
+  Ticket* ready = nullptr;           // of the last copy into it; null: complete
+  std::vector<Reader> readers;
+  std::vector<StreamHandle> open;    // one entry a wait() that returned true and has no done() yet
+};
+
+struct Reload {
+  LayerId layer;
+  Ticket* ticket;  // null: not issued
+};
+
+[[noreturn]] void refuse(const std::string& what, Error::Fields fields);
+
+}  // namespace prefetch
+
+using namespace prefetch;
+
+struct Prefetcher::State {
+  std::shared_ptr<Backend> backend;
+  std::vector<LayerMemory> layers;
+  std::atomic<std::uint8_t>* states = nullptr;
+
+  mutable std::mutex mutex;
+  std::condition_variable changed;  // a layer was released or failed
+  std::atomic<StreamHandle> stream{0};
+  std::atomic<bool> in_pass{false};
+
+  LayerSchedule schedule;
+  std::vector<LayerId> streamed;         // by position
+  std::vector<std::uint32_t> position;   // by layer; valid where kStreamed
+  std::vector<Slot> slots;
+  std::vector<Reload> reloads;           // not yet seen complete, ascending
+  std::vector<std::exception_ptr> errors;  // by layer; valid where kFailed
+  // Copies issued wait for these too; forgotten when a copy behind them is complete. Needed again by recover().
+  EventHandle after = 0;
+  std::vector<Reader> orphans;  // readers of buffers that left the ring
+  std::uint64_t fence = 0;      // serial of the first copy behind them
+
+  std::vector<std::unique_ptr<Ticket>> pool;
+  std::vector<Ticket*> free;
+  std::deque<Ticket*> in_flight;  // in the copy stream's order
+  std::vector<EventHandle> spare;
+  std::uint64_t serial = 0;
+  std::exception_ptr broken;  // the copy stream's error
+
+  PrefetchStats stats;
+  Clock::time_point begun{};
+  double stall_at_begin = 0;
+  std::uint64_t copies_at_end = 0;
+
+  // ---- tickets ---------------------------------------------------------------------------------------------------
+  void unref(Ticket* ticket) noexcept;
+  void grow();
+  Ticket* acquire();
+  // True if the copy is complete. Throws the copy stream's error.
+  bool poll(Ticket* ticket);
+  // Takes what is complete off the list, without blocking. An error is kept for those who wait.
+  void collect() noexcept;
+
+  // ---- copies ----------------------------------------------------------------------------------------------------
+  // Post: a ticket with one reference for the caller. If it throws, the target's contents are unknown.
+  Ticket* issue(LayerId layer, std::byte* to, const std::vector<Reader>* readers);
+  void issue_ring(const LayerSchedule::Copy& copy);
+  void issue_reload(Reload& reload) { reload.ticket = issue(reload.layer, layers[reload.layer].region, nullptr); }
+  // The first reload not issued whose region is not held; null: none.
+  Reload* next_reload();
+  // Issues all that may be issued, the layer that the pass needs first going first. What fails stays to be issued, and
+  // is tried again by the next call and by wait(), which reports it: the caller of done() could do nothing about it.
+  void pump() noexcept;
+  // A new copy stream in place of the failed one. Contents are unknown; reloads are issued again.
+  void recover();
+
+  // ---- readers ---------------------------------------------------------------------------------------------------
+  // Copies into the slot issued from now on wait for all work that is on the stream now.
+  void record_reader(Slot& slot, StreamHandle reader_stream);
+  // See the comment on top about uses that were never closed.
+  void close_readers();
+  void set(LayerId layer, std::uint8_t bits) noexcept { states[layer].store(bits, std::memory_order_release); }
+  std::uint8_t get(LayerId layer) const noexcept { return states[layer].load(std::memory_order_relaxed); }
+
+  void drop_reload(LayerId layer) noexcept;
+  // The ticket that brings a layer's bytes (null: they are there), issuing the copy if that was not done yet. For a
+  // streamed layer the use is open afterwards.
+  Ticket* claim(LayerId layer);
+  // The layer may be read. Only a streamed layer has a use that must be closed.
+  void enter(LayerId layer, StreamHandle reader);
+  bool any_open() const noexcept;
+  void validate(const StreamConfiguration& c) const;
+};
+
+}  // namespace remap

@@ -1,0 +1,209 @@
+// Prefetcher: carries out what LayerSchedule allows, on one copy stream. How it stays correct: prefetch_state.h.
+#include <algorithm>
+
+#include "schedule/prefetch_state.h"
+
+namespace remap {
+
+Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers)
+    : count_(layers.size()),
+      states_(std::make_unique<std::atomic<std::uint8_t>[]>(layers.size())),
+      state_(std::make_unique<State>()) {
+  if (!backend) refuse("a Prefetcher needs a backend", {});
+  for (std::size_t layer = 0; layer < count_; ++layer) states_[layer].store(0, std::memory_order_relaxed);
+  State& s = *state_;
+  s.backend = std::move(backend);
+  s.layers = std::move(layers);
+  s.states = states_.get();
+  s.position.resize(count_);
+  s.errors.resize(count_);
+  s.reloads.reserve(count_);
+  s.stream.store(s.backend->create_stream(), std::memory_order_relaxed);
+}
+
+// Pre: no other call is in progress, and nobody uses copy_stream() any more.
+Prefetcher::~Prefetcher() {
+  State& s = *state_;
+  const auto quietly = [](auto&& call) {
+    try {
+      call();
+    } catch (const Error&) {
+      // A destructor has nobody to tell; the backend's usage() shows what it kept.
+    }
+  };
+  quietly([&] { s.backend->destroy_stream(s.stream.load(std::memory_order_relaxed)); });
+  for (const auto& ticket : s.pool) {
+    quietly([&] { s.backend->destroy_event(ticket->start); });
+    quietly([&] { s.backend->destroy_event(ticket->end); });
+  }
+  for (const Slot& slot : s.slots) {
+    for (const Reader& reader : slot.readers) quietly([&] { s.backend->destroy_event(reader.event); });
+  }
+  for (const Reader& reader : s.orphans) quietly([&] { s.backend->destroy_event(reader.event); });
+  for (const EventHandle event : s.spare) quietly([&] { s.backend->destroy_event(event); });
+}
+
+void Prefetcher::released(LayerId layer) noexcept {
+  if (layer >= count_) return;
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.set(layer, static_cast<std::uint8_t>(s.get(layer) & ~kHeld));
+  s.pump();
+  s.changed.notify_all();
+}
+
+void Prefetcher::failed(LayerId layer, std::exception_ptr error) noexcept {
+  if (layer >= count_) return;
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.errors[layer] = std::move(error);
+  s.set(layer, static_cast<std::uint8_t>((s.get(layer) & ~kHeld) | kFailed));
+  s.changed.notify_all();
+}
+
+void Prefetcher::begin_pass() {
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.close_readers();
+  s.recover();
+  if (s.in_pass.load(std::memory_order_relaxed)) ++s.stats.abandoned;
+  s.schedule.begin_pass();
+  s.in_pass.store(true, std::memory_order_relaxed);
+  s.begun = Clock::now();
+  s.stall_at_begin = s.stats.stall_s;
+  s.pump();
+}
+
+void Prefetcher::end_pass() {
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (!s.in_pass.load(std::memory_order_relaxed)) {
+    throw Error(ErrorKind::invalid_state, "end_pass outside a pass; nothing was changed; call begin_pass() first");
+  }
+  s.close_readers();
+  s.schedule.end_pass();
+  s.in_pass.store(false, std::memory_order_relaxed);
+  ++s.stats.passes;
+  s.stats.last_pass_s = seconds(Clock::now() - s.begun);
+  s.stats.last_pass_stall_s = s.stats.stall_s - s.stall_at_begin;
+  s.stats.last_pass_copies = s.stats.copies - std::exchange(s.copies_at_end, s.stats.copies);
+  s.pump();
+}
+
+bool Prefetcher::in_pass() const noexcept { return state_->in_pass.load(std::memory_order_relaxed); }
+
+bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanoseconds timeout) {
+  if (layer >= count_) {
+    refuse("wait for layer " + std::to_string(layer) + ", expected less than " + std::to_string(count_),
+           {{"layer", std::int64_t{layer}}, {"layers", static_cast<std::int64_t>(count_)}});
+  }
+  if (ready(layer)) return true;
+  State& s = *state_;
+  const Clock::time_point start = Clock::now();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  for (;;) {
+    const Clock::time_point now = Clock::now();
+    const std::chrono::nanoseconds left = timeout - (now - start);
+    const std::chrono::nanoseconds slice = std::clamp(left, std::chrono::nanoseconds(0), kSlice);
+    const std::uint8_t bits = s.get(layer);
+    if ((bits & kFailed) != 0) std::rethrow_exception(s.errors[layer]);
+    if ((bits & kHeld) != 0) {
+      if (left.count() <= 0) return false;
+      s.changed.wait_until(lock, now + slice);
+      s.stats.stall_s += seconds(Clock::now() - now);
+      continue;
+    }
+    if (bits == 0) return true;
+
+    Ticket* ticket = s.claim(layer);
+    if (s.poll(ticket)) {
+      s.enter(layer, stream);
+      if ((bits & kReload) != 0) {
+        s.drop_reload(layer);
+        s.set(layer, 0);
+      }
+      s.pump();
+      return true;
+    }
+    if (stream != 0) {
+      s.backend->stream_wait(stream, ticket->end);
+      s.enter(layer, stream);
+      s.pump();
+      return true;
+    }
+    if (left.count() <= 0) return false;
+    ++ticket->refs;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      s.backend->synchronize(ticket->end, slice);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    s.unref(ticket);
+    s.stats.stall_s += seconds(Clock::now() - now);
+    if (error) {
+      s.broken = error;
+      std::rethrow_exception(error);
+    }
+  }
+}
+
+void Prefetcher::done(LayerId layer, StreamHandle stream) {
+  if (layer >= count_) {
+    refuse("done for layer " + std::to_string(layer) + ", expected less than " + std::to_string(count_),
+           {{"layer", std::int64_t{layer}}, {"layers", static_cast<std::int64_t>(count_)}});
+  }
+  if (ready(layer)) return;
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if ((s.get(layer) & kStreamed) == 0) return;
+  const std::uint32_t position = s.position[layer];
+  const std::uint32_t buffer = s.schedule.buffer_of(position);
+  if (s.schedule.open(buffer) != position) return;
+  Slot& slot = s.slots[buffer];
+  if (stream != 0) s.record_reader(slot, stream);
+  const auto at = std::find(slot.open.begin(), slot.open.end(), stream);
+  if (at != slot.open.end()) {
+    slot.open.erase(at);
+  } else if (!slot.open.empty()) {
+    slot.open.pop_back();
+  }
+  if (!slot.open.empty()) return;
+  s.schedule.done(position);
+  s.pump();
+}
+
+void Prefetcher::drain() {
+  State& s = *state_;
+  std::unique_lock<std::mutex> lock(s.mutex);
+  for (;;) {
+    s.collect();
+    if (s.broken) std::rethrow_exception(s.broken);
+    if (s.in_flight.empty()) return;
+    Ticket* ticket = s.in_flight.back();
+    ++ticket->refs;
+    lock.unlock();
+    std::exception_ptr error;
+    try {
+      s.backend->synchronize(ticket->end, kSlice);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    s.unref(ticket);
+    if (error) s.broken = error;
+  }
+}
+
+PrefetchStats Prefetcher::stats() const {
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  s.collect();
+  return s.stats;
+}
+
+StreamHandle Prefetcher::copy_stream() const noexcept { return state_->stream.load(std::memory_order_relaxed); }
+
+}  // namespace remap

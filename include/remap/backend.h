@@ -1,0 +1,142 @@
+// The backend contract: everything that the core asks of a device, and nothing else.
+//
+// Implementations: host (memfd; CPU inference), cuda and sim (later), and the decorators fault, limit and trace, which
+// wrap any of them. One conformance suite (tests/python/test_backend_contract.py) runs over every implementation.
+//
+// Rules for all calls
+//   * A call either has its full effect or throws remap::Error and has none.
+//   * Sizes and addresses are multiples of granularity() where a call says "aligned"; anything else is refused with
+//     ErrorKind::invalid_argument before anything changes.
+//   * Handles are never 0; 0 means "none".
+//   * All calls may be made from any thread. Calls that touch the same range, page, stream or event are ordered by the
+//     caller (in this library: the executor's lock for mappings, the prefetcher's lock for copies).
+//   * The backend never synchronises the device on its own.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+#include "remap/error.h"
+
+namespace remap {
+
+using PageHandle = std::uint64_t;
+using StreamHandle = std::uint64_t;
+using EventHandle = std::uint64_t;
+
+enum class Access : std::uint8_t { none, read, read_write };
+
+// The kinds of calls, for the decorators: what to fail, to limit, or to log.
+enum class Call : std::uint8_t {
+  reserve,
+  release,
+  create_page,
+  destroy_page,
+  map,
+  unmap,
+  set_access,
+  exchange,
+  populate,
+  allocate_host,
+  free_host,
+  register_host,
+  unregister_host,
+  create_stream,
+  destroy_stream,
+  copy,
+  fill,
+  create_event,
+  destroy_event,
+  record,
+  stream_wait,
+  query,
+  synchronize,
+  elapsed,
+};
+inline constexpr std::size_t kCallKinds = static_cast<std::size_t>(Call::elapsed) + 1;
+const char* call_name(Call call) noexcept;
+
+// What the backend holds now. After everything was released all numbers are zero again (tested).
+struct Usage {
+  std::size_t reserved_bytes = 0;  // address space
+  std::size_t page_bytes = 0;      // physical memory in pages, mapped or not
+  std::size_t mapped_bytes = 0;    // address space with a page behind it; aliases count each time
+  std::size_t host_bytes = 0;      // allocated or registered host memory
+  std::size_t mappings = 0;        // separate kernel mappings (VMAs) that the arena's ranges need, an upper bound
+  std::size_t streams = 0;
+  std::size_t events = 0;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual const char* name() const noexcept = 0;
+  virtual std::size_t granularity() const noexcept = 0;
+  virtual Usage usage() const = 0;
+
+  // ---- regions -------------------------------------------------------------------------------------------------
+  // Reserves `bytes` (aligned) of addresses, aligned to `alignment` (a power of two >= granularity). No page stands
+  // behind it; touching it faults.
+  virtual std::byte* reserve(std::size_t bytes, std::size_t alignment) = 0;
+  // Pre: the whole of an earlier reservation; nothing mapped in it.
+  virtual void release(std::byte* address, std::size_t bytes) = 0;
+
+  // ---- pages ---------------------------------------------------------------------------------------------------
+  // One page of `bytes` (aligned) of physical memory. Contents are undefined (treat as dirty) unless new_pages_are_zero().
+  virtual PageHandle create_page(std::size_t bytes) = 0;
+  // Whether the system promises that a new page reads as zero (a memfd does; a GPU driver does not say).
+  virtual bool new_pages_are_zero() const noexcept { return false; }
+  // Pre: mapped nowhere.
+  virtual void destroy_page(PageHandle page) = 0;
+
+  // ---- mappings ------------------------------------------------------------------------------------------------
+  // pages[i] stands behind [at + i*page_bytes, at + (i+1)*page_bytes). A page may stand behind several ranges.
+  // Pre: the range is reserved and unmapped. Post: mapped, access none until set_access.
+  virtual void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) = 0;
+  // Pre: the range is whole mapped pages. Does not wait for anybody who may still use them: the caller does.
+  virtual void unmap(std::byte* at, std::size_t bytes) = 0;
+  virtual void set_access(std::byte* at, std::size_t bytes, Access access) = 0;
+  // Swaps what stands behind two mapped ranges of one size, page tables included, without touching a page.
+  // Only where can_exchange(). Between the two states either range may be unmapped for a moment, so nobody may use them.
+  virtual bool can_exchange() const noexcept = 0;
+  virtual void exchange(std::byte* a, std::byte* b, std::size_t bytes) = 0;
+  // Fills the page tables of a mapped, accessible range so that later accesses do not fault. A hint; never changes bytes.
+  virtual void populate(std::byte* at, std::size_t bytes) = 0;
+
+  // ---- host memory ---------------------------------------------------------------------------------------------
+  // Memory that copies can read at full speed (page-locked on CUDA).
+  virtual std::byte* allocate_host(std::size_t bytes) = 0;
+  virtual void free_host(std::byte* address, std::size_t bytes) = 0;
+  // Makes the caller's own memory (a memory-mapped weights file, say) usable at full speed.
+  virtual void register_host(const std::byte* address, std::size_t bytes) = 0;
+  virtual void unregister_host(const std::byte* address, std::size_t bytes) = 0;
+
+  // ---- streams -------------------------------------------------------------------------------------------------
+  virtual StreamHandle create_stream() = 0;
+  // Waits for the stream's work, then destroys it.
+  virtual void destroy_stream(StreamHandle stream) = 0;
+  // Work on one stream runs in order. A copy that fails makes its stream fail: every event recorded behind it reports
+  // the error from query() and synchronize(), so a waiter gets an error and never hangs.
+  virtual void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
+  virtual void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) = 0;
+
+  // ---- events --------------------------------------------------------------------------------------------------
+  virtual EventHandle create_event() = 0;
+  // Allowed while recorded work is pending: the event is forgotten, the work goes on.
+  virtual void destroy_event(EventHandle event) = 0;
+  // The event completes when all earlier work of the stream has. Recording again starts it anew.
+  virtual void record(EventHandle event, StreamHandle stream) = 0;
+  // Later work of the stream waits for the event's last recording. An event never recorded counts as complete.
+  virtual void stream_wait(StreamHandle stream, EventHandle event) = 0;
+  // True when complete. Throws the stream's error.
+  virtual bool query(EventHandle event) = 0;
+  // Blocks until complete or `timeout` has passed; says whether it is complete. Throws the stream's error.
+  virtual bool synchronize(EventHandle event, std::chrono::nanoseconds timeout) = 0;
+  // Seconds between two completed events.
+  virtual double elapsed(EventHandle from, EventHandle to) = 0;
+};
+
+}  // namespace remap

@@ -1,0 +1,62 @@
+// Plans: what the planner asks for and the executor does. Values only.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace remap {
+
+using PageId = std::uint32_t;
+using RegionId = std::uint32_t;
+using TenantId = std::uint32_t;
+
+inline constexpr PageId kNoPage = ~PageId{0};
+inline constexpr TenantId kNobody = ~TenantId{0};
+
+// Who a page belongs to now. Exactly one, always.
+enum class Owner : std::uint8_t { free, params, kv, ring, quarantine };
+inline constexpr std::size_t kOwners = 5;
+const char* owner_name(Owner owner) noexcept;
+
+// Step 1: pages change hands. In aliased mode this is bookkeeping, without any backend call (unless a page comes from
+// another tenant and is zeroed). In strict mode the tenant's KV region maps what it gains and unmaps what it loses.
+struct SetOwner {
+  std::vector<PageId> pages;
+  Owner from = Owner::free;
+  Owner to = Owner::free;
+  TenantId tenant = kNobody;  // the pages' tenant before (unless from is free) and after (unless to is free)
+};
+
+// Step 2: slots [first_slot, first_slot + pages.size()) of a layer's or ring's region show these pages from now on.
+// `deferred`: may happen after apply() returned, by the re-pointing worker, since nobody reads the region before
+// Prefetcher::wait(layer) has seen it done. A layer's region is always pointed as a whole.
+struct Point {
+  RegionId region = 0;
+  std::size_t first_slot = 0;
+  std::vector<PageId> pages;
+  bool deferred = false;
+  std::uint32_t layer = 0;  // told to the observer when a deferred step is done
+};
+
+struct Step {
+  enum class Kind : std::uint8_t { set_owner, point } kind = Kind::set_owner;
+  SetOwner set_owner;
+  Point point;
+};
+
+// Made for one epoch of the arena; refused (StalePlan) at any other, before any backend call.
+struct Plan {
+  std::uint64_t epoch = 0;
+  std::vector<Step> steps;
+};
+
+struct Applied {
+  std::uint64_t epoch = 0;           // the arena's epoch after the plan
+  std::size_t pages_moved = 0;       // pages that changed owner
+  std::size_t zeroed_bytes = 0;      // because a page changed tenant
+  std::size_t points_done = 0;       // regions re-pointed inside apply()
+  std::size_t points_deferred = 0;   // regions left to the worker; started by commit()
+};
+
+}  // namespace remap

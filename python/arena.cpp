@@ -1,0 +1,98 @@
+#include "common.h"
+#include "prefetcher_observer.h"
+#include "remap/arena.h"
+#include "remap/executor.h"
+
+namespace remap::python {
+
+void bind_arena(py::module_& module) {
+  py::enum_<Owner>(module, "Owner")
+      .value("free", Owner::free)
+      .value("params", Owner::params)
+      .value("kv", Owner::kv)
+      .value("ring", Owner::ring)
+      .value("quarantine", Owner::quarantine);
+  py::enum_<Mode>(module, "Mode").value("aliased", Mode::aliased).value("strict", Mode::strict);
+
+  py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
+      .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode) {
+             return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode});
+           }),
+           py::arg("backend"), py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("mode"), ReleaseGil())
+      .def("take", &Arena::take, py::arg("count"), py::arg("owner"), py::arg("tenant"))
+      .def("add_layer_region", &Arena::add_layer_region, py::arg("tenant"), py::arg("name"), py::arg("home"), ReleaseGil())
+      .def("add_ring_region", &Arena::add_ring_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
+      .def("add_kv_region", &Arena::add_kv_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
+      .def("designate", &Arena::designate, py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
+      .def("designate_ring", &Arena::designate_ring, py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
+      .def("prepare_view", &Arena::prepare_view, py::arg("region"), py::arg("pages"), ReleaseGil())
+      .def("remove_tenant", &Arena::remove_tenant, py::arg("tenant"), ReleaseGil())
+      .def("close", &Arena::close, ReleaseGil())
+      .def("address", [](const Arena& arena, RegionId region) { return to_int(arena.address(region)); })
+      .def("region_bytes", &Arena::region_bytes)
+      .def("shown", &Arena::shown)
+      .def("owners", &Arena::owners)
+      .def("free_pages", &Arena::free_pages)
+      .def("counts",
+           [](const Arena& arena, const py::object& tenant) {
+             const PageCounts counts = tenant.is_none() ? arena.counts() : arena.counts(tenant.cast<TenantId>());
+             py::dict out;
+             for (std::size_t i = 0; i < kOwners; ++i) out[owner_name(static_cast<Owner>(i))] = counts.by_owner[i];
+             out["total"] = counts.total;
+             return out;
+           },
+           py::arg("tenant") = py::none())
+      .def("check", &Arena::check)
+      .def_property_readonly("epoch", &Arena::epoch)
+      .def_property_readonly("page_bytes", &Arena::page_bytes)
+      .def_property_readonly("total_pages", &Arena::total_pages)
+      .def_property_readonly("mode", &Arena::mode)
+      .def_property_readonly("broken", &Arena::broken)
+      .def_property_readonly("closed", &Arena::closed);
+
+  py::class_<Plan>(module, "Plan")
+      .def(py::init([](std::uint64_t epoch) { return Plan{epoch, {}}; }), py::arg("epoch"))
+      .def(
+          "set_owner",
+          [](Plan& plan, std::vector<PageId> pages, Owner from, Owner to, TenantId tenant) {
+            Step step;
+            step.kind = Step::Kind::set_owner;
+            step.set_owner = SetOwner{std::move(pages), from, to, tenant};
+            plan.steps.push_back(std::move(step));
+          },
+          py::arg("pages"), py::arg("from_owner"), py::arg("to_owner"), py::arg("tenant"))
+      .def(
+          "point",
+          [](Plan& plan, RegionId region, std::size_t first_slot, std::vector<PageId> pages, bool deferred, std::uint32_t layer) {
+            Step step;
+            step.kind = Step::Kind::point;
+            step.point = Point{region, first_slot, std::move(pages), deferred, layer};
+            plan.steps.push_back(std::move(step));
+          },
+          py::arg("region"), py::arg("first_slot"), py::arg("pages"), py::arg("deferred"), py::arg("layer"));
+
+  py::class_<Applied>(module, "Applied")
+      .def_readonly("epoch", &Applied::epoch)
+      .def_readonly("pages_moved", &Applied::pages_moved)
+      .def_readonly("zeroed_bytes", &Applied::zeroed_bytes)
+      .def_readonly("points_done", &Applied::points_done)
+      .def_readonly("points_deferred", &Applied::points_deferred);
+
+  py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
+      .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
+      .def("apply", &Executor::apply, py::arg("plan"), ReleaseGil())
+      .def(
+          "commit",
+          [](Executor& executor, const std::shared_ptr<Prefetcher>& prefetcher, EventHandle after) {
+            executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(prefetcher) : nullptr, after);
+          },
+          py::arg("prefetcher").none(true), py::arg("after") = 0, ReleaseGil())
+      .def("rollback", &Executor::rollback, ReleaseGil())
+      .def("drain", &Executor::drain, ReleaseGil())
+      .def("retry_failed", &Executor::retry_failed, ReleaseGil())
+      .def("forget", &Executor::forget, ReleaseGil())
+      .def("stop", &Executor::stop, ReleaseGil())
+      .def_property_readonly("failed_points", &Executor::failed_points);
+}
+
+}  // namespace remap::python

@@ -1,0 +1,165 @@
+// The backend contract as Python sees it: for the conformance suite, benchmarks and tools. Addresses are ints.
+#include "remap/backend.h"
+
+#include <chrono>
+#include <cmath>
+
+#include "common.h"
+#include "remap/backends.h"
+#include "remap/decorators.h"
+
+namespace remap::python {
+namespace {
+
+constexpr std::chrono::milliseconds kSignalInterval{50};
+
+bool synchronize(Backend& backend, EventHandle event, double timeout_s) {
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  while (true) {
+    {
+      py::gil_scoped_release release;
+      const auto left = deadline - std::chrono::steady_clock::now();
+      const auto slice = std::min<std::chrono::nanoseconds>(
+          kSignalInterval, std::max<std::chrono::nanoseconds>(
+                                    std::chrono::nanoseconds(0), std::chrono::duration_cast<std::chrono::nanoseconds>(left)));
+      if (backend.synchronize(event, slice)) return true;
+      if (std::chrono::steady_clock::now() >= deadline) return false;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+py::dict usage(const Backend& backend) {
+  const Usage usage = backend.usage();
+  py::dict out;
+  out["reserved_bytes"] = usage.reserved_bytes;
+  out["page_bytes"] = usage.page_bytes;
+  out["mapped_bytes"] = usage.mapped_bytes;
+  out["host_bytes"] = usage.host_bytes;
+  out["mappings"] = usage.mappings;
+  out["streams"] = usage.streams;
+  out["events"] = usage.events;
+  return out;
+}
+
+void bind_contract(py::module_& module) {
+  py::class_<Backend, std::shared_ptr<Backend>>(module, "Backend")
+      .def_property_readonly("name", &Backend::name)
+      .def_property_readonly("granularity", &Backend::granularity)
+      .def_property_readonly("can_exchange", &Backend::can_exchange)
+      .def_property_readonly("new_pages_are_zero", &Backend::new_pages_are_zero)
+      .def("usage", &usage)
+      .def("reserve", [](Backend& b, std::size_t bytes, std::size_t align) { return to_int(b.reserve(bytes, align)); }, ReleaseGil())
+      .def("release", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.release(to_address(at), bytes); }, ReleaseGil())
+      .def("create_page", &Backend::create_page, ReleaseGil())
+      .def("destroy_page", &Backend::destroy_page, ReleaseGil())
+      .def("map",
+           [](Backend& b, std::uintptr_t at, const std::vector<PageHandle>& pages, std::size_t page_bytes) {
+             b.map(to_address(at), pages.data(), pages.size(), page_bytes);
+           }, ReleaseGil())
+      .def("unmap", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.unmap(to_address(at), bytes); }, ReleaseGil())
+      .def("set_access",
+           [](Backend& b, std::uintptr_t at, std::size_t bytes, Access access) { b.set_access(to_address(at), bytes, access); }, ReleaseGil())
+      .def("exchange",
+           [](Backend& b, std::uintptr_t x, std::uintptr_t y, std::size_t bytes) { b.exchange(to_address(x), to_address(y), bytes); }, ReleaseGil())
+      .def("populate", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.populate(to_address(at), bytes); }, ReleaseGil())
+      .def("allocate_host", [](Backend& b, std::size_t bytes) { return to_int(b.allocate_host(bytes)); }, ReleaseGil())
+      .def("free_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.free_host(to_address(at), bytes); }, ReleaseGil())
+      .def("register_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.register_host(to_address(at), bytes); }, ReleaseGil())
+      .def("unregister_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.unregister_host(to_address(at), bytes); }, ReleaseGil())
+      .def("create_stream", &Backend::create_stream, ReleaseGil())
+      .def("destroy_stream", &Backend::destroy_stream, ReleaseGil())
+      .def("copy",
+           [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
+             b.copy(stream, to_address(to), to_address(from), bytes);
+           }, ReleaseGil())
+      .def("fill",
+           [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uint8_t value, std::size_t bytes) {
+             b.fill(stream, to_address(to), value, bytes);
+           }, ReleaseGil())
+      .def("create_event", &Backend::create_event)
+      .def("destroy_event", &Backend::destroy_event)
+      .def("record", &Backend::record)
+      .def("stream_wait", &Backend::stream_wait)
+      .def("query", &Backend::query)
+      .def("synchronize", &synchronize, py::arg("event"), py::arg("timeout_s"))
+      .def("elapsed", &Backend::elapsed);
+}
+
+void bind_decorators(py::module_& module) {
+  py::enum_<Call> calls(module, "Call");
+  for (std::size_t i = 0; i < kCallKinds; ++i) calls.value(call_name(static_cast<Call>(i)), static_cast<Call>(i));
+  py::enum_<ErrorKind>(module, "ErrorKind")
+      .value("driver", ErrorKind::driver)
+      .value("out_of_memory", ErrorKind::out_of_memory)
+      .value("limit_exceeded", ErrorKind::limit_exceeded)
+      .value("invalid_argument", ErrorKind::invalid_argument);
+
+  py::class_<FaultBackend, Backend, std::shared_ptr<FaultBackend>>(module, "FaultBackend")
+      .def("arm", &FaultBackend::arm, py::arg("call"), py::arg("nth"), py::arg("forever") = false, py::arg("kind") = ErrorKind::driver)
+      .def("arm_any", &FaultBackend::arm_any, py::arg("nth"), py::arg("forever") = false, py::arg("kind") = ErrorKind::driver)
+      .def("fail_async_copy", &FaultBackend::fail_async_copy, py::arg("nth"), py::arg("forever") = false)
+      .def("disarm", &FaultBackend::disarm)
+      .def("calls", [](const FaultBackend& b, const py::object& call) {
+             return call.is_none() ? b.calls() : b.calls(call.cast<Call>());
+           }, py::arg("call") = py::none());
+
+  py::class_<TraceRecord>(module, "TraceRecord")
+      .def_readonly("call", &TraceRecord::call)
+      .def_readonly("failed", &TraceRecord::failed)
+      .def_readonly("result", &TraceRecord::result)
+      .def_readonly("args", &TraceRecord::args)
+      .def_readonly("pages", &TraceRecord::pages);
+  py::class_<TraceBackend, Backend, std::shared_ptr<TraceBackend>>(module, "TraceBackend")
+      .def("count", [](const TraceBackend& b, const py::object& call) {
+             return call.is_none() ? b.count() : b.count(call.cast<Call>());
+           }, py::arg("call") = py::none())
+      .def("set_logging", &TraceBackend::set_logging)
+      .def("log", &TraceBackend::log)
+      .def("clear_log", &TraceBackend::clear_log);
+  py::class_<ReplayResult>(module, "ReplayResult")
+      .def_readonly("ok", &ReplayResult::ok)
+      .def_readonly("replayed", &ReplayResult::replayed)
+      .def_readonly("divergence", &ReplayResult::divergence)
+      .def_readonly("message", &ReplayResult::message);
+  module.def("serialize_trace", &serialize);
+  module.def("parse_trace", &parse_trace);
+  module.def("replay", [](const std::vector<TraceRecord>& log, Backend& backend) { return replay(log, backend); }, ReleaseGil());
+}
+
+}  // namespace
+
+void bind_backend(py::module_& module) {
+  py::enum_<Access>(module, "Access").value("none", Access::none).value("read", Access::read).value("read_write", Access::read_write);
+  bind_contract(module);
+  bind_decorators(module);
+  module.def(
+      "make_host_backend",
+      [](std::size_t capacity_bytes, std::size_t page_bytes, std::size_t copy_threads) {
+        return make_host_backend(HostOptions{capacity_bytes, page_bytes, copy_threads});
+      },
+      py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("copy_threads") = 1, ReleaseGil());
+  module.def("make_fault_backend", &make_fault_backend, py::arg("inner"));
+  module.def("make_trace_backend", &make_trace_backend, py::arg("inner"));
+  module.def(
+      "make_limit_backend",
+      [](std::shared_ptr<Backend> inner, const py::kwargs& arguments) {
+        Limits limits;
+        for (const auto& [key, value] : arguments) {
+          const auto name = key.cast<std::string>();
+          std::size_t* field = name == "page_bytes"       ? &limits.page_bytes
+                               : name == "reserved_bytes" ? &limits.reserved_bytes
+                               : name == "mappings"       ? &limits.mappings
+                               : name == "host_bytes"     ? &limits.host_bytes
+                               : name == "streams"        ? &limits.streams
+                               : name == "events"         ? &limits.events
+                                                          : nullptr;
+          if (field == nullptr) throw Error(ErrorKind::invalid_argument, "Unknown limit '" + name + "'. Nothing was created.");
+          *field = value.cast<std::size_t>();
+        }
+        return make_limit_backend(std::move(inner), limits);
+      },
+      py::arg("inner"));
+}
+
+}  // namespace remap::python

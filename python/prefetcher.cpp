@@ -1,0 +1,75 @@
+#include <chrono>
+
+#include "common.h"
+#include "remap/prefetcher.h"
+
+namespace remap::python {
+namespace {
+
+// How long a blocked wait leaves a pending Ctrl-C unanswered, at most.
+constexpr std::chrono::milliseconds kSignalInterval{50};
+
+void wait_blocking(Prefetcher& prefetcher, LayerId layer, StreamHandle stream) {
+  if (stream == 0 && prefetcher.ready(layer)) return;  // the resident layer's whole cost: one load, no GIL traffic
+  while (true) {
+    {
+      py::gil_scoped_release release;
+      if (prefetcher.wait(layer, stream, kSignalInterval)) return;
+    }
+    if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+  }
+}
+
+}  // namespace
+
+void bind_prefetcher(py::module_& module) {
+  py::class_<PrefetchStats>(module, "PrefetchStats")
+      .def_readonly("passes", &PrefetchStats::passes)
+      .def_readonly("abandoned", &PrefetchStats::abandoned)
+      .def_readonly("copies", &PrefetchStats::copies)
+      .def_readonly("copied_bytes", &PrefetchStats::copied_bytes)
+      .def_readonly("copy_s", &PrefetchStats::copy_s)
+      .def_readonly("timed_bytes", &PrefetchStats::timed_bytes)
+      .def_readonly("misses", &PrefetchStats::misses)
+      .def_readonly("stall_s", &PrefetchStats::stall_s)
+      .def_readonly("last_pass_stall_s", &PrefetchStats::last_pass_stall_s)
+      .def_readonly("last_pass_s", &PrefetchStats::last_pass_s)
+      .def_readonly("last_pass_copies", &PrefetchStats::last_pass_copies);
+
+  py::class_<Prefetcher, std::shared_ptr<Prefetcher>>(module, "Prefetcher")
+      .def(py::init([](std::shared_ptr<Backend> backend,
+                       const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& layers) {
+             std::vector<LayerMemory> memory;
+             memory.reserve(layers.size());
+             for (const auto& [region, master, bytes] : layers) memory.push_back({to_address(region), to_address(master), bytes});
+             return std::make_shared<Prefetcher>(std::move(backend), std::move(memory));
+           }),
+           py::arg("backend"), py::arg("layers"))
+      .def(
+          "configure",
+          [](Prefetcher& prefetcher, std::vector<LayerId> streamed, const std::vector<std::uintptr_t>& ring,
+             std::size_t ring_bytes, std::vector<LayerId> reload, std::vector<LayerId> held, EventHandle after, bool fresh) {
+            StreamConfiguration configuration;
+            configuration.streamed = std::move(streamed);
+            for (std::uintptr_t address : ring) configuration.ring.push_back(to_address(address));
+            configuration.ring_bytes = ring_bytes;
+            configuration.reload = std::move(reload);
+            configuration.held = std::move(held);
+            configuration.after = after;
+            configuration.fresh = fresh;
+            py::gil_scoped_release release;
+            prefetcher.configure(configuration);
+          },
+          py::arg("streamed"), py::arg("ring"), py::arg("ring_bytes"), py::arg("reload"), py::arg("held"), py::arg("after") = 0,
+          py::arg("fresh") = false)
+      .def("begin_pass", &Prefetcher::begin_pass)
+      .def("end_pass", &Prefetcher::end_pass)
+      .def("wait", &wait_blocking, py::arg("layer"), py::arg("stream") = 0)
+      .def("done", &Prefetcher::done, py::arg("layer"), py::arg("stream") = 0)
+      .def("ready", &Prefetcher::ready)
+      .def("drain", &Prefetcher::drain, ReleaseGil())
+      .def("stats", &Prefetcher::stats)
+      .def_property_readonly("in_pass", &Prefetcher::in_pass);
+}
+
+}  // namespace remap::python

@@ -1,0 +1,220 @@
+"""Attaching a model: from tensors to layers, from layers to pages, from pages to one place in the KV region each.
+
+All effects on the arena are undone if any step fails; the model's tensors are re-pointed last, whole or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from . import _core, schedule
+from .errors import InvalidArgument, OutOfMemory
+from .kv_geometry import KVGeometry, KVSpec
+from .planner import TenantPages
+from .sizes import show_size
+from .tenant import Attachment
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["LayerSource", "MAX_BUFFERS", "attach_layers", "model_source", "raw_source"]
+
+MAX_BUFFERS = 2  # ring buffers that the ring's region has room for; more never beat two (theory: beta >= 3 buys only slack)
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """What is to be attached, however it is made: bytes per layer, master copies, and what to do with the addresses."""
+
+    layer_bytes: tuple[int, ...]
+    master_addresses: tuple[int, ...]
+    rest_bytes: int
+    fill: Callable[[Sequence[int], int], None]  # (layer addresses, rest address): copy the bytes in, once
+    install: Callable[[Sequence[int], int], None]  # re-point the model's tensors; whole or not at all; copies nothing
+    detach: Callable[[], None]  # back onto ordinary memory
+    watch: Callable[[Sequence[int]], dict[int, list[str]]]
+    keep_alive: Any
+
+
+def raw_source(layers: Sequence[Any]) -> LayerSource:
+    """Layers as plain buffers of bytes (an engine that is not torch). The buffers are the master copies and stay alive."""
+    import ctypes
+
+    views = [memoryview(layer).cast("B") for layer in layers]
+    # from_buffer_copy would copy and from_buffer refuses read-only memory; the address is all that is needed.
+    addresses = tuple(_core.buffer_address(view) for view in views)
+
+    def fill(targets: Sequence[int], rest: int) -> None:
+        for view, address, target in zip(views, addresses, targets):
+            ctypes.memmove(target, address, view.nbytes)
+
+    return LayerSource(
+        layer_bytes=tuple(view.nbytes for view in views),
+        master_addresses=addresses,
+        rest_bytes=0,
+        fill=fill,
+        install=lambda targets, rest: None,
+        detach=lambda: None,
+        watch=lambda layers: {},
+        keep_alive=views,
+    )
+
+
+def model_source(
+    model: nn.Module,
+    layers: Any,
+    *,
+    memory: Callable[[int, int], Any],
+    mutable: Sequence[str],
+    weights: Any,
+    names: Any,
+) -> LayerSource:
+    """A torch model. `memory(address, nbytes)` makes a uint8 tensor over a region."""
+    import torch
+
+    from . import layout as packing
+    from . import master as masters
+    from . import modules
+
+    path = modules.find_layers(model) if layers is None else layers
+    found = modules.resolve_layers(model, path)
+    specs = modules.collect(model, path, device="cpu")
+    layout = packing.build(specs, layers=len(found), mutable=mutable)
+    master = masters.make_master(model, layout, files=weights, names=names)
+    layout = master.layout
+    installed: dict[str, Any] = {}
+
+    def tensors(targets: Sequence[int], rest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        storages = [memory(target, max(1, part.nbytes)) for target, part in zip(targets, layout.layers)]
+        return storages, memory(rest, max(1, layout.rest.nbytes))
+
+    def fill(targets: Sequence[int], rest: int) -> None:
+        storages, resident = tensors(targets, rest)
+        for index, (storage, part) in enumerate(zip(storages, layout.layers)):
+            if part.nbytes:
+                storage[: part.nbytes].copy_(master.tensor(index)[: part.nbytes])
+        modules.fill(layout.rest, model, resident)
+
+    def install(targets: Sequence[int], rest: int) -> None:
+        storages, resident = tensors(targets, rest)
+        modules.install(model, layout, storages, resident)
+        installed["storages"], installed["rest"] = storages, resident
+        installed["watch"] = modules.WriteWatch(model, layout)
+
+    def detach() -> None:
+        if not installed:
+            return
+        sources = {i: master.tensor(i) for i, part in enumerate(layout.layers) if part.nbytes}
+        # A layer that the model wrote is resident: its own bytes are the right ones, not the master's.
+        for index in installed["watch"].written():
+            sources.pop(index, None)
+        modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources)
+        installed.clear()
+
+    return LayerSource(
+        layer_bytes=tuple(part.nbytes for part in layout.layers),
+        master_addresses=tuple(master.range(i).address if part.nbytes else 0 for i, part in enumerate(layout.layers)),
+        rest_bytes=layout.rest.nbytes,
+        fill=fill,
+        install=install,
+        detach=detach,
+        watch=lambda wanted: installed["watch"].written_in(wanted),
+        keep_alive=(master, layout),
+    )
+
+
+def attach_layers(arena: Any, tenant: int, source: LayerSource, kv: KVSpec, name: str) -> tuple[Attachment, KVGeometry, int, tuple[int, ...]]:
+    """Regions, pages and mappings for `source` and its KV cache; the weights are in place afterwards.
+
+    Returns (attachment, geometry, KV region, pages of the first min_blocks). Raises OutOfMemory (fields: requested, free,
+    minimum_bytes) before anything changes if the free pages do not suffice; on any error nothing stays behind.
+    """
+    page_bytes = arena.page_bytes
+    if kv.layers != len(source.layer_bytes):
+        raise InvalidArgument(
+            f"KVSpec.layers is {kv.layers}, the model has {len(source.layer_bytes)} layers; nothing was attached",
+            kv_layers=kv.layers,
+            model_layers=len(source.layer_bytes),
+        )
+    geometry = KVGeometry(kv, page_bytes)
+    home_pages = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
+    rest_pages = -(-source.rest_bytes // page_bytes)
+    first_pages = geometry.pages_for_blocks(kv.min_blocks)
+    needed = sum(home_pages) + rest_pages + first_pages
+    free = arena.counts()["free"]
+    if needed > free:
+        raise OutOfMemory(
+            f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages)} for layers, {rest_pages} for "
+            f"other tensors, {first_pages} for {kv.min_blocks} KV blocks), {free} are free; nothing was attached; give the "
+            f"session {show_size((needed - free) * page_bytes)} more capacity or lower min_blocks",
+            requested=needed,
+            free=free,
+            page_bytes=page_bytes,
+            minimum_bytes=needed * page_bytes,
+        )
+    try:
+        params = _core.Owner.params
+        homes = tuple(tuple(arena.take(count, params, tenant)) for count in home_pages)
+        regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(home)) for i, home in enumerate(homes))
+        addresses = [arena.address(region) for region in regions]
+        rest_address = 0
+        if rest_pages:
+            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant))
+            rest_address = arena.address(rest)
+        source.fill(addresses, rest_address)
+
+        # Layers without bytes of their own (all tied) have nothing to give; they never stream.
+        pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
+        order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned)
+        ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
+        buffer_pages = max(home_pages)
+        if len(order) > 1:
+            ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
+            ring_address = arena.address(ring_region)
+            for index, layer in enumerate(preference):
+                if home_pages[layer] == buffer_pages:
+                    arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
+
+        kv_region = arena.add_kv_region(tenant, geometry.region_pages)
+        free_pages = arena.free_pages()
+        # The ring's first home comes last: while anything is streamed, these pages are the ring.
+        donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
+        giving = tuple((free_pages + donors)[: geometry.region_pages])
+        _designate(arena, kv_region, geometry, giving)
+        if arena.mode == _core.Mode.aliased and len(order) > 1:
+            for layer in order:
+                for ring_layer in preference:
+                    if home_pages[ring_layer] >= home_pages[layer]:
+                        arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
+        source.install(addresses, rest_address)
+    except BaseException:
+        arena.remove_tenant(tenant)
+        raise
+    places = set(giving)
+    attachment = Attachment(
+        pages=TenantPages(tenant, homes, regions, ring_region, ring_preference=preference),
+        giving=giving,
+        index_of={page: index for index, page in enumerate(giving)},
+        layer_bytes=tuple(source.layer_bytes),
+        ring_address=ring_address,
+        order=order,
+        hosted=sum(places.issuperset(homes[layer]) for layer in order),
+        pinned=pinned,
+        detach=source.detach,
+        watch=source.watch,
+        keep_alive=source.keep_alive,
+    )
+    return attachment, geometry, kv_region, giving[:first_pages]
+
+
+def _designate(arena: Any, region: int, geometry: KVGeometry, giving: Sequence[int]) -> None:
+    """Each page its slot, in runs of consecutive slots: one mapping call a run."""
+    slots = list(geometry.giving_slots(0, len(giving)))
+    by_slot = sorted(zip(slots, giving))
+    first = 0
+    for index in range(1, len(by_slot) + 1):
+        if index == len(by_slot) or by_slot[index][0] != by_slot[index - 1][0] + 1:
+            arena.designate(region, by_slot[first][0], [page for _, page in by_slot[first:index]])
+            first = index

@@ -1,0 +1,283 @@
+"""Carrying a change out: the order of withdraw, move, apply, publish and settle, and what is undone when one fails.
+
+    growing     Executor.apply -> pool.give (blocks are usable)          -> settle
+    shrinking   pool.withdraw -> move live blocks -> pool.take -> Executor.apply -> settle
+    settle      Prefetcher.configure -> Executor.commit
+
+Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from . import _core
+from .errors import DriverError, Error, InvalidArgument, OutOfBlocks
+from .planner import Plan, SetOwner, plan_free_pages, plan_streamed
+from .tenant import Tenant
+
+__all__ = ["Changes"]
+
+_FOREVER_S = 3600.0
+
+
+class Changes:
+    """One session's. Called with the session's lock held."""
+
+    def __init__(self, backend: Any, arena: Any, executor: Any) -> None:
+        self._backend = backend
+        self._arena = arena
+        self._executor = executor
+        self._owners = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
+        self._deferring = arena.mode == _core.Mode.aliased
+        self._unsettled: Tenant | None = None
+        self._mover: tuple[int, int] | None = None  # stream and event for moving blocks, made on first use
+
+    # -- one plan --------------------------------------------------------------------------------------------------
+
+    def apply(self, tenant: Tenant, plan: Plan) -> None:
+        """Apply and publish. On an error nothing has changed (or the arena is broken, ArenaBroken)."""
+        if self._unsettled is not None:
+            self.settle(self._unsettled)
+        pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
+        entering = set(plan.streamed) - set(pages.streamed)
+        if (pages.ring and plan.ring != pages.ring) or not all(prefetcher.ready(layer) for layer in entering):
+            # Copies in flight write into pages that are about to belong to somebody else. Never the case while growing.
+            prefetcher.drain()
+        core = _core.Plan(plan.epoch)
+        for step in plan.steps:
+            if isinstance(step, SetOwner):
+                core.set_owner(step.pages, self._owners[step.from_owner], self._owners[step.to_owner], step.tenant)
+            else:
+                core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
+        self._executor.apply(core)
+        tenant._attachment.pages = replace(pages, streamed=plan.streamed, ring=plan.ring)
+        tenant._unsettled = (plan, plan.ring != pages.ring)
+        tenant._predicted_stall_s = plan.predicted_stall_s
+        self._unsettled = tenant
+        if plan.gained:
+            tenant.kv.pool.give(tenant.slots_of(plan.gained))
+
+    def settle(self, tenant: Tenant) -> None:
+        """Tell the prefetcher what is streamed and start the re-pointing worker. Retryable: raises and stays unsettled."""
+        if tenant._unsettled is None:
+            return
+        plan, fresh = tenant._unsettled
+        attachment = tenant._attachment
+        size = attachment.pages.buffer_pages * self._arena.page_bytes
+        prefetcher = tenant._prefetcher
+        # Layers that are resident and still loading since an earlier change go on loading.
+        away = set(plan.streamed)
+        reload = {layer for layer in plan.reload if attachment.layer_bytes[layer]}
+        prefetcher.configure(
+            plan.streamed,
+            [attachment.ring_address + index * size for index in range(len(plan.ring))],
+            size,
+            sorted(reload - away),
+            plan.held if self._deferring else (),
+            0,
+            fresh,
+        )
+        self._executor.commit(prefetcher)
+        tenant._unsettled = None
+        self._unsettled = None
+
+    def apply_and_settle(self, tenant: Tenant, plan: Plan) -> None:
+        """The blocks are usable in between. An error of settling is kept for `tenant.forward()`, which tries it again."""
+        self.apply(tenant, plan)
+        try:
+            self.settle(tenant)
+        except Error:
+            return
+
+    # -- growing ---------------------------------------------------------------------------------------------------
+
+    def take_free_pages(self, tenant: Tenant, free: Sequence[int], blocks: int) -> None:
+        """Enough of the `free` pages (in giving order) for `blocks` more usable blocks, or all of them."""
+        count = min(len(free), -(-blocks * tenant.kv.spec.block_bytes // self._arena.page_bytes) + 1)
+        if count:
+            plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free[:count], give=True)
+            self.apply_and_settle(tenant, plan)
+
+    def restream(
+        self,
+        tenant: Tenant,
+        layers: int,
+        buffers: int,
+        selection: str,
+        *,
+        predicted_stall_s: float = 0.0,
+        reason: str = "",
+        drain: bool = False,
+    ) -> dict[int, int]:
+        """Make `layers` layers' worth of pages KV. Returns the blocks that moved, {old: new}.
+
+        drain: if live blocks cannot move (an engine with its own allocator holds them), withdraw them and finish later,
+        when they have been returned; otherwise OutOfBlocks.
+        """
+        target = self._streamable(tenant, layers, buffers, selection)
+        plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
+        if not plan.steps:
+            return {}
+        if not plan.lost:
+            self.apply_and_settle(tenant, plan)
+            return {}
+        pool = tenant.kv.pool
+        slots = list(tenant.slots_of(plan.lost))
+        live = len(pool.pending(slots))
+        if plan.gained and live > pool.free_blocks:
+            # Not nested: pages are gained as well as lost. Gain first, so that the live blocks have somewhere to go.
+            union = tuple(sorted({*tenant.streamed, *target}))
+            self.apply_and_settle(tenant, self._plan(tenant, union, buffers, predicted_stall_s, reason))
+            plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
+            slots = list(tenant.slots_of(plan.lost))
+        moves = self._vacate(tenant, slots, drain)
+        if moves is None:
+            tenant._attachment.draining = tuple(slots)
+            tenant._attachment.draining_target = (layers, buffers)
+            return {}
+        try:
+            self.apply(tenant, plan)
+        except Error:
+            # The old blocks' bytes are untouched: taking the ids back is enough.
+            pool.give(slots)
+            pool.commit_moves([(new, old) for old, new in moves])
+            raise
+        try:
+            self.settle(tenant)
+        except Error:
+            return dict(moves)
+        return dict(moves)
+
+    def _plan(self, tenant: Tenant, target: Sequence[int], buffers: int, stall: float, reason: str) -> Plan:
+        attachment = tenant._attachment
+        plan = plan_streamed(
+            attachment.pages, self._arena.epoch, target, buffers, predicted_stall_s=stall, reason=reason
+        )
+        homeless = [page for page in plan.gained if page not in attachment.index_of]
+        if homeless:
+            raise InvalidArgument(
+                f"{len(homeless)} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "
+                "changed; attach with a larger max_blocks or remap fewer layers",
+                pages=len(homeless),
+                max_blocks=tenant.kv.max_blocks,
+            )
+        return plan
+
+    def _streamable(self, tenant: Tenant, layers: int, buffers: int, selection: str) -> tuple[int, ...]:
+        """The set to stream, once every layer in it was looked at for writes since attach. Finds pin their layer."""
+        attachment = tenant._attachment
+        while True:
+            if layers and layers + buffers > len(attachment.order):
+                raise InvalidArgument(
+                    f"{layers} layers with {buffers} buffers need {layers + buffers} streamable layers, "
+                    f"{len(attachment.order)} are left; pinned, because something wrote into them after attach: "
+                    f"{attachment.written}; nothing changed",
+                    layers=layers,
+                    streamable=len(attachment.order),
+                    pinned=sorted(attachment.pinned),
+                )
+            target = tenant.select(layers, buffers, selection)
+            written = attachment.watch(sorted(set(target) - set(tenant.streamed)))
+            if not written:
+                return target
+            attachment.written.update(written)
+            attachment.pinned.update(written)
+            attachment.order = tuple(layer for layer in attachment.order if layer not in written)
+
+    # -- shrinking -------------------------------------------------------------------------------------------------
+
+    def _vacate(self, tenant: Tenant, slots: Sequence[int], drain: bool) -> list[tuple[int, int]] | None:
+        """Empty and take these slots of the KV region. The moves made, or None if live blocks stay and `drain` is set."""
+        pool = tenant.kv.pool
+        if tuple(slots) != tenant._attachment.draining:
+            self.cancel_draining(tenant)
+            pool.withdraw(slots)
+        tenant._attachment.draining = ()
+        pending = pool.pending(slots)
+        moves = pool.plan_moves(slots)
+        if len(moves) < len(pending):
+            if drain:
+                return None
+            pool.unwithdraw(slots)
+            raise OutOfBlocks(
+                f"{len(pending)} live blocks lie in the pages to be given back and {pool.free_blocks} blocks are free "
+                "elsewhere; nothing changed; free blocks or preempt requests first",
+                requested=len(pending),
+                free=pool.free_blocks,
+                usable=pool.usable_blocks,
+            )
+        try:
+            tenant.kv.move(moves)
+        except Error:
+            pool.unwithdraw(slots)
+            raise
+        pool.commit_moves(moves)
+        pool.take(slots)
+        return moves
+
+    def continue_draining(self, tenant: Tenant) -> dict[int, int]:
+        """Finish a shrink whose blocks were still live when it was decided, if they are gone now."""
+        target = tenant._attachment.draining_target
+        if target is None or tenant.kv.pool.pending(tenant._attachment.draining):
+            return {}
+        return self.restream(tenant, target[0], target[1], "nested", drain=True)
+
+    def cancel_draining(self, tenant: Tenant) -> None:
+        """The blocks are needed after all."""
+        slots, tenant._attachment.draining = tenant._attachment.draining, ()
+        tenant._attachment.draining_target = None
+        if slots:
+            tenant.kv.pool.unwithdraw(slots)
+
+    def copy_seconds(self, target: int, source: int, nbytes: int) -> float:
+        """Seconds that one copy takes on a stream of our own, the quicker of two. The first estimate of the link."""
+        backend = self._backend
+        stream, begun, ended = backend.create_stream(), backend.create_event(), backend.create_event()
+        try:
+            times = []
+            for _ in range(2):
+                backend.record(begun, stream)
+                backend.copy(stream, target, source, nbytes)
+                backend.record(ended, stream)
+                backend.synchronize(ended, _FOREVER_S)
+                times.append(backend.elapsed(begun, ended))
+            return float(min(times))
+        finally:
+            backend.destroy_stream(stream)
+            backend.destroy_event(begun)
+            backend.destroy_event(ended)
+
+    def move_bytes(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (to, from, bytes) each on a stream of our own, and wait for it."""
+        backend = self._backend
+        if self._mover is None:
+            event = backend.create_event()
+            self._mover = (backend.create_stream(), event)
+        stream, event = self._mover
+        for target, source, nbytes in ranges:
+            backend.copy(stream, target, source, nbytes)
+        backend.record(event, stream)
+        backend.synchronize(event, _FOREVER_S)
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def abandon(self, tenant: Tenant) -> None:
+        """Stop all that is in flight for a tenant that goes away. Its pages may be released afterwards."""
+        if self._unsettled is tenant:
+            self._executor.commit(None)
+            self._unsettled = tenant._unsettled = None
+        self._executor.forget(tenant.number)
+        try:
+            tenant._prefetcher.drain()
+        except DriverError:
+            return  # a failed copy stream has nothing in flight; its error was due to the engine, which is leaving
+
+    def close(self) -> None:
+        """Release what this object made."""
+        if self._mover is not None:
+            self._backend.destroy_stream(self._mover[0])
+            self._backend.destroy_event(self._mover[1])
+            self._mover = None

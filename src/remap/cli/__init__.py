@@ -1,0 +1,18 @@
+"""The command `remap`. Needs the extra `cli` (typer, rich); the library itself does not."""
+
+from __future__ import annotations
+
+import sys
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        from .main import app
+    except ModuleNotFoundError as error:
+        if error.name not in ("typer", "rich"):
+            raise
+        sys.exit(f"The command line needs the package {error.name}: pip install 'remap[cli]'")
+    app()

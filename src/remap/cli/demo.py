@@ -1,0 +1,195 @@
+"""`remap demo`: the same requests, the same engine, three runs; then the numbers side by side.
+
+unconstrained  memory for all requests at once: its tokens are the reference
+baseline       the budget, and an engine that never calls `session.step`: it preempts and recomputes
+remap          the budget, and the session's controller
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from remap.errors import InvalidState
+from remap.sizes import show_size
+
+from . import smollm2
+from .demo_html import page
+from .demo_report import KINDS, DemoResult, RunResult, closing_sentence, table, to_json
+from .demo_run import DemoConfig
+from .demo_run import Progress as RunProgress
+
+__all__ = ["environment", "machine_info", "run_demo", "run_in_process", "write_reports"]
+
+
+def environment(config: DemoConfig) -> dict[str, str]:
+    """What a run's process gets, set before torch is loaded, the same for all runs.
+
+    Passive waiting matters: OpenMP's spinning barriers would take the core that the copy thread needs, for whole time
+    slices, and would do so in the remap run alone.
+    """
+    threads = str(config.threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "GOMP_SPINCOUNT": "0",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
+
+
+def run_in_process(kind: str, config: DemoConfig, on_progress: Callable[[RunProgress], None]) -> RunResult | None:
+    """One run in a new process; None for the kind "prepare". Raises InvalidState with the end of what it said on
+    standard error if it fails; it is never left behind."""
+    with tempfile.TemporaryDirectory(prefix="remap-demo-") as folder:
+        result = Path(folder) / "result.json"
+        said = Path(folder) / "stderr"
+        read_fd, write_fd = os.pipe()
+        command = [sys.executable, "-m", "remap.cli.demo_run", kind, json.dumps(asdict(config)), str(result)]
+        with os.fdopen(read_fd, encoding="utf-8") as progress, said.open("wb") as errors:
+            try:
+                process = subprocess.Popen(
+                    [*command, str(write_fd)],
+                    env={**os.environ, **environment(config)},
+                    stdin=subprocess.DEVNULL,
+                    stdout=errors,
+                    stderr=errors,
+                    pass_fds=(write_fd,),
+                )
+            finally:
+                os.close(write_fd)  # else the pipe never ends
+            try:
+                for line in progress:
+                    on_progress(RunProgress(**json.loads(line)))
+                code = process.wait()
+            finally:
+                if process.poll() is None:
+                    process.kill()
+                    process.wait()
+        if code != 0:
+            tail = said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-25:]
+            raise InvalidState(
+                f"the {kind} run ended with exit status {code}; nothing was written. It said:\n" + "\n".join(tail),
+                kind=kind,
+                status=code,
+            )
+        return RunResult.from_dict(json.loads(result.read_text(encoding="utf-8"))) if kind != "prepare" else None
+
+
+def machine_info() -> dict[str, Any]:
+    """What the numbers depend on and the settings do not say."""
+
+    def lines(path: str) -> list[str]:
+        try:
+            return Path(path).read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+
+    def field(rows: list[str], name: str, separator: str) -> str:
+        values = (row.split(separator, 1)[1] for row in rows if row.startswith(name) and separator in row)
+        return next(values, "unknown").strip().strip('"')
+
+    def version(package: str) -> str:
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    memory = field(lines("/proc/meminfo"), "MemTotal", ":").split()
+    return {
+        "cpu": field(lines("/proc/cpuinfo"), "model name", ":"),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": show_size(int(memory[0]) * 1024) if memory[0].isdigit() else "unknown",
+        "os": field(lines("/etc/os-release"), "PRETTY_NAME", "="),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "remap": version("remap"),
+    }
+
+
+def _settings(config: DemoConfig) -> Mapping[str, Any]:
+    shown = {
+        **asdict(config),
+        "budget_bytes": show_size(config.budget_bytes),
+        "page_bytes": show_size(config.page_bytes),
+        "sampling": "greedy",
+        "arrival": "all at once",
+    }
+    return {name.removesuffix("_bytes").replace("_", " "): value for name, value in shown.items()}
+
+
+def run_demo(config: DemoConfig, console: Console) -> DemoResult:
+    """The three runs, one after the other, with a progress bar on `console`."""
+    runs: dict[str, RunResult] = {}
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description:<13}"),
+        BarColumn(bar_width=28),
+        TextColumn("{task.completed:>5.0f}/{task.total:.0f} tokens"),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    if not smollm2.cached_folder(smollm2.find_gguf(), config.dtype).is_dir():
+        with console.status("dequantising the model's weights into the cache (once, about half a minute)"):
+            run_in_process("prepare", config, lambda progress: None)
+    with Progress(*columns, console=console) as bars:
+        for kind in KINDS:
+            task = bars.add_task(kind, total=1, state="loading the model")
+
+            def show(progress: RunProgress, task: Any = task) -> None:
+                state = (
+                    f"{progress.running} running, {progress.waiting} waiting, {progress.kv_blocks} KV blocks, "
+                    f"{progress.layers_remapped:g} layers remapped, {progress.preemptions} preemptions"
+                )
+                bars.update(task, completed=progress.generated, total=progress.total, state=state)
+
+            run = run_in_process(kind, config, show)
+            assert run is not None  # only "prepare" has no result
+            runs[kind] = run
+            count = run.generated_tokens
+            state = f"{run.wall_s:.1f} s, {run.tokens_per_s:.1f} tokens/s, {run.preemptions} preemptions"
+            bars.update(task, completed=count, total=count, state=state)
+    return DemoResult(
+        model=smollm2.MODEL_NAME,
+        budget_bytes=config.budget_bytes,
+        machine={**machine_info(), "threads": config.threads},
+        settings=_settings(config),
+        **runs,
+    )
+
+
+def write_reports(result: DemoResult, folder: Path) -> tuple[Path, Path]:
+    """(demo.json, demo.html) in `folder`, which is made if it is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    data, html = folder / "demo.json", folder / "demo.html"
+    data.write_text(json.dumps(to_json(result), indent=2) + "\n", encoding="utf-8")
+    html.write_text(page(result), encoding="utf-8")
+    return data, html
+
+
+def demo(config: DemoConfig, folder: Path, console: Console) -> DemoResult:
+    """Run, write, and tell: the table, the files, and one closing sentence."""
+    result = run_demo(config, console)
+    data, html = write_reports(result, folder)
+    console.print()
+    console.print(table(result))
+    console.print(f"\n{closing_sentence(result)}\n")
+    console.print(f"[dim]{data}, {html}[/dim]")
+    return result

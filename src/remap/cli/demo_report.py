@@ -1,0 +1,288 @@
+"""What the demo measured, and how it is told: the numbers, out/demo.json, the table, the closing sentence.
+
+Pure functions over RunResult values; the page is in demo_html. Nothing here decides what looks good: the closing
+sentence is computed, and says so when remap was not better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from remap.engine.metrics import Sample, percentile
+from remap.errors import InvalidArgument
+from remap.sizes import show_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = [
+    "DemoResult",
+    "RunResult",
+    "closing_sentence",
+    "identical_requests",
+    "sparkline",
+    "table",
+    "table_rows",
+    "to_json",
+]
+
+KINDS = ("unconstrained", "baseline", "remap")
+# A change smaller than this share is called unchanged: two runs of the same code differ by as much.
+NOISE = 0.01
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """One run of the engine over all requests. Times in seconds; tuples over requests are in request order."""
+
+    kind: str
+    wall_s: float  # arrival of the requests to the last token
+    preemptions: int
+    recomputed_tokens: int
+    ttft_s: tuple[float, ...]  # per request: arrival to first token
+    tbt_s: tuple[float, ...]  # all gaps between consecutive tokens of a request
+    capacity_bytes: int
+    kv_blocks_start: int
+    kv_blocks_peak: int
+    layers: int
+    layers_remapped_peak: float
+    stall_fraction: float  # time spent waiting for layers / wall_s
+    tokens: tuple[tuple[int, ...], ...]  # per request: generated ids
+    timeline: tuple[Sample, ...]
+
+    @property
+    def generated_tokens(self) -> int:
+        return sum(len(ids) for ids in self.tokens)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.generated_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; `from_dict` is its inverse."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> RunResult:
+        fields = dict(data)
+        fields["ttft_s"] = tuple(fields["ttft_s"])
+        fields["tbt_s"] = tuple(fields["tbt_s"])
+        fields["tokens"] = tuple(tuple(ids) for ids in fields["tokens"])
+        fields["timeline"] = tuple(Sample(**point) for point in fields["timeline"])
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """The three runs, and what they have in common."""
+
+    model: str
+    budget_bytes: int
+    unconstrained: RunResult
+    baseline: RunResult
+    remap: RunResult
+    machine: Mapping[str, Any]
+    settings: Mapping[str, Any]
+
+    @property
+    def requests(self) -> int:
+        return len(self.unconstrained.tokens)
+
+    @property
+    def runs(self) -> tuple[RunResult, RunResult, RunResult]:
+        return self.unconstrained, self.baseline, self.remap
+
+
+def identical_requests(run: RunResult, reference: RunResult) -> int:
+    """How many requests generated exactly the reference's tokens. Raises InvalidArgument if the runs had not the same
+    number of requests."""
+    if len(run.tokens) != len(reference.tokens):
+        raise InvalidArgument(
+            f"{run.kind} answered {len(run.tokens)} requests and {reference.kind} {len(reference.tokens)}: "
+            "they cannot be compared",
+            requests=len(run.tokens),
+            reference=len(reference.tokens),
+        )
+    return sum(a == b for a, b in zip(run.tokens, reference.tokens, strict=True))
+
+
+def _numbers(run: RunResult) -> dict[str, Any]:
+    return {
+        "preemptions": run.preemptions,
+        "recomputed_tokens": run.recomputed_tokens,
+        "tokens_per_s": run.tokens_per_s,
+        "ttft_p50_s": percentile(run.ttft_s, 0.50),
+        "ttft_p99_s": percentile(run.ttft_s, 0.99),
+        "tbt_p50_s": percentile(run.tbt_s, 0.50),
+        "tbt_p99_s": percentile(run.tbt_s, 0.99),
+        "kv_blocks_start": run.kv_blocks_start,
+        "kv_blocks_peak": run.kv_blocks_peak,
+        "layers_remapped_peak": run.layers_remapped_peak,
+        "stall_fraction": run.stall_fraction,
+    }
+
+
+def to_json(result: DemoResult) -> dict[str, Any]:
+    """The contents of out/demo.json. `tokens_identical`: every request of the remap run equals the unconstrained."""
+    return {
+        "model": result.model,
+        "budget_bytes": result.budget_bytes,
+        "requests": result.requests,
+        "tokens_identical": identical_requests(result.remap, result.unconstrained) == result.requests,
+        "baseline": _numbers(result.baseline),
+        "remap": _numbers(result.remap),
+        "machine": dict(result.machine),
+    }
+
+
+# --- words ---------------------------------------------------------------------------------------------------------
+
+
+def format_seconds(value: float) -> str:
+    """Seconds or milliseconds with three significant digits."""
+    return f"{value * 1e3:.3g} ms" if value < 0.9995 else f"{value:.3g} s"
+
+
+def _change(before: float, after: float) -> float | None:
+    """Relative change, None where there is nothing to compare with."""
+    return after / before - 1 if before else None
+
+
+def _moved(name: str, before: float, after: float, text: tuple[str, str]) -> str:
+    """`name` rose or fell by how much, with both values; "stayed" within the noise."""
+    change = _change(before, after)
+    values = f"({text[0]} to {text[1]})"
+    if change is None:
+        return f"{name} went {values[1:-1]}" if text[0] != text[1] else f"{name} stayed at {text[0]}"
+    if abs(change) < NOISE:
+        return f"{name} stayed {values}"
+    return f"{name} {'rose' if change > 0 else 'fell'} by {abs(change):.0%} {values}"
+
+
+def _seconds_moved(name: str, before: float, after: float) -> str:
+    return _moved(name, before, after, (format_seconds(before), format_seconds(after)))
+
+
+def is_better(result: DemoResult) -> bool:
+    """Whether remap kept its promise here: fewer preemptions than a baseline that had some, more tokens per second,
+    and no P99 latency worse by more than the noise."""
+    before, after = _numbers(result.baseline), _numbers(result.remap)
+    p99 = [_change(before[key], after[key]) for key in ("ttft_p99_s", "tbt_p99_s")]
+    return (
+        after["preemptions"] < before["preemptions"]
+        and after["tokens_per_s"] > before["tokens_per_s"] * (1 + NOISE)
+        and all(change is None or change <= NOISE for change in p99)
+    )
+
+
+def closing_sentence(result: DemoResult) -> str:
+    """One sentence: what remap changed, with the numbers, and whether tokens are identical."""
+    base, remap = result.baseline, result.remap
+    before, after = _numbers(base), _numbers(remap)
+    gave = f"remap gave up to {remap.layers_remapped_peak:g} of {remap.layers} layers' memory to the KV cache"
+    if not remap.layers_remapped_peak:
+        gave = "remap gave no layer's memory to the KV cache"
+    parts = [
+        f"preemptions went from {base.preemptions} to {remap.preemptions}"
+        if base.preemptions != remap.preemptions
+        else f"both runs preempted {base.preemptions} times",
+        f"recomputed tokens from {base.recomputed_tokens:,} to {remap.recomputed_tokens:,}",
+        _moved(
+            "throughput",
+            base.tokens_per_s,
+            remap.tokens_per_s,
+            (f"{base.tokens_per_s:.1f}", f"{remap.tokens_per_s:.1f} tokens/s"),
+        ),
+        _seconds_moved("P99 time to first token", before["ttft_p99_s"], after["ttft_p99_s"]),
+        _seconds_moved("P99 time between tokens", before["tbt_p99_s"], after["tbt_p99_s"]),
+    ]
+    same = identical_requests(remap, result.unconstrained)
+    tokens = (
+        f"the tokens of all {result.requests} requests are identical to the unconstrained run's"
+        if same == result.requests
+        else f"the tokens of {result.requests - same} of {result.requests} requests differ from the unconstrained run's"
+    )
+    verdict = "" if is_better(result) else "not better in every respect here: "
+    if not base.preemptions:
+        verdict = "KV was not scarce, the baseline never preempted: "
+    sentence = (
+        f"{verdict}in the same {show_size(result.budget_bytes)}, {gave} "
+        f"({base.kv_blocks_peak:,} to {remap.kv_blocks_peak:,} blocks); {', '.join(parts)}; and {tokens}."
+    )
+    return sentence[0].upper() + sentence[1:]
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(points: Sequence[Sample], top: float, width: int = 24) -> str:
+    """Layers remapped over time, as `width` characters; every character is the highest value of its share of time."""
+    if not points or top <= 0:
+        return ""
+    end = points[-1].time_s or 1.0
+    highest = [0.0] * width
+    current, cell = 0.0, 0
+    for point in points:
+        target = min(int(point.time_s / end * width), width - 1)
+        for passed in range(cell, target + 1):
+            highest[passed] = max(highest[passed], current)
+        current, cell = point.layers_remapped, target
+        highest[cell] = max(highest[cell], current)
+    return "".join(_BARS[min(round(value / top * (len(_BARS) - 1)), len(_BARS) - 1)] for value in highest)
+
+
+def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
+    """(what, unconstrained, baseline, remap, remap against baseline), ready to print."""
+    runs = result.runs
+    numbers = [_numbers(run) for run in runs]
+
+    def row(name: str, cells: list[str], change: float | None = None) -> tuple[str, str, str, str, str]:
+        return (name, cells[0], cells[1], cells[2], "" if change is None else f"{change:+.0%}")
+
+    def seconds(name: str, key: str) -> tuple[str, str, str, str, str]:
+        return row(name, [format_seconds(n[key]) for n in numbers], _change(numbers[1][key], numbers[2][key]))
+
+    def count(name: str, key: str) -> tuple[str, str, str, str, str]:
+        return row(name, [f"{n[key]:,}" for n in numbers], _change(numbers[1][key], numbers[2][key]))
+
+    rates = [run.tokens_per_s for run in runs]
+    return [
+        row("memory budget", [show_size(run.capacity_bytes) for run in runs]),
+        row(
+            "KV blocks, start to peak",
+            [f"{run.kv_blocks_start:,} to {run.kv_blocks_peak:,}" for run in runs],
+            _change(runs[1].kv_blocks_peak, runs[2].kv_blocks_peak),
+        ),
+        count("preemptions", "preemptions"),
+        count("tokens recomputed", "recomputed_tokens"),
+        row("tokens/s", [f"{rate:.1f}" for rate in rates], _change(rates[1], rates[2])),
+        seconds("time to first token, P50", "ttft_p50_s"),
+        seconds("time to first token, P99", "ttft_p99_s"),
+        seconds("time between tokens, P50", "tbt_p50_s"),
+        seconds("time between tokens, P99", "tbt_p99_s"),
+        row("layers remapped, peak", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
+        row("layers remapped over time", [sparkline(run.timeline, run.layers) for run in runs]),
+        row("stall share", [f"{run.stall_fraction:.1%}" for run in runs]),
+        row(
+            "requests with identical tokens",
+            ["reference", *(f"{identical_requests(run, runs[0])} of {result.requests}" for run in runs[1:])],
+        ),
+    ]
+
+
+def table(result: DemoResult) -> Table:
+    """The rich table of `table_rows`."""
+    from rich.table import Table
+
+    drawn = Table(title=f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}")
+    drawn.add_column("")
+    for kind in KINDS:
+        drawn.add_column(kind, justify="right", style="bold" if kind == "remap" else None)
+    drawn.add_column("remap vs baseline", justify="right")
+    for cells in table_rows(result):
+        drawn.add_row(*cells)
+    return drawn

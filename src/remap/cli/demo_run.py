@@ -1,0 +1,225 @@
+"""One run of the demo in a process of its own: `python -m remap.cli.demo_run KIND CONFIG RESULT PROGRESS_FD`.
+
+A process a run, so that the memory, the threads and the warm caches of one run cannot help or hurt the next. The three
+kinds differ in two places only: how much memory the arena gets, and whether the engine is handed the session (remap)
+or not (unconstrained, baseline), in which case `session.step` is never called. A fourth kind, `prepare`, converts the
+model into the cache and ends.
+
+Progress goes to the file descriptor as one JSON object a line, so that nothing that a library prints can disturb it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .demo_prompts import PROMPTS
+from .demo_report import RunResult
+
+if TYPE_CHECKING:
+    from remap.engine import LLMEngine, Request
+    from remap.engine.engine import StepOutput
+
+__all__ = ["DemoConfig", "Progress", "run_one"]
+
+MODEL_TENANT = "SmolLM2"
+PROGRESS_EVERY_S = 0.1
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Everything that a run depends on; the same for all three."""
+
+    budget_bytes: int = 640 << 20  # the arena: weights, KV cache and ring of baseline and remap
+    dtype: str = "float32"
+    requests: int = len(PROMPTS)
+    max_num_seqs: int = 32
+    max_batch_tokens: int = 256
+    block_tokens: int = 16
+    page_bytes: int = 2 << 20
+    threads: int = 1
+    weights_from_file: bool = True  # master copy: the memory-mapped safetensors file; else a copy in memory
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run says while it goes. `total` shrinks when a request ends before its limit."""
+
+    generated: int
+    total: int
+    finished: int
+    running: int
+    waiting: int
+    kv_blocks: int
+    layers_remapped: float
+    preemptions: int
+
+
+def make_requests(tokenizer: Any, count: int, stop: frozenset[int]) -> list[Request]:
+    """The first `count` prompts through the model's chat template, all arriving at once, greedy."""
+    from remap.engine import Request, SamplingParams
+
+    requests = []
+    for index, prompt in enumerate(PROMPTS[:count]):
+        chat = [{"role": "user", "content": prompt.text}]
+        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        sampling = SamplingParams(max_tokens=prompt.max_tokens, stop_token_ids=stop)
+        requests.append(Request(f"{index:02d}-{prompt.kind}", tuple(ids), sampling))
+    return requests
+
+
+def model_pages(model: Any, page_bytes: int) -> int:
+    """Pages that the weights need: every layer begins on a page of its own, and so does all that is not in a layer."""
+    from remap import layout, tensors
+
+    path = tensors.find_layers(model)
+    packed = layout.build(tensors.collect(model, path), layers=len(tensors.resolve_layers(model, path)))
+    return sum(max(1, -(-layer.nbytes // page_bytes)) for layer in packed.layers) + -(-packed.rest.nbytes // page_bytes)
+
+
+def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int, wanted: int) -> tuple[int, int, int]:
+    """(arena bytes, blocks at the start, most blocks ever). `wanted`: blocks if no request ever had to wait.
+
+    The budget's pages that the weights leave are KV from the start, in the baseline as in remap: nothing lies idle.
+    """
+    if kind == "unconstrained":
+        pages = -(-wanted * block_bytes // config.page_bytes)
+        return (weight_pages + pages) * config.page_bytes, wanted, wanted
+    budget_pages = config.budget_bytes // config.page_bytes
+    start = max(0, budget_pages - weight_pages) * config.page_bytes // block_bytes
+    return budget_pages * config.page_bytes, min(start, wanted), wanted
+
+
+def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:
+    """Serve all requests once. `report` is called about ten times a second, between steps.
+
+    Raises what loading, attaching and serving raise; the session is closed in any case.
+    """
+    import torch
+
+    import remap
+    from remap.engine import LLMEngine, Request, SamplingParams
+
+    from . import smollm2
+
+    torch.set_num_threads(config.threads)
+    model, tokenizer, folder = smollm2.load(config.dtype)
+    shape = model.config
+    stop = frozenset([tokenizer.eos_token_id])
+    requests = make_requests(tokenizer, config.requests, stop)
+    wanted = sum(-(-request.max_kv_tokens // config.block_tokens) for request in requests)
+
+    def spec(start: int, most: int) -> remap.KVSpec:
+        return remap.KVSpec(
+            layers=shape.num_hidden_layers,
+            kv_heads=shape.num_key_value_heads,
+            head_dim=shape.hidden_size // shape.num_attention_heads,
+            block_tokens=config.block_tokens,
+            dtype=config.dtype,
+            min_blocks=start,
+            max_blocks=most,
+        )
+
+    weight_pages = model_pages(model, config.page_bytes)
+    capacity, start, most = kv_limits(kind, config, weight_pages, spec(0, 1).block_bytes, wanted)
+    with remap.Session(capacity=capacity, device="cpu", page_bytes=config.page_bytes) as session:
+        tenant = session.attach(
+            model,
+            layers=model.model.layers,
+            name=MODEL_TENANT,
+            kv=spec(start, most),
+            weights=folder if config.weights_from_file else None,
+        )
+        engine = LLMEngine(
+            model,
+            tenant,
+            session=session if kind == "remap" else None,
+            max_num_seqs=config.max_num_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+        )
+        # First passes pay for what every later one finds ready: thread pools, scratch memory, the caches of the
+        # kernels. A prefill and some decode steps, with tokens that no real request begins with.
+        warm = tuple(range(1000, 1000 + config.max_batch_tokens))
+        engine.run([Request(f"warm-{i}", warm[i:], SamplingParams(max_tokens=8)) for i in range(2)])
+        before = session.snapshot().tenants[MODEL_TENANT].stall_s
+        result = engine.run(requests, on_step=_reporter(requests, report))
+        stalled = session.snapshot().tenants[MODEL_TENANT].stall_s - before
+
+    metrics = result.metrics
+    summary = metrics.summary()
+    return RunResult(
+        kind=kind,
+        wall_s=metrics.duration_s,
+        preemptions=metrics.preemptions,
+        recomputed_tokens=metrics.recomputed_tokens,
+        ttft_s=tuple(metrics.ttft_s),
+        tbt_s=tuple(metrics.tbt_s),
+        capacity_bytes=capacity,
+        kv_blocks_start=metrics.kv_blocks_start,
+        kv_blocks_peak=int(summary["kv_blocks_peak"]),
+        layers=shape.num_hidden_layers,
+        layers_remapped_peak=summary["layers_remapped_peak"],
+        stall_fraction=stalled / metrics.duration_s if metrics.duration_s > 0 else 0.0,
+        tokens=tuple(result.outputs[request.id].tokens for request in requests),
+        timeline=tuple(metrics.timeline),
+    )
+
+
+def _reporter(requests: list[Request], report: Callable[[Progress], None]) -> Callable[[LLMEngine, StepOutput], None]:
+    """The engine's on_step: counts tokens, and reports at most every PROGRESS_EVERY_S."""
+    limits = {request.id: request.sampling.max_tokens for request in requests}
+    done = {"generated": 0, "finished": 0, "total": sum(limits.values())}
+    last = time.perf_counter()
+
+    def on_step(engine: LLMEngine, step: StepOutput) -> None:
+        nonlocal last
+        done["generated"] += len(step.tokens)
+        done["finished"] += len(step.finished)
+        done["total"] -= sum(limits[output.id] - len(output.tokens) for output in step.finished)
+        now = time.perf_counter()
+        if now - last < PROGRESS_EVERY_S and done["finished"] < len(limits):
+            return
+        last = now
+        sample = engine.metrics.timeline[-1]
+        report(
+            Progress(
+                generated=done["generated"],
+                total=done["total"],
+                finished=done["finished"],
+                running=sample.running,
+                waiting=sample.waiting,
+                kv_blocks=sample.kv_usable_blocks,
+                layers_remapped=sample.layers_remapped,
+                preemptions=sample.preemptions,
+            )
+        )
+
+    return on_step
+
+
+def main(arguments: list[str]) -> None:
+    """KIND CONFIG(JSON) RESULT(path) PROGRESS_FD."""
+    kind, config_text, result_path, progress_fd = arguments
+    config = DemoConfig(**json.loads(config_text))
+    if kind == "prepare":
+        from . import smollm2
+
+        smollm2.load(config.dtype)
+        return
+    with os.fdopen(int(progress_fd), "w", buffering=1) as pipe:
+
+        def report(progress: Progress) -> None:
+            pipe.write(json.dumps(vars(progress)) + "\n")
+
+        result = run_one(kind, config, report)
+    Path(result_path).write_text(json.dumps(result.to_dict()), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,77 @@
+"""The typer application: `remap demo` and `remap doctor`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from remap.errors import Error
+from remap.sizes import parse_size
+
+from .demo_run import DemoConfig
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Turn model weights into KV cache while an engine serves, and back.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+DEFAULTS = DemoConfig()
+
+
+@app.command()
+def demo(
+    budget: Annotated[str, typer.Option(help="Memory for weights, KV cache and ring, such as 640MiB.")] = (
+        f"{DEFAULTS.budget_bytes >> 20}MiB"
+    ),
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
+    requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first so many prompts.")] = (
+        DEFAULTS.requests
+    ),
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = (
+        DEFAULTS.max_num_seqs
+    ),
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = (
+        DEFAULTS.max_batch_tokens
+    ),
+    block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
+    out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
+) -> None:
+    """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
+    from .demo import demo as run
+
+    console = Console()
+    try:
+        config = DemoConfig(
+            budget_bytes=parse_size(budget, "budget"),
+            dtype=dtype,
+            requests=requests,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            block_tokens=block_tokens,
+            threads=threads,
+        )
+        run(config, out, console)
+    except Error as error:
+        Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def doctor() -> None:
+    """Check what this machine offers, and what it lacks for the demo."""
+    from .doctor import findings
+
+    console = Console()
+    failed = False
+    for finding in findings():
+        mark = {"ok": "[green]ok  [/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad [/red]"}[finding.level]
+        console.print(mark, end=" ")
+        console.print(f"{finding.what}: {finding.found}", markup=False, highlight=False)
+        failed |= finding.level == "bad"
+    raise typer.Exit(1 if failed else 0)

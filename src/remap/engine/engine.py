@@ -1,0 +1,234 @@
+"""The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first three lines of `LLMEngine.step`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from remap.engine.metrics import Metrics, Sample
+from remap.engine.request import Output, Request, Sequence
+from remap.engine.runner import ModelRunner, sample
+from remap.engine.scheduler import Schedule, Scheduler
+from remap.errors import InvalidArgument, OutOfBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
+
+__all__ = ["LLMEngine", "Result", "StepOutput"]
+
+# With a session the pool may still grow (a controller may take its time); after this many steps without any progress it will not.
+STUCK_STEPS = 256
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What one step did: (request id, token) pairs, finished requests, and how many tokens were computed."""
+
+    tokens: tuple[tuple[str, int], ...]
+    finished: tuple[Output, ...]
+    computed: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """Outputs by request id, and what the run cost."""
+
+    outputs: dict[str, Output]
+    metrics: Metrics
+
+
+class LLMEngine:
+    """Continuous batching on one tenant.
+
+    model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner`, and `kv.allocate/free`. session: None for an engine
+    whose pool never changes (the baseline); else `session.step` is called once a step and may grow, shrink or move the pool.
+    The other arguments are the scheduler's. `probe` returns the number of layers remapped, for the timeline (default: the step's report).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tenant: Any,
+        *,
+        session: Any = None,
+        max_num_seqs: int = 32,
+        max_batch_tokens: int = 512,
+        watermark: float = 0.0,
+        reserve_full_prompt: bool = True,
+        lookahead_blocks: int = 1,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        probe: Callable[[], float] | None = None,
+    ) -> None:
+        self.tenant = tenant
+        self.session = session
+        self.runner = ModelRunner(model, tenant)
+        self.scheduler = Scheduler(
+            block_tokens=tenant.kv.block_tokens,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            watermark=watermark,
+            reserve_full_prompt=reserve_full_prompt,
+            lookahead_blocks=lookahead_blocks,
+        )
+        self._clock = clock
+        self._sleep = sleep
+        self._probe = probe
+        self._live: dict[str, Sequence] = {}
+        self._orders = 0
+        self._stuck = 0
+        self.reset_metrics()
+
+    def reset_metrics(self) -> None:
+        now = self._clock()
+        self.metrics = Metrics(started_s=now, ended_s=now, kv_blocks_start=self.tenant.kv.usable_blocks)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._live)
+
+    def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
+        """Queue a request. `arrived_s`, on the engine's clock, defaults to now.
+
+        Raises InvalidArgument (nothing changed) if the id is in use, or the request is longer than the model's positions, or could never fit into the pool
+        even alone: `usable_blocks` without a session, `max_blocks` with one.
+        """
+        tokens = request.max_kv_tokens
+        blocks = self.scheduler.blocks_for(tokens)
+        kv = self.tenant.kv
+        most = kv.usable_blocks if self.session is None else kv.tensors[0].shape[1]
+        if request.id in self._live:
+            raise InvalidArgument(f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id)
+        if tokens > self.runner.decoder.max_tokens:
+            raise InvalidArgument(
+                f"request {request.id!r} needs {tokens} positions, the model has {self.runner.decoder.max_tokens}; nothing was queued, "
+                f"shorten the prompt or lower max_tokens",
+                needed=tokens,
+                limit=self.runner.decoder.max_tokens,
+            )
+        if blocks > most:
+            raise InvalidArgument(
+                f"request {request.id!r} needs {blocks} KV blocks at its longest, the pool can have {most}; nothing was queued, "
+                f"shorten the prompt, lower max_tokens or raise max_blocks",
+                needed=blocks,
+                limit=most,
+            )
+        sequence = Sequence.of(request, self._orders)
+        self._orders += 1
+        self._live[request.id] = sequence
+        self.scheduler.add(sequence)
+        self.metrics.arrived(request.id, len(request.prompt), self._clock() if arrived_s is None else arrived_s)
+
+    def abort(self, id: str) -> Output:
+        """Take an unfinished request out between steps and free its blocks. Raises InvalidArgument for an unknown id."""
+        if id not in self._live:
+            raise InvalidArgument(f"no unfinished request {id!r}; there are {len(self._live)}", id=id)
+        return self._finish(self._live[id], "abort")
+
+    def step(self) -> StepOutput:
+        """One scheduler iteration, at most one pass. With nothing to do it only lets the session act.
+
+        Raises OutOfBlocks if the oldest request cannot proceed although nothing else holds blocks (`abort` it, or grow the pool); what the
+        model or the session raises passes through. In all cases every request stays as it was and `step` may be called again.
+        """
+        begin = self._clock()
+        report = self._rebalance()
+        schedule = self.scheduler.schedule(self.tenant.kv)
+        self.metrics.preemptions += len(schedule.preempted)
+        tokens: list[tuple[str, int]] = []
+        finished: list[Output] = []
+        if schedule.chunks:
+            samplers, logits = self.runner.forward(schedule.chunks)
+            chosen = sample(samplers, logits)
+            now = self._clock()
+            for chunk in schedule.chunks:
+                self.metrics.recomputed_tokens += chunk.recomputed
+                self.scheduler.commit(chunk)
+            for chunk, token in zip(samplers, chosen, strict=True):
+                sequence = chunk.sequence
+                tokens.append((sequence.request.id, token))
+                self.metrics.token(sequence.request.id, now)
+                reason = sequence.append(token)
+                if reason is not None:
+                    finished.append(self._finish(sequence, reason))
+        self._record(begin, schedule, report)
+        self._check_progress(bool(tokens))
+        return StepOutput(tuple(tokens), tuple(finished), schedule.tokens)
+
+    def run(self, requests: Iterable[Request], on_step: Callable[[LLMEngine, StepOutput], None] | None = None) -> Result:
+        """Serve `requests`, each from its `arrival_s` on, until all are finished. Metrics start anew."""
+        pending = sorted(requests, key=lambda request: request.arrival_s)
+        pending.reverse()
+        self.reset_metrics()
+        outputs: dict[str, Output] = {}
+        while pending or self._live:
+            now = self._clock() - self.metrics.started_s
+            while pending and pending[-1].arrival_s <= now:
+                request = pending.pop()
+                self.add_request(request, arrived_s=self.metrics.started_s + request.arrival_s)
+            step = self.step()
+            outputs.update((output.id, output) for output in step.finished)
+            if on_step is not None:
+                on_step(self, step)
+            if not self._live and pending:
+                # Short naps: an idle engine still lets the session give pages back.
+                self._sleep(min(0.01, max(0.0, pending[-1].arrival_s - (self._clock() - self.metrics.started_s))))
+        return Result(outputs, self.metrics)
+
+    def _rebalance(self) -> Any:
+        """Tell the session what is wanted, and follow it if it moved blocks. All of remap that a scheduler needs."""
+        if self.session is None:
+            return None
+        from remap.controller import Demand
+
+        report = self.session.step({self.tenant.name: Demand(blocks=self.scheduler.demand())})
+        self.scheduler.relocate(report.moved.get(self.tenant.name, {}))
+        return report
+
+    def _finish(self, sequence: Sequence, reason: str) -> Output:
+        self.scheduler.finish(sequence, self.tenant.kv)
+        del self._live[sequence.request.id]
+        self.metrics.done(sequence.request.id)
+        return sequence.output(reason)
+
+    def _record(self, begin: float, schedule: Schedule, report: Any) -> None:
+        now = self._clock()
+        if self._probe is not None:
+            remapped = self._probe()
+        else:
+            remapped = report.remapped.get(self.tenant.name, 0) if report is not None else 0
+        self.metrics.steps += 1
+        self.metrics.timeline.append(
+            Sample(
+                time_s=now - self.metrics.started_s,
+                kv_used_blocks=self.scheduler.used_blocks,
+                kv_usable_blocks=self.tenant.kv.usable_blocks,
+                layers_remapped=remapped,
+                running=len(self.scheduler.running),
+                waiting=len(self.scheduler.waiting),
+                preemptions=self.metrics.preemptions,
+                tokens=schedule.tokens,
+                step_s=now - begin,
+            )
+        )
+
+    def _check_progress(self, progressed: bool) -> None:
+        """A sequence that is alone and still cannot proceed would be preempted and recomputed for ever."""
+        if progressed or not self._live:
+            self._stuck = 0
+        elif not self.scheduler.running:
+            self._stuck += 1
+        if self._stuck > (STUCK_STEPS if self.session is not None else 1):
+            head = self.scheduler.waiting[0]
+            needed = self.scheduler.blocks_for(len(head.tokens))
+            kv = self.tenant.kv
+            raise OutOfBlocks(
+                f"request {head.request.id!r} needs {needed} KV blocks and has the engine to itself, but {kv.free_blocks} of {kv.usable_blocks} "
+                f"usable blocks are free; nothing changed: abort it, or let the pool grow",
+                requested=needed,
+                free=kv.free_blocks,
+                usable=kv.usable_blocks,
+            )

@@ -1,0 +1,108 @@
+"""What a run cost: time to first token, time between tokens, throughput, preemptions, recomputed tokens, and a timeline. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["Metrics", "Sample", "percentile"]
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """The q-quantile (0..1) with linear interpolation between order statistics, as numpy's default; 0.0 for no values."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    position = q * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The state after one engine step. `time_s` counts from the start of the run, `preemptions` are cumulative,
+    `layers_remapped` may be fractional (slices)."""
+
+    time_s: float
+    kv_used_blocks: int
+    kv_usable_blocks: int
+    layers_remapped: float
+    running: int
+    waiting: int
+    preemptions: int
+    tokens: int
+    step_s: float
+
+
+@dataclass
+class Metrics:
+    """Filled by the engine while it runs; all times are seconds on the engine's clock."""
+
+    started_s: float = 0.0
+    ended_s: float = 0.0
+    kv_blocks_start: int = 0
+    generated_tokens: int = 0
+    prompt_tokens: int = 0
+    finished: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    tbt_s: list[float] = field(default_factory=list)
+    timeline: list[Sample] = field(default_factory=list)
+    _arrival: dict[str, float] = field(default_factory=dict, repr=False)
+    _last: dict[str, float] = field(default_factory=dict, repr=False)
+
+    def arrived(self, id: str, prompt_tokens: int, now_s: float) -> None:
+        self._arrival[id] = now_s
+        self.prompt_tokens += prompt_tokens
+
+    def token(self, id: str, now_s: float) -> None:
+        """A token of request `id` became available. A preempted request's gap is counted in full: the user waits for it."""
+        previous = self._last.get(id)
+        if previous is None:
+            self.ttft_s.append(now_s - self._arrival[id])
+        else:
+            self.tbt_s.append(now_s - previous)
+        self._last[id] = now_s
+        self.generated_tokens += 1
+        self.ended_s = now_s
+
+    def done(self, id: str) -> None:
+        self._arrival.pop(id, None)
+        self._last.pop(id, None)
+        self.finished += 1
+
+    @property
+    def duration_s(self) -> float:
+        return max(self.ended_s - self.started_s, 0.0)
+
+    def summary(self) -> dict[str, float]:
+        """One number for each thing a report shows; blocks are the usable ones (capacity), `kv_used_peak` those in use."""
+        usable = [sample.kv_usable_blocks for sample in self.timeline]
+        return {
+            "requests": self.finished,
+            "steps": self.steps,
+            "duration_s": self.duration_s,
+            "generated_tokens": self.generated_tokens,
+            "tokens_per_s": self.generated_tokens / self.duration_s if self.duration_s > 0 else 0.0,
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "ttft_p50_s": percentile(self.ttft_s, 0.50),
+            "ttft_p99_s": percentile(self.ttft_s, 0.99),
+            "tbt_p50_s": percentile(self.tbt_s, 0.50),
+            "tbt_p99_s": percentile(self.tbt_s, 0.99),
+            "kv_blocks_start": self.kv_blocks_start,
+            "kv_blocks_peak": max(usable, default=self.kv_blocks_start),
+            "kv_used_peak": max((sample.kv_used_blocks for sample in self.timeline), default=0),
+            "layers_remapped_peak": max((sample.layers_remapped for sample in self.timeline), default=0),
+            "running_peak": max((sample.running for sample in self.timeline), default=0),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Summary and timeline, ready for JSON."""
+        return {**self.summary(), "timeline": [asdict(sample) for sample in self.timeline]}

@@ -1,0 +1,114 @@
+"""What a user asks for (`Request`, `SamplingParams`), what he gets (`Output`), and the engine's own record of it (`Sequence`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from remap.errors import InvalidArgument
+
+__all__ = ["Output", "Request", "SamplingParams", "Sequence", "State"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and when to stop.
+
+    temperature 0 is greedy. Otherwise the token is drawn from softmax(logits / temperature), cut to the `top_k` most likely
+    (0: all) and to the smallest set whose probability reaches `top_p`. The draw depends on (seed, position) only: neither the batch
+    nor a preemption changes the random numbers a request sees.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise InvalidArgument(f"max_tokens must be at least 1, got {self.max_tokens}", max_tokens=self.max_tokens)
+        if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
+            raise InvalidArgument(
+                f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self.temperature}, {self.top_k}, {self.top_p}",
+                temperature=self.temperature,
+                top_k=self.top_k,
+                top_p=self.top_p,
+            )
+        object.__setattr__(self, "stop_token_ids", frozenset(self.stop_token_ids))
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt. `arrival_s` counts from the start of `LLMEngine.run`; ids are the caller's and must be unique."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    arrival_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", tuple(int(token) for token in self.prompt))
+        if not self.prompt:
+            raise InvalidArgument(f"request {self.id!r}: the prompt must have at least one token", id=self.id)
+        if self.arrival_s < 0:
+            raise InvalidArgument(f"request {self.id!r}: arrival_s must be >= 0, got {self.arrival_s}", id=self.id)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Tokens whose KV can be live at once. The last token generated is never fed back, so it needs no slot."""
+        return len(self.prompt) + self.sampling.max_tokens - 1
+
+
+@dataclass(frozen=True)
+class Output:
+    """A finished request: the tokens generated (stop token included) and why it ended: "stop", "length" or "abort"."""
+
+    id: str
+    tokens: tuple[int, ...]
+    finish_reason: str
+    preemptions: int
+
+
+class State(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The engine's record of one request.
+
+    Invariants between steps: `computed` tokens of `tokens` have their KV in `blocks`, so computed <= len(blocks) * block_tokens
+    and computed < len(tokens); a waiting sequence has computed = 0 and no blocks; `high_water` = the most tokens whose KV ever
+    existed, so computing token i < high_water is recomputing.
+    """
+
+    request: Request
+    order: int
+    tokens: list[int]
+    state: State = State.WAITING
+    computed: int = 0
+    high_water: int = 0
+    blocks: list[int] = field(default_factory=list)
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, request: Request, order: int) -> Sequence:
+        return cls(request, order, list(request.prompt))
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    def append(self, token: int) -> str | None:
+        """Add a generated token; returns the finish reason if it was the last one."""
+        self.tokens.append(token)
+        if token in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if self.generated >= self.request.sampling.max_tokens else None
+
+    def output(self, reason: str) -> Output:
+        return Output(self.request.id, tuple(self.tokens[len(self.request.prompt) :]), reason, self.preemptions)

@@ -1,0 +1,113 @@
+"""One pass over the model: chunks of many sequences as one flat batch of tokens, and the choice of the next tokens.
+
+This is where an engine adopts remap in the pass: `tenant.forward()` around it, `tenant.wait(i)` before layer i reads its weights, `tenant.done(i)`
+after. If anything raises, leaving `tenant.forward()` abandons the pass; no sequence has advanced, and the same pass can be run again.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
+from remap.engine.models import decoder_of
+from remap.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import nn
+
+    from remap.engine.request import SamplingParams
+    from remap.engine.scheduler import Chunk
+
+__all__ = ["ModelRunner", "sample"]
+
+# Matrix kernels differ for a handful of rows (fp32: 1 to 3; measured with MKL), and then so does the rounding of a row. Padding the batch to this many
+# makes a sequence's values independent of how many others share its pass, as far as the matrix products go.
+MIN_ROWS = 8
+
+
+class ModelRunner:
+    """Runs a transformers causal LM (Llama, Qwen2, Qwen3, OPT) over the tenant's paged KV, without gradients.
+
+    tenant: `forward(phase, tokens)`, `wait(layer)`, `done(layer)`, and `kv.tensors`, one a layer.
+    Raises InvalidArgument if the KV tensors do not fit the model.
+    """
+
+    def __init__(self, model: nn.Module, tenant: Any) -> None:
+        self.decoder = decoder_of(model)
+        self.tenant = tenant
+        self.layers = len(self.decoder.layers)
+        self.dtype = next(model.parameters()).dtype
+        tensors = tenant.kv.tensors
+        expected = (self.layers, self.decoder.kv_heads, self.decoder.head_dim, self.dtype)
+        got = (len(tensors), *tensors[0].shape[3:], tensors[0].dtype)
+        if got != expected:
+            raise InvalidArgument(
+                f"the KV tensors do not fit the model: expected (layers, kv_heads, head_dim, dtype) = {expected}, got {got}",
+                expected=expected,
+                got=got,
+            )
+        self.attention = PagedAttention(tensors)
+
+    @torch.inference_mode()
+    def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], torch.Tensor]:
+        """One pass. Writes the chunks' KV; returns the chunks that yield a token and their logits, (chunks, vocabulary)."""
+        ordered = decode_first(chunks)
+        batch = AttentionBatch(ordered, self.attention.block_tokens, self.dtype)
+        ids = torch.tensor([token for chunk in ordered for token in chunk.sequence.tokens[chunk.start : chunk.end]])
+        samplers, rows, row = [], [], -1
+        for chunk in ordered:
+            row += chunk.count
+            if chunk.samples:
+                samplers.append(chunk)
+                rows.append(row)
+        counts = {chunk.count == 1 for chunk in ordered}
+        phase = "mixed" if len(counts) > 1 else "decode" if True in counts else "prefill"
+        padding = max(0, MIN_ROWS - batch.tokens)
+        positions = batch.positions
+        if padding:
+            ids, positions = torch.cat((ids, ids.new_zeros(padding))), torch.cat((positions, positions.new_zeros(padding)))
+        with self.tenant.forward(phase=phase, tokens=batch.tokens):
+            hidden, rotary = self.decoder.embed(ids, positions)
+            for layer in range(self.layers):
+
+                def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layer: int = layer) -> torch.Tensor:
+                    return self.attention(layer, batch, q, k, v, scale)
+
+                self.tenant.wait(layer)
+                hidden = self.decoder.layer(layer, hidden, rotary, attend)
+                self.tenant.done(layer)
+        if not samplers:
+            return [], hidden.new_empty(0, 0)
+        rows += [rows[-1]] * (MIN_ROWS - len(rows))
+        return samplers, self.decoder.head(hidden[rows])[: len(samplers)]
+
+
+def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:
+    """The next token of each chunk's sequence. Greedy rows take the first of the largest logits, as transformers does."""
+    if not chunks:
+        return []
+    wide = logits.float()
+    tokens: list[int] = wide.argmax(-1).tolist()
+    for index, chunk in enumerate(chunks):
+        sampling = chunk.sequence.request.sampling
+        if sampling.temperature > 0:
+            tokens[index] = _draw(wide[index], sampling, chunk.end)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, sampling: SamplingParams, position: int) -> int:
+    """Invert the cumulative distribution at a number that depends on (seed, position) alone."""
+    logits = logits / sampling.temperature
+    probabilities, ids = torch.softmax(logits, -1).sort(descending=True, stable=True)
+    keep = sampling.top_k or len(ids)
+    cumulative = probabilities[:keep].cumsum(0)
+    if sampling.top_p < 1:
+        keep = min(keep, int((cumulative < sampling.top_p * cumulative[-1]).sum()) + 1)
+    cumulative = cumulative[:keep]
+    point = random.Random(f"{sampling.seed}:{position}").random() * float(cumulative[-1])
+    return int(ids[min(int(torch.searchsorted(cumulative, point, right=True)), keep - 1)])

@@ -1,0 +1,200 @@
+"""Who runs in the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
+
+The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order of their
+arrival; a prompt is computed in chunks that fill what the token budget has left; a running sequence that cannot get a block preempts the
+youngest one, which loses its KV and goes to the front of the queue; new sequences are admitted only in a step without preemption
+and only when their whole prompt would fit (vLLM's `scheduler_reserve_full_isl`, on by default there as here).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from remap.engine.request import Sequence, State
+from remap.errors import InvalidArgument, OutOfBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BlockPool", "Chunk", "Schedule", "Scheduler"]
+
+
+class BlockPool(Protocol):
+    """What the scheduler needs of `tenant.kv`."""
+
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def usable_blocks(self) -> int: ...
+    @property
+    def free_blocks(self) -> int: ...
+    def allocate(self, n: int) -> list[int]: ...
+    def free(self, ids: list[int]) -> None: ...
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + count) of a sequence, to be computed in this pass. Their blocks are allocated."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    @property
+    def samples(self) -> bool:
+        """The last token known is in this pass, so the pass yields the next one."""
+        return self.end == len(self.sequence.tokens)
+
+    @property
+    def recomputed(self) -> int:
+        return max(0, min(self.end, self.sequence.high_water) - self.start)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    chunks: tuple[Chunk, ...]
+    preempted: tuple[Sequence, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+class Scheduler:
+    """First come, first served, with preemption by recompute.
+
+    max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable blocks that an admission must
+    leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running sequence that `demand` asks for ahead of need.
+    Invariant: `running` is sorted by arrival, and everything in `waiting` that was preempted is in front, sorted by arrival.
+    """
+
+    def __init__(
+        self,
+        *,
+        block_tokens: int,
+        max_num_seqs: int = 32,
+        max_batch_tokens: int = 512,
+        watermark: float = 0.0,
+        reserve_full_prompt: bool = True,
+        lookahead_blocks: int = 1,
+    ) -> None:
+        if block_tokens < 1 or max_num_seqs < 1 or max_batch_tokens < 1 or lookahead_blocks < 0 or not 0 <= watermark < 1:
+            raise InvalidArgument(
+                "expected block_tokens, max_num_seqs, max_batch_tokens >= 1, lookahead_blocks >= 0 and 0 <= watermark < 1",
+                block_tokens=block_tokens,
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=max_batch_tokens,
+                lookahead_blocks=lookahead_blocks,
+                watermark=watermark,
+            )
+        self.block_tokens = block_tokens
+        self.max_num_seqs = max_num_seqs
+        self.max_batch_tokens = max_batch_tokens
+        self.watermark = watermark
+        self.reserve_full_prompt = reserve_full_prompt
+        self.lookahead_blocks = lookahead_blocks
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    @property
+    def used_blocks(self) -> int:
+        return sum(len(sequence.blocks) for sequence in self.running)
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def demand(self) -> int:
+        """Free blocks wanted now: to finish what runs' known tokens, to admit whole prompts up to max_num_seqs, and the lookahead.
+
+        Without the lookahead the pool would be exactly full after each growth, and the next block boundary would ask again.
+        """
+        slots = self.max_num_seqs - len(self.running)
+        heads = [sequence for sequence, _ in zip(self.waiting, range(slots), strict=False)]
+        missing = sum(self.blocks_for(len(sequence.tokens)) - len(sequence.blocks) for sequence in (*self.running, *heads))
+        return missing + self.lookahead_blocks * (len(self.running) + len(heads))
+
+    def relocate(self, moved: Mapping[int, int]) -> None:
+        """Patch the block tables after the session moved blocks (old id -> new id). Call before anything else in a step."""
+        if moved:
+            for sequence in self.running:
+                sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
+
+    def schedule(self, pool: BlockPool) -> Schedule:
+        """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is harmless."""
+        budget = self.max_batch_tokens
+        chunks: list[Chunk] = []
+        preempted: list[Sequence] = []
+        index = 0
+        while index < len(self.running) and budget > 0:
+            sequence = self.running[index]
+            count = min(len(sequence.tokens) - sequence.computed, budget)
+            while not self._reserve(sequence, sequence.computed + count, pool):
+                # The youngest is last, never one that this step has already scheduled: those stand before `sequence`.
+                victim = self.running.pop()
+                self._preempt(victim, pool)
+                preempted.append(victim)
+                if victim is sequence:
+                    break
+            else:
+                chunks.append(Chunk(sequence, sequence.computed, count))
+                budget -= count
+                index += 1
+        # A step that had to preempt has no room for newcomers, and would only preempt them in the next one.
+        while not preempted and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting[0]
+            count = min(len(sequence.tokens), budget)
+            whole = len(sequence.tokens) if self.reserve_full_prompt else count
+            spare = int(self.watermark * pool.usable_blocks) if self.running else 0
+            if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, count, pool):
+                break
+            self.waiting.popleft()
+            sequence.state = State.RUNNING
+            self.running.append(sequence)
+            chunks.append(Chunk(sequence, 0, count))
+            budget -= count
+        return Schedule(tuple(chunks), tuple(preempted))
+
+    def commit(self, chunk: Chunk) -> None:
+        """The pass that computed `chunk` succeeded: its KV exists now."""
+        sequence = chunk.sequence
+        sequence.computed = chunk.end
+        sequence.high_water = max(sequence.high_water, chunk.end)
+
+    def finish(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Take a sequence out, wherever it is, and free its blocks."""
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        elif sequence.state is State.WAITING:
+            self.waiting.remove(sequence)
+        self._release(sequence, pool)
+        sequence.state = State.FINISHED
+
+    def _reserve(self, sequence: Sequence, tokens: int, pool: BlockPool) -> bool:
+        missing = self.blocks_for(tokens) - len(sequence.blocks)
+        if missing > 0:
+            try:
+                sequence.blocks += pool.allocate(missing)
+            except OutOfBlocks:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence, pool: BlockPool) -> None:
+        self._release(sequence, pool)
+        sequence.computed = 0
+        sequence.preemptions += 1
+        sequence.state = State.WAITING
+        self.waiting.appendleft(sequence)
+
+    def _release(self, sequence: Sequence, pool: BlockPool) -> None:
+        if sequence.blocks:
+            pool.free(sequence.blocks)
+            sequence.blocks = []

@@ -1,0 +1,91 @@
+"""`tenant.kv`: the KV cache of one tenant, as an engine sees it. Blocks that come and go, tensors that never move.
+
+Bookkeeping is `kv.BlockPool`; this class adds the memory behind it: the tensors, and the copies that move live blocks
+out of pages which are about to be given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .kv import BlockPool, Listener
+from .kv_geometry import KVGeometry, KVSpec
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """The block pool, over the KV region at `address`.
+
+    allocate(n) -> ids, lowest first (OutOfBlocks; ids need not be contiguous); free(ids); subscribe(cb) for an engine with
+    its own allocator, which then returns withdrawn ids with returned(ids). See `kv.BlockPool` for all of them.
+    """
+
+    def __init__(self, geometry: KVGeometry, address: int, mover: Callable[[Sequence[tuple[int, int, int]]], None], memory: Any) -> None:
+        """mover([(to, from, bytes)]) copies within the region and returns when that is done. memory: makes byte tensors."""
+        self.pool = BlockPool(geometry)
+        self.geometry = geometry
+        self.spec: KVSpec = geometry.spec
+        self.block_tokens = geometry.spec.block_tokens
+        self.max_blocks = geometry.spec.max_blocks
+        self.address = address
+        self._mover = mover
+        self._memory = memory
+        self._tensors: list[torch.Tensor] | None = None
+        # Bound once: the engine calls these in its innermost loop.
+        self.allocate = self.pool.allocate
+        self.free = self.pool.free
+        self.returned = self.pool.returned
+
+    def subscribe(self, listener: Listener, *, external: bool = False) -> None:
+        """cb(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks."""
+        self.pool.subscribe(listener, external=external)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks whose pages all belong to this KV cache now."""
+        return self.pool.usable_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that allocate() could return now."""
+        return self.pool.free_blocks
+
+    @property
+    def live_blocks(self) -> int:
+        """Blocks allocated and not freed."""
+        return self.pool.live_blocks
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """One tensor a layer, shape (2, max_blocks, block_tokens, kv_heads, head_dim), of spec.dtype, at a fixed address.
+
+        Index 0 holds keys, 1 values. With block_major the block stride is that of a whole block in all layers, so a tensor
+        is not contiguous. Blocks that are not usable belong to somebody else: reading them gives anything (`strict`
+        sessions fault), writing them destroys weights. The tensors die with the session.
+        """
+        if self._tensors is None:
+            import torch
+
+            memory = self._memory(self.address, self.geometry.region_bytes)
+            typed = memory.view(getattr(torch, self.spec.dtype))
+            tensors = []
+            for layer in range(self.spec.layers):
+                offset, shape, stride = self.geometry.tensor_layout(layer)
+                tensors.append(typed.as_strided(shape, stride, offset // self.spec.itemsize))
+            self._tensors = tensors
+        return self._tensors
+
+    def move(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy the bytes of blocks: (from, to) each. Returns when they have arrived. Changes no bookkeeping."""
+        ranges = []
+        for old, new in pairs:
+            sources, targets = self.geometry.byte_ranges_of_block(old), self.geometry.byte_ranges_of_block(new)
+            for (source, nbytes), (target, _) in zip(sources, targets):
+                ranges.append((self.address + target, self.address + source, nbytes))
+        if ranges:
+            self._mover(ranges)

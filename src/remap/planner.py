@@ -1,0 +1,243 @@
+"""From "stream these layers" to the steps that make it so. Pure: page numbers in, a plan out.
+
+A tenant's layers each have a *home*, their own pages. Streaming a set S of layers through `buffers` ring buffers frees
+the homes of S, except for the pages that the ring itself is made of:
+
+    ring pages  R  subset of  homes(S),   |R| = buffers * pages of the largest layer
+    KV pages       homes(S) - R
+
+so alpha = (|homes(S)| - |R|) / layer pages layers' worth become KV. The planner compares that with what is the case now
+and emits only the differences. It keeps the ring where it is whenever it can, since moving it costs driver calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Union
+
+from .errors import InvalidArgument
+
+__all__ = ["Plan", "Point", "SetOwner", "TenantPages", "plan_free_pages", "plan_streamed"]
+
+
+@dataclass(frozen=True)
+class SetOwner:
+    """Pages change hands. Owners by name: "free", "params", "kv", "ring"."""
+
+    pages: tuple[int, ...]
+    from_owner: str
+    to_owner: str
+    tenant: int
+
+
+@dataclass(frozen=True)
+class Point:
+    """A region shows these pages from now on. `layer` is None for the ring's own region."""
+
+    region: int
+    first_slot: int
+    pages: tuple[int, ...]
+    deferred: bool
+    layer: int | None
+
+
+Step = Union[SetOwner, Point]
+
+
+@dataclass(frozen=True)
+class TenantPages:
+    """What the planner knows of one tenant. `homes[l]` are the page ids of layer l; `ring[b]` those of ring buffer b."""
+
+    tenant: int
+    homes: tuple[tuple[int, ...], ...]
+    layer_regions: tuple[int, ...]
+    ring_region: int
+    streamed: tuple[int, ...] = ()
+    ring: tuple[tuple[int, ...], ...] = ()
+    ring_preference: tuple[int, ...] = ()  # layers whose homes the ring's region shows from the start
+
+    @property
+    def ring_layers(self) -> tuple[int, ...]:
+        """Streamed layers whose homes lend pages to the ring."""
+        ring_pages = {page for buffer in self.ring for page in buffer}
+        return tuple(layer for layer in self.streamed if not ring_pages.isdisjoint(self.homes[layer]))
+
+    @property
+    def buffer_pages(self) -> int:
+        """Pages of one ring buffer: the largest layer's."""
+        return max(map(len, self.homes))
+
+    @property
+    def kv_from_homes(self) -> frozenset[int]:
+        """Pages of streamed layers that are KV now."""
+        return frozenset(_homes(self.homes, self.streamed)) - frozenset(page for buffer in self.ring for page in buffer)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps for one epoch, and the state of the tenant after them."""
+
+    epoch: int
+    steps: tuple[Step, ...]
+    streamed: tuple[int, ...]
+    ring: tuple[tuple[int, ...], ...]
+    reload: tuple[int, ...]  # layers that own their pages again: to be loaded from the master copy
+    held: tuple[int, ...]  # layers whose region is re-pointed by the worker
+    gained: tuple[int, ...]  # pages that become KV, in giving order
+    lost: tuple[int, ...]  # pages that stop being KV; their blocks must be empty
+    ring_moves: bool  # copies in flight into the old ring must have finished before this plan is applied
+    predicted_stall_s: float = 0.0
+    reason: str = ""
+
+
+def plan_streamed(
+    now: TenantPages,
+    epoch: int,
+    streamed: Sequence[int],
+    buffers: int,
+    *,
+    predicted_stall_s: float = 0.0,
+    reason: str = "",
+) -> Plan:
+    """The plan that makes exactly `streamed` the tenant's streamed layers, through `buffers` ring buffers.
+
+    An empty set gives every layer its home back. Raises InvalidArgument (fields: layer or buffers) for an unknown or
+    repeated layer, fewer streamed layers than buffers + 1, or homes too small for the ring; nothing changes.
+    """
+    target = tuple(sorted(streamed))
+    layers = len(now.homes)
+    if len(set(target)) != len(target) or any(not 0 <= layer < layers for layer in target):
+        raise InvalidArgument(
+            f"the streamed layers must be distinct and lie in 0..{layers - 1}, got {target}; nothing was planned",
+            layers=layers,
+        )
+    if target and not 1 <= buffers < len(target):
+        raise InvalidArgument(
+            f"{len(target)} streamed layers need between 1 and {len(target) - 1} ring buffers, got {buffers}: with as "
+            "many buffers as layers nothing would be freed; nothing was planned",
+            buffers=buffers,
+            streamed=len(target),
+        )
+    ring = _choose_ring(now, target, buffers) if target else ()
+    # Only layers that enter or leave the streamed set, or lend pages to the ring, have pages that change hands: growth is
+    # on the engine's critical path, and the other layers may have 10^4 pages.
+    touched = set(now.streamed).symmetric_difference(target)
+    if ring != now.ring:
+        in_rings = {page for buffers_of in (now.ring, ring) for buffer in buffers_of for page in buffer}
+        touched.update(layer for layer in {*now.streamed, *target} if not in_rings.isdisjoint(now.homes[layer]))
+    changed = sorted(touched)
+    before, after = _owners(now.homes, changed, now.streamed, now.ring), _owners(now.homes, changed, target, ring)
+    moves: dict[tuple[str, str], list[int]] = {}
+    for page, was in before.items():
+        becomes = after[page]
+        if was != becomes:
+            moves.setdefault((was, becomes), []).append(page)
+
+    steps: list[Step] = []
+    # Out of KV first (strict mode unmaps them), into KV last (their layers' regions have let go of them by then).
+    for (was, becomes), pages in moves.items():
+        if becomes != "kv":
+            steps.append(SetOwner(tuple(pages), was, becomes, now.tenant))
+    ring_moves = ring[: len(now.ring)] != now.ring[: len(ring)] or len(ring) < len(now.ring)
+    if ring != now.ring and ring:
+        size = now.buffer_pages
+        for index, buffer in enumerate(ring):
+            steps.append(Point(now.ring_region, index * size, buffer, deferred=False, layer=None))
+    slot_of = {layer: index % buffers for index, layer in enumerate(target)} if target else {}
+    old_slot = {layer: index % len(now.ring) for index, layer in enumerate(now.streamed)} if now.ring else {}
+    held = []
+    for layer in range(layers):
+        home = now.homes[layer]
+        shows = now.ring[old_slot[layer]][: len(home)] if layer in old_slot else home
+        wanted = ring[slot_of[layer]][: len(home)] if layer in slot_of else home
+        if shows != wanted:
+            steps.append(Point(now.layer_regions[layer], 0, wanted, deferred=True, layer=layer))
+            held.append(layer)
+    for (was, becomes), pages in moves.items():
+        if becomes == "kv":
+            steps.append(SetOwner(tuple(pages), was, becomes, now.tenant))
+    return Plan(
+        epoch=epoch,
+        steps=tuple(steps),
+        streamed=target,
+        ring=ring,
+        reload=tuple(sorted(set(now.streamed) - set(target))),
+        held=tuple(held),
+        gained=tuple(page for (_, becomes), pages in moves.items() if becomes == "kv" for page in pages),
+        lost=tuple(page for (was, _), pages in moves.items() if was == "kv" for page in pages),
+        ring_moves=bool(now.ring) and ring_moves,
+        predicted_stall_s=predicted_stall_s,
+        reason=reason,
+    )
+
+
+def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, give: bool, reason: str = "") -> Plan:
+    """Free pages become the tenant's KV (`give`), or its KV pages become free again. No layer is touched."""
+    owners = ("free", "kv") if give else ("kv", "free")
+    return Plan(
+        epoch=epoch,
+        steps=(SetOwner(tuple(pages), owners[0], owners[1], tenant.tenant),),
+        streamed=tenant.streamed,
+        ring=tenant.ring,
+        reload=(),
+        held=(),
+        gained=tuple(pages) if give else (),
+        lost=() if give else tuple(pages),
+        ring_moves=False,
+        reason=reason,
+    )
+
+
+def _homes(homes: Sequence[tuple[int, ...]], layers: Sequence[int]) -> list[int]:
+    return [page for layer in layers for page in homes[layer]]
+
+
+def _owners(
+    homes: Sequence[tuple[int, ...]], layers: Sequence[int], streamed: Sequence[int], ring: Sequence[tuple[int, ...]]
+) -> dict[int, str]:
+    """Who every page of the homes of `layers` belongs to, in layer order."""
+    away = set(streamed)
+    ring_pages = {page for buffer in ring for page in buffer}
+    owners = {}
+    for layer in layers:
+        for page in homes[layer]:
+            owners[page] = "ring" if page in ring_pages else "kv" if layer in away else "params"
+    return owners
+
+
+def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tuple[tuple[int, ...], ...]:
+    """Pages for `buffers` ring buffers out of the homes of `target`; buffers that can stay where they are do."""
+    if len(now.ring) == buffers and set(now.ring_layers).issubset(target):
+        return now.ring  # the usual case: growing or shrinking beside a ring that stays
+    size = now.buffer_pages
+    available = set(_homes(now.homes, target))
+    kept = [buffer for buffer in now.ring[:buffers] if available.issuperset(buffer)]
+    if len(kept) == buffers:
+        return tuple(kept)
+    # Whole homes in order of preference: those that the ring's region shows already, then layers whose pages are not KV
+    # (no block has to move for them), then the rest.
+    used = {page for buffer in kept for page in buffer}
+    in_kv = now.kv_from_homes
+    rank = {layer: index for index, layer in enumerate(now.ring_preference)}
+    order = sorted(
+        target,
+        key=lambda layer: (
+            rank.get(layer, len(rank)),
+            any(page in in_kv for page in now.homes[layer]),
+            -len(now.homes[layer]),
+            layer,
+        ),
+    )
+    pool = [page for layer in order for page in now.homes[layer] if page not in used]
+    wanted = (buffers - len(kept)) * size
+    if len(pool) < wanted:
+        raise InvalidArgument(
+            f"{buffers} ring buffers of {size} pages need {buffers * size} pages, the streamed layers own "
+            f"{len(available)}; nothing was planned; stream more layers or use fewer buffers",
+            buffers=buffers,
+            needed_pages=buffers * size,
+            available_pages=len(available),
+        )
+    fresh = [tuple(pool[index * size : (index + 1) * size]) for index in range(buffers - len(kept))]
+    return tuple([*kept, *fresh])

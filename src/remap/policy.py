@@ -1,0 +1,84 @@
+"""What the controller is shown of a tenant, and the two questions that it may ask the schedule mathematics."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from . import schedule
+from .attach import MAX_BUFFERS
+from .controller import LayerSeconds, TenantView
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .tenant import Tenant
+
+__all__ = ["bound_for", "free_pages_of", "stall_for", "view_of"]
+
+
+def bound_for(tenant: Tenant, slowdown: float) -> Callable[[LayerSeconds], tuple[int, int]]:
+    """times -> (most layers that can be remapped within the slowdown, buffers), for the sets that the tenant would stream."""
+
+    def bound(times: LayerSeconds) -> tuple[int, int]:
+        compute, transfer = times.compute_s, times.transfer_s
+        limit = (1.0 + slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
+        streamable = len(tenant._attachment.order)
+        best = (0, 1)
+        for buffers in range(1, MAX_BUFFERS + 1):
+            # Not monotone in alpha (see schedule.max_remapped), so from the largest down. A copy engine that is busy for
+            # longer than the pass may last settles most of them without the exact period.
+            for alpha in range(streamable - buffers, best[0], -1):
+                streamed = tenant.select(alpha, buffers)
+                copied = schedule.SlotAssignment.of(streamed, buffers).copied
+                if math.fsum(transfer[layer] for layer in copied) > limit:
+                    continue
+                if schedule.period(compute, transfer, streamed, buffers) <= limit:
+                    best = (alpha, buffers)
+                    break
+        return best
+
+    return bound
+
+
+def stall_for(tenant: Tenant) -> Callable[[LayerSeconds, int, int], float]:
+    """(times, remapped, buffers) -> seconds per pass for which the computation would wait."""
+
+    def stall(times: LayerSeconds, remapped: int, buffers: int) -> float:
+        return schedule.stall(times.compute_s, times.transfer_s, tenant.select(remapped, buffers), buffers)
+
+    return stall
+
+
+def free_pages_of(session: Session, tenant: Tenant) -> tuple[int, ...]:
+    """The arena's free pages that have a place in the tenant's KV region, in giving order. Looked up once per epoch."""
+    epoch = session._arena.epoch
+    known = tenant._free_pages
+    if known is None or known[0] != epoch:
+        free = set(session._arena.free_pages())
+        known = tenant._free_pages = (epoch, tuple(page for page in tenant._attachment.giving if page in free))
+    return known[1]
+
+
+def view_of(session: Session, tenant: Tenant) -> TenantView:
+    """The tenant as the controller sees it now. On the engine's path in every step: cheap reads only."""
+    attachment, pool = tenant._attachment, tenant.kv.pool
+    buffers = len(attachment.pages.ring)
+    streamable = len(attachment.order)
+    block_pages = tenant._blocks_per_page
+    return TenantView(
+        layers=tenant.layers,
+        remapped=max(0, len(attachment.pages.streamed) - buffers),
+        buffers=buffers,
+        streamable=streamable,
+        usable_blocks=pool.usable_blocks,
+        free_blocks=pool.free_blocks,
+        live_blocks=pool.live_blocks,
+        free_pool_blocks=int(len(free_pages_of(session, tenant)) * block_pages),
+        blocks_per_layer=tenant._blocks_per_layer,
+        max_remapped=min(attachment.hosted, max(0, streamable - max(1, buffers))),
+        times=tenant.times(),
+        epoch=0,
+        max_blocks=tenant.kv.max_blocks,
+        shrink_blocks=tenant._shrink_blocks,
+    )

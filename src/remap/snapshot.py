@@ -1,0 +1,81 @@
+"""What can be seen of a session: frozen values, safe to keep, compare and log. The only feedback to the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+__all__ = ["PageTotals", "Snapshot", "StepReport", "TenantSnapshot"]
+
+
+@dataclass(frozen=True)
+class PageTotals:
+    """Pages by owner. free + params + kv + ring + quarantine = total, always."""
+
+    free: int
+    params: int
+    kv: int
+    ring: int
+    quarantine: int
+    total: int
+
+
+@dataclass(frozen=True)
+class TenantSnapshot:
+    """One attached model.
+
+    remapped is alpha, in layers' worth; streamed holds alpha + buffers layers, or none. resident_bytes: parameters that
+    are on the device now. kv_bytes: pages that are KV now. Stall and copy figures count from attach on.
+    """
+
+    name: str
+    priority: int
+    layers: int
+    remapped: int
+    buffers: int
+    streamed: tuple[int, ...]
+    pinned: tuple[int, ...]  # layers that may not be streamed: something wrote into them after attach
+    pages: PageTotals
+    resident_bytes: int
+    kv_bytes: int
+    usable_blocks: int
+    free_blocks: int
+    live_blocks: int
+    withdrawn_blocks: int
+    passes: int
+    copies: int
+    copied_bytes: int
+    copy_s: float
+    misses: int
+    stall_s: float
+    compute_s: float
+    predicted_stall_s: float  # per pass, by the schedule's certificate at the last change
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The whole arena at one epoch."""
+
+    epoch: int
+    page_bytes: int
+    capacity_bytes: int
+    pages: PageTotals
+    tenants: Mapping[str, TenantSnapshot]
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one `session.step` did. `changed` is False (and all else empty) in the usual case.
+
+    moved: tenant -> {old block id: new block id}: the engine patches its block tables before it uses any of them.
+    remapped: tenant -> alpha after the step. unmet_blocks: demand that no donor could meet. reason: one sentence a tenant.
+    """
+
+    changed: bool = False
+    epoch: int = 0
+    remapped: Mapping[str, int] = field(default_factory=dict)
+    added_blocks: Mapping[str, int] = field(default_factory=dict)
+    moved: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    unmet_blocks: Mapping[str, int] = field(default_factory=dict)
+    predicted_stall_s: Mapping[str, float] = field(default_factory=dict)
+    reason: Mapping[str, str] = field(default_factory=dict)

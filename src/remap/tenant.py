@@ -1,0 +1,222 @@
+"""One attached model: its layers, its KV cache, and the brackets that the engine puts around passes and layers.
+
+    with tenant.forward():            # one pass
+        for i in range(layers):
+            tenant.wait(i)            # the layer's bytes are in place
+            ...compute...
+            tenant.done(i)            # its ring buffer may be overwritten
+
+wait and done are the core's own methods, bound once: for a resident layer they are one atomic load.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import schedule
+from .cost import CostModel, LayerTimes, Phase, bucket_of
+from .errors import InvalidState
+from .kv_cache import KVCache
+from .planner import Plan, TenantPages
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["Tenant"]
+
+_TIMES_EVERY = 32  # passes for which one estimate is used
+
+
+class _Pass:
+    """The context manager of `Tenant.forward`: made anew for each pass, so that it needs no state between them."""
+
+    __slots__ = ("_phase", "_tenant", "_tokens")
+
+    def __init__(self, tenant: Tenant, phase: str, tokens: int) -> None:
+        self._tenant = tenant
+        self._phase = phase
+        self._tokens = tokens
+
+    def __enter__(self) -> Tenant:
+        self._tenant._begin_pass()
+        return self._tenant
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._tenant._end_pass(self._phase, self._tokens, completed=kind is None)
+
+
+@dataclass
+class Attachment:
+    """What attach made, and close takes apart again. The session's own bookkeeping of one tenant."""
+
+    pages: TenantPages
+    giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
+    index_of: dict[int, int]  # its inverse
+    layer_bytes: tuple[int, ...]
+    ring_address: int
+    order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
+    hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
+    pinned: set[int] = field(default_factory=set)
+    written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
+    detach: Any = None  # callable: puts the model back on ordinary memory
+    watch: Any = None  # callable(layers) -> {layer: [paths written since attach]}
+    keep_alive: Any = None
+    draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
+    draining_target: tuple[tuple[int, ...], int] | None = None
+
+
+class Tenant:
+    """Made by `Session.attach`. All methods belong to the engine's thread."""
+
+    def __init__(self, session: Session, number: int, name: str, priority: int, attachment: Attachment, kv: KVCache, prefetcher: Any) -> None:
+        self._session = session
+        self.number = number
+        self.name = name
+        self.priority = priority
+        self.kv = kv
+        self.layers = len(attachment.layer_bytes)
+        self.wait = prefetcher.wait
+        self.done = prefetcher.done
+        self._attachment = attachment
+        self._prefetcher = prefetcher
+        self._cost = CostModel(attachment.layer_bytes)
+        self._unsettled: tuple[Plan, bool] | None = None  # applied, not settled; whether the ring's pages changed
+        pages_a_layer = attachment.pages.buffer_pages
+        self._blocks_per_page = kv.geometry.page_bytes / kv.spec.block_bytes
+        self._blocks_per_layer = pages_a_layer * self._blocks_per_page
+        self._shrink_blocks = math.ceil(self._blocks_per_layer) + 1  # blocks that straddle both ends
+        self._free_pages: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages), see policy.free_pages_of
+        self._times: LayerTimes | None = None
+        self._times_age = 0
+        self._in_pass = False
+        self._last_shape: tuple[Phase, int] | None = None  # of the last decode pass, or of any pass before the first decode
+        self._seen_copy_s = 0.0
+        self._seen_bytes = 0
+        self._seen_copies = 0
+        self._compute_s = 0.0
+        self._abandoned = 0
+        self._predicted_stall_s = 0.0
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def forward(self, phase: str = "decode", tokens: int = 1) -> _Pass:
+        """Brackets one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time measurements.
+
+        Entering raises InvalidState if the session is closed or a pass is open already, and the backend's error if the
+        last change could not be finished; then no pass has begun and entering again tries it again. An exception inside
+        abandons the pass: the next one starts afresh.
+        """
+        return _Pass(self, phase, tokens)
+
+    def _begin_pass(self) -> None:
+        session = self._session
+        if self._in_pass or session.closed:
+            raise InvalidState(
+                f"tenant {self.name!r}: {'the session is closed' if session.closed else 'a pass is open already'}; no pass "
+                "was begun",
+                tenant=self.name,
+            )
+        if self._unsettled is not None or session.unsettled:
+            session.settle(self)
+        self._prefetcher.begin_pass()
+        self._in_pass = True
+
+    def _end_pass(self, phase: str, tokens: int, *, completed: bool) -> None:
+        self._in_pass = False
+        self._prefetcher.end_pass()
+        if not completed:
+            self._abandoned += 1
+            return
+        stats = self._prefetcher.stats()
+        compute = max(0.0, stats.last_pass_s - stats.last_pass_stall_s)
+        self._compute_s += compute
+        kind: Phase = "decode" if phase == "decode" else "prefill"
+        tokens = max(1, tokens)
+        copied = stats.timed_bytes - self._seen_bytes
+        if copied:
+            self._cost.observe_pass(
+                kind,
+                tokens,
+                compute,
+                copies=stats.copies - self._seen_copies,
+                copy_s=stats.copy_s - self._seen_copy_s,
+                bytes_copied=copied,
+            )
+            self._seen_copies, self._seen_copy_s, self._seen_bytes = stats.copies, stats.copy_s, stats.timed_bytes
+        else:
+            self._cost.observe_pass(kind, tokens, compute)
+        self._times_age += 1
+        shape = (kind, bucket_of(tokens))
+        if shape != self._last_shape and (kind == "decode" or self._last_shape is None or self._last_shape[0] != "decode"):
+            self._last_shape = shape
+            self._times_age = _TIMES_EVERY
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that are loaded on each pass, ascending."""
+        return self._attachment.pages.streamed
+
+    @property
+    def buffers(self) -> int:
+        """Ring buffers in use (beta); 0 while nothing is streamed."""
+        return len(self._attachment.pages.ring)
+
+    @property
+    def remapped(self) -> int:
+        """alpha: layers' worth of pages that are KV now."""
+        return max(0, len(self.streamed) - self.buffers)
+
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        """Layers that may not be streamed, because something wrote into them after attach."""
+        return tuple(sorted(self._attachment.pinned))
+
+    @property
+    def written(self) -> dict[int, list[str]]:
+        """layer -> the tensors that were found written after attach."""
+        return {layer: list(paths) for layer, paths in self._attachment.written.items()}
+
+    def times(self) -> LayerTimes | None:
+        """Measured seconds per layer for the shape of the last decode pass; None before the first pass.
+
+        The same object for some passes: whatever is computed from it (the exact bound) can be kept meanwhile.
+        """
+        if self._last_shape is None:
+            return None
+        if self._times is None or self._times_age >= _TIMES_EVERY:
+            self._times = self._cost.estimate(*self._last_shape)
+            self._times_age = 0
+        return self._times
+
+    def calibrate_link(self, bytes_per_s: float) -> None:
+        """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
+        self._cost.calibrate(bytes_per_s=bytes_per_s)
+        self._times = None
+
+    def select(self, remapped: int, buffers: int, selection: str = "nested") -> tuple[int, ...]:
+        """The layers to stream for `remapped` layers' worth of KV. "nested": grows without reloading; "uniform": even."""
+        if remapped == 0:
+            return ()
+        order = self._attachment.order
+        if selection == "nested":
+            return tuple(sorted(order[: remapped + buffers]))
+        ascending = sorted(order)
+        return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
+
+    # -- pages of the KV region ------------------------------------------------------------------------------------
+
+    def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
+        """Region slots at which these pages stand; a range where they are consecutive, which is the fast case."""
+        attachment = self._attachment
+        places = [attachment.index_of[page] for page in pages if page in attachment.index_of]
+        if not places:
+            return ()
+        if places[-1] - places[0] == len(places) - 1 and all(b - a == 1 for a, b in zip(places, places[1:])):
+            return self.kv.geometry.giving_slots(places[0], len(places))
+        giving_slot = self.kv.geometry.giving_slot
+        return [giving_slot(place) for place in places]

@@ -1,0 +1,528 @@
+// The host backend's memory: regions, pages, mappings, exchange, limits, and what the kernel says about them.
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "backend/host_memory.h"
+#include "check.h"
+#include "remap/backends.h"
+
+using namespace remap;
+using host::HostMemory;
+
+namespace {
+
+constexpr std::size_t kSmall = 4096;
+constexpr std::size_t kPage = std::size_t{2} << 20;
+
+std::shared_ptr<Backend> open_backend(std::size_t pages, std::size_t page_bytes = kSmall) {
+  return make_host_backend({pages * page_bytes, page_bytes, 1});
+}
+
+// Asks the kernel, which says EFAULT where the process would get SIGSEGV.
+bool readable(const std::byte* at) {
+  int pipe_ends[2];
+  CHECK(::pipe(pipe_ends) == 0);
+  const bool ok = ::syscall(SYS_write, pipe_ends[1], at, 1) == 1;
+  ::close(pipe_ends[0]);
+  ::close(pipe_ends[1]);
+  return ok;
+}
+bool writable(std::byte* at) {
+  int pipe_ends[2];
+  CHECK(::pipe(pipe_ends) == 0);
+  const char byte = 'w';
+  CHECK(::write(pipe_ends[1], &byte, 1) == 1);
+  const bool ok = ::syscall(SYS_read, pipe_ends[0], at, 1) == 1;
+  ::close(pipe_ends[0]);
+  ::close(pipe_ends[1]);
+  return ok;
+}
+
+// Kernel mappings that lie in [begin, begin + bytes), and the largest access among them.
+std::size_t kernel_mappings(const std::byte* begin, std::size_t bytes) {
+  std::ifstream maps("/proc/self/maps");
+  const auto low = reinterpret_cast<std::uintptr_t>(begin);
+  std::size_t count = 0;
+  for (std::string line; std::getline(maps, line);) {
+    const std::size_t dash = line.find('-');
+    const auto start = std::stoull(line.substr(0, dash), nullptr, 16);
+    const auto end = std::stoull(line.substr(dash + 1), nullptr, 16);
+    if (start < low + bytes && end > low) ++count;
+  }
+  return count;
+}
+
+std::int64_t field(const Error& error, const std::string& name) {
+  for (const auto& one : error.fields()) {
+    if (one.first == name) return std::get<std::int64_t>(one.second);
+  }
+  throw std::logic_error("no field " + name);
+}
+
+bool zero(const Usage& usage) {
+  return usage.reserved_bytes == 0 && usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.host_bytes == 0 &&
+         usage.mappings == 0 && usage.streams == 0 && usage.events == 0;
+}
+bool same(const Usage& a, const Usage& b) {
+  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
+         a.host_bytes == b.host_bytes && a.mappings == b.mappings;
+}
+Usage usage_of(const HostMemory& memory) {
+  Usage usage;
+  memory.add_usage(usage);
+  return usage;
+}
+
+void options_are_checked() {
+  CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({0, kSmall, 1}));
+  CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, 0, 1}));
+  CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, kSmall / 2, 1}));
+  CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall + 1, kSmall, 1}));
+  CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, kSmall, 0}));
+}
+
+void reservations_fault_and_are_aligned() {
+  auto backend = open_backend(1);
+  for (const std::size_t alignment : {kSmall, kPage, kPage * 16}) {
+    std::byte* at = backend->reserve(3 * kSmall, alignment);
+    CHECK(reinterpret_cast<std::uintptr_t>(at) % alignment == 0);
+    CHECK(!readable(at) && !readable(at + 3 * kSmall - 1));
+    CHECK_ERROR(ErrorKind::invalid_argument, backend->release(at, kSmall));
+    backend->release(at, 3 * kSmall);
+    CHECK_ERROR(ErrorKind::invalid_argument, backend->release(at, 3 * kSmall));
+  }
+  std::byte* large = backend->reserve(std::size_t{1} << 40, kSmall);
+  CHECK(reinterpret_cast<std::uintptr_t>(large) % kPage == 0);
+  backend->release(large, std::size_t{1} << 40);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(0, kSmall));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(100, kSmall));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, 100));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, kSmall * 3));
+  CHECK_ERROR(ErrorKind::limit_exceeded, backend->reserve(std::size_t{1} << 62, kSmall));
+  CHECK(zero(backend->usage()));
+}
+
+void access_is_what_was_set() {
+  auto backend = open_backend(2);
+  std::byte* at = backend->reserve(2 * kSmall, kSmall);
+  const PageHandle pages[] = {backend->create_page(kSmall), backend->create_page(kSmall)};
+  backend->map(at, pages, 2, kSmall);
+  CHECK(!readable(at) && !readable(at + kSmall));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->populate(at, kSmall));
+  backend->set_access(at, kSmall, Access::read);
+  CHECK(readable(at) && !writable(at) && !readable(at + kSmall));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->populate(at, 2 * kSmall));
+  backend->set_access(at, 2 * kSmall, Access::read_write);
+  CHECK(writable(at) && writable(at + kSmall));
+  CHECK(backend->usage().mappings == 1);  // neighbours in the memfd with one access
+  backend->populate(at, 2 * kSmall);
+  backend->set_access(at + kSmall, kSmall, Access::none);
+  CHECK(writable(at) && !readable(at + kSmall));
+  backend->unmap(at, 2 * kSmall);
+  CHECK(!readable(at));
+}
+
+void a_page_keeps_its_bytes_until_destroyed() {
+  auto backend = open_backend(1, kPage);
+  std::byte* at = backend->reserve(4 * kPage, kPage);
+  const PageHandle page = backend->create_page(kPage);
+  backend->map(at, &page, 1, kPage);
+  backend->set_access(at, kPage, Access::read_write);
+  std::memset(at, 0x5a, kPage);
+  backend->unmap(at, kPage);
+  backend->map(at + 2 * kPage, &page, 1, kPage);
+  backend->set_access(at + 2 * kPage, kPage, Access::read);
+  CHECK(std::all_of(at + 2 * kPage, at + 3 * kPage, [](std::byte b) { return b == std::byte{0x5a}; }));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->destroy_page(page));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->release(at, 4 * kPage));
+  backend->unmap(at + 2 * kPage, kPage);
+  backend->destroy_page(page);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->destroy_page(page));
+  const PageHandle fresh = backend->create_page(kPage);
+  CHECK(fresh != page);  // the same slot, but not the same page
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->map(at, &page, 1, kPage));
+  backend->map(at, &fresh, 1, kPage);
+  backend->set_access(at, kPage, Access::read);
+  CHECK(backend->new_pages_are_zero());
+  CHECK(std::all_of(at, at + kPage, [](std::byte b) { return b == std::byte{0}; }));
+  backend->unmap(at, kPage);
+  backend->destroy_page(fresh);
+  backend->release(at, 4 * kPage);
+  CHECK(zero(backend->usage()));
+}
+
+void thirty_two_aliases_show_one_page() {
+  auto backend = open_backend(2);
+  std::byte* at = backend->reserve(33 * kSmall, kSmall);
+  const PageHandle page = backend->create_page(kSmall);
+  for (std::size_t i = 0; i < 32; ++i) backend->map(at + i * kSmall, &page, 1, kSmall);
+  backend->set_access(at, 32 * kSmall, Access::read_write);
+  for (std::size_t i = 0; i < 32; ++i) {
+    at[i * kSmall + i] = static_cast<std::byte>(i + 1);
+    for (std::size_t j = 0; j < 32; ++j) CHECK(at[j * kSmall + i] == static_cast<std::byte>(i + 1));
+  }
+  CHECK(backend->usage().mapped_bytes == 32 * kSmall && backend->usage().page_bytes == kSmall);
+  CHECK(backend->usage().mappings == 33);
+  backend->unmap(at + kSmall, 31 * kSmall);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->destroy_page(page));
+  backend->unmap(at, kSmall);
+  backend->destroy_page(page);
+}
+
+void capacity_is_exact() {
+  auto backend = open_backend(3);
+  std::vector<PageHandle> pages;
+  for (int i = 0; i < 3; ++i) pages.push_back(backend->create_page(kSmall));
+  try {
+    backend->create_page(kSmall);
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::out_of_memory);
+    CHECK(field(error, "requested") == 4096 && field(error, "free") == 0 && field(error, "capacity") == 3 * 4096);
+  }
+  CHECK(backend->usage().page_bytes == 3 * kSmall);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->create_page(2 * kSmall));
+  backend->destroy_page(pages[1]);
+  CHECK(backend->usage().page_bytes == 2 * kSmall);
+  backend->create_page(kSmall);
+}
+
+void every_precondition_is_checked() {
+  auto backend = open_backend(8);
+  std::byte* at = backend->reserve(8 * kSmall, kSmall);
+  std::vector<PageHandle> pages;
+  for (int i = 0; i < 8; ++i) pages.push_back(backend->create_page(kSmall));
+  backend->map(at + 2 * kSmall, pages.data(), 2, kSmall);  // slots 2 and 3
+  const Usage before = backend->usage();
+  int dummy = 0;
+  auto* foreign = reinterpret_cast<std::byte*>(&dummy);
+  const PageHandle bad[] = {pages[4], 0};
+  const auto argument = [&](const std::function<void()>& call) { CHECK_ERROR(ErrorKind::invalid_argument, (call(), 0)); };
+  const auto state = [&](const std::function<void()>& call) { CHECK_ERROR(ErrorKind::invalid_state, (call(), 0)); };
+  argument([&] { backend->map(at + 1, pages.data(), 1, kSmall); });
+  argument([&] { backend->map(at, pages.data(), 0, kSmall); });
+  argument([&] { backend->map(at, pages.data(), 1, 2 * kSmall); });
+  argument([&] { backend->map(at + 7 * kSmall, pages.data(), 2, kSmall); });
+  argument([&] { backend->map(at, bad, 2, kSmall); });
+  argument([&] { backend->map(nullptr, pages.data(), 1, kSmall); });
+  argument([&] { backend->map(at, pages.data(), ~std::size_t{0} / kSmall, kSmall); });
+  state([&] { backend->map(at, pages.data() + 4, 3, kSmall); });
+  state([&] { backend->map(at + 3 * kSmall, pages.data() + 4, 1, kSmall); });
+  for (const auto& range : {std::pair<std::size_t, std::size_t>{0, 1}, {1, 2}, {3, 2}, {2, 3}}) {
+    std::byte* from = at + range.first * kSmall;
+    const std::size_t bytes = range.second * kSmall;
+    state([&] { backend->unmap(from, bytes); });
+    state([&] { backend->set_access(from, bytes, Access::read); });
+    state([&] { backend->populate(from, bytes); });
+    state([&] { backend->exchange(from, at + 2 * kSmall, bytes); });
+  }
+  argument([&] { backend->unmap(at + 2 * kSmall, 100); });
+  argument([&] { backend->unmap(at + 2 * kSmall, 0); });
+  argument([&] { backend->set_access(foreign, kSmall, Access::read); });
+  argument([&] { backend->exchange(at + 2 * kSmall, at + 2 * kSmall, kSmall); });
+  argument([&] { backend->destroy_page(12345); });
+  argument([&] { backend->destroy_page(0); });
+  argument([&] { backend->free_host(at, kSmall); });
+  argument([&] { backend->allocate_host(0); });
+  CHECK(same(before, backend->usage()));
+  CHECK(kernel_mappings(at, 8 * kSmall) <= before.mappings);
+}
+
+void host_memory_is_accounted() {
+  auto backend = open_backend(1);
+  std::byte* small = backend->allocate_host(100);
+  std::byte* large = backend->allocate_host(kPage + 1);
+  std::memset(large, 1, kPage + 1);
+  std::memset(small, 1, 100);
+  std::vector<std::byte> mine(1000);
+  backend->register_host(mine.data(), mine.size());
+  CHECK(backend->usage().host_bytes == 100 + kPage + 1 + 1000);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->register_host(mine.data() + 999, 1));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->register_host(large + 5, 10));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->free_host(mine.data(), mine.size()));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->unregister_host(small, 100));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->free_host(small, 99));
+  backend->unregister_host(mine.data(), mine.size());
+  backend->free_host(small, 100);
+  backend->free_host(large, kPage + 1);
+  CHECK(zero(backend->usage()));
+}
+
+// Random calls against an obvious model; after each, every page's bytes, every access and the number of mappings agree.
+void random_calls_agree_with_a_model() {
+  constexpr std::size_t kSlots = 24;
+  for (unsigned seed = 1; seed <= 8; ++seed) {
+    std::mt19937 random(seed);
+    const auto pick = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
+    HostMemory memory(12 * kSmall, kSmall);
+    std::byte* at = memory.reserve(kSlots * kSmall, kSmall);
+    std::byte* tags = memory.reserve(12 * kSmall, kSmall);
+    std::vector<PageHandle> pages;
+    for (int i = 0; i < 12; ++i) pages.push_back(memory.create_page(kSmall));
+    memory.map(tags, pages.data(), 12, kSmall);
+    memory.set_access(tags, 12 * kSmall, Access::read_write);
+    for (std::size_t i = 0; i < 12; ++i) tags[i * kSmall] = static_cast<std::byte>(i);
+    struct Shown {
+      int page = -1;
+      Access access = Access::none;
+    };
+    std::vector<Shown> model(kSlots);
+    for (int step = 0; step < 200; ++step) {
+      const std::size_t first = pick(kSlots);
+      const std::size_t count = 1 + pick(std::min<std::size_t>(8, kSlots - first));
+      std::byte* from = at + first * kSmall;
+      const auto all = [&](std::size_t start, bool mapped) {
+        return std::all_of(model.begin() + static_cast<long>(start), model.begin() + static_cast<long>(start + count),
+                           [&](const Shown& one) { return (one.page >= 0) == mapped; });
+      };
+      bool expected = true;
+      bool happened = true;
+      const std::size_t kind = pick(4);
+      const std::size_t second = pick(kSlots - count + 1);
+      const std::size_t start = pick(12 - count + 1);
+      const bool ascending = pick(2) == 0;
+      const auto access = static_cast<Access>(pick(3));
+      std::vector<PageHandle> chosen;
+      for (std::size_t i = 0; i < count; ++i) chosen.push_back(pages[ascending ? start + i : start + count - 1 - i]);
+      if (kind == 0) expected = all(first, false);
+      if (kind == 1 || kind == 2) expected = all(first, true);
+      if (kind == 3) expected = all(first, true) && all(second, true) && (first + count <= second || second + count <= first);
+      try {
+        if (kind == 0) memory.map(from, chosen.data(), count, kSmall);
+        if (kind == 1) memory.unmap(from, count * kSmall);
+        if (kind == 2) memory.set_access(from, count * kSmall, access);
+        if (kind == 3) memory.exchange(from, at + second * kSmall, count * kSmall);
+      } catch (const Error&) {
+        happened = false;
+      }
+      CHECK(happened == expected);
+      if (happened) {
+        for (std::size_t i = 0; i < count; ++i) {
+          Shown& one = model[first + i];
+          if (kind == 0) one = {static_cast<int>(ascending ? start + i : start + count - 1 - i), Access::none};
+          if (kind == 1) one = {};
+          if (kind == 2) one.access = access;
+          if (kind == 3) std::swap(one, model[second + i]);
+        }
+      }
+      std::size_t ranges = 2;  // what the contract's upper bound is, counted the slow way; `tags` is one of them
+      for (std::size_t i = 1; i < kSlots; ++i) {
+        const Shown& a = model[i - 1];
+        const Shown& b = model[i];
+        const bool merges = a.page < 0 ? b.page < 0 : b.page == a.page + 1 && a.access == b.access;
+        if (!merges) ++ranges;
+      }
+      CHECK(usage_of(memory).mappings == ranges);
+      CHECK(kernel_mappings(at, kSlots * kSmall) <= ranges - 1);
+      for (std::size_t i = 0; i < kSlots; ++i) {
+        if (model[i].access == Access::none) continue;
+        CHECK(at[i * kSmall] == static_cast<std::byte>(model[i].page));
+      }
+      const std::size_t probe = pick(kSlots);
+      CHECK(readable(at + probe * kSmall) == (model[probe].access != Access::none));
+    }
+  }
+}
+
+void exchange_of_large_pages_moves_populated_tables() {
+  auto backend = open_backend(8, kPage);
+  CHECK(backend->can_exchange());
+  std::byte* a = backend->reserve(4 * kPage, kPage);
+  std::byte* b = backend->reserve(4 * kPage, kPage);
+  std::vector<PageHandle> pages;
+  for (int i = 0; i < 8; ++i) pages.push_back(backend->create_page(kPage));
+  const PageHandle mixed[] = {pages[7], pages[2], pages[3], pages[0]};
+  backend->map(a, pages.data() + 4, 3, kPage);
+  backend->map(a + 3 * kPage, pages.data() + 1, 1, kPage);
+  backend->map(b, mixed, 4, kPage);
+  for (std::byte* at : {a, b}) {
+    backend->set_access(at, 4 * kPage, Access::read_write);
+    for (std::size_t i = 0; i < 4; ++i) std::memset(at + i * kPage, static_cast<int>(i + (at == b ? 16 : 1)), kPage);
+  }
+  const Usage before = backend->usage();
+  for (int round = 0; round < 3; ++round) {
+    backend->exchange(a, b, 4 * kPage);
+    for (std::size_t i = 0; i < 4; ++i) {
+      const auto one = static_cast<std::byte>(i + (round % 2 == 0 ? 16 : 1));
+      const auto other = static_cast<std::byte>(i + (round % 2 == 0 ? 1 : 16));
+      CHECK(std::all_of(a + i * kPage, a + (i + 1) * kPage, [&](std::byte value) { return value == one; }));
+      CHECK(std::all_of(b + i * kPage, b + (i + 1) * kPage, [&](std::byte value) { return value == other; }));
+    }
+  }
+  CHECK(same(before, backend->usage()));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->exchange(a, a + kPage, 2 * kPage));
+}
+
+// Fails the n-th call of one kind, from then on until disarmed.
+struct FailingSystem : host::System {
+  int maps = 0, moves = 0, protects = 0, advises = 0, punches = 0;  // 0: never; n: the n-th from now
+  bool forever = false;
+  int code = ENOMEM;
+  std::size_t single = 0;  // if set: mremap refuses more than this, as kernels before 6.17 do across mappings
+  bool fails(int& countdown) {
+    if (countdown == 0 || --countdown != 0) return false;
+    if (forever) countdown = 1;
+    errno = code;
+    return true;
+  }
+  void* map(void* at, std::size_t bytes, int protection, int flags, int file, off_t offset) noexcept override {
+    return fails(maps) ? MAP_FAILED : System::map(at, bytes, protection, flags, file, offset);
+  }
+  void* move(void* from, std::size_t bytes, void* to) noexcept override {
+    if (single != 0 && bytes > single) {
+      errno = EFAULT;
+      return MAP_FAILED;
+    }
+    return fails(moves) ? MAP_FAILED : System::move(from, bytes, to);
+  }
+  int protect(void* at, std::size_t bytes, int protection) noexcept override {
+    if (fails(protects)) {
+      System::protect(at, kSmall, protection);  // half-way: the kernel stops at the mapping that fails
+      errno = code;
+      return -1;
+    }
+    return System::protect(at, bytes, protection);
+  }
+  int advise(void* at, std::size_t bytes, int advice) noexcept override {
+    return fails(advises) ? -1 : System::advise(at, bytes, advice);
+  }
+  int punch(int file, off_t offset, std::size_t bytes) noexcept override {
+    return fails(punches) ? -1 : System::punch(file, offset, bytes);
+  }
+};
+
+struct Rig {
+  std::shared_ptr<FailingSystem> system = std::make_shared<FailingSystem>();
+  HostMemory memory{8 * kSmall, kSmall, system};
+  std::vector<PageHandle> pages;
+  std::byte* a = nullptr;
+  std::byte* b = nullptr;
+  Rig() {
+    for (int i = 0; i < 8; ++i) pages.push_back(memory.create_page(kSmall));
+    a = memory.reserve(4 * kSmall, kSmall);
+    b = memory.reserve(4 * kSmall, kSmall);
+    const PageHandle one[] = {pages[0], pages[1], pages[4], pages[3]};
+    const PageHandle other[] = {pages[7], pages[6], pages[5], pages[2]};
+    memory.map(a, one, 4, kSmall);
+    memory.map(b, other, 4, kSmall);
+    for (std::byte* at : {a, b}) {
+      memory.set_access(at, 4 * kSmall, Access::read_write);
+      for (std::size_t i = 0; i < 4; ++i) at[i * kSmall] = static_cast<std::byte>(i + (at == b ? 16 : 1));
+    }
+  }
+  bool intact() const {
+    for (std::size_t i = 0; i < 4; ++i) {
+      if (a[i * kSmall] != static_cast<std::byte>(i + 1) || b[i * kSmall] != static_cast<std::byte>(i + 16)) return false;
+    }
+    return true;
+  }
+};
+
+void exchange_fails_at_every_move_and_changes_nothing() {
+  for (const bool one_by_one : {false, true}) {
+    Rig rig;
+    if (one_by_one) rig.system->single = kSmall;
+    const Usage before = usage_of(rig.memory);
+    int moves = 1;
+    for (;; ++moves) {
+      rig.system->moves = moves;
+      rig.system->code = moves % 2 == 0 ? ENOMEM : EINVAL;
+      try {
+        rig.memory.exchange(rig.a, rig.b, 4 * kSmall);
+        break;
+      } catch (const Error& error) {
+        CHECK(error.kind() == (moves % 2 == 0 ? ErrorKind::limit_exceeded : ErrorKind::driver));
+      }
+      CHECK(rig.intact() && same(before, usage_of(rig.memory)));
+    }
+    CHECK(moves == 1 + (one_by_one ? 12 : 3 + 4 + 3));
+    CHECK(rig.a[0] == std::byte{16} && rig.b[0] == std::byte{1});
+    rig.system->moves = 0;
+    rig.memory.exchange(rig.a, rig.b, 4 * kSmall);
+    CHECK(rig.intact());
+  }
+}
+
+void what_cannot_be_undone_breaks_the_arena() {
+  Rig rig;
+  rig.system->forever = true;
+  rig.system->moves = 5;  // the fifth and every one after it: moving back as well
+  CHECK_ERROR(ErrorKind::arena_broken, (rig.memory.exchange(rig.a, rig.b, 4 * kSmall), 0));
+  Rig other;
+  other.memory.unmap(other.a, 4 * kSmall);
+  other.system->forever = true;
+  other.system->maps = 2;
+  const PageHandle apart[] = {other.pages[0], other.pages[2]};
+  CHECK_ERROR(ErrorKind::arena_broken, (other.memory.map(other.a, apart, 2, kSmall), 0));
+}
+
+void map_fails_at_every_run_and_changes_nothing() {
+  Rig rig;
+  rig.memory.unmap(rig.a, 4 * kSmall);
+  const Usage before = usage_of(rig.memory);
+  const PageHandle apart[] = {rig.pages[0], rig.pages[2], rig.pages[4], rig.pages[6]};
+  for (int run = 1; run <= 4; ++run) {
+    rig.system->maps = run;
+    CHECK_ERROR(ErrorKind::limit_exceeded, (rig.memory.map(rig.a, apart, 4, kSmall), 0));
+    CHECK(same(before, usage_of(rig.memory)) && kernel_mappings(rig.a, 4 * kSmall) == 1);
+  }
+  rig.system->advises = 1;
+  rig.system->code = EAGAIN;
+  CHECK_ERROR(ErrorKind::driver, (rig.memory.map(rig.a, apart, 4, kSmall), 0));
+  CHECK(same(before, usage_of(rig.memory)) && kernel_mappings(rig.a, 4 * kSmall) == 1);
+  rig.memory.map(rig.a, apart, 4, kSmall);
+}
+
+void other_failures_change_nothing() {
+  Rig rig;
+  rig.memory.set_access(rig.a, kSmall, Access::read);
+  const Usage before = usage_of(rig.memory);
+  rig.system->protects = 1;
+  CHECK_ERROR(ErrorKind::limit_exceeded, (rig.memory.set_access(rig.a, 4 * kSmall, Access::none), 0));
+  CHECK(same(before, usage_of(rig.memory)));
+  CHECK(readable(rig.a) && !writable(rig.a) && rig.intact());
+  rig.system->maps = 1;
+  rig.system->code = EAGAIN;
+  CHECK_ERROR(ErrorKind::driver, (rig.memory.unmap(rig.a, 4 * kSmall), 0));
+  CHECK(same(before, usage_of(rig.memory)) && rig.intact());
+  rig.system->maps = 1;
+  rig.system->code = ENOMEM;  // once: room is made, and giving back succeeds
+  rig.memory.unmap(rig.a, 4 * kSmall);
+  rig.system->punches = 1;
+  rig.system->code = EIO;
+  CHECK_ERROR(ErrorKind::driver, (rig.memory.destroy_page(rig.pages[0]), 0));
+  rig.memory.destroy_page(rig.pages[0]);
+  rig.system->code = EINVAL;  // a kernel without MADV_POPULATE_READ: touched instead
+  rig.system->advises = 1;
+  rig.memory.populate(rig.b, 4 * kSmall);
+}
+
+}  // namespace
+
+int main() {
+  RUN(options_are_checked);
+  RUN(reservations_fault_and_are_aligned);
+  RUN(access_is_what_was_set);
+  RUN(a_page_keeps_its_bytes_until_destroyed);
+  RUN(thirty_two_aliases_show_one_page);
+  RUN(capacity_is_exact);
+  RUN(every_precondition_is_checked);
+  RUN(host_memory_is_accounted);
+  RUN(random_calls_agree_with_a_model);
+  RUN(exchange_of_large_pages_moves_populated_tables);
+  RUN(exchange_fails_at_every_move_and_changes_nothing);
+  RUN(what_cannot_be_undone_breaks_the_arena);
+  RUN(map_fails_at_every_run_and_changes_nothing);
+  RUN(other_failures_change_nothing);
+  return remap::testing::failures() != 0;
+}

@@ -1,0 +1,279 @@
+// The host backend as the operating system sees it: forked children, bounded memory, kernel limits, nothing left behind.
+#include <dirent.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "remap/backends.h"
+
+using namespace remap;
+
+namespace {
+
+constexpr std::size_t kSmall = 4096;
+constexpr std::size_t kPage = std::size_t{2} << 20;
+constexpr auto kLong = std::chrono::seconds(60);
+
+std::size_t entries(const char* directory) {
+  std::size_t count = 0;
+  DIR* listing = ::opendir(directory);
+  CHECK(listing != nullptr);
+  while (::readdir(listing) != nullptr) ++count;
+  ::closedir(listing);
+  return count;
+}
+
+// Kernel mappings whose line in /proc/self/maps has `text`, or of the whole process.
+std::size_t mappings_of(const std::string& text) {
+  std::ifstream maps("/proc/self/maps");
+  std::size_t count = 0;
+  for (std::string line; std::getline(maps, line);) count += line.find(text) != std::string::npos;
+  return count;
+}
+
+std::size_t resident_arena_bytes() {
+  std::ifstream smaps("/proc/self/smaps");
+  std::size_t kib = 0;
+  bool ours = false;
+  for (std::string line; std::getline(smaps, line);) {
+    const std::string first = line.substr(0, line.find(' '));
+    if (first.find('-') != std::string::npos && first.find(':') == std::string::npos) {
+      ours = line.find("/memfd:remap") != std::string::npos;
+    } else if (ours && first == "Pss:") {
+      kib += std::stoull(line.substr(first.size()));
+    }
+  }
+  return kib * 1024;
+}
+
+// Runs `body` in a forked child, which ends with its return value; gives the status of waitpid.
+template <typename Body>
+int in_child(Body&& body) {
+  const pid_t child = ::fork();
+  CHECK(child >= 0);
+  if (child == 0) {
+    ::signal(SIGSEGV, SIG_DFL);  // a sanitizer's handler would turn the signal into an exit status
+    ::signal(SIGBUS, SIG_DFL);
+    ::alarm(20);  // a hang ends as SIGALRM
+    ::_exit(body());
+  }
+  int status = 0;
+  CHECK(::waitpid(child, &status, 0) == child);
+  return status;
+}
+
+struct Mapped {
+  std::shared_ptr<Backend> backend;
+  std::byte* at = nullptr;
+  std::vector<PageHandle> pages;
+  std::size_t bytes = 0;
+  Mapped(std::size_t count, std::size_t page_bytes) : backend(make_host_backend({count * page_bytes, page_bytes, 2})) {
+    for (std::size_t i = 0; i < count; ++i) pages.push_back(backend->create_page(page_bytes));
+    bytes = count * page_bytes;
+    at = backend->reserve(bytes, kSmall);
+    backend->map(at, pages.data(), count, page_bytes);
+    backend->set_access(at, bytes, Access::read_write);
+    std::memset(at, 7, bytes);
+  }
+};
+
+bool killed_by_fault(int status) { return WIFSIGNALED(status) && (WTERMSIG(status) == SIGSEGV || WTERMSIG(status) == SIGBUS); }
+
+void a_forked_child_cannot_touch_the_arena() {
+  Mapped m(4, kPage);
+  const PageHandle& page = m.pages[0];
+  std::byte* other = m.backend->reserve(kPage, kPage);
+  m.backend->map(other, &page, 1, kPage);
+  m.backend->set_access(other, kPage, Access::read_write);
+  std::byte* third = m.backend->reserve(kPage, kPage);
+  m.backend->map(third, &m.pages[1], 1, kPage);
+  m.backend->set_access(third, kPage, Access::read);
+  m.backend->exchange(other, third, kPage);  // a moved mapping must be as protected as a fresh one
+  for (std::byte* at : {m.at, m.at + 3 * kPage, other, third}) {
+    CHECK(killed_by_fault(in_child([&] { return *const_cast<volatile std::byte*>(at) == std::byte{7} ? 0 : 1; })));
+    CHECK(killed_by_fault(in_child([&] {
+      *const_cast<volatile std::byte*>(at) = std::byte{9};
+      return 0;
+    })));
+    CHECK(*at == std::byte{7});
+  }
+}
+
+void a_forked_child_gets_an_error_and_can_exit() {
+  Mapped m(1, kPage);
+  const StreamHandle stream = m.backend->create_stream();
+  const EventHandle event = m.backend->create_event();
+  const int status = in_child([&] {
+    int refused = 0;
+    const auto call = [&](auto&& body) {
+      try {
+        body();
+      } catch (const Error& error) {
+        refused += error.kind() == ErrorKind::forked_process;
+      }
+    };
+    call([&] { m.backend->reserve(kPage, kPage); });
+    call([&] { m.backend->unmap(m.at, kPage); });
+    call([&] { m.backend->fill(stream, m.at, 1, kPage); });
+    call([&] { m.backend->record(event, stream); });
+    call([&] { m.backend->synchronize(event, kLong); });
+    call([&] { m.backend->usage(); });
+    call([&] { m.backend->destroy_stream(stream); });
+    m.backend.reset();  // joins no thread that does not exist, unmaps nothing
+    return refused == 7 ? 0 : 1;
+  });
+  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(m.at[kPage - 1] == std::byte{7});
+  m.backend->record(event, stream);
+  CHECK(m.backend->synchronize(event, kLong));
+}
+
+void resident_memory_is_bounded_by_capacity() {
+  constexpr std::size_t kCount = 8;
+  Mapped m(kCount, kPage);
+  for (int i = 0; i < 3; ++i) {
+    std::byte* alias = m.backend->reserve(m.bytes, kPage);
+    m.backend->map(alias, m.pages.data(), kCount, kPage);
+    m.backend->set_access(alias, m.bytes, Access::read_write);
+    m.backend->populate(alias, m.bytes);
+    std::memset(alias, i, m.bytes);
+  }
+  const std::size_t full = resident_arena_bytes();
+  CHECK(full <= kCount * kPage && full >= kCount * kPage - 64 * 1024);  // Pss is rounded down for each mapping
+}
+
+void a_destroyed_page_gives_its_memory_back() {
+  Mapped m(8, kPage);
+  CHECK(resident_arena_bytes() == 8 * kPage);
+  m.backend->unmap(m.at, 6 * kPage);
+  for (int i = 0; i < 6; ++i) m.backend->destroy_page(m.pages[static_cast<std::size_t>(i)]);
+  std::vector<PageHandle> fresh;
+  for (int i = 0; i < 6; ++i) fresh.push_back(m.backend->create_page(kPage));
+  m.backend->map(m.at, fresh.data(), 6, kPage);
+  m.backend->set_access(m.at, 6 * kPage, Access::read);
+  CHECK(resident_arena_bytes() == 2 * kPage);
+}
+
+// 4 KiB pages in descending order: no two merge, so each needs its own kernel mapping.
+void the_mapping_limit_is_refused_before_anything_changes() {
+  std::ifstream file("/proc/sys/vm/max_map_count");
+  std::size_t max_map_count = 0;
+  CHECK(file >> max_map_count);
+  if (max_map_count > 200000) {
+    std::printf("      skipped: vm.max_map_count = %zu would take too long to reach\n", max_map_count);
+    return;
+  }
+  const std::size_t count = max_map_count / 2 + 2000;
+  auto backend = make_host_backend({count * kSmall, kSmall, 1});
+  std::vector<PageHandle> pages(count);
+  for (std::size_t i = count; i-- > 0;) pages[i] = backend->create_page(kSmall);
+  std::byte* a = backend->reserve(count * kSmall, kSmall);
+  std::byte* b = backend->reserve(count * kSmall, kSmall);
+  backend->map(a, pages.data(), count, kSmall);
+  const Usage before = backend->usage();
+  CHECK(before.mappings >= count && before.mappings <= count + 2);
+  try {
+    backend->map(b, pages.data(), count, kSmall);
+    CHECK(false);
+  } catch (const Error& error) {
+    CHECK(error.kind() == ErrorKind::limit_exceeded);
+    CHECK(std::string(error.what()).find("vm.max_map_count") != std::string::npos);
+    std::size_t found = 0;
+    for (const auto& field : error.fields()) {
+      if (field.first == "mappings") found += std::get<std::int64_t>(field.second) == static_cast<std::int64_t>(before.mappings);
+      if (field.first == "max_map_count") found += std::get<std::int64_t>(field.second) == static_cast<std::int64_t>(max_map_count);
+    }
+    CHECK(found == 2);
+  }
+  CHECK(backend->usage().mappings == before.mappings && backend->usage().mapped_bytes == before.mapped_bytes);
+  // What is left can still be used, and giving mappings back makes room.
+  const std::size_t room = max_map_count - 1024 - before.mappings - 8;
+  backend->map(b, pages.data(), room, kSmall);
+  CHECK_ERROR(ErrorKind::limit_exceeded, (backend->map(b + (room + 1) * kSmall, pages.data(), 64, kSmall), 0));
+  backend->unmap(a, count * kSmall);
+  backend->map(b + (room + 1) * kSmall, pages.data(), 64, kSmall);
+}
+
+// Others in the process use the mappings up, so that the kernel refuses what the backend's own count allows.
+void a_kernel_refusal_is_undone() {
+  std::ifstream file("/proc/sys/vm/max_map_count");
+  std::size_t max_map_count = 0;
+  CHECK(file >> max_map_count);
+  if (max_map_count > 200000) {
+    std::printf("      skipped: vm.max_map_count = %zu would take too long to reach\n", max_map_count);
+    return;
+  }
+  auto backend = make_host_backend({256 * kSmall, kSmall, 1});
+  std::vector<PageHandle> pages(256);
+  for (std::size_t i = 256; i-- > 0;) pages[i] = backend->create_page(kSmall);
+  std::byte* at = backend->reserve(256 * kSmall, kSmall);
+  const Usage before = backend->usage();
+
+  const std::size_t filler_bytes = (max_map_count + 100) * kSmall;
+  void* filler = ::mmap(nullptr, filler_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  CHECK(filler != MAP_FAILED);
+  auto* first = static_cast<std::byte*>(filler);
+  std::size_t made = 1;
+  while (::mprotect(first + made * kSmall, kSmall, PROT_READ) == 0) made += 2;
+  const bool full = errno == ENOMEM;
+  // Leave the process room for a hundred mappings: what a half-done map needs to be undone, and malloc.
+  CHECK(made > 400);
+  ::munmap(first, 100 * kSmall);
+
+  bool refused = false;  // and not arena_broken: undoing works with no mapping left
+  try {
+    backend->map(at, pages.data(), 256, kSmall);
+  } catch (const Error& error) {
+    refused = error.kind() == ErrorKind::limit_exceeded;
+  }
+  const Usage after = backend->usage();
+  ::munmap(filler, filler_bytes);
+  CHECK(full && refused);
+  CHECK(after.mappings == before.mappings && after.mapped_bytes == 0);
+  CHECK(mappings_of("/memfd:remap") == 0);
+  backend->map(at, pages.data(), 256, kSmall);
+  CHECK(mappings_of("/memfd:remap") == 256);
+}
+
+void nothing_is_left_behind() {
+  const auto cycle = [] {
+    Mapped m(4, kPage);
+    std::byte* other = m.backend->reserve(2 * kPage, kPage);
+    m.backend->map(other, m.pages.data(), 2, kPage);
+    m.backend->exchange(m.at + 2 * kPage, other, 2 * kPage);
+    std::byte* master = m.backend->allocate_host(kPage);
+    const StreamHandle stream = m.backend->create_stream();
+    m.backend->copy(stream, m.at, master, kPage);
+    m.backend->record(m.backend->create_event(), stream);
+  };
+  for (int i = 0; i < 3; ++i) cycle();  // thread stacks are kept by the C library
+  const std::size_t files = entries("/proc/self/fd");
+  const std::size_t threads = entries("/proc/self/task");
+  const std::size_t mappings = mappings_of("-");
+  for (int i = 0; i < 30; ++i) cycle();
+  CHECK(entries("/proc/self/fd") == files);
+  CHECK(entries("/proc/self/task") == threads);
+  CHECK(mappings_of("-") <= mappings + 8);  // malloc and sanitizers may take some
+  CHECK(mappings_of("/memfd:remap") == 0);
+}
+
+}  // namespace
+
+int main() {
+  RUN(a_forked_child_cannot_touch_the_arena);
+  RUN(a_forked_child_gets_an_error_and_can_exit);
+  RUN(resident_memory_is_bounded_by_capacity);
+  RUN(a_destroyed_page_gives_its_memory_back);
+  RUN(the_mapping_limit_is_refused_before_anything_changes);
+  RUN(a_kernel_refusal_is_undone);
+  RUN(nothing_is_left_behind);
+  return remap::testing::failures() != 0;
+}

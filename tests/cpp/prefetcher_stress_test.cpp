@@ -1,0 +1,232 @@
+// The Prefetcher on the host backend's real threads, for the sanitizers: every byte that a computation reads is its layer's.
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "check.h"
+#include "remap/backends.h"
+#include "remap/prefetcher.h"
+
+using remap::Backend;
+using remap::Error;
+using remap::ErrorKind;
+using remap::LayerId;
+using remap::LayerMemory;
+using remap::Prefetcher;
+using remap::StreamConfiguration;
+using remap::StreamHandle;
+
+namespace {
+
+constexpr std::size_t kBytes = 48 << 10;
+constexpr std::size_t kRing = 3;
+using Bytes = std::vector<std::byte>;
+
+struct World {
+  std::vector<Bytes> masters, regions, ring;
+  std::shared_ptr<Backend> backend;
+  std::unique_ptr<Prefetcher> prefetcher;
+  StreamConfiguration configuration;
+
+  explicit World(std::size_t layers) {
+    remap::HostOptions options;
+    options.page_bytes = 2 << 20;
+    options.capacity_bytes = 2 << 20;
+    options.copy_threads = 2;
+    backend = remap::make_host_backend(options);
+    std::vector<LayerMemory> memory;
+    for (std::size_t i = 0; i < layers; ++i) {
+      masters.emplace_back(kBytes, tag(i));
+      regions.emplace_back(kBytes, tag(i));
+    }
+    ring.assign(kRing, Bytes(kBytes, std::byte{0xDF}));
+    for (std::size_t i = 0; i < layers; ++i) memory.push_back({regions[i].data(), masters[i].data(), kBytes});
+    prefetcher = std::make_unique<Prefetcher>(backend, memory);
+    configuration.ring_bytes = kBytes;
+  }
+
+  static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }
+
+  // Streams a random set; what was streamed before is reloaded. Between passes, with nothing running: poisons what is free.
+  void change(std::mt19937_64& random, bool hold) {
+    StreamConfiguration next;
+    next.ring_bytes = kBytes;
+    for (LayerId layer = 0; layer < masters.size(); ++layer) {
+      if (random() % 2 == 0) next.streamed.push_back(layer);
+    }
+    const std::size_t beta = random() % kRing + 1;
+    for (std::size_t b = 0; b < beta; ++b) next.ring.push_back(ring[b].data());
+    for (const LayerId layer : configuration.streamed) {
+      if (!std::binary_search(next.streamed.begin(), next.streamed.end(), layer)) next.reload.push_back(layer);
+    }
+    if (hold) {
+      for (LayerId layer = 0; layer < masters.size(); ++layer) {
+        if (random() % 3 == 0) next.held.push_back(layer);
+      }
+    }
+    prefetcher->drain();
+    for (const LayerId layer : next.streamed) std::fill(regions[layer].begin(), regions[layer].end(), std::byte{0xDF});
+    prefetcher->configure(next);
+    configuration = next;
+  }
+  const std::byte* place(LayerId layer) const {
+    const auto& streamed = configuration.streamed;
+    const auto at = std::lower_bound(streamed.begin(), streamed.end(), layer);
+    if (at == streamed.end() || *at != layer) return regions[layer].data();
+    return configuration.ring[static_cast<std::size_t>(at - streamed.begin()) % configuration.ring.size()];
+  }
+  void read(LayerId layer) const {
+    const std::byte* data = place(layer);
+    for (std::size_t i = 0; i < kBytes; ++i) CHECK(data[i] == tag(layer));
+  }
+  void wait(LayerId layer) {
+    const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+    while (!prefetcher->wait(layer, 0, std::chrono::milliseconds(5))) CHECK(std::chrono::steady_clock::now() < limit);
+  }
+};
+
+// Runs `body` in a thread and hands on what it throws.
+class Thread {
+ public:
+  explicit Thread(std::function<void()> body)
+      : thread_([this, body = std::move(body)] {
+          try {
+            body();
+          } catch (...) {
+            error_ = std::current_exception();
+          }
+        }) {}
+  void join() {
+    thread_.join();
+    if (error_) std::rethrow_exception(error_);
+  }
+
+ private:
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
+void host_passes_beside_observers_and_a_worker() {
+  World world(9);
+  std::mt19937_64 random(1);
+  std::atomic<bool> stop{false};
+  Thread observer([&] {
+    while (!stop) {
+      static_cast<void>(world.prefetcher->stats());
+      static_cast<void>(world.prefetcher->ready(4));
+      static_cast<void>(world.prefetcher->in_pass());
+      world.prefetcher->drain();
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  });
+  std::exception_ptr error;
+  try {
+    for (int round = 0; round < 60; ++round) {
+      world.change(random, true);
+      const std::vector<LayerId> held = world.configuration.held;
+      Thread worker([&world, held] {
+        for (const LayerId layer : held) world.prefetcher->released(layer);
+      });
+      for (int pass = 0; pass < 4; ++pass) {
+        const bool abandon = random() % 4 == 0;
+        world.prefetcher->begin_pass();
+        for (LayerId layer = 0; layer < world.masters.size(); ++layer) {
+          world.wait(layer);
+          world.read(layer);
+          if (abandon && layer == 5) break;
+          world.prefetcher->done(layer);
+        }
+        if (!abandon || pass == 3) world.prefetcher->end_pass();
+      }
+      worker.join();
+      if (round % 10 == 0) world.prefetcher->drain();
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  stop = true;
+  observer.join();
+  if (error) std::rethrow_exception(error);
+  const remap::PrefetchStats stats = world.prefetcher->stats();
+  CHECK(stats.misses == 0);
+  CHECK(stats.copies > 0);
+  CHECK(stats.passes + stats.abandoned == 240);
+}
+
+void many_passes_in_flight_on_a_stream() {
+  World world(7);
+  std::mt19937_64 random(2);
+  const StreamHandle stream = world.backend->create_stream();
+  const remap::EventHandle end = world.backend->create_event();
+  for (int round = 0; round < 25; ++round) {
+    world.change(random, false);
+    // The computation of a layer is a copy of what it sees.
+    std::vector<Bytes> seen;
+    for (int pass = 0; pass < 6; ++pass) {
+      for (LayerId layer = 0; layer < 7; ++layer) seen.emplace_back(kBytes);
+    }
+    for (std::size_t use = 0; use < seen.size(); ++use) {
+      const auto layer = static_cast<LayerId>(use % 7);
+      if (layer == 0) world.prefetcher->begin_pass();
+      CHECK(world.prefetcher->wait(layer, stream));
+      world.backend->copy(stream, seen[use].data(), world.place(layer), kBytes);
+      world.prefetcher->done(layer, stream);
+      if (layer == 6) world.prefetcher->end_pass();
+    }
+    world.backend->record(end, stream);
+    CHECK(world.backend->synchronize(end, std::chrono::seconds(60)));
+    for (std::size_t use = 0; use < seen.size(); ++use) {
+      for (const std::byte byte : seen[use]) CHECK(byte == World::tag(use % 7));
+    }
+  }
+  CHECK(world.prefetcher->stats().misses == 0);
+  world.prefetcher->drain();
+  world.prefetcher.reset();
+  CHECK(world.backend->usage().streams == 1);
+  CHECK(world.backend->usage().events == 1);
+  world.backend->destroy_event(end);
+  world.backend->destroy_stream(stream);
+}
+
+// Two threads compute the same layers, neither knowing how far the other is.
+void two_computing_threads() {
+  World world(8);
+  world.configuration.streamed = {0, 2, 3, 5, 7};
+  world.configuration.ring = {world.ring[0].data(), world.ring[1].data()};
+  world.prefetcher->configure(world.configuration);
+  const auto body = [&world] {
+    for (int use = 0; use < 400; ++use) {
+      const auto layer = static_cast<LayerId>(use % 8);
+      for (;;) {
+        try {
+          world.wait(layer);
+          break;
+        } catch (const Error& error) {
+          CHECK(error.kind() == ErrorKind::invalid_state);  // the other one still reads from this buffer
+          std::this_thread::yield();
+        }
+      }
+      world.read(layer);
+      world.prefetcher->done(layer);
+    }
+  };
+  world.prefetcher->begin_pass();
+  Thread one(body);
+  Thread two(body);
+  one.join();
+  two.join();
+  world.prefetcher->end_pass();
+}
+
+}  // namespace
+
+int main() {
+  RUN(host_passes_beside_observers_and_a_worker);
+  RUN(many_passes_in_flight_on_a_stream);
+  RUN(two_computing_threads);
+  return remap::testing::failures();
+}

@@ -1,0 +1,498 @@
+// The Prefetcher on the fake backend: every computation must see exactly its layer's bytes from its beginning to its end,
+// whatever the interleaving, whatever is called in which order, whatever fails.
+#include "remap/prefetcher.h"
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <random>
+
+#include "check.h"
+#include "fake_backend.h"
+
+using remap::Call;
+using remap::Error;
+using remap::ErrorKind;
+using remap::LayerId;
+using remap::LayerMemory;
+using remap::Prefetcher;
+using remap::StreamConfiguration;
+using remap::StreamHandle;
+using remap::testing::FakeBackend;
+
+namespace {
+
+constexpr std::size_t kBytes = 4;
+constexpr std::size_t kRing = 4;
+using Buffer = std::array<std::byte, kBytes>;
+
+constexpr std::chrono::nanoseconds kBriefly{1};
+
+struct World {
+  std::vector<Buffer> masters, regions, ring;
+  std::shared_ptr<FakeBackend> backend;
+  std::unique_ptr<Prefetcher> prefetcher;
+  std::vector<LayerId> streamed;
+  std::vector<std::byte*> views;  // the ring as configured
+
+  explicit World(std::size_t layers, std::uint64_t seed = 1)
+      : masters(layers), regions(layers), ring(kRing), backend(std::make_shared<FakeBackend>(seed)) {
+    std::vector<LayerMemory> memory;
+    for (std::size_t i = 0; i < layers; ++i) {
+      masters[i].fill(tag(i));
+      regions[i].fill(tag(i));
+      memory.push_back({regions[i].data(), masters[i].data(), kBytes});
+    }
+    for (Buffer& buffer : ring) buffer.fill(std::byte{0xDF});
+    prefetcher = std::make_unique<Prefetcher>(backend, memory);
+  }
+
+  static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }
+
+  StreamConfiguration configuration(std::vector<LayerId> layers, std::size_t buffers) {
+    StreamConfiguration c;
+    c.streamed = std::move(layers);
+    for (std::size_t b = 0; b < buffers; ++b) c.ring.push_back(ring[b].data());
+    c.ring_bytes = kBytes;
+    return c;
+  }
+  void configure(const StreamConfiguration& c) {
+    prefetcher->configure(c);
+    streamed = c.streamed;
+    views = c.ring;
+  }
+  // Where a layer's tensors are: in its ring buffer or at home.
+  const std::byte* place(LayerId layer) const {
+    const auto at = std::find(streamed.begin(), streamed.end(), layer);
+    if (at == streamed.end()) return regions[layer].data();
+    return views[static_cast<std::size_t>(at - streamed.begin()) % views.size()];
+  }
+  void wait(LayerId layer, StreamHandle stream) {
+    if (stream != 0) {
+      CHECK(prefetcher->wait(layer, stream));
+      return;
+    }
+    for (int tries = 0; !prefetcher->wait(layer, 0, kBriefly); ++tries) {
+      CHECK(tries < 100000);
+      backend->random_steps(1);
+    }
+  }
+  void compute(LayerId layer, StreamHandle stream) {
+    if (stream != 0) {
+      backend->compute(stream, place(layer), kBytes, tag(layer));
+    } else {
+      backend->compute_now(place(layer), kBytes, tag(layer));
+    }
+  }
+  void use(LayerId layer, StreamHandle stream) {
+    wait(layer, stream);
+    compute(layer, stream);
+    prefetcher->done(layer, stream);
+  }
+  void pass(StreamHandle stream) {
+    prefetcher->begin_pass();
+    for (LayerId layer = 0; layer < masters.size(); ++layer) use(layer, stream);
+    prefetcher->end_pass();
+  }
+  std::vector<LayerId> copied() const {
+    std::vector<LayerId> layers;
+    for (const auto& [to, from] : backend->copies) layers.push_back(std::to_integer<LayerId>(*from) - 1);
+    return layers;
+  }
+};
+
+std::size_t shared(std::size_t m, std::size_t beta) {
+  std::size_t count = 0;
+  for (std::size_t j = 0; j < m; ++j) count += (j >= beta || j + beta < m) ? 1 : 0;
+  return count;
+}
+
+// Every streamed set of n layers (by its bits), every beta, host and stream readers.
+void the_grid_computes_with_its_own_bytes_and_never_misses() {
+  for (std::uint32_t n = 1; n <= 8; ++n) {
+    for (std::uint32_t set = 0; set < (1U << n); ++set) {
+      std::vector<LayerId> streamed;
+      for (LayerId layer = 0; layer < n; ++layer) {
+        if ((set >> layer & 1U) != 0) streamed.push_back(layer);
+      }
+      for (std::size_t beta = 1; beta <= kRing; ++beta) {
+        for (const bool host : {true, false}) {
+          World world(n, set * 31 + beta);
+          const StreamHandle stream = host ? 0 : world.backend->create_stream();
+          for (const LayerId layer : streamed) world.regions[layer].fill(std::byte{0xDF});
+          world.configure(world.configuration(streamed, beta));
+          for (int pass = 0; pass < 4; ++pass) {
+            world.backend->random_steps(20);
+            world.pass(stream);
+            if (pass > 0) CHECK(world.prefetcher->stats().last_pass_copies == shared(streamed.size(), beta));
+          }
+          world.backend->finish();
+          CHECK(world.prefetcher->stats().misses == 0);
+          CHECK(world.prefetcher->stats().passes == 4);
+        }
+      }
+    }
+  }
+}
+
+void random_interleavings() {
+  std::uint64_t misses = 0;
+  std::uint64_t abandoned = 0;
+  for (std::uint64_t seed = 0; seed < 6000; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto n = static_cast<LayerId>(random() % 8 + 1);
+    World world(n, seed);
+    FakeBackend& backend = *world.backend;
+    std::vector<StreamHandle> streams = {0, backend.create_stream(), backend.create_stream()};
+    // Host readers, one stream, or each layer on any of two or three.
+    const std::uint64_t mode = random() % 4;
+    const auto pick = [&] { return mode < 2 ? streams[mode] : streams[random() % mode]; };
+    const remap::EventHandle fences[] = {backend.create_event(), backend.create_event()};
+    const bool orderly = random() % 2 == 0;
+    for (int round = 0; round < 8; ++round) {
+      if (round == 0 || random() % 2 == 0) {
+        std::vector<LayerId> layers;
+        for (LayerId layer = 0; layer < n; ++layer) {
+          if (random() % 2 == 0) layers.push_back(layer);
+        }
+        StreamConfiguration c = world.configuration(layers, random() % kRing + 1);
+        if (random() % 2 == 0) std::rotate(c.ring.begin(), c.ring.begin() + 1, c.ring.end());
+        for (const LayerId layer : world.streamed) {
+          if (!std::binary_search(layers.begin(), layers.end(), layer)) c.reload.push_back(layer);
+        }
+        for (LayerId layer = 0; layer < n; ++layer) {
+          if (random() % 4 == 0) c.held.push_back(layer);
+        }
+        // All earlier readers of homes, whatever their stream: the second stream waits for the first.
+        backend.record(fences[0], streams[1]);
+        backend.stream_wait(streams[2], fences[0]);
+        backend.record(fences[1], streams[2]);
+        c.after = fences[1];
+        const bool quiet = random() % 2 == 0;
+        if (quiet) {  // other owners write to the pages that they get
+          backend.finish();
+          for (const LayerId layer : layers) world.regions[layer].fill(std::byte{0xDF});
+          for (Buffer& buffer : world.ring) {
+            if (std::find(c.ring.begin(), c.ring.end(), buffer.data()) == c.ring.end()) buffer.fill(std::byte{0xDF});
+          }
+        }
+        world.configure(c);
+        backend.random_steps(10);
+        for (const LayerId layer : c.held) {
+          CHECK(!world.prefetcher->ready(layer));
+          CHECK(!world.prefetcher->wait(layer, pick(), std::chrono::nanoseconds(0)));
+          world.prefetcher->released(layer);
+        }
+      }
+      world.prefetcher->begin_pass();
+      LayerId layer = 0;
+      const LayerId stop = orderly || random() % 2 == 0 ? n : static_cast<LayerId>(random() % n);
+      for (LayerId i = 0; i < stop; ++i) {
+        backend.random_steps(random() % 6);
+        layer = orderly || random() % 8 != 0 ? i : static_cast<LayerId>(random() % n);
+        world.use(layer, pick());
+        if (!orderly && random() % 8 == 0) world.use(layer, pick());
+      }
+      if (stop < n && random() % 2 == 0) {  // left between wait and done
+        const StreamHandle stream = pick();
+        world.wait(stop, stream);
+        world.compute(stop, stream);
+      }
+      if (stop == n || random() % 2 == 0) {
+        world.prefetcher->end_pass();
+      } else {
+        world.pass(pick());
+        ++abandoned;
+      }
+    }
+    backend.finish();
+    const remap::PrefetchStats stats = world.prefetcher->stats();
+    if (orderly) CHECK(stats.misses == 0);
+    CHECK(stats.copied_bytes == stats.copies * kBytes);
+    CHECK(stats.copies == backend.copies.size());
+    misses += stats.misses;
+    world.prefetcher.reset();
+    CHECK(backend.usage().streams == 2);
+    CHECK(backend.usage().events == 2);
+  }
+  CHECK(misses > 0);  // the test did go out of order
+  CHECK(abandoned > 0);
+}
+
+void several_passes_in_flight_on_one_stream() {
+  for (std::uint64_t seed = 0; seed < 300; ++seed) {
+    World world(7, seed);
+    const StreamHandle stream = world.backend->create_stream();
+    world.configure(world.configuration({0, 2, 3, 5, 6}, seed % kRing + 1));
+    for (int pass = 0; pass < 60; ++pass) world.pass(stream);  // nothing has run yet; more copies than tickets
+    world.backend->finish();
+    CHECK(world.prefetcher->stats().misses == 0);
+    world.prefetcher->drain();
+  }
+}
+
+void copies_are_issued_first_needed_first() {
+  World world(8);
+  world.configure(world.configuration({0, 5}, 1));
+  world.prefetcher->drain();
+  world.backend->copies.clear();
+  StreamConfiguration c = world.configuration({2, 3, 6}, 2);
+  c.reload = {5, 0};
+  world.configure(c);
+  CHECK((world.copied() == std::vector<LayerId>{0, 2, 3, 5}));
+  world.pass(0);
+  CHECK((world.copied() == std::vector<LayerId>{0, 2, 3, 5, 6, 2}));  // 3 has its buffer for itself
+}
+
+void kept_contents_are_not_copied_again() {
+  World world(6);
+  world.configure(world.configuration({0, 1, 2, 3}, 2));
+  world.prefetcher->drain();
+  CHECK((world.copied() == std::vector<LayerId>{0, 1}));
+  world.configure(world.configuration({0, 1, 4}, 2));
+  CHECK((world.copied() == std::vector<LayerId>{0, 1}));
+  world.pass(0);
+  StreamConfiguration c = world.configuration({0, 1, 4}, 2);
+  c.fresh = true;
+  world.backend->copies.clear();
+  world.configure(c);
+  CHECK((world.copied() == std::vector<LayerId>{0, 1}));
+  world.pass(0);
+}
+
+void a_reloaded_layer_becomes_ready() {
+  World world(3);
+  world.configure(world.configuration({1}, 1));
+  world.pass(0);
+  world.regions[1].fill(std::byte{0xDF});
+  StreamConfiguration c = world.configuration({}, 0);
+  c.reload = {1};
+  c.held = {1};
+  world.backend->copies.clear();
+  world.configure(c);
+  CHECK(world.backend->copies.empty());  // its region still shows the ring
+  CHECK(!world.prefetcher->wait(1, 0, std::chrono::milliseconds(1)));
+  world.prefetcher->released(1);
+  CHECK(world.backend->copies.size() == 1);
+  CHECK(!world.prefetcher->ready(1));
+  world.pass(0);
+  CHECK(world.prefetcher->ready(1));
+  CHECK(world.prefetcher->stats().stall_s > 0);
+}
+
+void failed_re_pointing_is_told_until_configured() {
+  World world(3);
+  StreamConfiguration c = world.configuration({1}, 1);
+  c.held = {1};
+  world.configure(c);
+  world.prefetcher->failed(1, std::make_exception_ptr(Error(ErrorKind::out_of_memory, "no")));
+  CHECK_ERROR(ErrorKind::out_of_memory, world.prefetcher->wait(1));
+  CHECK_ERROR(ErrorKind::out_of_memory, world.prefetcher->wait(1));
+  world.configure(world.configuration({}, 0));
+  CHECK_ERROR(ErrorKind::out_of_memory, world.prefetcher->wait(1));
+  world.configure(world.configuration({1}, 1));
+  world.pass(0);
+}
+
+void a_conflict_is_an_error_and_changes_nothing() {
+  World world(3);
+  world.configure(world.configuration({0, 1, 2}, 1));
+  world.prefetcher->begin_pass();
+  world.wait(0, 0);
+  CHECK_ERROR(ErrorKind::invalid_state, world.prefetcher->wait(1));
+  CHECK_ERROR(ErrorKind::invalid_state, world.prefetcher->configure(world.configuration({}, 0)));
+  world.compute(0, 0);
+  world.prefetcher->done(0);
+  world.use(1, 0);
+  world.use(2, 0);
+  world.prefetcher->end_pass();
+  CHECK_ERROR(ErrorKind::invalid_state, world.prefetcher->end_pass());
+  CHECK(world.prefetcher->stats().misses == 0);
+}
+
+void nested_uses_protect_until_the_last_done() {
+  World world(2);
+  world.configure(world.configuration({0, 1}, 1));
+  world.prefetcher->begin_pass();
+  world.wait(0, 0);
+  world.wait(0, 0);
+  world.prefetcher->done(0);
+  world.backend->finish();
+  world.compute(0, 0);
+  world.prefetcher->done(0);
+  world.use(1, 0);
+  world.prefetcher->end_pass();
+}
+
+void readers_on_two_streams_are_both_waited_for() {
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    World world(2, seed);
+    const StreamHandle streams[] = {world.backend->create_stream(), world.backend->create_stream()};
+    world.configure(world.configuration({0, 1}, 1));
+    for (int pass = 0; pass < 3; ++pass) {
+      world.prefetcher->begin_pass();
+      for (const LayerId layer : {0U, 1U}) {
+        for (const StreamHandle stream : streams) world.wait(layer, stream);
+        for (const StreamHandle stream : streams) world.compute(layer, stream);
+        for (const StreamHandle stream : streams) world.prefetcher->done(layer, stream);
+      }
+      world.prefetcher->end_pass();
+    }
+    world.backend->finish();
+  }
+}
+
+void bad_configurations_change_nothing() {
+  World world(4);
+  world.configure(world.configuration({0, 1, 2}, 2));
+  world.pass(0);
+  const auto refused = [&](auto&& change) {
+    StreamConfiguration c = world.configuration({0, 1}, 2);
+    change(c);
+    CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->configure(c));
+  };
+  refused([](StreamConfiguration& c) { c.streamed = {0, 9}; });
+  refused([](StreamConfiguration& c) { c.streamed = {1, 0}; });
+  refused([](StreamConfiguration& c) { c.streamed = {1, 1}; });
+  refused([](StreamConfiguration& c) { c.ring.clear(); });
+  refused([](StreamConfiguration& c) { c.ring[1] = c.ring[0]; });
+  refused([](StreamConfiguration& c) { c.ring[0] = nullptr; });
+  refused([](StreamConfiguration& c) { c.ring_bytes = kBytes - 1; });
+  refused([](StreamConfiguration& c) { c.reload = {4}; });
+  refused([](StreamConfiguration& c) { c.reload = {0}; });
+  refused([](StreamConfiguration& c) { c.reload = {3, 3}; });
+  refused([](StreamConfiguration& c) { c.held = {4}; });
+  refused([](StreamConfiguration& c) { c.held = {2, 2}; });
+  CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->wait(4));
+  CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->done(4));
+  world.pass(0);
+  CHECK(world.prefetcher->stats().last_pass_copies == 2);
+  CHECK_ERROR(ErrorKind::invalid_argument, Prefetcher(nullptr, {}));
+}
+
+void a_failed_copy_is_an_error_never_a_hang() {
+  for (const bool host : {true, false}) {
+    for (unsigned nth = 1; nth <= 12; ++nth) {
+      World world(5, nth);
+      StreamHandle stream = host ? 0 : world.backend->create_stream();
+      world.backend->fail_copy(nth);
+      world.configure(world.configuration({0, 2, 3, 4}, 2));
+      bool threw = false;
+      for (int pass = 0; pass < 4 && !threw; ++pass) {
+        try {
+          world.pass(stream);
+          world.backend->random_steps(40);
+          world.prefetcher->drain();
+        } catch (const Error& error) {
+          CHECK(error.kind() == ErrorKind::driver);
+          threw = true;
+        }
+      }
+      CHECK(threw);
+      CHECK_ERROR(ErrorKind::driver, world.prefetcher->drain());
+      if (!host) {
+        world.backend->finish();
+        stream = world.backend->create_stream();  // the failed event took the reader's stream with it
+      }
+      world.pass(stream);
+      world.pass(stream);
+      world.backend->finish();
+      world.prefetcher->drain();
+    }
+  }
+}
+
+void every_call_may_fail() {
+  unsigned thrown = 0;
+  for (const Call call : {Call::create_stream, Call::destroy_stream, Call::copy, Call::create_event, Call::record,
+                          Call::stream_wait}) {
+    for (const bool host : {true, false}) {
+      for (const bool always : {false, true}) {
+        for (unsigned nth = 1; nth <= 30; ++nth) {
+          World world(6, nth);
+          const StreamHandle stream = host ? 0 : world.backend->create_stream();
+          world.configure(world.configuration({0, 2, 3}, 2));
+          world.backend->fail_call(call, nth, always);
+          bool faulty = false;
+          const auto attempt = [&](auto&& action) {
+            try {
+              action();
+            } catch (const Error& error) {
+              CHECK(error.kind() == ErrorKind::driver || (error.kind() == ErrorKind::invalid_state && faulty));
+              ++thrown;
+            }
+          };
+          for (int round = 0; round < 3; ++round) {
+            attempt([&] { world.pass(stream); });
+            attempt([&] {
+              if (world.prefetcher->in_pass()) world.prefetcher->end_pass();
+            });
+            faulty = world.prefetcher->in_pass();  // then configure is refused
+            attempt([&] { world.configure(world.configuration(round % 2 == 0 ? std::vector<LayerId>{0, 1, 2, 4, 5}
+                                                                             : std::vector<LayerId>{0, 2, 3}, 3)); });
+          }
+          world.backend->heal();
+          world.pass(stream);
+          world.pass(stream);
+          world.backend->finish();
+          world.prefetcher->drain();
+          world.prefetcher.reset();
+          CHECK(world.backend->usage().events == 0);
+          CHECK(world.backend->usage().streams == (host ? 0 : 1));
+        }
+      }
+    }
+  }
+  CHECK(thrown > 100);
+}
+
+void statistics() {
+  World world(4);
+  world.configure(world.configuration({0, 1, 2, 3}, 2));
+  world.pass(0);
+  world.prefetcher->begin_pass();
+  CHECK(world.prefetcher->in_pass());
+  world.pass(0);
+  world.prefetcher->drain();
+  const remap::PrefetchStats stats = world.prefetcher->stats();
+  CHECK(stats.passes == 2);
+  CHECK(stats.abandoned == 1);
+  CHECK(stats.copies == 10);
+  CHECK(stats.copied_bytes == 10 * kBytes);
+  CHECK(stats.timed_bytes == 10 * kBytes);
+  CHECK(stats.copy_s > 0);
+  CHECK(stats.last_pass_copies == 4);
+  CHECK(stats.last_pass_s > 0);
+  CHECK(stats.misses == 0);
+}
+
+void nothing_streamed_is_nothing_done() {
+  World world(3);
+  world.pass(0);
+  world.configure(world.configuration({}, 0));
+  world.pass(world.backend->create_stream());
+  CHECK(world.backend->copies.empty());
+  for (LayerId layer = 0; layer < 3; ++layer) CHECK(world.prefetcher->ready(layer));
+  CHECK(!world.prefetcher->ready(3));
+}
+
+}  // namespace
+
+int main() {
+  RUN(the_grid_computes_with_its_own_bytes_and_never_misses);
+  RUN(random_interleavings);
+  RUN(several_passes_in_flight_on_one_stream);
+  RUN(copies_are_issued_first_needed_first);
+  RUN(kept_contents_are_not_copied_again);
+  RUN(a_reloaded_layer_becomes_ready);
+  RUN(failed_re_pointing_is_told_until_configured);
+  RUN(a_conflict_is_an_error_and_changes_nothing);
+  RUN(nested_uses_protect_until_the_last_done);
+  RUN(readers_on_two_streams_are_both_waited_for);
+  RUN(bad_configurations_change_nothing);
+  RUN(a_failed_copy_is_an_error_never_a_hang);
+  RUN(every_call_may_fail);
+  RUN(statistics);
+  RUN(nothing_streamed_is_nothing_done);
+  return remap::testing::failures();
+}

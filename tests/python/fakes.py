@@ -1,0 +1,154 @@
+"""A tenant, a pool and a session over plain torch tensors: the duck types that the engine and the hooks need, without an arena.
+
+The pool is harsh on purpose: ids have holes and are handed out in a shuffled order, blocks lie far apart in memory, and whatever is not allocated holds NaN, so that a
+stale read shows in the result.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from remap.errors import InvalidArgument, OutOfBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class CountingPool:
+    """Block bookkeeping without memory. `blocks` usable ids, every third id missing."""
+
+    def __init__(self, blocks: int, block_tokens: int, seed: int = 0) -> None:
+        self.block_tokens = block_tokens
+        ids = [id for id in range(2 * blocks + 2) if id % 3 != 1][:blocks]
+        random.Random(seed).shuffle(ids)
+        self.free_ids = ids
+        self.held: set[int] = set()
+
+    @property
+    def free_blocks(self) -> int:
+        return len(self.free_ids)
+
+    @property
+    def usable_blocks(self) -> int:
+        return len(self.free_ids) + len(self.held)
+
+    def allocate(self, n: int) -> list[int]:
+        if n > len(self.free_ids):
+            raise OutOfBlocks("too few blocks", requested=n, free=self.free_blocks, usable=self.usable_blocks)
+        ids, self.free_ids = self.free_ids[:n], self.free_ids[n:]
+        self.held |= set(ids)
+        return ids
+
+    def free(self, ids: list[int]) -> None:
+        if len(set(ids)) != len(ids) or not set(ids) <= self.held:
+            raise InvalidArgument(f"not allocated: {sorted(set(ids) - self.held)}")
+        self.held -= set(ids)
+        self.free_ids += ids
+
+
+class FakeKV(CountingPool):
+    """A pool with memory: block-major, one strided tensor a layer, NaN in what is free."""
+
+    def __init__(
+        self, *, layers: int, kv_heads: int, head_dim: int, blocks: int, block_tokens: int = 4, max_blocks: int = 0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        super().__init__(blocks, block_tokens)
+        self.hidden_ids = [id for id in range(max(max_blocks, 2 * blocks + 2)) if id not in set(self.free_ids)]
+        self.memory = torch.full((2 * blocks + 2 + len(self.hidden_ids), layers, 2, block_tokens, kv_heads, head_dim), float("nan"), dtype=dtype)
+        self.tensors = [self.memory[:, layer].transpose(0, 1) for layer in range(layers)]
+
+    def free(self, ids: list[int]) -> None:
+        super().free(ids)
+        self.memory[ids] = float("nan")
+
+    def grow(self, n: int) -> None:
+        """Make `n` more ids usable, as far as there are any."""
+        self.free_ids += self.hidden_ids[:n]
+        self.hidden_ids = self.hidden_ids[n:]
+
+    def shuffle(self) -> dict[int, int]:
+        """Move every held block to another place, as compaction does; returns old id -> new id."""
+        old = sorted(self.held)
+        places = sorted(self.held | set(self.free_ids))
+        new = random.Random(len(places)).sample(places, len(old))
+        kept = self.memory[old]
+        self.memory[places] = float("nan")
+        self.memory[new] = kept
+        self.held = set(new)
+        self.free_ids = [id for id in places if id not in self.held]
+        return dict(zip(old, new, strict=True))
+
+
+class FakeTenant:
+    """Records what the engine or the hooks call; `in_pass` is the pass open now. Refuses calls out of order."""
+
+    def __init__(self, layers: int, kv: FakeKV | None = None, name: str = "fake") -> None:
+        self.name = name
+        self.layers = layers
+        self.kv = kv
+        self.calls: list[tuple[str, int]] = []
+        self.passes: list[tuple[str, int]] = []
+        self.abandoned = 0
+        self.in_pass = False
+        self.waiting_for_done: int | None = None
+
+    @contextmanager
+    def forward(self, phase: str = "decode", tokens: int = 0) -> Iterator[None]:
+        if self.in_pass:
+            raise InvalidArgument("a pass is open already")
+        self.in_pass = True
+        self.passes.append((phase, tokens))
+        try:
+            yield
+        except BaseException:
+            self.abandoned += 1
+            raise
+        finally:
+            self.in_pass = False
+            self.waiting_for_done = None
+
+    def wait(self, layer: int) -> None:
+        if not self.in_pass or self.waiting_for_done is not None:
+            raise InvalidArgument(f"wait({layer}) out of order")
+        self.waiting_for_done = layer
+        self.calls.append(("wait", layer))
+
+    def done(self, layer: int) -> None:
+        if self.waiting_for_done != layer:
+            raise InvalidArgument(f"done({layer}) out of order")
+        self.waiting_for_done = None
+        self.calls.append(("done", layer))
+
+
+@dataclass(frozen=True)
+class FakeReport:
+    moved: dict[str, dict[int, int]] = field(default_factory=dict)
+    remapped: dict[str, int] = field(default_factory=dict)
+
+
+class FakeSession:
+    """Grows the pool by what is wanted (at most `stride` blocks a step) and moves every block every `move_every` steps."""
+
+    def __init__(self, tenant: FakeTenant, *, stride: int = 8, move_every: int = 0) -> None:
+        self.tenant = tenant
+        self.stride = stride
+        self.move_every = move_every
+        self.demands: list[int] = []
+        self.grown = 0
+
+    def step(self, demands: dict[str, object]) -> FakeReport:
+        (wanted,) = (demand.blocks for demand in demands.values())
+        assert list(demands) == [self.tenant.name]
+        self.demands.append(wanted)
+        kv = self.tenant.kv
+        deficit = min(wanted - kv.free_blocks, self.stride)
+        if deficit > 0:
+            kv.grow(deficit)
+            self.grown += 1
+        moved = kv.shuffle() if self.move_every and len(self.demands) % self.move_every == 0 else {}
+        return FakeReport({self.tenant.name: moved}, {self.tenant.name: self.grown})

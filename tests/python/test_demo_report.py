@@ -1,0 +1,239 @@
+"""The demo's report from synthetic runs: the numbers of demo.json, an honest sentence, a self-contained page."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remap.cli.demo_html import MAX_POINTS, page, thin, ticks
+from remap.cli.demo_report import (
+    DemoResult,
+    RunResult,
+    closing_sentence,
+    identical_requests,
+    is_better,
+    sparkline,
+    table_rows,
+    to_json,
+)
+from remap.engine.metrics import Sample
+from remap.errors import InvalidArgument
+
+TOKENS = tuple(tuple(range(i, i + 20)) for i in range(48))
+
+
+def make_run(kind: str, **changes: object) -> RunResult:
+    points = tuple(
+        Sample(
+            time_s=i * 0.1,
+            kv_used_blocks=min(i, 200),
+            kv_usable_blocks=210 + (90 if kind == "remap" and i > 100 else 0),
+            layers_remapped=6 if kind == "remap" and i > 100 else 0,
+            running=min(i, 20),
+            waiting=max(48 - i, 0),
+            preemptions=0 if kind == "remap" else i // 20,
+            tokens=8,
+            step_s=0.1,
+        )
+        for i in range(300)
+    )
+    run = RunResult(
+        kind=kind,
+        wall_s=30.0,
+        preemptions=0,
+        recomputed_tokens=0,
+        ttft_s=tuple(0.1 * i for i in range(1, 49)),
+        tbt_s=tuple(0.05 + 0.0001 * i for i in range(48 * 19)),
+        capacity_bytes=512 << 20,
+        kv_blocks_start=210,
+        kv_blocks_peak=210,
+        layers=30,
+        layers_remapped_peak=0,
+        stall_fraction=0.0,
+        tokens=TOKENS,
+        timeline=points,
+    )
+    return replace(run, **changes)  # type: ignore[arg-type]
+
+
+def make_result(**remap_changes: object) -> DemoResult:
+    gain: dict[str, object] = {
+        "wall_s": 20.0,
+        "kv_blocks_peak": 300,
+        "layers_remapped_peak": 6,
+        "stall_fraction": 0.0125,
+    }
+    return DemoResult(
+        model="SmolLM2-135M-Instruct",
+        budget_bytes=512 << 20,
+        unconstrained=make_run("unconstrained", capacity_bytes=2 << 30, kv_blocks_start=900, kv_blocks_peak=900),
+        baseline=make_run("baseline", preemptions=14, recomputed_tokens=3120),
+        remap=make_run("remap", **{**gain, **remap_changes}),
+        machine={"cpu": "<two> & more", "cores": 2},
+        settings={"threads": 1},
+    )
+
+
+def test_json_has_exactly_the_documented_keys() -> None:
+    data = json.loads(json.dumps(to_json(make_result())))
+    assert list(data) == ["model", "budget_bytes", "requests", "tokens_identical", "baseline", "remap", "machine"]
+    for kind in ("baseline", "remap"):
+        assert list(data[kind]) == [
+            "preemptions",
+            "recomputed_tokens",
+            "tokens_per_s",
+            "ttft_p50_s",
+            "ttft_p99_s",
+            "tbt_p50_s",
+            "tbt_p99_s",
+            "kv_blocks_start",
+            "kv_blocks_peak",
+            "layers_remapped_peak",
+            "stall_fraction",
+        ]
+    assert data["budget_bytes"] == 512 << 20
+    assert data["requests"] == 48
+    assert data["tokens_identical"] is True
+    assert data["baseline"]["preemptions"] == 14
+    assert data["baseline"]["tokens_per_s"] == pytest.approx(960 / 30)
+    assert data["remap"]["tokens_per_s"] == pytest.approx(960 / 20)
+    assert data["remap"]["ttft_p50_s"] == pytest.approx(2.45)
+
+
+def test_one_different_token_is_reported() -> None:
+    tokens = (*TOKENS[:-1], (*TOKENS[-1][:-1], 7))
+    result = make_result(tokens=tokens)
+    assert to_json(result)["tokens_identical"] is False
+    assert identical_requests(result.remap, result.unconstrained) == 47
+    assert "the tokens of 1 of 48 requests differ" in closing_sentence(result)
+    with pytest.raises(InvalidArgument):
+        identical_requests(make_run("remap", tokens=TOKENS[:3]), result.unconstrained)
+
+
+def test_run_survives_json() -> None:
+    run = make_run("remap", layers_remapped_peak=6)
+    assert RunResult.from_dict(json.loads(json.dumps(run.to_dict()))) == run
+
+
+def test_closing_sentence_when_remap_is_better() -> None:
+    result = make_result()
+    assert is_better(result)
+    assert closing_sentence(result) == (
+        "In the same 512 MiB, remap gave up to 6 of 30 layers' memory to the KV cache (210 to 300 blocks); "
+        "preemptions went from 14 to 0, recomputed tokens from 3,120 to 0, "
+        "throughput rose by 50% (32.0 to 48.0 tokens/s), P99 time to first token stayed (4.75 s to 4.75 s), "
+        "P99 time between tokens stayed (140 ms to 140 ms); "
+        "and the tokens of all 48 requests are identical to the unconstrained run's."
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"wall_s": 40.0}, "throughput fell by 25%"),
+        ({"ttft_s": tuple(0.2 * i for i in range(1, 49))}, "P99 time to first token rose by 100%"),
+        ({"preemptions": 14}, "both runs preempted 14 times"),
+        ({"preemptions": 20}, "preemptions went from 14 to 20"),
+    ],
+)
+def test_closing_sentence_when_remap_is_not_better(changes: dict[str, object], expected: str) -> None:
+    result = make_result(**changes)
+    assert not is_better(result)
+    sentence = closing_sentence(result)
+    assert sentence.startswith("Not better in every respect here: in the same")
+    assert expected in sentence
+
+
+def test_closing_sentence_says_when_kv_was_not_scarce() -> None:
+    result = make_result(layers_remapped_peak=0)
+    sentence = closing_sentence(replace(result, baseline=make_run("baseline")))
+    assert sentence.startswith("KV was not scarce, the baseline never preempted: ")
+    assert "remap gave no layer's memory" in sentence
+
+
+def test_sparkline_holds_values_between_points() -> None:
+    def at(time_s: float, layers: int) -> Sample:
+        return Sample(time_s, 0, 0, layers, 0, 0, 0, 0, 0.0)
+
+    assert sparkline([at(0, 0), at(2, 8), at(9, 0), at(10, 0)], top=8, width=10) == "▁▁████████"
+    assert sparkline([at(0, 0), at(10, 0)], top=8, width=4) == "▁▁▁▁"
+    assert sparkline([], top=8) == ""
+
+
+def test_table_compares_remap_with_baseline() -> None:
+    rows = {row[0]: row[1:] for row in table_rows(make_result())}
+    assert rows["preemptions"] == ("0", "14", "0", "-100%")
+    assert rows["tokens/s"] == ("32.0", "32.0", "48.0", "+50%")
+    assert rows["memory budget"][:3] == ("2 GiB", "512 MiB", "512 MiB")
+    assert rows["requests with identical tokens"][:3] == ("reference", "48 of 48", "48 of 48")
+    assert rows["stall share"][2] == "1.2%"
+
+
+@given(st.floats(0, 1e7), st.integers(2, 8), st.booleans())
+def test_ticks_cover_the_values_in_round_steps(top: float, count: int, integer: bool) -> None:
+    marks = ticks(top, count, integer)
+    assert marks[0] == 0
+    assert marks[-1] >= top * (1 - 1e-6)
+    assert 2 <= len(marks) <= 2 * count + 2
+    if integer:
+        assert all(mark == pytest.approx(round(mark)) for mark in marks)
+
+
+def test_thin_keeps_both_ends() -> None:
+    points = [Sample(float(i), 0, 0, 0, 0, 0, 0, 0, 0.0) for i in range(5 * MAX_POINTS + 3)]
+    kept = thin(points)
+    assert len(kept) <= MAX_POINTS + 1
+    assert kept[0] is points[0]
+    assert kept[-1] is points[-1]
+    assert thin(points[:10]) == points[:10]
+
+
+class _Balanced(HTMLParser):
+    VOID = ("meta",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_page_is_whole_and_self_contained() -> None:
+    html = page(make_result())
+    parser = _Balanced()
+    parser.feed(html)
+    assert parser.open == []
+    assert parser.tags.count("svg") == 8
+    assert not re.search(r"(src|href)=|url\(|@import|https?://", html)
+    assert "&lt;two&gt; &amp; more" in html
+    assert "prefers-color-scheme:dark" in html
+
+
+def test_page_of_runs_without_a_timeline() -> None:
+    result = make_result(timeline=())
+    html = page(replace(result, baseline=replace(result.baseline, timeline=())))
+    assert html.count("<svg") == 8
+    assert "nan" not in html.lower().replace("unconstrained", "")
+
+
+def test_charts_of_both_runs_share_their_axes() -> None:
+    result = make_result()
+    shorter = replace(result.remap, timeline=result.remap.timeline[:150])
+    html = page(replace(result, remap=shorter))
+    assert set(re.findall(r'data-end="([^"]+)"', html)) == {"29.9"}

@@ -1,0 +1,286 @@
+"""The engine's forward against transformers': logits, greedy tokens, and independence of batch, blocks, chunks and preemption."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from fakes import FakeKV, FakeSession, FakeTenant  # noqa: E402
+
+from remap.engine import LLMEngine, ModelRunner, Request, SamplingParams  # noqa: E402
+from remap.engine.request import Sequence  # noqa: E402
+from remap.engine.runner import sample  # noqa: E402
+from remap.engine.scheduler import Chunk  # noqa: E402
+from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
+
+LAYERS, VOCAB = 3, 97
+COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 6, "max_position_embeddings": 128}
+GATED = {**COMMON, "intermediate_size": 80, "num_key_value_heads": 2}
+
+
+def _opt(**more):
+    return transformers.OPTForCausalLM(transformers.OPTConfig(**{**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1, **more}))
+
+
+MAKERS = {
+    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED, tie_word_embeddings=True)),
+    "llama-bias-rope": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            **GATED,
+            attention_bias=True,
+            mlp_bias=True,
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        )
+    ),
+    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GATED)),
+    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GATED, head_dim=16)),
+    "opt": lambda: _opt(),
+    "opt-post-norm-projected": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
+}
+_MODELS: dict[str, object] = {}
+
+
+def make_model(kind):
+    """Random weights, large enough that greedy tokens vary; one instance a kind (nothing here writes to it)."""
+    if kind not in _MODELS:
+        torch.manual_seed(3)
+        model = MAKERS[kind]().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.12) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+        _MODELS[kind] = model
+    return _MODELS[kind]
+
+
+def make_tenant(model, blocks=64, **more):
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return FakeTenant(LAYERS, FakeKV(layers=LAYERS, kv_heads=heads, head_dim=head_dim, blocks=blocks, dtype=model.dtype, **more))
+
+
+def prompts(count, seed=0, low=1, high=40):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(low, high + 1, (count,), generator=generator).tolist()
+    return [tuple(torch.randint(0, VOCAB, (length,), generator=generator).tolist()) for length in lengths]
+
+
+@torch.no_grad()
+def reference_tokens(model, prompt, count):
+    """Greedy decoding the slow way: the whole sequence through transformers for every token."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return tuple(ids[len(prompt) :])
+
+
+@pytest.fixture(params=list(MAKERS))
+def model(request):
+    return make_model(request.param)
+
+
+def test_logits_equal_transformers(model):
+    """Mixed passes: whole prompts, chunks over a prefix, and single tokens of sequences of unlike lengths, in one batch."""
+    tenant = make_tenant(model)
+    runner = ModelRunner(model, tenant)
+    sequences = [Sequence.of(Request(str(index), prompt), index) for index, prompt in enumerate(prompts(6, low=9))]
+    for sequence in sequences:
+        sequence.blocks = tenant.kv.allocate(-(-len(sequence.tokens) // 4))
+    done = [0] * 6
+    sizes = iter([3, 5, 1, 8, 2, 7, 4, 1, 1, 6, 9, 2, 1, 1, 30] * 40)
+    seen = 0
+    while any(count < len(sequence.tokens) for count, sequence in zip(done, sequences, strict=True)):
+        chunks = []
+        for index, sequence in enumerate(sequences):
+            count = min(next(sizes), len(sequence.tokens) - done[index])
+            if count:
+                chunks.append(Chunk(sequence, done[index], count))
+                done[index] += count
+        samplers, logits = runner.forward(chunks)
+        assert len(samplers) == sum(chunk.samples for chunk in chunks)
+        for chunk, row in zip(samplers, logits, strict=True):
+            with torch.no_grad():
+                expected = model(torch.tensor([chunk.sequence.tokens]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(row, expected, rtol=1e-4, atol=1e-4)
+            seen += 1
+    assert seen == 6
+    assert tenant.calls[: 2 * LAYERS] == [(call, layer) for layer in range(LAYERS) for call in ("wait", "done")]
+
+
+@pytest.mark.parametrize("blocks", [64, 14])
+def test_greedy_tokens_equal_transformers(model, blocks):
+    """Also with so few blocks that sequences are preempted and recomputed."""
+    tenant = make_tenant(model, blocks=blocks)
+    engine = LLMEngine(model, tenant, max_num_seqs=4, max_batch_tokens=24)
+    requests = [Request(f"r{index}", prompt, SamplingParams(max_tokens=10 + index)) for index, prompt in enumerate(prompts(6, seed=1, high=24))]
+    result = engine.run(requests)
+    for request in requests:
+        output = result.outputs[request.id]
+        assert output.tokens == reference_tokens(model, request.prompt, request.sampling.max_tokens)
+        assert output.finish_reason == "length"
+    assert (result.metrics.preemptions > 0) == (blocks == 14)
+    assert (result.metrics.recomputed_tokens > 0) == (blocks == 14)
+    assert tenant.kv.free_blocks == blocks
+    assert not engine.unfinished
+
+
+def test_a_growing_and_moving_pool_changes_no_token():
+    pytest.importorskip("remap.controller")
+    model = make_model("llama")
+    requests = [Request(f"r{index}", prompt, SamplingParams(max_tokens=12)) for index, prompt in enumerate(prompts(8, seed=2, high=24))]
+    plain = LLMEngine(model, make_tenant(model, blocks=120)).run(requests)
+    tenant = make_tenant(model, blocks=8, max_blocks=120)
+    session = FakeSession(tenant, move_every=3)
+    grown = LLMEngine(model, tenant, session=session, max_batch_tokens=48).run(requests)
+    assert grown.metrics.preemptions == 0
+    assert {id: output.tokens for id, output in grown.outputs.items()} == {id: output.tokens for id, output in plain.outputs.items()}
+    summary = grown.metrics.summary()
+    assert summary["kv_blocks_start"] == 8 < summary["kv_blocks_peak"]
+    assert summary["layers_remapped_peak"] == session.grown > 0
+    assert len(session.demands) == summary["steps"] == len(grown.metrics.timeline)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_same_batch_gives_the_same_bits_wherever_the_blocks_lie(dtype):
+    model = MAKERS["qwen3"]().eval().to(dtype)
+    rows = []
+    for seed in range(2):
+        tenant = make_tenant(model)
+        tenant.kv.free_ids = tenant.kv.free_ids[seed:] + tenant.kv.free_ids[:seed]
+        runner = ModelRunner(model, tenant)
+        sequences = [Sequence.of(Request(str(index), prompt), index) for index, prompt in enumerate(prompts(5))]
+        chunks = []
+        for sequence in sequences:
+            sequence.blocks = tenant.kv.allocate(-(-len(sequence.tokens) // 4))
+            chunks.append(Chunk(sequence, 0, len(sequence.tokens)))
+        rows.append(runner.forward(chunks)[1])
+    assert torch.equal(rows[0], rows[1])
+    assert torch.isfinite(rows[0]).all()
+
+
+def test_seeded_sampling_ignores_batch_and_preemption():
+    model = make_model("qwen2")
+    params = [SamplingParams(max_tokens=12, temperature=0.9, top_k=20, top_p=0.95, seed=index) for index in range(5)]
+    requests = [Request(f"r{i}", prompt, params[i]) for i, prompt in enumerate(prompts(5, seed=4, high=20))]
+    roomy = LLMEngine(model, make_tenant(model, blocks=64)).run(requests)
+    tight = LLMEngine(model, make_tenant(model, blocks=10), max_num_seqs=3, max_batch_tokens=16).run(requests)
+    assert tight.metrics.preemptions > 0
+    assert {id: output.tokens for id, output in roomy.outputs.items()} == {id: output.tokens for id, output in tight.outputs.items()}
+    other = LLMEngine(model, make_tenant(model)).run([Request("r0", requests[0].prompt, SamplingParams(max_tokens=12, temperature=0.9, seed=99))])
+    assert other.outputs["r0"].tokens != roomy.outputs["r0"].tokens
+
+
+def test_sampling_follows_the_distribution():
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    counts = torch.zeros(4)
+    for seed in range(2000):
+        sampling = SamplingParams(temperature=1.0, top_p=0.9, seed=seed)
+        (token,) = sample([Chunk(Sequence.of(Request("x", (1,), sampling), 0), 0, 1)], logits)
+        counts[token] += 1
+    assert counts[3] == 0  # 0.5 + 0.3 + 0.15 reaches top_p
+    torch.testing.assert_close(counts[:3] / 2000, torch.tensor([0.5, 0.3, 0.15]) / 0.95, atol=0.04, rtol=0)
+
+
+def test_stop_tokens_end_a_request():
+    model = make_model("llama")
+    prompt = prompts(1, low=6)[0]
+    tokens = reference_tokens(model, prompt, 8)
+    stop = tokens[4]
+    output = LLMEngine(model, make_tenant(model)).run([Request("a", prompt, SamplingParams(max_tokens=8, stop_token_ids={stop}))]).outputs["a"]
+    assert output.tokens == tokens[: tokens.index(stop) + 1]
+    assert output.finish_reason == "stop"
+
+
+def test_a_layer_that_raises_leaves_every_request_where_it_was(monkeypatch):
+    model = make_model("llama")
+    tenant = make_tenant(model)
+    engine = LLMEngine(model, tenant, max_batch_tokens=16)
+    requests = [Request(f"r{index}", prompt, SamplingParams(max_tokens=6)) for index, prompt in enumerate(prompts(4, seed=5))]
+    for request in requests:
+        engine.add_request(request)
+    outputs = {}
+    steps = 0
+    while engine.unfinished:
+        if steps % 3 == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(model.model.layers[1].mlp, "forward", _fail)
+                with pytest.raises(RuntimeError, match="broken layer"):
+                    engine.step()
+            assert not tenant.in_pass
+        outputs.update((output.id, output.tokens) for output in engine.step().finished)
+        steps += 1
+    assert tenant.abandoned > 2
+    assert outputs == {request.id: reference_tokens(model, request.prompt, 6) for request in requests}
+
+
+def _fail(*args, **kwargs):
+    raise RuntimeError("broken layer")
+
+
+def test_refusals_change_nothing():
+    model = make_model("llama")
+    tenant = make_tenant(model, blocks=4)
+    engine = LLMEngine(model, tenant)
+    with pytest.raises(InvalidArgument) as caught:
+        engine.add_request(Request("long", (1,) * 10, SamplingParams(max_tokens=8)))
+    assert (caught.value.needed, caught.value.limit) == (5, 4)
+    with pytest.raises(InvalidArgument) as caught:
+        engine.add_request(Request("longer", (1,) * 120, SamplingParams(max_tokens=10)))
+    assert (caught.value.needed, caught.value.limit) == (129, 128)
+    assert not engine.unfinished
+    engine.add_request(Request("fits", (1,) * 10, SamplingParams(max_tokens=7)))
+    with pytest.raises(InvalidArgument):
+        engine.add_request(Request("fits", (1,)))
+    with pytest.raises(InvalidArgument):
+        engine.abort("unknown")
+    engine.step()
+    assert engine.abort("fits").finish_reason == "abort"
+    assert tenant.kv.free_blocks == 4
+    with pytest.raises(InvalidArgument):
+        ModelRunner(make_model("opt"), tenant)
+    with pytest.raises(InvalidArgument):
+        ModelRunner(torch.nn.Linear(2, 2), tenant)
+
+
+def test_a_pool_that_shrank_under_a_lone_request_is_an_error_not_a_loop():
+    model = make_model("llama")
+    tenant = make_tenant(model, blocks=6)
+    engine = LLMEngine(model, tenant)
+    engine.add_request(Request("a", (1, 2, 3), SamplingParams(max_tokens=18)))
+    engine.step()
+    tenant.kv.free_ids = tenant.kv.free_ids[:2]
+    with pytest.raises(OutOfBlocks) as caught:
+        for _ in range(40):
+            engine.step()
+    assert caught.value.requested > caught.value.usable == 3
+    assert engine.abort("a").tokens == reference_tokens(model, (1, 2, 3), 18)[: 3 * 4 - 2]
+
+
+def test_arrivals_are_respected_on_the_engines_clock():
+    model = make_model("llama")
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.001
+        return now[0]
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    engine = LLMEngine(model, make_tenant(model), clock=clock, sleep=sleep)
+    requests = [Request("late", (1, 2), SamplingParams(max_tokens=2), arrival_s=5.0), Request("now", (3,), SamplingParams(max_tokens=3))]
+    result = engine.run(requests)
+    assert list(result.outputs) == ["now", "late"]
+    assert result.metrics.duration_s > 5.0
+    assert len(result.metrics.ttft_s) == 2
+    assert max(result.metrics.ttft_s) < 0.1
+    assert len(result.metrics.tbt_s) == 3

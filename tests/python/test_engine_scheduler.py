@@ -1,0 +1,263 @@
+"""The scheduler and the metrics: pure bookkeeping, checked against invariants under any load and against cases done by hand."""
+
+from __future__ import annotations
+
+import sys
+from subprocess import run
+
+import pytest
+from fakes import CountingPool
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remap.engine.metrics import Metrics, Sample, percentile
+from remap.engine.request import Request, SamplingParams, Sequence, State
+from remap.engine.scheduler import Scheduler
+from remap.errors import InvalidArgument, OutOfBlocks
+
+
+def sequence(order, prompt, max_tokens=50):
+    return Sequence.of(Request(f"r{order}", (7,) * prompt, SamplingParams(max_tokens=max_tokens)), order)
+
+
+def advance(scheduler, pool):
+    """One step with a model that always says 7. Returns the schedule and what finished."""
+    schedule = scheduler.schedule(pool)
+    finished = []
+    for chunk in schedule.chunks:
+        samples = chunk.samples
+        scheduler.commit(chunk)
+        if samples and chunk.sequence.append(7):
+            scheduler.finish(chunk.sequence, pool)
+            finished.append(chunk.sequence)
+    return schedule, finished
+
+
+def shape(schedule):
+    return [(chunk.sequence.order, chunk.start, chunk.count) for chunk in schedule.chunks]
+
+
+def test_chunked_prefill_shares_the_budget_with_decodes():
+    scheduler = Scheduler(block_tokens=4, max_batch_tokens=8)
+    pool = CountingPool(100, 4)
+    for order, prompt in enumerate((5, 10, 2)):
+        scheduler.add(sequence(order, prompt))
+    assert shape(advance(scheduler, pool)[0]) == [(0, 0, 5), (1, 0, 3)]
+    assert shape(advance(scheduler, pool)[0]) == [(0, 5, 1), (1, 3, 7)]
+    assert shape(advance(scheduler, pool)[0]) == [(0, 6, 1), (1, 10, 1), (2, 0, 2)]
+
+
+def test_the_youngest_is_preempted_and_comes_back_first():
+    scheduler = Scheduler(block_tokens=4, max_num_seqs=2)
+    pool = CountingPool(4, 4)
+    for order in range(3):
+        scheduler.add(sequence(order, 7))
+    advance(scheduler, pool)  # 0 and 1 take two blocks each
+    advance(scheduler, pool)  # both have 8 tokens computed: full
+    schedule, _ = advance(scheduler, pool)
+    assert shape(schedule) == [(0, 8, 1)]
+    assert [seq.order for seq in schedule.preempted] == [1]
+    assert [seq.order for seq in scheduler.waiting] == [1, 2]
+    victim = scheduler.waiting[0]
+    assert (victim.computed, victim.blocks, victim.high_water, len(victim.tokens)) == (0, [], 8, 9)
+    assert victim.state is State.WAITING
+    # One block is free, and 1 has nine tokens to compute: it waits for its whole prompt, and nobody overtakes it.
+    assert shape(advance(scheduler, pool)[0]) == [(0, 9, 1)]
+    scheduler.finish(scheduler.running[0], pool)
+    schedule = scheduler.schedule(pool)
+    assert shape(schedule) == [(1, 0, 9)]
+    assert schedule.chunks[0].recomputed == 8
+
+
+def test_a_sequence_may_be_its_own_victim():
+    scheduler = Scheduler(block_tokens=4)
+    pool = CountingPool(1, 4)
+    scheduler.add(sequence(0, 4))
+    advance(scheduler, pool)
+    schedule, _ = advance(scheduler, pool)
+    assert schedule.chunks == ()
+    assert [seq.order for seq in schedule.preempted] == [0]
+    assert pool.free_blocks == 1
+
+
+def test_watermark_and_whole_prompt_hold_admission_back():
+    pool = CountingPool(10, 4)
+    scheduler = Scheduler(block_tokens=4, watermark=0.5, max_batch_tokens=16)
+    scheduler.add(sequence(0, 16))
+    scheduler.add(sequence(1, 8))
+    assert shape(advance(scheduler, pool)[0]) == [(0, 0, 16)]
+    assert shape(advance(scheduler, pool)[0]) == [(0, 16, 1)]  # 2 + 5 > 5 free
+    eager = Scheduler(block_tokens=4, max_batch_tokens=8, reserve_full_prompt=False)
+    eager.add(sequence(0, 60))
+    assert shape(eager.schedule(CountingPool(3, 4))) == [(0, 0, 8)]
+    careful = Scheduler(block_tokens=4, max_batch_tokens=8)
+    careful.add(sequence(0, 60))
+    assert shape(careful.schedule(CountingPool(3, 4))) == []
+
+
+def test_demand_is_what_would_let_everything_run():
+    scheduler = Scheduler(block_tokens=4, max_num_seqs=3, lookahead_blocks=1)
+    assert scheduler.demand() == 0
+    pool = CountingPool(3, 4)
+    for order, prompt in enumerate((8, 9, 1, 400)):
+        scheduler.add(sequence(order, prompt))
+    assert scheduler.demand() == (2 + 3 + 1) + 3  # the fourth has no slot
+    advance(scheduler, pool)  # 0 runs, its next token needs a third block
+    assert scheduler.demand() == (1 + 3 + 1) + 3
+    wide = CountingPool(scheduler.demand(), 4, seed=1)
+    wide.held |= set(scheduler.running[0].blocks)
+    assert scheduler.demand() >= 8
+    assert len(scheduler.schedule(CountingPool(8, 4)).chunks) == 3
+
+
+def test_relocate_patches_block_tables():
+    scheduler = Scheduler(block_tokens=4)
+    pool = CountingPool(4, 4)
+    scheduler.add(sequence(0, 9))
+    advance(scheduler, pool)
+    first, second, third = scheduler.running[0].blocks
+    scheduler.relocate({first: second, second: 40})
+    assert scheduler.running[0].blocks == [second, 40, third]
+
+
+loads = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 14), st.integers(0, 30)), min_size=1, max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    loads=loads,
+    blocks=st.integers(9, 24),
+    block_tokens=st.integers(4, 8),
+    seqs=st.integers(1, 6),
+    budget=st.integers(1, 24),
+    whole=st.booleans(),
+    watermark=st.sampled_from([0.0, 0.1]),
+)
+def test_any_load_finishes_and_every_invariant_holds(loads, blocks, block_tokens, seqs, budget, whole, watermark):
+    """Ids have one holder; no pass exceeds its limits; chunks are contiguous and backed; running is in order of arrival; all end."""
+    pool = CountingPool(blocks, block_tokens)
+    scheduler = Scheduler(
+        block_tokens=block_tokens, max_num_seqs=seqs, max_batch_tokens=budget, reserve_full_prompt=whole, watermark=watermark
+    )
+    arrivals = sorted((arrival, order) for order, (_, _, arrival) in enumerate(loads))
+    sequences = [sequence(order, loads[index][0], loads[index][1]) for order, (_, index) in enumerate(arrivals)]
+    total = sum(prompt + tokens - 1 for prompt, tokens, _ in loads)
+    computed = recomputed = step = 0
+    finished = []
+    while len(finished) < len(sequences):
+        for seq, (arrival, _) in zip(sequences, arrivals, strict=True):
+            if arrival == step:
+                scheduler.add(seq)
+        before = {id(seq): seq.computed for seq in sequences}
+        wanted, free = scheduler.demand(), pool.free_blocks
+        schedule, ended = advance(scheduler, pool)
+        assert schedule.tokens <= budget
+        assert len(scheduler.running) + len(ended) <= seqs
+        assert [seq.order for seq in scheduler.running] == sorted(seq.order for seq in scheduler.running)
+        assert [seq.order for seq in scheduler.waiting] == sorted(seq.order for seq in scheduler.waiting)
+        assert not (schedule.preempted and any(chunk.start == 0 and before[id(chunk.sequence)] and 0 for chunk in schedule.chunks))
+        if wanted <= free:
+            assert not schedule.preempted, "enough blocks for the demand, and yet a preemption"
+        held = [block for seq in sequences for block in seq.blocks]
+        assert len(held) == len(set(held)) == len(pool.held) == scheduler.used_blocks
+        for chunk in schedule.chunks:
+            assert chunk.count >= 1
+            assert chunk.sequence not in schedule.preempted
+            computed += chunk.count
+        for seq in schedule.preempted:
+            assert seq.state is State.WAITING
+            assert seq.computed == 0
+        for seq in scheduler.running:
+            assert seq.computed < len(seq.tokens)
+            assert seq.computed <= len(seq.blocks) * block_tokens
+        finished += ended
+        step += 1
+        assert step < 20_000, "no progress"
+    recomputed = computed - total
+    assert recomputed >= 0
+    assert pool.free_blocks == blocks
+    assert all(seq.generated == seq.request.sampling.max_tokens for seq in sequences)
+    if not any(seq.preemptions for seq in sequences):
+        assert recomputed == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(loads=loads, budget=st.integers(4, 24))
+def test_recomputed_tokens_are_the_work_done_twice(loads, budget):
+    pool = CountingPool(9, 4)
+    scheduler = Scheduler(block_tokens=4, max_batch_tokens=budget, reserve_full_prompt=False)
+    for order, (prompt, tokens, _) in enumerate(loads):
+        scheduler.add(sequence(order, prompt, tokens))
+    slots: dict[tuple[int, int], int] = {}
+    recomputed = 0
+    while scheduler.waiting or scheduler.running:
+        schedule = scheduler.schedule(pool)
+        recomputed += sum(chunk.recomputed for chunk in schedule.chunks)
+        for chunk in schedule.chunks:
+            for token in range(chunk.start, chunk.end):
+                slots[chunk.sequence.order, token] = slots.get((chunk.sequence.order, token), 0) + 1
+            samples = chunk.samples
+            scheduler.commit(chunk)
+            if samples and chunk.sequence.append(7):
+                scheduler.finish(chunk.sequence, pool)
+    assert recomputed == sum(count - 1 for count in slots.values())
+
+
+def test_a_failed_pass_can_be_scheduled_again():
+    scheduler = Scheduler(block_tokens=4, max_batch_tokens=6)
+    pool = CountingPool(8, 4)
+    scheduler.add(sequence(0, 9))
+    first = shape(scheduler.schedule(pool))
+    assert shape(scheduler.schedule(pool)) == first == [(0, 0, 6)]
+    assert scheduler.used_blocks == 2
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        lambda: Request("a", ()),
+        lambda: Request("a", (1,), arrival_s=-1.0),
+        lambda: SamplingParams(max_tokens=0),
+        lambda: SamplingParams(temperature=-0.1),
+        lambda: SamplingParams(top_p=0.0),
+        lambda: Scheduler(block_tokens=0),
+        lambda: Scheduler(block_tokens=4, watermark=1.0),
+        lambda: Scheduler(block_tokens=4, max_num_seqs=0),
+    ],
+)
+def test_bad_arguments_are_refused(bad):
+    with pytest.raises(InvalidArgument):
+        bad()
+
+
+def test_the_fake_pool_refuses_like_the_real_one():
+    with pytest.raises(OutOfBlocks):
+        CountingPool(2, 4).allocate(3)
+
+
+def test_percentile_interpolates():
+    assert percentile([], 0.5) == 0.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert percentile([1.0, 2.0], 0.99) == pytest.approx(1.99)
+    assert percentile([5.0], 0.99) == 5.0
+
+
+def test_metrics_by_hand():
+    metrics = Metrics(started_s=10.0, kv_blocks_start=4)
+    metrics.arrived("a", 3, 10.0)
+    metrics.arrived("b", 2, 11.0)
+    for id, now in (("a", 10.5), ("a", 10.7), ("b", 12.0), ("a", 12.0)):
+        metrics.token(id, now)
+    metrics.done("a")
+    metrics.timeline.append(Sample(0.5, 3, 6, 2, 1, 0, 0, 3, 0.5))
+    summary = metrics.summary()
+    assert metrics.ttft_s == [0.5, 1.0]
+    assert metrics.tbt_s == pytest.approx([0.2, 1.3])
+    assert summary["tokens_per_s"] == 2.0
+    assert (summary["kv_blocks_start"], summary["kv_blocks_peak"], summary["kv_used_peak"], summary["layers_remapped_peak"]) == (4, 6, 3, 2)
+    assert metrics.as_dict()["timeline"][0]["kv_usable_blocks"] == 6
+
+
+def test_scheduling_needs_no_torch():
+    code = "import sys, remap.engine, remap.engine.scheduler, remap.engine.metrics; sys.exit('torch' in sys.modules)"
+    assert run([sys.executable, "-c", code], check=False).returncode == 0

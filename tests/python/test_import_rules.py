@@ -1,0 +1,112 @@
+"""The rules of who may import whom (tools/import_rules.py) hold here, and the checker sees what breaks them."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _load_rules() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("import_rules", ROOT / "tools" / "import_rules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up while the class is made
+    spec.loader.exec_module(module)
+    return module
+
+
+rules = _load_rules()
+
+
+def test_python_modules_keep_the_rules() -> None:
+    assert [str(v) for v in rules.check_python(ROOT / "src")] == []
+
+
+def test_cpp_sources_keep_the_rules() -> None:
+    assert [str(v) for v in rules.check_cpp(ROOT)] == []
+
+
+def test_the_package_is_really_read() -> None:
+    modules = rules.read_package(ROOT / "src")
+    assert {"remap", "remap.errors", "remap.session", "remap.cli.main"} <= set(modules)
+    assert any(item.module == "remap._core" for item in modules["remap.session"][1])
+
+
+def _package(tmp_path: Path, files: dict[str, str]) -> Path:
+    for name, text in {"__init__.py": "", **files}.items():
+        path = tmp_path / "src" / "remap" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return tmp_path / "src"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"schedule.py": "import torch"}, "pure and imports torch"),
+        ({"planner.py": "def f():\n    from . import _core"}, "imports remap._core"),
+        ({"sim/clock.py": "from .. import _core"}, "imports remap._core"),
+        ({"cost.py": "from .engine2 import f", "engine2.py": "import torch.nn as nn"}, "reaches torch"),
+        ({"__init__.py": "from .session import Session", "session.py": "import torch"}, "`import remap` would load"),
+        ({"session.py": "from .adapters import transformers"}, "eagerly"),
+        ({"modules.py": "import transformers"}, "optional package"),
+        ({"master.py": "import remap._core"}, "imports remap._core"),
+    ],
+)
+def test_planted_violations_are_found(tmp_path: Path, files: dict[str, str], expected: str) -> None:
+    found = [str(v) for v in rules.check_python(_package(tmp_path, files))]
+    assert any(expected in v for v in found), found
+
+
+def test_lazy_and_annotation_imports_are_allowed(tmp_path: Path) -> None:
+    src = _package(
+        tmp_path,
+        {
+            "session.py": "from typing import TYPE_CHECKING\nfrom . import _core\n"
+            "if TYPE_CHECKING:\n    import torch\n    from .adapters import transformers\n"
+            "def hooks():\n    from .adapters import transformers\n    import torch\n",
+            "schedule.py": "import math\nfrom .errors import Error\n",
+            "errors.py": "",
+            "cli/main.py": "import typer\nfrom ..engine import LLMEngine\n",
+        },
+    )
+    assert [str(v) for v in rules.check_python(src)] == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "expected"),
+    [
+        ("include/remap/a.h", "#include <cuda.h>\n", "CUDA"),
+        ("include/remap/a.h", '#include "core/arena_impl.h"\n', "private"),
+        ("cpp/backend/host.cpp", '#include "core/arena.h"\n', "higher layer"),
+        ("cpp/core/arena.cpp", '  #  include "schedule/ring.h"\n', "higher layer"),
+        ("cpp/core/arena.cpp", '#include "remap/prefetcher.h"\n', "higher layer"),
+        ("include/remap/backend.h", '#include "remap/arena.h"\n', "higher layer"),
+        ("cpp/core/arena.cpp", "#include <torch/extension.h>\n", "torch"),
+    ],
+)
+def test_planted_cpp_violations_are_found(tmp_path: Path, path: str, text: str, expected: str) -> None:
+    file = tmp_path / path
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+    found = [str(v) for v in rules.check_cpp(tmp_path)]
+    assert len(found) == 1
+    assert expected in found[0]
+
+
+def test_importing_remap_loads_neither_torch_nor_an_engine() -> None:
+    code = "import sys, json, remap; print(json.dumps(sorted(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = json.loads(result.stdout)
+    heavy = ("torch", "numpy", "transformers", "typer", "rich", "remap.engine", "remap.adapters", "remap.cli")
+    assert "remap" in loaded
+    assert [name for name in loaded if any(name == h or name.startswith(f"{h}.") for h in heavy)] == []

@@ -1,0 +1,461 @@
+"""KV geometry against byte-by-byte enumeration, and the block pool's contract call by call."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference.kv_model import chunk_offsets, pages_of_block
+from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.kv import BlockPool
+from remap.kv_geometry import KVGeometry, KVSpec
+
+LAYOUTS = ("block_major", "layer_major")
+
+
+def make_spec(**changes: object) -> KVSpec:
+    values: dict[str, object] = {"layers": 2, "kv_heads": 1, "head_dim": 2, "block_tokens": 2, "dtype": "float16"}
+    values |= {"min_blocks": 0, "max_blocks": 12}
+    return KVSpec(**(values | changes))  # type: ignore[arg-type]
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> KVGeometry:
+    spec = make_spec(
+        layers=draw(st.integers(1, 3)),
+        kv_heads=draw(st.integers(1, 2)),
+        head_dim=draw(st.integers(1, 3)),
+        block_tokens=draw(st.integers(1, 3)),
+        dtype=draw(st.sampled_from(["float32", "bfloat16", "int8"])),
+        max_blocks=draw(st.integers(1, 14)),
+        layout=draw(st.sampled_from(LAYOUTS)),
+    )
+    return KVGeometry(spec, spec.itemsize * draw(st.integers(1, 40)))
+
+
+# Two layers of 16 + 16 bytes a block; pages of 48 bytes: in block_major 64-byte blocks straddle pages (0-1, 1-2, 2-3,
+# 4-5, ...), and four pages hold three blocks; in layer_major (16-byte units) three blocks fill one page of each range.
+def pool_of(layout: str = "block_major", pages: int | None = None, max_blocks: int = 12) -> BlockPool:
+    spec = make_spec(block_tokens=4, layout=layout, max_blocks=max_blocks)
+    pool = BlockPool(KVGeometry(spec, 48))
+    pool.give(pool.geometry.giving_slots(0, pool.geometry.region_pages if pages is None else pages))
+    return pool
+
+
+# -- geometry ----------------------------------------------------------------------------------------------------------
+
+
+def test_spec_of_llama_3_8b() -> None:
+    spec = KVSpec(layers=32, kv_heads=8, head_dim=128, min_blocks=256, max_blocks=4096)
+    assert (spec.itemsize, spec.block_bytes) == (2, 2 << 20)
+    geometry = KVGeometry(spec, 2 << 20)
+    assert geometry.region_pages == 4096
+    assert geometry.slots_of_block(7) == (7,)
+    spec = KVSpec(layers=32, kv_heads=8, head_dim=128, min_blocks=0, max_blocks=100, layout="layer_major")
+    by_layer = KVGeometry(spec, 2 << 20)
+    # theory 3A: a growth quantum of 2n pages; 64 blocks of 32 KiB in each
+    assert by_layer.region_pages == 64 * 2
+    assert [by_layer.blocks_for_pages(k) for k in (63, 64, 127, 128)] == [0, 64, 64, 100]
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"min_blocks": 13}, "max_blocks"),
+        ({"min_blocks": -1}, "min_blocks"),
+        ({"max_blocks": 0}, "max_blocks"),
+        ({"layers": 0}, "layers"),
+        ({"layers": True}, "layers"),
+        ({"kv_heads": 1.0}, "kv_heads"),
+        ({"head_dim": -2}, "head_dim"),
+        ({"block_tokens": 0}, "block_tokens"),
+        ({"dtype": "torch.float16"}, "dtype"),
+        ({"layout": "row_major"}, "layout"),
+    ],
+)
+def test_bad_specs_are_refused_with_the_field(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make_spec(**changes)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("page_bytes", [0, -2, 3, 2.0])
+def test_bad_page_sizes_are_refused(page_bytes: int) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        KVGeometry(make_spec(), page_bytes)
+    assert caught.value.field == "page_bytes"
+
+
+@settings(max_examples=120, deadline=None)
+@given(geometries())
+def test_every_element_has_its_own_bytes_on_its_blocks_pages(geometry: KVGeometry) -> None:
+    spec, page = geometry.spec, geometry.page_bytes
+    seen: set[int] = set()
+    of_block: dict[int, set[int]] = {b: set() for b in range(spec.max_blocks)}
+    for layer in range(spec.layers):
+        offset, shape, stride = geometry.tensor_layout(layer)
+        assert shape == (2, spec.max_blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        for place in itertools.product(*map(range, shape)):
+            byte = offset + spec.itemsize * sum(i * s for i, s in zip(place, stride, strict=True))
+            assert byte not in seen
+            assert byte % spec.itemsize == 0
+            seen.add(byte)
+            of_block[place[1]].add(byte)
+    assert max(seen) + spec.itemsize <= geometry.region_bytes == geometry.region_pages * page
+    for block, starts in of_block.items():
+        assert {b // page for b in starts} <= set(geometry.slots_of_block(block)) == pages_of_block(spec, page, block)
+        ranges = geometry.byte_ranges_of_block(block)
+        covered = {b for start, size in ranges for b in range(start, start + size)}
+        assert covered == {b + i for b in starts for i in range(spec.itemsize)}
+        assert len(ranges) == (1 if spec.layout == "block_major" else 2 * spec.layers)
+        if spec.layout == "layer_major":
+            assert [start for start, _ in ranges] == chunk_offsets(spec, page, block)
+
+
+@settings(max_examples=120, deadline=None)
+@given(geometries())
+def test_giving_order(geometry: KVGeometry) -> None:
+    spec, page = geometry.spec, geometry.page_bytes
+    order = [geometry.giving_slot(i) for i in range(geometry.region_pages)]
+    assert sorted(order) == list(range(geometry.region_pages))
+    assert [geometry.giving_index(slot) for slot in order] == list(range(geometry.region_pages))
+    assert list(geometry.giving_slots(0, len(order))) == order
+    needs = [pages_of_block(spec, page, b) for b in range(spec.max_blocks)]
+    usable = [sum(need <= set(order[:k]) for need in needs) for k in range(len(order) + 1)]
+    assert [geometry.blocks_for_pages(k) for k in range(len(order) + 1)] == usable
+    for blocks in range(spec.max_blocks + 1):
+        assert geometry.pages_for_blocks(blocks) == next(k for k, count in enumerate(usable) if count >= blocks)
+    for column in range(geometry.range_pages):
+        for stop in range(column + 1, geometry.range_pages + 1):
+            run = set(range(column, stop))
+            touching = [b for b in range(spec.max_blocks) if run & set(geometry.columns_of_block(b))]
+            assert list(geometry.blocks_of_columns(column, stop)) == touching
+
+
+def test_layer_major_giving_order_goes_page_by_page_through_the_ranges() -> None:
+    geometry = KVGeometry(make_spec(layout="layer_major"), 16)  # 4 ranges of 6 pages (12 units of 8 bytes)
+    assert geometry.range_pages == 6
+    assert [geometry.giving_slot(i) for i in range(9)] == [0, 6, 12, 18, 1, 7, 13, 19, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_geometry_refuses_what_lies_outside(layout: str) -> None:
+    geometry = KVGeometry(make_spec(layout=layout), 16)
+    for call, value in (
+        (geometry.tensor_layout, 2),
+        (geometry.slots_of_block, 12),
+        (geometry.byte_ranges_of_block, -1),
+        (geometry.giving_slot, geometry.region_pages),
+        (geometry.giving_index, -1),
+        (geometry.pages_for_blocks, 13),
+        (geometry.blocks_for_pages, geometry.region_pages + 1),
+    ):
+        with pytest.raises(InvalidArgument):
+            call(value)
+    with pytest.raises(InvalidArgument):
+        geometry.giving_slots(1, geometry.region_pages)
+    assert list(geometry.giving_slots(geometry.region_pages, 0)) == []
+
+
+# -- pool --------------------------------------------------------------------------------------------------------------
+
+
+def test_allocates_lowest_ids_and_refuses_more_than_it_has() -> None:
+    pool = pool_of()
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.free([1])
+    assert pool.allocate(0) == []
+    assert pool.allocate(2) == [1, 3]
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.allocate(9)
+    assert (caught.value.requested, caught.value.free, caught.value.usable) == (9, 8, 12)
+    assert (pool.free_blocks, pool.live_ids()) == (8, (0, 1, 2, 3))
+    for bad in (-1, 1.0, True, None):
+        with pytest.raises(InvalidArgument):
+            pool.allocate(bad)  # type: ignore[arg-type]
+    pool.check()
+
+
+@pytest.mark.parametrize("ids", [[0, 0], [0, 5], [5], [99], [-1], [0, "1"], [True]])
+def test_bad_frees_change_nothing(ids: list[int]) -> None:
+    pool = pool_of()
+    pool.allocate(2)
+    with pytest.raises(InvalidArgument):
+        pool.free(ids)
+    assert (pool.live_ids(), pool.free_blocks) == ((0, 1), 10)
+    pool.free([0, 1])
+    with pytest.raises(InvalidArgument):
+        pool.free([1])
+    pool.check()
+
+
+def test_blocks_that_straddle_wait_for_both_pages() -> None:
+    pool = pool_of(pages=0)
+    assert list(pool.give([0])) == []  # block 0 reaches into page 1
+    assert list(pool.give([3, 2])) == [2]  # block 1 lies on pages 1 and 2
+    assert list(pool.give([1])) == [0, 1]  # the hole closes both neighbours
+    assert pool.give(range(4, 16)) == range(3, 12)
+    pool.check()
+
+
+def test_contiguous_gift_is_a_range_and_scattered_one_is_not() -> None:
+    pool = pool_of(pages=0)
+    assert pool.give([5, 4, 0, 7, 6, 1]) == (0, 3, 4, 5)
+    pool.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_gift_that_bridges_owned_pages_counts_each_block_once(layout: str) -> None:
+    """One block spans three pages here; the outer two are given in one call around the inner one."""
+    spec = make_spec(layers=1, head_dim=1, block_tokens=10, dtype="int8", max_blocks=8, layout=layout)
+    geometry = KVGeometry(spec, 8 if layout == "block_major" else 4)
+    pool = BlockPool(geometry)
+    columns = geometry.range_pages
+    ranges = [r * columns for r in range(geometry.ranges)]
+    pool.give([r + 1 for r in ranges])
+    added = pool.give([r + c for r in ranges for c in range(columns) if c != 1])
+    assert list(added) == list(range(8))
+    pool.check()
+    pool.withdraw([r + 1 for r in ranges])
+    pool.withdraw([r + c for r in ranges for c in range(columns) if c != 1])
+    assert pool.unwithdraw([r + 1 for r in ranges]) == ()
+    assert pool.unwithdraw([r + c for r in ranges for c in range(columns) if c != 1]) == tuple(range(8))
+    pool.check()
+
+
+@pytest.mark.parametrize("call", ["give", "withdraw", "unwithdraw", "take", "pending", "plan_moves"])
+@pytest.mark.parametrize("slots", [[-1], [16], [2, 2], range(14, 18)])
+def test_bad_slots_are_refused(call: str, slots: list[int]) -> None:
+    pool = pool_of()
+    with pytest.raises(InvalidArgument):
+        getattr(pool, call)(slots)
+    assert pool.free_blocks == 12
+    pool.check()
+
+
+def test_page_states_are_enforced() -> None:
+    pool = pool_of(pages=8)
+    for call, slots in (
+        (pool.give, [7, 8]),
+        (pool.withdraw, [7, 8]),
+        (pool.unwithdraw, [0]),
+        (pool.take, [7]),
+        (pool.plan_moves, [7]),
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            call(slots)
+        assert caught.value.slot in slots
+    pool.withdraw([6])
+    for call in (pool.give, pool.withdraw):
+        with pytest.raises(InvalidArgument):
+            call([6, 7])
+    assert pool.usable_blocks == 6
+    pool.check()
+
+
+def test_shrink_in_two_steps_with_compaction() -> None:
+    pool = pool_of()
+    ids = pool.allocate(12)
+    pool.free(ids[1:9])  # 0, 9, 10, 11 are live
+    assert pool.withdraw(range(12, 16)) == (9, 10, 11)
+    assert (pool.free_blocks, pool.live_blocks, pool.withdrawn_blocks, pool.withdrawn_live_blocks) == (8, 4, 3, 3)
+    assert pool.usable_blocks == 12
+    with pytest.raises(InvalidState) as caught:
+        pool.take(range(12, 16))
+    assert (caught.value.live, caught.value.blocks) == (3, (9, 10, 11))
+    moves = pool.plan_moves(range(12, 16))
+    assert moves == [(9, 1), (10, 2), (11, 3)]
+    pool.free([10])
+    assert pool.free_blocks == 8  # withdrawn: not handed out again
+    with pytest.raises(InvalidArgument):
+        pool.commit_moves(moves)  # 10 is gone, so the whole list is refused
+    assert pool.pending(range(12, 16)) == (9, 11)
+    pool.commit_moves(pool.plan_moves(range(12, 16)))
+    assert (pool.live_ids(), pool.pending(range(12, 16))) == ((0, 1, 2), ())
+    pool.take(range(12, 16))
+    assert (pool.usable_blocks, pool.free_blocks, pool.withdrawn_blocks) == (9, 6, 0)
+    assert pool.allocate(6) == [3, 4, 5, 6, 7, 8]
+    pool.check()
+
+
+def test_moves_are_as_many_as_fit() -> None:
+    pool = pool_of()
+    pool.free(pool.allocate(12)[4:5])
+    pool.withdraw(range(12, 16))
+    assert pool.plan_moves(range(12, 16)) == [(9, 4)]
+    pool.commit_moves([(9, 4)])
+    assert pool.plan_moves(range(12, 16)) == []
+    assert pool.pending(range(12, 16)) == (10, 11)
+    pool.check()
+
+
+@pytest.mark.parametrize("moves", [[(0, 5), (0, 6)], [(0, 5), (1, 5)], [(0, 1)], [(5, 6)], [(0, 99)]])
+def test_bad_moves_change_nothing(moves: list[tuple[int, int]]) -> None:
+    pool = pool_of()
+    pool.allocate(2)
+    with pytest.raises(InvalidArgument):
+        pool.commit_moves(moves)
+    assert pool.live_ids() == (0, 1)
+    pool.check()
+
+
+def test_unwithdraw_of_a_part_keeps_the_straddling_block_closed() -> None:
+    pool = pool_of()
+    pool.allocate(12)
+    assert pool.withdraw([3, 4]) == (2, 3)  # pages 3 and 4 meet at a block boundary
+    assert pool.withdraw([5]) == (4,)  # block 3 is closed already
+    pool.free([3, 4])
+    assert pool.unwithdraw([4]) == ()  # block 3 still touches page 5
+    assert pool.unwithdraw([5]) == (3, 4)
+    assert pool.free_blocks == 2
+    assert pool.unwithdraw([3]) == (2,)
+    assert (pool.live_blocks, pool.withdrawn_blocks) == (10, 0)
+    pool.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_withdrawn_pages_keep_new_neighbours_closed(layout: str) -> None:
+    pool = pool_of(layout, pages=0)
+    order = list(pool.geometry.giving_slots(0, pool.geometry.region_pages))
+    pool.give(order[:1])
+    pool.withdraw(order[:1])
+    added = list(pool.give(order[1:]))
+    closed = [b for b in range(12) if order[0] in pool.geometry.slots_of_block(b)]
+    assert closed
+    assert added == [b for b in range(12) if b not in closed]
+    assert (pool.usable_blocks, pool.withdrawn_blocks) == (12, len(closed))
+    pool.check()
+    assert list(pool.unwithdraw(order[:1])) == closed
+    assert pool.allocate(1) == [0]
+    pool.check()
+
+
+# -- listeners ---------------------------------------------------------------------------------------------------------
+
+
+def test_listeners_mirror_the_open_blocks() -> None:
+    pool = pool_of(pages=4)
+    mirror: set[int] = set()
+
+    def listen(added: object, withdrawn: object) -> None:
+        assert not mirror & set(added)  # type: ignore[call-overload]
+        assert mirror >= set(withdrawn)  # type: ignore[call-overload]
+        mirror.difference_update(withdrawn)  # type: ignore[arg-type]
+        mirror.update(added)  # type: ignore[arg-type]
+
+    pool.subscribe(listen)
+    assert mirror == {0, 1, 2}
+    for step in (
+        lambda: pool.give(range(4, 12)),
+        lambda: pool.allocate(3),
+        lambda: pool.withdraw([1, 2]),
+        lambda: pool.unwithdraw([1]),
+        lambda: pool.withdraw([8]),
+        lambda: pool.take([8]),
+        lambda: pool.give([8]),
+    ):
+        step()
+        assert mirror == set(pool.open_ids())
+        pool.check()
+    pool.unsubscribe(listen)
+    assert list(pool.give([12, 13])) == [9]
+    assert 9 not in mirror
+    with pytest.raises(InvalidArgument):
+        pool.unsubscribe(listen)
+
+
+def test_errors_of_listeners_come_last_and_change_nothing() -> None:
+    pool = pool_of(pages=4)
+    calls: list[str] = []
+
+    def failing(name: str) -> None:
+        def listen(added: object, withdrawn: object) -> None:
+            calls.append(name)
+            pool.check()
+            raise RuntimeError(name)
+
+        with pytest.raises(RuntimeError):
+            pool.subscribe(listen)
+
+    failing("first")
+    failing("second")
+    calls.clear()
+    with pytest.raises(RuntimeError, match="first"):
+        pool.give(range(4, 8))
+    assert calls == ["first", "second"]
+    assert pool.usable_blocks == 6
+    with pytest.raises(RuntimeError, match="first"):
+        pool.withdraw([7])
+    assert pool.withdrawn_blocks == 1
+    pool.take([7])  # nothing to tell: the blocks were withdrawn before
+    assert calls == ["first", "second"] * 2
+    pool.check()
+
+
+def test_a_listener_that_changes_the_pool_is_told_in_order() -> None:
+    pool = pool_of(pages=4)
+    log: list[tuple[list[int], list[int]]] = []
+    pool.subscribe(lambda added, withdrawn: pool.withdraw([4]) and None if 3 in added else None)
+    pool.subscribe(lambda added, withdrawn: log.append((list(added), list(withdrawn))))
+    pool.give(range(4, 8))
+    assert log == [([0, 1, 2], []), ([3, 4, 5], []), ([], [3])]
+    with pytest.raises(InvalidState):  # delivered while telling, so the error surfaces at the outer call
+        pool.subscribe(lambda added, withdrawn: pool.subscribe(print))
+    pool.check()
+
+
+def test_an_external_engine_holds_the_blocks() -> None:
+    pool = pool_of(pages=4)
+    held: set[int] = set()
+    busy = {1, 2, 4}
+
+    def engine(added: list[int], withdrawn: list[int]) -> None:
+        held.update(added)
+        idle = set(withdrawn) - busy
+        held.difference_update(idle)
+        if idle:
+            pool.returned(idle)
+
+    pool.subscribe(engine, external=True)
+    pool.give(range(4, 8))
+    assert held == set(range(6))
+    assert (pool.live_blocks, pool.free_blocks, pool.external) == (6, 0, True)
+    for call in (lambda: pool.allocate(1), lambda: pool.free([0]), lambda: pool.unsubscribe(engine)):
+        with pytest.raises(InvalidState):
+            call()
+    with pytest.raises(InvalidState):
+        pool.subscribe(print, external=True)
+    assert pool.withdraw(range(4, 8)) == (3, 4, 5)
+    assert (pool.live_blocks, pool.withdrawn_blocks, pool.withdrawn_live_blocks) == (4, 3, 1)
+    assert pool.plan_moves(range(4, 8)) == []
+    with pytest.raises(InvalidState) as caught:
+        pool.take(range(4, 8))
+    assert caught.value.live == 1
+    for bad in ([0], [3], [4, 4]):
+        with pytest.raises(InvalidArgument):
+            pool.returned(bad)
+    assert pool.unwithdraw([4, 5]) == (3,)
+    busy.clear()
+    pool.returned([4])
+    pool.take([6, 7])
+    assert pool.live_blocks == 4
+    pool.check()
+    with pytest.raises(InvalidState):
+        pool_of().returned([0])
+    late = pool_of()
+    late.allocate(1)
+    with pytest.raises(InvalidState) as caught:
+        late.subscribe(engine, external=True)
+    assert caught.value.live == 1
+    assert not late.external
+
+
+def test_check_notices_corruption() -> None:
+    for damage in ("_free", "_live", "_withdrawn", "_withdrawn_live", "_hint"):
+        pool = pool_of()
+        setattr(pool, damage, getattr(pool, damage) + 1)
+        with pytest.raises(AssertionError):
+            pool.check()

@@ -1,0 +1,292 @@
+"""Master copies in memory and in safetensors files."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import mmap
+import struct
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("safetensors")
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from reference import tiny_models  # noqa: E402
+from remap import modules  # noqa: E402
+from remap.errors import InvalidArgument  # noqa: E402
+from remap.layout import build  # noqa: E402
+from remap.master import HostMaster, SafetensorsMaster, make_master  # noqa: E402
+
+IDS = torch.tensor([[1, 5, 3, 10, 2]])
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return tiny_models.llama()
+
+
+@pytest.fixture
+def file(model, tmp_path):
+    """The model as transformers would save it: sorted by name."""
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    return tmp_path / "model.safetensors"
+
+
+def save_in_order(tensors, path):
+    """A safetensors file with the tensors one after another in this very order (the library would sort them)."""
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8", torch.float64: "F64"}
+    header, blobs, end = {}, [], 0
+    for name, tensor in tensors:
+        blob = bytes(tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist())
+        header[name] = {
+            "dtype": names[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + len(blob)],
+        }
+        blobs.append(blob)
+        end += len(blob)
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"".join(blobs))
+    return path
+
+
+def layout_of(model, path="model.layers", **arguments):
+    return build(modules.collect(model, path), **arguments)
+
+
+def run_from(model, master):
+    """Install the model from its master copies alone (one copy a layer, by address) and return the logits."""
+    layout = master.layout
+    storages = []
+    for index, layer in enumerate(layout.layers):
+        storage = torch.full((layer.nbytes,), 255, dtype=torch.uint8)
+        place = master.range(index)
+        assert place.nbytes == layer.nbytes
+        assert place.layer == index
+        ctypes.memmove(storage.data_ptr(), place.address, place.nbytes)
+        storages.append(storage)
+    rest = torch.zeros(layout.rest.nbytes, dtype=torch.uint8)
+    modules.fill(layout.rest, model, rest)
+    modules.install(model, layout, storages, rest)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits.clone()
+
+
+def test_host_master_loads_every_layer_with_one_copy(model):
+    before = logits(model)
+    layout = layout_of(model)
+    master = make_master(model, layout)
+    assert isinstance(master, HostMaster)
+    assert master.reason == ""
+    assert master.layout is layout
+    assert all(master.range(i).address % mmap.PAGESIZE == 0 and master.range(i).source == "memory" for i in range(4))
+    assert master.memory_bytes == sum(layer.nbytes for layer in layout.layers)
+    assert torch.equal(run_from(model, master), before)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.zero_()
+    assert not torch.equal(logits(model), before)
+    layer = layout.layers[0]
+    assert modules.changed(layer, model, master.tensor(0)) == ["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(InvalidArgument):
+        master.range(4)
+
+
+def test_host_master_uses_the_given_allocator(model):
+    given = []
+
+    def allocate(nbytes):
+        given.append(torch.zeros(nbytes + 100, dtype=torch.uint8))
+        return given[-1]
+
+    master = make_master(model, layout_of(model), allocate=allocate)
+    assert [master.range(i).address for i in range(4)] == [tensor.data_ptr() for tensor in given]
+
+
+@pytest.mark.parametrize("whole_directory", [False, True])
+def test_file_master_uses_the_file_itself(model, file, whole_directory):
+    before = logits(model)
+    layout = layout_of(model)
+    master = make_master(model, layout, files=file.parent if whole_directory else str(file))
+    assert isinstance(master, SafetensorsMaster)
+    assert master.reason == ""
+    assert master.memory_bytes == 0
+    content = file.read_bytes()
+    for index, layer in enumerate(master.layout.layers):
+        place = master.range(index)
+        assert place.source == "file"
+        assert content.count(ctypes.string_at(place.address, place.nbytes)) == 1
+        assert [p.spec.path for p in layer.tensors] == sorted(p.spec.path for p in layout.layers[index].tensors)
+    assert master.layout.rest == layout.rest
+    assert torch.equal(run_from(model, master), before)
+
+
+def test_file_addresses_live_as_long_as_what_keeps_them(model, file):
+    master = make_master(model, layout_of(model), files=file)
+    place, keep = master.range(1), master.keep_alive()
+    expected = master.tensor(1).clone()
+    file.unlink()
+    del master
+    gc.collect()
+    assert ctypes.string_at(place.address, place.nbytes) == bytes(expected.tolist())
+    assert len(keep) == 4
+
+
+def test_the_mapping_is_read_only(model, file):
+    master = make_master(model, layout_of(model), files=file)
+    address = master.range(0).address
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    flags = [f for span, f, *_ in lines if int(span.split("-")[0], 16) <= address < int(span.split("-")[1], 16)]
+    assert len(flags) == 1
+    assert flags[0].startswith("r--")
+
+
+def test_tied_names_and_prefixes(tmp_path):
+    torch.manual_seed(0)
+    base = tiny_models.qwen2().model
+    saved = {f"model.{name}": tensor for name, tensor in base.state_dict().items()}
+    save_file(saved, tmp_path / "a.safetensors")
+    layout = layout_of(base, "layers")
+    found = make_master(base, layout, files=tmp_path, prefix="model.")
+    assert isinstance(found, SafetensorsMaster)
+    assert found.reason == ""
+    names = {name.removeprefix("model."): name for name in saved}
+    assert make_master(base, layout, files=tmp_path, names=names).reason == ""
+    missing = make_master(base, layout, files=tmp_path)
+    assert isinstance(missing, HostMaster)
+    assert "not in the files" in missing.reason
+    assert missing.layout is layout
+
+
+def test_one_layer_split_between_files_is_kept_in_memory(model, tmp_path):
+    before = logits(model)
+    state = model.state_dict()
+    names = sorted(state)
+    cut = names.index("model.layers.2.mlp.up_proj.weight")
+    save_file({n: state[n] for n in names[:cut]}, tmp_path / "model-00001-of-00002.safetensors")
+    save_file({n: state[n] for n in names[cut:]}, tmp_path / "model-00002-of-00002.safetensors")
+    layout = layout_of(model)
+    master = make_master(model, layout, files=tmp_path)
+    assert [master.range(i).source for i in range(4)] == ["file", "file", "memory", "file"]
+    assert list(master.reasons) == [2]
+    assert "split between files" in master.reason
+    assert master.layout.layers[2] == layout.layers[2]
+    assert master.memory_bytes == layout.layers[2].nbytes
+    assert torch.equal(run_from(model, master), before)
+
+
+def test_files_that_do_not_match_are_not_used(model, file, tmp_path):
+    layout = layout_of(model)
+    state = load_file(file)
+
+    def reason(state, name="other.safetensors", order=None):
+        path = tmp_path / name
+        save_in_order([(n, state[n]) for n in (order or sorted(state))], path)
+        master = make_master(model, layout, files=path)
+        assert isinstance(master, HostMaster)
+        assert master.layout is layout
+        return master.reason
+
+    assert "bfloat16 (" in reason({n: t.bfloat16() for n, t in state.items()})
+    assert "but float32 (1," in reason({n: t[None] for n, t in state.items()})
+    assert "other tensors lie between" in reason(state, order=sorted(state, key=lambda n: n[::-1]))
+    values = {n: t + 1 for n, t in state.items()}
+    assert "model.layers.3.input_layernorm.weight has other values" in reason(values)
+    assert "not in the files" in reason({n: t for n, t in state.items() if not n.endswith("up_proj.weight")})
+    assert torch.equal(model.state_dict()["lm_head.weight"], state["lm_head.weight"])
+
+
+def test_one_changed_element_is_noticed(model, file):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight[31, 63] += 1
+    master = make_master(model, layout_of(model), files=file)
+    assert list(master.reasons) == [1]
+    assert "v_proj.weight has other values" in master.reason
+
+
+def test_nan_weights_are_compared_by_bytes(model, tmp_path):
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[0, 0] = float("nan")
+        model.model.layers[0].mlp.up_proj.weight[0, 1] = -0.0
+    save_file(model.state_dict(), tmp_path / "a.safetensors")
+    assert make_master(model, layout_of(model), files=tmp_path).reason == ""
+
+
+def test_odd_sizes_and_views_fall_back(tmp_path):
+    torch.manual_seed(0)
+    model = tiny_models.OddModel(layers=2)
+    state = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, tmp_path / "a.safetensors")
+    layout = layout_of(model, "blocks")
+    assert "not contiguous in memory" in make_master(model, layout, files=tmp_path).reason
+
+    class Small(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(4, 3)])
+            self.layers[0].twin = self.layers[0].weight
+            self.layers[0].register_buffer("none", torch.empty(0))
+
+    small = Small()
+    path = save_in_order(list(small.layers[0].named_parameters(prefix="layers.0")), tmp_path / "b.safetensors")
+    layout = layout_of(small, "layers")
+    assert "layers.0.bias at 48 is not aligned to 64" in make_master(small, layout, files=path).reason
+    master = make_master(small, layout, files=path, file_alignment=16)
+    assert isinstance(master, SafetensorsMaster)
+    assert [(p.spec.path, p.offset) for p in master.layout.layers[0].tensors] == [
+        ("layers.0.weight", 0),
+        ("layers.0.twin", 0),
+        ("layers.0.none", 0),
+        ("layers.0.bias", 48),
+    ]
+
+
+def test_layers_without_bytes_need_nothing():
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList([torch.nn.Identity(), torch.nn.Linear(2, 2)])
+    master = make_master(model, build(modules.collect(model, "layers"), layers=2))
+    assert master.range(0).nbytes == 0
+    assert master.range(1).nbytes == 264
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\0" * 7,
+        struct.pack("<Q", 100) + b"{}",
+        struct.pack("<Q", 2**63) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 3) + b'{"a',
+        struct.pack("<Q", 8) + b'{"a": 1}',
+        struct.pack("<Q", 52) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'[:52],
+        struct.pack("<Q", 54) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        struct.pack("<Q", 55) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}',
+    ],
+)
+def test_broken_files_are_refused(model, tmp_path, content):
+    (tmp_path / "a.safetensors").write_bytes(content)
+    with pytest.raises(InvalidArgument) as caught:
+        make_master(model, layout_of(model), files=tmp_path / "a.safetensors")
+    assert caught.value.file.endswith("a.safetensors")
+
+
+def test_missing_files_and_double_names_are_refused(model, file, tmp_path):
+    layout = layout_of(model)
+    (tmp_path / "empty").mkdir()
+    for files in (tmp_path / "nothing.safetensors", tmp_path / "empty", []):
+        with pytest.raises(InvalidArgument):
+            make_master(model, layout, files=files)
+    (tmp_path / "copy.safetensors").write_bytes(file.read_bytes())
+    with pytest.raises(InvalidArgument, match=r"in .* and in"):
+        make_master(model, layout, files=[file, tmp_path / "copy.safetensors"])

@@ -1,0 +1,355 @@
+"""Collecting, installing and restoring real torch models."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from torch import nn  # noqa: E402
+
+from reference import tiny_models  # noqa: E402
+from remap import modules  # noqa: E402
+from remap.errors import InvalidArgument, InvalidState  # noqa: E402
+from remap.layout import build  # noqa: E402
+
+MODELS = {
+    "llama": (lambda: tiny_models.llama(), "model.layers"),
+    "llama-bf16": (lambda: tiny_models.llama().bfloat16(), "model.layers"),
+    "qwen2-tied": (lambda: tiny_models.qwen2(), "model.layers"),
+    "opt": (lambda: tiny_models.opt(), "model.decoder.layers"),
+    "odd": (lambda: tiny_models.OddModel().eval(), "blocks"),
+}
+IDS = torch.tensor([[1, 5, 3, 10, 2, 0, 7]])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def output(model):
+    with torch.no_grad():
+        result = model(IDS)
+    return getattr(result, "logits", result).clone()
+
+
+def memory(part):
+    """Zeroed memory that torch does not own; a little longer than needed, as pages are."""
+    return torch.frombuffer(bytearray(part.nbytes + 4096), dtype=torch.uint8)
+
+
+def install(model, path, **arguments):
+    """Collect, pack, fill and install. Returns (layout, storages, rest)."""
+    layout = build(modules.collect(model, path), **arguments)
+    parts = [memory(part) for part in layout.parts]
+    for part, destination in zip(layout.parts, parts, strict=True):
+        modules.fill(part, model, destination)
+    modules.install(model, layout, parts[:-1], parts[-1])
+    return layout, parts[:-1], parts[-1]
+
+
+def named(model):
+    return [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_install_and_restore_are_bit_identical(name):
+    make, path = MODELS[name]
+    model = make()
+    before = output(model)
+    objects = named(model)
+    facts = [(n, id(t), t.requires_grad, t.shape, t.stride(), t.dtype, t._version) for n, t in objects]
+    layout, storages, rest = install(model, path)
+
+    assert torch.equal(output(model), before)
+    after = [(n, id(t), t.requires_grad, t.shape, t.stride(), t.dtype, t._version) for n, t in named(model)]
+    assert after == facts
+    everything = [*storages, rest]
+    placed = {p.spec.path: (i, p) for i, part in enumerate(layout.parts) for p in part.tensors}
+    assert set(placed) == {n for n, _ in objects}
+    for path_, tensor in objects:
+        i, place = placed[path_]
+        if tensor.numel():
+            assert tensor.data_ptr() == everything[i].data_ptr() + place.offset
+    assert all(part.nbytes for part in layout.layers)
+
+    # Really read from there: without the bytes of one layer, or of the rest, the output is another one.
+    for storage in (storages[1], rest):
+        saved = storage.clone()
+        storage.zero_()
+        assert not torch.equal(output(model), before)
+        storage.copy_(saved)
+
+    assert modules.restore(model, layout, storages, rest) == []
+    for storage in everything:
+        storage.fill_(255)
+    assert torch.equal(output(model), before)
+    assert [(n, id(t), t.requires_grad, t.shape, t.stride(), t.dtype, t._version) for n, t in named(model)] == facts
+    # And the whole way again.
+    install(model, path)
+    assert torch.equal(output(model), before)
+
+
+def test_ties_survive_install_and_restore():
+    model = tiny_models.OddModel()
+    layout, storages, rest = install(model, "blocks")
+    reasons = dict(layout.kept_resident)
+    assert set(reasons) == {
+        f"{top}.{i}.shared.{n}" for top in ("blocks", "alias") for i in range(3) for n in ("weight", "bias")
+    }
+    for _ in range(2):
+        block = model.blocks[1]
+        assert model.head.weight is model.embedding.weight
+        assert block.twin is block.scale
+        with torch.no_grad():
+            model.head.weight[0, 0] = 42.0
+            block.right.view(-1)[0] = 43.0
+        assert model.embedding.weight[0, 0] == 42.0
+        assert block.left.view(-1)[11] == 43.0  # the same element of the storage they both show
+        modules.restore(model, layout, storages, rest)
+
+
+def test_restore_takes_streamed_layers_from_sources():
+    model = tiny_models.llama()
+    before = output(model)
+    layout, storages, rest = install(model, "model.layers")
+    master = storages[2].clone()
+    storages[2].random_()  # the region shows another layer's bytes
+    modules.restore(model, layout, storages, rest, sources={2: master})
+    assert torch.equal(output(model), before)
+
+
+def test_restore_leaves_replaced_tensors_alone_and_refuses_stray_views():
+    model = tiny_models.OddModel()
+    layout, storages, rest = install(model, "blocks")
+    mine = nn.Parameter(torch.ones(7, 7))
+    old = model.blocks[0].strided
+    model.blocks[0].strided = mine
+    model.blocks[1].transposed = nn.Parameter(model.blocks[1].transposed[:3])
+    address = model.blocks[0].left.data_ptr()
+    with pytest.raises(InvalidState) as caught:
+        modules.restore(model, layout, storages, rest)
+    assert caught.value.path == "blocks.1.transposed"
+    assert model.blocks[0].left.data_ptr() == address
+    model.blocks[1].transposed = nn.Parameter(torch.ones(7, 7))
+    skipped = modules.restore(model, layout, storages, rest)
+    assert sorted(skipped) == ["alias.0.strided", "alias.1.transposed", "blocks.0.strided", "blocks.1.transposed"]
+    assert model.blocks[0].strided is mine
+    assert mine.data_ptr() != old.data_ptr()
+    assert model.blocks[0].left.data_ptr() != address
+
+
+def test_models_made_under_inference_mode_work_in_every_mode():
+    with torch.inference_mode():
+        model = tiny_models.llama(layers=2)
+    before = output(model)
+    layout, storages, rest = install(model, "model.layers")
+    assert all(p.is_inference() for p in model.parameters())
+    assert torch.equal(output(model), before)
+    with torch.inference_mode():
+        assert torch.equal(model(IDS).logits, before)
+        modules.restore(model, layout, storages, rest)  # the caller's mode does not matter
+    rest.fill_(255)
+    assert torch.equal(output(model), before)
+    watch = modules.WriteWatch(model, layout)
+    assert watch.untracked[0][0] == "model.layers.0.self_attn.q_proj.weight"
+    assert watch.written() == {}
+
+
+def test_install_under_inference_mode_gives_normal_tensors():
+    model = tiny_models.llama(layers=2)
+    before = output(model)
+    with torch.inference_mode():
+        install(model, "model.layers")
+    assert not any(p.is_inference() for p in model.parameters())
+    assert torch.equal(output(model), before)
+    model(IDS).logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_failed_install_changes_nothing():
+    model = tiny_models.llama(layers=2)
+    layout = build(modules.collect(model, "model.layers"))
+    good = [memory(part) for part in layout.parts]
+    addresses = [t.data_ptr() for _, t in named(model)]
+
+    def refused(storages, rest=good[-1]):
+        with pytest.raises(InvalidArgument):
+            modules.install(model, layout, storages, rest)
+        assert [t.data_ptr() for _, t in named(model)] == addresses
+
+    refused([good[0]])
+    refused([good[0], good[1][: layout.layers[1].nbytes - 1]])
+    refused([good[0], good[1].view(torch.int8)])
+    refused([good[0], good[1].view(2, -1)])
+    refused([good[0], good[1][8:]])
+    refused([good[0], good[0]])
+    refused([good[0], torch.empty(good[1].numel(), dtype=torch.uint8, device="meta")])
+    model.model.layers[1].mlp.up_proj = nn.Linear(64, 99, bias=False)
+    addresses = [t.data_ptr() for _, t in named(model)]
+    refused(good[:-1])
+
+
+def test_install_is_undone_if_torch_refuses_half_way(monkeypatch):
+    model = tiny_models.llama(layers=2)
+    layout = build(modules.collect(model, "model.layers"))
+    parts = [memory(part) for part in layout.parts]
+    addresses = [t.data_ptr() for _, t in named(model)]
+    real, calls = modules._view, []
+
+    def failing(storage, offset, like):
+        calls.append(offset)
+        if len(calls) == 10:
+            raise RuntimeError("refused")
+        return real(storage, offset, like)
+
+    monkeypatch.setattr(modules, "_view", failing)
+    with pytest.raises(RuntimeError, match="refused"):
+        modules.install(model, layout, parts[:-1], parts[-1])
+    assert [t.data_ptr() for _, t in named(model)] == addresses
+
+
+# --- finding and describing ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "opt"])
+def test_find_layers_knows_the_families(name):
+    make, path = MODELS[name]
+    model = make()
+    assert modules.find_layers(model) == path
+    assert len(modules.resolve_layers(model, path)) == 4
+    assert modules.collect(model, path) == modules.collect(model, list(model.get_submodule(path)))
+    base = model.get_submodule("model")
+    assert modules.find_layers(base) == path.removeprefix("model.")
+
+
+def test_unknown_layer_paths_list_the_candidates():
+    model = tiny_models.OddModel()
+    for call in (lambda: modules.find_layers(model), lambda: modules.collect(model, "model.layers")):
+        with pytest.raises(InvalidArgument, match=r"blocks \(3 modules\)") as caught:
+            call()
+        assert caught.value.candidates == {"blocks": 3, "alias": 3}
+
+
+def test_bad_layer_lists_are_refused():
+    model = tiny_models.OddModel()
+    blocks = list(model.blocks)
+    for layers, field in [
+        ([], "layers"),
+        ([blocks[0], blocks[1], blocks[0]], "first"),
+        ([blocks[0], blocks[0].shared], "outer"),
+        ([nn.Linear(2, 2)], "index"),
+        ([torch.ones(1)], "index"),
+    ]:
+        with pytest.raises(InvalidArgument) as caught:
+            modules.collect(model, layers)
+        assert field in caught.value.fields
+
+
+def test_equal_models_give_equal_specs_and_layouts():
+    one, other = tiny_models.OddModel(), tiny_models.OddModel()
+    assert modules.collect(one, "blocks") == modules.collect(other, "blocks")
+    assert build(modules.collect(one, "blocks")) == build(modules.collect(other, "blocks"))
+
+
+def test_memory_shared_behind_two_storages_counts_as_shared():
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            data = bytearray(range(64))
+            self.layers = nn.ModuleList([nn.Module(), nn.Module()])
+            for i, offset in enumerate((1, 0)):
+                view = torch.frombuffer(data, dtype=torch.uint8, offset=16 * offset, count=32)
+                self.layers[i].register_buffer("x", view)
+                self.layers[i].register_buffer("own", torch.ones(3))
+
+    model = Pair()
+    first, second = (s for s in modules.collect(model, "layers") if s.path.endswith("x"))
+    assert first.storage == second.storage
+    assert first.storage_offset_bytes - second.storage_offset_bytes == 16
+    layout, storages, rest = install(model, "layers")
+    assert [path for path, _ in layout.kept_resident] == ["layers.0.x", "layers.1.x"]
+    model.layers[1].x[20] = 99
+    assert model.layers[0].x[4] == 99
+    modules.restore(model, layout, storages, rest)
+    model.layers[1].x[20] = 98
+    assert model.layers[0].x[4] == 98
+
+
+def test_tensors_that_cannot_be_moved_are_refused():
+    def model_with(tensor):
+        model = nn.Module()
+        model.layers = nn.ModuleList([nn.Linear(2, 2)])
+        model.layers[0].register_buffer("odd", tensor)
+        return model
+
+    freed = torch.ones(4)
+    freed.untyped_storage().resize_(0)
+    for tensor in (
+        torch.ones(2, device="meta"),
+        torch.eye(2).to_sparse(),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+        nn.UninitializedBuffer(),
+        freed,
+    ):
+        with pytest.raises(InvalidArgument) as caught:
+            modules.collect(model_with(tensor), "layers")
+        assert caught.value.path == "layers.0.odd"
+    with pytest.raises(InvalidArgument) as caught:
+        modules.collect(model_with(torch.ones(2)), "layers", device="cuda:0")
+    assert caught.value.device == "cpu"
+    assert caught.value.expected == "cuda:0"
+
+
+# --- writes -------------------------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)])
+        for layer in self.layers:
+            layer.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+
+def test_write_watch_names_what_was_written_in_place():
+    model = Counting().eval()
+    layout, _, _ = install(model, "layers")
+    watch = modules.WriteWatch(model, layout)
+    x = torch.randn(5, 4)
+    for layer in model.layers:
+        layer(x)
+    assert watch.written() == {}
+    with torch.inference_mode():
+        model.layers[2].step.add_(1)
+        model.layers[2].step  # noqa: B018  reading is no write
+    assert watch.written() == {2: ["layers.2.step"]}
+    with torch.no_grad():
+        model.layers[0][0].weight[1].zero_()
+        model.layers[0][0].bias = nn.Parameter(torch.zeros(4))  # replaced
+        model.layers[1].train()(x)  # the kernel does not announce that it writes the statistics
+    assert watch.written() == {
+        0: ["layers.0.0.weight", "layers.0.0.bias"],
+        1: ["layers.1.1.running_mean", "layers.1.1.running_var", "layers.1.1.num_batches_tracked"],
+        2: ["layers.2.step"],
+    }
+    assert watch.written_in([2, 1]) == {i: paths for i, paths in watch.written().items() if i != 0}
+    assert watch.written_in([]) == {}
+    assert modules.WriteWatch(model, layout).written() == {}
+
+
+def test_changed_sees_writes_that_have_no_version():
+    model = Counting().eval()
+    layout, storages, _ = install(model, "layers")
+    masters = [storage.clone() for storage in storages]
+    watch = modules.WriteWatch(model, layout)
+    model.layers[1][0].weight.data[2, 2] = 7.0
+    model.layers[1].step.numpy()[()] = 3
+    assert watch.written() == {}
+    found = [modules.changed(part, model, master) for part, master in zip(layout.layers, masters, strict=True)]
+    assert found == [[], ["layers.1.step", "layers.1.0.weight"], []]

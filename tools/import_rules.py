@@ -1,0 +1,209 @@
+"""Who may import whom. Run as `python tools/import_rules.py`; tests/python/test_import_rules.py runs it as well.
+
+    backend <- core <- schedule <- python bindings <- session <- everything above
+
+Python: the pure modules import neither torch nor `remap._core`, nor anything here that does; `remap._core` is imported
+in few, named files; adapters and the command line are never imported eagerly from outside themselves. "Eagerly" means
+when the module is imported: at its top level, not inside a function and not under `if TYPE_CHECKING`.
+
+C++: public headers and the core know neither Python, torch nor the CUDA toolkit, and a lower layer never includes a
+higher one.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+PACKAGE = "remap"
+# Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
+PURE = ("errors", "schedule", "cost", "layout", "kv", "kv_geometry", "planner", "controller", "sim")
+# What a pure module may never reach, directly or through another module of the package.
+IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
+# The wiring: the only files that know the C++ core.
+CORE_IMPORTERS = ("session", "attach")
+# Loaded on request only.
+LAZY = ("adapters", "cli", "engine")
+# Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
+OPTIONAL_PACKAGES = ("transformers", "typer", "rich", "gguf", "safetensors", "accelerate", "vllm", "sglang")
+
+CPP_LAYERS = ("backend", "core", "schedule")
+# The layer that declares each public header; error.h and fork.h serve all of them.
+PUBLIC_HEADERS = {
+    "remap/backend.h": "backend",
+    "remap/backends.h": "backend",
+    "remap/plan.h": "core",
+    "remap/arena.h": "core",
+    "remap/executor.h": "core",
+    "remap/schedule.h": "schedule",
+    "remap/prefetcher.h": "schedule",
+}
+CPP_FORBIDDEN = re.compile(r"^(cuda|cuda_runtime|cuda_runtime_api|nvrtc)\.h$|^(torch|ATen|c10|pybind11)/|^Python\.h$")
+INCLUDE = re.compile(r'^\s*#\s*include\s*[<"]([^">]+)[">]')
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module, by its absolute name."""
+
+    module: str
+    line: int
+    eager: bool
+
+
+@dataclass(frozen=True)
+class Violation:
+    path: Path
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.message}"
+
+
+def _is_type_checking(test: ast.expr) -> bool:
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
+
+
+def imports(source: str, module: str, is_package: bool) -> list[Import]:
+    """Every import of a module's source, relative ones resolved; those for annotations only are left out."""
+    found: list[Import] = []
+    base = module.split(".") if is_package else module.split(".")[:-1]
+
+    def visit(node: ast.AST, eager: bool) -> None:
+        if isinstance(node, ast.If) and _is_type_checking(node.test):
+            for child in node.orelse:
+                visit(child, eager)
+            return
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            eager = False
+        if isinstance(node, ast.Import):
+            found.extend(Import(alias.name, node.lineno, eager) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = base[: len(base) - (node.level - 1)] if node.level else []
+            origin = ".".join([*parent, *([node.module] if node.module else [])])
+            # `from remap import session` imports a module, `from remap.session import Session` a name: list both.
+            found.append(Import(origin, node.lineno, eager))
+            found.extend(Import(f"{origin}.{alias.name}", node.lineno, eager) for alias in node.names)
+        for child in ast.iter_child_nodes(node):
+            visit(child, eager)
+
+    visit(ast.parse(source), True)
+    return found
+
+
+def _within(name: str, roots: tuple[str, ...]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def read_package(src: Path) -> dict[str, tuple[Path, list[Import]]]:
+    """Module name -> (its file, its imports), for every module of the package below `src`."""
+    modules = {}
+    for path in sorted((src / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(src).with_suffix("").parts
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        modules[name] = (path, imports(path.read_text(encoding="utf-8"), name, is_package))
+    return modules
+
+
+def _eager_closure(modules: dict[str, tuple[Path, list[Import]]], start: str) -> dict[str, str]:
+    """Modules of the package that importing `start` loads -> the module that asked for it. The package's own
+    `__init__` is not followed: Python runs it before any module, and a rule of its own keeps it light."""
+    reached: dict[str, str] = {start: start}
+    queue = [start]
+    while queue:
+        current = queue.pop()
+        for item in modules[current][1]:
+            if item.eager and item.module in modules and item.module != PACKAGE and item.module not in reached:
+                reached[item.module] = current
+                queue.append(item.module)
+    return reached
+
+
+def check_python(src: Path) -> Iterator[Violation]:
+    """Violations among the modules below `src`."""
+    modules = read_package(src)
+    pure = tuple(f"{PACKAGE}.{name}" for name in PURE)
+    lazy = tuple(f"{PACKAGE}.{name}" for name in LAZY)
+    wiring = tuple(f"{PACKAGE}.{name}" for name in CORE_IMPORTERS)
+    for name, (path, found) in modules.items():
+        for item in found:
+            if _within(item.module, (f"{PACKAGE}._core",)) and not _within(name, wiring):
+                yield Violation(path, item.line, f"{name} imports remap._core; only {', '.join(wiring)} may")
+            if _within(name, pure) and _within(item.module, IMPURE_ROOTS):
+                yield Violation(path, item.line, f"{name} is pure and imports {item.module}")
+            if not item.eager or _within(name, lazy):
+                continue
+            if _within(item.module, lazy):
+                yield Violation(path, item.line, f"{name} imports {item.module} eagerly; it is loaded on request only")
+            if _within(item.module, OPTIONAL_PACKAGES):
+                yield Violation(path, item.line, f"{name} imports the optional package {item.module} eagerly")
+        if _within(name, pure):
+            for other, asked_by in _eager_closure(modules, name).items():
+                impure = [i for i in modules[other][1] if i.eager and _within(i.module, IMPURE_ROOTS)]
+                if other != name and impure and not _within(other, pure):
+                    message = f"{name} is pure but reaches {impure[0].module} through {asked_by} -> {other}"
+                    yield Violation(path, 1, message)
+    if PACKAGE in modules:
+        path, found = modules[PACKAGE]
+        for other in _eager_closure(modules, PACKAGE):
+            for item in modules[other][1]:
+                if item.eager and _within(item.module, ("torch", *OPTIONAL_PACKAGES)):
+                    yield Violation(modules[other][0], item.line, f"`import {PACKAGE}` would load {item.module}")
+
+
+def _layer_of_file(path: Path, root: Path) -> str | None:
+    """The layer that a source or header belongs to; None for what serves all layers."""
+    parts = path.relative_to(root).parts
+    if parts[0] == "include":
+        return PUBLIC_HEADERS.get("/".join(parts[1:]))
+    return parts[1] if len(parts) > 2 and parts[1] in CPP_LAYERS else None
+
+
+def _layer_of_include(target: str) -> str | None:
+    """The layer of an included name: a public header by the table, a private one by its folder."""
+    folders = [part for part in target.split("/")[:-1] if part in CPP_LAYERS]
+    return PUBLIC_HEADERS.get(target) or (folders[0] if folders else None)
+
+
+def check_cpp(root: Path) -> Iterator[Violation]:
+    """Violations among the includes of include/ and cpp/."""
+    files = [
+        p for folder in ("include", "cpp") for p in sorted((root / folder).rglob("*")) if p.suffix in (".h", ".cpp")
+    ]
+    for path in files:
+        own = _layer_of_file(path, root)
+        public = path.is_relative_to(root / "include")
+        for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            match = INCLUDE.match(text)
+            if not match:
+                continue
+            target = match.group(1)
+            other = _layer_of_include(target)
+            if CPP_FORBIDDEN.search(target):
+                yield Violation(path, number, f"includes {target}: no CUDA headers, torch or Python here")
+            if public and other and not target.startswith("remap/"):
+                yield Violation(path, number, f"a public header includes the private {target}")
+            elif own and other and CPP_LAYERS.index(other) > CPP_LAYERS.index(own):
+                yield Violation(path, number, f"the {own} layer includes {target}, of the higher layer {other}")
+
+
+def main(root: Path) -> int:
+    """Print the violations; the number of them is the exit code's truth."""
+    violations = [*check_python(root / "src"), *check_cpp(root)]
+    for violation in violations:
+        print(violation)
+    modules = len(read_package(root / "src"))
+    print(f"import rules: {len(violations)} violations in {modules} modules")
+    return 1 if violations else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(__file__).resolve().parent.parent))
