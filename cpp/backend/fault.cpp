@@ -69,7 +69,7 @@ class Fault final : public Intercept<FaultBackend> {
       if (fails) failed_streams_.insert(stream);
     }
     if (skipped) {
-      before(Call::copy);
+      before(Call::copy, {});
       return;
     }
     try {
@@ -85,7 +85,7 @@ class Fault final : public Intercept<FaultBackend> {
   }
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     if (failed_stream(stream)) {
-      before(Call::fill);
+      before(Call::fill, {});
       return;
     }
     Intercept::fill(stream, to, value, bytes);
@@ -126,7 +126,7 @@ class Fault final : public Intercept<FaultBackend> {
   }
 
  protected:
-  void before(Call call) override {
+  std::uint64_t before(Call call, const CallArguments&) override {
     Trigger fired;
     std::uint64_t nth = 0;
     {
@@ -137,7 +137,7 @@ class Fault final : public Intercept<FaultBackend> {
       Trigger& one = triggers_[index(call)];
       const bool one_fires = one.fires();
       const bool any_fires = any_.fires();
-      if (!one_fires && !any_fires) return;
+      if (!one_fires && !any_fires) return 0;
       fired = one_fires ? one : any_;
       nth = one_fires ? counts_[index(call)] : total_;
     }

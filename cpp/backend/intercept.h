@@ -97,11 +97,11 @@ class Intercept : public Forward<Base> {
   }
 
  protected:
-  // May throw instead of the call.
-  virtual void before(Call) {}
+  // May throw instead of the call. What it returns is given to after().
+  virtual std::uint64_t before(Call, const CallArguments&) { return 0; }
   // `failed`: the inner call threw. Not called if before() threw.
-  virtual void after(Call, bool /*failed*/, std::uint64_t /*result*/, const CallArguments&, const PageHandle* /*pages*/,
-                     std::size_t /*count*/) noexcept {}
+  virtual void after(std::uint64_t /*token*/, Call, bool /*failed*/, std::uint64_t /*result*/, const CallArguments&,
+                     const PageHandle* /*pages*/, std::size_t /*count*/) noexcept {}
 
  private:
   static std::uint64_t number(const std::byte* address) noexcept { return reinterpret_cast<std::uintptr_t>(address); }
@@ -112,27 +112,28 @@ class Intercept : public Forward<Base> {
   template <typename Body>
   auto around(Call call, const CallArguments& arguments, Body&& body, const PageHandle* pages = nullptr,
               std::size_t count = 0) -> decltype(body()) {
-    before(call);
+    const std::uint64_t token = before(call, arguments);
     // Tells after() of a failure on the way out, whatever was thrown.
     struct Failure {
       Intercept* self;
+      std::uint64_t token;
       Call call;
       const CallArguments& arguments;
       const PageHandle* pages;
       std::size_t count;
       bool armed;
       ~Failure() {
-        if (armed) self->after(call, true, 0, arguments, pages, count);
+        if (armed) self->after(token, call, true, 0, arguments, pages, count);
       }
-    } failure{this, call, arguments, pages, count, true};
+    } failure{this, token, call, arguments, pages, count, true};
     if constexpr (std::is_void_v<decltype(body())>) {
       body();
       failure.armed = false;
-      after(call, false, 0, arguments, pages, count);
+      after(token, call, false, 0, arguments, pages, count);
     } else {
       const auto result = body();
       failure.armed = false;
-      after(call, false, number(result), arguments, pages, count);
+      after(token, call, false, number(result), arguments, pages, count);
       return result;
     }
   }

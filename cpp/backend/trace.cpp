@@ -1,11 +1,13 @@
 // TraceBackend, and the text form of its log.
 //
-// Concurrency: counters are atomics. A record is appended after its call has returned and before the caller has the
-// result, so a record that uses a handle or an address always stands behind the one that made it, whichever threads the
-// two came from: the log can be replayed in its order.
+// Concurrency: counters are atomics. The log can be replayed in its order, whichever threads the calls came from:
+//   * A call that makes or changes something is logged after it has returned, but before its caller has the result. So
+//     whatever uses a handle or an address stands behind what made it.
+//   * A call that gives something back is logged before it is made (and marked if it fails). So whatever gets the same
+//     memory, address or handle again, on another thread and before the first call has returned, stands behind it.
 #include <atomic>
-#include <new>
 #include <mutex>
+#include <new>
 #include <sstream>
 
 #include "backend/intercept.h"
@@ -20,6 +22,19 @@ constexpr std::array<std::size_t, kCallKinds> kArguments = {
     0, 1, 4, 4,                 // create_stream destroy_stream copy fill
     0, 1, 2, 2, 1, 2, 2,        // create_event destroy_event record stream_wait query synchronize elapsed
 };
+
+bool gives_back(Call call) noexcept {
+  switch (call) {
+    case Call::release:
+    case Call::destroy_page:
+    case Call::unmap:
+    case Call::free_host:
+    case Call::unregister_host:
+    case Call::destroy_stream:
+    case Call::destroy_event: return true;
+    default: return false;
+  }
+}
 
 std::size_t index(Call call) noexcept { return static_cast<std::size_t>(call); }
 
@@ -41,16 +56,32 @@ class Trace final : public Intercept<TraceBackend> {
   }
   void clear_log() override {
     const std::lock_guard<std::mutex> lock(mutex_);
+    cleared_ += log_.size();
     log_.clear();
   }
 
  protected:
-  void before(Call call) override { counts_[index(call)].fetch_add(1, std::memory_order_relaxed); }
+  std::uint64_t before(Call call, const CallArguments& arguments) override {
+    counts_[index(call)].fetch_add(1, std::memory_order_relaxed);
+    return gives_back(call) ? append(call, false, 0, arguments, nullptr, 0) : 0;
+  }
 
-  void after(Call call, bool failed, std::uint64_t result, const CallArguments& arguments, const PageHandle* pages,
-             std::size_t count) noexcept override {
+  void after(std::uint64_t token, Call call, bool failed, std::uint64_t result, const CallArguments& arguments,
+             const PageHandle* pages, std::size_t count) noexcept override {
     if (failed) failed_[index(call)].fetch_add(1, std::memory_order_relaxed);
-    if (!logging_.load(std::memory_order_relaxed)) return;
+    if (!gives_back(call)) {
+      (void)append(call, failed, result, arguments, pages, count);
+    } else if (failed && token != 0) {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (token > cleared_) log_[token - cleared_ - 1].failed = true;
+    }
+  }
+
+ private:
+  // The record's number, from 1 and never reused; 0 if it was not logged.
+  std::uint64_t append(Call call, bool failed, std::uint64_t result, const CallArguments& arguments, const PageHandle* pages,
+                       std::size_t count) noexcept {
+    if (!logging_.load(std::memory_order_relaxed)) return 0;
     try {
       TraceRecord record;
       record.call = call;
@@ -60,18 +91,20 @@ class Trace final : public Intercept<TraceBackend> {
       record.pages.assign(pages, pages + count);
       const std::lock_guard<std::mutex> lock(mutex_);
       log_.push_back(std::move(record));
+      return cleared_ + log_.size();
     } catch (const std::bad_alloc&) {
-      // The call has had its effect and must not throw now; a log with a gap is worth nothing, so it ends here.
+      // The call may have had its effect and must not throw now; a log with a gap is worth nothing, so it ends here.
       logging_.store(false, std::memory_order_relaxed);
+      return 0;
     }
   }
 
- private:
   std::array<std::atomic<std::uint64_t>, kCallKinds> counts_{};
   std::array<std::atomic<std::uint64_t>, kCallKinds> failed_{};
   std::atomic<bool> logging_{true};
   mutable std::mutex mutex_;
   std::vector<TraceRecord> log_;  // guarded by mutex_
+  std::uint64_t cleared_ = 0;     // guarded by mutex_: records that were logged and cleared
 };
 
 [[noreturn]] void refuse_line(std::size_t line, const std::string& text, const char* expected) {

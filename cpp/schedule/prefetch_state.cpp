@@ -152,19 +152,23 @@ void Prefetcher::State::pump() noexcept {
 void Prefetcher::State::recover() {
   if (!broken) return;
   // A reader's stream that failed with us runs nothing any more; waiting for its event would only pass the failure on.
-  for (Slot& slot : slots) {
-    spare.reserve(spare.size() + orphans.size() + slot.readers.size());
-    const auto gone = std::remove_if(slot.readers.begin(), slot.readers.end(), [&](const Reader& reader) {
-      try {
-        static_cast<void>(backend->query(reader.event));
-        return false;
-      } catch (const Error&) {
-        spare.push_back(reader.event);
-        return true;
-      }
-    });
-    slot.readers.erase(gone, slot.readers.end());
-  }
+  const auto failed = [&](EventHandle event) {
+    try {
+      static_cast<void>(backend->query(event));
+      return false;
+    } catch (const Error&) {
+      return true;
+    }
+  };
+  const auto prune = [&](std::vector<Reader>& readers) {
+    spare.reserve(spare.size() + orphans.size() + readers.size());
+    const auto kept = std::stable_partition(readers.begin(), readers.end(), [&](const Reader& r) { return !failed(r.event); });
+    for (auto at = kept; at != readers.end(); ++at) spare.push_back(at->event);
+    readers.erase(kept, readers.end());
+  };
+  for (Slot& slot : slots) prune(slot.readers);
+  prune(orphans);
+  if (after != 0 && failed(after)) after = 0;
   const StreamHandle fresh = backend->create_stream();
   try {
     if (after != 0) backend->stream_wait(fresh, after);

@@ -33,7 +33,7 @@ class LayerSource:
     rest_bytes: int
     fill: Callable[[Sequence[int], int], None]  # (layer addresses, rest address): copy the bytes in, once
     install: Callable[[Sequence[int], int], None]  # re-point the model's tensors; whole or not at all; copies nothing
-    detach: Callable[[], None]  # back onto ordinary memory
+    detach: Callable[[Sequence[int]], None]  # back onto ordinary memory; these layers' bytes come from their masters
     watch: Callable[[Sequence[int]], dict[int, list[str]]]
     keep_alive: Any
 
@@ -56,7 +56,7 @@ def raw_source(layers: Sequence[Any]) -> LayerSource:
         rest_bytes=0,
         fill=fill,
         install=lambda targets, rest: None,
-        detach=lambda: None,
+        detach=lambda away: None,
         watch=lambda layers: {},
         keep_alive=views,
     )
@@ -81,7 +81,7 @@ def model_source(
     path = modules.find_layers(model) if layers is None else layers
     found = modules.resolve_layers(model, path)
     specs = modules.collect(model, path, device="cpu")
-    layout = packing.build(specs, layers=len(found), mutable=mutable)
+    layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable))
     master = masters.make_master(model, layout, files=weights, names=names)
     layout = master.layout
     installed: dict[str, Any] = {}
@@ -103,13 +103,11 @@ def model_source(
         installed["storages"], installed["rest"] = storages, resident
         installed["watch"] = modules.WriteWatch(model, layout)
 
-    def detach() -> None:
+    def detach(away: Sequence[int]) -> None:
         if not installed:
             return
-        sources = {i: master.tensor(i) for i, part in enumerate(layout.layers) if part.nbytes}
-        # A layer that the model wrote is resident: its own bytes are the right ones, not the master's.
-        for index in installed["watch"].written():
-            sources.pop(index, None)
+        # Only a layer that is not in place is taken from its master: a resident one may have been written since.
+        sources = {index: master.tensor(index) for index in away if layout.layers[index].nbytes}
         modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources)
         installed.clear()
 

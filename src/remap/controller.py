@@ -62,13 +62,20 @@ def _is_amount(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Demand:
-    """KV blocks that the engine wants to be able to allocate now, beyond those it holds. An int >= 0."""
+    """KV blocks that the engine wants to be able to allocate now, beyond those it holds. An int >= 0.
+
+    free: how many its own allocator has free; needed from engines that have one (`kv.subscribe(..., external=True)`), since
+    the pool sees all their blocks as held. Others leave it out.
+    """
 
     blocks: int
+    free: int | None = None
 
     def __post_init__(self) -> None:
         if not _is_count(self.blocks):
             raise _refuse("blocks", self.blocks, "an int of at least 0")
+        if self.free is not None and not _is_count(self.free):
+            raise _refuse("free", self.free, "an int of at least 0, or None")
 
 
 @dataclass(frozen=True)

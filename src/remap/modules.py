@@ -150,21 +150,56 @@ class WriteWatch:
         self._model = model
         self._watched: list[tuple[int, TensorSpec, torch.Tensor, int]] = []
         self.untracked: dict[int, list[str]] = {}
+        # What written_in() looks at, a layer: the modules on the way to its tensors, and the tensors, each with the dict and
+        # the name under which it is registered. So nothing has to be found by its dotted name while nothing has changed.
+        self._way: list[list[tuple[dict[str, nn.Module | None], str, nn.Module]]] = []
+        self._registered: list[list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int]]] = []
         for index, layer in enumerate(layout.layers):
+            way: dict[str, tuple[dict[str, nn.Module | None], str, nn.Module]] = {}
+            registered: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int]] = []
             for target in _targets(model, layer):
-                spec = target.placed.spec
-                if target.tensor.is_inference():
+                spec, tensor = target.placed.spec, target.tensor
+                if tensor.is_inference():
                     self.untracked.setdefault(index, []).append(spec.path)
-                else:
-                    self._watched.append((index, spec, target.tensor, target.tensor._version))
+                    continue
+                version = tensor._version
+                self._watched.append((index, spec, tensor, version))
+                *prefix, name = spec.path.split(".")
+                owner, path = model, ""
+                for child in prefix:
+                    path = f"{path}.{child}"
+                    inner = owner.get_submodule(child)
+                    way[path] = (owner._modules, child, inner)
+                    owner = inner
+                registry = owner._parameters if owner._parameters.get(name) is tensor else owner._buffers
+                registered.append((registry, name, tensor, version))
+            self._way.append(list(way.values()))
+            self._registered.append(registered)
 
     def written(self) -> dict[int, list[str]]:
         """layer -> paths, in layout order; only layers in which something was written. Reads no tensor's bytes."""
         return self._written(self._watched)
 
     def written_in(self, layers: Collection[int]) -> dict[int, list[str]]:
-        """`written`, for these layers only: cheaper, for asking just before some layers are to be streamed."""
-        return self._written([watched for watched in self._watched if watched[0] in layers])
+        """`written`, for these layers only (an unknown one has no tensors). A few microseconds a layer while nothing was
+        written: it is asked just before layers are streamed, which is on the way from demand to usable KV blocks.
+        """
+        touched = {layer for layer in layers if self._touched(layer)}
+        if not touched:
+            return {}
+        return self._written([watched for watched in self._watched if watched[0] in touched])
+
+    def _touched(self, layer: int) -> bool:
+        """Whether anything of the layer was written or replaced."""
+        if not 0 <= layer < len(self._way):
+            return False
+        for modules, name, module in self._way[layer]:
+            if modules.get(name) is not module:
+                return True
+        for registry, name, tensor, version in self._registered[layer]:
+            if tensor._version != version or registry.get(name) is not tensor:
+                return True
+        return False
 
     def _written(self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int]]) -> dict[int, list[str]]:
         paths: set[str] = set()

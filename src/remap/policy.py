@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from . import schedule
 from .attach import MAX_BUFFERS
-from .controller import LayerSeconds, TenantView
+from .controller import Demand, LayerSeconds, TenantView
 
 if TYPE_CHECKING:
     from .session import Session
@@ -60,20 +60,27 @@ def free_pages_of(session: Session, tenant: Tenant) -> tuple[int, ...]:
     return known[1]
 
 
-def view_of(session: Session, tenant: Tenant) -> TenantView:
-    """The tenant as the controller sees it now. On the engine's path in every step: cheap reads only."""
+def view_of(session: Session, tenant: Tenant, demand: Demand) -> TenantView:
+    """The tenant as the controller sees it now. On the engine's path in every step: cheap reads only.
+
+    An engine with its own allocator holds every block as far as the pool knows; which of them are free it says itself.
+    """
     attachment, pool = tenant._attachment, tenant.kv.pool
     buffers = len(attachment.pages.ring)
     streamable = len(attachment.order)
     block_pages = tenant._blocks_per_page
+    free, live = pool.free_blocks, pool.live_blocks
+    if pool.external:
+        free = min(demand.free or 0, live)
+        live -= free
     return TenantView(
         layers=tenant.layers,
         remapped=max(0, len(attachment.pages.streamed) - buffers),
         buffers=buffers,
         streamable=streamable,
         usable_blocks=pool.usable_blocks,
-        free_blocks=pool.free_blocks,
-        live_blocks=pool.live_blocks,
+        free_blocks=free,
+        live_blocks=live,
         free_pool_blocks=int(len(free_pages_of(session, tenant)) * block_pages),
         blocks_per_layer=tenant._blocks_per_layer,
         max_remapped=min(attachment.hosted, max(0, streamable - max(1, buffers))),

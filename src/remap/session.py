@@ -151,7 +151,7 @@ class Session:
                 self._changes.apply(tenant, plan_free_pages(attachment.pages, self._arena.epoch, first, give=True))
                 self._changes.settle(tenant)
         except BaseException:
-            attachment.detach()
+            attachment.detach(())
             self._arena.remove_tenant(number)
             raise
         self._next_tenant += 1
@@ -180,7 +180,7 @@ class Session:
             tenant = self._tenant(name)
             self._refuse_pass(tenant)
             self._changes.abandon(tenant)
-            tenant._attachment.detach()
+            tenant._restore_model()
             self._arena.remove_tenant(tenant.number)
             del self._tenants[name], self._controllers[name]
 
@@ -210,7 +210,7 @@ class Session:
                 tenant = self._tenants[name]
                 if tenant._in_pass:
                     self._refuse_pass(tenant)
-                decision = self._controllers[name].decide(view_of(self, tenant), wanted)
+                decision = self._controllers[name].decide(view_of(self, tenant, wanted), wanted)
                 if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
                     continue
                 if report is None:
@@ -385,7 +385,7 @@ class Session:
                 return
             for tenant in self._tenants.values():
                 self._changes.abandon(tenant)
-                tenant._attachment.detach()
+                tenant._restore_model()
             self._executor.stop()
             self._changes.close()
             self._tenants.clear()

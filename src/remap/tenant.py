@@ -61,7 +61,7 @@ class Attachment:
     hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
     pinned: set[int] = field(default_factory=set)
     written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
-    detach: Any = None  # callable: puts the model back on ordinary memory
+    detach: Any = None  # callable(layers not in place): puts the model back on ordinary memory
     watch: Any = None  # callable(layers) -> {layer: [paths written since attach]}
     keep_alive: Any = None
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
@@ -192,6 +192,10 @@ class Tenant:
             self._times = self._cost.estimate(*self._last_shape)
             self._times_age = 0
         return self._times
+
+    def _restore_model(self) -> None:
+        """Put the model's tensors back onto ordinary memory. Streamed layers, and those not loaded yet, from their masters."""
+        self._attachment.detach([layer for layer in range(self.layers) if not self._prefetcher.ready(layer)])
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""

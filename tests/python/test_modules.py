@@ -343,6 +343,32 @@ def test_write_watch_names_what_was_written_in_place():
     assert modules.WriteWatch(model, layout).written() == {}
 
 
+def test_written_in_agrees_with_written_for_every_kind_of_change():
+    def all_of(change):
+        model = Counting().eval()
+        layout, _, _ = install(model, "layers")
+        watch = modules.WriteWatch(model, layout)
+        assert watch.written_in(range(3)) == {}
+        with torch.no_grad():
+            change(model)
+        assert watch.written_in([9, 2, 1, 0, 1, -1]) == watch.written()
+        for layer in range(3):
+            assert watch.written_in((layer,)) == {i: p for i, p in watch.written().items() if i == layer}
+        return watch.written()
+
+    assert all_of(lambda model: model.layers[1][0].weight.mul_(2)) == {1: ["layers.1.0.weight"]}
+    assert all_of(lambda model: model.layers[2].step.add_(1)) == {2: ["layers.2.step"]}
+    parameters = ["layers.0.0.weight", "layers.0.0.bias"]
+    # Replaced: the tensor, the module that holds it, or the layer itself (the paths that are left are the layer's own).
+    assert all_of(lambda model: setattr(model.layers[0][0], "bias", None)) == {0: parameters[1:]}
+    assert all_of(lambda model: model.layers[0].__setitem__(0, nn.Linear(4, 4))) == {0: parameters}
+    found = all_of(lambda model: model.layers.__setitem__(0, nn.Sequential()))
+    assert list(found) == [0]
+    assert set(parameters) <= set(found[0])
+    # No change of bytes.
+    assert all_of(lambda model: model.layers[0][0].requires_grad_(False)) == {}
+
+
 def test_changed_sees_writes_that_have_no_version():
     model = Counting().eval()
     layout, storages, _ = install(model, "layers")

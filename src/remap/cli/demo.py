@@ -141,8 +141,8 @@ def run_demo(config: DemoConfig, console: Console) -> DemoResult:
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description:<13}"),
-        BarColumn(bar_width=28),
-        TextColumn("{task.completed:>5.0f}/{task.total:.0f} tokens"),
+        BarColumn(bar_width=20),
+        TextColumn("{task.completed:>4.0f}/{task.total:.0f}"),
         TextColumn("{task.fields[state]}"),
         TimeElapsedColumn(),
     )
@@ -155,8 +155,8 @@ def run_demo(config: DemoConfig, console: Console) -> DemoResult:
 
             def show(progress: RunProgress, task: Any = task) -> None:
                 state = (
-                    f"{progress.running} running, {progress.waiting} waiting, {progress.kv_blocks} KV blocks, "
-                    f"{progress.layers_remapped:g} layers remapped, {progress.preemptions} preemptions"
+                    f"{progress.running} run, {progress.waiting} wait, {progress.kv_blocks} blocks, "
+                    f"{progress.layers_remapped:g} layers, {progress.preemptions} preempted"
                 )
                 bars.update(task, completed=progress.generated, total=progress.total, state=state)
 
@@ -164,7 +164,7 @@ def run_demo(config: DemoConfig, console: Console) -> DemoResult:
             assert run is not None  # only "prepare" has no result
             runs[kind] = run
             count = run.generated_tokens
-            state = f"{run.wall_s:.1f} s, {run.tokens_per_s:.1f} tokens/s, {run.preemptions} preemptions"
+            state = f"{run.tokens_per_s:.1f} tokens/s, {run.preemptions} preempted"
             bars.update(task, completed=count, total=count, state=state)
     return DemoResult(
         model=smollm2.MODEL_NAME,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata
@@ -97,4 +96,4 @@ def _model() -> Finding:
         return Finding("note", "demo model", str(error))
     ready = [dtype for dtype in smollm2.DTYPES if smollm2.cached_folder(gguf, dtype).is_dir()]
     state = f"converted: {', '.join(ready)}" if ready else "not converted yet"
-    return Finding("ok", "demo model", f"{gguf.name} ({state}, cache {smollm2.cache_root()}, {sys.platform})")
+    return Finding("ok", "demo model", f"{gguf.name} ({state}; cache {smollm2.cache_root()})")

