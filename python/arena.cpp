@@ -2,10 +2,12 @@
 #include "prefetcher_observer.h"
 #include "remap/arena.h"
 #include "remap/executor.h"
+#include "remap/fork.h"
 
 namespace remap::python {
 
 void bind_arena(py::module_& module) {
+  module.def("fork_generation", &fork_generation, "Grows by one in every forked child.");
   py::enum_<Owner>(module, "Owner")
       .value("free", Owner::free)
       .value("params", Owner::params)
@@ -26,7 +28,7 @@ void bind_arena(py::module_& module) {
       .def("designate", &Arena::designate, py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
       .def("designate_ring", &Arena::designate_ring, py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
       .def("prepare_view", &Arena::prepare_view, py::arg("region"), py::arg("pages"), ReleaseGil())
-      .def("remove_tenant", &Arena::remove_tenant, py::arg("tenant"), ReleaseGil())
+      .def("remove_tenant", &Arena::remove_tenant, py::arg("tenant"), py::arg("undoing") = false, ReleaseGil())
       .def("close", &Arena::close, ReleaseGil())
       .def("address", [](const Arena& arena, RegionId region) { return to_int(arena.address(region)); })
       .def("region_bytes", &Arena::region_bytes)

@@ -208,7 +208,8 @@ ReplayResult replay(const std::vector<TraceRecord>& log, Backend& backend, const
     if (failed != record.failed) {
       result.ok = false;
       result.divergence = i;
-      result.message = std::string(call_name(record.call)) + (failed ? " failed, logged as ok: " + message : " went well, logged as failed");
+      result.message = std::string(call_name(record.call)) +
+                       (failed ? " failed, logged as ok: " + message : " went well, logged as failed");
       return result;
     }
     ++result.replayed;

@@ -174,17 +174,22 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
   }
   const RegionId id = add_region(RegionKind::layer, tenant, name, home.size());
   Region& fresh = regions_[id];
+  fresh.home = home;
+  fresh.target = home;
   try {
     map_slots(fresh.view, 0, home);
     cleanse(fresh.view, 0, home.size(), tenant);
   } catch (const Error&) {
-    unmap_slots(fresh.view, 0, home.size());
-    backend_->release(fresh.view.address, fresh.reserved_bytes);
+    if (broken_) throw;
+    try {
+      unmap_slots(fresh.view, 0, home.size());
+    } catch (const Error& second) {
+      fail_broken(std::string("mapping a layer failed and so did undoing it: ") + second.what(), home);
+    }
+    discard(fresh.view.address, fresh.reserved_bytes);
     regions_.pop_back();
     throw;
   }
-  fresh.home = home;
-  fresh.target = home;
   ++epoch_;
   return id;
 }
@@ -279,12 +284,60 @@ void Arena::release_region(Region& gone) {
   gone.live = false;
 }
 
-void Arena::remove_tenant(TenantId tenant) {
+void Arena::discard(std::byte* address, std::size_t bytes) {
+  leftovers_.reserve(leftovers_.size() + 1);
+  try {
+    backend_->release(address, bytes);
+  } catch (const Error&) {
+    leftovers_.emplace_back(address, bytes);
+  }
+}
+
+void Arena::release_leftovers() {
+  while (!leftovers_.empty()) {
+    backend_->release(leftovers_.back().first, leftovers_.back().second);
+    leftovers_.pop_back();
+  }
+}
+
+void Arena::remove_tenant(TenantId tenant, bool undoing) {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
+  std::vector<std::pair<View*, std::vector<PageId>>> unmapped;
+  try {
+    for (Region& gone : regions_) {
+      if (!gone.live || gone.tenant != tenant) continue;
+      std::vector<View*> views{&gone.view};
+      for (View& view : gone.parked) views.push_back(&view);
+      for (View* view : views) {
+        unmapped.emplace_back(view, view->shown);
+        unmap_slots(*view, 0, view->shown.size());
+      }
+    }
+  } catch (const Error& error) {
+    std::vector<PageId> pages;
+    for (PageId id = 0; id < pages_.size(); ++id) {
+      if (pages_[id].tenant == tenant) pages.push_back(id);
+    }
+    if (undoing) fail_broken(std::string("undoing an attachment failed: ") + error.what(), pages);
+    if (broken_) throw;
+    unmapped.pop_back();  // whole or nothing: this one is as it was
+    for (auto entry = unmapped.rbegin(); entry != unmapped.rend(); ++entry) {
+      try {
+        map_slots(*entry->first, 0, entry->second);
+      } catch (const Error& second) {
+        fail_broken(std::string("removing a tenant failed and so did undoing it: ") + second.what(), pages);
+      }
+    }
+    throw;
+  }
   for (Region& gone : regions_) {
-    if (gone.live && gone.tenant == tenant) release_region(gone);
+    if (!gone.live || gone.tenant != tenant) continue;
+    for (const View& view : gone.parked) discard(view.address, gone.reserved_bytes);
+    gone.parked.clear();
+    discard(gone.view.address, gone.reserved_bytes);
+    gone.live = false;
   }
   for (Page& page : pages_) {
     if (page.tenant != tenant || page.owner == Owner::quarantine) continue;
@@ -298,13 +351,14 @@ void Arena::close() {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return;
-  for (Region& gone : regions_) {
-    if (gone.live) release_region(gone);
-  }
-  if (fill_stream_ != 0) {
+  if (fill_stream_ != 0) {  // first: waits for a fill whose end nobody saw
     backend_->destroy_stream(fill_stream_);
     fill_stream_ = 0;
   }
+  for (Region& gone : regions_) {
+    if (gone.live) release_region(gone);
+  }
+  release_leftovers();
   if (fill_event_ != 0) {
     backend_->destroy_event(fill_event_);
     fill_event_ = 0;
@@ -352,15 +406,21 @@ void Arena::map_slots(View& view, std::size_t first_slot, const std::vector<Page
       backend_->populate(at, count * options_.page_bytes);
     });
   } catch (const Error&) {
+    std::string failure;
+    std::vector<PageId> stuck;
     for (auto run = mapped.rbegin(); run != mapped.rend(); ++run) {
       try {
         backend_->unmap(slot_address(view, first_slot + run->first), run->second * options_.page_bytes);
       } catch (const Error& second) {
-        const std::vector<PageId> stuck(pages.begin() + static_cast<std::ptrdiff_t>(run->first),
-                                        pages.begin() + static_cast<std::ptrdiff_t>(run->first + run->second));
-        fail_broken(std::string("mapping failed and so did undoing it: ") + second.what(), stuck);
+        // What stays mapped stays in the table, so that close() unmaps it.
+        failure = second.what();
+        for (std::size_t i = run->first; i < run->first + run->second; ++i) {
+          view.shown[first_slot + i] = pages[i];
+          stuck.push_back(pages[i]);
+        }
       }
     }
+    if (!failure.empty()) fail_broken("mapping failed and so did undoing it: " + failure, stuck);
     throw;
   }
   std::copy(pages.begin(), pages.end(), view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot));
@@ -390,19 +450,35 @@ void Arena::unmap_slots(View& view, std::size_t first_slot, std::size_t count) {
 
 std::size_t Arena::cleanse(const View& view, std::size_t first_slot, std::size_t count, TenantId tenant) {
   std::size_t bytes = 0;
-  for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) {
-    const Page& page = pages_[view.shown[slot]];
-    if (page.dirty == kNobody || page.dirty == tenant) continue;
-    if (fill_stream_ == 0) {
-      fill_event_ = fill_event_ != 0 ? fill_event_ : backend_->create_event();
-      fill_stream_ = backend_->create_stream();
+  try {
+    for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) {
+      const Page& page = pages_[view.shown[slot]];
+      if (page.dirty == kNobody || page.dirty == tenant) continue;
+      if (fill_stream_ == 0) {
+        fill_event_ = fill_event_ != 0 ? fill_event_ : backend_->create_event();
+        fill_stream_ = backend_->create_stream();
+      }
+      backend_->fill(fill_stream_, slot_address(view, slot), 0, options_.page_bytes);
+      bytes += options_.page_bytes;
     }
-    backend_->fill(fill_stream_, slot_address(view, slot), 0, options_.page_bytes);
-    bytes += options_.page_bytes;
-  }
-  if (bytes > 0) {
-    backend_->record(fill_event_, fill_stream_);
-    backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
+    if (bytes > 0) {
+      backend_->record(fill_event_, fill_stream_);
+      backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
+    }
+  } catch (const Error&) {
+    // The caller unmaps next, so nothing may still be writing there: destroying a stream waits for its work. It also gets
+    // rid of a stream that has failed, which would fail for ever.
+    if (bytes > 0) {
+      try {
+        backend_->destroy_stream(fill_stream_);
+        fill_stream_ = 0;
+      } catch (const Error& second) {
+        fail_broken(std::string("zeroing failed and cannot be waited for: ") + second.what(),
+                    {view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot),
+                     view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot + count)});
+      }
+    }
+    throw;
   }
   // Only now: a page counts as clean, or as this tenant's, when the zeroes have arrived.
   for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) pages_[view.shown[slot]].dirty = tenant;
@@ -424,21 +500,25 @@ void Arena::fail_broken(const std::string& what, const std::vector<PageId>& page
 // ---- looking ----------------------------------------------------------------------------------------------------
 
 std::byte* Arena::address(RegionId id) const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   return region(id).view.address;
 }
 
 std::size_t Arena::region_bytes(RegionId id) const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   return region(id).reserved_bytes;
 }
 
 std::uint64_t Arena::epoch() const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   return epoch_;
 }
 
 PageCounts Arena::counts() const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   PageCounts counts;
   for (const Page& page : pages_) ++counts.by_owner[static_cast<std::size_t>(page.owner)];
@@ -447,6 +527,7 @@ PageCounts Arena::counts() const {
 }
 
 PageCounts Arena::counts(TenantId tenant) const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   PageCounts counts;
   for (const Page& page : pages_) {
@@ -458,6 +539,7 @@ PageCounts Arena::counts(TenantId tenant) const {
 }
 
 std::vector<Owner> Arena::owners() const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<Owner> owners;
   owners.reserve(pages_.size());
@@ -466,6 +548,7 @@ std::vector<Owner> Arena::owners() const {
 }
 
 std::vector<PageId> Arena::free_pages() const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<PageId> free;
   for (PageId id = 0; id < pages_.size(); ++id) {
@@ -475,16 +558,19 @@ std::vector<PageId> Arena::free_pages() const {
 }
 
 std::vector<PageId> Arena::shown(RegionId id) const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   return region(id).view.shown;
 }
 
 bool Arena::broken() const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   return broken_;
 }
 
 bool Arena::closed() const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   return closed_;
 }

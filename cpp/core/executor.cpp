@@ -100,7 +100,7 @@ Applied Executor::apply(const Plan& plan) {
         point(step.point, applied);
       }
     }
-  } catch (const Error&) {
+  } catch (...) {
     undo_all();
     throw;
   }
@@ -225,6 +225,7 @@ void Executor::undo_all() {
   // All of it is tried, even behind a failure: every page that can be saved is. The first failure makes the arena broken.
   std::string failure;
   std::vector<PageId> stuck;
+  if (arena.broken_) undo_.clear();  // a step could not even undo itself: nobody knows what it would be undone onto
   for (auto entry = undo_.rbegin(); entry != undo_.rend(); ++entry) {
     try {
       entry->action();
@@ -270,32 +271,42 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
       pthread_setname_np(worker_.native_handle(), "remap-point");
     }
   }
-  queue_changed_.notify_all();
+  queue_changed_->notify_all();
 }
 
 // ---- the re-pointing worker -------------------------------------------------------------------------------------
 
 void Executor::run(Job& job) {
+  // Whatever is thrown: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
   job.error = nullptr;
   try {
     if (job.after != 0) arena_->backend_->synchronize(job.after, std::chrono::nanoseconds::max());
-    std::lock_guard<std::mutex> lock(arena_->mutex_);
-    arena_->guard();
-    Region& region = arena_->region(job.point.region);
-    Pointer(*arena_).layer(region, region.target);
-    region.pending = false;
-    if (job.observer) job.observer->released(job.point.layer);
   } catch (const std::exception&) {
-    // Whatever it is: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
     job.error = std::current_exception();
-    if (job.observer) job.observer->failed(job.point.layer, job.error);
+  }
+  std::lock_guard<std::mutex> lock(arena_->mutex_);
+  try {
+    if (!job.error) {
+      arena_->guard();
+      Region& region = arena_->region(job.point.region);
+      Pointer(*arena_).layer(region, region.target);
+      region.pending = false;
+    }
+  } catch (const std::exception&) {
+    job.error = std::current_exception();
+  }
+  if (!job.observer) return;
+  if (job.error) {
+    job.observer->failed(job.point.layer, job.error);
+  } else {
+    job.observer->released(job.point.layer);
   }
 }
 
 void Executor::work() {
   std::unique_lock<std::mutex> lock(queue_mutex_);
   while (true) {
-    queue_changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });
+    queue_changed_->wait(lock, [&] { return stopping_ || !queue_.empty(); });
     if (stopping_) return;
     Job job = std::move(queue_.front());
     queue_.pop_front();
@@ -305,13 +316,13 @@ void Executor::work() {
     lock.lock();
     busy_ = false;
     if (job.error) failed_.push_back(std::move(job));
-    queue_changed_.notify_all();
+    queue_changed_->notify_all();
   }
 }
 
 void Executor::drain() {
   std::unique_lock<std::mutex> lock(queue_mutex_);
-  queue_changed_.wait(lock, [&] { return stopping_ || (queue_.empty() && !busy_); });
+  queue_changed_->wait(lock, [&] { return stopping_ || (queue_.empty() && !busy_); });
 }
 
 std::size_t Executor::failed_points() const {
@@ -350,13 +361,14 @@ void Executor::forget(TenantId tenant) {
 void Executor::stop() {
   if (fork_generation() != arena_->fork_generation_) {
     if (worker_.joinable()) worker_.detach();  // the thread exists in the parent only
+    (void)queue_changed_.release();            // the worker may be waiting in it: destroying it would wait for ever
     return;
   }
   {
     std::lock_guard<std::mutex> lock(queue_mutex_);
     stopping_ = true;
   }
-  queue_changed_.notify_all();
+  queue_changed_->notify_all();
   if (worker_.joinable()) worker_.join();
 }
 

@@ -24,7 +24,12 @@ View& Pointer::parked(Region& region, const std::vector<PageId>& pages) {
     try {
       arena_.map_slots(fresh, 0, pages);
     } catch (const Error&) {
-      backend.release(fresh.address, region.reserved_bytes);
+      // A broken arena may show pages there that nothing could unmap: then the view is kept, so that close() sees it.
+      if (arena_.broken_) {
+        region.parked.push_back(std::move(fresh));
+      } else {
+        arena_.discard(fresh.address, region.reserved_bytes);
+      }
       throw;
     }
     region.parked.push_back(std::move(fresh));

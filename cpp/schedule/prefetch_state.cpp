@@ -125,7 +125,8 @@ void Prefetcher::State::issue_ring(const LayerSchedule::Copy& copy) {
 
 Reload* Prefetcher::State::next_reload() {
   for (Reload& reload : reloads) {
-    if (reload.ticket == nullptr && (states[reload.layer].load(std::memory_order_relaxed) & kHeld) == 0) return &reload;
+    // Held or failed: the region does not show the layer's own pages yet, and a copy would go into the ring.
+    if (reload.ticket == nullptr && (states[reload.layer].load(std::memory_order_relaxed) & (kHeld | kFailed)) == 0) return &reload;
   }
   return nullptr;
 }

@@ -47,7 +47,8 @@ void Prefetcher::released(LayerId layer) noexcept {
   if (layer >= count_) return;
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
-  s.set(layer, static_cast<std::uint8_t>(s.get(layer) & ~kHeld));
+  s.errors[layer] = nullptr;  // re-pointing failed before, and was tried again
+  s.set(layer, static_cast<std::uint8_t>(s.get(layer) & ~(kHeld | kFailed)));
   s.pump();
   s.changed.notify_all();
 }

@@ -23,6 +23,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "remap/backend.h"
@@ -101,8 +102,10 @@ class Arena {
   void designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // Makes a ready view of a layer's region so that pointing there later is one exchange. No-op without can_exchange().
   void prepare_view(RegionId layer_region, const std::vector<PageId>& pages);
-  // Releases all regions of the tenant; all its pages become free (and dirty). Pre: nobody uses them any more.
-  void remove_tenant(TenantId tenant);
+  // Releases all regions of the tenant; all its pages become free (and dirty). Pre: nobody uses them any more. Addresses that
+  // the backend does not take back are kept until close(): they cost no memory.
+  // undoing: an attachment that failed is taken back; if that fails too the arena is broken (ArenaBroken).
+  void remove_tenant(TenantId tenant, bool undoing = false);
   // Waits for nothing: the caller has stopped using every region. Idempotent. Everything goes back to the backend.
   void close();
 
@@ -136,6 +139,8 @@ class Arena {
   void unmap_slots(View& view, std::size_t first_slot, std::size_t count);
   std::byte* slot_address(const View& view, std::size_t slot) const { return view.address + slot * options_.page_bytes; }
   void release_region(Region& region);
+  void discard(std::byte* address, std::size_t bytes);  // an empty reservation; if it fails, close() tries again
+  void release_leftovers();
   // Zeroes what other tenants may have left in the pages that `view` shows there, and waits for it (promise 6: a page that
   // changes tenant reads zero). Returns the bytes written; usually none.
   std::size_t cleanse(const View& view, std::size_t first_slot, std::size_t count, TenantId tenant);
@@ -148,6 +153,7 @@ class Arena {
   mutable std::mutex mutex_;
   std::vector<Page> pages_;
   std::deque<Region> regions_;  // index = RegionId, addresses stable; removed ones stay with live = false, ids are not reused
+  std::vector<std::pair<std::byte*, std::size_t>> leftovers_;  // empty reservations that the backend did not take back yet
   StreamHandle fill_stream_ = 0;  // made when a page first changes tenant
   EventHandle fill_event_ = 0;
   std::uint64_t epoch_ = 1;

@@ -7,6 +7,8 @@
 //   * A call either has its full effect or throws remap::Error and has none.
 //   * Sizes and addresses are multiples of granularity() where a call says "aligned"; anything else is refused with
 //     ErrorKind::invalid_argument before anything changes.
+//   * A range outside every reservation, an unknown or destroyed handle: invalid_argument as well. A range or page that is
+//     in the wrong state (mapped already, not mapped, still mapped, access none): invalid_state.
 //   * Handles are never 0; 0 means "none".
 //   * All calls may be made from any thread. Calls that touch the same range, page, stream or event are ordered by the
 //     caller (in this library: the executor's lock for mappings, the prefetcher's lock for copies).
@@ -129,13 +131,14 @@ class Backend {
   virtual void destroy_event(EventHandle event) = 0;
   // The event completes when all earlier work of the stream has. Recording again starts it anew.
   virtual void record(EventHandle event, StreamHandle stream) = 0;
-  // Later work of the stream waits for the event's last recording. An event never recorded counts as complete.
+  // Later work of the stream waits for the recording that is the event's last one now; a later record() does not change
+  // that. An event never recorded counts as complete. If the recording has its stream's error, this stream fails too.
   virtual void stream_wait(StreamHandle stream, EventHandle event) = 0;
   // True when complete. Throws the stream's error.
   virtual bool query(EventHandle event) = 0;
   // Blocks until complete or `timeout` has passed; says whether it is complete. Throws the stream's error.
   virtual bool synchronize(EventHandle event, std::chrono::nanoseconds timeout) = 0;
-  // Seconds between two completed events.
+  // Seconds between two completed events; invalid_state if one was never recorded or is not complete.
   virtual double elapsed(EventHandle from, EventHandle to) = 0;
 };
 

@@ -33,7 +33,8 @@ class FaultBackend : public Backend {
   virtual std::uint64_t calls() const = 0;
 };
 
-// Logs every call, in an order that can be replayed even if many threads made the calls. Counters are exact at all times and cost one atomic addition.
+// Logs every call, in an order that can be replayed even if many threads made the calls. Counters are exact at all times
+// and cost one atomic addition.
 class TraceBackend : public Backend {
  public:
   virtual std::uint64_t count(Call call) const noexcept = 0;   // calls made, failed ones included

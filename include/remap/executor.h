@@ -82,7 +82,7 @@ class Executor {
   // re-point. A job always points its region to the region's *present* target, and tells its observer before it lets go of
   // arena_->mutex_: a plan applied later takes that lock first, so no stale "released" can follow its hold.
   mutable std::mutex queue_mutex_;
-  std::condition_variable queue_changed_;
+  std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
   std::deque<Job> queue_;
   std::vector<Job> failed_;
   bool busy_ = false;

@@ -23,6 +23,9 @@ __all__ = ["LayerSource", "MAX_BUFFERS", "attach_layers", "model_source", "raw_s
 
 MAX_BUFFERS = 2  # ring buffers that the ring's region has room for; more never beat two (theory: beta >= 3 buys only slack)
 
+# Addresses [first, stop) at which attached models' tensors lie, in all sessions of this process: a model can be in one only.
+_INSTALLED: list[tuple[int, int]] = []
+
 
 @dataclass(frozen=True)
 class LayerSource:
@@ -78,9 +81,22 @@ def model_source(
     from . import master as masters
     from . import modules
 
+    if isinstance(mutable, str):
+        raise InvalidArgument(
+            f"mutable= takes a sequence of patterns, not the one string {mutable!r}; nothing was attached; put it into a "
+            "tuple",
+            mutable=mutable,
+        )
     path = modules.find_layers(model) if layers is None else layers
     found = modules.resolve_layers(model, path)
     specs = modules.collect(model, path, device="cpu")
+    for tensor_path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if any(first <= tensor.data_ptr() < stop for first, stop in _INSTALLED):
+            raise InvalidArgument(
+                f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing was "
+                "attached; detach it there first",
+                path=tensor_path,
+            )
     layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable))
     master = masters.make_master(model, layout, files=weights, names=names)
     layout = master.layout
@@ -102,6 +118,9 @@ def model_source(
         modules.install(model, layout, storages, resident)
         installed["storages"], installed["rest"] = storages, resident
         installed["watch"] = modules.WriteWatch(model, layout)
+        parts = zip((*storages, resident), layout.parts)
+        installed["ranges"] = [(each.data_ptr(), each.data_ptr() + part.nbytes) for each, part in parts]
+        _INSTALLED.extend(installed["ranges"])
 
     def detach(away: Sequence[int]) -> None:
         if not installed:
@@ -109,6 +128,8 @@ def model_source(
         # Only a layer that is not in place is taken from its master: a resident one may have been written since.
         sources = {index: master.tensor(index) for index in away if layout.layers[index].nbytes}
         modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources)
+        for each in installed["ranges"]:
+            _INSTALLED.remove(each)
         installed.clear()
 
     return LayerSource(

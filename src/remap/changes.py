@@ -15,6 +15,7 @@ from typing import Any
 
 from . import _core
 from .errors import DriverError, Error, InvalidArgument, OutOfBlocks
+from .kv import BlockPool
 from .planner import Plan, SetOwner, plan_free_pages, plan_streamed
 from .tenant import Tenant
 
@@ -124,13 +125,21 @@ class Changes:
         if not plan.lost:
             self.apply_and_settle(tenant, plan)
             return {}
-        pool = tenant.kv.pool
         slots = list(tenant.slots_of(plan.lost))
-        live = len(pool.pending(slots))
-        if plan.gained and live > pool.free_blocks:
-            # Not nested: pages are gained as well as lost. Gain first, so that the live blocks have somewhere to go.
-            union = tuple(sorted({*tenant.streamed, *target}))
-            self.apply_and_settle(tenant, self._plan(tenant, union, buffers, predicted_stall_s, reason))
+        pool = tenant.kv.pool
+        if plan.gained and not pool.external and self._room(tenant, slots) < len(pool.pending(slots)):
+            # Not nested: pages are gained as well as lost. Gain first, so that the live blocks have somewhere to go. The ring
+            # stays, or loses a buffer, so nothing is lost on the way; and what the second plan does is known beforehand.
+            way = self._plan(
+                tenant, sorted({*tenant.streamed, *target}), min(buffers, tenant.buffers), predicted_stall_s, reason
+            )
+            there = replace(tenant._attachment.pages, streamed=way.streamed, ring=way.ring)
+            lost = plan_streamed(there, way.epoch, target, buffers).lost
+            room = self._room(tenant, tenant.slots_of(lost), tenant.slots_of(way.gained))
+            if way.lost or room < len(pool.pending(tenant.slots_of(lost))):
+                raise self._no_room(tenant, tenant.slots_of(lost), room)
+            if way.steps:
+                self.apply_and_settle(tenant, way)
             plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
             slots = list(tenant.slots_of(plan.lost))
         moves = self._vacate(tenant, slots, drain)
@@ -201,14 +210,9 @@ class Changes:
         if len(moves) < len(pending):
             if drain:
                 return None
+            room = len(moves)
             pool.unwithdraw(slots)
-            raise OutOfBlocks(
-                f"{len(pending)} live blocks lie in the pages to be given back and {pool.free_blocks} blocks are free "
-                "elsewhere; nothing changed; free blocks or preempt requests first",
-                requested=len(pending),
-                free=pool.free_blocks,
-                usable=pool.usable_blocks,
-            )
+            raise self._no_room(tenant, slots, room)
         try:
             tenant.kv.move(moves)
         except Error:
@@ -217,6 +221,24 @@ class Changes:
         pool.commit_moves(moves)
         pool.take(slots)
         return moves
+
+    def _room(self, tenant: Tenant, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
+        """How many live blocks can move out of these lost slots of the KV region, once those are gained. O(region pages)."""
+        pool = tenant.kv.pool
+        after = BlockPool(tenant.kv.geometry)
+        after.give({*pool.owned_slots(), *gained}.difference(lost))
+        return after.usable_blocks - (pool.live_blocks - len(pool.pending(lost)))
+
+    def _no_room(self, tenant: Tenant, slots: Sequence[int], room: int) -> OutOfBlocks:
+        pool = tenant.kv.pool
+        pending = len(pool.pending(slots))
+        return OutOfBlocks(
+            f"{pending} live blocks lie in the pages to be given back and {room} blocks are free elsewhere; nothing changed; "
+            "free blocks or preempt requests first",
+            requested=pending,
+            free=room,
+            usable=pool.usable_blocks,
+        )
 
     def continue_draining(self, tenant: Tenant) -> dict[int, int]:
         """Finish a shrink whose blocks were still live when it was decided, if they are gone now."""

@@ -188,7 +188,7 @@ class Session:
         """Where a layer lives. It never changes."""
         regions = self._tenant(name)._attachment.pages.layer_regions
         if not 0 <= layer < len(regions):
-            raise InvalidArgument(f"layer must lie in 0..{len(regions) - 1}, got {layer}", layer=layer)
+            raise InvalidArgument(f"layer must lie in 0..{len(regions) - 1}, got {layer}; nothing changed", layer=layer)
         return int(self._arena.address(regions[layer]))
 
     # -- deciding --------------------------------------------------------------------------------------------------
@@ -292,7 +292,7 @@ class Session:
                     layers=layers,
                     buffers=buffers,
                     streamable=streamable,
-                    maximum=max(0, streamable - int(buffers if whole else 1)),
+                    maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
                 )
             before = tenant.kv.usable_blocks
             self._changes.cancel_draining(tenant)
@@ -370,8 +370,15 @@ class Session:
     def check(self) -> None:
         """Verify all invariants of the arena and of every block pool (tests, debugging). Raises on a violation."""
         self._arena.check()
+        owners = self._arena.owners()
         for tenant in self._tenants.values():
             tenant.kv.pool.check()
+            # The pool and the arena keep their own books: they must agree on which pages are this tenant's KV.
+            owned = tenant.kv.pool.owned_slots()
+            pages = [tenant._attachment.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
+            kv = self._arena.counts(tenant.number)["kv"]
+            if len(pages) != kv or any(owners[page] != _core.Owner.kv for page in pages):
+                raise AssertionError(f"{tenant.name!r}: the pool owns {len(pages)} pages, {kv} pages are its KV in the arena")
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

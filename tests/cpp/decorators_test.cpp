@@ -285,10 +285,10 @@ void a_random_trace_replays() {
   for (unsigned seed = 1; seed <= 5; ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
+    std::vector<std::byte> mine(kPage);  // outlives the backend, whose stream may still copy
     auto fault = make_fault_backend(host());
     auto trace = make_trace_backend(fault);
     std::byte* at = trace->reserve(16 * kPage, kPage);
-    std::vector<std::byte> mine(kPage);
     trace->register_host(mine.data(), kPage);
     std::vector<PageHandle> pages;
     const StreamHandle stream = trace->create_stream();

@@ -203,7 +203,7 @@ void the_mapping_limit_is_refused_before_anything_changes() {
 }
 
 // Others in the process use the mappings up, so that the kernel refuses what the backend's own count allows.
-void a_kernel_refusal_is_undone() {
+[[maybe_unused]] void a_kernel_refusal_is_undone() {
   std::ifstream file("/proc/sys/vm/max_map_count");
   std::size_t max_map_count = 0;
   CHECK(file >> max_map_count);
@@ -266,11 +266,13 @@ void nothing_is_left_behind() {
   for (int i = 0; i < 3; ++i) cycle();  // thread stacks are kept by the C library
   const std::size_t files = entries("/proc/self/fd");
   const std::size_t threads = entries("/proc/self/task");
-  const std::size_t mappings = mappings_of("-");
+  [[maybe_unused]] const std::size_t mappings = mappings_of("-");
   for (int i = 0; i < 30; ++i) cycle();
   CHECK(entries("/proc/self/fd") == files);
   CHECK(entries("/proc/self/task") == threads);
-  CHECK(mappings_of("-") <= mappings + 8);  // malloc and sanitizers may take some
+#if !defined(__SANITIZE_THREAD__)  // TSan's own mappings grow
+  CHECK(mappings_of("-") <= mappings + 8);  // malloc may take some
+#endif
   CHECK(mappings_of("/memfd:remap") == 0);
 }
 
@@ -282,7 +284,9 @@ int main() {
   RUN(resident_memory_is_bounded_by_capacity);
   RUN(a_destroyed_page_gives_its_memory_back);
   RUN(the_mapping_limit_is_refused_before_anything_changes);
+#if !defined(__SANITIZE_THREAD__)  // TSan's own runtime ends the process when it gets no mapping
   RUN(a_kernel_refusal_is_undone);
+#endif
   RUN(nothing_is_left_behind);
   return remap::testing::failures() != 0;
 }

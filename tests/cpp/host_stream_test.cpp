@@ -177,7 +177,8 @@ void elapsed_is_the_time_between_events() {
   streams.call(stream, gate.wait());
   streams.record(to, stream);
   CHECK_ERROR(ErrorKind::invalid_state, streams.elapsed(from, to));
-  std::this_thread::sleep_for(3ms);
+  CHECK(streams.synchronize(from, kForever));
+  std::this_thread::sleep_for(2ms);
   gate.open();
   CHECK(streams.synchronize(to, kForever));
   const double seconds = streams.elapsed(from, to);

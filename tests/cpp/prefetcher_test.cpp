@@ -342,6 +342,27 @@ void readers_on_two_streams_are_both_waited_for() {
   }
 }
 
+// The ring's pages are taken from layers' homes: what leaves the ring is reloaded, after its last reader.
+void a_home_that_was_a_buffer_is_loaded_behind_its_readers() {
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    World world(2, seed);
+    world.prefetcher = std::make_unique<Prefetcher>(
+        world.backend, std::vector<LayerMemory>{{world.regions[0].data(), world.masters[0].data(), kBytes},
+                                                {world.ring[0].data(), world.masters[1].data(), kBytes}});
+    const StreamHandle stream = world.backend->create_stream();
+    // Alone in its buffer, so that no copy is issued behind its reader that would hold back the reload.
+    world.configure(world.configuration({1}, 1));
+    world.pass(stream);
+    StreamConfiguration c = world.configuration({0}, 2);
+    c.ring.erase(c.ring.begin());
+    c.reload = {1};
+    world.configure(c);
+    world.backend->finish();
+    CHECK(world.ring[0][0] == World::tag(1));
+    CHECK(world.ring[1][0] == World::tag(0));
+  }
+}
+
 void bad_configurations_change_nothing() {
   World world(4);
   world.configure(world.configuration({0, 1, 2}, 2));
@@ -489,6 +510,7 @@ int main() {
   RUN(a_conflict_is_an_error_and_changes_nothing);
   RUN(nested_uses_protect_until_the_last_done);
   RUN(readers_on_two_streams_are_both_waited_for);
+  RUN(a_home_that_was_a_buffer_is_loaded_behind_its_readers);
   RUN(bad_configurations_change_nothing);
   RUN(a_failed_copy_is_an_error_never_a_hang);
   RUN(every_call_may_fail);

@@ -1,7 +1,8 @@
-"""A tenant, a pool and a session over plain torch tensors: the duck types that the engine and the hooks need, without an arena.
+"""A tenant, a pool and a session over plain torch tensors: the duck types that the engine and the hooks need, without
+an arena.
 
-The pool is harsh on purpose: ids have holes and are handed out in a shuffled order, blocks lie far apart in memory, and whatever is not allocated holds NaN, so that a
-stale read shows in the result.
+The pool is harsh on purpose: ids have holes and are handed out in a shuffled order, blocks lie far apart in memory, and
+whatever is not allocated holds NaN, so that a stale read shows in the result.
 """
 
 from __future__ import annotations
@@ -55,11 +56,23 @@ class FakeKV(CountingPool):
     """A pool with memory: block-major, one strided tensor a layer, NaN in what is free."""
 
     def __init__(
-        self, *, layers: int, kv_heads: int, head_dim: int, blocks: int, block_tokens: int = 4, max_blocks: int = 0, dtype: torch.dtype = torch.float32
+        self,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        blocks: int,
+        block_tokens: int = 4,
+        max_blocks: int = 0,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(blocks, block_tokens)
         self.hidden_ids = [id for id in range(max(max_blocks, 2 * blocks + 2)) if id not in set(self.free_ids)]
-        self.memory = torch.full((2 * blocks + 2 + len(self.hidden_ids), layers, 2, block_tokens, kv_heads, head_dim), float("nan"), dtype=dtype)
+        self.memory = torch.full(
+            (2 * blocks + 2 + len(self.hidden_ids), layers, 2, block_tokens, kv_heads, head_dim),
+            float("nan"),
+            dtype=dtype,
+        )
         self.tensors = [self.memory[:, layer].transpose(0, 1) for layer in range(layers)]
 
     def free(self, ids: list[int]) -> None:
@@ -91,6 +104,7 @@ class FakeTenant:
         self.name = name
         self.layers = layers
         self.kv = kv
+        self.remapped = 0
         self.calls: list[tuple[str, int]] = []
         self.passes: list[tuple[str, int]] = []
         self.abandoned = 0
@@ -128,11 +142,12 @@ class FakeTenant:
 @dataclass(frozen=True)
 class FakeReport:
     moved: dict[str, dict[int, int]] = field(default_factory=dict)
-    remapped: dict[str, int] = field(default_factory=dict)
 
 
 class FakeSession:
-    """Grows the pool by what is wanted (at most `stride` blocks a step) and moves every block every `move_every` steps."""
+    """Grows the pool by what is wanted (at most `stride` blocks a step) and moves every block every `move_every`
+    steps.
+    """
 
     def __init__(self, tenant: FakeTenant, *, stride: int = 8, move_every: int = 0) -> None:
         self.tenant = tenant
@@ -150,5 +165,6 @@ class FakeSession:
         if deficit > 0:
             kv.grow(deficit)
             self.grown += 1
+        self.tenant.remapped = self.grown
         moved = kv.shuffle() if self.move_every and len(self.demands) % self.move_every == 0 else {}
-        return FakeReport({self.tenant.name: moved}, {self.tenant.name: self.grown})
+        return FakeReport({self.tenant.name: moved} if moved else {})

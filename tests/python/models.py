@@ -6,6 +6,7 @@ Import it after `pytest.importorskip` of torch and transformers.
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -106,6 +107,13 @@ def addresses_of(model: Any) -> dict[str, int]:
 def bytes_of(model: Any) -> dict[str, torch.Tensor]:
     """A copy of each parameter and buffer."""
     return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def state_of(session: remap.Session) -> remap.Snapshot:
+    """The session's snapshot without the counters of the copy engine, which may be at work between two looks."""
+    snapshot = session.snapshot()
+    quiet = {"copies": 0, "copied_bytes": 0, "copy_s": 0.0}
+    return replace(snapshot, tenants={name: replace(one, **quiet) for name, one in snapshot.tenants.items()})
 
 
 def minimum_bytes(model: Any, kv: remap.KVSpec, page_bytes: int, **attach: Any) -> int:

@@ -24,7 +24,10 @@ from models import (  # noqa: E402
     kv_spec,
     logits_of,
     make,
+    state_of,
 )
+
+import remap  # noqa: E402
 
 MODES = ("aliased", "strict")
 PAGES = {"aliased": 16384, "strict": 65536}
@@ -59,7 +62,7 @@ def test_every_alpha_and_both_betas(kind, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["llama-odd", "qwen3", "opt"])
 @pytest.mark.parametrize("seed", range(2))
 def test_alpha_changes_at_random_between_passes(kind, mode, seed):
     """Down as well as up, any selection, several changes without a pass between, passes of different batches."""
@@ -69,7 +72,7 @@ def test_alpha_changes_at_random_between_passes(kind, mode, seed):
     expected = [logits_of(model, ids) for ids in batches]
     kv = kv_spec(model, layout=rng.choice(["block_major", "layer_major"]))
     with Rig(model, mode=mode, page_bytes=rng.choice([16384, 65536]), spare=rng.randint(0, 3), kv=kv) as rig:
-        for _ in range(40):
+        for _ in range(30):
             alpha, beta = rng.choice(EVERY)
             rig.remap(alpha, beta, rng.choice(["uniform", "nested"]))
             for _ in range(rng.choice([0, 0, 1, 2])):
@@ -83,15 +86,14 @@ def test_alpha_changes_at_random_between_passes(kind, mode, seed):
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "opt-odd"])
 def test_kv_is_written_into_pages_that_were_weights(kind, mode, layout):
     """Grow, fill the new pages with KV, shrink (live blocks move), and so on: neither KV nor weights are ever damaged."""
-    import remap
-
     rng = random.Random(f"{kind}{mode}{layout}")
     model = make(kind)
     ids = ids_for(2, 7)
     expected = logits_of(model, ids)
     moves = refused = 0
     with Rig(model, mode=mode, kv=kv_spec(model, layout=layout), spare=1) as rig:
-        for _ in range(30):
+        for number in range(24):
+            before = state_of(rig.session)
             try:
                 report = rig.remap(*rng.choice(EVERY), rng.choice(["uniform", "nested"]))
                 moves += len(report.moved.get("m", {}))
@@ -99,11 +101,13 @@ def test_kv_is_written_into_pages_that_were_weights(kind, mode, layout):
                 refused += 1
                 assert error.requested > error.free
                 rig.check()
+                assert state_of(rig.session) == before
             assert torch.equal(logits_of(model, ids), expected)
             rig.check()
+            full = number % 4 == 3  # then most shrinks must be refused
             if rig.kv.free_blocks:
-                rig.fill_blocks(rng.randint(1, rig.kv.free_blocks), rng)
-            if rig.live:
+                rig.fill_blocks(rig.kv.free_blocks if full else rng.randint(1, rig.kv.free_blocks), rng)
+            if rig.live and not full:
                 rig.free_blocks(rng.randint(0, len(rig.live)), rng)
             assert torch.equal(logits_of(model, ids), expected)
             rig.check()

@@ -1,8 +1,14 @@
-"""The engine's forward against transformers': logits, greedy tokens, and independence of batch, blocks, chunks and preemption."""
+"""The engine's forward against transformers': logits, greedy tokens, and independence of batch, blocks, chunks and
+preemption.
+"""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -10,18 +16,27 @@ transformers = pytest.importorskip("transformers")
 from fakes import FakeKV, FakeSession, FakeTenant  # noqa: E402
 
 from remap.engine import LLMEngine, ModelRunner, Request, SamplingParams  # noqa: E402
+from remap.engine.attention import AttentionBatch, decode_first  # noqa: E402
 from remap.engine.request import Sequence  # noqa: E402
 from remap.engine.runner import sample  # noqa: E402
 from remap.engine.scheduler import Chunk  # noqa: E402
 from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
 
 LAYERS, VOCAB = 3, 97
-COMMON = {"vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 6, "max_position_embeddings": 128}
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 6,
+    "max_position_embeddings": 128,
+}
 GATED = {**COMMON, "intermediate_size": 80, "num_key_value_heads": 2}
 
 
 def _opt(**more):
-    return transformers.OPTForCausalLM(transformers.OPTConfig(**{**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1, **more}))
+    return transformers.OPTForCausalLM(
+        transformers.OPTConfig(**{**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1, **more})
+    )
 
 
 MAKERS = {
@@ -65,7 +80,9 @@ def make_tenant(model, blocks=64, **more):
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return FakeTenant(LAYERS, FakeKV(layers=LAYERS, kv_heads=heads, head_dim=head_dim, blocks=blocks, dtype=model.dtype, **more))
+    return FakeTenant(
+        LAYERS, FakeKV(layers=LAYERS, kv_heads=heads, head_dim=head_dim, blocks=blocks, dtype=model.dtype, **more)
+    )
 
 
 def prompts(count, seed=0, low=1, high=40):
@@ -88,8 +105,15 @@ def model(request):
     return make_model(request.param)
 
 
+def drain(engine):
+    while engine.unfinished:
+        engine.step()
+
+
 def test_logits_equal_transformers(model):
-    """Mixed passes: whole prompts, chunks over a prefix, and single tokens of sequences of unlike lengths, in one batch."""
+    """Mixed passes: whole prompts, chunks over a prefix, and single tokens of sequences of unlike lengths, in one
+    batch.
+    """
     tenant = make_tenant(model)
     runner = ModelRunner(model, tenant)
     sequences = [Sequence.of(Request(str(index), prompt), index) for index, prompt in enumerate(prompts(6, low=9))]
@@ -121,7 +145,10 @@ def test_greedy_tokens_equal_transformers(model, blocks):
     """Also with so few blocks that sequences are preempted and recomputed."""
     tenant = make_tenant(model, blocks=blocks)
     engine = LLMEngine(model, tenant, max_num_seqs=4, max_batch_tokens=24)
-    requests = [Request(f"r{index}", prompt, SamplingParams(max_tokens=10 + index)) for index, prompt in enumerate(prompts(6, seed=1, high=24))]
+    requests = [
+        Request(f"r{index}", prompt, SamplingParams(max_tokens=10 + index))
+        for index, prompt in enumerate(prompts(6, seed=1, high=24))
+    ]
     result = engine.run(requests)
     for request in requests:
         output = result.outputs[request.id]
@@ -134,15 +161,19 @@ def test_greedy_tokens_equal_transformers(model, blocks):
 
 
 def test_a_growing_and_moving_pool_changes_no_token():
-    pytest.importorskip("remap.controller")
     model = make_model("llama")
-    requests = [Request(f"r{index}", prompt, SamplingParams(max_tokens=12)) for index, prompt in enumerate(prompts(8, seed=2, high=24))]
+    requests = [
+        Request(f"r{index}", prompt, SamplingParams(max_tokens=12))
+        for index, prompt in enumerate(prompts(8, seed=2, high=24))
+    ]
     plain = LLMEngine(model, make_tenant(model, blocks=120)).run(requests)
     tenant = make_tenant(model, blocks=8, max_blocks=120)
     session = FakeSession(tenant, move_every=3)
     grown = LLMEngine(model, tenant, session=session, max_batch_tokens=48).run(requests)
     assert grown.metrics.preemptions == 0
-    assert {id: output.tokens for id, output in grown.outputs.items()} == {id: output.tokens for id, output in plain.outputs.items()}
+    assert {id: output.tokens for id, output in grown.outputs.items()} == {
+        id: output.tokens for id, output in plain.outputs.items()
+    }
     summary = grown.metrics.summary()
     assert summary["kv_blocks_start"] == 8 < summary["kv_blocks_peak"]
     assert summary["layers_remapped_peak"] == session.grown > 0
@@ -167,6 +198,56 @@ def test_same_batch_gives_the_same_bits_wherever_the_blocks_lie(dtype):
     assert torch.isfinite(rows[0]).all()
 
 
+def _shapes(chunks):
+    """Of every token, the shape of the attention call that computes it: (rows of the call, its own row, keys)."""
+    batch = AttentionBatch(decode_first(chunks), 4, torch.float32)
+    shapes = {}
+    for chunk, row in zip(decode_first(chunks), _first_rows(chunks), strict=True):
+        for token in range(chunk.count):
+            for group in batch.groups:
+                if group.first <= row + token < group.last:
+                    shapes[chunk.sequence.order, chunk.start + token] = (1, 0, group.bias.shape[-1])
+            for tile in (tile for prefill in batch.prefills for tile in prefill.tiles):
+                if tile.first <= row + token < tile.last:
+                    shapes[chunk.sequence.order, chunk.start + token] = (*tile.bias.shape, row + token - tile.first)
+    return shapes
+
+
+def _first_rows(chunks):
+    return itertools.accumulate((chunk.count for chunk in decode_first(chunks)[:-1]), initial=0)
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 9)), min_size=1, max_size=5), st.lists(st.integers(1, 5)))
+def test_attention_shapes_depend_on_the_sequence_alone(sizes, cuts):
+    """What makes results independent of the batch: how a token is computed may depend on its own position only."""
+    sequences = []
+    for order, (length, more) in enumerate(sizes):
+        sequence = Sequence.of(Request(str(order), (1,) * length), order)
+        sequence.tokens += [2] * more
+        sequence.blocks = list(range(60))
+        sequences.append(sequence)
+    alone = {}
+    for sequence in sequences:
+        prompt = len(sequence.request.prompt)
+        alone |= _shapes([Chunk(sequence, 0, prompt)])
+        for token in range(prompt, len(sequence.tokens)):
+            alone |= _shapes([Chunk(sequence, token, 1)])
+    steps = itertools.cycle([*cuts, 2])
+    together = {}
+    done = [0] * len(sequences)
+    while any(count < len(sequence.tokens) for count, sequence in zip(done, sequences, strict=True)):
+        chunks = []
+        for index, sequence in enumerate(sequences):
+            prompt = len(sequence.request.prompt)
+            left = prompt - done[index]
+            count = min(left, 32 * next(steps)) if left > 0 else min(1, len(sequence.tokens) - done[index])
+            if count:
+                chunks.append(Chunk(sequence, done[index], count))
+                done[index] += count
+        together |= _shapes(chunks)
+    assert together == alone
+
+
 def test_seeded_sampling_ignores_batch_and_preemption():
     model = make_model("qwen2")
     params = [SamplingParams(max_tokens=12, temperature=0.9, top_k=20, top_p=0.95, seed=index) for index in range(5)]
@@ -174,8 +255,12 @@ def test_seeded_sampling_ignores_batch_and_preemption():
     roomy = LLMEngine(model, make_tenant(model, blocks=64)).run(requests)
     tight = LLMEngine(model, make_tenant(model, blocks=10), max_num_seqs=3, max_batch_tokens=16).run(requests)
     assert tight.metrics.preemptions > 0
-    assert {id: output.tokens for id, output in roomy.outputs.items()} == {id: output.tokens for id, output in tight.outputs.items()}
-    other = LLMEngine(model, make_tenant(model)).run([Request("r0", requests[0].prompt, SamplingParams(max_tokens=12, temperature=0.9, seed=99))])
+    assert {id: output.tokens for id, output in roomy.outputs.items()} == {
+        id: output.tokens for id, output in tight.outputs.items()
+    }
+    other = LLMEngine(model, make_tenant(model)).run(
+        [Request("r0", requests[0].prompt, SamplingParams(max_tokens=12, temperature=0.9, seed=99))]
+    )
     assert other.outputs["r0"].tokens != roomy.outputs["r0"].tokens
 
 
@@ -195,7 +280,11 @@ def test_stop_tokens_end_a_request():
     prompt = prompts(1, low=6)[0]
     tokens = reference_tokens(model, prompt, 8)
     stop = tokens[4]
-    output = LLMEngine(model, make_tenant(model)).run([Request("a", prompt, SamplingParams(max_tokens=8, stop_token_ids={stop}))]).outputs["a"]
+    output = (
+        LLMEngine(model, make_tenant(model))
+        .run([Request("a", prompt, SamplingParams(max_tokens=8, stop_token_ids={stop}))])
+        .outputs["a"]
+    )
     assert output.tokens == tokens[: tokens.index(stop) + 1]
     assert output.finish_reason == "stop"
 
@@ -204,7 +293,9 @@ def test_a_layer_that_raises_leaves_every_request_where_it_was(monkeypatch):
     model = make_model("llama")
     tenant = make_tenant(model)
     engine = LLMEngine(model, tenant, max_batch_tokens=16)
-    requests = [Request(f"r{index}", prompt, SamplingParams(max_tokens=6)) for index, prompt in enumerate(prompts(4, seed=5))]
+    requests = [
+        Request(f"r{index}", prompt, SamplingParams(max_tokens=6)) for index, prompt in enumerate(prompts(4, seed=5))
+    ]
     for request in requests:
         engine.add_request(request)
     outputs = {}
@@ -220,6 +311,14 @@ def test_a_layer_that_raises_leaves_every_request_where_it_was(monkeypatch):
         steps += 1
     assert tenant.abandoned > 2
     assert outputs == {request.id: reference_tokens(model, request.prompt, 6) for request in requests}
+
+
+@pytest.mark.parametrize("heads", [(7, 8), (3, 4)])
+def test_kv_of_another_shape_is_refused(heads):
+    kv = FakeKV(layers=LAYERS, kv_heads=heads[0], head_dim=heads[1], blocks=4)
+    with pytest.raises(InvalidArgument) as caught:
+        ModelRunner(make_model("llama"), FakeTenant(LAYERS, kv))
+    assert caught.value.got == (LAYERS, *heads, torch.float32)
 
 
 def _fail(*args, **kwargs):
@@ -259,8 +358,7 @@ def test_a_pool_that_shrank_under_a_lone_request_is_an_error_not_a_loop():
     engine.step()
     tenant.kv.free_ids = tenant.kv.free_ids[:2]
     with pytest.raises(OutOfBlocks) as caught:
-        for _ in range(40):
-            engine.step()
+        drain(engine)
     assert caught.value.requested > caught.value.usable == 3
     assert engine.abort("a").tokens == reference_tokens(model, (1, 2, 3), 18)[: 3 * 4 - 2]
 
@@ -277,10 +375,48 @@ def test_arrivals_are_respected_on_the_engines_clock():
         now[0] += seconds
 
     engine = LLMEngine(model, make_tenant(model), clock=clock, sleep=sleep)
-    requests = [Request("late", (1, 2), SamplingParams(max_tokens=2), arrival_s=5.0), Request("now", (3,), SamplingParams(max_tokens=3))]
+    requests = [
+        Request("late", (1, 2), SamplingParams(max_tokens=2), arrival_s=5.0),
+        Request("now", (3,), SamplingParams(max_tokens=3)),
+    ]
     result = engine.run(requests)
     assert list(result.outputs) == ["now", "late"]
     assert result.metrics.duration_s > 5.0
     assert len(result.metrics.ttft_s) == 2
     assert max(result.metrics.ttft_s) < 0.1
     assert len(result.metrics.tbt_s) == 3
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
+def test_a_session_turns_weights_into_blocks_instead_of_preempting(kind):
+    """The same engine on the real arena: fewer preemptions than the baseline in the same memory, the same tokens."""
+    rigs = pytest.importorskip("models")
+    sampling = SamplingParams(max_tokens=24)
+    requests = [
+        Request(f"r{index}", prompt, sampling) for index, prompt in enumerate(prompts(8, seed=7, low=6, high=20))
+    ]
+    results = {}
+    for session in ("unconstrained", "baseline", "remap"):
+        model = rigs.make(kind)
+        if session == "unconstrained":
+            config = rigs.kv_spec(model)
+            kv = FakeKV(
+                layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, blocks=100, dtype=model.dtype
+            )
+            results[session] = LLMEngine(model, FakeTenant(config.layers, kv)).run(requests)
+            continue
+        with rigs.Rig(model, kv=rigs.kv_spec(model, min_blocks=12)) as rig:
+            engine = LLMEngine(model, rig.tenant, session=rig.session if session == "remap" else None)
+            results[session] = engine.run(requests, lambda engine, step, rig=rig: rig.session.check())
+            for _ in range(300):
+                engine.step()
+            assert rig.tenant.kv.free_blocks == rig.tenant.kv.usable_blocks
+            assert rig.tenant.remapped == 0, "idle, and not everything was given back"
+    summaries = {name: result.metrics.summary() for name, result in results.items()}
+    assert summaries["unconstrained"]["preemptions"] == 0
+    assert summaries["remap"]["preemptions"] < summaries["baseline"]["preemptions"]
+    assert summaries["remap"]["layers_remapped_peak"] > 0
+    for name in ("baseline", "remap"):
+        assert {id: output.tokens for id, output in results[name].outputs.items()} == {
+            id: output.tokens for id, output in results["unconstrained"].outputs.items()
+        }, name

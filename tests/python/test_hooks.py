@@ -1,4 +1,6 @@
-"""Hooks: plain model calls and generate() wait for every layer, in order, in one pass a call; failures leave nothing open."""
+"""Hooks: plain model calls and generate() wait for every layer, in order, in one pass a call; failures leave nothing
+open.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ ONE_PASS = [(call, layer) for layer in range(LAYERS) for call in ("wait", "done"
 def model():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
-        max_position_embeddings=64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
+        vocab_size=50, hidden_size=32, intermediate_size=40, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=1, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config).eval()
 
@@ -42,7 +44,10 @@ def test_generate_runs_unchanged_one_pass_a_token(model, ids):
 
 
 def test_remove_leaves_no_trace(model, ids):
-    before = (dict(model.__dict__), [len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.model.layers])
+    before = (
+        dict(model.__dict__),
+        [len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.model.layers],
+    )
     tenant = FakeTenant(LAYERS)
     hooks = attach_hooks(model.model.layers, tenant, model=model)
     model(ids)

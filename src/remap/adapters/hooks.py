@@ -1,10 +1,11 @@
-"""Run any torch model with its layers remapped, through hooks: plain `model(...)` and `model.generate()` stay as they are.
+"""Run any torch model with its layers remapped, through hooks: plain `model(...)` and `model.generate()` stay as they
+are.
 
     with attach_hooks(model.model.layers, tenant, model=model):
         model.generate(**inputs)
 
-Each layer waits for its weights before it runs and says when it is done. What brackets the pass is the model's own forward
-(`model=`), or the caller's `with tenant.forward():`.
+Each layer waits for its weights before it runs and says when it is done. What brackets the pass is the model's own
+forward (`model=`), or the caller's `with tenant.forward():`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Tenant(Protocol):
 
 
 class AttachedHooks:
-    """What `attach_hooks` put in; `remove()` (or leaving the `with` block) takes it out again. Removing twice does nothing."""
+    """What `attach_hooks` put in; `remove()` (or leaving the `with` block) takes it out again. Removing twice does
+    nothing.
+    """
 
     def __init__(self, handles: list[RemovableHandle], model: nn.Module | None) -> None:
         self._handles = handles
@@ -52,30 +55,40 @@ class AttachedHooks:
     def __enter__(self) -> AttachedHooks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.remove()
 
 
 def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module | None = None) -> AttachedHooks:
     """Make layer i call `tenant.wait(i)` before its forward and `tenant.done(i)` after.
 
-    With `model`, every call of it is a pass: `with tenant.forward(phase, tokens)`, where a call with one position a sequence counts as "decode", others as
-    "prefill". If anything raises in the pass (KeyboardInterrupt too), `done` is not called for that layer, and leaving the bracket abandons the pass.
+    With `model`, every call of it is a pass: `with tenant.forward(phase, tokens)`, where a call with one position a
+    sequence counts as "decode", others as "prefill". If anything raises in the pass (KeyboardInterrupt too), `done` is
+    not called for that layer, and leaving the bracket abandons the pass.
 
-    Raises InvalidArgument for no layers or a layer named twice, InvalidState if `model.forward` was replaced on the instance already. Nothing changed then.
+    Raises InvalidArgument for no layers or a layer named twice, InvalidState if `model.forward` was replaced on the
+    instance already. Nothing changed then.
     """
     modules = list(layers)
     if not modules or len({id(module) for module in modules}) != len(modules):
-        raise InvalidArgument(f"expected at least one layer and each layer once, got {len(modules)}", layers=len(modules))
+        raise InvalidArgument(
+            f"expected at least one layer and each layer once, got {len(modules)}", layers=len(modules)
+        )
     if model is not None and "forward" in model.__dict__:
-        raise InvalidState("model.forward was replaced on this instance (hooks attached already?); nothing was attached, remove those first")
+        raise InvalidState(
+            "model.forward was replaced on this instance (hooks attached already?); "
+            "nothing was attached, remove those first"
+        )
     handles: list[RemovableHandle] = []
     for index, module in enumerate(modules):
         handles.append(module.register_forward_pre_hook(_before(tenant, index), prepend=True))
         handles.append(module.register_forward_hook(_after(tenant, index)))
     if model is not None:
-        # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, and the pass would stay open.
-        # `functools.wraps` keeps the signature, which `generate()` inspects. object.__setattr__: not a parameter or submodule.
+        # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, and the pass would
+        # stay open. `functools.wraps` keeps the signature, which `generate()` inspects. object.__setattr__: not a
+        # parameter or submodule.
         object.__setattr__(model, "forward", _bracket(model.forward, tenant))
     return AttachedHooks(handles, model)
 

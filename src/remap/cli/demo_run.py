@@ -86,14 +86,16 @@ def model_pages(model: Any, page_bytes: int) -> int:
 def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int, wanted: int) -> tuple[int, int, int]:
     """(arena bytes, blocks at the start, most blocks ever). `wanted`: blocks if no request ever had to wait.
 
-    The budget's pages that the weights leave are KV from the start, in the baseline as in remap: nothing lies idle.
+    The budget's pages that the weights leave are KV from the start, in the baseline as in remap: nothing lies idle. The
+    KV region has addresses for the whole budget, so that every page has its place there; addresses cost nothing.
     """
     if kind == "unconstrained":
         pages = -(-wanted * block_bytes // config.page_bytes)
         return (weight_pages + pages) * config.page_bytes, wanted, wanted
     budget_pages = config.budget_bytes // config.page_bytes
     start = max(0, budget_pages - weight_pages) * config.page_bytes // block_bytes
-    return budget_pages * config.page_bytes, min(start, wanted), wanted
+    most = -(-budget_pages * config.page_bytes // block_bytes)
+    return budget_pages * config.page_bytes, start, max(most, 1)
 
 
 def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:

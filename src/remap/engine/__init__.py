@@ -1,8 +1,8 @@
 """A small continuous-batching engine: the worked example of adopting remap, and the engine of the demo and the benches.
 
-How a request lives: `LLMEngine.add_request` queues it; each `LLMEngine.step` asks the session for blocks, lets the `Scheduler`
-choose chunks (pure bookkeeping), lets the `ModelRunner` run one pass over them with paged KV, and samples one token for every
-sequence whose last known token was in the pass.
+How a request lives: `LLMEngine.add_request` queues it; each `LLMEngine.step` asks the session for blocks, lets the
+`Scheduler` choose chunks (pure bookkeeping), lets the `ModelRunner` run one pass over them with paged KV, and samples
+one token for every sequence whose last known token was in the pass.
 
 | module | one line |
 |---|---|

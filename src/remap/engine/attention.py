@@ -1,20 +1,27 @@
 """Attention over paged KV on the CPU: blocks may lie anywhere in the KV region, in any order.
 
-Everything that depends on the batch alone (where to write, which blocks to read, masks) is made once a pass, in `AttentionBatch`; a
-layer then does a fixed, short list of torch calls. Two kinds of work:
+Everything that depends on the batch alone (where to write, which blocks to read, masks) is made once a pass, in
+`AttentionBatch`; a layer then does a fixed, short list of torch calls. Two kinds of work:
 
-* decode (one new token): sequences of similar length form a group. Their blocks are gathered into scratch (`index_select` on rows of one block,
-  three times faster here than indexing with a table), and one fused attention call serves the group. The query heads that share a KV head stand
-  as *rows of the query* of that head (grouped-query attention without repeating K and V).
-* prefill chunks: one call a sequence, over its own prefix and itself.
+* decode (the newest token of a sequence): sequences of similar length form a group. Their blocks are gathered into
+  scratch (`index_select` on rows of one block, three times faster here than indexing with a table), and one fused
+  attention call serves the group. The query heads that share a KV head stand as *rows of the query* of that head
+  (grouped-query attention without repeating K and V).
+* prefill: tiles of TILE tokens of one sequence, each over all tokens up to its end.
 
-What was in a block before is never seen. Blocks come with whatever their pages held, perhaps weights, and 0 * NaN is NaN, so
-masking is not enough: the slots of a block that are not written yet are zeroed when its first token is written.
+Rounding in a matrix kernel may depend on the shape it is called with. So shapes here depend on a sequence's own length
+and position alone: a group's width is a function of the length (`padded`), tiles start at multiples of TILE (if the
+scheduler cuts prompts there, see `Scheduler.chunk_align`). A request's tokens then do not depend on who shares its
+passes.
+
+What was in a block before is never seen. Blocks come with whatever their pages held, perhaps weights, and 0 * NaN is
+NaN, so masking is not enough: slots of a block that are not written yet are zeroed when its first token is written.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,38 +34,61 @@ if TYPE_CHECKING:
 
     from remap.engine.scheduler import Chunk
 
-__all__ = ["AttentionBatch", "PagedAttention", "decode_first"]
+__all__ = ["TILE", "AttentionBatch", "PagedAttention", "decode_first", "is_decode", "padded"]
 
-# A group costs about as much as reading this many blocks of padding (two gathers and one attention call, measured).
-GROUP_COST_BLOCKS = 16
+# Rows of one prefill call. 32 is also the number that torch's fused CPU attention takes at a time, so nothing is lost.
+TILE = 32
+
+
+def is_decode(chunk: Chunk) -> bool:
+    """One token beyond the prompt. The last token of a prompt is prefill even if it is alone, wherever the prompt was
+    cut.
+    """
+    return chunk.count == 1 and chunk.start >= len(chunk.sequence.request.prompt)
 
 
 def decode_first(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """The order of a pass: single tokens, longest context first (so that groups are slices), then prefill chunks as they came."""
-    single = sorted((chunk for chunk in chunks if chunk.count == 1), key=lambda chunk: -chunk.end)
-    return single + [chunk for chunk in chunks if chunk.count > 1]
+    """The order of a pass: decodes, longest context first (so that groups are slices), then prefill chunks as they
+    came.
+    """
+    decodes = sorted((chunk for chunk in chunks if is_decode(chunk)), key=lambda chunk: -chunk.end)
+    return decodes + [chunk for chunk in chunks if not is_decode(chunk)]
+
+
+def padded(tokens: int) -> int:
+    """The width at which a sequence of so many tokens is attended: the next multiple of 64, or of an eighth if that is
+    more.
+    """
+    step = max(64, 1 << max(0, tokens.bit_length() - 4))
+    return -(-tokens // step) * step
 
 
 @dataclass(frozen=True)
 class _Group:
-    """Rows [first, last) of the batch are one token each of sequences of at most `blocks` blocks."""
+    """Rows [first, last) of the batch are the newest tokens of sequences of the same padded length."""
 
     first: int
     last: int
-    blocks: int
-    table: torch.Tensor  # (rows * blocks,) int64, padded with a block of the same sequence
-    bias: torch.Tensor  # (rows, 1, 1, blocks * block_tokens): 0 or -inf
+    table: torch.Tensor  # (rows * blocks,) int64, filled up with a block of the same sequence
+    bias: torch.Tensor  # (rows, 1, 1, padded length): 0 or -inf
 
 
 @dataclass(frozen=True)
-class _Prefill:
-    """Rows [first, last) of the batch are tokens [start, length) of one sequence."""
+class _Tile:
+    """Rows [first, last) of the batch are consecutive tokens of one sequence, which then has `length` tokens."""
 
     first: int
     last: int
     length: int
+    bias: torch.Tensor  # (last - first, length): 0 or -inf
+
+
+@dataclass(frozen=True)
+class _Prefill:
+    """Tiles of one sequence, over the blocks in `table`."""
+
     table: torch.Tensor
-    mask: torch.Tensor | None  # (last - first, length); None: start = 0, plainly causal
+    tiles: tuple[_Tile, ...]
 
 
 class AttentionBatch:
@@ -80,56 +110,51 @@ class AttentionBatch:
         self.block_ids = torch.tensor(block_ids)
         self.offsets = self.positions % block_tokens
         self.fresh = torch.tensor(fresh) if fresh else None
-        singles = sum(1 for chunk in chunks if chunk.count == 1)
-        self.groups = _groups(chunks[:singles], block_tokens, dtype)
+        self.groups: list[_Group] = []
         self.prefills: list[_Prefill] = []
-        row = singles
-        for chunk in chunks[singles:]:
+        decodes = [chunk for chunk in chunks if is_decode(chunk)]
+        row = 0
+        for width, members in groupby(decodes, key=lambda chunk: padded(chunk.end)):
+            self.groups.append(_group(list(members), row, width, block_tokens, dtype))
+            row = self.groups[-1].last
+        for chunk in chunks[len(decodes) :]:
             self.prefills.append(_prefill(chunk, row, block_tokens, dtype))
             row += chunk.count
         tables = [group.table for group in self.groups] + [prefill.table for prefill in self.prefills]
-        self.scratch_blocks = max((len(table) for table in tables), default=0)
+        self.scratch_blocks = max(len(table) for table in tables)
 
 
-def _groups(chunks: Sequence[Chunk], block_tokens: int, dtype: torch.dtype) -> list[_Group]:
-    """Cut the sequences, longest first, where padding them to the group's longest would cost more than another group."""
-    groups: list[_Group] = []
-    first = 0
-    while first < len(chunks):
-        width = -(-chunks[first].end // block_tokens)
-        last, padding = first, 0
-        while last < len(chunks):
-            padding += width - -(-chunks[last].end // block_tokens)
-            if padding > GROUP_COST_BLOCKS:
-                break
-            last += 1
-        table: list[int] = []
-        for chunk in chunks[first:last]:
-            used = -(-chunk.end // block_tokens)
-            blocks = chunk.sequence.blocks
-            table += blocks[:used] + [blocks[0]] * (width - used)
-        lengths = torch.tensor([chunk.end for chunk in chunks[first:last]])
-        hidden = torch.arange(width * block_tokens) >= lengths[:, None]
-        bias = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-        groups.append(_Group(first, last, width, torch.tensor(table), bias[:, None, None, :]))
-        first = last
-    return groups
+def _group(chunks: Sequence[Chunk], row: int, width: int, block_tokens: int, dtype: torch.dtype) -> _Group:
+    table: list[int] = []
+    for chunk in chunks:
+        blocks = chunk.sequence.blocks[: -(-chunk.end // block_tokens)]
+        table += blocks + [blocks[0]] * (-(-width // block_tokens) - len(blocks))
+    lengths = torch.tensor([chunk.end for chunk in chunks])
+    hidden = torch.arange(-(-width // block_tokens) * block_tokens) >= lengths[:, None]
+    return _Group(row, row + len(chunks), torch.tensor(table), _bias(hidden, dtype)[:, None, None, :])
 
 
 def _prefill(chunk: Chunk, row: int, block_tokens: int, dtype: torch.dtype) -> _Prefill:
-    table = torch.tensor(chunk.sequence.blocks[: -(-chunk.end // block_tokens)])
-    mask = None
-    if chunk.start > 0:
-        later = torch.arange(chunk.end) > torch.arange(chunk.start, chunk.end)[:, None]
-        mask = torch.zeros(later.shape, dtype=dtype).masked_fill_(later, float("-inf"))
-    return _Prefill(row, row + chunk.count, chunk.end, table, mask)
+    tiles = []
+    start = chunk.start
+    while start < chunk.end:
+        end = min(start + TILE - start % TILE, chunk.end)
+        later = torch.arange(end) > torch.arange(start, end)[:, None]
+        tiles.append(_Tile(row + start - chunk.start, row + end - chunk.start, end, _bias(later, dtype)))
+        start = end
+    return _Prefill(torch.tensor(chunk.sequence.blocks[: -(-chunk.end // block_tokens)]), tuple(tiles))
+
+
+def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 class PagedAttention:
     """Writes and reads the KV tensors of one tenant.
 
-    tensors: one a layer, (2, max_blocks, block_tokens, kv_heads, head_dim); any strides between blocks and between K and V, a block's own K
-    (or V) contiguous. They are kept, never copied whole. Raises InvalidArgument for another layout.
+    tensors: one a layer, (2, max_blocks, block_tokens, kv_heads, head_dim); any strides between blocks and between K
+    and V, a block's own K (or V) contiguous. They are kept, never copied whole. Raises InvalidArgument for another
+    layout.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -152,7 +177,9 @@ class PagedAttention:
             self._rows.append((rows[0], rows[1]))
         self._scratch = torch.empty(2, 0, row, dtype=tensors[0].dtype)
 
-    def __call__(self, layer: int, batch: AttentionBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    def __call__(
+        self, layer: int, batch: AttentionBatch, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:
         """Write k, v (rows, kv_heads, head_dim) and attend with q (rows, heads, head_dim) -> (rows, heads * head_dim).
 
         Rows beyond `batch.tokens` are padding: not written, and zero in the result.
@@ -177,21 +204,22 @@ class PagedAttention:
             out[group.first : group.last] = result.reshape(rows, heads * head_dim)
         for part in batch.prefills:
             keys, values = self._gather(layer, part.table, 1, batch.scratch_blocks)
-            query = q[part.first : part.last].transpose(0, 1)[None]
-            result = F.scaled_dot_product_attention(
-                query,
-                keys[:, :, : part.length],
-                values[:, :, : part.length],
-                attn_mask=part.mask,
-                is_causal=part.mask is None,
-                scale=scale,
-                enable_gqa=shared > 1,
-            )
-            out[part.first : part.last] = result[0].transpose(0, 1).reshape(-1, heads * head_dim)
+            for tile in part.tiles:
+                result = F.scaled_dot_product_attention(
+                    q[tile.first : tile.last].transpose(0, 1)[None],
+                    keys[:, :, : tile.length],
+                    values[:, :, : tile.length],
+                    attn_mask=tile.bias,
+                    scale=scale,
+                    enable_gqa=shared > 1,
+                )
+                out[tile.first : tile.last] = result[0].transpose(0, 1).reshape(-1, heads * head_dim)
         return out
 
     def _gather(self, layer: int, table: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of `rows` sequences as (rows, kv_heads, tokens, head_dim) views of scratch, valid until the next call."""
+        """K and V of `rows` sequences: (rows, kv_heads, tokens, head_dim) views of scratch, valid until the next
+        call.
+        """
         if self._scratch.shape[1] < most:
             self._scratch = torch.empty(2, most, self._scratch.shape[2], dtype=self._scratch.dtype)
         views = []

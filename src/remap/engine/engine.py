@@ -1,4 +1,6 @@
-"""The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first three lines of `LLMEngine.step`."""
+"""The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first three lines of
+`LLMEngine.step`.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from remap.engine.attention import TILE
 from remap.engine.metrics import Metrics, Sample
 from remap.engine.request import Output, Request, Sequence
 from remap.engine.runner import ModelRunner, sample
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLMEngine", "Result", "StepOutput"]
 
-# With a session the pool may still grow (a controller may take its time); after this many steps without any progress it will not.
+# With a session the pool may still grow (a controller may take its time); after this many steps without any progress it
+# will not.
 STUCK_STEPS = 256
 
 
@@ -43,9 +47,10 @@ class Result:
 class LLMEngine:
     """Continuous batching on one tenant.
 
-    model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner`, and `kv.allocate/free`. session: None for an engine
-    whose pool never changes (the baseline); else `session.step` is called once a step and may grow, shrink or move the pool.
-    The other arguments are the scheduler's. `probe` returns the number of layers remapped, for the timeline (default: the step's report).
+    model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner`, and `kv.allocate/free`.
+    session: None for an engine whose pool never changes (the baseline); else `session.step` is called once a step and
+    may grow, shrink or move the pool. `probe` returns the number of layers remapped, for the timeline (default:
+    `tenant.remapped`). The other arguments are the scheduler's.
     """
 
     def __init__(
@@ -59,6 +64,7 @@ class LLMEngine:
         watermark: float = 0.0,
         reserve_full_prompt: bool = True,
         lookahead_blocks: int = 1,
+        chunk_align: int = TILE,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         probe: Callable[[], float] | None = None,
@@ -73,6 +79,7 @@ class LLMEngine:
             watermark=watermark,
             reserve_full_prompt=reserve_full_prompt,
             lookahead_blocks=lookahead_blocks,
+            chunk_align=chunk_align,
         )
         self._clock = clock
         self._sleep = sleep
@@ -93,26 +100,29 @@ class LLMEngine:
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. `arrived_s`, on the engine's clock, defaults to now.
 
-        Raises InvalidArgument (nothing changed) if the id is in use, or the request is longer than the model's positions, or could never fit into the pool
-        even alone: `usable_blocks` without a session, `max_blocks` with one.
+        Raises InvalidArgument (nothing changed) if the id is in use, or the request is longer than the model's
+        positions, or could never fit into the pool even alone: `usable_blocks` without a session, `max_blocks` with
+        one.
         """
         tokens = request.max_kv_tokens
         blocks = self.scheduler.blocks_for(tokens)
         kv = self.tenant.kv
         most = kv.usable_blocks if self.session is None else kv.tensors[0].shape[1]
         if request.id in self._live:
-            raise InvalidArgument(f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id)
+            raise InvalidArgument(
+                f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
+            )
         if tokens > self.runner.decoder.max_tokens:
             raise InvalidArgument(
-                f"request {request.id!r} needs {tokens} positions, the model has {self.runner.decoder.max_tokens}; nothing was queued, "
-                f"shorten the prompt or lower max_tokens",
+                f"request {request.id!r} needs {tokens} positions, the model has {self.runner.decoder.max_tokens}; "
+                f"nothing was queued, shorten the prompt or lower max_tokens",
                 needed=tokens,
                 limit=self.runner.decoder.max_tokens,
             )
         if blocks > most:
             raise InvalidArgument(
-                f"request {request.id!r} needs {blocks} KV blocks at its longest, the pool can have {most}; nothing was queued, "
-                f"shorten the prompt, lower max_tokens or raise max_blocks",
+                f"request {request.id!r} needs {blocks} KV blocks at its longest, the pool can have {most}; "
+                f"nothing was queued, shorten the prompt, lower max_tokens or raise max_blocks",
                 needed=blocks,
                 limit=most,
             )
@@ -123,7 +133,9 @@ class LLMEngine:
         self.metrics.arrived(request.id, len(request.prompt), self._clock() if arrived_s is None else arrived_s)
 
     def abort(self, id: str) -> Output:
-        """Take an unfinished request out between steps and free its blocks. Raises InvalidArgument for an unknown id."""
+        """Take an unfinished request out between steps and free its blocks. Raises InvalidArgument for an unknown
+        id.
+        """
         if id not in self._live:
             raise InvalidArgument(f"no unfinished request {id!r}; there are {len(self._live)}", id=id)
         return self._finish(self._live[id], "abort")
@@ -131,11 +143,12 @@ class LLMEngine:
     def step(self) -> StepOutput:
         """One scheduler iteration, at most one pass. With nothing to do it only lets the session act.
 
-        Raises OutOfBlocks if the oldest request cannot proceed although nothing else holds blocks (`abort` it, or grow the pool); what the
-        model or the session raises passes through. In all cases every request stays as it was and `step` may be called again.
+        Raises OutOfBlocks if the oldest request cannot proceed although nothing else holds blocks (`abort` it, or grow
+        the pool); what the model or the session raises passes through. In all cases every request stays as it was and
+        `step` may be called again.
         """
         begin = self._clock()
-        report = self._rebalance()
+        self._rebalance()
         schedule = self.scheduler.schedule(self.tenant.kv)
         self.metrics.preemptions += len(schedule.preempted)
         tokens: list[tuple[str, int]] = []
@@ -154,11 +167,13 @@ class LLMEngine:
                 reason = sequence.append(token)
                 if reason is not None:
                     finished.append(self._finish(sequence, reason))
-        self._record(begin, schedule, report)
+        self._record(begin, schedule)
         self._check_progress(bool(tokens))
         return StepOutput(tuple(tokens), tuple(finished), schedule.tokens)
 
-    def run(self, requests: Iterable[Request], on_step: Callable[[LLMEngine, StepOutput], None] | None = None) -> Result:
+    def run(
+        self, requests: Iterable[Request], on_step: Callable[[LLMEngine, StepOutput], None] | None = None
+    ) -> Result:
         """Serve `requests`, each from its `arrival_s` on, until all are finished. Metrics start anew."""
         pending = sorted(requests, key=lambda request: request.arrival_s)
         pending.reverse()
@@ -178,15 +193,14 @@ class LLMEngine:
                 self._sleep(min(0.01, max(0.0, pending[-1].arrival_s - (self._clock() - self.metrics.started_s))))
         return Result(outputs, self.metrics)
 
-    def _rebalance(self) -> Any:
+    def _rebalance(self) -> None:
         """Tell the session what is wanted, and follow it if it moved blocks. All of remap that a scheduler needs."""
         if self.session is None:
-            return None
+            return
         from remap.controller import Demand
 
         report = self.session.step({self.tenant.name: Demand(blocks=self.scheduler.demand())})
         self.scheduler.relocate(report.moved.get(self.tenant.name, {}))
-        return report
 
     def _finish(self, sequence: Sequence, reason: str) -> Output:
         self.scheduler.finish(sequence, self.tenant.kv)
@@ -194,12 +208,9 @@ class LLMEngine:
         self.metrics.done(sequence.request.id)
         return sequence.output(reason)
 
-    def _record(self, begin: float, schedule: Schedule, report: Any) -> None:
+    def _record(self, begin: float, schedule: Schedule) -> None:
         now = self._clock()
-        if self._probe is not None:
-            remapped = self._probe()
-        else:
-            remapped = report.remapped.get(self.tenant.name, 0) if report is not None else 0
+        remapped = self.tenant.remapped if self._probe is None else self._probe()
         self.metrics.steps += 1
         self.metrics.timeline.append(
             Sample(
@@ -226,8 +237,9 @@ class LLMEngine:
             needed = self.scheduler.blocks_for(len(head.tokens))
             kv = self.tenant.kv
             raise OutOfBlocks(
-                f"request {head.request.id!r} needs {needed} KV blocks and has the engine to itself, but {kv.free_blocks} of {kv.usable_blocks} "
-                f"usable blocks are free; nothing changed: abort it, or let the pool grow",
+                f"request {head.request.id!r} needs {needed} KV blocks and has the engine to itself, but "
+                f"{kv.free_blocks} of {kv.usable_blocks} usable blocks are free; nothing changed: "
+                "abort it, or let the pool grow",
                 requested=needed,
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,

@@ -1,4 +1,6 @@
-"""What a run cost: time to first token, time between tokens, throughput, preemptions, recomputed tokens, and a timeline. Pure."""
+"""What a run cost: time to first token, time between tokens, throughput, preemptions, recomputed tokens, and a
+timeline. Pure.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ __all__ = ["Metrics", "Sample", "percentile"]
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0..1) with linear interpolation between order statistics, as numpy's default; 0.0 for no values."""
+    """The q-quantile (0..1) with linear interpolation between order statistics, as numpy's default; 0.0 for no
+    values.
+    """
     if not values:
         return 0.0
     ordered = sorted(values)
@@ -62,7 +66,9 @@ class Metrics:
         self.prompt_tokens += prompt_tokens
 
     def token(self, id: str, now_s: float) -> None:
-        """A token of request `id` became available. A preempted request's gap is counted in full: the user waits for it."""
+        """A token of request `id` became available. A preempted request's gap is counted in full: the user waits for
+        it.
+        """
         previous = self._last.get(id)
         if previous is None:
             self.ttft_s.append(now_s - self._arrival[id])
@@ -82,7 +88,9 @@ class Metrics:
         return max(self.ended_s - self.started_s, 0.0)
 
     def summary(self) -> dict[str, float]:
-        """One number for each thing a report shows; blocks are the usable ones (capacity), `kv_used_peak` those in use."""
+        """One number for each thing a report shows; blocks are the usable ones (capacity), `kv_used_peak` those in
+        use.
+        """
         usable = [sample.kv_usable_blocks for sample in self.timeline]
         return {
             "requests": self.finished,

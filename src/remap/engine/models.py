@@ -1,8 +1,9 @@
 """One forward for transformers' Llama, Qwen2 and Qwen3, and one for OPT, on a flat batch of tokens.
 
-transformers' own forward wants rectangular batches and its own cache; these run the same modules (so that weights are read at their fixed addresses)
-on tokens of many sequences at once. `attend(q, k, v, scale)` is the only thing that they do not know.
-Source of the equations: transformers' modeling_llama.py, modeling_qwen2.py, modeling_qwen3.py, modeling_opt.py, dropout off.
+transformers' own forward wants rectangular batches and its own cache; these run the same modules (so that weights are
+read at their fixed addresses) on tokens of many sequences at once. `attend(q, k, v, scale)` is the only thing that they
+do not know. Source of the equations: transformers' modeling_llama.py, modeling_qwen2.py, modeling_qwen3.py,
+modeling_opt.py, dropout off.
 """
 
 from __future__ import annotations
@@ -55,9 +56,14 @@ class LlamaLike:
         self.head_dim: int = self.model.layers[0].self_attn.head_dim
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention"}:
-            raise InvalidArgument(f"the engine knows full attention only, the model has layers of kind {sorted(kinds)}", kinds=sorted(kinds))
+            raise InvalidArgument(
+                f"the engine knows full attention only, the model has layers of kind {sorted(kinds)}",
+                kinds=sorted(kinds),
+            )
 
-    def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    def embed(
+        self, ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         hidden = self.model.embed_tokens(ids)
         cos, sin = self.model.rotary_emb(hidden, positions[None])
         # (tokens, 1, head_dim): the same angle for all heads. The sign of rotate-half is folded into sin, once a pass.
@@ -65,7 +71,9 @@ class LlamaLike:
         sin[..., : sin.shape[-1] // 2].neg_()
         return hidden, (cos, sin)
 
-    def layer(self, index: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend) -> torch.Tensor:
+    def layer(
+        self, index: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
+    ) -> torch.Tensor:
         layer: Any = self.layers[index]
         attention = layer.self_attn
         cos, sin = rotary
@@ -90,7 +98,9 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> tor
 
 
 class Opt:
-    """OPT: learned positions (offset by 2 inside the module), LayerNorm before or after, ReLU in the module's activation_fn."""
+    """OPT: learned positions (offset by 2 inside the module), LayerNorm before or after, ReLU in the module's
+    activation_fn.
+    """
 
     def __init__(self, model: Any) -> None:
         self.decoder: Any = model.model.decoder
@@ -131,12 +141,14 @@ class Opt:
         return self.lm_head(hidden)
 
 
-_FAMILIES: dict[str, type[LlamaLike] | type[Opt]] = {"llama": LlamaLike, "qwen2": LlamaLike, "qwen3": LlamaLike, "opt": Opt}
+_FAMILIES: dict[str, type[LlamaLike | Opt]] = {"llama": LlamaLike, "qwen2": LlamaLike, "qwen3": LlamaLike, "opt": Opt}
 
 
 def decoder_of(model: nn.Module) -> Decoder:
     """The forward for a transformers `...ForCausalLM`. Raises InvalidArgument for a family that is not known."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind not in _FAMILIES:
-        raise InvalidArgument(f"expected a transformers causal LM of type {sorted(_FAMILIES)}, got {kind!r}", model_type=kind)
+        raise InvalidArgument(
+            f"expected a transformers causal LM of type {sorted(_FAMILIES)}, got {kind!r}", model_type=kind
+        )
     return _FAMILIES[kind](model)

@@ -1,4 +1,6 @@
-"""What a user asks for (`Request`, `SamplingParams`), what he gets (`Output`), and the engine's own record of it (`Sequence`)."""
+"""What a user asks for (`Request`, `SamplingParams`), what he gets (`Output`), and the engine's own record of it
+(`Sequence`).
+"""
 
 from __future__ import annotations
 
@@ -14,9 +16,9 @@ __all__ = ["Output", "Request", "SamplingParams", "Sequence", "State"]
 class SamplingParams:
     """How tokens are chosen and when to stop.
 
-    temperature 0 is greedy. Otherwise the token is drawn from softmax(logits / temperature), cut to the `top_k` most likely
-    (0: all) and to the smallest set whose probability reaches `top_p`. The draw depends on (seed, position) only: neither the batch
-    nor a preemption changes the random numbers a request sees.
+    temperature 0 is greedy. Otherwise the token is drawn from softmax(logits / temperature), cut to the `top_k` most
+    likely (0: all) and to the smallest set whose probability reaches `top_p`. The draw depends on (seed, position)
+    only: neither the batch nor a preemption changes the random numbers a request sees.
     """
 
     max_tokens: int = 16
@@ -31,7 +33,8 @@ class SamplingParams:
             raise InvalidArgument(f"max_tokens must be at least 1, got {self.max_tokens}", max_tokens=self.max_tokens)
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
             raise InvalidArgument(
-                f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, got {self.temperature}, {self.top_k}, {self.top_p}",
+                f"expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1, "
+                f"got {self.temperature}, {self.top_k}, {self.top_p}",
                 temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,
@@ -81,9 +84,9 @@ class State(Enum):
 class Sequence:
     """The engine's record of one request.
 
-    Invariants between steps: `computed` tokens of `tokens` have their KV in `blocks`, so computed <= len(blocks) * block_tokens
-    and computed < len(tokens); a waiting sequence has computed = 0 and no blocks; `high_water` = the most tokens whose KV ever
-    existed, so computing token i < high_water is recomputing.
+    Invariants between steps: `computed` tokens of `tokens` have their KV in `blocks`, so computed <= len(blocks) *
+    block_tokens and computed < len(tokens); a waiting sequence has computed = 0 and no blocks; `high_water` = the most
+    tokens whose KV ever existed, so computing token i < high_water is recomputing.
     """
 
     request: Request

@@ -1,17 +1,20 @@
 """One pass over the model: chunks of many sequences as one flat batch of tokens, and the choice of the next tokens.
 
-This is where an engine adopts remap in the pass: `tenant.forward()` around it, `tenant.wait(i)` before layer i reads its weights, `tenant.done(i)`
-after. If anything raises, leaving `tenant.forward()` abandons the pass; no sequence has advanced, and the same pass can be run again.
+This is where an engine adopts remap in the pass: `tenant.forward()` around it, `tenant.wait(i)` before layer i reads
+its weights, `tenant.done(i)` after. If anything raises, leaving `tenant.forward()` abandons the pass; no sequence has
+advanced, and the same pass can be run again.
 """
 
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 
-from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
+from remap.engine.attention import AttentionBatch, PagedAttention, decode_first, is_decode
 from remap.engine.models import decoder_of
 from remap.errors import InvalidArgument
 
@@ -25,9 +28,16 @@ if TYPE_CHECKING:
 
 __all__ = ["ModelRunner", "sample"]
 
-# Matrix kernels differ for a handful of rows (fp32: 1 to 3; measured with MKL), and then so does the rounding of a row. Padding the batch to this many
-# makes a sequence's values independent of how many others share its pass, as far as the matrix products go.
-MIN_ROWS = 8
+
+def min_rows(dtype: torch.dtype) -> int:
+    """Rows that a batch is padded to, so that a row's values do not depend on how many others share the matrix product.
+
+    Measured on x86 with MKL (fp32: other kernels for up to 3 rows, and with several threads for 9 to 11) and oneDNN
+    (bf16: none).
+    """
+    if dtype is torch.bfloat16:
+        return 1
+    return 8 if torch.get_num_threads() == 1 else 12
 
 
 class ModelRunner:
@@ -47,7 +57,8 @@ class ModelRunner:
         got = (len(tensors), *tensors[0].shape[3:], tensors[0].dtype)
         if got != expected:
             raise InvalidArgument(
-                f"the KV tensors do not fit the model: expected (layers, kv_heads, head_dim, dtype) = {expected}, got {got}",
+                "the KV tensors do not fit the model: "
+                f"expected (layers, kv_heads, head_dim, dtype) = {expected}, got {got}",
                 expected=expected,
                 got=got,
             )
@@ -55,7 +66,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], torch.Tensor]:
-        """One pass. Writes the chunks' KV; returns the chunks that yield a token and their logits, (chunks, vocabulary)."""
+        """One pass. Writes the chunks' KV; returns the chunks that yield a token and their logits, (chunks,
+        vocabulary).
+        """
         ordered = decode_first(chunks)
         batch = AttentionBatch(ordered, self.attention.block_tokens, self.dtype)
         ids = torch.tensor([token for chunk in ordered for token in chunk.sequence.tokens[chunk.start : chunk.end]])
@@ -65,30 +78,29 @@ class ModelRunner:
             if chunk.samples:
                 samplers.append(chunk)
                 rows.append(row)
-        counts = {chunk.count == 1 for chunk in ordered}
-        phase = "mixed" if len(counts) > 1 else "decode" if True in counts else "prefill"
-        padding = max(0, MIN_ROWS - batch.tokens)
+        decodes = {is_decode(chunk) for chunk in ordered}
+        phase = "mixed" if len(decodes) > 1 else "decode" if True in decodes else "prefill"
+        rows_wanted = min_rows(self.dtype)
+        padding = max(0, rows_wanted - batch.tokens)
         positions = batch.positions
         if padding:
-            ids, positions = torch.cat((ids, ids.new_zeros(padding))), torch.cat((positions, positions.new_zeros(padding)))
+            ids, positions = F.pad(ids, (0, padding)), F.pad(positions, (0, padding))
         with self.tenant.forward(phase=phase, tokens=batch.tokens):
             hidden, rotary = self.decoder.embed(ids, positions)
             for layer in range(self.layers):
-
-                def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, layer: int = layer) -> torch.Tensor:
-                    return self.attention(layer, batch, q, k, v, scale)
-
                 self.tenant.wait(layer)
-                hidden = self.decoder.layer(layer, hidden, rotary, attend)
+                hidden = self.decoder.layer(layer, hidden, rotary, partial(self.attention, layer, batch))
                 self.tenant.done(layer)
         if not samplers:
             return [], hidden.new_empty(0, 0)
-        rows += [rows[-1]] * (MIN_ROWS - len(rows))
+        rows += [rows[-1]] * (rows_wanted - len(rows))
         return samplers, self.decoder.head(hidden[rows])[: len(samplers)]
 
 
 def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:
-    """The next token of each chunk's sequence. Greedy rows take the first of the largest logits, as transformers does."""
+    """The next token of each chunk's sequence. Greedy rows take the first of the largest logits, as transformers
+    does.
+    """
     if not chunks:
         return []
     wide = logits.float()

@@ -1,9 +1,10 @@
 """Who runs in the next pass. Pure: no torch, no clock; blocks come from a pool that is handed in.
 
-The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order of their
-arrival; a prompt is computed in chunks that fill what the token budget has left; a running sequence that cannot get a block preempts the
-youngest one, which loses its KV and goes to the front of the queue; new sequences are admitted only in a step without preemption
-and only when their whole prompt would fit (vLLM's `scheduler_reserve_full_isl`, on by default there as here).
+The policy is vLLM V1's, so that the engine without a session is a fair baseline: running sequences first, in the order
+of their arrival; a prompt is computed in chunks that fill what the token budget has left; a running sequence that
+cannot get a block preempts the youngest one, which loses its KV and goes to the front of the queue; new sequences are
+admitted only in a step without preemption and only when their whole prompt would fit (vLLM's
+`scheduler_reserve_full_isl`, on by default there as here).
 """
 
 from __future__ import annotations
@@ -69,9 +70,12 @@ class Schedule:
 class Scheduler:
     """First come, first served, with preemption by recompute.
 
-    max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable blocks that an admission must
-    leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running sequence that `demand` asks for ahead of need.
-    Invariant: `running` is sorted by arrival, and everything in `waiting` that was preempted is in front, sorted by arrival.
+    max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable
+    blocks that an admission must leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running
+    sequence that `demand` asks for ahead of need. chunk_align: a prompt is cut at multiples of so many tokens, so that
+    its values do not depend on where it was cut (attention.TILE).
+    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what was preempted is older than
+    the rest).
     """
 
     def __init__(
@@ -83,10 +87,20 @@ class Scheduler:
         watermark: float = 0.0,
         reserve_full_prompt: bool = True,
         lookahead_blocks: int = 1,
+        chunk_align: int = 32,
     ) -> None:
-        if block_tokens < 1 or max_num_seqs < 1 or max_batch_tokens < 1 or lookahead_blocks < 0 or not 0 <= watermark < 1:
+        if chunk_align < 1:
+            raise InvalidArgument(f"expected chunk_align >= 1, got {chunk_align}", chunk_align=chunk_align)
+        if (
+            block_tokens < 1
+            or max_num_seqs < 1
+            or max_batch_tokens < 1
+            or lookahead_blocks < 0
+            or not 0 <= watermark < 1
+        ):
             raise InvalidArgument(
-                "expected block_tokens, max_num_seqs, max_batch_tokens >= 1, lookahead_blocks >= 0 and 0 <= watermark < 1",
+                "expected block_tokens, max_num_seqs, max_batch_tokens >= 1, lookahead_blocks >= 0 "
+                "and 0 <= watermark < 1",
                 block_tokens=block_tokens,
                 max_num_seqs=max_num_seqs,
                 max_batch_tokens=max_batch_tokens,
@@ -99,6 +113,7 @@ class Scheduler:
         self.watermark = watermark
         self.reserve_full_prompt = reserve_full_prompt
         self.lookahead_blocks = lookahead_blocks
+        self.chunk_align = chunk_align
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -113,30 +128,41 @@ class Scheduler:
         return -(-tokens // self.block_tokens)
 
     def demand(self) -> int:
-        """Free blocks wanted now: to finish what runs' known tokens, to admit whole prompts up to max_num_seqs, and the lookahead.
+        """Free blocks wanted now: to finish what runs' known tokens, to admit whole prompts up to max_num_seqs, and the
+        lookahead.
 
-        Without the lookahead the pool would be exactly full after each growth, and the next block boundary would ask again.
+        Without the lookahead the pool would be exactly full after each growth, and the next block boundary would ask
+        again.
         """
         slots = self.max_num_seqs - len(self.running)
         heads = [sequence for sequence, _ in zip(self.waiting, range(slots), strict=False)]
-        missing = sum(self.blocks_for(len(sequence.tokens)) - len(sequence.blocks) for sequence in (*self.running, *heads))
+        missing = sum(
+            self.blocks_for(len(sequence.tokens)) - len(sequence.blocks) for sequence in (*self.running, *heads)
+        )
         return missing + self.lookahead_blocks * (len(self.running) + len(heads))
 
     def relocate(self, moved: Mapping[int, int]) -> None:
-        """Patch the block tables after the session moved blocks (old id -> new id). Call before anything else in a step."""
+        """Patch the block tables after the session moved blocks (old id -> new id). Call before anything else in a
+        step.
+        """
         if moved:
             for sequence in self.running:
                 sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
 
     def schedule(self, pool: BlockPool) -> Schedule:
-        """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is harmless."""
+        """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is
+        harmless.
+        """
         budget = self.max_batch_tokens
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            count = min(len(sequence.tokens) - sequence.computed, budget)
+            count = self._chunk(sequence, budget)
+            if count == 0:
+                index += 1
+                continue
             while not self._reserve(sequence, sequence.computed + count, pool):
                 # The youngest is last, never one that this step has already scheduled: those stand before `sequence`.
                 victim = self.running.pop()
@@ -151,7 +177,9 @@ class Scheduler:
         # A step that had to preempt has no room for newcomers, and would only preempt them in the next one.
         while not preempted and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
-            count = min(len(sequence.tokens), budget)
+            count = self._chunk(sequence, budget)
+            if count == 0:
+                break
             whole = len(sequence.tokens) if self.reserve_full_prompt else count
             spare = int(self.watermark * pool.usable_blocks) if self.running else 0
             if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, count, pool):
@@ -177,6 +205,18 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._release(sequence, pool)
         sequence.state = State.FINISHED
+
+    def _chunk(self, sequence: Sequence, budget: int) -> int:
+        """How many tokens of `sequence` to compute next: all that is known, else up to a multiple of `chunk_align`.
+
+        0: the budget left does not reach one; it will in a pass that is less full. An empty pass takes what it can.
+        """
+        count = min(len(sequence.tokens) - sequence.computed, budget)
+        end = sequence.computed + count
+        if end == len(sequence.tokens):
+            return count
+        aligned = end - end % self.chunk_align - sequence.computed
+        return aligned if aligned > 0 or budget < self.max_batch_tokens else count
 
     def _reserve(self, sequence: Sequence, tokens: int, pool: BlockPool) -> bool:
         missing = self.blocks_for(tokens) - len(sequence.blocks)

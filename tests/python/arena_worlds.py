@@ -1,0 +1,93 @@
+"""Sessions over raw bytes for the tests of the core: layers with telling contents, passes that look at every byte."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import remap
+
+PAGE = 64 << 10
+SHORT = 100  # bytes by which a layer misses its last page's end: padding that nobody writes
+
+
+def make_layers(pages: Sequence[int], tag: int = 0, page_bytes: int = PAGE) -> list[bytes]:
+    """One buffer a layer. Every 64 bytes differ, within a layer and between layers and tags."""
+    layers = []
+    for index, count in enumerate(pages):
+        nbytes = count * page_bytes - SHORT
+        chunk = bytes([(tag * 97 + index * 31 + 1 + i // 64) % 251 + 1 for i in range(4096)])
+        layers.append((chunk * (nbytes // 4096 + 1))[:nbytes])
+    return layers
+
+
+def make_spec(layers: int, *, min_blocks: int = 4, max_blocks: int = 64, tokens: int = 16, layout: str = "block_major") -> remap.KVSpec:
+    return remap.KVSpec(
+        layers=layers,
+        kv_heads=1,
+        head_dim=32,
+        block_tokens=tokens,
+        dtype="float32",
+        min_blocks=min_blocks,
+        max_blocks=max_blocks,
+        layout=layout,
+    )
+
+
+def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes]) -> None:
+    """One pass that reads every layer whole."""
+    with tenant.forward():
+        for index, expected in enumerate(layers):
+            tenant.wait(index)
+            got = ctypes.string_at(session.layer_address(tenant.name, index), len(expected))
+            tenant.done(index)
+            assert got == expected, f"layer {index} of {tenant.name} reads {got[:4]!r}, not {expected[:4]!r}"
+
+
+def write_block(tenant: remap.Tenant, block: int, value: int) -> None:
+    for offset, nbytes in tenant.kv.geometry.byte_ranges_of_block(block):
+        ctypes.memset(tenant.kv.address + offset, value, nbytes)
+
+
+def read_block(tenant: remap.Tenant, block: int) -> set[int]:
+    found: set[int] = set()
+    for offset, nbytes in tenant.kv.geometry.byte_ranges_of_block(block):
+        found |= set(ctypes.string_at(tenant.kv.address + offset, nbytes))
+    return found
+
+
+def regions_of(tenant: Any) -> list[int]:
+    pages = tenant._attachment.pages
+    return [*pages.layer_regions, *([pages.ring_region] if tenant._attachment.ring_address else [])]
+
+
+def visible(session: remap.Session) -> dict[str, Any]:
+    """All that a caller can see of a session and that a failed call must leave as it was."""
+    snapshot = session.snapshot()
+    arena = session._arena
+    return {
+        "pages": snapshot.pages,
+        "owners": tuple(arena.owners()),
+        "epoch": snapshot.epoch,
+        "tenants": {
+            name: (
+                seen.remapped,
+                seen.buffers,
+                seen.streamed,
+                seen.pages,
+                seen.usable_blocks,
+                seen.free_blocks,
+                seen.live_blocks,
+                seen.withdrawn_blocks,
+                session._tenants[name].kv.pool.live_ids(),
+                session._tenants[name].kv.pool.owned_slots(),
+            )
+            for name, seen in snapshot.tenants.items()
+        },
+        "shown": {
+            (name, region): tuple(arena.shown(region))
+            for name, tenant in session._tenants.items()
+            for region in regions_of(tenant)
+        },
+    }

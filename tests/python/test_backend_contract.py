@@ -1,0 +1,493 @@
+"""The backend contract (include/remap/backend.h), one conformance suite over every backend.
+
+Each precondition is broken once: the typed error comes and nothing has changed (usage() is equal). Each postcondition is
+looked at through memory. Every test leaves the backend with nothing in it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from remap import _core
+from remap.errors import DriverError, InvalidArgument, InvalidState, LimitExceeded, OutOfMemory
+
+PAGE = 64 << 10
+PAGES = 16
+WAIT_S = 20.0
+Access = _core.Access
+
+
+def host() -> Any:
+    return _core.make_host_backend(PAGES * PAGE, PAGE, 1)
+
+
+def limited(inner: Any) -> Any:
+    return _core.make_limit_backend(
+        inner, page_bytes=PAGES * PAGE, reserved_bytes=1 << 40, mappings=10**6, host_bytes=1 << 40, streams=99, events=99
+    )
+
+
+BACKENDS: dict[str, Callable[[], Any]] = {
+    "host": host,
+    "trace": lambda: _core.make_trace_backend(host()),
+    "limit": lambda: limited(host()),
+    "fault": lambda: _core.make_fault_backend(host()),
+    "stacked": lambda: _core.make_fault_backend(_core.make_trace_backend(limited(host()))),
+}
+
+
+@pytest.fixture(params=list(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
+    made = BACKENDS[request.param]()
+    assert set(made.usage().values()) == {0}
+    yield made
+    assert set(made.usage().values()) == {0}, "the test left something behind"
+
+
+@contextmanager
+def refused(backend: Any, kind: type[Exception]) -> Iterator[None]:
+    """The body raises `kind` and changes nothing."""
+    before = backend.usage()
+    with pytest.raises(kind) as caught:
+        yield
+    assert type(caught.value) is kind
+    assert backend.usage() == before
+
+
+@contextmanager
+def region(backend: Any, slots: int, alignment: int = PAGE) -> Iterator[int]:
+    at = backend.reserve(slots * PAGE, alignment)
+    yield at
+    backend.release(at, slots * PAGE)
+
+
+@contextmanager
+def pages(backend: Any, count: int) -> Iterator[list[int]]:
+    made = [backend.create_page(PAGE) for _ in range(count)]
+    yield made
+    for page in made:
+        backend.destroy_page(page)
+
+
+@contextmanager
+def shown(backend: Any, handles: list[int], at: int | None = None) -> Iterator[int]:
+    """`handles` behind a region of their own (or at `at`), readable and writable."""
+    bytes_ = len(handles) * PAGE
+    own = at is None
+    at = backend.reserve(bytes_, PAGE) if at is None else at
+    backend.map(at, handles, PAGE)
+    backend.set_access(at, bytes_, Access.read_write)
+    yield at
+    backend.unmap(at, bytes_)
+    if own:
+        backend.release(at, bytes_)
+
+
+@contextmanager
+def stream_and_event(backend: Any) -> Iterator[tuple[int, int]]:
+    stream, event = backend.create_stream(), backend.create_event()
+    yield stream, event
+    backend.destroy_stream(stream)
+    backend.destroy_event(event)
+
+
+def poke(at: int, value: int, count: int = PAGE) -> None:
+    ctypes.memset(at, value, count)
+
+
+def peek(at: int, count: int = PAGE) -> set[int]:
+    return set(ctypes.string_at(at, count))
+
+
+def finished(backend: Any, event: int) -> None:
+    assert backend.synchronize(event, WAIT_S), "the event did not complete"
+
+
+# -- regions ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("alignment", [4096, PAGE, 2 << 20, 8 << 20])
+def test_reservations_are_aligned_counted_and_disjoint(backend: Any, alignment: int) -> None:
+    places = [backend.reserve(3 * PAGE, alignment) for _ in range(5)]
+    assert all(at and at % alignment == 0 for at in places)
+    assert all(abs(a - b) >= 3 * PAGE for a in places for b in places if a != b)
+    assert backend.usage()["reserved_bytes"] == 15 * PAGE
+    assert backend.usage()["page_bytes"] == backend.usage()["mapped_bytes"] == 0
+    for at in places:
+        backend.release(at, 3 * PAGE)
+
+
+def test_reserve_refuses_what_is_not_aligned(backend: Any) -> None:
+    for bytes_, alignment in ((0, PAGE), (PAGE + 1, PAGE), (PAGE, 3 * PAGE), (PAGE, 0), (PAGE, 16)):
+        with refused(backend, InvalidArgument):
+            backend.reserve(bytes_, alignment)
+
+
+def test_release_takes_only_whole_empty_reservations(backend: Any) -> None:
+    with region(backend, 4) as at, pages(backend, 1) as handles:
+        for place, bytes_ in ((at, 3 * PAGE), (at + PAGE, 3 * PAGE), (at, 5 * PAGE), (at + 1, 4 * PAGE)):
+            with refused(backend, InvalidArgument):
+                backend.release(place, bytes_)
+        with shown(backend, handles, at + PAGE), refused(backend, InvalidState):
+            backend.release(at, 4 * PAGE)
+    with refused(backend, InvalidArgument):
+        backend.release(at, 4 * PAGE)
+
+
+# -- pages -----------------------------------------------------------------------------------------------------------
+
+
+def test_pages_have_distinct_handles_and_run_out_exactly(backend: Any) -> None:
+    with pages(backend, PAGES) as handles:
+        assert 0 not in handles and len(set(handles)) == PAGES
+        assert backend.usage()["page_bytes"] == PAGES * PAGE
+        before = backend.usage()
+        with pytest.raises((OutOfMemory, LimitExceeded)):  # whichever refuses first: capacity, or the limit decorator
+            backend.create_page(PAGE)
+        assert backend.usage() == before
+
+
+def test_page_sizes_and_stale_handles_are_refused(backend: Any) -> None:
+    for bytes_ in (0, 1, PAGE - 4096, 2 * PAGE):
+        with refused(backend, InvalidArgument):
+            backend.create_page(bytes_)
+    with refused(backend, InvalidArgument):
+        backend.destroy_page(0)
+    page = backend.create_page(PAGE)
+    backend.destroy_page(page)
+    with refused(backend, InvalidArgument):
+        backend.destroy_page(page)
+    with pages(backend, 1) as fresh:
+        assert fresh != [page]
+        with region(backend, 1) as at, refused(backend, InvalidArgument):
+            backend.map(at, [page], PAGE)
+
+
+def test_a_mapped_page_cannot_be_destroyed(backend: Any) -> None:
+    with pages(backend, 1) as handles, shown(backend, handles), refused(backend, InvalidState):
+        backend.destroy_page(handles[0])
+
+
+def test_new_pages_read_zero_if_the_backend_says_so(backend: Any) -> None:
+    if not backend.new_pages_are_zero:
+        return
+    for _ in range(2):  # the second time the same memory was written before
+        with pages(backend, 2) as handles, shown(backend, handles) as at:
+            assert peek(at, 2 * PAGE) == {0}
+            poke(at, 0xAB, 2 * PAGE)
+
+
+# -- mappings --------------------------------------------------------------------------------------------------------
+
+
+def test_pages_stand_where_they_were_mapped_in_any_order(backend: Any) -> None:
+    with pages(backend, 5) as handles, shown(backend, handles) as at:
+        for index in range(5):
+            poke(at + index * PAGE, index + 1)
+        order = [3, 0, 4, 1, 2]
+        with shown(backend, [handles[i] for i in order]) as other:
+            for place, index in enumerate(order):
+                assert peek(other + place * PAGE) == {index + 1}
+
+
+def test_aliases_are_coherent_in_both_directions_and_outlive_each_other(backend: Any) -> None:
+    with pages(backend, 1) as handles, region(backend, 3) as at:
+        with shown(backend, handles, at), shown(backend, handles, at + PAGE):
+            assert backend.usage()["mapped_bytes"] == 2 * PAGE and backend.usage()["page_bytes"] == PAGE
+            for first, second in ((0, PAGE), (PAGE, 0)):
+                poke(at + first, 0x40 + first // PAGE)
+                assert peek(at + second) == {0x40 + first // PAGE}
+        with shown(backend, handles, at + 2 * PAGE):  # the bytes are the page's, not the mapping's
+            assert peek(at + 2 * PAGE) == {0x41}
+
+
+def test_map_refuses_what_is_mapped_unreserved_or_odd(backend: Any) -> None:
+    with pages(backend, 3) as handles, region(backend, 3) as at:
+        with shown(backend, handles[:1], at + PAGE):
+            poke(at + PAGE, 7)
+            for place, which in ((at, handles[1:]), (at + PAGE, handles[1:2]), (at + PAGE, handles[:1])):
+                with refused(backend, InvalidState):
+                    backend.map(place, which, PAGE)
+            assert peek(at + PAGE) == {7}
+        for place, which, size in (
+            (at + 2 * PAGE, handles[:2], PAGE),  # past the end
+            (at + 8, handles[:1], PAGE),
+            (at, [], PAGE),
+            (at, handles[:1], 2 * PAGE),
+            (at, handles[:1], 0),
+            (at, [0], PAGE),
+            (at, [handles[0], 12345678], PAGE),
+        ):
+            with refused(backend, InvalidArgument):
+                backend.map(place, which, size)
+
+
+def test_unmap_takes_any_whole_mapped_pages(backend: Any) -> None:
+    with pages(backend, 4) as handles, region(backend, 5) as at:
+        backend.map(at, handles, PAGE)
+        backend.set_access(at, 4 * PAGE, Access.read_write)
+        for index in range(4):
+            poke(at + index * PAGE, index + 1)
+        backend.unmap(at + PAGE, 2 * PAGE)  # the middle of a run
+        assert peek(at) == {1} and peek(at + 3 * PAGE) == {4}
+        assert backend.usage()["mapped_bytes"] == 2 * PAGE
+        for place, bytes_ in ((at, 2 * PAGE), (at + PAGE, PAGE), (at + 3 * PAGE, 2 * PAGE)):
+            with refused(backend, InvalidState):
+                backend.unmap(place, bytes_)
+        for place, bytes_ in ((at, PAGE // 2), (at + 4096, PAGE)):
+            with refused(backend, InvalidState):
+                backend.unmap(place, bytes_)
+        for place, bytes_ in ((at, 0), (at + 1, PAGE), (at, PAGE + 1)):
+            with refused(backend, InvalidArgument):
+                backend.unmap(place, bytes_)
+        backend.unmap(at, PAGE)
+        backend.unmap(at + 3 * PAGE, PAGE)
+
+
+def test_access_needs_mapped_pages(backend: Any) -> None:
+    with pages(backend, 1) as handles, region(backend, 2) as at:
+        with refused(backend, InvalidState):
+            backend.set_access(at, PAGE, Access.read)
+        with shown(backend, handles, at):
+            poke(at, 9)
+            with refused(backend, InvalidState):
+                backend.set_access(at, 2 * PAGE, Access.read)
+            backend.set_access(at, PAGE, Access.none)
+            with refused(backend, InvalidState):
+                backend.populate(at, PAGE)  # nothing to fill in: not accessible
+            backend.set_access(at, PAGE, Access.read)
+            assert peek(at) == {9}
+            backend.set_access(at, PAGE, Access.read_write)
+
+
+def test_populate_never_changes_bytes(backend: Any) -> None:
+    with pages(backend, 2) as handles, shown(backend, handles) as at:
+        poke(at, 3)
+        backend.populate(at, 2 * PAGE)
+        assert peek(at) == {3} and peek(at + PAGE) == {0}
+    with region(backend, 1) as at, refused(backend, InvalidState):
+        backend.populate(at, PAGE)
+
+
+def test_exchange_swaps_what_stands_behind_two_ranges(backend: Any) -> None:
+    with pages(backend, 4) as handles, region(backend, 6) as at:
+        if not backend.can_exchange:
+            return
+        one, other = at, at + 3 * PAGE
+        order = [handles[2], handles[0]]
+        with shown(backend, handles[:2], one), shown(backend, order, other), shown(backend, handles) as whole:
+            for index in range(4):
+                poke(whole + index * PAGE, index + 1)
+            for _ in range(3):
+                backend.exchange(one, other, 2 * PAGE)
+            assert [peek(one), peek(one + PAGE), peek(other), peek(other + PAGE)] == [{3}, {1}, {1}, {2}]
+            poke(one, 0x55)  # writable, and the page's bytes
+            assert peek(whole + 2 * PAGE) == {0x55}
+            with refused(backend, InvalidArgument):
+                backend.exchange(one, one, 2 * PAGE)
+            with refused(backend, InvalidState):
+                backend.exchange(one, other, 3 * PAGE)
+            assert [peek(one), peek(other)] == [{0x55}, {1}]
+
+
+# -- host memory -----------------------------------------------------------------------------------------------------
+
+
+def test_host_memory_is_writable_counted_and_given_back_whole(backend: Any) -> None:
+    at = backend.allocate_host(100_000)
+    poke(at, 5, 100_000)
+    assert backend.usage()["host_bytes"] == 100_000
+    for place, bytes_ in ((at, 99_999), (at + 1, 100_000)):
+        with refused(backend, InvalidArgument):
+            backend.free_host(place, bytes_)
+    with refused(backend, InvalidArgument):
+        backend.unregister_host(at, 100_000)
+    with refused(backend, InvalidState):
+        backend.register_host(at + 10, 10)
+    backend.free_host(at, 100_000)
+    with refused(backend, InvalidArgument):
+        backend.free_host(at, 100_000)
+    with refused(backend, InvalidArgument):
+        backend.allocate_host(0)
+
+
+def test_registered_memory_is_the_callers(backend: Any) -> None:
+    own = ctypes.create_string_buffer(b"\x07" * 5000, 5000)
+    at = ctypes.addressof(own)
+    backend.register_host(at, 5000)
+    assert backend.usage()["host_bytes"] == 5000
+    for place, bytes_ in ((at, 5000), (at + 100, 10), (at - 10, 20)):
+        with refused(backend, InvalidState):
+            backend.register_host(place, bytes_)
+    with refused(backend, InvalidArgument):
+        backend.free_host(at, 5000)
+    backend.unregister_host(at, 5000)
+    with refused(backend, InvalidArgument):
+        backend.unregister_host(at, 5000)
+    assert set(own.raw) == {7}
+
+
+# -- streams and events ----------------------------------------------------------------------------------------------
+
+
+def test_work_on_one_stream_runs_in_order(backend: Any) -> None:
+    with pages(backend, 1) as handles, shown(backend, handles) as at, stream_and_event(backend) as (stream, event):
+        host_at = backend.allocate_host(PAGE)
+        poke(host_at, 1)
+        for round_ in range(50):
+            backend.fill(stream, at, round_, PAGE)
+            backend.copy(stream, at, host_at, PAGE // 2)
+            backend.copy(stream, host_at + PAGE // 2, at + PAGE // 2, PAGE // 2)
+        backend.record(event, stream)
+        finished(backend, event)
+        assert peek(at, PAGE // 2) == {1} and peek(at + PAGE // 2, PAGE // 2) == {49}
+        assert peek(host_at + PAGE // 2, PAGE // 2) == {49}
+        backend.free_host(host_at, PAGE)
+
+
+def test_copies_of_odd_sizes_touch_exactly_their_bytes(backend: Any) -> None:
+    with pages(backend, 2) as handles, shown(backend, handles) as at, stream_and_event(backend) as (stream, event):
+        source = ctypes.create_string_buffer(bytes(range(256)) * 300)
+        for offset, count in ((0, 0), (1, 1), (3, 63), (64, 4097), (5, PAGE + 17)):
+            poke(at, 0xEE, 2 * PAGE)
+            backend.copy(stream, at + offset, ctypes.addressof(source) + 1, count)
+            backend.record(event, stream)
+            finished(backend, event)
+            got = ctypes.string_at(at, 2 * PAGE)
+            assert got[offset : offset + count] == source.raw[1 : 1 + count]
+            assert set(got[:offset] + got[offset + count :]) == {0xEE}
+
+
+def test_a_stream_waits_for_another_streams_event(backend: Any) -> None:
+    with pages(backend, 1) as handles, shown(backend, handles) as at:
+        with stream_and_event(backend) as (first, done), stream_and_event(backend) as (second, end):
+            for round_ in range(20):
+                for value in range(64):  # long enough for the second stream to overtake, if it could
+                    backend.fill(first, at, value, PAGE)
+                backend.fill(first, at, 100 + round_, PAGE)
+                backend.record(done, first)
+                backend.stream_wait(second, done)
+                source = backend.allocate_host(PAGE)
+                backend.copy(second, source, at, PAGE)
+                backend.record(end, second)
+                finished(backend, end)
+                assert peek(source) == {100 + round_}
+                backend.free_host(source, PAGE)
+
+
+def test_an_event_never_recorded_counts_as_complete(backend: Any) -> None:
+    with stream_and_event(backend) as (stream, event):
+        assert backend.query(event) is True
+        assert backend.synchronize(event, 0.0) is True
+        backend.stream_wait(stream, event)
+        with refused(backend, InvalidState):
+            backend.elapsed(event, event)
+
+
+def test_timeouts_end_a_wait_and_a_later_wait_succeeds(backend: Any) -> None:
+    with stream_and_event(backend) as (slow, event), stream_and_event(backend) as (waiting, end):
+        memory = backend.allocate_host(32 << 20)
+        for _ in range(20):
+            backend.fill(slow, memory, 1, 32 << 20)
+        backend.record(event, slow)
+        backend.stream_wait(waiting, event)
+        backend.record(end, waiting)
+        assert backend.synchronize(end, 0.0) is False
+        assert backend.query(end) is False
+        with refused(backend, InvalidState):
+            backend.elapsed(event, end)
+        finished(backend, end)
+        assert backend.query(end) is True and backend.query(event) is True
+        assert backend.elapsed(event, end) >= 0.0
+        backend.free_host(memory, 32 << 20)
+
+
+def test_recording_again_starts_an_event_anew(backend: Any) -> None:
+    with stream_and_event(backend) as (stream, event), stream_and_event(backend) as (_, start):
+        memory = backend.allocate_host(32 << 20)
+        backend.record(event, stream)
+        finished(backend, event)
+        backend.record(start, stream)
+        for _ in range(10):
+            backend.fill(stream, memory, 1, 32 << 20)
+        backend.record(event, stream)
+        assert backend.query(event) is False
+        finished(backend, event)
+        assert backend.elapsed(start, event) > 0.0
+        assert backend.elapsed(event, start) < 0.0
+        backend.free_host(memory, 32 << 20)
+
+
+def test_destroying_an_event_leaves_its_work_going_and_destroying_a_stream_waits_for_it(backend: Any) -> None:
+    memory = backend.allocate_host(32 << 20)
+    stream, event = backend.create_stream(), backend.create_event()
+    for value in range(8):
+        backend.fill(stream, memory, value, 32 << 20)
+    backend.record(event, stream)
+    backend.destroy_event(event)
+    backend.destroy_stream(stream)
+    assert peek(memory, 4096) == {7} and peek(memory + (32 << 20) - 4096, 4096) == {7}
+    backend.free_host(memory, 32 << 20)
+
+
+def test_unknown_streams_and_events_are_refused(backend: Any) -> None:
+    with stream_and_event(backend) as (stream, event):
+        own = ctypes.create_string_buffer(8)
+        at = ctypes.addressof(own)
+        for call in (
+            lambda: backend.copy(0, at, at, 4),
+            lambda: backend.fill(987654, at, 0, 4),
+            lambda: backend.record(event, 987654),
+            lambda: backend.record(987654, stream),
+            lambda: backend.stream_wait(stream, 987654),
+            lambda: backend.stream_wait(987654, event),
+            lambda: backend.query(0),
+            lambda: backend.synchronize(987654, 0.0),
+            lambda: backend.elapsed(event, 987654),
+            lambda: backend.destroy_stream(0),
+            lambda: backend.destroy_event(0),
+            lambda: backend.copy(stream, 0, at, 4),
+            lambda: backend.fill(stream, 0, 0, 4),
+        ):
+            with refused(backend, InvalidArgument):
+                call()
+
+
+def test_errors_carry_numbers(backend: Any) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        backend.reserve(PAGE, 3 * PAGE)
+    assert caught.value.alignment == 3 * PAGE
+    with pages(backend, 1) as handles, shown(backend, handles):
+        with pytest.raises(InvalidState) as busy:
+            backend.destroy_page(handles[0])
+        assert busy.value.mapped == 1 and busy.value.page == handles[0]
+
+
+def test_a_copy_that_fails_while_it_runs_reaches_every_waiter(backend: Any) -> None:
+    """Only the fault decorator can make one fail; the others have nothing to show here."""
+    if not hasattr(backend, "fail_async_copy"):
+        return
+    with stream_and_event(backend) as (failing, event), stream_and_event(backend) as (waiting, end):
+        memory = backend.allocate_host(3 * PAGE)
+        poke(memory, 1, PAGE)
+        backend.record(event, failing)  # recorded before: stays good
+        backend.fail_async_copy(1)
+        backend.copy(failing, memory + PAGE, memory, PAGE)
+        backend.copy(failing, memory + 2 * PAGE, memory, PAGE)
+        finished(backend, event)
+        backend.record(event, failing)
+        backend.stream_wait(waiting, event)
+        backend.record(end, waiting)
+        for late in (event, end):
+            with pytest.raises(DriverError):
+                backend.synchronize(late, WAIT_S)
+            with pytest.raises(DriverError):
+                backend.query(late)
+        assert peek(memory + PAGE, PAGE // 2) == {1} and peek(memory + PAGE + PAGE // 2, PAGE // 2) == {0}
+        assert peek(memory + 2 * PAGE) == {0}
+        backend.free_host(memory, 3 * PAGE)

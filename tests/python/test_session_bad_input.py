@@ -1,0 +1,340 @@
+"""Bad input to a session: each is refused with a typed error and numbers, and nothing has changed (promise 1)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from models import LAYERS, addresses_of, ids_for, kv_spec, layers_of, logits_of, make, minimum_bytes, state_of  # noqa: E402
+
+import remap  # noqa: E402
+from remap import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory  # noqa: E402
+from remap.adapters.hooks import attach_hooks  # noqa: E402
+
+PAGE = 16384
+
+
+class Watched:
+    """A session, models that must not change, and `refused`: a block that must raise and change nothing."""
+
+    def __init__(self, *models, pages=160):
+        self.session = remap.Session(pages * PAGE, page_bytes=PAGE)
+        self.models = list(models)
+        self.ids = ids_for(2, 5)
+        self.expected = [logits_of(model, self.ids) for model in models]
+
+    @contextlib.contextmanager
+    def refused(self, error, *, says="nothing", passes=True, **fields):
+        snapshot = None if self.session.closed else state_of(self.session)
+        addresses = [addresses_of(model) for model in self.models]
+        with pytest.raises(error) as caught:
+            yield caught
+        for name, value in fields.items():
+            assert caught.value.fields[name] == value, (name, caught.value.fields)
+        assert says in str(caught.value).lower()
+        if snapshot is not None:
+            self.session.check()
+            assert state_of(self.session) == snapshot
+        assert [addresses_of(model) for model in self.models] == addresses
+        for model, expected in zip(self.models, self.expected, strict=True):
+            if passes:
+                assert torch.equal(logits_of(model, self.ids), expected)
+
+
+@pytest.fixture(scope="module")
+def shared_model():
+    return make("llama")
+
+
+@pytest.fixture
+def bare(shared_model):
+    """Not attached; whatever is tried must leave it so."""
+    watched = Watched(shared_model)
+    yield watched
+    watched.session.close()
+
+
+@pytest.fixture
+def attached():
+    model = make("llama")
+    watched = Watched(model)
+    watched.tenant = watched.session.attach(model, kv=kv_spec(model), name="m")
+    watched.hooks = attach_hooks(layers_of(model), watched.tenant, model=model)
+    yield watched
+    watched.hooks.remove()
+    watched.session.close()
+
+
+# --- the session itself -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", ["24 apples", "GiB", "1.5B", "-1GiB", "", "1e9", None, 1.5, True, -1])
+def test_sizes_that_are_none(size):
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session(size, page_bytes=PAGE)
+    assert caught.value.name == "capacity"
+    assert caught.value.value == size
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session("1MiB", page_bytes=size)
+    assert caught.value.name == "page_bytes"
+
+
+@pytest.mark.parametrize("page", [0, 1000, 4095, 4097, "6KB", 12 * 1024 + 1])
+def test_page_sizes_that_the_backend_cannot_have(page):
+    with pytest.raises(InvalidArgument):
+        remap.Session("1MiB", page_bytes=page)
+
+
+def test_a_capacity_below_one_page_says_the_minimum():
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session("1MiB")
+    assert caught.value.fields == {"capacity": 2**20, "page_bytes": 2**21, "minimum_bytes": 2**21}
+    with pytest.raises(InvalidArgument):
+        remap.Session(0, page_bytes=PAGE)
+    remap.Session(caught.value.minimum_bytes).close()
+
+
+@pytest.mark.parametrize("arguments", [{"device": "cuda:0"}, {"device": "tpu"}, {"mode": "fast"}, {"mode": None}])
+def test_unknown_device_or_mode(arguments):
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session("1MiB", page_bytes=PAGE, **arguments)
+    assert caught.value.fields == arguments
+
+
+# --- attach -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", ["model.layer", "layers", "model.layers.0", "model.embed_tokens", "", "model..layers"])
+def test_unknown_layer_path(bare, path):
+    (model,) = bare.models
+    with bare.refused(InvalidArgument, path=path) as caught:
+        bare.session.attach(model, layers=path, kv=kv_spec(model))
+    assert caught.value.candidates == {"model.layers": LAYERS}
+
+
+def test_layers_that_are_not_the_models(bare):
+    (model,) = bare.models
+    other = make("llama", 1)
+    layers = list(layers_of(model))
+    for wrong in ([], [*layers, layers[0]], list(layers_of(other)), [*layers[:-1], "six"], [*layers, layers[0].mlp]):
+        with bare.refused(InvalidArgument):
+            bare.session.attach(model, layers=wrong, kv=kv_spec(model))
+    with bare.refused(InvalidArgument, kv_layers=LAYERS, model_layers=LAYERS - 1):
+        bare.session.attach(model, layers=layers[1:], kv=kv_spec(model))
+
+
+def test_a_model_on_another_device(bare):
+    with torch.device("meta"):
+        ghost = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**_SMALL, "num_hidden_layers": 2}))
+    with bare.refused(InvalidArgument, device="meta", expected="cpu") as caught:
+        bare.session.attach(ghost, kv=kv_spec(bare.models[0], layers=2))
+    assert caught.value.path == "model.embed_tokens.weight"
+
+
+_SMALL = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("kind", ["llama", "opt-odd"])
+@pytest.mark.parametrize("layout", ["block_major", "layer_major"])
+def test_exactly_the_minimum_works_and_a_page_less_does_not(kind, layout):
+    model = make(kind)
+    expected = logits_of(model, ids_for(1, 5))
+    kv = kv_spec(model, min_blocks=5, layout=layout)
+    least = minimum_bytes(model, kv, PAGE)
+    for capacity in (least - PAGE, least - 1):
+        with remap.Session(capacity, page_bytes=PAGE) as session:
+            with pytest.raises(OutOfMemory) as caught:
+                session.attach(model, kv=kv)
+            error = caught.value
+            assert error.minimum_bytes == error.requested * PAGE == least
+            assert error.free == least // PAGE - 1
+            assert (session.snapshot().pages.free, session.snapshot().tenants) == (error.free, {})
+    assert torch.equal(logits_of(model, ids_for(1, 5)), expected)
+    with remap.Session(least, page_bytes=PAGE) as session:
+        tenant = session.attach(model, kv=kv)
+        assert session.snapshot().pages.free == 0
+        assert tenant.kv.usable_blocks >= 5
+        with attach_hooks(layers_of(model), tenant, model=model):
+            session.remap("model", 3)
+            assert torch.equal(logits_of(model, ids_for(1, 5)), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"min_blocks": 9, "max_blocks": 8}, "max_blocks"),
+        ({"min_blocks": -1}, "min_blocks"),
+        ({"max_blocks": 0, "min_blocks": 0}, "max_blocks"),
+        ({"dtype": "torch.float32"}, "dtype"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"layout": "token_major"}, "layout"),
+        ({"layers": 0}, "layers"),
+        ({"kv_heads": True}, "kv_heads"),
+        ({"head_dim": 16.0}, "head_dim"),
+        ({"block_tokens": 0}, "block_tokens"),
+    ],
+)
+def test_a_kv_spec_that_makes_no_sense(shared_model, changes, field):
+    with pytest.raises(InvalidArgument) as caught:
+        kv_spec(shared_model, **changes)
+    assert caught.value.field == field
+    assert caught.value.value == changes[field]
+
+
+@pytest.mark.parametrize("layers", [LAYERS - 1, LAYERS + 1])
+def test_a_kv_spec_for_another_number_of_layers(bare, layers):
+    (model,) = bare.models
+    with bare.refused(InvalidArgument, kv_layers=layers, model_layers=LAYERS):
+        bare.session.attach(model, kv=kv_spec(model, layers=layers))
+
+
+def test_a_kv_dtype_that_is_not_the_engines(bare):
+    """attach cannot know what the engine wants to store; the engine refuses."""
+    from remap.engine import ModelRunner
+
+    (model,) = bare.models
+    bare.session.attach(model, kv=kv_spec(model, dtype="bfloat16"), name="m")
+    with bare.refused(InvalidArgument, says="expected") as caught:
+        ModelRunner(model, bare.session._tenants["m"])
+    assert (caught.value.expected[3], caught.value.got[3]) == (torch.float32, torch.bfloat16)
+
+
+@pytest.mark.parametrize("weights", ["/nonexistent/model.safetensors", []])
+def test_weights_that_are_not_there(bare, weights):
+    (model,) = bare.models
+    with bare.refused(InvalidArgument):
+        bare.session.attach(model, kv=kv_spec(model), weights=weights)
+
+
+def test_mutable_as_one_string(bare):
+    (model,) = bare.models
+    with bare.refused(InvalidArgument, mutable="*.bias"):
+        bare.session.attach(model, kv=kv_spec(model), mutable="*.bias")
+
+
+def test_a_name_or_a_model_attached_already(attached):
+    (model,) = attached.models
+    other = make("opt")
+    with attached.refused(InvalidArgument, tenant="m"):
+        attached.session.attach(other, kv=kv_spec(other), name="m")
+    first = "model.embed_tokens.weight"
+    with attached.refused(InvalidArgument, path=first):
+        attached.session.attach(model, kv=kv_spec(model, min_blocks=1), name="again")
+    with remap.Session(160 * PAGE, page_bytes=PAGE) as elsewhere:
+        with attached.refused(InvalidArgument, path=first):
+            elsewhere.attach(model, kv=kv_spec(model), name="m")
+        with attached.refused(InvalidArgument, path=first.removeprefix("model.")):
+            elsewhere.attach(model.model, kv=kv_spec(model), name="m")  # a part of it
+    attached.hooks.remove()
+    attached.session.detach("m")
+    attached.session.attach(model, kv=kv_spec(model), name="m")
+
+
+# --- by hand ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("layers", "buffers"),
+    [(6, 1), (5, 2), (7, 1), (-1, 1), (2, 0), (2, 3), (1, -1), (2.0, 1), (True, 1), ("2", 1), (2, None)],
+)
+def test_remap_out_of_range(attached, layers, buffers):
+    attached.session.remap("m", 2, 1)
+    with attached.refused(InvalidArgument, layers=layers, buffers=buffers) as caught:
+        attached.session.remap("m", layers, buffers)
+    assert caught.value.streamable == LAYERS
+    assert caught.value.maximum == (LAYERS - 2 if buffers in (2, 3) else LAYERS - 1)
+
+
+def test_remap_with_a_bad_name_or_selection(attached):
+    with attached.refused(InvalidArgument, selection="random"):
+        attached.session.remap("m", 1, 1, "random")
+    for call in (attached.session.remap, attached.session.layer_address):
+        with attached.refused(InvalidArgument, tenant="n"):
+            call("n", 1)
+    with attached.refused(InvalidArgument, tenant="n"):
+        attached.session.detach("n")
+    for layer in (-1, LAYERS):
+        with attached.refused(InvalidArgument, layer=layer):
+            attached.session.layer_address("m", layer)
+
+
+def test_remap_beyond_the_kv_region():
+    model = make("llama")
+    watched = Watched(model)
+    with watched.session:
+        tenant = watched.session.attach(model, kv=kv_spec(model, max_blocks=6), name="m")
+        with watched.refused(InvalidArgument, max_blocks=6) as caught:
+            watched.session.remap("m", 2)
+        assert caught.value.pages > 0
+        tenant.kv.allocate(4)
+
+
+def test_remap_back_while_blocks_are_live(attached):
+    attached.session.remap("m", 4, 1)
+    kv = attached.tenant.kv
+    live = kv.allocate(kv.free_blocks)
+    for layers, buffers in ((0, 1), (3, 1), (2, 2)):
+        with attached.refused(OutOfBlocks, usable=len(live)) as caught:
+            attached.session.remap("m", layers, buffers)
+        assert caught.value.requested > caught.value.free
+    kv.free(live)
+    attached.session.remap("m", 0)
+    with attached.refused(OutOfBlocks, requested=10**6):
+        kv.allocate(10**6)
+
+
+# --- step and passes ----------------------------------------------------------------------------------------------
+
+
+def test_step_with_an_unknown_tenant_or_a_bad_demand(attached):
+    wanted = remap.Demand(blocks=10**4)
+    with attached.refused(InvalidArgument, tenant="n"):
+        attached.session.step({"m": wanted, "n": wanted})
+    for blocks in (-1, 1.5, True, None):
+        with pytest.raises(InvalidArgument):
+            remap.Demand(blocks=blocks)
+
+
+def test_nothing_changes_inside_a_pass(attached):
+    attached.session.remap("m", 2, 1)
+    with attached.tenant.forward():
+        for call in (
+            lambda: attached.session.step({"m": remap.Demand(blocks=1)}),
+            lambda: attached.session.remap("m", 1),
+            lambda: attached.session.detach("m"),
+            lambda: attached.tenant.forward().__enter__(),
+        ):
+            with attached.refused(InvalidState, says="no", passes=False, tenant="m"):
+                call()
+    attached.session.check()
+    assert torch.equal(logits_of(attached.models[0], attached.ids), attached.expected[0])
+
+
+def test_calls_out_of_order_are_refused(attached):
+    tenant = attached.tenant
+    for call in (tenant.wait, tenant.done):
+        with attached.refused((InvalidState, InvalidArgument), says=""):
+            call(LAYERS)
+
+
+def test_use_after_close(attached):
+    session, tenant = attached.session, attached.tenant
+    attached.hooks.remove()
+    session.close()
+    session.close()
+    (model,) = attached.models
+    for call in (
+        lambda: session.attach(model, kv=kv_spec(model), name="x"),
+        lambda: session.attach_bytes([b"x"], kv=kv_spec(model)),
+        lambda: session.step({}),
+        lambda: session.remap("m", 0),
+        lambda: session.detach("m"),
+        lambda: session.snapshot(),
+        lambda: tenant.forward().__enter__(),
+    ):
+        with attached.refused(InvalidState, says="closed"):
+            call()
