@@ -19,9 +19,11 @@ from .tenant import Attachment
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["LayerSource", "MAX_BUFFERS", "attach_layers", "model_source", "raw_source"]
+__all__ = ["MAX_BUFFERS", "LayerSource", "attach_layers", "model_source", "raw_source"]
 
-MAX_BUFFERS = 2  # ring buffers that the ring's region has room for; more never beat two (theory: beta >= 3 buys only slack)
+MAX_BUFFERS = (
+    2  # ring buffers that the ring's region has room for; more never beat two (theory: beta >= 3 buys only slack)
+)
 
 # Addresses [first, stop) at which attached models' tensors lie, in all sessions of this process: a model can be in one only.
 _INSTALLED: list[tuple[int, int]] = []
@@ -144,7 +146,9 @@ def model_source(
     )
 
 
-def attach_layers(arena: Any, tenant: int, source: LayerSource, kv: KVSpec, name: str) -> tuple[Attachment, KVGeometry, int, tuple[int, ...]]:
+def attach_layers(
+    arena: Any, tenant: int, source: LayerSource, kv: KVSpec, name: str
+) -> tuple[Attachment, KVGeometry, int, tuple[int, ...]]:
     """Regions, pages and mappings for `source` and its KV cache; the weights are in place afterwards.
 
     Returns (attachment, geometry, KV region, pages of the first min_blocks). Raises OutOfMemory (fields: requested, free,

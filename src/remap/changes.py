@@ -83,6 +83,7 @@ class Changes:
         )
         self._executor.commit(prefetcher)
         tenant._unsettled = None
+        tenant._unwatched = 0
         self._unsettled = None
 
     def apply_and_settle(self, tenant: Tenant, plan: Plan) -> None:
@@ -101,6 +102,19 @@ class Changes:
         if count:
             plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free[:count], give=True)
             self.apply_and_settle(tenant, plan)
+
+    def grow(
+        self, tenant: Tenant, layers: int, buffers: int, *, predicted_stall_s: float = 0.0, reason: str = ""
+    ) -> None:
+        """Up to `layers` layers' worth: fewer, or none, where layers turn out to be written or pages have no place."""
+        for fewer in range(layers, tenant.remapped, -1):
+            try:
+                target = self._streamable(tenant, fewer, buffers, "nested")
+                plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
+            except InvalidArgument:
+                continue
+            self.apply_and_settle(tenant, plan)
+            return
 
     def restream(
         self,

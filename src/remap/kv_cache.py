@@ -25,7 +25,9 @@ class KVCache:
     its own allocator, which then returns withdrawn ids with returned(ids). See `kv.BlockPool` for all of them.
     """
 
-    def __init__(self, geometry: KVGeometry, address: int, mover: Callable[[Sequence[tuple[int, int, int]]], None], memory: Any) -> None:
+    def __init__(
+        self, geometry: KVGeometry, address: int, mover: Callable[[Sequence[tuple[int, int, int]]], None], memory: Any
+    ) -> None:
         """mover([(to, from, bytes)]) copies within the region and returns when that is done. memory: makes byte tensors."""
         self.pool = BlockPool(geometry)
         self.geometry = geometry

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -171,7 +172,7 @@ class WriteWatch:
                     inner = owner.get_submodule(child)
                     way[path] = (owner._modules, child, inner)
                     owner = inner
-                registry = owner._parameters if owner._parameters.get(name) is tensor else owner._buffers
+                registry: Any = owner._parameters if owner._parameters.get(name) is tensor else owner._buffers
                 registered.append((registry, name, tensor, version))
             self._way.append(list(way.values()))
             self._registered.append(registered)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Union
 
 from .errors import InvalidArgument
 
@@ -42,7 +41,7 @@ class Point:
     layer: int | None
 
 
-Step = Union[SetOwner, Point]
+Step = SetOwner | Point
 
 
 @dataclass(frozen=True)
@@ -240,4 +239,4 @@ def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tup
             available_pages=len(available),
         )
     fresh = [tuple(pool[index * size : (index + 1) * size]) for index in range(buffers - len(kept))]
-    return tuple([*kept, *fresh])
+    return (*kept, *fresh)

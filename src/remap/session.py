@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from . import _core
-from .attach import LayerSource, MAX_BUFFERS, attach_layers, model_source, raw_source
+from .attach import MAX_BUFFERS, LayerSource, attach_layers, model_source, raw_source
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
 from .errors import InvalidArgument, InvalidState
@@ -157,9 +157,7 @@ class Session:
         self._next_tenant += 1
         self._tenants[name] = tenant
         config = config or self._config
-        self._controllers[name] = Controller(
-            config, bound=bound_for(tenant, config.slowdown), stall=stall_for(tenant)
-        )
+        self._controllers[name] = Controller(config, bound=bound_for(tenant, config.slowdown), stall=stall_for(tenant))
         return tenant
 
     def _calibrate(self, tenant: Tenant, addresses: Sequence[int], source: LayerSource) -> None:
@@ -215,11 +213,11 @@ class Session:
                     continue
                 if report is None:
                     report = {}
-                report[name] = self._carry_out(tenant, decision)
+                report[name] = self._carry_out(tenant, wanted, decision)
             return _UNCHANGED if report is None else self._report(report)
 
-    def _carry_out(self, tenant: Tenant, decision: Any) -> dict[str, Any]:
-        changes = self._changes
+    def _carry_out(self, tenant: Tenant, wanted: Demand, decision: Any) -> dict[str, Any]:
+        changes, pool = self._changes, tenant.kv.pool
         moved: dict[int, int] = {}
         before = tenant.kv.usable_blocks
         if decision.action == "grow":
@@ -227,11 +225,10 @@ class Session:
             if decision.free_pool_blocks_to_take:
                 changes.take_free_pages(tenant, free_pages_of(self, tenant), decision.free_pool_blocks_to_take)
             if decision.remapped > tenant.remapped:
-                changes.restream(
+                changes.grow(
                     tenant,
                     decision.remapped,
                     decision.buffers,
-                    "nested",
                     predicted_stall_s=decision.predicted_stall_s,
                     reason=decision.reason,
                 )
@@ -247,10 +244,13 @@ class Session:
             )
         elif tenant._attachment.draining:
             moved = changes.continue_draining(tenant)
+        added = max(0, tenant.kv.usable_blocks - before)
+        # What there is, not what was planned: written layers may have made it less.
+        free = (wanted.free or 0) + added if pool.external else pool.free_blocks
         return {
-            "added": max(0, tenant.kv.usable_blocks - before),
+            "added": added,
             "moved": moved,
-            "unmet": decision.unmet_blocks,
+            "unmet": max(0, wanted.blocks - free) if decision.action != "shrink" else 0,
             "stall": decision.predicted_stall_s,
             "reason": decision.reason,
         }
@@ -378,7 +378,9 @@ class Session:
             pages = [tenant._attachment.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
             kv = self._arena.counts(tenant.number)["kv"]
             if len(pages) != kv or any(owners[page] != _core.Owner.kv for page in pages):
-                raise AssertionError(f"{tenant.name!r}: the pool owns {len(pages)} pages, {kv} pages are its KV in the arena")
+                raise AssertionError(
+                    f"{tenant.name!r}: the pool owns {len(pages)} pages, {kv} pages are its KV in the arena"
+                )
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -412,9 +414,9 @@ class Session:
 
     def _memory(self, address: int, nbytes: int) -> Any:
         """A uint8 tensor over a region; keeps the arena alive."""
-        import torch
+        from torch.utils.dlpack import from_dlpack
 
-        return torch.from_dlpack(_core.BytesView(address, nbytes, self._arena))
+        return from_dlpack(_core.BytesView(address, nbytes, self._arena))
 
     def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
@@ -437,5 +439,6 @@ class Session:
     def _refuse_pass(self, tenant: Tenant) -> None:
         if tenant._in_pass:
             raise InvalidState(
-                f"tenant {tenant.name!r} is inside a pass; nothing changed; call this between passes", tenant=tenant.name
+                f"tenant {tenant.name!r} is inside a pass; nothing changed; call this between passes",
+                tenant=tenant.name,
             )

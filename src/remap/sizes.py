@@ -8,7 +8,17 @@ from .errors import InvalidArgument
 
 __all__ = ["parse_size", "show_size"]
 
-_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "TiB": 2**40,
+    "KB": 10**3,
+    "MB": 10**6,
+    "GB": 10**9,
+    "TB": 10**12,
+}
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
@@ -16,7 +26,9 @@ def parse_size(size: int | str, name: str = "size") -> int:
     """Bytes. Raises InvalidArgument (field: name) for a negative, an unknown unit, or a fraction of a byte."""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
-            raise InvalidArgument(f"{name} must not be negative, got {size} bytes; nothing changed", name=name, value=size)
+            raise InvalidArgument(
+                f"{name} must not be negative, got {size} bytes; nothing changed", name=name, value=size
+            )
         return size
     match = _TEXT.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2] not in _UNITS:
@@ -28,7 +40,9 @@ def parse_size(size: int | str, name: str = "size") -> int:
         )
     value = float(match[1]) * _UNITS[match[2]]
     if value != int(value):
-        raise InvalidArgument(f"{name} of {size!r} is not a whole number of bytes; nothing changed", name=name, value=size)
+        raise InvalidArgument(
+            f"{name} of {size!r} is not a whole number of bytes; nothing changed", name=name, value=size
+        )
     return int(value)
 
 

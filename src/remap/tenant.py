@@ -65,13 +65,22 @@ class Attachment:
     watch: Any = None  # callable(layers) -> {layer: [paths written since attach]}
     keep_alive: Any = None
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
-    draining_target: tuple[tuple[int, ...], int] | None = None
+    draining_target: tuple[int, int] | None = None
 
 
 class Tenant:
     """Made by `Session.attach`. All methods belong to the engine's thread."""
 
-    def __init__(self, session: Session, number: int, name: str, priority: int, attachment: Attachment, kv: KVCache, prefetcher: Any) -> None:
+    def __init__(
+        self,
+        session: Session,
+        number: int,
+        name: str,
+        priority: int,
+        attachment: Attachment,
+        kv: KVCache,
+        prefetcher: Any,
+    ) -> None:
         self._session = session
         self.number = number
         self.name = name
@@ -92,7 +101,10 @@ class Tenant:
         self._times: LayerTimes | None = None
         self._times_age = 0
         self._in_pass = False
-        self._last_shape: tuple[Phase, int] | None = None  # of the last decode pass, or of any pass before the first decode
+        self._unwatched = 0  # passes since the streamed layers were last looked at for writes; settling sets it to 0
+        self._last_shape: tuple[Phase, int] | None = (
+            None  # of the last decode pass, or of any pass before the first decode
+        )
         self._seen_copy_s = 0.0
         self._seen_bytes = 0
         self._seen_copies = 0
@@ -107,7 +119,8 @@ class Tenant:
 
         Entering raises InvalidState if the session is closed or a pass is open already, and the backend's error if the
         last change could not be finished; then no pass has begun and entering again tries it again. An exception inside
-        abandons the pass: the next one starts afresh.
+        abandons the pass: the next one starts afresh. Leaving raises InvalidState (fields: tenant, written) if the model
+        wrote into a streamed layer: such a write is lost. That is looked for after changes, and now and then.
         """
         return _Pass(self, phase, tokens)
 
@@ -150,9 +163,26 @@ class Tenant:
             self._cost.observe_pass(kind, tokens, compute)
         self._times_age += 1
         shape = (kind, bucket_of(tokens))
-        if shape != self._last_shape and (kind == "decode" or self._last_shape is None or self._last_shape[0] != "decode"):
+        if shape != self._last_shape and (
+            kind == "decode" or self._last_shape is None or self._last_shape[0] != "decode"
+        ):
             self._last_shape = shape
             self._times_age = _TIMES_EVERY
+        if self.streamed:
+            if self._unwatched % _TIMES_EVERY == 0:
+                self._refuse_lost_writes()
+            self._unwatched += 1
+
+    def _refuse_lost_writes(self) -> None:
+        """Layers written before they were to be streamed are pinned, so what is found now was written into the ring."""
+        written = self._attachment.watch(self.streamed)
+        if written:
+            raise InvalidState(
+                f"tenant {self.name!r}: the model wrote into layers while they were streamed, and the writes are lost: "
+                f"{written}; name these tensors in attach(mutable=), or run a pass before remapping so that they are found",
+                tenant=self.name,
+                written=written,
+            )
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from dataclasses import replace
@@ -10,6 +11,7 @@ from html.parser import HTMLParser
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from remap.cli.demo_html import MAX_POINTS, page, thin, ticks
 from remap.cli.demo_report import (
@@ -19,6 +21,7 @@ from remap.cli.demo_report import (
     identical_requests,
     is_better,
     sparkline,
+    table,
     table_rows,
     to_json,
 )
@@ -171,8 +174,16 @@ def test_table_compares_remap_with_baseline() -> None:
     assert rows["preemptions"] == ("0", "14", "0", "-100%")
     assert rows["tokens/s"] == ("32.0", "32.0", "48.0", "+50%")
     assert rows["memory budget"][:3] == ("2 GiB", "512 MiB", "512 MiB")
-    assert rows["requests with identical tokens"][:3] == ("reference", "48 of 48", "48 of 48")
+    assert rows["identical requests"][:3] == ("reference", "48 of 48", "48 of 48")
     assert rows["stall share"][2] == "1.2%"
+
+
+def test_printed_table_fits_80_columns() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(make_result()))
+    text = console.export_text()
+    assert "…" not in text
+    assert re.search(r"time between tokens, P99 .* 140 ms", text)
 
 
 @given(st.floats(0, 1e7), st.integers(2, 8), st.booleans())

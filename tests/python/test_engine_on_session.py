@@ -104,8 +104,10 @@ def test_random_changes_between_steps(seed, mode):
         rig.session.check()
         poison(rig.kv)
 
-    kv = kv_spec(model, min_blocks=16, layout=rng.choice(LAYOUTS))
-    with Rig(model, kv=kv, mode=mode, page_bytes=rng.choice([16384, 65536]), spare=rng.randint(0, 2)) as rig:
+    layout = rng.choice(LAYOUTS)
+    page = 4096 if layout == "layer_major" else rng.choice([16384, 65536])  # a group of blocks is 2 x layers pages there
+    kv = kv_spec(model, min_blocks=16, layout=layout)
+    with Rig(model, kv=kv, mode=mode, page_bytes=page, spare=rng.randint(0, 2)) as rig:
         rig.hooks.remove()
         tokens, _ = run(rig, requests, each_step=shake, max_num_seqs=rng.randint(4, 8))
     assert tokens == expected

@@ -190,6 +190,6 @@ def demo(config: DemoConfig, folder: Path, console: Console) -> DemoResult:
     data, html = write_reports(result, folder)
     console.print()
     console.print(table(result))
-    console.print(f"\n{closing_sentence(result)}\n")
-    console.print(f"[dim]{data}, {html}[/dim]")
+    console.print(f"Written: {data}, {html}\n", style="dim", highlight=False)
+    console.print(closing_sentence(result), highlight=False)
     return result

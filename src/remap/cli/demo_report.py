@@ -219,7 +219,7 @@ def closing_sentence(result: DemoResult) -> str:
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(points: Sequence[Sample], top: float, width: int = 24) -> str:
+def sparkline(points: Sequence[Sample], top: float, width: int = 12) -> str:
     """Layers remapped over time, as `width` characters; every character is the highest value of its share of time."""
     if not points or top <= 0:
         return ""
@@ -265,10 +265,10 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
         seconds("time between tokens, P50", "tbt_p50_s"),
         seconds("time between tokens, P99", "tbt_p99_s"),
         row("layers remapped, peak", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
-        row("layers remapped over time", [sparkline(run.timeline, run.layers) for run in runs]),
+        row("layers over time", [sparkline(run.timeline, run.layers) for run in runs]),
         row("stall share", [f"{run.stall_fraction:.1%}" for run in runs]),
         row(
-            "requests with identical tokens",
+            "identical requests",
             ["reference", *(f"{identical_requests(run, runs[0])} of {result.requests}" for run in runs[1:])],
         ),
     ]
@@ -276,13 +276,16 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
 
 def table(result: DemoResult) -> Table:
     """The rich table of `table_rows`."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    drawn = Table(title=f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}")
-    drawn.add_column("")
+    # Fits 80 columns: the width of a terminal that nobody has touched, and of a log.
+    title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
+    drawn = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1))
+    drawn.add_column("", no_wrap=True)
     for kind in KINDS:
-        drawn.add_column(kind, justify="right", style="bold" if kind == "remap" else None)
-    drawn.add_column("remap vs baseline", justify="right")
+        drawn.add_column(kind, justify="right", style="bold" if kind == "remap" else None, no_wrap=True)
+    drawn.add_column("change", justify="right", no_wrap=True)
     for cells in table_rows(result):
         drawn.add_row(*cells)
     return drawn

@@ -1,0 +1,287 @@
+"""Layers that the model writes, shares or ties: what must stay resident does, is named, and nothing computes differently."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import LAYERS, Rig, addresses_of, bytes_of, generate, ids_for, kv_spec, layers_of, logits_of, make  # noqa: E402
+from torch import nn  # noqa: E402
+
+import remap  # noqa: E402
+from remap import InvalidArgument, InvalidState  # noqa: E402
+from remap.adapters.hooks import attach_hooks  # noqa: E402
+
+WIDTH, PAGE = 48, 4096
+KV = remap.KVSpec(
+    layers=LAYERS, kv_heads=1, head_dim=16, block_tokens=4, dtype="float32", min_blocks=1, max_blocks=200
+)
+
+
+class Layer(nn.Module):
+    """A matrix, and something that it may write in each forward."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH) if kind == "norm" else nn.Identity()
+        if kind == "step":
+            self.register_buffer("step", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        x = self.norm(torch.tanh(self.first(x)))
+        if hasattr(self, "step"):
+            self.step.add_(1)
+            x = x * (1 + 0.125 * self.step)
+        return x
+
+
+class Stack(nn.Module):
+    def __init__(self, kinds):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([Layer(kind) for kind in kinds])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Pair:
+    """A bare model and its twin in a session; `forward` runs both and compares everything. A context manager."""
+
+    def __init__(self, kinds, prepare=None, **attach):
+        self.bare = Stack(kinds)
+        if prepare is not None:
+            prepare(self.bare)
+        self.model = copy.deepcopy(self.bare)
+        self.session = remap.Session(100 * PAGE, page_bytes=PAGE)
+        self.tenant = self.session.attach(self.model, kv=KV, name="m", **attach)
+        self.hooks = attach_hooks(self.model.layers, self.tenant, model=self.model)
+        self.passes = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.hooks.remove()
+        self.session.close()
+        if error[0] is None:
+            for _ in range(2):
+                self.forward()
+            assert all(torch.equal(value, bytes_of(self.bare)[name]) for name, value in bytes_of(self.model).items())
+
+    @torch.no_grad()
+    def forward(self):
+        self.passes += 1
+        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(self.passes))
+        assert torch.equal(self.model(x), self.bare(x)), f"pass {self.passes}"
+        if not self.session.closed:
+            self.session.check()
+
+
+def test_a_layer_with_a_counter_is_found_named_and_kept():
+    with Pair(["", "", "step", "", "", ""]) as pair:
+        pair.forward()
+        for alpha, beta in ((1, 1), (4, 1), (3, 2), (0, 1), (2, 1)):
+            for selection in ("uniform", "nested"):
+                pair.session.remap("m", alpha, beta, selection)
+                assert 2 not in pair.tenant.streamed
+                pair.forward()
+                pair.forward()
+        pair.session.remap("m", 4)
+        pair.forward()
+        assert pair.tenant.pinned == (2,)
+        assert pair.tenant.written == {2: ["layers.2.step"]}
+        assert pair.session.snapshot().tenants["m"].pinned == (2,)
+        with pytest.raises(InvalidArgument) as caught:
+            pair.session.remap("m", 5)
+        assert (caught.value.streamable, caught.value.maximum) == (5, 4)
+        assert pair.tenant.remapped == 4
+        assert int(pair.model.layers[2].step) == pair.passes
+
+
+def test_mutable_keeps_only_that_tensor_resident():
+    with Pair(["", "", "step", "", "", "step"], mutable=["*.step"]) as pair:
+        pair.forward()
+        for alpha, beta in ((5, 1), (4, 2), (1, 1)):
+            pair.session.remap("m", alpha, beta)
+            for _ in range(3):
+                pair.forward()
+        pair.session.remap("m", 5)
+        assert set(pair.tenant.streamed) == set(range(LAYERS))
+        assert pair.tenant.pinned == ()
+        assert pair.tenant.written == {}
+
+
+def test_batch_norm_in_training_streams_beside_its_statistics():
+    """Its kernel does not announce its writes; the statistics are known by name."""
+    with Pair(["norm"] * LAYERS) as pair:
+        for alpha in (5, 2, 0, 3):
+            pair.session.remap("m", alpha)
+            for _ in range(2):
+                pair.forward()
+        assert pair.tenant.pinned == ()
+        assert int(pair.model.layers[0].norm.num_batches_tracked) == pair.passes
+
+
+def test_nothing_is_left_to_stream():
+    with Pair(["step"] * LAYERS) as pair:
+        pair.forward()
+        with pytest.raises(InvalidArgument) as caught:
+            pair.session.remap("m", 1)
+        assert caught.value.pinned == list(range(5)) or caught.value.pinned == list(range(LAYERS))
+        assert pair.tenant.remapped == 0
+        pair.forward()
+        report = pair.session.step({"m": remap.Demand(blocks=500)})
+        assert report.remapped["m"] == 0
+        assert report.unmet_blocks["m"] > 0
+        pair.forward()
+
+
+def test_the_controller_skips_written_layers():
+    config = remap.ControllerConfig(slowdown=1e6)
+    with Pair(["", "step", "", "", "step", ""], controller=config) as pair:
+        pair.forward()
+        report = pair.session.step({"m": remap.Demand(blocks=pair.tenant.kv.max_blocks)})
+        assert set(pair.tenant.written) == {1, 4}
+        assert pair.tenant.streamed == (0, 2, 3, 5)
+        assert report.remapped == {"m": 3}
+        assert report.unmet_blocks == {"m": pair.tenant.kv.max_blocks - pair.tenant.kv.free_blocks}
+        for _ in range(3):
+            pair.forward()
+
+
+def test_a_write_into_a_streamed_layer_is_an_error_not_a_wrong_result():
+    """Never run before it was streamed, so nothing could be found earlier."""
+    model = Stack(["", "step", "", "", "", ""])
+    with remap.Session(100 * PAGE, page_bytes=PAGE) as session:
+        tenant = session.attach(model, kv=KV, name="m")
+        session.remap("m", 5)
+        with attach_hooks(model.layers, tenant, model=model), pytest.raises(InvalidState) as caught:
+            model(torch.zeros(2, WIDTH))
+        assert caught.value.written == {1: ["layers.1.step"]}
+        assert not tenant._in_pass
+        session.check()
+
+
+def test_weights_changed_between_passes_stay_changed():
+    """A resident layer that is written (fine-tuning, a LoRA merge) is never replaced by its old bytes."""
+    with Pair([""] * LAYERS) as pair:
+        pair.forward()
+        for each in (pair.model, pair.bare):
+            with torch.no_grad():
+                each.layers[3].first.weight.mul_(1.5)
+        for alpha in (0, 4, 2, 0):
+            pair.session.remap("m", alpha)
+            pair.forward()
+        assert pair.tenant.written == {3: ["layers.3.first.weight"]}
+
+
+# --- shared memory ------------------------------------------------------------------------------------------------
+
+
+def share_between_layers(model):
+    model.layers[4].first.weight = model.layers[1].first.weight
+
+
+def share_everything(model):
+    model.layers[4].first = model.layers[1].first
+
+
+def tie_to_the_outside(model):
+    model.outside = nn.Embedding(WIDTH, WIDTH)
+    model.layers[2].first.weight = model.outside.weight
+
+
+def view_of_one_another(model):
+    both = torch.randn(2 * WIDTH, WIDTH) * 0.1
+    model.layers[0].first.weight = nn.Parameter(both[:WIDTH])
+    model.layers[5].first.weight = nn.Parameter(both[WIDTH:])
+
+
+@pytest.mark.parametrize("prepare", [share_between_layers, share_everything, tie_to_the_outside, view_of_one_another])
+def test_shared_tensors_stay_resident_and_shared(prepare):
+    with Pair([""] * LAYERS, prepare) as pair:
+        most = LAYERS - len(pair.tenant.pinned) - 1
+        assert most == (3 if prepare is share_everything else 5)
+        for alpha in (most, 1, most, 0, 2):
+            pair.session.remap("m", alpha)
+            for _ in range(2):
+                pair.forward()
+        if prepare is share_between_layers:
+            assert pair.model.layers[4].first.weight is pair.model.layers[1].first.weight
+        if prepare is tie_to_the_outside:
+            assert pair.model.layers[2].first.weight.data_ptr() == pair.model.outside.weight.data_ptr()
+
+
+def test_tied_embeddings():
+    model = make("llama-odd")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    ids = ids_for(2, 6)
+    expected, tokens = logits_of(model, ids), generate(model, ids)[0]
+    with Rig(model) as rig:
+        rig.remap(5)
+        assert torch.equal(logits_of(model, ids), expected)
+        assert torch.equal(generate(model, ids)[0], tokens)
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+
+
+# --- the weights file as master copy ------------------------------------------------------------------------------
+
+
+def save(model, folder):
+    from safetensors.torch import save_file
+
+    path = folder / "model.safetensors"
+    save_file({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, path)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt"])
+def test_the_weights_file_is_the_master_copy(kind, tmp_path):
+    pytest.importorskip("safetensors")
+    model = make(kind)
+    path = save(model, tmp_path)
+    ids = ids_for(2, 8)
+    expected, before = logits_of(model, ids), bytes_of(model)
+    with Rig(model, weights=path) as rig:
+        master = rig.tenant._attachment.keep_alive[0]
+        assert master.memory_bytes == 0, master.reason  # no second copy of anything
+        assert {master.range(layer).source for layer in range(LAYERS)} == {"file"}
+        for alpha, beta in ((5, 1), (2, 2), (0, 1), (4, 2), (1, 1)):
+            rig.remap(alpha, beta)
+            for _ in range(2):
+                assert torch.equal(logits_of(model, ids), expected)
+            rig.check()
+    assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
+
+
+def test_layers_that_differ_from_the_file_are_kept_in_memory(tmp_path):
+    """The folder is given instead of the file, and one layer was changed since it was saved."""
+    pytest.importorskip("safetensors")
+    model = make("llama")
+    save(model, tmp_path)
+    with torch.no_grad():
+        layers_of(model)[3].mlp.up_proj.weight[5, 7] += 1
+    ids = ids_for(2, 8)
+    expected = logits_of(model, ids)
+    with Rig(model, weights=str(tmp_path)) as rig:
+        master = rig.tenant._attachment.keep_alive[0]
+        assert [master.range(layer).source == "memory" for layer in range(LAYERS)] == [i == 3 for i in range(LAYERS)]
+        assert "layer 3" in master.reason
+        rig.remap(5)
+        assert torch.equal(logits_of(model, ids), expected)
+        assert addresses_of(model) == rig.addresses
+
+
+def test_kv_layers_and_model_layers_are_told_apart():
+    model = Stack([""] * 3)
+    with remap.Session(100 * PAGE, page_bytes=PAGE) as session, pytest.raises(InvalidArgument):
+        session.attach(model, kv=kv_spec(make("opt")))
