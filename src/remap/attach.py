@@ -223,13 +223,23 @@ def attach_layers(
         layer_bytes=tuple(source.layer_bytes),
         ring_address=ring_address,
         order=order,
-        hosted=sum(places.issuperset(homes[layer]) for layer in order),
+        hosted=_hosted(homes, order, places),
         pinned=pinned,
         detach=source.detach,
         watch=source.watch,
         keep_alive=source.keep_alive,
     )
     return attachment, geometry, kv_region, giving[:first_pages]
+
+
+def _hosted(homes: Sequence[tuple[int, ...]], order: Sequence[int], places: set[int]) -> int:
+    """How many layers' worth the KV region can take, with any number of ring buffers, when layers are given in `order`.
+
+    A region smaller than all homes has no place for the last ones. With two buffers the second layer of the order is ring,
+    not KV, so that one more of the later ones is needed.
+    """
+    placed = sum(places.issuperset(homes[layer]) for layer in order)
+    return placed if placed == len(order) else max(0, placed - (MAX_BUFFERS - 1))
 
 
 def _designate(arena: Any, region: int, geometry: KVGeometry, giving: Sequence[int]) -> None:

@@ -183,7 +183,7 @@ def test_printed_table_fits_80_columns() -> None:
     console.print(table(make_result()))
     text = console.export_text()
     assert "…" not in text
-    assert re.search(r"time between tokens, P99 .* 140 ms", text)
+    assert re.search(r"time between tokens P99 .* 140 ms", text)
 
 
 @given(st.floats(0, 1e7), st.integers(2, 8), st.booleans())

@@ -219,7 +219,7 @@ def closing_sentence(result: DemoResult) -> str:
 _BARS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(points: Sequence[Sample], top: float, width: int = 12) -> str:
+def sparkline(points: Sequence[Sample], top: float, width: int = 11) -> str:
     """Layers remapped over time, as `width` characters; every character is the highest value of its share of time."""
     if not points or top <= 0:
         return ""
@@ -253,18 +253,18 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
     return [
         row("memory budget", [show_size(run.capacity_bytes) for run in runs]),
         row(
-            "KV blocks, start to peak",
+            "KV blocks (start, peak)",
             [f"{run.kv_blocks_start:,} to {run.kv_blocks_peak:,}" for run in runs],
             _change(runs[1].kv_blocks_peak, runs[2].kv_blocks_peak),
         ),
         count("preemptions", "preemptions"),
         count("tokens recomputed", "recomputed_tokens"),
         row("tokens/s", [f"{rate:.1f}" for rate in rates], _change(rates[1], rates[2])),
-        seconds("time to first token, P50", "ttft_p50_s"),
-        seconds("time to first token, P99", "ttft_p99_s"),
-        seconds("time between tokens, P50", "tbt_p50_s"),
-        seconds("time between tokens, P99", "tbt_p99_s"),
-        row("layers remapped, peak", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
+        seconds("time to first token P50", "ttft_p50_s"),
+        seconds("time to first token P99", "ttft_p99_s"),
+        seconds("time between tokens P50", "tbt_p50_s"),
+        seconds("time between tokens P99", "tbt_p99_s"),
+        row("layers remapped (peak)", [f"{run.layers_remapped_peak:g} of {run.layers}" for run in runs]),
         row("layers over time", [sparkline(run.timeline, run.layers) for run in runs]),
         row("stall share", [f"{run.stall_fraction:.1%}" for run in runs]),
         row(
@@ -281,7 +281,7 @@ def table(result: DemoResult) -> Table:
 
     # Fits 80 columns: the width of a terminal that nobody has touched, and of a log.
     title = f"{result.model}: {result.requests} requests in {show_size(result.budget_bytes)}"
-    drawn = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1))
+    drawn = Table(title=title, box=SIMPLE_HEAD, pad_edge=False)
     drawn.add_column("", no_wrap=True)
     for kind in KINDS:
         drawn.add_column(kind, justify="right", style="bold" if kind == "remap" else None, no_wrap=True)
