@@ -213,7 +213,7 @@ def attach_layers(
                         arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
         source.install(addresses, rest_address)
     except BaseException:
-        arena.remove_tenant(tenant)
+        arena.remove_tenant(tenant, undoing=True)
         raise
     places = set(giving)
     attachment = Attachment(

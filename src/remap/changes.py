@@ -10,11 +10,12 @@ Executor.apply is the only step that changes mappings or owners. Until settle() 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from . import _core
-from .errors import DriverError, Error, InvalidArgument, OutOfBlocks
+from .errors import Error, InvalidArgument, OutOfBlocks
 from .kv import BlockPool
 from .planner import Plan, SetOwner, plan_free_pages, plan_streamed
 from .tenant import Tenant
@@ -42,6 +43,8 @@ class Changes:
         """Apply and publish. On an error nothing has changed (or the arena is broken, ArenaBroken)."""
         if self._unsettled is not None:
             self.settle(self._unsettled)
+        if self._executor.failed_points:
+            self._executor.retry_failed()
         pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
         entering = set(plan.streamed) - set(pages.streamed)
         if (pages.ring and plan.ring != pages.ring) or not all(prefetcher.ready(layer) for layer in entering):
@@ -166,7 +169,8 @@ class Changes:
         except Error:
             # The old blocks' bytes are untouched: taking the ids back is enough.
             pool.give(slots)
-            pool.commit_moves([(new, old) for old, new in moves])
+            if moves:
+                pool.commit_moves([(new, old) for old, new in moves])
             raise
         try:
             self.settle(tenant)
@@ -232,7 +236,8 @@ class Changes:
         except Error:
             pool.unwithdraw(slots)
             raise
-        pool.commit_moves(moves)
+        if moves:  # an engine with its own allocator moves its blocks itself
+            pool.commit_moves(moves)
         pool.take(slots)
         return moves
 
@@ -271,8 +276,13 @@ class Changes:
     def copy_seconds(self, target: int, source: int, nbytes: int) -> float:
         """Seconds that one copy takes on a stream of our own, the quicker of two. The first estimate of the link."""
         backend = self._backend
-        stream, begun, ended = backend.create_stream(), backend.create_event(), backend.create_event()
-        try:
+        with ExitStack() as made:  # events first: the stream, which waits for the copies, is destroyed before them
+            begun = backend.create_event()
+            made.callback(backend.destroy_event, begun)
+            ended = backend.create_event()
+            made.callback(backend.destroy_event, ended)
+            stream = backend.create_stream()
+            made.callback(backend.destroy_stream, stream)
             times = []
             for _ in range(2):
                 backend.record(begun, stream)
@@ -281,39 +291,57 @@ class Changes:
                 backend.synchronize(ended, _FOREVER_S)
                 times.append(backend.elapsed(begun, ended))
             return float(min(times))
-        finally:
-            backend.destroy_stream(stream)
-            backend.destroy_event(begun)
-            backend.destroy_event(ended)
 
     def move_bytes(self, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Copy (to, from, bytes) each on a stream of our own, and wait for it."""
         backend = self._backend
         if self._mover is None:
-            event = backend.create_event()
-            self._mover = (backend.create_stream(), event)
+            with ExitStack() as made:
+                event = backend.create_event()
+                made.callback(backend.destroy_event, event)
+                self._mover = (backend.create_stream(), event)
+                made.pop_all()
         stream, event = self._mover
-        for target, source, nbytes in ranges:
-            backend.copy(stream, target, source, nbytes)
-        backend.record(event, stream)
-        backend.synchronize(event, _FOREVER_S)
+        try:
+            for target, source, nbytes in ranges:
+                backend.copy(stream, target, source, nbytes)
+            backend.record(event, stream)
+            backend.synchronize(event, _FOREVER_S)
+        except Error:
+            # The targets go back to the pool, so nothing may still be writing there; and a stream that has failed stays so.
+            self.close()
+            raise
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def abandon(self, tenant: Tenant) -> None:
         """Stop all that is in flight for a tenant that goes away. Its pages may be released afterwards."""
+        prefetcher, pages = tenant._prefetcher, tenant._attachment.pages
+        # Noted while it is still known: these layers' bytes are not, or not all, at their addresses.
+        tenant._absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
+        tenant._absent.update(pages.streamed)
         if self._unsettled is tenant:
+            if tenant._unsettled is not None:
+                tenant._absent.update(tenant._unsettled[0].reload, tenant._unsettled[0].held)
             self._executor.commit(None)
             self._unsettled = tenant._unsettled = None
         self._executor.forget(tenant.number)
+        if prefetcher.in_pass:
+            prefetcher.end_pass()
         try:
-            tenant._prefetcher.drain()
-        except DriverError:
-            return  # a failed copy stream has nothing in flight; its error was due to the engine, which is leaving
+            prefetcher.drain()
+        except Error:
+            # The copy stream has failed, which its engine was told or did not want to know. What was issued may still run:
+            # configuring replaces the stream, and destroying the old one waits for its work.
+            size = pages.buffer_pages * self._arena.page_bytes
+            ring = [tenant._attachment.ring_address + index * size for index in range(len(pages.ring))]
+            prefetcher.configure(pages.streamed, ring, size, (), ())
+            prefetcher.drain()
 
     def close(self) -> None:
         """Release what this object made."""
         if self._mover is not None:
-            self._backend.destroy_stream(self._mover[0])
-            self._backend.destroy_event(self._mover[1])
+            stream, event = self._mover
+            self._backend.destroy_stream(stream)
             self._mover = None
+            self._backend.destroy_event(event)

@@ -21,7 +21,7 @@ from . import _core
 from .attach import MAX_BUFFERS, LayerSource, attach_layers, model_source, raw_source
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
-from .errors import InvalidArgument, InvalidState
+from .errors import ForkedProcess, InvalidArgument, InvalidState
 from .kv_cache import KVCache
 from .kv_geometry import KVSpec
 from .planner import plan_free_pages
@@ -33,6 +33,28 @@ from .tenant import Tenant
 __all__ = ["Session"]
 
 _UNCHANGED = StepReport()
+
+
+class _Lock:
+    """The session's lock. A forked child is refused before it waits: the lock's holder may not exist there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._generation = _core.fork_generation()
+
+    def refuse_fork(self) -> None:
+        if _core.fork_generation() != self._generation:
+            raise ForkedProcess(
+                "this process was forked from the one that owns the session and must not touch it; nothing changed; start "
+                "workers with the 'spawn' method, or open a session in the child"
+            )
+
+    def __enter__(self) -> None:
+        self.refuse_fork()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class Session:
@@ -83,7 +105,7 @@ class Session:
         self._tenants: dict[str, Tenant] = {}
         self._controllers: dict[str, Controller] = {}
         self._next_tenant = 0
-        self._lock = threading.RLock()
+        self._lock = _Lock()
         self.closed = False
 
     # -- tenants ---------------------------------------------------------------------------------------------------
@@ -152,7 +174,7 @@ class Session:
                 self._changes.settle(tenant)
         except BaseException:
             attachment.detach(())
-            self._arena.remove_tenant(number)
+            self._arena.remove_tenant(number, undoing=True)
             raise
         self._next_tenant += 1
         self._tenants[name] = tenant
@@ -179,6 +201,7 @@ class Session:
             self._refuse_pass(tenant)
             self._changes.abandon(tenant)
             tenant._restore_model()
+            tenant._retire()
             self._arena.remove_tenant(tenant.number)
             del self._tenants[name], self._controllers[name]
 
@@ -373,6 +396,8 @@ class Session:
         owners = self._arena.owners()
         for tenant in self._tenants.values():
             tenant.kv.pool.check()
+            if self._arena.broken:
+                continue  # quarantined pages are in no pool's books
             # The pool and the arena keep their own books: they must agree on which pages are this tenant's KV.
             owned = tenant.kv.pool.owned_slots()
             pages = [tenant._attachment.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
@@ -389,12 +414,13 @@ class Session:
 
         Idempotent. Allowed when the arena is broken.
         """
+        if self.closed:
+            return
         with self._lock:
-            if self.closed:
-                return
             for tenant in self._tenants.values():
                 self._changes.abandon(tenant)
                 tenant._restore_model()
+                tenant._retire()
             self._executor.stop()
             self._changes.close()
             self._tenants.clear()

@@ -12,7 +12,7 @@ wait and done are the core's own methods, bound once: for a resident layer they 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,14 @@ if TYPE_CHECKING:
 __all__ = ["Tenant"]
 
 _TIMES_EVERY = 32  # passes for which one estimate is used
+
+
+def _gone(name: str) -> Callable[..., None]:
+    # Not a method: a tenant that refers to itself would keep its streams until the next garbage collection.
+    def refuse(layer: int, stream: int = 0) -> None:
+        raise InvalidState(f"tenant {name!r} was detached, or its session closed; nothing was done", tenant=name)
+
+    return refuse
 
 
 class _Pass:
@@ -101,6 +109,8 @@ class Tenant:
         self._times: LayerTimes | None = None
         self._times_age = 0
         self._in_pass = False
+        self._detached = False
+        self._absent: set[int] = set()  # found when the tenant leaves: layers whose bytes are not all at their addresses
         self._unwatched = 0  # passes since the streamed layers were last looked at for writes; settling sets it to 0
         self._last_shape: tuple[Phase, int] | None = (
             None  # of the last decode pass, or of any pass before the first decode
@@ -117,21 +127,19 @@ class Tenant:
     def forward(self, phase: str = "decode", tokens: int = 1) -> _Pass:
         """Brackets one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time measurements.
 
-        Entering raises InvalidState if the session is closed or a pass is open already, and the backend's error if the
-        last change could not be finished; then no pass has begun and entering again tries it again. An exception inside
-        abandons the pass: the next one starts afresh. Leaving raises InvalidState (fields: tenant, written) if the model
-        wrote into a streamed layer: such a write is lost. That is looked for after changes, and now and then.
+        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, and the backend's
+        error if the last change could not be finished; then no pass has begun and entering again tries it again. An
+        exception inside abandons the pass: the next one starts afresh. Leaving raises InvalidState (fields: tenant, written)
+        if the model wrote into a streamed layer: such a write is lost. That is looked for after changes, and now and then.
         """
         return _Pass(self, phase, tokens)
 
     def _begin_pass(self) -> None:
         session = self._session
-        if self._in_pass or session.closed:
-            raise InvalidState(
-                f"tenant {self.name!r}: {'the session is closed' if session.closed else 'a pass is open already'}; no pass "
-                "was begun",
-                tenant=self.name,
-            )
+        session._lock.refuse_fork()
+        if self._in_pass or self._detached or session.closed:
+            why = "the session is closed" if session.closed else "it was detached" if self._detached else "a pass is open"
+            raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
         if self._unsettled is not None or session.unsettled:
             session.settle(self)
         self._prefetcher.begin_pass()
@@ -225,7 +233,12 @@ class Tenant:
 
     def _restore_model(self) -> None:
         """Put the model's tensors back onto ordinary memory. Streamed layers, and those not loaded yet, from their masters."""
-        self._attachment.detach([layer for layer in range(self.layers) if not self._prefetcher.ready(layer)])
+        self._attachment.detach(sorted(self._absent))
+
+    def _retire(self) -> None:
+        """The memory goes away: from now on wait and done raise instead of touching it."""
+        self._detached = True
+        self.wait = self.done = _gone(self.name)
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""

@@ -11,7 +11,7 @@ from rich.console import Console
 from remap.errors import Error
 from remap.sizes import parse_size
 
-from .demo_run import DemoConfig
+from .demo_run import DemoConfig, default_config
 
 __all__ = ["app"]
 
@@ -20,7 +20,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-DEFAULTS = DemoConfig()
+DEFAULTS = default_config()
 
 
 @app.command()

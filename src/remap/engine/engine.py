@@ -65,6 +65,7 @@ class LLMEngine:
         reserve_full_prompt: bool = True,
         lookahead_blocks: int = 1,
         chunk_align: int = TILE,
+        decode_cost: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         probe: Callable[[], float] | None = None,
@@ -80,6 +81,7 @@ class LLMEngine:
             reserve_full_prompt=reserve_full_prompt,
             lookahead_blocks=lookahead_blocks,
             chunk_align=chunk_align,
+            decode_cost=decode_cost,
         )
         self._clock = clock
         self._sleep = sleep

@@ -1,0 +1,246 @@
+"""`session.step`: grows on demand within the bound, takes free pages first, goes back with hysteresis; and what it tells."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import pytest
+from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
+
+import remap
+from remap import _core, schedule
+
+# --- how much -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", range(1, 7))
+def test_one_step_grows_by_exactly_the_layers_that_are_needed(layers):
+    for blocks in (LAYER * layers - 2, LAYER * layers):
+        with World(times=HIDDEN) as world:
+            report = world.step(4 + blocks)
+            assert report.changed
+            assert report.remapped == {"m": layers}
+            assert report.added_blocks == {"m": LAYER * layers}
+            assert report.unmet_blocks == {}
+            assert world.kv.usable_blocks == world.kv.free_blocks == 4 + LAYER * layers
+            assert len(world.kv.allocate(4 + blocks)) == 4 + blocks
+            world.forward()
+
+
+def test_free_pages_come_first():
+    with World(times=HIDDEN, spare=6) as world:
+        report = world.step(8)
+        assert report.remapped == {"m": 0}
+        assert 4 <= report.added_blocks["m"] <= 5
+        assert world.session.snapshot().pages.free < 6
+        world.step(4 + 6)
+        assert (world.tenant.remapped, world.session.snapshot().pages.free) == (0, 0)
+        assert world.step(4 + 6 + 1).remapped == {"m": 1}
+    with World(times=HIDDEN, spare=6) as world:
+        assert world.step(4 + 6 + 4).remapped == {"m": 2}  # both at once
+        assert world.session.snapshot().pages.free == 0
+
+
+def test_nothing_to_do_changes_nothing_and_calls_nothing():
+    with World(times=HIDDEN, spare=2) as world:
+        before, calls = world.session.snapshot(), world.backend.count()
+        for blocks in (0, 1, 4, 0, 3):
+            report = world.session.step({"m": remap.Demand(blocks=blocks)})
+            assert report is world.session.step({})
+            assert not report.changed
+        assert world.backend.count() == calls
+        assert world.session.snapshot() == before
+
+
+@pytest.mark.parametrize("slowdown", [0.0, 0.05, 0.3, 1.0])
+@pytest.mark.parametrize("transfer", [0.4, 1.1, 2.5, 5.0])
+def test_growth_stops_at_the_exact_bound(slowdown, transfer):
+    """Against the definition: the most layers, over both numbers of buffers, whose period is within the slowdown."""
+    times = times_of(1.0, transfer)
+    limit = N * (1 + slowdown) * (1 + 1e-6)
+    order = schedule.nested(N)
+
+    def allowed(alpha, beta):
+        return schedule.period(times.compute_s, times.transfer_s, sorted(order[: alpha + beta]), beta) <= limit
+
+    most = max([0, *(a for b in (1, 2) for a in range(1, N - b + 1) if allowed(a, b))])
+    config = remap.ControllerConfig(**PLAIN, slowdown=slowdown)
+    with World(config, times=times) as world:
+        report = world.step(1000)
+        assert world.tenant.remapped == most
+        assert report.unmet_blocks == {"m": 1000 - 4 - LAYER * most}
+        assert world.kv.usable_blocks == 4 + LAYER * most
+        assert report.predicted_stall_s["m"] <= N * slowdown * (1 + 1e-6) + 1e-6
+        assert world.session.snapshot().tenants["m"].predicted_stall_s == report.predicted_stall_s["m"]
+        assert world.step(1000).added_blocks == {"m": 0}
+        world.forward()
+
+
+def test_without_a_measurement_one_layer_and_after_one_pass_more():
+    config = remap.ControllerConfig(**PLAIN, slowdown=1e9)
+    with World(config) as world:
+        assert world.step(1000).remapped == {"m": 1}
+        world.forward()
+        assert world.step(1000).remapped == {"m": N - 1}
+        world.forward()
+
+
+def test_the_kv_region_bounds_growth():
+    with World(times=HIDDEN, kv=spec(max_blocks=9)) as world:
+        report = world.step(30)
+        assert report.unmet_blocks == {"m": 30 - world.kv.usable_blocks}
+        assert world.kv.usable_blocks <= 9
+        assert world.tenant.remapped <= 1
+        world.forward()
+
+
+def test_layer_major_growth_comes_in_groups_and_the_unmet_rest_is_told():
+    kv = spec("layer_major", min_blocks=0, max_blocks=64)  # a group is 2 x layers pages
+    with World(times=HIDDEN, kv=kv, spare=3) as world:
+        group = PAGE // kv.chunk_bytes
+        asked = 0
+        for _ in range(6):
+            report = world.step(group)
+            asked += 1
+            if not report.unmet_blocks:
+                break
+            assert report.unmet_blocks == {"m": group - world.kv.free_blocks}
+        assert world.kv.free_blocks >= group
+        assert asked <= 3
+        world.forward()
+
+
+# --- and back -----------------------------------------------------------------------------------------------------
+
+
+def test_goes_back_when_demand_is_gone_and_not_before_dwell():
+    config = remap.ControllerConfig(**PLAIN, contention=1e9, dwell=3)
+    with World(config, times=times_of(1.0, 0.01)) as world:
+        world.step(4 + 9)
+        ids = world.kv.allocate(13)
+        levels = []
+        for number in range(30):
+            if number == 5:
+                world.kv.free(ids)
+            world.step(0)
+            world.forward()
+            levels.append(world.tenant.remapped)
+        assert levels[:7] == [3] * 7
+        assert levels[-1] == 0
+        assert levels == sorted(levels, reverse=True)
+        assert all(levels.count(level) >= 3 for level in (2, 1))
+        assert world.session.snapshot().pages.ring == 0
+        assert world.kv.usable_blocks == 4
+
+
+def test_demand_that_swings_within_the_hysteresis_changes_nothing():
+    config = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=4, contention=1e9, dwell=1)
+    with World(config, times=times_of(1.0, 0.01)) as world:
+        world.step(4 + 9)
+        epochs = set()
+        for number in range(40):
+            world.step((13, 10, 9, 12)[number % 4])
+            epochs.add(world.session.snapshot().epoch)
+        assert len(epochs) == 1
+        assert world.tenant.remapped == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_demand_keeps_every_promise(seed):
+    """Allocate and free at random; every byte of every layer is compared in every pass."""
+    rng = random.Random(seed)
+    config = remap.ControllerConfig(slowdown=rng.choice([0.1, 10.0]), contention=rng.choice([0.5, 1e3]), dwell=2)
+    mode, times = rng.choice(["aliased", "strict"]), times_of(1.0, rng.choice([0.3, 1.2]))
+    with World(config, times=times, spare=rng.randint(0, 8), mode=mode) as world:
+        live, levels, moved = [], [], 0
+        for number in range(80):
+            wanted = rng.choice([0, 1, 6, 14]) if number % 40 < 20 else 0
+            report = world.step(wanted)
+            moves = report.moved.get("m", {})
+            live = [moves.get(block, block) for block in live]
+            moved += len(moves)
+            live += world.kv.allocate(min(wanted, world.kv.free_blocks))
+            rng.shuffle(live)
+            gone = rng.randint(0, len(live)) if rng.random() < 0.4 else 0
+            world.kv.free([live.pop() for _ in range(gone)])
+            assert sorted(live) == list(world.kv.pool.live_ids())
+            levels.append(world.tenant.remapped)
+            if rng.random() < 0.6:
+                world.forward()
+        assert max(levels) > 0
+        assert levels[-1] < max(levels)
+
+
+def test_live_blocks_move_out_of_the_pages_that_go_back():
+    config = remap.ControllerConfig(**PLAIN, contention=1e9, dwell=1)
+    with World(config, times=times_of(1.0, 0.01)) as world:
+        world.step(4 + 6)
+        ids = world.kv.allocate(10)
+        world.kv.free(ids[:-3])
+        report = world.step(0)
+        assert set(report.moved["m"]) == set(ids[-3:])
+        assert sorted(report.moved["m"].values()) == list(world.kv.pool.live_ids())
+        assert max(report.moved["m"].values()) < 7
+        world.forward()
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@pytest.mark.parametrize("alpha", [1, 3, 6])
+def test_another_set_of_the_same_size_needs_no_free_block(alpha, mode):
+    """Every block is live. Gaining pages before giving pages back makes room, whatever set and number of buffers."""
+    ways = [(1, "uniform"), (2, "nested"), (1, "nested"), (2, "uniform"), (1, "uniform"), (2, "uniform"), (1, "nested")]
+    with World(mode=mode) as world:
+        marks = {}
+        for buffers, selection in ways:
+            report = world.session.remap("m", alpha, buffers, selection)
+            world.session.check()
+            moved = report.moved.get("m", {})
+            marks = {moved.get(block, block): mark for block, mark in marks.items()}
+            for block in world.kv.allocate(world.kv.free_blocks):
+                marks[block] = len(marks) % 251
+                _core.fill_bytes(world.kv.address + block * PAGE, PAGE, marks[block])
+            assert len(marks) == world.kv.usable_blocks == 4 + LAYER * alpha
+            world.forward()
+            for block, mark in marks.items():
+                assert ctypes.string_at(world.kv.address + block * PAGE, PAGE) == bytes([mark]) * PAGE
+
+
+@pytest.mark.parametrize("external", [False, True])
+def test_no_backend_call_between_demand_and_usable_blocks(external):
+    """Aliased mode: when the subscriber hears of the new blocks, not one call of any kind was made since the demand."""
+    with World(times=HIDDEN, spare=2) as world:
+        heard = []
+        world.forward()
+        world.kv.subscribe(
+            lambda added, withdrawn: heard.append((len(added), world.backend.count())), external=external
+        )
+        heard.clear()
+        # Free pages and layers together (from resident to streaming), then more layers beside a ring, twice.
+        for blocks, layers in ((6, 0), (11, 2), (14, 3), (22, 6)):
+            world.session.settle()
+            heard.clear()
+            before, calls = world.kv.usable_blocks, world.backend.count()
+            world.step(blocks, free=before)
+            assert world.tenant.remapped == layers
+            assert sum(count for count, _ in heard) == world.kv.usable_blocks - before > 0
+            assert {seen - calls for _, seen in heard} == {0}
+            world.forward()
+
+
+def test_strict_mode_grows_by_the_same_steps():
+    reports = []
+    for mode in ("aliased", "strict"):
+        with World(times=HIDDEN, spare=2, mode=mode) as world:
+            reports.append([world.step(blocks).added_blocks for blocks in (5, 9, 20, 22)])
+            world.forward()
+    assert reports[0] == reports[1]
+
+
+def test_a_report_says_what_and_why():
+    with World(times=HIDDEN) as world:
+        report = world.step(8)
+        assert report.epoch == world.session.snapshot().epoch > 0
+        assert "8 blocks wanted" in report.reason["m"]
+        assert report.predicted_stall_s == {"m": 0.0}
+        assert report.moved == {}

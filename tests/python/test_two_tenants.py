@@ -1,0 +1,236 @@
+"""Two models in one session, both remapped by hand and serving in turns: neither can see or disturb the other."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import (  # noqa: E402
+    LAYERS,
+    addresses_of,
+    free_ids,
+    generate,
+    ids_for,
+    kv_spec,
+    layers_of,
+    logits_of,
+    make,
+    minimum_bytes,
+    poison,
+    raw_block,
+    write_block,
+)
+
+import remap  # noqa: E402
+from remap.adapters.hooks import attach_hooks  # noqa: E402
+
+PAGE = 16384
+EVERY = [(alpha, beta) for beta in (1, 2) for alpha in range(LAYERS - beta + 1)]
+
+
+class Served:
+    """One model with hooks in a session that it shares, its expected logits, and live KV blocks with known bytes."""
+
+    def __init__(self, session, kind, name, **kv):
+        self.session, self.name, self.model = session, name, make(kind, seed=len(name))
+        self.ids = ids_for(2, 7, seed=len(kind))
+        self.expected = logits_of(self.model, self.ids)
+        self.tokens = generate(self.model, self.ids)[0]
+        self.tenant = session.attach(self.model, kv=kv_spec(self.model, **kv), name=name)
+        self.kv = self.tenant.kv
+        self.hooks = attach_hooks(layers_of(self.model), self.tenant, model=self.model)
+        self.addresses = addresses_of(self.model)
+        self.live = {}
+
+    def remap(self, layers, buffers=1, selection="uniform"):
+        moved = self.session.remap(self.name, layers, buffers, selection).moved.get(self.name, {})
+        self.live = {moved.get(block, block): data for block, data in self.live.items()}
+
+    def fill(self, count, rng):
+        for block in self.kv.allocate(count):
+            self.live[block] = write_block(self.kv, block, rng.getrandbits(30))
+
+    def drop(self, count, rng):
+        gone = rng.sample(sorted(self.live), count)
+        self.kv.free(gone)
+        for block in gone:
+            del self.live[block]
+
+    def check(self, passes=True):
+        self.session.check()
+        for block, data in self.live.items():
+            assert torch.equal(raw_block(self.kv, block), data), f"{self.name}: KV block {block} has changed"
+        poison(self.kv)
+        assert addresses_of(self.model) == self.addresses
+        if passes:
+            assert torch.equal(logits_of(self.model, self.ids), self.expected), self.name
+
+
+def session_for(kinds, spare=0, mode="aliased"):
+    models = [make(kind) for kind in kinds]
+    least = sum(minimum_bytes(model, kv_spec(model), PAGE) for model in models)
+    return remap.Session(least + spare * PAGE, page_bytes=PAGE, mode=mode)
+
+
+def conserved(session):
+    pages = session.snapshot().pages
+    assert pages.free + pages.params + pages.kv + pages.ring + pages.quarantine == pages.total
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@pytest.mark.parametrize("seed", range(2))
+def test_both_are_remapped_and_serve_in_turns(mode, seed):
+    rng = random.Random(f"{mode}{seed}")
+    with session_for(["llama", "opt"], spare=12, mode=mode) as session:
+        pair = [Served(session, "llama", "a"), Served(session, "opt", "bb", layout="layer_major")]
+        for _ in range(25):
+            one = rng.choice(pair)
+            try:
+                one.remap(*rng.choice(EVERY), rng.choice(["uniform", "nested"]))
+            except remap.OutOfBlocks:
+                assert one.live
+            if one.kv.free_blocks:
+                one.fill(rng.randint(0, one.kv.free_blocks), rng)
+            for each in rng.sample(pair, 2):
+                each.check(passes=rng.random() < 0.7)
+            if one.live:
+                one.drop(rng.randint(0, len(one.live)), rng)
+            conserved(session)
+        for each in pair:
+            assert torch.equal(generate(each.model, each.ids)[0], each.tokens)
+            assert session.snapshot().tenants[each.name].copies > 0
+            each.hooks.remove()
+    for each in pair:
+        assert torch.equal(logits_of(each.model, each.ids), each.expected)
+
+
+def test_passes_of_two_tenants_may_overlap():
+    """Layer by layer in turns, both streaming; a step for one is refused only while *its* pass is open."""
+    with session_for(["llama", "qwen2"]) as session:
+        one, other = Served(session, "llama", "a"), Served(session, "qwen2", "bb")
+        one.remap(4)
+        other.remap(3, 2)
+        nested = []
+
+        def serve_the_other(*args):
+            nested.append(torch.equal(logits_of(other.model, other.ids), other.expected))
+
+        handle = one.model.model.layers[2].register_forward_hook(serve_the_other)
+        assert torch.equal(logits_of(one.model, one.ids), one.expected)
+        assert nested == [True]
+        with one.tenant.forward():
+            with pytest.raises(remap.InvalidState):
+                one.remap(1)
+            other.remap(1)
+            other.check()
+        handle.remove()
+        one.check()
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@pytest.mark.parametrize("layers", [(0, 0), (4, 0), (0, 4), (3, 5)])
+def test_one_is_detached_and_the_other_goes_on(layers, mode):
+    rng = random.Random(0)
+    with session_for(["qwen3", "llama"], spare=2, mode=mode) as session:
+        one, other = Served(session, "qwen3", "a"), Served(session, "llama", "bb")
+        one.remap(layers[0])
+        other.remap(layers[1])
+        for each in (one, other):
+            each.fill(each.kv.free_blocks // 2, rng)
+            each.check()
+        held = session.snapshot().tenants["a"].pages
+        free = session.snapshot().pages.free
+        one.hooks.remove()
+        session.detach("a")
+        assert session.snapshot().pages.free == free + held.params + held.kv + held.ring
+        assert list(session.snapshot().tenants) == ["bb"]
+        assert torch.equal(logits_of(one.model, one.ids), one.expected)
+        conserved(session)
+        other.check()
+        other.drop(len(other.live) - 2, rng)
+        other.remap(2, 2)
+        other.check()
+        with pytest.raises(remap.InvalidArgument):
+            session.remap("a", 1)
+        with pytest.raises(remap.InvalidState):
+            one.tenant.forward().__enter__()
+        other.check()
+
+
+def test_pages_of_one_that_left_are_reused_and_read_zero():
+    rng = random.Random(1)
+    with session_for(["llama", "llama"]) as session:
+        one, other = Served(session, "llama", "a"), Served(session, "llama", "bb")
+        other.remap(5)
+        other.fill(other.kv.free_blocks, rng)  # no page of it reads zero
+        one.check()
+        other.check()
+        other.hooks.remove()
+        session.detach("bb")
+        third = Served(session, "llama", "ccc")  # in the same pages: there are no others
+        assert session.snapshot().pages.free == 0
+        for block in free_ids(third.kv):
+            assert not raw_block(third.kv, block).any(), block
+        third.check()
+        third.remap(5)
+        one.remap(5)
+        for each in (one, third):
+            each.fill(each.kv.free_blocks, rng)
+        for each in (one, third):
+            each.check()
+
+
+def test_free_pages_change_hands_and_read_zero():
+    """The first one takes the free pages for KV and leaves; the second one's KV grows into the very same pages."""
+    rng = random.Random(2)
+    with session_for(["llama", "opt"], spare=8) as session:
+        one, other = Served(session, "llama", "a"), Served(session, "opt", "bb")
+        free = session.snapshot().pages.free
+        assert free >= 8
+        session.step({"a": remap.Demand(blocks=one.kv.free_blocks + 6)})
+        one.fill(one.kv.free_blocks, rng)
+        left = session.snapshot().pages.free
+        assert left < free
+        one.hooks.remove()
+        session.detach("a")
+        before = set(other.kv.pool.open_ids())
+        session.step({"bb": remap.Demand(blocks=other.kv.free_blocks + 6)})
+        assert other.tenant.remapped == 0
+        fresh = sorted(set(other.kv.pool.open_ids()) - before)
+        assert len(fresh) >= 6
+        for block in fresh:
+            first = raw_block(other.kv, block)
+            assert not first.any(), block
+        other.fill(other.kv.free_blocks, rng)
+        other.check()
+
+
+def test_close_with_two_tenants_restores_both():
+    session = session_for(["llama", "opt-odd"])
+    pair = [Served(session, "llama", "a"), Served(session, "opt-odd", "bb")]
+    pair[0].remap(3)
+    pair[1].remap(5)
+    for each in pair:
+        each.check()
+        each.hooks.remove()
+    session.close()
+    for each in pair:
+        assert torch.equal(logits_of(each.model, each.ids), each.expected)
+
+
+def test_a_second_attach_that_fails_leaves_the_first_alone():
+    with session_for(["llama"], spare=3) as session:
+        one = Served(session, "llama", "a")
+        one.remap(2)
+        before = session.snapshot().pages
+        late = make("qwen2")
+        for kv in (kv_spec(late), kv_spec(late, layers=5)):
+            with pytest.raises((remap.OutOfMemory, remap.InvalidArgument)):
+                session.attach(late, kv=kv, name="bb")
+        assert session.snapshot().pages == before
+        assert torch.isfinite(logits_of(late, one.ids)).all()
+        one.check()
