@@ -63,6 +63,7 @@ void Pointer::slots(View& view, std::size_t first_slot, const std::vector<PageId
   try {
     arena_.map_slots(view, first_slot, pages);
   } catch (const Error&) {
+    if (arena_.broken_) throw;
     try {
       arena_.map_slots(view, first_slot, before);
     } catch (const Error& second) {

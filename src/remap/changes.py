@@ -35,6 +35,7 @@ class Changes:
         self._owners = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: Tenant | None = None
+        self._streams: set[int] = set()  # ours: destroying one waits for what it still does, so none may be forgotten
         self._mover: tuple[int, int] | None = None  # stream and event for moving blocks, made on first use
 
     # -- one plan --------------------------------------------------------------------------------------------------
@@ -281,8 +282,8 @@ class Changes:
             made.callback(backend.destroy_event, begun)
             ended = backend.create_event()
             made.callback(backend.destroy_event, ended)
-            stream = backend.create_stream()
-            made.callback(backend.destroy_stream, stream)
+            stream = self._make_stream()
+            made.callback(self._destroy_stream, stream)
             times = []
             for _ in range(2):
                 backend.record(begun, stream)
@@ -299,7 +300,7 @@ class Changes:
             with ExitStack() as made:
                 event = backend.create_event()
                 made.callback(backend.destroy_event, event)
-                self._mover = (backend.create_stream(), event)
+                self._mover = (self._make_stream(), event)
                 made.pop_all()
         stream, event = self._mover
         try:
@@ -309,7 +310,7 @@ class Changes:
             backend.synchronize(event, _FOREVER_S)
         except Error:
             # The targets go back to the pool, so nothing may still be writing there; and a stream that has failed stays so.
-            self.close()
+            self._drop_mover()
             raise
 
     # -- the end ---------------------------------------------------------------------------------------------------
@@ -339,9 +340,23 @@ class Changes:
             prefetcher.drain()
 
     def close(self) -> None:
-        """Release what this object made."""
+        """Release what this object made. After an error it can be called again."""
+        self._drop_mover()
+        for stream in tuple(self._streams):
+            self._destroy_stream(stream)
+
+    def _drop_mover(self) -> None:
         if self._mover is not None:
             stream, event = self._mover
-            self._backend.destroy_stream(stream)
+            self._destroy_stream(stream)
             self._mover = None
             self._backend.destroy_event(event)
+
+    def _make_stream(self) -> int:
+        stream: int = self._backend.create_stream()
+        self._streams.add(stream)
+        return stream
+
+    def _destroy_stream(self, stream: int) -> None:
+        self._backend.destroy_stream(stream)
+        self._streams.discard(stream)

@@ -21,7 +21,7 @@ from . import _core
 from .attach import MAX_BUFFERS, LayerSource, attach_layers, model_source, raw_source
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
-from .errors import ForkedProcess, InvalidArgument, InvalidState
+from .errors import ArenaBroken, ForkedProcess, InvalidArgument, InvalidState
 from .kv_cache import KVCache
 from .kv_geometry import KVSpec
 from .planner import plan_free_pages
@@ -352,7 +352,7 @@ class Session:
     def snapshot(self) -> Snapshot:
         """Everything that can be seen, as frozen values of this moment. Changes nothing."""
         with self._lock:
-            self._check_open()
+            self._check_open(broken_too=True)
             return Snapshot(
                 epoch=self._arena.epoch,
                 page_bytes=self._arena.page_bytes,
@@ -452,9 +452,16 @@ class Session:
             )
         return tenant
 
-    def _check_open(self) -> None:
+    def _check_open(self, broken_too: bool = False) -> None:
         if self.closed:
             raise InvalidState("the session is closed; nothing changed; open a new one")
+        if self._arena.broken and not broken_too:
+            quarantined = self._arena.counts()["quarantine"]
+            raise ArenaBroken(
+                f"an earlier failure could not be undone, {quarantined} pages are quarantined; nothing changed; only snapshot() "
+                "and close() are allowed",
+                quarantined_pages=quarantined,
+            )
 
     def _check_name(self, name: str) -> None:
         if name in self._tenants:

@@ -140,6 +140,7 @@ class Tenant:
         if self._in_pass or self._detached or session.closed:
             why = "the session is closed" if session.closed else "it was detached" if self._detached else "a pass is open"
             raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
+        session._check_open()
         if self._unsettled is not None or session.unsettled:
             session.settle(self)
         self._prefetcher.begin_pass()

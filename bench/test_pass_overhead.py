@@ -1,0 +1,84 @@
+"""A pass with nothing remapped against the bare model: the promise is that nobody can measure a difference.
+
+The model has SmolLM2's layers (random weights, fewer of them); the bare one is a copy in ordinary memory. Passes alternate,
+so that each finds the caches as the other left them. The other baseline is the attached model itself with its hooks taken
+out, which leaves out what it costs to read weights through 4 KiB shared-memory pages.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+
+import pytest
+from measure import record
+
+import remap
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+LAYERS = 12
+ROUNDS = 80
+BATCH = 8
+
+
+def _model():
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=576, intermediate_size=1536, num_hidden_layers=LAYERS, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=256, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("baseline", ["bare model", "same tensors, no hooks"])
+def test_pass_with_nothing_remapped(benchmark, baseline):
+    from remap.adapters.hooks import attach_hooks
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    bare = _model()
+    model = copy.deepcopy(bare)
+    ids = torch.randint(1, 1000, (BATCH, 1))
+    spec = remap.KVSpec(layers=LAYERS, kv_heads=3, head_dim=64, dtype="float32", min_blocks=8, max_blocks=256)
+    times: list[float] = []
+
+    def run(which) -> torch.Tensor:
+        return which(ids, use_cache=False).logits
+
+    with torch.inference_mode(), remap.Session("256MiB") as session:
+        tenant = session.attach(model, kv=spec, name="m")
+        attached = [attach_hooks(model.model.layers, tenant, model=model)]
+        other = bare if baseline == "bare model" else model
+
+        def setup() -> None:
+            if other is model:
+                attached.pop().remove()
+            begun = time.perf_counter()
+            run(other)
+            times.append(time.perf_counter() - begun)
+            if other is model:
+                attached.append(attach_hooks(model.model.layers, tenant, model=model))
+
+        expected = run(bare)
+        for _ in range(5):
+            assert torch.equal(run(model), expected)
+            run(other)
+        benchmark.pedantic(run, args=None or (), setup=lambda: (setup(), ((model,), {}))[1], rounds=ROUNDS)
+        assert torch.equal(run(model), expected)
+        attached.pop().remove()
+    torch.set_num_threads(threads)
+    ours = benchmark.stats.stats.data
+    record(
+        benchmark,
+        f"pass, alpha = 0 / {baseline}",
+        statistics.median(mine / theirs for mine, theirs in zip(ours, times)),
+        "x",
+        ours,
+        target=1.01,
+        ratio_of_minima=min(ours) / min(times),
+        ratio_of_medians=statistics.median(ours) / statistics.median(times),
+        baseline_median_us=statistics.median(times) * 1e6,
+    )
