@@ -17,7 +17,7 @@ bool synchronize(Backend& backend, EventHandle event, double timeout_s) {
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
   while (true) {
     {
-      py::gil_scoped_release release;
+      const GilRelease release;
       const auto left = deadline - std::chrono::steady_clock::now();
       const auto slice = std::min<std::chrono::nanoseconds>(
           kSignalInterval, std::max<std::chrono::nanoseconds>(

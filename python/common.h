@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <unistd.h>
 
 namespace py = pybind11;
 
@@ -17,6 +18,28 @@ void bind_prefetcher(py::module_& module);  // Prefetcher
 inline std::byte* to_address(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 inline std::uintptr_t to_int(const std::byte* address) { return reinterpret_cast<std::uintptr_t>(address); }
 
-using ReleaseGil = py::call_guard<py::gil_scoped_release>;
+// Lets other Python threads run while it exists. Not py::gil_scoped_release: when the interpreter is ending, taking the GIL
+// back ends a daemon thread by unwinding its stack, which must not begin in a destructor that cannot throw (the process would
+// be terminated). Such a thread sleeps instead, as it does from Python 3.14 on.
+class GilRelease {
+ public:
+  GilRelease() : state_(PyEval_SaveThread()) {}
+  ~GilRelease() noexcept(false) {
+#if PY_VERSION_HEX >= 0x030D0000
+    const bool ending = Py_IsFinalizing() != 0;
+#else
+    const bool ending = _Py_IsFinalizing() != 0;
+#endif
+    while (ending) pause();
+    PyEval_RestoreThread(state_);
+  }
+  GilRelease(const GilRelease&) = delete;
+  GilRelease& operator=(const GilRelease&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+using ReleaseGil = py::call_guard<GilRelease>;
 
 }  // namespace remap::python

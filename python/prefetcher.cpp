@@ -13,7 +13,7 @@ void wait_blocking(Prefetcher& prefetcher, LayerId layer, StreamHandle stream) {
   if (stream == 0 && prefetcher.ready(layer)) return;  // the resident layer's whole cost: one load, no GIL traffic
   while (true) {
     {
-      py::gil_scoped_release release;
+      const GilRelease release;
       if (prefetcher.wait(layer, stream, kSignalInterval)) return;
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -57,7 +57,7 @@ void bind_prefetcher(py::module_& module) {
             configuration.held = std::move(held);
             configuration.after = after;
             configuration.fresh = fresh;
-            py::gil_scoped_release release;
+            const GilRelease release;
             prefetcher.configure(configuration);
           },
           py::arg("streamed"), py::arg("ring"), py::arg("ring_bytes"), py::arg("reload"), py::arg("held"), py::arg("after") = 0,

@@ -4,7 +4,6 @@
 #include <signal.h>
 
 #include <algorithm>
-#include <unordered_map>
 #include <utility>
 
 #include "pointing.h"
@@ -29,12 +28,15 @@ Executor::~Executor() { stop(); }
 
 // Everything that can be known without the backend is refused here, so that apply() can fail later only by the backend.
 // Steps may build on each other (a page may move twice), hence the overlay of owners.
-void Executor::validate(const Plan& plan) const {
+void Executor::validate(const Plan& plan) {
   const Arena& arena = *arena_;
-  std::unordered_map<PageId, std::pair<Owner, TenantId>> moved;
+  // Not a hash table: growth is on the engine's critical path, and a layer may have 10^4 pages.
+  moved_.resize(arena.pages_.size());
+  ++validation_;
   const auto owner_of = [&](PageId id) {
-    const auto found = moved.find(id);
-    return found != moved.end() ? found->second : std::make_pair(arena.pages_[id].owner, arena.pages_[id].tenant);
+    const Moved& moved = moved_[id];
+    return moved.validation == validation_ ? std::make_pair(moved.owner, moved.tenant)
+                                           : std::make_pair(arena.pages_[id].owner, arena.pages_[id].tenant);
   };
   for (const Step& step : plan.steps) {
     if (step.kind == Step::Kind::set_owner) {
@@ -52,7 +54,7 @@ void Executor::validate(const Plan& plan) const {
                      owner_name(move.from),
                  {{"page", number(id)}, {"tenant", number(tenant)}});
         }
-        moved[id] = {move.to, after};
+        moved_[id] = {validation_, after, move.to};
       }
       continue;
     }
@@ -360,7 +362,8 @@ void Executor::forget(TenantId tenant) {
 
 void Executor::stop() {
   if (fork_generation() != arena_->fork_generation_) {
-    if (worker_.joinable()) worker_.detach();  // the thread exists in the parent only
+    // The thread exists in the parent only: it can be neither joined nor detached here.
+    if (worker_.joinable()) new std::thread(std::move(worker_));
     (void)queue_changed_.release();            // the worker may be waiting in it: destroying it would wait for ever
     return;
   }

@@ -4,6 +4,8 @@
 
 #include <atomic>
 
+#include "remap/error.h"
+
 namespace remap {
 namespace {
 
@@ -21,6 +23,14 @@ struct Registration {
 unsigned fork_generation() noexcept {
   static const Registration registration;
   return generation.load(std::memory_order_relaxed);
+}
+
+void refuse_fork(unsigned made_under) {
+  if (fork_generation() != made_under) {
+    throw Error(ErrorKind::forked_process,
+                "This process was forked from the one that owns the arena and must not touch it. Nothing changed; start "
+                "workers with the 'spawn' method, or open a session in the child.");
+  }
 }
 
 }  // namespace remap

@@ -63,7 +63,7 @@ class Executor {
   };
   void set_owner(const SetOwner& step, Applied& applied);
   void point(const Point& step, Applied& applied);
-  void validate(const Plan& plan) const;
+  void validate(const Plan& plan);
   void undo_all();
   void work();
   void run(Job& job);
@@ -77,6 +77,15 @@ class Executor {
     std::vector<PageId> pages;  // quarantined if the action throws
   };
   std::vector<Undo> undo_;
+  // validate()'s own, kept for its memory: the owner of each page after the plan's steps so far, if `validation` is the
+  // present one.
+  struct Moved {
+    std::uint64_t validation = 0;
+    TenantId tenant = kNobody;
+    Owner owner = Owner::free;
+  };
+  std::vector<Moved> moved_;
+  std::uint64_t validation_ = 0;
 
   // Guarded by queue_mutex_: jobs for the worker. It takes a job out, lets go of this lock, then takes arena_->mutex_ to
   // re-point. A job always points its region to the region's *present* target, and tells its observer before it lets go of

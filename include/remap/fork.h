@@ -6,4 +6,7 @@ namespace remap {
 // Grows by one in every forked child. An object remembers the value it was made under; another value means "forked".
 unsigned fork_generation() noexcept;
 
+// Throws ForkedProcess if this process was forked since `made_under` was read.
+void refuse_fork(unsigned made_under);
+
 }  // namespace remap

@@ -184,7 +184,7 @@ class Changes:
         plan = plan_streamed(
             attachment.pages, self._arena.epoch, target, buffers, predicted_stall_s=stall, reason=reason
         )
-        homeless = [page for page in plan.gained if page not in attachment.index_of]
+        homeless = set(plan.gained).difference(attachment.index_of)
         if homeless:
             raise InvalidArgument(
                 f"{len(homeless)} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from .errors import InvalidArgument
 
@@ -70,7 +71,7 @@ class TenantPages:
     @property
     def kv_from_homes(self) -> frozenset[int]:
         """Pages of streamed layers that are KV now."""
-        return frozenset(_homes(self.homes, self.streamed)) - frozenset(page for buffer in self.ring for page in buffer)
+        return frozenset(_homes(self.homes, self.streamed)).difference(*self.ring)
 
 
 @dataclass(frozen=True)
@@ -119,19 +120,28 @@ def plan_streamed(
             streamed=len(target),
         )
     ring = _choose_ring(now, target, buffers) if target else ()
+    in_ring_before = frozenset(chain.from_iterable(now.ring))
+    in_ring_after = in_ring_before if ring == now.ring else frozenset(chain.from_iterable(ring))
     # Only layers that enter or leave the streamed set, or lend pages to the ring, have pages that change hands: growth is
     # on the engine's critical path, and the other layers may have 10^4 pages.
     touched = set(now.streamed).symmetric_difference(target)
     if ring != now.ring:
-        in_rings = {page for buffers_of in (now.ring, ring) for buffer in buffers_of for page in buffer}
+        in_rings = in_ring_before | in_ring_after
         touched.update(layer for layer in {*now.streamed, *target} if not in_rings.isdisjoint(now.homes[layer]))
-    changed = sorted(touched)
-    before, after = _owners(now.homes, changed, now.streamed, now.ring), _owners(now.homes, changed, target, ring)
     moves: dict[tuple[str, str], list[int]] = {}
-    for page, was in before.items():
-        becomes = after[page]
-        if was != becomes:
-            moves.setdefault((was, becomes), []).append(page)
+    for layer in sorted(touched):
+        home = now.homes[layer]
+        before = _owners(home, layer in now.streamed, in_ring_before)
+        after = _owners(home, layer in target, in_ring_after)
+        if isinstance(before, str) and isinstance(after, str):
+            if before != after:
+                moves.setdefault((before, after), []).extend(home)
+            continue
+        for index, page in enumerate(home):
+            was = before if isinstance(before, str) else before[index]
+            becomes = after if isinstance(after, str) else after[index]
+            if was != becomes:
+                moves.setdefault((was, becomes), []).append(page)
 
     steps: list[Step] = []
     # Out of KV first (strict mode unmaps them), into KV last (their layers' regions have let go of them by then).
@@ -163,8 +173,8 @@ def plan_streamed(
         ring=ring,
         reload=tuple(sorted(set(now.streamed) - set(target))),
         held=tuple(held),
-        gained=tuple(page for (_, becomes), pages in moves.items() if becomes == "kv" for page in pages),
-        lost=tuple(page for (was, _), pages in moves.items() if was == "kv" for page in pages),
+        gained=tuple(chain.from_iterable(pages for (_, becomes), pages in moves.items() if becomes == "kv")),
+        lost=tuple(chain.from_iterable(pages for (was, _), pages in moves.items() if was == "kv")),
         ring_moves=bool(now.ring) and ring_moves,
         predicted_stall_s=predicted_stall_s,
         reason=reason,
@@ -189,31 +199,30 @@ def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, gi
 
 
 def _homes(homes: Sequence[tuple[int, ...]], layers: Sequence[int]) -> list[int]:
-    return [page for layer in layers for page in homes[layer]]
+    return list(chain.from_iterable(homes[layer] for layer in layers))
 
 
-def _owners(
-    homes: Sequence[tuple[int, ...]], layers: Sequence[int], streamed: Sequence[int], ring: Sequence[tuple[int, ...]]
-) -> dict[int, str]:
-    """Who every page of the homes of `layers` belongs to, in layer order."""
-    away = set(streamed)
-    ring_pages = {page for buffer in ring for page in buffer}
-    owners = {}
-    for layer in layers:
-        for page in homes[layer]:
-            owners[page] = "ring" if page in ring_pages else "kv" if layer in away else "params"
-    return owners
+def _owners(home: Sequence[int], away: bool, ring_pages: frozenset[int]) -> str | list[str]:
+    """Who the pages of a home belong to: one name if all have one owner, as is usual, otherwise one for each."""
+    rest = "kv" if away else "params"
+    if ring_pages.isdisjoint(home):
+        return rest
+    if ring_pages.issuperset(home):
+        return "ring"
+    return ["ring" if page in ring_pages else rest for page in home]
 
 
 def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tuple[tuple[int, ...], ...]:
     """Pages for `buffers` ring buffers out of the homes of `target`; buffers that can stay where they are do."""
-    if len(now.ring) == buffers and set(now.ring_layers).issubset(target):
+    if len(now.ring) == buffers and (set(now.streamed) <= set(target) or set(now.ring_layers) <= set(target)):
         return now.ring  # the usual case: growing or shrinking beside a ring that stays
     size = now.buffer_pages
-    available = set(_homes(now.homes, target))
-    kept = [buffer for buffer in now.ring[:buffers] if available.issuperset(buffer)]
-    if len(kept) == buffers:
-        return tuple(kept)
+    kept: list[tuple[int, ...]] = []
+    if now.ring:
+        available = set(_homes(now.homes, target))
+        kept = [buffer for buffer in now.ring[:buffers] if available.issuperset(buffer)]
+        if len(kept) == buffers:
+            return tuple(kept)
     # Whole homes in order of preference: those that the ring's region shows already, then layers whose pages are not KV
     # (no block has to move for them), then the rest.
     used = {page for buffer in kept for page in buffer}
@@ -223,20 +232,24 @@ def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tup
         target,
         key=lambda layer: (
             rank.get(layer, len(rank)),
-            any(page in in_kv for page in now.homes[layer]),
+            not in_kv.isdisjoint(now.homes[layer]),
             -len(now.homes[layer]),
             layer,
         ),
     )
-    pool = [page for layer in order for page in now.homes[layer] if page not in used]
+    if not kept and all(len(now.homes[layer]) == size for layer in order[:buffers]):
+        return tuple(now.homes[layer] for layer in order[:buffers])
+    pool = _homes(now.homes, order)
+    if used:
+        pool = [page for page in pool if page not in used]
     wanted = (buffers - len(kept)) * size
     if len(pool) < wanted:
         raise InvalidArgument(
             f"{buffers} ring buffers of {size} pages need {buffers * size} pages, the streamed layers own "
-            f"{len(available)}; nothing was planned; stream more layers or use fewer buffers",
+            f"{len(pool) + len(used)}; nothing was planned; stream more layers or use fewer buffers",
             buffers=buffers,
             needed_pages=buffers * size,
-            available_pages=len(available),
+            available_pages=len(pool) + len(used),
         )
     fresh = [tuple(pool[index * size : (index + 1) * size]) for index in range(buffers - len(kept))]
     return (*kept, *fresh)

@@ -264,7 +264,7 @@ class Tenant:
         places = [attachment.index_of[page] for page in pages if page in attachment.index_of]
         if not places:
             return ()
-        if places[-1] - places[0] == len(places) - 1 and all(b - a == 1 for a, b in zip(places, places[1:])):
+        if places == list(range(places[0], places[0] + len(places))):
             return self.kv.geometry.giving_slots(places[0], len(places))
         giving_slot = self.kv.geometry.giving_slot
         return [giving_slot(place) for place in places]

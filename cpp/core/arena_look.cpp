@@ -1,0 +1,83 @@
+// Looking at the arena: each call is a copy of the tables at one moment.
+#include "remap/arena.h"
+#include "remap/fork.h"
+
+namespace remap {
+
+std::byte* Arena::address(RegionId id) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return region(id).view.address;
+}
+
+std::size_t Arena::region_bytes(RegionId id) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return region(id).reserved_bytes;
+}
+
+std::uint64_t Arena::epoch() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return epoch_;
+}
+
+PageCounts Arena::counts() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  PageCounts counts;
+  for (const Page& page : pages_) ++counts.by_owner[static_cast<std::size_t>(page.owner)];
+  counts.total = pages_.size();
+  return counts;
+}
+
+PageCounts Arena::counts(TenantId tenant) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  PageCounts counts;
+  for (const Page& page : pages_) {
+    if (page.tenant != tenant) continue;
+    ++counts.by_owner[static_cast<std::size_t>(page.owner)];
+    ++counts.total;
+  }
+  return counts;
+}
+
+std::vector<Owner> Arena::owners() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<Owner> owners;
+  owners.reserve(pages_.size());
+  for (const Page& page : pages_) owners.push_back(page.owner);
+  return owners;
+}
+
+std::vector<PageId> Arena::free_pages() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<PageId> free;
+  for (PageId id = 0; id < pages_.size(); ++id) {
+    if (pages_[id].owner == Owner::free) free.push_back(id);
+  }
+  return free;
+}
+
+std::vector<PageId> Arena::shown(RegionId id) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return region(id).view.shown;
+}
+
+bool Arena::broken() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return broken_;
+}
+
+bool Arena::closed() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return closed_;
+}
+
+}  // namespace remap

@@ -1,0 +1,136 @@
+// The arena's mappings: what a view shows, slot by slot, and zeroing what changes tenant. Called by arena.cpp (set-up),
+// pointing.cpp and executor.cpp, with the lock held. Each function is whole or changes nothing, or breaks the arena.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "remap/arena.h"
+
+namespace remap {
+
+namespace {
+
+// Calls body(first, count) for each run of slots that hold a page.
+template <typename Body>
+void for_runs(const std::vector<PageId>& pages, Body&& body) {
+  std::size_t i = 0;
+  while (i < pages.size()) {
+    if (pages[i] == kNoPage) {
+      ++i;
+      continue;
+    }
+    std::size_t end = i;
+    while (end < pages.size() && pages[end] != kNoPage) ++end;
+    body(i, end - i);
+    i = end;
+  }
+}
+
+}  // namespace
+
+void Arena::map_slots(View& view, std::size_t first_slot, const std::vector<PageId>& pages) {
+  std::vector<std::pair<std::size_t, std::size_t>> mapped;
+  try {
+    for_runs(pages, [&](std::size_t first, std::size_t count) {
+      std::vector<PageHandle> handles(count);
+      for (std::size_t i = 0; i < count; ++i) handles[i] = pages_[pages[first + i]].handle;
+      std::byte* at = slot_address(view, first_slot + first);
+      mapped.reserve(mapped.size() + 1);
+      backend_->map(at, handles.data(), count, options_.page_bytes);
+      mapped.emplace_back(first, count);
+      backend_->set_access(at, count * options_.page_bytes, Access::read_write);
+      backend_->populate(at, count * options_.page_bytes);
+    });
+  } catch (const Error&) {
+    std::string failure;
+    std::vector<PageId> stuck;
+    for (auto run = mapped.rbegin(); run != mapped.rend(); ++run) {
+      try {
+        backend_->unmap(slot_address(view, first_slot + run->first), run->second * options_.page_bytes);
+      } catch (const Error& second) {
+        // What stays mapped stays in the table, so that close() unmaps it.
+        failure = second.what();
+        for (std::size_t i = run->first; i < run->first + run->second; ++i) {
+          view.shown[first_slot + i] = pages[i];
+          stuck.push_back(pages[i]);
+        }
+      }
+    }
+    if (!failure.empty()) fail_broken("mapping failed and so did undoing it: " + failure, stuck);
+    throw;
+  }
+  std::copy(pages.begin(), pages.end(), view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot));
+}
+
+void Arena::unmap_slots(View& view, std::size_t first_slot, std::size_t count) {
+  const auto begin = view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot);
+  const std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(count));
+  std::size_t undone_until = 0;
+  try {
+    for_runs(before, [&](std::size_t first, std::size_t run) {
+      backend_->unmap(slot_address(view, first_slot + first), run * options_.page_bytes);
+      std::fill(begin + static_cast<std::ptrdiff_t>(first), begin + static_cast<std::ptrdiff_t>(first + run), kNoPage);
+      undone_until = first + run;
+    });
+  } catch (const Error&) {
+    // Whole or nothing: what was unmapped is mapped again.
+    std::vector<PageId> again(before.begin(), before.begin() + static_cast<std::ptrdiff_t>(undone_until));
+    try {
+      map_slots(view, first_slot, again);
+    } catch (const Error& second) {
+      fail_broken(std::string("unmapping failed and so did undoing it: ") + second.what(), again);
+    }
+    throw;
+  }
+}
+
+std::size_t Arena::cleanse(const View& view, std::size_t first_slot, std::size_t count, TenantId tenant) {
+  std::size_t bytes = 0;
+  try {
+    for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) {
+      const Page& page = pages_[view.shown[slot]];
+      if (page.dirty == kNobody || page.dirty == tenant) continue;
+      if (fill_stream_ == 0) {
+        fill_event_ = fill_event_ != 0 ? fill_event_ : backend_->create_event();
+        fill_stream_ = backend_->create_stream();
+      }
+      backend_->fill(fill_stream_, slot_address(view, slot), 0, options_.page_bytes);
+      bytes += options_.page_bytes;
+    }
+    if (bytes > 0) {
+      backend_->record(fill_event_, fill_stream_);
+      backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
+    }
+  } catch (const Error&) {
+    // The caller unmaps next, so nothing may still be writing there: destroying a stream waits for its work. It also gets
+    // rid of a stream that has failed, which would fail for ever.
+    if (bytes > 0) {
+      try {
+        backend_->destroy_stream(fill_stream_);
+        fill_stream_ = 0;
+      } catch (const Error& second) {
+        fail_broken(std::string("zeroing failed and cannot be waited for: ") + second.what(),
+                    {view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot),
+                     view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot + count)});
+      }
+    }
+    throw;
+  }
+  // Only now: a page counts as clean, or as this tenant's, when the zeroes have arrived.
+  for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) pages_[view.shown[slot]].dirty = tenant;
+  return bytes;
+}
+
+void Arena::fail_broken(const std::string& what, const std::vector<PageId>& pages) {
+  broken_ = true;
+  for (PageId id : pages) {
+    if (id != kNoPage) pages_[id].owner = Owner::quarantine;
+  }
+  std::size_t quarantined = 0;
+  for (const Page& page : pages_) quarantined += page.owner == Owner::quarantine ? 1 : 0;
+  throw Error(ErrorKind::arena_broken,
+              what + ". The arena is broken, " + std::to_string(quarantined) + " pages are quarantined; only close() is allowed.",
+              {{"quarantined_pages", static_cast<std::int64_t>(quarantined)}});
+}
+
+}  // namespace remap

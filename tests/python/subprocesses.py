@@ -1,0 +1,30 @@
+"""Runs a program of its own: for what may hang, crash or change the whole process. It fails by timeout, never hangs the suite."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def run(program: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """`program` as text under this interpreter, with the tests' helpers importable. Raises TimeoutExpired."""
+    paths = [str(HERE), str(HERE.parent), *(path for path in sys.path if path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        env=environment,
+        check=False,
+    )
+
+
+def expect_ok(program: str, *, timeout_s: float = 60.0) -> None:
+    """It ends with exit code 0 and prints nothing at all."""
+    done = run(program, timeout_s=timeout_s)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", ""), (done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,199 @@
+"""Limits are hard: one below, exactly at, and one above, for each kind; and the kernel's own limit on mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import remap
+from arena_worlds import PAGE, forward, make_layers, make_spec
+from remap import _core
+from remap.errors import LimitExceeded
+from subprocesses import expect_ok
+
+N = 3
+
+
+def limited(**limits: int) -> Any:
+    return _core.make_limit_backend(_core.make_host_backend(16 * PAGE, PAGE, 1), **limits)
+
+
+def map_one(backend: Any) -> Callable[[], None]:
+    page = backend.create_page(PAGE)
+
+    def make() -> Callable[[], None]:
+        at = backend.reserve(PAGE, PAGE)
+        try:
+            backend.map(at, [page], PAGE)
+        except BaseException:
+            backend.release(at, PAGE)
+            raise
+
+        def give_back() -> None:
+            backend.unmap(at, PAGE)
+            backend.release(at, PAGE)
+
+        return give_back
+
+    return make  # type: ignore[return-value]
+
+
+def taker(backend: Any, kind: str) -> Callable[[], Callable[[], None]]:
+    """A function that takes one unit of `kind` and returns how to give it back."""
+
+    def take(make: Callable[[], int], drop: Callable[[int], None]) -> Callable[[], Callable[[], None]]:
+        def one() -> Callable[[], None]:
+            handle = make()
+            return lambda: drop(handle)
+
+        return one
+
+    return {
+        "page_bytes": take(lambda: backend.create_page(PAGE), backend.destroy_page),
+        "reserved_bytes": take(lambda: backend.reserve(PAGE, PAGE), lambda at: backend.release(at, PAGE)),
+        "host_bytes": take(lambda: backend.allocate_host(PAGE), lambda at: backend.free_host(at, PAGE)),
+        "streams": take(backend.create_stream, backend.destroy_stream),
+        "events": take(backend.create_event, backend.destroy_event),
+        "mappings": map_one(backend) if kind == "mappings" else None,
+    }[kind]  # type: ignore[return-value]
+
+
+UNIT = {"page_bytes": PAGE, "reserved_bytes": PAGE, "host_bytes": PAGE, "streams": 1, "events": 1, "mappings": 1}
+
+
+@pytest.mark.parametrize("kind", list(UNIT))
+@pytest.mark.parametrize("limit_units", [N - 1, N, N + 1])
+def test_n_units_against_a_limit_around_n(kind: str, limit_units: int) -> None:
+    backend = limited(**{kind: limit_units * UNIT[kind]})
+    take = taker(backend, kind)
+    held = [take() for _ in range(min(N, limit_units))]
+    before = backend.usage()
+    if limit_units < N:
+        with pytest.raises(LimitExceeded) as caught:
+            take()
+        error = caught.value
+        assert error.limit_name == kind
+        assert error.limit == error.used == limit_units * UNIT[kind]
+        assert error.requested == UNIT[kind]
+        assert backend.usage() == before
+    held.pop()()  # what is given back can be taken again, and no more than that
+    held.append(take())
+    for _ in range(limit_units - len(held)):
+        held.append(take())
+    with pytest.raises(LimitExceeded):
+        take()
+    for give_back in held:
+        give_back()
+    assert backend.usage()["reserved_bytes"] == backend.usage()["mapped_bytes"] == 0
+
+
+@pytest.mark.parametrize("kind", ["page_bytes", "reserved_bytes", "host_bytes"])
+def test_sizes_that_overflow_are_refused(kind: str) -> None:
+    backend = limited(**{kind: 2 * PAGE})
+    call = {
+        "page_bytes": lambda: backend.create_page((1 << 64) - PAGE),
+        "reserved_bytes": lambda: backend.reserve((1 << 64) - PAGE, PAGE),
+        "host_bytes": lambda: backend.allocate_host((1 << 64) - 1),
+    }[kind]
+    with pytest.raises(LimitExceeded):
+        call()
+    assert set(backend.usage().values()) == {0}
+
+
+def test_a_call_that_fails_gives_its_count_back() -> None:
+    fault = _core.make_fault_backend(_core.make_host_backend(16 * PAGE, PAGE, 1))
+    backend = _core.make_limit_backend(fault, page_bytes=PAGE)
+    for _ in range(5):
+        fault.arm(_core.Call.create_page, 1)
+        with pytest.raises(remap.DriverError):
+            backend.create_page(PAGE)
+    page = backend.create_page(PAGE)
+    fault.arm(_core.Call.destroy_page, 1)
+    with pytest.raises(remap.DriverError):
+        backend.destroy_page(page)
+    with pytest.raises(LimitExceeded):  # still there, so still counted
+        backend.create_page(PAGE)
+    backend.destroy_page(page)
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+def test_a_session_at_a_mapping_limit_fails_whole_and_works_with_one_more(mode: str) -> None:
+    layers = make_layers([2, 2, 2, 2])
+
+    def attach(limit: int) -> None:
+        backend = _core.make_limit_backend(_core.make_host_backend(24 * PAGE, PAGE, 1), mappings=limit)
+        with remap.Session(24 * PAGE, page_bytes=PAGE, mode=mode, backend=backend) as session:
+            before = session.snapshot().pages
+            try:
+                tenant = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=100))
+                session.remap("m", 2)
+            except LimitExceeded:
+                session.check()
+                if "m" not in session.snapshot().tenants:
+                    assert session.snapshot().pages == before
+                raise
+            forward(session, tenant, layers)
+
+    low, high = 1, 400
+    attach(high)
+    while high - low > 1:
+        middle = (low + high) // 2
+        try:
+            attach(middle)
+            high = middle
+        except LimitExceeded:
+            low = middle
+    attach(high)
+    with pytest.raises(LimitExceeded):
+        attach(high - 1)
+
+
+MAX_MAP_COUNT = """
+import mmap, random
+from remap import _core
+from remap.errors import LimitExceeded
+
+limit = int(open("/proc/sys/vm/max_map_count").read())
+if limit > 200_000:
+    raise SystemExit(0)  # would take minutes here; the accounting is the same
+page, count = 4096, limit + 100
+backend = _core.make_host_backend(count * page, page, 1)
+pages = [backend.create_page(page) for _ in range(count)]
+at = backend.reserve(count * page, page)
+# No two neighbours in the file are neighbours in memory: each page is a kernel mapping of its own.
+order = [pages[i // 2 if i % 2 else count - 1 - i // 2] for i in range(count)]
+if CROWD:  # somebody else has taken the mappings that the arena leaves to others
+    crowd = mmap.mmap(-1, 4 * 1100 * page)
+    import ctypes
+    libc = ctypes.CDLL(None, use_errno=True)
+    base = ctypes.addressof(ctypes.c_char.from_buffer(crowd))
+    for i in range(0, 2200, 2):
+        assert libc.mprotect(ctypes.c_void_p(base + i * page), ctypes.c_size_t(page), 0) == 0
+mapped, error = 0, None
+while mapped < count:
+    step = min(512, count - mapped)
+    before = backend.usage()
+    try:
+        backend.map(at + mapped * page, order[mapped : mapped + step], page)
+    except LimitExceeded as caught:
+        error = caught
+        assert backend.usage() == before
+        break
+    mapped += step
+assert error is not None, "all mapped"
+assert "vm.max_map_count" in str(error), str(error)
+assert error.max_map_count == limit
+assert mapped > limit - 4000, mapped
+# Giving back and going on works at the limit.
+backend.unmap(at, mapped * page)
+backend.map(at, pages[:100], page)
+backend.unmap(at, 100 * page)
+backend.release(at, count * page)
+"""
+
+
+@pytest.mark.parametrize("crowd", [False, True], ids=["alone", "crowded"])
+def test_max_map_count_is_reached_for_real_and_named(crowd: bool) -> None:
+    expect_ok(MAX_MAP_COUNT.replace("CROWD", repr(crowd)), timeout_s=120)

@@ -1,0 +1,152 @@
+"""Promise 6: a page that changes tenant reads zero before the new tenant can read it; padding included, bytes counted."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+import remap
+from arena_worlds import PAGE, SHORT, forward, make_layers, make_spec, read_block, write_block
+from remap import _core
+
+TOTAL = 40
+SECRET = 0xA5
+
+
+class World:
+    def __init__(self, mode: str) -> None:
+        self.trace = _core.make_trace_backend(_core.make_host_backend(TOTAL * PAGE, PAGE, 1))
+        self.session = remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode, backend=self.trace)
+
+    def filled(self) -> int:
+        """Bytes that the backend was asked to zero since the last call."""
+        fills = [record for record in self.trace.log() if record.call == _core.Call.fill and not record.failed]
+        assert all(record.args[2] == 0 for record in fills)
+        self.trace.clear_log()
+        return sum(record.args[3] for record in fills)
+
+    def tenant(self, name: str, pages: list[int], **kv: Any) -> Any:
+        return self.session.attach_bytes(make_layers(pages, len(name)), name=name, kv=make_spec(len(pages), **kv))
+
+    def soil(self, name: str = "first") -> None:
+        """A tenant that writes a secret into every byte that it can reach, and leaves."""
+        tenant = self.tenant(name, [2, 2, 2], min_blocks=100, max_blocks=190)
+        self.session.step({name: remap.Demand(blocks=100)})
+        for block in tenant.kv.allocate(tenant.kv.free_blocks):
+            write_block(tenant, block, SECRET)
+        for layer in range(3):  # weights and the padding behind them
+            ctypes.memset(self.session.layer_address(name, layer), SECRET, 2 * PAGE)
+        self.session.detach(name)
+        self.filled()
+
+
+@pytest.fixture(params=["aliased", "strict"])
+def world(request: pytest.FixtureRequest) -> Any:
+    made = World(request.param)
+    yield made
+    made.session.close()
+
+
+def test_kv_blocks_of_a_second_tenant_read_zero(world: World) -> None:
+    world.soil()
+    second = world.tenant("second", [2, 2], min_blocks=20, max_blocks=200)
+    for block in second.kv.allocate(second.kv.free_blocks):
+        assert read_block(second, block) == {0}
+
+
+def test_the_padding_behind_a_layers_last_byte_reads_zero(world: World) -> None:
+    world.soil()
+    world.tenant("second", [2, 2, 3])
+    for layer, pages in enumerate((2, 2, 3)):
+        address = world.session.layer_address("second", layer)
+        assert set(ctypes.string_at(address + pages * PAGE - SHORT, SHORT)) == {0}
+
+
+def test_pages_that_come_later_read_zero_too(world: World) -> None:
+    world.soil()
+    second = world.tenant("second", [2, 2], min_blocks=8, max_blocks=200)
+    ids = second.kv.allocate(second.kv.free_blocks)
+    world.session.step({"second": remap.Demand(blocks=60)})
+    more = second.kv.allocate(second.kv.free_blocks)
+    assert len(more) >= 60
+    for block in (*ids, *more):
+        assert read_block(second, block) == {0}
+
+
+def test_layers_of_the_tenant_itself_are_not_zeroed(world: World) -> None:
+    """Its own weights are no secret; zeroing them would cost time on the path on which blocks are wanted."""
+    tenant = world.tenant("only", [2, 2, 2, 2], max_blocks=150)
+    world.session.settle()
+    world.filled()
+    world.session.remap("only", 3)
+    world.session.remap("only", 0)
+    forward(world.session, tenant, make_layers([2, 2, 2, 2], len("only")))
+    world.session.remap("only", 2, 2)
+    assert world.filled() == 0
+
+
+def test_new_memory_is_not_zeroed_again(world: World) -> None:
+    world.tenant("first", [2, 2], min_blocks=8, max_blocks=200)
+    assert world.filled() == 0
+
+
+def test_exactly_the_pages_that_changed_tenant_are_zeroed(world: World) -> None:
+    world.soil()
+    dirty = TOTAL
+    second = world.tenant("second", [2, 2], min_blocks=8, max_blocks=200)
+    pages = world.session.snapshot().tenants["second"].pages
+    assert pages.total < dirty
+    assert world.filled() == (pages.params + pages.kv) * PAGE
+    # The same tenant's pages, free in between, are its own: not again.
+    kv = [p for p, owner in enumerate(world.session._arena.owners()) if owner == _core.Owner.kv]
+    assert len(kv) == pages.kv
+    del second
+    world.session.detach("second")
+    world.tenant("third", [2, 2], min_blocks=8, max_blocks=200)
+    assert world.filled() == (pages.params + pages.kv) * PAGE  # "second" may have left something
+
+
+def test_the_core_counts_the_bytes_that_it_zeroes() -> None:
+    backend = _core.make_host_backend(8 * PAGE, PAGE, 1)
+    arena = _core.Arena(backend, 8 * PAGE, PAGE, _core.Mode.strict)
+    executor = _core.Executor(arena)
+    for tenant, expected in ((0, 0), (0, 0), (1, 3 * PAGE), (1, 0), (0, 3 * PAGE)):
+        region = arena.add_kv_region(tenant, 3)
+        arena.designate(region, 0, [1, 2, 3])
+        plan = _core.Plan(arena.epoch)
+        plan.set_owner([1, 2, 3], _core.Owner.free, _core.Owner.kv, tenant)
+        applied = executor.apply(plan)
+        executor.commit(None)
+        assert (applied.zeroed_bytes, applied.pages_moved) == (expected, 3)
+        address = arena.address(region)
+        if tenant != 0 or expected:
+            assert expected == 0 or set(ctypes.string_at(address, 3 * PAGE)) == {0}
+        ctypes.memset(address, SECRET, 3 * PAGE)
+        arena.remove_tenant(tenant)
+    executor.stop()
+    arena.close()
+
+
+def test_a_tenant_never_sees_a_byte_of_another_whatever_happens(world: World) -> None:
+    """The whole of what each of a row of tenants can read, looked through for the secrets of those before."""
+    for round_ in range(4):
+        world.soil(f"soil{round_}")
+        name = "x" * (round_ + 1)
+        layers = make_layers([2, 3, 2], 9)
+        tenant = world.session.attach_bytes(layers, name=name, kv=make_spec(3, max_blocks=190))
+        world.session.remap(name, round_ % 3)
+        world.session.step({name: remap.Demand(blocks=40)})
+        seen: set[int] = set()
+        base = {block for block in tenant.kv.allocate(tenant.kv.free_blocks)}
+        own = {byte for layer in layers for byte in set(layer)} - {SECRET}
+        for block in base:
+            seen |= read_block(tenant, block)
+        # A block holds zeroes or the tenant's own weights; a run of the secret would be neither.
+        for block in base:
+            for offset, nbytes in tenant.kv.geometry.byte_ranges_of_block(block):
+                assert bytes([SECRET]) * 256 not in ctypes.string_at(tenant.kv.address + offset, nbytes)
+        assert seen <= own | {0, SECRET}
+        forward(world.session, tenant, layers)
+        world.session.detach(name)
