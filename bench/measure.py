@@ -138,7 +138,12 @@ class RawTenant:
         first_pages = -(-4 * blocks_bytes // page_bytes)
         capacity = (layers * layer_pages + first_pages) * page_bytes
         spec = remap.KVSpec(
-            layers=layers, kv_heads=3, head_dim=64, min_blocks=4, max_blocks=capacity // blocks_bytes + 1, block_tokens=16
+            layers=layers,
+            kv_heads=3,
+            head_dim=64,
+            min_blocks=4,
+            max_blocks=capacity // blocks_bytes + 1,
+            block_tokens=16,
         )
         self.trace = None
         backend = None
@@ -177,7 +182,7 @@ class RawTenant:
 class Abandoned:
     """Swallows the exception with which a benchmark leaves a pass that must not count as a measurement."""
 
-    class Pass(Exception):  # noqa: N818  not an error: it says "forget this pass"
+    class Pass(Exception):
         """Raised inside the pass."""
 
     def __enter__(self) -> Abandoned:

@@ -1,7 +1,11 @@
 """From "out of blocks" to blocks usable: allocate() fails, session.step() gives layers away, allocate() succeeds.
 
-Target: 50 us a layer, and no backend call (so no system call) before the subscriber is told. The exact bound on what can
-be streamed is warm, as in steady serving; what it costs when the times were estimated anew is reported beside it.
+Target: 50 us a layer, and no backend call (so no system call) before the subscriber is told; that is when blocks are usable.
+Afterwards step() also starts the copies and the re-pointing, which an engine that allocates after step() waits for as well.
+
+"first" growth makes the ring: layers of the ring change as well as those that are given. "next" growth finds a ring. The exact
+bound on what can be streamed is warm, as in steady serving (a pass prepares it whenever times are estimated anew); "cold" is
+what growth costs when it is not.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ CONFIG = remap.ControllerConfig(headroom_blocks=0)
 class Growth:
     """Runs one growth by `count` layers at a time, and undoes it."""
 
-    def __init__(self, raw: RawTenant, count: int, compute_s: float) -> None:
+    def __init__(self, raw: RawTenant, start: int, count: int, compute_s: float) -> None:
         self.raw, self.session, self.tenant = raw, raw.session, raw.tenant
         self.demand = {"raw": remap.Demand(blocks=int(count * self.tenant._blocks_per_layer))}
-        self.count = count
+        self.start, self.count = start, count
         self.told: list[float] = []
         self.calls_at_callback: list[int] = []
         self.held: list[int] = []
@@ -44,11 +48,13 @@ class Growth:
         self.calls_at_callback.append(self.raw.trace.count())
 
     def reset(self) -> None:
-        """Everything back: no block held, nothing remapped, every layer in place."""
+        """Everything back: `start` layers remapped, every layer in place, all blocks allocated."""
         kv = self.tenant.kv
         if self.held:
             kv.free(self.held)
         self.session.remap("raw", 0)
+        if self.start:
+            self.session.remap("raw", self.start, 2, "nested")
         self.session.settle()
         with Abandoned(), self.tenant.forward():
             for layer in range(self.raw.layers):
@@ -74,7 +80,7 @@ class Growth:
             ended = time.perf_counter()
         else:
             raise AssertionError("there were blocks left")
-        assert self.tenant.remapped == self.count
+        assert self.tenant.remapped == self.start + self.count
         assert len(self.told) == 1
         return {
             "callback": self.told[0] - begun,
@@ -84,38 +90,38 @@ class Growth:
         }
 
 
-@pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold"])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize(("kind", "count"), [("first", 1), ("first", 4), ("next", 1), ("next", 4), ("cold", 1)])
 @pytest.mark.parametrize("size", SIZES)
-def test_growth(benchmark, size, count, cold):
+def test_growth(benchmark, size, kind, count):
     layers, layer_bytes = SIZES[size]
     with RawTenant(layers, layer_bytes, page_bytes=PAGE, traced=True, controller=CONFIG) as raw:
-        growth = Growth(raw, count, compute_s=0.001 if layer_bytes < 1 << 20 else 0.010)
+        growth = Growth(raw, int(kind == "next"), count, compute_s=0.001 if layer_bytes < 1 << 20 else 0.010)
         growth.reset()
         growth.grow()  # warms the bound
         samples: list[dict[str, float]] = []
 
         def setup() -> None:
             growth.reset()
-            if cold:
+            if kind == "cold":
                 raw.tenant.calibrate_link(5e9 * (1 + len(samples) * 1e-6))
 
-        benchmark.pedantic(lambda: samples.append(growth.grow()), setup=setup, rounds=ROUNDS // 3 if cold else ROUNDS)
+        benchmark.pedantic(lambda: samples.append(growth.grow()), setup=setup, rounds=ROUNDS)
         raw.verify()
-        state = "warm" if not cold else "times just estimated anew"
-        for point in ("callback", "usable"):
+        # The minimum is what it costs by itself: wherever a copying thread shares the core, it runs in between.
+        for point in ("callback", "step"):
             each = [sample[point] / count for sample in samples]
             record(
                 benchmark,
-                f"growth to {point}, {size} a layer, {count} at once, {state}",
+                f"{kind} growth to {'usable blocks' if point == 'callback' else 'return of step'}, {count} x {size}, a layer",
                 statistics.median(each) * 1e6,
                 "us",
                 each,
-                target=None if cold else 50.0,
+                target=50.0 if point == "callback" and kind != "cold" else None,
                 layers_at_once=count,
-                step_us=statistics.median(sample["step"] for sample in samples) * 1e6,
+                least_us=min(each) * 1e6,
+                in_hand_us=statistics.median(sample["usable"] for sample in samples) / count * 1e6,
             )
-        if not cold:
-            calls = max(sample["calls"] for sample in samples)
-            each = [sample["callback"] for sample in samples]
-            record(benchmark, f"backend calls to callback, {size}, {count} at once", calls, "calls", each, target=0.0)
+        calls = max(sample["calls"] for sample in samples)
+        each = [sample["callback"] for sample in samples]
+        name = f"backend calls before usable blocks, {kind}, {count} x {size}"
+        record(benchmark, name, calls, "calls", each, target=0.0)

@@ -184,12 +184,14 @@ class Changes:
         plan = plan_streamed(
             attachment.pages, self._arena.epoch, target, buffers, predicted_stall_s=stall, reason=reason
         )
-        homeless = set(plan.gained).difference(attachment.index_of)
+        homeless = 0
+        if not tenant.stand_together(plan.gained):
+            homeless = sum(page not in attachment.index_of for page in plan.gained)
         if homeless:
             raise InvalidArgument(
-                f"{len(homeless)} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "
+                f"{homeless} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "
                 "changed; attach with a larger max_blocks or remap fewer layers",
-                pages=len(homeless),
+                pages=homeless,
                 max_blocks=tenant.kv.max_blocks,
             )
         return plan

@@ -120,14 +120,16 @@ def plan_streamed(
             streamed=len(target),
         )
     ring = _choose_ring(now, target, buffers) if target else ()
-    in_ring_before = frozenset(chain.from_iterable(now.ring))
-    in_ring_after = in_ring_before if ring == now.ring else frozenset(chain.from_iterable(ring))
     # Only layers that enter or leave the streamed set, or lend pages to the ring, have pages that change hands: growth is
     # on the engine's critical path, and the other layers may have 10^4 pages.
     touched = set(now.streamed).symmetric_difference(target)
+    in_ring_before = in_ring_after = frozenset[int]()
     if ring != now.ring:
+        in_ring_before = frozenset(chain.from_iterable(now.ring))
+        in_ring_after = frozenset(chain.from_iterable(ring))
         in_rings = in_ring_before | in_ring_after
         touched.update(layer for layer in {*now.streamed, *target} if not in_rings.isdisjoint(now.homes[layer]))
+    # else: who lends to the ring was and stays streamed, so it is not touched, and no touched layer has pages in the ring.
     moves: dict[tuple[str, str], list[int]] = {}
     for layer in sorted(touched):
         home = now.homes[layer]
@@ -205,7 +207,7 @@ def _homes(homes: Sequence[tuple[int, ...]], layers: Sequence[int]) -> list[int]
 def _owners(home: Sequence[int], away: bool, ring_pages: frozenset[int]) -> str | list[str]:
     """Who the pages of a home belong to: one name if all have one owner, as is usual, otherwise one for each."""
     rest = "kv" if away else "params"
-    if ring_pages.isdisjoint(home):
+    if not ring_pages or ring_pages.isdisjoint(home):
         return rest
     if ring_pages.issuperset(home):
         return "ring"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from . import schedule
@@ -14,22 +13,69 @@ if TYPE_CHECKING:
     from .session import Session
     from .tenant import Tenant
 
-__all__ = ["bound_for", "free_pages_of", "stall_for", "view_of"]
+__all__ = ["HiddenCopies", "free_pages_of", "view_of"]
+
+_LAYERS_AHEAD = 4  # growth usually takes no more layers at once
 
 
-def bound_for(tenant: Tenant, slowdown: float) -> Callable[[LayerSeconds], tuple[int, int]]:
-    """times -> (most layers that can be remapped within the slowdown, buffers), for the sets that the tenant would stream."""
+class HiddenCopies:
+    """The two questions, answered exactly, for the sets of layers that the tenant would stream.
 
-    def bound(times: LayerSeconds) -> tuple[int, int]:
+    An answer takes up to milliseconds (many layers, times near the limit), which growth must not wait for. So `prepare`
+    asks what growth will ask, where new times come from: at the end of a pass.
+    """
+
+    def __init__(self, tenant: Tenant, slowdown: float) -> None:
+        self._tenant = tenant
+        self._slowdown = slowdown
+        self._asked: tuple[LayerSeconds, tuple[int, ...]] | None = None  # the times and layers that the answers are for
+        self._bound: tuple[int, int] | None = None
+        self._stalls: dict[tuple[int, int], float] = {}
+
+    def bound(self, times: LayerSeconds) -> tuple[int, int]:
+        """(most layers that can be remapped within the slowdown, buffers)."""
+        self._renew(times)
+        if self._bound is None:
+            self._bound = self._exact_bound(times)
+        return self._bound
+
+    def stall(self, times: LayerSeconds, remapped: int, buffers: int) -> float:
+        """Seconds per pass for which the computation would wait."""
+        self._renew(times)
+        stall = self._stalls.get((remapped, buffers))
+        if stall is None:
+            streamed = self._tenant.select(remapped, buffers)
+            stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers)
+            self._stalls[remapped, buffers] = stall
+        return stall
+
+    def prepare(self, times: LayerSeconds) -> None:
+        """Answer ahead: the bound, and the stall now and with a few layers more."""
+        most, buffers = self.bound(times)
+        remapped = self._tenant.remapped
+        if remapped:
+            buffers = self._tenant.buffers
+        most = min(most, len(self._tenant._attachment.order) - buffers)
+        for alpha in range(max(1, remapped), min(remapped + _LAYERS_AHEAD, most) + 1):
+            self.stall(times, alpha, buffers)
+
+    def _renew(self, times: LayerSeconds) -> None:
+        order = self._tenant._attachment.order
+        if self._asked is None or self._asked[0] is not times or self._asked[1] is not order:
+            self._asked = (times, order)
+            self._bound = None
+            self._stalls.clear()
+
+    def _exact_bound(self, times: LayerSeconds) -> tuple[int, int]:
         compute, transfer = times.compute_s, times.transfer_s
-        limit = (1.0 + slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
-        streamable = len(tenant._attachment.order)
+        limit = (1.0 + self._slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
+        streamable = len(self._tenant._attachment.order)
         best = (0, 1)
         for buffers in range(1, MAX_BUFFERS + 1):
             # Not monotone in alpha (see schedule.max_remapped), so from the largest down. A copy engine that is busy for
             # longer than the pass may last settles most of them without the exact period.
             for alpha in range(streamable - buffers, best[0], -1):
-                streamed = tenant.select(alpha, buffers)
+                streamed = self._tenant.select(alpha, buffers)
                 copied = schedule.SlotAssignment.of(streamed, buffers).copied
                 if math.fsum(transfer[layer] for layer in copied) > limit:
                     continue
@@ -37,17 +83,6 @@ def bound_for(tenant: Tenant, slowdown: float) -> Callable[[LayerSeconds], tuple
                     best = (alpha, buffers)
                     break
         return best
-
-    return bound
-
-
-def stall_for(tenant: Tenant) -> Callable[[LayerSeconds, int, int], float]:
-    """(times, remapped, buffers) -> seconds per pass for which the computation would wait."""
-
-    def stall(times: LayerSeconds, remapped: int, buffers: int) -> float:
-        return schedule.stall(times.compute_s, times.transfer_s, tenant.select(remapped, buffers), buffers)
-
-    return stall
 
 
 def free_pages_of(session: Session, tenant: Tenant) -> tuple[int, ...]:

@@ -24,10 +24,11 @@ from .controller import Controller, ControllerConfig, Demand
 from .errors import ArenaBroken, ForkedProcess, InvalidArgument, InvalidState
 from .kv_cache import KVCache
 from .kv_geometry import KVSpec
+from .observe import check_books, make_report, take_snapshot
 from .planner import plan_free_pages
-from .policy import bound_for, free_pages_of, stall_for, view_of
+from .policy import HiddenCopies, free_pages_of, view_of
 from .sizes import parse_size
-from .snapshot import PageTotals, Snapshot, StepReport, TenantSnapshot
+from .snapshot import Snapshot, StepReport
 from .tenant import Tenant
 
 __all__ = ["Session"]
@@ -179,7 +180,9 @@ class Session:
         self._next_tenant += 1
         self._tenants[name] = tenant
         config = config or self._config
-        self._controllers[name] = Controller(config, bound=bound_for(tenant, config.slowdown), stall=stall_for(tenant))
+        hidden = HiddenCopies(tenant, config.slowdown)
+        self._controllers[name] = Controller(config, bound=hidden.bound, stall=hidden.stall)
+        tenant._prepare = hidden.prepare
         return tenant
 
     def _calibrate(self, tenant: Tenant, addresses: Sequence[int], source: LayerSource) -> None:
@@ -237,7 +240,7 @@ class Session:
                 if report is None:
                     report = {}
                 report[name] = self._carry_out(tenant, wanted, decision)
-            return _UNCHANGED if report is None else self._report(report)
+            return _UNCHANGED if report is None else make_report(self._arena.epoch, self._tenants, report)
 
     def _carry_out(self, tenant: Tenant, wanted: Demand, decision: Any) -> dict[str, Any]:
         changes, pool = self._changes, tenant.kv.pool
@@ -278,18 +281,6 @@ class Session:
             "reason": decision.reason,
         }
 
-    def _report(self, by_name: Mapping[str, Mapping[str, Any]]) -> StepReport:
-        return StepReport(
-            changed=any(entry["added"] or entry["moved"] for entry in by_name.values()),
-            epoch=self._arena.epoch,
-            remapped={name: self._tenants[name].remapped for name in by_name},
-            added_blocks={name: entry["added"] for name, entry in by_name.items()},
-            moved={name: entry["moved"] for name, entry in by_name.items() if entry["moved"]},
-            unmet_blocks={name: entry["unmet"] for name, entry in by_name.items() if entry["unmet"]},
-            predicted_stall_s={name: entry["stall"] for name, entry in by_name.items()},
-            reason={name: entry["reason"] for name, entry in by_name.items()},
-        )
-
     def remap(self, name: str, layers: int, buffers: int = 1, selection: str = "uniform") -> StepReport:
         """By hand: make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
 
@@ -328,7 +319,7 @@ class Session:
                 "stall": tenant._predicted_stall_s,
                 "reason": reason,
             }
-            return self._report({name: entry})
+            return make_report(self._arena.epoch, self._tenants, {name: entry})
 
     # -- settling (see the module's docstring) ---------------------------------------------------------------------
 
@@ -353,59 +344,11 @@ class Session:
         """Everything that can be seen, as frozen values of this moment. Changes nothing."""
         with self._lock:
             self._check_open(broken_too=True)
-            return Snapshot(
-                epoch=self._arena.epoch,
-                page_bytes=self._arena.page_bytes,
-                capacity_bytes=self.capacity_bytes,
-                pages=PageTotals(**self._arena.counts()),
-                tenants={name: self._tenant_snapshot(tenant) for name, tenant in self._tenants.items()},
-            )
-
-    def _tenant_snapshot(self, tenant: Tenant) -> TenantSnapshot:
-        pages = PageTotals(**self._arena.counts(tenant.number))
-        stats = tenant._prefetcher.stats()
-        pool = tenant.kv.pool
-        return TenantSnapshot(
-            name=tenant.name,
-            priority=tenant.priority,
-            layers=tenant.layers,
-            remapped=tenant.remapped,
-            buffers=tenant.buffers,
-            streamed=tenant.streamed,
-            pinned=tenant.pinned,
-            pages=pages,
-            resident_bytes=pages.params * self._arena.page_bytes,
-            kv_bytes=pages.kv * self._arena.page_bytes,
-            usable_blocks=pool.usable_blocks,
-            free_blocks=pool.free_blocks,
-            live_blocks=pool.live_blocks,
-            withdrawn_blocks=pool.withdrawn_blocks,
-            passes=stats.passes - tenant._abandoned,
-            copies=stats.copies,
-            copied_bytes=stats.copied_bytes,
-            copy_s=stats.copy_s,
-            misses=stats.misses,
-            stall_s=stats.stall_s,
-            compute_s=tenant._compute_s,
-            predicted_stall_s=tenant._predicted_stall_s,
-        )
+            return take_snapshot(self._arena, self.capacity_bytes, self._tenants)
 
     def check(self) -> None:
         """Verify all invariants of the arena and of every block pool (tests, debugging). Raises on a violation."""
-        self._arena.check()
-        owners = self._arena.owners()
-        for tenant in self._tenants.values():
-            tenant.kv.pool.check()
-            if self._arena.broken:
-                continue  # quarantined pages are in no pool's books
-            # The pool and the arena keep their own books: they must agree on which pages are this tenant's KV.
-            owned = tenant.kv.pool.owned_slots()
-            pages = [tenant._attachment.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
-            kv = self._arena.counts(tenant.number)["kv"]
-            if len(pages) != kv or any(owners[page] != _core.Owner.kv for page in pages):
-                raise AssertionError(
-                    f"{tenant.name!r}: the pool owns {len(pages)} pages, {kv} pages are its KV in the arena"
-                )
+        check_books(self._arena, self._tenants)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 

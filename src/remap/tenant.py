@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Tenant"]
 
 _TIMES_EVERY = 32  # passes for which one estimate is used
+_PREPARE_EVERY = 8  # passes at least between two preparations for growth: batches may change their shape in every pass
 
 
 def _gone(name: str) -> Callable[..., None]:
@@ -108,9 +109,15 @@ class Tenant:
         self._free_pages: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages), see policy.free_pages_of
         self._times: LayerTimes | None = None
         self._times_age = 0
+        self._times_asked = False
+        self._prepare: Callable[[LayerTimes], None] | None = None  # the session's: what growth will ask of these times
+        self._prepared: LayerTimes | None = None
+        self._prepared_age = _PREPARE_EVERY
         self._in_pass = False
         self._detached = False
-        self._absent: set[int] = set()  # found when the tenant leaves: layers whose bytes are not all at their addresses
+        self._absent: set[int] = (
+            set()
+        )  # found when the tenant leaves: layers whose bytes are not all at their addresses
         self._unwatched = 0  # passes since the streamed layers were last looked at for writes; settling sets it to 0
         self._last_shape: tuple[Phase, int] | None = (
             None  # of the last decode pass, or of any pass before the first decode
@@ -138,7 +145,9 @@ class Tenant:
         session = self._session
         session._lock.refuse_fork()
         if self._in_pass or self._detached or session.closed:
-            why = "the session is closed" if session.closed else "it was detached" if self._detached else "a pass is open"
+            why = (
+                "the session is closed" if session.closed else "it was detached" if self._detached else "a pass is open"
+            )
             raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
         session._check_open()
         if self._unsettled is not None or session.unsettled:
@@ -177,6 +186,12 @@ class Tenant:
         ):
             self._last_shape = shape
             self._times_age = _TIMES_EVERY
+        self._prepared_age += 1
+        if self._times_asked and self._prepared_age >= _PREPARE_EVERY and self._prepare is not None:
+            times = self.times()
+            if times is not None and times is not self._prepared:
+                self._prepare(times)
+                self._prepared, self._prepared_age = times, 0
         if self.streamed:
             if self._unwatched % _TIMES_EVERY == 0:
                 self._refuse_lost_writes()
@@ -225,6 +240,7 @@ class Tenant:
 
         The same object for some passes: whatever is computed from it (the exact bound) can be kept meanwhile.
         """
+        self._times_asked = True
         if self._last_shape is None:
             return None
         if self._times is None or self._times_age >= _TIMES_EVERY:
@@ -258,9 +274,17 @@ class Tenant:
 
     # -- pages of the KV region ------------------------------------------------------------------------------------
 
+    def stand_together(self, pages: Sequence[int]) -> bool:
+        """Whether these pages stand in the KV region one after another: so they do if given together, as is usual."""
+        attachment = self._attachment
+        first = attachment.index_of.get(pages[0]) if pages else None
+        return first is not None and attachment.giving[first : first + len(pages)] == tuple(pages)
+
     def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
         """Region slots at which these pages stand; a range where they are consecutive, which is the fast case."""
         attachment = self._attachment
+        if self.stand_together(pages):
+            return self.kv.geometry.giving_slots(attachment.index_of[pages[0]], len(pages))
         places = [attachment.index_of[page] for page in pages if page in attachment.index_of]
         if not places:
             return ()

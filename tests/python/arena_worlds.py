@@ -22,7 +22,9 @@ def make_layers(pages: Sequence[int], tag: int = 0, page_bytes: int = PAGE) -> l
     return layers
 
 
-def make_spec(layers: int, *, min_blocks: int = 4, max_blocks: int = 64, tokens: int = 16, layout: str = "block_major") -> remap.KVSpec:
+def make_spec(
+    layers: int, *, min_blocks: int = 4, max_blocks: int = 64, tokens: int = 16, layout: str = "block_major"
+) -> remap.KVSpec:
     return remap.KVSpec(
         layers=layers,
         kv_heads=1,

@@ -11,15 +11,16 @@ import os
 from typing import Any
 
 import pytest
+from arena_worlds import PAGE, forward, make_layers, make_spec, read_block, write_block
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import remap
-from arena_worlds import PAGE, forward, make_layers, make_spec, read_block, write_block
 from reference.arena_model import ArenaModel, TenantModel
 from remap import _core
 from remap.errors import InvalidArgument, OutOfBlocks
+from remap.kv_geometry import KVGeometry
 
 POISON = 0xDF
 TOTAL = 40
@@ -45,6 +46,11 @@ class ArenaMachine(RuleBasedStateMachine):
         self.attach("a")
         if second:
             self.attach("b")
+
+    def fits(self, name: str) -> bool:
+        count, pages = SHAPES[name]
+        first = KVGeometry(make_spec(count, max_blocks=400, layout=self.layout), PAGE).pages_for_blocks(4)
+        return self.model.free_pages >= count * pages + first
 
     def attach(self, name: str) -> None:
         count, pages = SHAPES[name]
@@ -90,11 +96,12 @@ class ArenaMachine(RuleBasedStateMachine):
 
     # -- rules -----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: "b" not in self.tenants)
+    @precondition(lambda self: len(self.tenants) < len(NAMES))
     @rule()
-    def attach_second(self) -> None:
-        if self.model.free_pages >= 8:
-            self.attach("b")
+    def attach_the_other(self) -> None:
+        for name in NAMES:
+            if name not in self.tenants and self.fits(name):
+                self.attach(name)
 
     @precondition(lambda self: "b" in self.tenants)
     @rule()
@@ -114,7 +121,9 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         model = self.model.tenants[name]
         try:
-            report = self.both(lambda mode: self.visible_report(self.sessions[mode].remap(name, layers, buffers, selection)))
+            report = self.both(
+                lambda mode: self.visible_report(self.sessions[mode].remap(name, layers, buffers, selection))
+            )
         except InvalidArgument:
             assert layers and layers + buffers > len(model.layers)
             return
@@ -184,18 +193,15 @@ class ArenaMachine(RuleBasedStateMachine):
         """The controller's decision rests on measured times, so the modes may differ: their decisions are taken back."""
         if name not in self.tenants:
             return
-        before = {mode: self.tenants[name][mode].kv.usable_blocks for mode in MODES}
         for mode, session in self.sessions.items():
             moved = session.step({name: remap.Demand(blocks=blocks)}).moved.get(name, {})
             tenant = self.tenants[name][mode]
             session.check()
             for old, new in moved.items():
                 assert read_block(tenant, new) == {self.model.tenants[name].blocks[old]}
-            free = [block for block in self.free_of(tenant)]
-            for block in free:
+            for block in self.free_of(tenant):
                 write_block(tenant, block, POISON)
             forward(session, tenant, self.model.tenants[name].layers)
-        del before
         self.resync(name)
 
     def resync(self, name: str) -> None:
@@ -209,7 +215,7 @@ class ArenaMachine(RuleBasedStateMachine):
             for session in self.sessions.values():
                 session.detach(name)
             del self.tenants[name], self.model.tenants[name]
-            if name == "a" or self.model.free_pages >= 8:
+            if self.fits(name):
                 self.attach(name)
             return
         model = self.model.tenants[name]
@@ -268,6 +274,8 @@ class LayerMajorMachine(ArenaMachine):
 
 
 ArenaMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=20, deadline=None)
-LayerMajorMachine.TestCase.settings = settings(max_examples=max(1, EXAMPLES // 3), stateful_step_count=15, deadline=None)
+LayerMajorMachine.TestCase.settings = settings(
+    max_examples=max(1, EXAMPLES // 3), stateful_step_count=15, deadline=None
+)
 TestArena = ArenaMachine.TestCase
 TestArenaLayerMajor = LayerMajorMachine.TestCase

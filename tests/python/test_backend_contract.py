@@ -28,7 +28,13 @@ def host() -> Any:
 
 def limited(inner: Any) -> Any:
     return _core.make_limit_backend(
-        inner, page_bytes=PAGES * PAGE, reserved_bytes=1 << 40, mappings=10**6, host_bytes=1 << 40, streams=99, events=99
+        inner,
+        page_bytes=PAGES * PAGE,
+        reserved_bytes=1 << 40,
+        mappings=10**6,
+        host_bytes=1 << 40,
+        streams=99,
+        events=99,
     )
 
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from arena_worlds import PAGE, forward, make_layers, make_spec, read_block, visible, write_block
 
 import remap
-from arena_worlds import PAGE, forward, make_layers, make_spec, read_block, visible, write_block
 from remap import _core
 from remap.errors import ArenaBroken, DriverError, Error, InvalidState
 from remap.planner import plan_free_pages
@@ -69,9 +69,7 @@ class World:
             tenant.kv.pool.withdraw(tenant.slots_of(chosen))
             tenant.kv.pool.take(tenant.slots_of(chosen))
         try:
-            session._changes.apply_and_settle(
-                tenant, plan_free_pages(pages, session._arena.epoch, chosen, give=give)
-            )
+            session._changes.apply_and_settle(tenant, plan_free_pages(pages, session._arena.epoch, chosen, give=give))
         except Error:
             if not give:
                 tenant.kv.pool.give(tenant.slots_of(chosen))

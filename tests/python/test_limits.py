@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from arena_worlds import PAGE, forward, make_layers, make_spec
+from subprocesses import expect_ok
 
 import remap
-from arena_worlds import PAGE, forward, make_layers, make_spec
 from remap import _core
 from remap.errors import LimitExceeded
-from subprocesses import expect_ok
 
 N = 3
 

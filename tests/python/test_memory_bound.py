@@ -6,7 +6,6 @@ In a process of its own: the memfd's pages are counted twice over, by its blocks
 from __future__ import annotations
 
 import pytest
-
 from subprocesses import expect_ok
 
 PROGRAM = """

@@ -23,7 +23,9 @@ def tenant(sizes: list[int], shuffle: int = 0) -> TenantPages:
     for size in sizes:
         homes.append(tuple(ids[first : first + size]))
         first += size
-    return TenantPages(TENANT, tuple(homes), tuple(range(10, 10 + len(sizes))), RING, ring_preference=(0, len(sizes) // 2))
+    return TenantPages(
+        TENANT, tuple(homes), tuple(range(10, 10 + len(sizes))), RING, ring_preference=(0, len(sizes) // 2)
+    )
 
 
 class World:
@@ -32,7 +34,7 @@ class World:
     def __init__(self, now: TenantPages) -> None:
         self.pages = now
         self.owner = {page: "params" for home in now.homes for page in home}
-        self.shown = {region: home for region, home in zip(now.layer_regions, now.homes)}
+        self.shown = dict(zip(now.layer_regions, now.homes))
         self.ring: dict[int, int] = {}
 
     def carry_out(self, plan: Plan) -> None:
@@ -88,7 +90,11 @@ def possible(sizes: list[int], target: list[int], buffers: int) -> bool:
 def histories(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[tuple[int, ...], int]]]:
     equal = draw(st.booleans())
     count = draw(st.integers(2, 9))
-    sizes = [draw(st.integers(1, 4))] * count if equal else draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
+    sizes = (
+        [draw(st.integers(1, 4))] * count
+        if equal
+        else draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
+    )
     changes = []
     for _ in range(draw(st.integers(1, 6))):
         target = draw(st.sets(st.integers(0, count - 1)))
@@ -101,7 +107,9 @@ def histories(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[tuple[int, ..
 
 @settings(deadline=None, max_examples=300)
 @given(histories())
-def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int, list[tuple[tuple[int, ...], int]]]) -> None:
+def test_a_sequence_of_plans_ends_where_each_says(
+    history: tuple[list[int], int, list[tuple[tuple[int, ...], int]]],
+) -> None:
     sizes, shuffle, changes = history
     world = World(tenant(sizes, shuffle))
     for epoch, (target, buffers) in enumerate(changes):

@@ -6,9 +6,9 @@ import ctypes
 from typing import Any
 
 import pytest
+from arena_worlds import PAGE, SHORT, forward, make_layers, make_spec, read_block, write_block
 
 import remap
-from arena_worlds import PAGE, SHORT, forward, make_layers, make_spec, read_block, write_block
 from remap import _core
 
 TOTAL = 40
@@ -135,11 +135,11 @@ def test_a_tenant_never_sees_a_byte_of_another_whatever_happens(world: World) ->
         world.soil(f"soil{round_}")
         name = "x" * (round_ + 1)
         layers = make_layers([2, 3, 2], 9)
-        tenant = world.session.attach_bytes(layers, name=name, kv=make_spec(3, max_blocks=190))
+        tenant = world.session.attach_bytes(layers, name=name, kv=make_spec(3, max_blocks=220))
         world.session.remap(name, round_ % 3)
         world.session.step({name: remap.Demand(blocks=40)})
         seen: set[int] = set()
-        base = {block for block in tenant.kv.allocate(tenant.kv.free_blocks)}
+        base = set(tenant.kv.allocate(tenant.kv.free_blocks))
         own = {byte for layer in layers for byte in set(layer)} - {SECRET}
         for block in base:
             seen |= read_block(tenant, block)

@@ -1,0 +1,316 @@
+// The Arena's set-up calls and tables: each call whole or without effect, invariants after each, everything given back.
+#include "remap/arena.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <memory>
+
+#include "check.h"
+#include "remap/backends.h"
+#include "remap/decorators.h"
+
+using namespace remap;
+
+namespace {
+
+constexpr std::size_t kPage = 64 << 10;
+constexpr std::size_t kPages = 16;
+
+struct World {
+  std::shared_ptr<FaultBackend> fault;
+  std::unique_ptr<Arena> arena;
+
+  explicit World(Mode mode = Mode::aliased) {
+    HostOptions options;
+    options.capacity_bytes = kPages * kPage;
+    options.page_bytes = kPage;
+    fault = make_fault_backend(make_host_backend(options));
+    arena = std::make_unique<Arena>(fault, ArenaOptions{kPages * kPage, kPage, mode});
+  }
+  RegionId layer(TenantId tenant, std::size_t pages) {
+    return arena->add_layer_region(tenant, "layer", arena->take(pages, Owner::params, tenant));
+  }
+  bool empty() const {
+    const Usage usage = fault->usage();
+    return usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0 && usage.streams == 0 &&
+           usage.events == 0;
+  }
+};
+
+bool same(const Usage& a, const Usage& b) {
+  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
+         a.streams == b.streams && a.events == b.events && a.mappings == b.mappings;
+}
+
+void makes_all_pages_at_once() {
+  World world;
+  CHECK(world.arena->total_pages() == kPages && world.arena->counts()[Owner::free] == kPages);
+  CHECK(world.fault->usage().page_bytes == kPages * kPage);
+  world.arena->check();
+  world.arena->close();
+  world.arena->close();  // idempotent
+  CHECK(world.empty() && world.arena->closed());
+  CHECK_ERROR(ErrorKind::invalid_state, world.arena->take(1, Owner::params, 0));
+  world.arena->check();
+}
+
+void refuses_bad_sizes() {
+  HostOptions options;
+  options.capacity_bytes = 4 * kPage;
+  options.page_bytes = kPage;
+  const auto backend = make_host_backend(options);
+  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{4 * kPage, 0, Mode::aliased}));
+  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{4 * kPage, 1000, Mode::aliased}));
+  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{kPage - 1, kPage, Mode::aliased}));
+  CHECK_ERROR(ErrorKind::out_of_memory, Arena(backend, ArenaOptions{5 * kPage, kPage, Mode::aliased}));
+  CHECK(backend->usage().page_bytes == 0);
+}
+
+// surogate#117: creating fails on page k > 0 and the pages before it leak.
+void create_fails_on_page_k() {
+  HostOptions options;
+  options.capacity_bytes = kPages * kPage;
+  options.page_bytes = kPage;
+  for (std::size_t k = 1; k <= kPages; ++k) {
+    const auto fault = make_fault_backend(make_host_backend(options));
+    fault->arm(Call::create_page, k, true, ErrorKind::out_of_memory);
+    CHECK_ERROR(ErrorKind::out_of_memory, Arena(fault, ArenaOptions{kPages * kPage, kPage, Mode::aliased}));
+    CHECK(fault->usage().page_bytes == 0);
+  }
+}
+
+void takes_lowest_pages_or_none() {
+  World world;
+  CHECK((world.arena->take(3, Owner::params, 4) == std::vector<PageId>{0, 1, 2}));
+  const std::uint64_t epoch = world.arena->epoch();
+  CHECK_ERROR(ErrorKind::out_of_memory, world.arena->take(kPages - 2, Owner::params, 4));
+  CHECK(world.arena->epoch() == epoch && world.arena->counts(4).total == 3 && world.arena->counts()[Owner::free] == kPages - 3);
+  world.arena->check();
+}
+
+void layer_regions_are_writable_and_keep_their_address() {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    World world(mode);
+    const RegionId id = world.layer(1, 3);
+    std::byte* at = world.arena->address(id);
+    std::memset(at, 7, 3 * kPage);
+    CHECK(world.arena->region_bytes(id) == 3 * kPage && (world.arena->shown(id) == std::vector<PageId>{0, 1, 2}));
+    CHECK(world.arena->address(id) == at);
+    world.arena->prepare_view(id, {2, 1, 0});
+    world.arena->check();
+    CHECK(at[0] == std::byte{7} && at[3 * kPage - 1] == std::byte{7});
+  }
+}
+
+void refuses_pages_that_are_not_the_tenants() {
+  World world;
+  const auto mine = world.arena->take(2, Owner::params, 1);
+  const Usage before = world.fault->usage();
+  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(2, "x", mine));
+  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {0, 9}));
+  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {kPages}));
+  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {}));
+  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_kv_region(1, 0));
+  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->address(55));
+  CHECK(same(before, world.fault->usage()));
+  world.arena->check();
+}
+
+void a_kv_slot_is_designated_once() {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    World world(mode);
+    const RegionId kv = world.arena->add_kv_region(1, 4);
+    world.arena->designate(kv, 1, {5, 6});
+    CHECK(world.fault->usage().mapped_bytes == (mode == Mode::aliased ? 2 * kPage : 0));
+    const Usage before = world.fault->usage();
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 0, {5}));
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 2, {7}));
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 3, {8, 9}));
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 5, {}));
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 3, {kPages}));
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->prepare_view(kv, {1, 2, 3, 4}));
+    CHECK(same(before, world.fault->usage()));
+    world.arena->check();
+  }
+}
+
+// Every backend call of a set-up fails once: the call has no effect and works when repeated, and the end is clean.
+void set_up_fails_at_every_call() {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    for (std::uint64_t n = 1;; ++n) {
+      World world(mode);
+      const auto set_up = [&](TenantId tenant) {
+        const RegionId one = world.layer(tenant, 3);
+        const RegionId ring = world.arena->add_ring_region(tenant, 3);
+        world.arena->designate_ring(ring, 0, world.arena->shown(one));
+        const RegionId kv = world.arena->add_kv_region(tenant, 8);
+        world.arena->designate(kv, 0, {12, 10, 11});
+        const RegionId two = world.layer(tenant, 3);
+        world.arena->prepare_view(two, world.arena->shown(one));
+      };
+      world.fault->arm_any(n);
+      bool failed = false;
+      try {
+        set_up(1);
+      } catch (const Error& error) {
+        failed = true;
+        CHECK(error.kind() == ErrorKind::driver);
+        world.arena->check();
+        world.fault->disarm();
+        world.arena->remove_tenant(1, true);
+        CHECK(world.arena->counts()[Owner::free] == kPages && world.fault->usage().mapped_bytes == 0);
+        set_up(1);
+      }
+      world.fault->disarm();
+      world.arena->check();
+      world.arena->remove_tenant(1);
+      world.arena->close();
+      CHECK(world.empty());
+      if (!failed) {
+        CHECK(n > 10);
+        break;
+      }
+    }
+  }
+}
+
+void removing_fails_whole_and_can_be_repeated() {
+  for (std::uint64_t n = 1;; ++n) {
+    World world;
+    const RegionId one = world.layer(1, 2);
+    const RegionId other = world.layer(2, 2);
+    world.arena->prepare_view(one, {1, 0});
+    const RegionId kv = world.arena->add_kv_region(1, 4);
+    world.arena->designate(kv, 0, {8, 9});
+    std::memset(world.arena->address(one), 5, kPage);
+    world.fault->arm_any(n);
+    bool failed = false;
+    try {
+      world.arena->remove_tenant(1);
+    } catch (const Error&) {
+      failed = true;
+      CHECK(world.arena->counts(1).total == 2 && world.arena->address(one)[0] == std::byte{5});
+      world.arena->check();
+      world.arena->remove_tenant(1);
+    }
+    world.fault->disarm();
+    CHECK(world.arena->counts(1).total == 0 && world.arena->counts(2).total == 2);
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->address(one));
+    CHECK(world.arena->address(other) != nullptr);
+    world.arena->check();
+    world.arena->close();
+    CHECK(world.empty());
+    if (!failed && n > 8) break;
+  }
+}
+
+// pytorch#188008: mapping fails at slot k; the destructor then unmaps what never was mapped, and the process ends.
+void map_fails_at_slot_k_then_destroy() {
+  for (std::uint64_t k = 1; k <= 4; ++k) {
+    World world(Mode::aliased);
+    const RegionId kv = world.arena->add_kv_region(1, 8);
+    world.fault->arm(Call::map, k, true);
+    try {
+      for (std::size_t slot = 0; slot < 8; slot += 2) world.arena->designate(kv, slot, {static_cast<PageId>(slot)});
+    } catch (const Error&) {
+      world.arena->check();
+    }
+    CHECK(world.fault->usage().mapped_bytes == (k - 1) * kPage);
+    world.fault->disarm();
+    world.arena.reset();
+    CHECK(world.empty());
+  }
+}
+
+void another_tenants_bytes_are_zeroed() {
+  World world;
+  const RegionId first = world.layer(1, 4);
+  std::memset(world.arena->address(first), 0xA5, 4 * kPage);
+  world.arena->remove_tenant(1);
+  const RegionId second = world.layer(2, 4);
+  const std::byte* at = world.arena->address(second);
+  for (std::size_t i = 0; i < 4 * kPage; ++i) CHECK(at[i] == std::byte{0});
+}
+
+void zeroing_that_fails_is_not_half_done() {
+  for (const Call call : {Call::fill, Call::record, Call::synchronize, Call::create_stream, Call::create_event}) {
+    for (const bool forever : {false, true}) {
+      World world;
+      const RegionId first = world.layer(1, 4);
+      std::memset(world.arena->address(first), 0xA5, 4 * kPage);
+      world.arena->remove_tenant(1);
+      world.fault->arm(call, 1, forever);
+      CHECK_ERROR(ErrorKind::driver, world.layer(2, 4));
+      world.fault->disarm();
+      world.arena->remove_tenant(2, true);
+      world.arena->check();
+      const RegionId second = world.layer(2, 4);
+      CHECK(world.arena->address(second)[0] == std::byte{0} && world.arena->address(second)[4 * kPage - 1] == std::byte{0});
+      world.arena->close();
+      CHECK(world.empty());
+    }
+  }
+}
+
+void undoing_that_fails_breaks_the_arena() {
+  World world;
+  const RegionId kv = world.arena->add_kv_region(1, 4);
+  world.fault->arm(Call::set_access, 1, true);
+  world.fault->arm(Call::unmap, 1, true);
+  CHECK_ERROR(ErrorKind::arena_broken, world.arena->designate(kv, 0, {0, 1, 2}));
+  world.fault->disarm();
+  CHECK(world.arena->broken() && world.arena->counts()[Owner::quarantine] == 3 && world.arena->counts().total == kPages);
+  CHECK_ERROR(ErrorKind::arena_broken, world.arena->take(1, Owner::params, 1));
+  world.arena->check();
+  world.arena->close();
+  CHECK(world.empty());
+}
+
+void a_forked_child_is_refused_and_destroys_nothing() {
+  World world;
+  const RegionId id = world.layer(1, 1);
+  world.arena->address(id)[0] = std::byte{3};
+  const pid_t child = fork();
+  if (child == 0) {
+    int wrong = 0;
+    const auto refused = [&](auto&& call) {
+      try {
+        call();
+        ++wrong;
+      } catch (const Error& error) {
+        wrong += error.kind() == ErrorKind::forked_process ? 0 : 1;
+      }
+    };
+    refused([&] { world.arena->take(1, Owner::params, 1); });
+    refused([&] { (void)world.arena->counts(); });
+    refused([&] { world.arena->close(); });
+    world.arena.reset();
+    _exit(wrong);
+  }
+  int status = 0;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(world.arena->address(id)[0] == std::byte{3});
+  world.arena->check();
+}
+
+}  // namespace
+
+int main() {
+  RUN(makes_all_pages_at_once);
+  RUN(refuses_bad_sizes);
+  RUN(create_fails_on_page_k);
+  RUN(takes_lowest_pages_or_none);
+  RUN(layer_regions_are_writable_and_keep_their_address);
+  RUN(refuses_pages_that_are_not_the_tenants);
+  RUN(a_kv_slot_is_designated_once);
+  RUN(set_up_fails_at_every_call);
+  RUN(removing_fails_whole_and_can_be_repeated);
+  RUN(map_fails_at_slot_k_then_destroy);
+  RUN(another_tenants_bytes_are_zeroed);
+  RUN(zeroing_that_fails_is_not_half_done);
+  RUN(undoing_that_fails_breaks_the_arena);
+  RUN(a_forked_child_is_refused_and_destroys_nothing);
+  return remap::testing::failures();
+}

@@ -1,0 +1,335 @@
+// Plans: refused, applied, undone, rolled back; deferred re-pointing; and what happens when undoing fails too.
+#include "remap/executor.h"
+
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <mutex>
+
+#include "check.h"
+#include "remap/backends.h"
+#include "remap/decorators.h"
+
+using namespace remap;
+
+namespace {
+
+constexpr std::size_t kPage = 64 << 10;
+constexpr TenantId kTenant = 1;
+
+Step owner(std::vector<PageId> pages, Owner from, Owner to, TenantId tenant = kTenant) {
+  Step step;
+  step.kind = Step::Kind::set_owner;
+  step.set_owner = {std::move(pages), from, to, tenant};
+  return step;
+}
+
+Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint32_t layer = 0) {
+  Step step;
+  step.kind = Step::Kind::point;
+  step.point = {region, 0, std::move(pages), deferred, layer};
+  return step;
+}
+
+struct Observer final : PointObserver {
+  void released(std::uint32_t layer) noexcept override { ++released_count; last = layer; }
+  void failed(std::uint32_t layer, std::exception_ptr) noexcept override { ++failed_count; last = layer; }
+  std::atomic<int> released_count{0};
+  std::atomic<int> failed_count{0};
+  std::atomic<std::uint32_t> last{99};
+};
+
+// Two layers of two pages (0 1, 2 3), a ring region, and a KV region where pages 2 3 and the free 4 5 have places.
+struct World {
+  std::shared_ptr<FaultBackend> fault;
+  std::shared_ptr<Arena> arena;
+  std::unique_ptr<Executor> executor;
+  RegionId one = 0, two = 0, ring = 0, kv = 0;
+
+  explicit World(Mode mode) {
+    HostOptions options;
+    options.capacity_bytes = 8 * kPage;
+    options.page_bytes = kPage;
+    fault = make_fault_backend(make_host_backend(options));
+    arena = std::make_shared<Arena>(fault, ArenaOptions{8 * kPage, kPage, mode});
+    executor = std::make_unique<Executor>(arena);
+    one = arena->add_layer_region(kTenant, "one", arena->take(2, Owner::params, kTenant));
+    two = arena->add_layer_region(kTenant, "two", arena->take(2, Owner::params, kTenant));
+    ring = arena->add_ring_region(kTenant, 2);
+    kv = arena->add_kv_region(kTenant, 6);
+    arena->designate(kv, 0, {4, 5, 2, 3});
+    std::memset(arena->address(one), 1, 2 * kPage);
+    std::memset(arena->address(two), 2, 2 * kPage);
+  }
+  // Both layers are streamed through layer one's pages; layer two's become KV, and so do the free ones.
+  Plan stream(bool deferred = true) const {
+    Plan plan;
+    plan.epoch = arena->epoch();
+    plan.steps = {owner({0, 1}, Owner::params, Owner::ring), point(ring, {0, 1}, false), point(two, {0, 1}, deferred, 1),
+                  owner({2, 3}, Owner::params, Owner::kv), owner({4, 5}, Owner::free, Owner::kv)};
+    return plan;
+  }
+  Plan back() const {
+    Plan plan;
+    plan.epoch = arena->epoch();
+    plan.steps = {owner({4, 5}, Owner::kv, Owner::free), owner({2, 3}, Owner::kv, Owner::params),
+                  owner({0, 1}, Owner::ring, Owner::params), point(two, {2, 3}, true, 1)};
+    return plan;
+  }
+  std::vector<std::vector<PageId>> state() const {
+    std::vector<std::vector<PageId>> all;
+    for (const RegionId region : {one, two, ring, kv}) all.push_back(arena->shown(region));
+    std::vector<PageId> owners;
+    for (const Owner each : arena->owners()) owners.push_back(static_cast<PageId>(each));
+    all.push_back(owners);
+    all.push_back({static_cast<PageId>(arena->epoch())});
+    return all;
+  }
+  bool reads(RegionId region, int value) const {
+    const std::byte* at = arena->address(region);
+    return at[0] == static_cast<std::byte>(value) && at[2 * kPage - 1] == static_cast<std::byte>(value);
+  }
+};
+
+template <typename Body>
+void in_both_modes(Body&& body) {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    World world(mode);
+    body(world);
+    world.fault->disarm();
+    world.executor->stop();
+    world.arena->check();
+    world.arena->close();
+    const Usage usage = world.fault->usage();
+    CHECK(usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0);
+  }
+}
+
+void applies_and_goes_back() {
+  in_both_modes([](World& world) {
+    const auto observer = std::make_shared<Observer>();
+    const std::uint64_t epoch = world.arena->epoch();
+    const Applied applied = world.executor->apply(world.stream());
+    world.executor->commit(observer);
+    world.executor->drain();
+    const bool strict = world.arena->mode() == Mode::strict;
+    CHECK(applied.epoch == epoch + 1 && world.arena->epoch() == epoch + 1 && applied.pages_moved == 6);
+    CHECK(applied.points_deferred == (strict ? 0u : 1u) && observer->released_count == (strict ? 0 : 1));
+    CHECK(strict || observer->last == 1);
+    CHECK((world.arena->shown(world.two) == std::vector<PageId>{0, 1}) && world.reads(world.two, 1));
+    CHECK(world.arena->counts()[Owner::kv] == 4 && world.arena->counts()[Owner::ring] == 2);
+    std::byte* kv = world.arena->address(world.kv);
+    CHECK(kv[2 * kPage] == std::byte{2});
+    std::memset(kv, 9, 4 * kPage);
+    world.arena->check();
+    world.executor->apply(world.back());
+    world.executor->commit(observer);
+    world.executor->drain();
+    CHECK(world.reads(world.one, 1) && world.reads(world.two, 9));  // its pages, with what KV wrote there
+    CHECK(world.arena->counts()[Owner::params] == 4 && world.arena->counts()[Owner::free] == 4);
+  });
+}
+
+void refuses_before_any_backend_call() {
+  in_both_modes([](World& world) {
+    const auto before = world.state();
+    const std::uint64_t calls = world.fault->calls();
+    const auto refused = [&](ErrorKind kind, std::vector<Step> steps, std::uint64_t late = 0) {
+      Plan plan;
+      plan.epoch = world.arena->epoch() - late;
+      plan.steps = std::move(steps);
+      CHECK_ERROR(kind, world.executor->apply(plan));
+      CHECK(world.state() == before && world.fault->calls() == calls);
+    };
+    const auto bad = ErrorKind::invalid_argument;
+    refused(ErrorKind::stale_plan, {owner({4}, Owner::free, Owner::kv)}, 1);
+    refused(bad, {owner({0}, Owner::free, Owner::kv)});
+    refused(bad, {owner({8}, Owner::free, Owner::kv)});
+    refused(bad, {owner({4, 4}, Owner::free, Owner::kv)});
+    refused(bad, {owner({0}, Owner::params, Owner::ring, 2)});
+    refused(bad, {owner({0}, Owner::params, Owner::quarantine)});
+    refused(bad, {owner({4}, Owner::free, Owner::kv), owner({4}, Owner::free, Owner::kv)});
+    refused(bad, {point(world.kv, {4}, false)});
+    refused(bad, {point(77, {4}, false)});
+    refused(bad, {point(world.two, {0}, true)});
+    refused(bad, {point(world.two, {0, kNoPage}, true)});
+    refused(bad, {point(world.two, {0, 8}, true)});
+    refused(bad, {point(world.ring, {0, 1, 2}, false)});
+    CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
+    CHECK_ERROR(ErrorKind::invalid_state, world.executor->rollback());
+  });
+}
+
+void a_page_without_a_place_is_refused_and_undone() {
+  in_both_modes([](World& world) {
+    const auto before = world.state();
+    Plan plan = world.stream();
+    plan.steps.push_back(owner({6}, Owner::free, Owner::kv));
+    CHECK_ERROR(ErrorKind::invalid_argument, world.executor->apply(plan));
+    CHECK(world.state() == before);
+  });
+}
+
+void rolls_back() {
+  in_both_modes([](World& world) {
+    const auto before = world.state();
+    world.executor->apply(world.stream());
+    CHECK_ERROR(ErrorKind::invalid_state, world.executor->apply(world.stream()));
+    world.executor->rollback();
+    CHECK(world.state() == before && world.reads(world.one, 1) && world.reads(world.two, 2));
+    world.arena->check();
+    world.executor->apply(world.stream());
+    world.executor->commit(nullptr);
+    world.executor->drain();
+  });
+}
+
+void every_call_fails_once() {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    for (std::uint64_t n = 1;; ++n) {
+      World world(mode);
+      const auto before = world.state();
+      world.fault->arm_any(n);
+      bool failed = false;
+      try {
+        world.executor->apply(world.stream(false));
+      } catch (const Error& error) {
+        failed = true;
+        CHECK(error.kind() == ErrorKind::driver && world.state() == before);
+        CHECK(world.reads(world.one, 1) && world.reads(world.two, 2));
+        world.arena->check();
+        world.fault->disarm();
+        world.executor->apply(world.stream(false));
+      }
+      world.fault->disarm();
+      world.executor->commit(nullptr);
+      world.arena->check();
+      CHECK(world.reads(world.two, 1));
+      if (!failed) break;
+    }
+  }
+}
+
+// Fault while undoing: pages are quarantined and counted, only close() is allowed, and it gives everything back.
+void every_call_fails_for_ever() {
+  bool broke = false;
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    for (std::uint64_t n = 1;; ++n) {
+      World world(mode);
+      const auto before = world.state();
+      world.fault->arm_any(n, true);
+      bool failed = false;
+      try {
+        world.executor->apply(world.stream(false));
+        world.fault->disarm();
+        world.executor->commit(nullptr);
+      } catch (const Error& error) {
+        failed = true;
+        world.fault->disarm();
+        CHECK(world.arena->broken() == (error.kind() == ErrorKind::arena_broken));
+        if (world.arena->broken()) {
+          broke = true;
+          const PageCounts counts = world.arena->counts();
+          CHECK(counts[Owner::quarantine] > 0 && counts.total == 8);
+          CHECK_ERROR(ErrorKind::arena_broken, world.executor->apply(world.stream(false)));
+        } else {
+          CHECK(world.state() == before);
+        }
+      }
+      world.arena->check();
+      world.executor->stop();
+      world.arena->close();
+      const Usage usage = world.fault->usage();
+      CHECK(usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0);
+      if (!failed) break;
+    }
+  }
+  CHECK(broke);
+}
+
+void a_deferred_failure_is_told_and_tried_again() {
+  World world(Mode::aliased);
+  const auto observer = std::make_shared<Observer>();
+  world.executor->apply(world.stream());
+  const Call pointing = world.fault->can_exchange() ? Call::exchange : Call::map;
+  world.fault->arm(pointing, 1, true);
+  world.executor->commit(observer);
+  world.executor->drain();
+  CHECK(observer->failed_count == 1 && observer->released_count == 0 && world.executor->failed_points() == 1);
+  CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}));
+  world.arena->check();
+  CHECK_ERROR(ErrorKind::driver, world.executor->retry_failed());
+  CHECK(world.executor->failed_points() == 1 && observer->failed_count == 2);
+  world.fault->disarm();
+  world.executor->retry_failed();
+  CHECK(world.executor->failed_points() == 0 && observer->released_count == 1 && world.reads(world.two, 1));
+  world.arena->check();
+}
+
+// The next plan changes the target before the failed step was tried again: it ends at the newest target.
+void a_retry_points_at_the_present_target() {
+  World world(Mode::aliased);
+  const auto observer = std::make_shared<Observer>();
+  world.executor->apply(world.stream());
+  world.fault->arm(world.fault->can_exchange() ? Call::exchange : Call::map, 1);
+  world.executor->commit(observer);
+  world.executor->drain();
+  CHECK(world.executor->failed_points() == 1);
+  world.executor->apply(world.back());
+  world.executor->commit(observer);
+  world.executor->drain();
+  world.executor->retry_failed();
+  CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}) && world.reads(world.two, 2));
+  world.arena->check();
+}
+
+void a_deferred_step_waits_for_its_event() {
+  World world(Mode::aliased);
+  const auto observer = std::make_shared<Observer>();
+  const StreamHandle stream = world.fault->create_stream();
+  const EventHandle event = world.fault->create_event();
+  std::byte* memory = world.fault->allocate_host(16 << 20);
+  for (int i = 0; i < 40; ++i) world.fault->fill(stream, memory, 1, 16 << 20);
+  world.fault->record(event, stream);
+  world.executor->apply(world.stream());
+  world.executor->commit(observer, event);
+  if (!world.fault->query(event)) CHECK(observer->released_count == 0 || world.fault->query(event));
+  world.executor->drain();
+  CHECK(world.fault->query(event) && observer->released_count == 1);
+  world.fault->destroy_stream(stream);
+  world.fault->destroy_event(event);
+  world.fault->free_host(memory, 16 << 20);
+}
+
+void forgets_what_a_tenant_leaves() {
+  World world(Mode::aliased);
+  world.executor->apply(world.stream());
+  world.fault->arm(world.fault->can_exchange() ? Call::exchange : Call::map, 1, true);
+  world.executor->commit(nullptr);
+  world.executor->drain();
+  CHECK(world.executor->failed_points() == 1);
+  world.executor->forget(kTenant + 1);
+  CHECK(world.executor->failed_points() == 1);
+  world.executor->forget(kTenant);
+  CHECK(world.executor->failed_points() == 0);
+  world.fault->disarm();
+  world.arena->remove_tenant(kTenant);
+  world.arena->check();
+  CHECK(world.arena->counts()[Owner::free] == 8);
+}
+
+}  // namespace
+
+int main() {
+  RUN(applies_and_goes_back);
+  RUN(refuses_before_any_backend_call);
+  RUN(a_page_without_a_place_is_refused_and_undone);
+  RUN(rolls_back);
+  RUN(every_call_fails_once);
+  RUN(every_call_fails_for_ever);
+  RUN(a_deferred_failure_is_told_and_tried_again);
+  RUN(a_retry_points_at_the_present_target);
+  RUN(a_deferred_step_waits_for_its_event);
+  RUN(forgets_what_a_tenant_leaves);
+  return remap::testing::failures();
+}
