@@ -66,7 +66,14 @@ class Delays:
                 self._files.append(os.open(task / "schedstat", os.O_RDONLY))
 
     def read(self) -> float:
-        return sum(int(os.pread(file, 64, 0).split()[1]) for file in self._files) * 1e-9
+        return sum(self._waited_ns(file) for file in self._files) * 1e-9
+
+    @staticmethod
+    def _waited_ns(file: int) -> int:
+        try:
+            return int(os.pread(file, 64, 0).split()[1])
+        except ProcessLookupError:  # a stream that was about to end when the threads were listed
+            return 0
 
     def close(self) -> None:
         for file in self._files:

@@ -49,7 +49,11 @@ class Changes:
         pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
         entering = set(plan.streamed) - set(pages.streamed)
         if (pages.ring and plan.ring != pages.ring) or not all(prefetcher.ready(layer) for layer in entering):
-            # Copies in flight write into pages that are about to belong to somebody else. Never the case while growing.
+            # Copies in flight write into pages that are about to belong to somebody else. Never the case while growing. The
+            # worker first: when it is done with a region it starts the copy that waits for that.
+            self._executor.drain()
+            if self._executor.failed_points:
+                self._executor.retry_failed()
             prefetcher.drain()
         core = _core.Plan(plan.epoch)
         for step in plan.steps:

@@ -107,7 +107,7 @@ def plan_streamed(
     """
     target = tuple(sorted(streamed))
     layers = len(now.homes)
-    if len(set(target)) != len(target) or any(not 0 <= layer < layers for layer in target):
+    if len(set(target)) != len(target) or (target and not 0 <= target[0] <= target[-1] < layers):
         raise InvalidArgument(
             f"the streamed layers must be distinct and lie in 0..{layers - 1}, got {target}; nothing was planned",
             layers=layers,
@@ -158,7 +158,7 @@ def plan_streamed(
     slot_of = {layer: index % buffers for index, layer in enumerate(target)} if target else {}
     old_slot = {layer: index % len(now.ring) for index, layer in enumerate(now.streamed)} if now.ring else {}
     held = []
-    for layer in range(layers):
+    for layer in sorted({*now.streamed, *target}):
         home = now.homes[layer]
         shows = now.ring[old_slot[layer]][: len(home)] if layer in old_slot else home
         wanted = ring[slot_of[layer]][: len(home)] if layer in slot_of else home

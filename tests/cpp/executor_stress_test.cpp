@@ -73,7 +73,14 @@ struct World {
 
   // Streams `next` (layer 0's home is the ring) instead of what is streamed now.
   void change(const std::vector<LayerId>& next) {
-    prefetcher->drain();  // copies in flight write where pages may change hands now
+    bool settled = is(next, 0) == is(streamed, 0);
+    for (const LayerId layer : next) settled = settled && (is(streamed, layer) || prefetcher->ready(layer));
+    if (!settled) {
+      // Copies in flight, or about to be when the worker is done with a region, write where pages change hands now.
+      executor->drain();
+      prefetcher->drain();
+    }
+    const bool fresh = !is(streamed, 0);
     Plan plan;
     plan.epoch = arena->epoch();
     StreamConfiguration configuration;
@@ -112,7 +119,7 @@ struct World {
     configuration.streamed = next;
     if (!next.empty()) configuration.ring = {arena->address(ring)};
     configuration.ring_bytes = kLayerPages * kPage;
-    configuration.fresh = true;
+    configuration.fresh = fresh;
     prefetcher->configure(configuration);
     executor->commit(observer);
     streamed = next;

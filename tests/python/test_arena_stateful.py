@@ -279,3 +279,23 @@ LayerMajorMachine.TestCase.settings = settings(
 )
 TestArena = ArenaMachine.TestCase
 TestArenaLayerMajor = LayerMajorMachine.TestCase
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_back_and_forth_without_a_pass_in_between(mode: str) -> None:
+    """A layer on its way home when its pages become KV again is copied neither over KV blocks nor into the ring."""
+    layers = make_layers([2] * 6)
+    with remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode) as session:
+        tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=120))
+        for round_ in range(120):
+            session.remap("m", 4, 1 + round_ % 2)
+            ids = tenant.kv.allocate(tenant.kv.free_blocks)
+            for block in ids:
+                write_block(tenant, block, 1 + round_)
+            if round_ % 3 == 0:
+                forward(session, tenant, layers)
+            session.settle()
+            for block in ids:
+                assert read_block(tenant, block) == {1 + round_}
+            tenant.kv.free(ids)
+            session.remap("m", round_ % 3)

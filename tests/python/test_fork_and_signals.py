@@ -123,7 +123,8 @@ def test_an_interrupt_ends_a_blocked_wait(what: str) -> None:
         block = f"tenant._prefetcher.configure(tenant.streamed, {ring}, [], [], event, True)\ntenant._prefetcher.begin_pass()"
         wait = "tenant.wait(tenant.streamed[0])"
     elif what == "held":  # the layer's region is being re-pointed, behind the event
-        block = f"tenant._prefetcher.configure(tenant.streamed, {ring}, [], [tenant.streamed[0]])\ntenant._prefetcher.begin_pass()"
+        block = f"tenant._prefetcher.configure(tenant.streamed, {ring}, [], [tenant.streamed[0]])\n"
+        block += "tenant._prefetcher.begin_pass()"
         wait = "tenant.wait(tenant.streamed[0])"
     else:
         block, wait = "", "backend.synchronize(event, 3600.0)"
