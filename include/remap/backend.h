@@ -1,7 +1,7 @@
 // The backend contract: everything that the core asks of a device, and nothing else.
 //
 // Implementations: host (memfd; CPU inference), cuda and sim (later), and the decorators fault, limit and trace, which
-// wrap any of them. One conformance suite (tests/python/test_backend_contract.py) runs over every implementation.
+// wrap any of them. One conformance suite (tests/python/test_backend_contract*.py) runs over every implementation.
 //
 // Rules for all calls
 //   * A call either has its full effect or throws remap::Error and has none.

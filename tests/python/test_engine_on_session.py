@@ -105,7 +105,9 @@ def test_random_changes_between_steps(seed, mode):
         poison(rig.kv)
 
     layout = rng.choice(LAYOUTS)
-    page = 4096 if layout == "layer_major" else rng.choice([16384, 65536])  # a group of blocks is 2 x layers pages there
+    page = (
+        4096 if layout == "layer_major" else rng.choice([16384, 65536])
+    )  # a group of blocks is 2 x layers pages there
     kv = kv_spec(model, min_blocks=16, layout=layout)
     with Rig(model, kv=kv, mode=mode, page_bytes=page, spare=rng.randint(0, 2)) as rig:
         rig.hooks.remove()

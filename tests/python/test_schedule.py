@@ -24,7 +24,7 @@ N = 40
 RATIOS = (2, 4, 8)
 # alpha -> stall in layer computations, n = 40, as (one buffer, two rotating buffers) for each of RATIOS.
 STALLS = {
-    **{alpha: ((0, 0), (0, 0), (0, 0)) for alpha in (1, 2, 3)},
+    **dict.fromkeys((1, 2, 3), ((0, 0), (0, 0), (0, 0))),
     4: ((0, 0), (0, 0), (5, 8)),
     5: ((0, 0), (0, 0), (14, 16)),
     6: ((0, 0), (0, 0), (23, 24)),

@@ -193,6 +193,6 @@ def test_uniform_is_even(layers: int, remapped: int, buffers: int, phase: int) -
         return
     assert len(set(chosen)) == remapped + buffers and list(chosen) == sorted(chosen)
     gaps = [b - a for a, b in itertools.pairwise([*chosen, chosen[0] + layers])]
-    assert max(gaps) - min(gaps) <= 1 and 0 <= chosen[0] and chosen[-1] < layers
+    assert max(gaps) - min(gaps) <= 1 and chosen[0] >= 0 and chosen[-1] < layers
     plain = schedule.uniform(layers, remapped, buffers)
     assert set(chosen) == {(layer + phase) % layers for layer in plain}

@@ -135,7 +135,13 @@ def test_a_model_on_another_device(bare):
     assert caught.value.path == "model.embed_tokens.weight"
 
 
-_SMALL = {"vocab_size": 11, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1}
+_SMALL = {
+    "vocab_size": 11,
+    "hidden_size": 16,
+    "intermediate_size": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
 @pytest.mark.parametrize("kind", ["llama", "opt-odd"])

@@ -17,9 +17,7 @@ from remap import InvalidArgument, InvalidState  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
 
 WIDTH, PAGE = 48, 4096
-KV = remap.KVSpec(
-    layers=LAYERS, kv_heads=1, head_dim=16, block_tokens=4, dtype="float32", min_blocks=1, max_blocks=200
-)
+KV = remap.KVSpec(layers=LAYERS, kv_heads=1, head_dim=16, block_tokens=4, dtype="float32", min_blocks=1, max_blocks=200)
 
 
 class Layer(nn.Module):
