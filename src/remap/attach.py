@@ -213,6 +213,7 @@ def attach_layers(
                         arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
         source.install(addresses, rest_address)
     except BaseException:
+        # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
         arena.remove_tenant(tenant, undoing=True)
         raise
     places = set(giving)

@@ -174,6 +174,7 @@ class Session:
                 self._changes.apply(tenant, plan_free_pages(attachment.pages, self._arena.epoch, first, give=True))
                 self._changes.settle(tenant)
         except BaseException:
+            # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
             attachment.detach(())
             self._arena.remove_tenant(number, undoing=True)
             raise
