@@ -114,10 +114,13 @@ class Changes:
     def grow(
         self, tenant: Tenant, layers: int, buffers: int, *, predicted_stall_s: float = 0.0, reason: str = ""
     ) -> None:
-        """Up to `layers` layers' worth: fewer, or none, where layers turn out to be written or pages have no place."""
+        """Up to `layers` layers' worth: fewer, or none, where layers turn out to be written or pages have no place.
+
+        Adds to what is streamed, even if that is no prefix of the nested order (set by hand): growing never takes a KV page.
+        """
         for fewer in range(layers, tenant.remapped, -1):
             try:
-                target = self._streamable(tenant, fewer, buffers, "nested")
+                target = self._streamable(tenant, fewer, buffers, "onward")
                 plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
             except InvalidArgument:
                 continue

@@ -263,10 +263,15 @@ class Tenant:
         self._times = None
 
     def select(self, remapped: int, buffers: int, selection: str = "nested") -> tuple[int, ...]:
-        """The layers to stream for `remapped` layers' worth of KV. "nested": grows without reloading; "uniform": even."""
+        """The layers to stream for `remapped` layers' worth of KV. "nested": grows without reloading; "uniform": even;
+        "onward": what is streamed now, whichever that is, and more of the nested order."""
         if remapped == 0:
             return ()
         order = self._attachment.order
+        if selection == "onward":
+            present = self.streamed
+            more = [layer for layer in order if layer not in present][: max(0, remapped + buffers - len(present))]
+            return tuple(sorted((*present, *more)))
         if selection == "nested":
             return tuple(sorted(order[: remapped + buffers]))
         ascending = sorted(order)

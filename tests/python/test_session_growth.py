@@ -42,6 +42,21 @@ def test_free_pages_come_first():
         assert world.session.snapshot().pages.free == 0
 
 
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@pytest.mark.parametrize("buffers", [1, 2])
+@pytest.mark.parametrize("by_hand", range(1, N - 2))
+def test_growth_adds_to_a_set_chosen_by_hand_and_takes_no_kv_page(by_hand, buffers, mode):
+    """An evenly spaced set is no prefix of the order in which the controller gives: growing must not swap its layers out."""
+    with World(times=HIDDEN, mode=mode) as world:
+        world.session.remap("m", by_hand, buffers, "uniform")
+        streamed, blocks = set(world.tenant.streamed), set(world.kv.allocate(world.kv.free_blocks))
+        world.step(blocks=1)
+        assert world.tenant.remapped == by_hand + 1
+        assert streamed < set(world.tenant.streamed)
+        assert blocks.isdisjoint(world.kv.allocate(world.kv.free_blocks))
+        world.forward()
+
+
 def test_nothing_to_do_changes_nothing_and_calls_nothing():
     with World(times=HIDDEN, spare=2) as world:
         before, calls = world.session.snapshot(), world.backend.count()
