@@ -49,6 +49,9 @@ void bind_contract(py::module_& module) {
       .def_property_readonly("can_exchange", &Backend::can_exchange)
       .def_property_readonly("new_pages_are_zero", &Backend::new_pages_are_zero)
       .def("usage", &usage)
+      .def_property_readonly("device_kind", [](const Backend& b) { return b.device().kind == DeviceInfo::Kind::cuda ? "cuda" : "host"; })
+      .def_property_readonly("device_index", [](const Backend& b) { return b.device().index; })
+      .def_property_readonly("host_addressable", [](const Backend& b) { return b.device().host_addressable; })
       .def("reserve", [](Backend& b, std::size_t bytes, std::size_t align) { return to_int(b.reserve(bytes, align)); }, ReleaseGil())
       .def("release", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.release(to_address(at), bytes); }, ReleaseGil())
       .def("create_page", &Backend::create_page, ReleaseGil())
@@ -69,6 +72,8 @@ void bind_contract(py::module_& module) {
       .def("unregister_host", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.unregister_host(to_address(at), bytes); }, ReleaseGil())
       .def("create_stream", &Backend::create_stream, ReleaseGil())
       .def("destroy_stream", &Backend::destroy_stream, ReleaseGil())
+      .def("adopt_stream", &Backend::adopt_stream, py::arg("native"), ReleaseGil())
+      .def("forget_stream", &Backend::forget_stream, py::arg("stream"), ReleaseGil())
       .def("copy",
            [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uintptr_t from, std::size_t bytes) {
              b.copy(stream, to_address(to), to_address(from), bytes);
@@ -139,6 +144,50 @@ void bind_backend(py::module_& module) {
         return make_host_backend(HostOptions{capacity_bytes, page_bytes, copy_threads});
       },
       py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("copy_threads") = 1, ReleaseGil());
+  py::enum_<ShareableHandle>(module, "ShareableHandle")
+      .value("none", ShareableHandle::none)
+      .value("posix_fd", ShareableHandle::posix_fd)
+      .value("fabric", ShareableHandle::fabric);
+  module.def(
+      "make_cuda_backend",
+      [](int device, std::string library, ShareableHandle shareable, bool gpu_direct_rdma, std::size_t host_budget_bytes) {
+        return make_cuda_backend(CudaOptions{device, std::move(library), shareable, gpu_direct_rdma, host_budget_bytes});
+      },
+      py::arg("device") = 0, py::arg("library") = "", py::arg("shareable") = ShareableHandle::none,
+      py::arg("gpu_direct_rdma") = false, py::arg("host_budget_bytes") = 0, ReleaseGil());
+  module.def(
+      "probe_cuda",
+      [](const std::string& library) {
+        const CudaProbe probe = probe_cuda(library);
+        py::list devices;
+        for (const CudaDevice& device : probe.devices) {
+          py::dict entry;
+          entry["index"] = device.index;
+          entry["name"] = device.name;
+          entry["total_bytes"] = device.total_bytes;
+          entry["free_bytes"] = device.free_bytes;
+          entry["vmm"] = device.vmm;
+          entry["granularity"] = device.granularity;
+          entry["recommended_granularity"] = device.recommended_granularity;
+          entry["posix_fd"] = device.posix_fd;
+          entry["fabric"] = device.fabric;
+          entry["gpu_direct_rdma"] = device.gpu_direct_rdma;
+          entry["read_only_host_register"] = device.read_only_host_register;
+          entry["coherent"] = device.coherent;
+          entry["integrated"] = device.integrated;
+          entry["compute_capability"] = py::make_tuple(device.compute_major, device.compute_minor);
+          entry["pcie"] = py::make_tuple(device.pcie_domain, device.pcie_bus, device.pcie_device);
+          devices.append(entry);
+        }
+        py::dict out;
+        out["library"] = probe.library;
+        out["driver_version"] = probe.driver_version;
+        out["emulated"] = probe.emulated;
+        out["host_budget_bytes"] = probe.host_budget_bytes;
+        out["devices"] = devices;
+        return out;
+      },
+      py::arg("library") = "");
   module.def("make_fault_backend", &make_fault_backend, py::arg("inner"));
   module.def("make_trace_backend", &make_trace_backend, py::arg("inner"));
   module.def(

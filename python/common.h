@@ -42,4 +42,14 @@ class GilRelease {
 
 using ReleaseGil = py::call_guard<GilRelease>;
 
+// Without the GIL where streams are used: a driver lets a call wait until a stream has room (or another thread wait that holds
+// a lock of ours meanwhile), and what the stream does until then may be a host function that wants the GIL. Elsewhere the call
+// is short, and letting go of the GIL would only invite other threads in.
+template <typename Call>
+auto beside_streams(bool streams, Call&& call) {
+  if (!streams) return call();
+  const GilRelease release;
+  return call();
+}
+
 }  // namespace remap::python

@@ -46,6 +46,7 @@ struct DLManagedTensorVersioned {
 };
 
 constexpr std::int32_t kCpu = 1;
+constexpr std::int32_t kCuda = 2;
 
 // Keeps the owner (the arena's backend) alive until the last tensor over it is gone; then the consumer calls the deleter.
 template <typename Managed>
@@ -67,13 +68,13 @@ void delete_export(Managed* managed) {
 }
 
 template <typename Managed>
-Managed* make_export(std::uintptr_t address, std::size_t bytes, const py::object& owner) {
+Managed* make_export(std::uintptr_t address, std::size_t bytes, DLDevice device, const py::object& owner) {
   auto self = std::make_unique<Export<Managed>>();
   self->shape = static_cast<std::int64_t>(bytes);
   self->owner = owner.inc_ref().ptr();
   DLTensor& tensor = self->managed.dl_tensor;
   tensor.data = reinterpret_cast<void*>(address);
-  tensor.device = {kCpu, 0};
+  tensor.device = device;
   tensor.ndim = 1;
   tensor.dtype = {1, 8, 1};  // unsigned integer, 8 bits, one lane
   tensor.shape = &self->shape;
@@ -93,8 +94,12 @@ void destroy_unused(PyObject* capsule, const char* name) {
 
 class BytesView {
  public:
-  BytesView(std::uintptr_t address, std::size_t bytes, py::object owner)
-      : address_(address), bytes_(bytes), owner_(std::move(owner)) {}
+  BytesView(std::uintptr_t address, std::size_t bytes, py::object owner, const std::string& kind, std::int32_t index)
+      : address_(address), bytes_(bytes), device_{kind == "cuda" ? kCuda : kCpu, kind == "cuda" ? index : 0},
+        owner_(std::move(owner)) {}
+  py::tuple device() const { return py::make_tuple(device_.device_type, device_.device_id); }
+
+  // `stream=` is accepted and needs nothing: exporting enqueues no work, and who may use the bytes when is ordered by wait().
 
   py::object dlpack(const py::kwargs& arguments) const {
     bool versioned = false;
@@ -102,14 +107,14 @@ class BytesView {
       versioned = py::cast<py::tuple>(arguments["max_version"])[0].cast<int>() >= 1;
     }
     if (versioned) {
-      auto* managed = make_export<DLManagedTensorVersioned>(address_, bytes_, owner_);
+      auto* managed = make_export<DLManagedTensorVersioned>(address_, bytes_, device_, owner_);
       managed->version = {1, 0};
       managed->flags = 0;
       return py::reinterpret_steal<py::object>(PyCapsule_New(managed, "dltensor_versioned", [](PyObject* capsule) {
         destroy_unused<DLManagedTensorVersioned>(capsule, "dltensor_versioned");
       }));
     }
-    auto* managed = make_export<DLManagedTensor>(address_, bytes_, owner_);
+    auto* managed = make_export<DLManagedTensor>(address_, bytes_, device_, owner_);
     return py::reinterpret_steal<py::object>(PyCapsule_New(
         managed, "dltensor", [](PyObject* capsule) { destroy_unused<DLManagedTensor>(capsule, "dltensor"); }));
   }
@@ -117,6 +122,7 @@ class BytesView {
  private:
   std::uintptr_t address_;
   std::size_t bytes_;
+  DLDevice device_;
   py::object owner_;
 };
 
@@ -125,9 +131,10 @@ class BytesView {
 void bind_memory(py::module_& module) {
   py::class_<BytesView>(module, "BytesView",
                         "A range of device memory as a one-dimensional uint8 tensor for from_dlpack(); keeps `owner` alive.")
-      .def(py::init<std::uintptr_t, std::size_t, py::object>(), py::arg("address"), py::arg("nbytes"), py::arg("owner"))
+      .def(py::init<std::uintptr_t, std::size_t, py::object, const std::string&, std::int32_t>(), py::arg("address"),
+           py::arg("nbytes"), py::arg("owner"), py::arg("kind") = "host", py::arg("index") = 0)
       .def("__dlpack__", &BytesView::dlpack)
-      .def("__dlpack_device__", [](const BytesView&) { return py::make_tuple(kCpu, 0); });
+      .def("__dlpack_device__", &BytesView::device);
   module.def(
       "buffer_address",
       [](const py::buffer& buffer) { return reinterpret_cast<std::uintptr_t>(buffer.request(false).ptr); }, py::arg("buffer"),

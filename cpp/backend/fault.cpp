@@ -119,6 +119,11 @@ class Fault final : public Intercept<FaultBackend> {
     const std::lock_guard<std::mutex> lock(mutex_);
     failed_streams_.erase(stream);
   }
+  void forget_stream(StreamHandle stream) override {
+    Intercept::forget_stream(stream);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    failed_streams_.erase(stream);
+  }
   void destroy_event(EventHandle event) override {
     Intercept::destroy_event(event);
     const std::lock_guard<std::mutex> lock(mutex_);

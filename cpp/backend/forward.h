@@ -22,6 +22,7 @@ class Forward : public Base {
   bool new_pages_are_zero() const noexcept override { return inner_->new_pages_are_zero(); }
   bool can_exchange() const noexcept override { return inner_->can_exchange(); }
   Usage usage() const override { return inner_->usage(); }
+  DeviceInfo device() const override { return inner_->device(); }
 
   std::byte* reserve(std::size_t bytes, std::size_t alignment) override { return inner_->reserve(bytes, alignment); }
   void release(std::byte* address, std::size_t bytes) override { inner_->release(address, bytes); }
@@ -42,6 +43,8 @@ class Forward : public Base {
 
   StreamHandle create_stream() override { return inner_->create_stream(); }
   void destroy_stream(StreamHandle stream) override { inner_->destroy_stream(stream); }
+  StreamHandle adopt_stream(std::uint64_t native) override { return inner_->adopt_stream(native); }
+  void forget_stream(StreamHandle stream) override { inner_->forget_stream(stream); }
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     inner_->copy(stream, to, from, bytes);
   }

@@ -73,7 +73,7 @@ void HostMemory::map(std::byte* at, const PageHandle* pages, std::size_t count, 
   MappingTable::Cells cells;
   std::vector<Run> runs;
   for (std::size_t i = 0; i < count; ++i) {
-    const Cell cell{slot_of(pages[i], "map"), Access::none};
+    const Cell cell{page_bytes_, slot_of(pages[i], "map"), Access::none};
     const Address place = begin + i * page_bytes_;
     cells.emplace_hint(cells.end(), place, cell);
     if (!runs.empty() && runs.back().first.slot + runs.back().bytes / page_bytes_ == cell.slot) {

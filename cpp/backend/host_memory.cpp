@@ -60,7 +60,7 @@ HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::
       page_bytes_(page_bytes),
       granularity_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))),
       capacity_bytes_(capacity_bytes),
-      table_(page_bytes, granularity_) {
+      table_(granularity_) {
   if (page_bytes == 0 || page_bytes % granularity_ != 0) {
     throw Error(ErrorKind::invalid_argument,
                 "host backend: expected page_bytes to be a multiple of " + std::to_string(granularity_) + ", got " +

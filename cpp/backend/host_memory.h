@@ -25,8 +25,13 @@ namespace remap::host {
 
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;  // what one page-table page covers: mremap moves such whole
 
+using mapping::address_of;
+using mapping::Address;
+using mapping::Cell;
+using mapping::MappingTable;
+using mapping::Run;
+
 inline void* pointer(Address address) noexcept { return reinterpret_cast<void*>(address); }
-inline Address address_of(const std::byte* at) noexcept { return reinterpret_cast<Address>(at); }
 inline std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
 
 // The system calls that can fail half-way through a change; a test replaces them to make them fail.

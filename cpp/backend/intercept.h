@@ -66,6 +66,12 @@ class Intercept : public Forward<Base> {
   void destroy_stream(StreamHandle stream) override {
     around(Call::destroy_stream, {stream}, [&] { this->inner_->destroy_stream(stream); });
   }
+  StreamHandle adopt_stream(std::uint64_t native) override {
+    return around(Call::adopt_stream, {native}, [&] { return this->inner_->adopt_stream(native); });
+  }
+  void forget_stream(StreamHandle stream) override {
+    around(Call::forget_stream, {stream}, [&] { this->inner_->forget_stream(stream); });
+  }
   void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
     around(Call::copy, {stream, number(to), number(from), bytes}, [&] { this->inner_->copy(stream, to, from, bytes); });
   }

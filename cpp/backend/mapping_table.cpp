@@ -3,8 +3,7 @@
 #include <string>
 #include <utility>
 
-namespace remap::host {
-namespace {
+namespace remap::mapping {
 
 std::string hex(Address value) {
   static const char* digits = "0123456789abcdef";
@@ -15,6 +14,8 @@ std::string hex(Address value) {
   } while (value != 0);
   return "0x" + text;
 }
+
+namespace {
 
 [[noreturn]] void refuse(ErrorKind kind, const char* call, Address at, std::size_t bytes, const std::string& why) {
   throw Error(kind,
@@ -67,7 +68,7 @@ void MappingTable::require_unmapped(Address at, std::size_t bytes, const char* c
   // The page before may reach into the range.
   if (cell != cells_.begin()) {
     const auto before = std::prev(cell);
-    if (before->first >= region->first && before->first + page_bytes_ > at) cell = before;
+    if (before->first >= region->first && before->first + before->second.bytes > at) cell = before;
   }
   if (cell != cells_.end() && cell->first < at + bytes) {
     refuse(ErrorKind::invalid_state, call, at, bytes, "a page is already mapped at " + hex(cell->first) + "; unmap it first");
@@ -78,29 +79,51 @@ void MappingTable::require_pages(Address at, std::size_t bytes, const char* call
   containing(at, bytes, call);
   const Address end = at + bytes;
   Address next = at;
-  for (auto cell = cells_.lower_bound(at); next < end; ++cell, next += page_bytes_) {
+  std::size_t last = 0;
+  for (auto cell = cells_.lower_bound(at); next < end; ++cell, next += last) {
     if (cell == cells_.end() || cell->first != next) {
       refuse(ErrorKind::invalid_state, call, at, bytes, "expected whole mapped pages, but no page starts at " + hex(next));
     }
+    last = cell->second.bytes;
   }
   if (next != end) {
     refuse(ErrorKind::invalid_state, call, at, bytes,
-           "expected whole mapped pages of " + std::to_string(page_bytes_) + " bytes, but the range ends inside one");
+           "expected whole mapped pages, but the range ends inside one of " + std::to_string(last) + " bytes");
   }
 }
 
 void MappingTable::require_accessible(Address at, std::size_t bytes, const char* call) const {
   containing(at, bytes, call);
+  require_cells(at, bytes, Access::read, call);
+}
+
+bool MappingTable::require_access(Address at, std::size_t bytes, Access least, const char* call) const {
+  if (bytes == 0) return false;
+  if (at + bytes < at) refuse(ErrorKind::invalid_argument, call, at, bytes, "the range passes the end of the address space");
+  const auto after = regions_.lower_bound(at + bytes);  // the first that begins behind the range
+  if (after == regions_.begin()) return false;
+  const auto region = std::prev(after);
+  if (region->first + region->second <= at) return false;
+  if (region->first > at || at + bytes > region->first + region->second) {
+    refuse(ErrorKind::invalid_argument, call, at, bytes, "a part of it is in a region and a part is not");
+  }
+  require_cells(at, bytes, least, call);
+  return true;
+}
+
+void MappingTable::require_cells(Address at, std::size_t bytes, Access least, const char* call) const {
   auto cell = cells_.upper_bound(at);
   if (cell != cells_.begin()) --cell;
   for (Address next = at; next < at + bytes; ++cell) {
-    if (cell == cells_.end() || cell->first > next || cell->first + page_bytes_ <= next) {
+    if (cell == cells_.end() || cell->first > next || cell->first + cell->second.bytes <= next) {
       refuse(ErrorKind::invalid_state, call, at, bytes, "expected mapped pages, but none is at " + hex(next));
     }
-    if (cell->second.access == Access::none) {
-      refuse(ErrorKind::invalid_state, call, at, bytes, "the page at " + hex(cell->first) + " has access none; set it first");
+    if (cell->second.access < least) {
+      refuse(ErrorKind::invalid_state, call, at, bytes,
+             "the page at " + hex(cell->first) + " has access " + (cell->second.access == Access::none ? "none" : "read") +
+                 "; set it first");
     }
-    next = cell->first + page_bytes_;
+    next = cell->first + cell->second.bytes;
   }
 }
 
@@ -109,16 +132,17 @@ std::size_t MappingTable::boundaries(Address low, Address high) const noexcept {
   const Address begin = region->first;
   const Address end = begin + region->second;
   std::size_t count = 0;
-  for (auto cell = cells_.lower_bound(low > page_bytes_ ? low - page_bytes_ : 0);
-       cell != cells_.end() && cell->first <= high && cell->first < end; ++cell) {
+  auto cell = cells_.lower_bound(low);
+  if (cell != cells_.begin()) --cell;  // may end in the window
+  for (; cell != cells_.end() && cell->first <= high && cell->first < end; ++cell) {
     if (cell->first < begin) continue;
     const Address start = cell->first;
-    const Address stop = start + page_bytes_;
+    const Address stop = start + cell->second.bytes;
     if (start >= low && start != begin) {
       bool merges = false;
       if (cell != cells_.begin()) {
         const auto before = std::prev(cell);
-        merges = before->first + page_bytes_ == start && before->second.slot + 1 == cell->second.slot &&
+        merges = before->first + before->second.bytes == start && before->second.slot + 1 == cell->second.slot &&
                  before->second.access == cell->second.access;
       }
       if (!merges) ++count;
@@ -145,8 +169,9 @@ void MappingTable::remove_region(Address at) noexcept {
 void MappingTable::add(Cells& cells) noexcept {
   if (cells.empty()) return;
   const Address low = cells.begin()->first;
-  const Address high = std::prev(cells.end())->first + page_bytes_;
+  const Address high = std::prev(cells.end())->first + std::prev(cells.end())->second.bytes;
   boundaries_ -= boundaries(low, high);
+  for (const auto& cell : cells) mapped_bytes_ += cell.second.bytes;
   cells_.merge(cells);
   boundaries_ += boundaries(low, high);
 }
@@ -154,6 +179,7 @@ void MappingTable::add(Cells& cells) noexcept {
 void MappingTable::remove(Address at, std::size_t bytes) noexcept {
   boundaries_ -= boundaries(at, at + bytes);
   cells_.erase(cells_.lower_bound(at), cells_.lower_bound(at + bytes));
+  mapped_bytes_ -= bytes;
   boundaries_ += boundaries(at, at + bytes);
 }
 
@@ -169,15 +195,15 @@ void MappingTable::exchange(Address a, Address b, std::size_t bytes) noexcept {
   // The two windows may touch (b = a + bytes), where one place would be counted twice; so they are changed one by one.
   auto one = cells_.lower_bound(a);
   auto other = cells_.lower_bound(b);
-  for (std::size_t done = 0; done < bytes; done += page_bytes_, ++one, ++other) {
+  for (std::size_t done = 0; done < bytes; done += one->second.bytes, ++one, ++other) {
     const Cell first = one->second;
     const Cell second = other->second;
-    boundaries_ -= boundaries(one->first, one->first + page_bytes_);
+    boundaries_ -= boundaries(one->first, one->first + first.bytes);
     one->second = second;
-    boundaries_ += boundaries(one->first, one->first + page_bytes_);
-    boundaries_ -= boundaries(other->first, other->first + page_bytes_);
+    boundaries_ += boundaries(one->first, one->first + first.bytes);
+    boundaries_ -= boundaries(other->first, other->first + first.bytes);
     other->second = first;
-    boundaries_ += boundaries(other->first, other->first + page_bytes_);
+    boundaries_ += boundaries(other->first, other->first + first.bytes);
   }
 }
 
@@ -187,14 +213,14 @@ std::vector<Run> MappingTable::runs(Address at, std::size_t bytes) const {
     if (!result.empty()) {
       Run& last = result.back();
       if (last.address + last.bytes == cell->first && last.first.access == cell->second.access &&
-          last.first.slot + last.bytes / page_bytes_ == cell->second.slot) {
-        last.bytes += page_bytes_;
+          last.first.bytes == cell->second.bytes && last.first.slot + last.bytes / last.first.bytes == cell->second.slot) {
+        last.bytes += cell->second.bytes;
         continue;
       }
     }
-    result.push_back({cell->first, page_bytes_, cell->second});
+    result.push_back({cell->first, cell->second.bytes, cell->second});
   }
   return result;
 }
 
-}  // namespace remap::host
+}  // namespace remap::mapping

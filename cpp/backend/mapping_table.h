@@ -1,10 +1,10 @@
 // What stands behind which address: reservations, mapped pages, and how many kernel mappings they need.
 //
-// Bookkeeping only, no system call: HostMemory asks it whether a call's preconditions hold before it touches the kernel,
-// and tells it afterwards what is true. Not synchronised; HostMemory's lock covers it.
+// Bookkeeping only, no system call: a backend (host, cuda) asks it whether a call's preconditions hold before it touches the
+// kernel or the driver, and tells it afterwards what is true. Not synchronised; the backend's lock covers it.
 //
-// Mappings are counted as the kernel keeps them (VMAs). Inside a region two neighbours are one VMA if both are unmapped,
-// or if both show adjacent slots of the memfd with the same access. So
+// Pages may differ in size. Mappings are counted as the kernel keeps those of the host backend (VMAs): inside a region two
+// neighbours are one VMA if both are unmapped, or if both show adjacent slots of the memfd with the same access. So
 //   mappings = regions + number of places inside a region where two neighbours do not merge
 // is an upper bound: the kernel may in addition merge across regions.
 #pragma once
@@ -12,16 +12,21 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <string>
 #include <vector>
 
 #include "remap/backend.h"
 
-namespace remap::host {
+namespace remap::mapping {
 
 using Address = std::uintptr_t;
 
-// One mapped page: the memfd slot behind it and what may be done with it.
+inline Address address_of(const std::byte* at) noexcept { return reinterpret_cast<Address>(at); }
+std::string hex(Address value);
+
+// One mapped page: its size, the slot (of the memfd, of the table of pages) behind it, and what may be done with it.
 struct Cell {
+  std::size_t bytes = 0;
   std::uint32_t slot = 0;
   Access access = Access::none;
 };
@@ -37,7 +42,7 @@ class MappingTable {
  public:
   using Cells = std::map<Address, Cell>;
 
-  MappingTable(std::size_t page_bytes, std::size_t granularity) : page_bytes_(page_bytes), granularity_(granularity) {}
+  explicit MappingTable(std::size_t granularity) : granularity_(granularity) {}
 
   // ---- preconditions; each throws Error and changes nothing ---------------------------------------------------------
   void require_aligned(Address at, std::size_t bytes, const char* call) const;   // InvalidArgument
@@ -45,6 +50,8 @@ class MappingTable {
   void require_unmapped(Address at, std::size_t bytes, const char* call) const;  // inside one reservation, nothing mapped
   void require_pages(Address at, std::size_t bytes, const char* call) const;     // whole mapped pages
   void require_accessible(Address at, std::size_t bytes, const char* call) const;  // any part of mapped pages, access not none
+  // For copies, which need no alignment: false where no byte is in a region; else all must be in one, with this access.
+  bool require_access(Address at, std::size_t bytes, Access least, const char* call) const;
 
   // ---- changes; none of them throws but add_region -------------------------------------------------------------------
   void add_region(Address at, std::size_t bytes);
@@ -52,26 +59,27 @@ class MappingTable {
   void add(Cells& cells) noexcept;  // takes the nodes over, so that nothing is allocated after the kernel was changed
   void remove(Address at, std::size_t bytes) noexcept;
   void set_access(Address at, std::size_t bytes, Access access) noexcept;
-  void exchange(Address a, Address b, std::size_t bytes) noexcept;
+  void exchange(Address a, Address b, std::size_t bytes) noexcept;  // pre: pages of one size
 
   // ---- looking ---------------------------------------------------------------------------------------------------
   std::vector<Run> runs(Address at, std::size_t bytes) const;
   const std::map<Address, std::size_t>& regions() const noexcept { return regions_; }
   const Cells& cells() const noexcept { return cells_; }
   std::size_t reserved_bytes() const noexcept { return reserved_bytes_; }
-  std::size_t mapped_bytes() const noexcept { return cells_.size() * page_bytes_; }
+  std::size_t mapped_bytes() const noexcept { return mapped_bytes_; }
   std::size_t mappings() const noexcept { return regions_.size() + boundaries_; }
 
  private:
   std::map<Address, std::size_t>::const_iterator containing(Address at, std::size_t bytes, const char* call) const;
+  void require_cells(Address at, std::size_t bytes, Access least, const char* call) const;
   std::size_t boundaries(Address low, Address high) const noexcept;  // in [low, high], both inside one region
 
-  std::size_t page_bytes_;
   std::size_t granularity_;
   std::map<Address, std::size_t> regions_;  // start -> bytes; they never overlap
   Cells cells_;                             // start of a mapped page -> what is there; they never overlap
   std::size_t reserved_bytes_ = 0;
+  std::size_t mapped_bytes_ = 0;
   std::size_t boundaries_ = 0;
 };
 
-}  // namespace remap::host
+}  // namespace remap::mapping

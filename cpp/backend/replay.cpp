@@ -156,6 +156,14 @@ void Replay::run(const TraceRecord& record) {
       backend_.destroy_stream(stream(a[0]));
       streams_.erase(a[0]);
       break;
+    case Call::adopt_stream:
+      // The caller's stream is not here: one of our own stands in for it.
+      if (streams_.count(record.result) == 0) streams_[record.result] = backend_.create_stream();
+      break;
+    case Call::forget_stream:
+      backend_.destroy_stream(stream(a[0]));
+      streams_.erase(a[0]);
+      break;
     case Call::copy:
       backend_.copy(stream(a[0]), address_or_own(a[1], a[3]), address_or_own(a[2], a[3]), a[3]);
       break;

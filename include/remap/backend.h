@@ -1,7 +1,7 @@
 // The backend contract: everything that the core asks of a device, and nothing else.
 //
-// Implementations: host (memfd; CPU inference), cuda and sim (later), and the decorators fault, limit and trace, which
-// wrap any of them. One conformance suite (tests/python/test_backend_contract*.py) runs over every implementation.
+// Implementations: host (memfd; CPU inference), cuda (driver VMM, loaded with dlopen), sim (later), and the decorators fault,
+// limit and trace, which wrap any of them. One conformance suite (tests/python/test_backend_contract*.py) runs over every implementation.
 //
 // Rules for all calls
 //   * A call either has its full effect or throws remap::Error and has none.
@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "remap/error.h"
 
@@ -47,6 +48,8 @@ enum class Call : std::uint8_t {
   unregister_host,
   create_stream,
   destroy_stream,
+  adopt_stream,
+  forget_stream,
   copy,
   fill,
   create_event,
@@ -71,6 +74,16 @@ struct Usage {
   std::size_t events = 0;
 };
 
+// Which device the pages are on, as a tensor library has to be told.
+struct DeviceInfo {
+  enum class Kind : std::uint8_t { host, cuda };
+  Kind kind = Kind::host;
+  int index = 0;
+  // Whether the processor can read and write mapped pages by itself: always on the host, on cuda with the emulated driver.
+  // Tensors over such pages are CPU tensors, and computations on them are the caller's thread's, not a stream's.
+  bool host_addressable = true;
+};
+
 class Backend {
  public:
   virtual ~Backend() = default;
@@ -78,6 +91,7 @@ class Backend {
   virtual const char* name() const noexcept = 0;
   virtual std::size_t granularity() const noexcept = 0;
   virtual Usage usage() const = 0;
+  virtual DeviceInfo device() const { return {}; }
 
   // ---- regions -------------------------------------------------------------------------------------------------
   // Reserves `bytes` (aligned) of addresses, aligned to `alignment` (a power of two >= granularity). No page stands
@@ -120,6 +134,20 @@ class Backend {
   virtual StreamHandle create_stream() = 0;
   // Waits for the stream's work, then destroys it.
   virtual void destroy_stream(StreamHandle stream) = 0;
+  // A stream of the caller's (on cuda: the CUstream, with 1 for the legacy default stream and 2 for the per-thread one), so that
+  // copy, fill, record and stream_wait can be used on it. Adopting it again gives the same handle. It stays the caller's:
+  // it is never waited for nor destroyed here, and does not count in usage(). Pre: it belongs to this device.
+  virtual StreamHandle adopt_stream(std::uint64_t native) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(name()) + " backend: it has no streams but its own. Nothing was changed; compute on the calling "
+                "thread and pass no stream.",
+                {{"native", static_cast<std::int64_t>(native)}});
+  }
+  // The caller's stream is not used any more. Work that was enqueued on it goes on.
+  virtual void forget_stream(StreamHandle stream) {
+    throw Error(ErrorKind::invalid_argument, std::string(name()) + " backend: it adopted no stream. Nothing was changed.",
+                {{"stream", static_cast<std::int64_t>(stream)}});
+  }
   // Work on one stream runs in order. A copy that fails makes its stream fail: every event recorded behind it reports
   // the error from query() and synchronize(), so a waiter gets an error and never hangs.
   virtual void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;

@@ -22,6 +22,48 @@ struct HostOptions {
 // Serves CPU inference inside a fixed amount of RAM.
 std::shared_ptr<Backend> make_host_backend(const HostOptions& options);
 
+enum class ShareableHandle : std::uint8_t { none, posix_fd, fabric };
+
+struct CudaOptions {
+  int device = 0;             // as the driver counts them (CUDA_VISIBLE_DEVICES applies)
+  std::string library;        // path of the driver library; empty: REMAP_LIBCUDA, else libcuda.so.1
+  ShareableHandle shareable = ShareableHandle::none;  // what pages can be exported as; chosen when they are created
+  bool gpu_direct_rdma = false;                       // NICs may register ranges that these pages stand behind
+  std::size_t host_budget_bytes = 0;  // page-locked host memory at most; 0: what the cgroup and the machine have to spare
+};
+
+// Pages are driver allocations (cuMemCreate), mapped by the driver's virtual memory calls into the device's primary context.
+// Works beside torch and other users of that context. No CUDA toolkit or driver is needed to build or to import.
+// Throws driver (with field `library` or `code`) where there is no driver, or one too old; invalid_argument for an unknown device.
+std::shared_ptr<Backend> make_cuda_backend(const CudaOptions& options);
+
+struct CudaDevice {
+  int index = 0;
+  std::string name;
+  std::size_t total_bytes = 0;
+  std::size_t free_bytes = 0;
+  bool vmm = false;                        // virtual memory management: needed
+  std::size_t granularity = 0;             // of pages: the least
+  std::size_t recommended_granularity = 0;
+  bool posix_fd = false;
+  bool fabric = false;
+  bool gpu_direct_rdma = false;
+  bool read_only_host_register = false;
+  bool coherent = false;                   // the device reads pageable host memory through the host's page tables (GH200)
+  bool integrated = false;
+  int compute_major = 0, compute_minor = 0;
+  int pcie_bus = 0, pcie_device = 0, pcie_domain = 0;
+};
+struct CudaProbe {
+  std::string library;   // what was loaded
+  int driver_version = 0;  // 13000 = CUDA 13.0
+  bool emulated = false;   // the project's own emulated driver: proves order and bookkeeping, no speed
+  std::size_t host_budget_bytes = 0;  // page-locked memory that an arena may take here now
+  std::vector<CudaDevice> devices;
+};
+// What is there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be loaded.
+CudaProbe probe_cuda(const std::string& library = {});
+
 // One logged call. Addresses, handles and sizes are those of the traced backend; `replay` (decorators.h) translates them.
 struct TraceRecord {
   Call call = Call::reserve;

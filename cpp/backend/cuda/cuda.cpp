@@ -1,0 +1,177 @@
+// The cuda backend: Memory (pages, regions, mappings), LockedMemory (host memory) and Streams (copies, events) in the device's
+// primary context, behind the Backend contract.
+#include <memory>
+#include <string>
+
+#include "backend/cuda/device.h"
+#include "backend/cuda/locked_memory.h"
+#include "backend/cuda/memory.h"
+#include "backend/cuda/stream.h"
+#include "remap/backends.h"
+#include "remap/fork.h"
+
+namespace remap {
+namespace {
+
+using namespace cuda;
+
+void refuse_option(bool wanted, bool offered, const char* option, const CudaDevice& device) {
+  if (!wanted || offered) return;
+  throw Error(ErrorKind::invalid_argument,
+              std::string("cuda backend: device ") + std::to_string(device.index) + " (" + device.name + ") cannot do " + option +
+                  ". Nothing was opened. Leave the option out; `remap doctor` lists what the device can do.",
+              {{"device", std::int64_t{device.index}}, {"option", std::string(option)}});
+}
+
+// What was asked for, compared with what the device can do, before anything is opened on it.
+CudaDevice checked_device(const Driver& driver, const CudaOptions& options) {
+  CudaDevice device = describe(driver, options.device);
+  if (!device.vmm) {
+    throw Error(ErrorKind::driver,
+                "cuda backend: device " + std::to_string(device.index) + " (" + device.name +
+                    ") has no virtual memory management. Nothing was opened. Use another device, or \"cpu\".",
+                {{"device", std::int64_t{device.index}}, {"code", std::int64_t{result::kNotSupported}}});
+  }
+  refuse_option(options.shareable == ShareableHandle::posix_fd, device.posix_fd, "shareable handles of kind posix_fd", device);
+  refuse_option(options.shareable == ShareableHandle::fabric, device.fabric, "shareable handles of kind fabric", device);
+  refuse_option(options.gpu_direct_rdma, device.gpu_direct_rdma, "gpu_direct_rdma", device);
+  return device;
+}
+
+class CudaBackend final : public Backend {
+ public:
+  CudaBackend(const Driver& driver, const CudaOptions& options)
+      : generation_(fork_generation()),
+        emulated_(driver.emulated),
+        device_(checked_device(driver, options)),
+        context_(std::make_unique<Context>(driver, device_of(driver, options.device))),
+        streams_(std::make_unique<Streams>(*context_)),
+        locked_(std::make_unique<LockedMemory>(
+            *context_, LockedMemory::Options{options.host_budget_bytes, device_.read_only_host_register, device_.coherent})) {
+    const AllocationProperties properties =
+        allocation_properties(context_->device(), options.shareable, options.gpu_direct_rdma);
+    memory_ = std::make_unique<Memory>(*context_, properties, cuda::granularity(driver, properties, kGranularityMinimum));
+  }
+
+  // Streams first: what they still copy must stay mapped and locked. A forked child has neither the context nor the right to
+  // touch it, and locks may be held there for ever: everything is left as it is.
+  ~CudaBackend() override {
+    if (fork_generation() == generation_) {
+      streams_.reset();
+      locked_.reset();
+      memory_.reset();
+      context_.reset();
+      return;
+    }
+    (void)streams_.release();
+    (void)locked_.release();
+    (void)memory_.release();
+    (void)context_.release();
+  }
+
+  const char* name() const noexcept override { return "cuda"; }
+  std::size_t granularity() const noexcept override { return memory_->granularity(); }
+  bool can_exchange() const noexcept override { return false; }
+  DeviceInfo device() const override { return {DeviceInfo::Kind::cuda, device_.index, emulated_}; }
+  Usage usage() const override {
+    guard();
+    Usage usage;
+    memory_->add_usage(usage);
+    locked_->add_usage(usage);
+    streams_->add_usage(usage);
+    return usage;
+  }
+
+  std::byte* reserve(std::size_t bytes, std::size_t alignment) override { return memory().reserve(bytes, alignment); }
+  void release(std::byte* address, std::size_t bytes) override { memory().release(address, bytes); }
+  PageHandle create_page(std::size_t bytes) override { return memory().create_page(bytes); }
+  void destroy_page(PageHandle page) override { memory().destroy_page(page); }
+  void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) override {
+    memory().map(at, pages, count, page_bytes);
+  }
+  void unmap(std::byte* at, std::size_t bytes) override { memory().unmap(at, bytes); }
+  void set_access(std::byte* at, std::size_t bytes, Access access) override { memory().set_access(at, bytes, access); }
+  void exchange(std::byte*, std::byte*, std::size_t bytes) override {
+    guard();
+    throw Error(ErrorKind::invalid_state, "exchange: the driver cannot move mappings. Nothing changed. Unmap and map.",
+                {{"operation", std::string("exchange")}, {"bytes", static_cast<std::int64_t>(bytes)}});
+  }
+  void populate(std::byte* at, std::size_t bytes) override { memory().populate(at, bytes); }
+
+  std::byte* allocate_host(std::size_t bytes) override { return locked().allocate(bytes); }
+  void free_host(std::byte* address, std::size_t bytes) override { locked().free(address, bytes); }
+  void register_host(const std::byte* address, std::size_t bytes) override { locked().register_range(address, bytes); }
+  void unregister_host(const std::byte* address, std::size_t bytes) override { locked().unregister_range(address, bytes); }
+
+  StreamHandle create_stream() override { return streams().create_stream(); }
+  void destroy_stream(StreamHandle stream) override { streams().destroy_stream(stream); }
+  StreamHandle adopt_stream(std::uint64_t native) override { return streams().adopt_stream(native); }
+  void forget_stream(StreamHandle stream) override { streams().forget_stream(stream); }
+
+  void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) override {
+    guard();
+    if (to == nullptr || from == nullptr) {
+      throw Error(ErrorKind::invalid_argument, "copy: expected two addresses, got null. Nothing changed.",
+                  {{"bytes", static_cast<std::int64_t>(bytes)}});
+    }
+    const bool to_ours = memory_->holds(to, bytes, Access::read_write, "copy");
+    const bool from_ours = memory_->holds(from, bytes, Access::read, "copy");
+    Direction direction = Direction::unknown;
+    if (to_ours && from_ours) direction = Direction::inside_device;
+    if (to_ours && !from_ours && locked_->holds(from, bytes)) direction = Direction::to_device;
+    if (!to_ours && from_ours && locked_->holds(to, bytes)) direction = Direction::to_host;
+    streams_->copy(stream, to, from, bytes, direction);
+  }
+  void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
+    guard();
+    if (to == nullptr) {
+      throw Error(ErrorKind::invalid_argument, "fill: expected an address, got null. Nothing changed.",
+                  {{"bytes", static_cast<std::int64_t>(bytes)}});
+    }
+    (void)memory_->holds(to, bytes, Access::read_write, "fill");
+    streams_->fill(stream, to, value, bytes);
+  }
+
+  EventHandle create_event() override { return streams().create_event(); }
+  void destroy_event(EventHandle event) override { streams().destroy_event(event); }
+  void record(EventHandle event, StreamHandle stream) override { streams().record(event, stream); }
+  void stream_wait(StreamHandle stream, EventHandle event) override { streams().stream_wait(stream, event); }
+  bool query(EventHandle event) override { return streams().query(event); }
+  bool synchronize(EventHandle event, std::chrono::nanoseconds timeout) override {
+    return streams().synchronize(event, timeout);
+  }
+  double elapsed(EventHandle from, EventHandle to) override { return streams().elapsed(from, to); }
+
+ private:
+  void guard() const { refuse_fork(generation_); }
+  Memory& memory() const {
+    guard();
+    return *memory_;
+  }
+  LockedMemory& locked() const {
+    guard();
+    return *locked_;
+  }
+  Streams& streams() const {
+    guard();
+    return *streams_;
+  }
+
+  const unsigned generation_;
+  const bool emulated_;
+  const CudaDevice device_;
+  std::unique_ptr<Context> context_;
+  std::unique_ptr<Streams> streams_;
+  std::unique_ptr<LockedMemory> locked_;
+  std::unique_ptr<Memory> memory_;
+};
+
+}  // namespace
+
+std::shared_ptr<Backend> make_cuda_backend(const CudaOptions& options) {
+  const Driver& driver = load_driver(options.library);
+  initialize(driver);
+  return std::make_shared<CudaBackend>(driver, options);
+}
+
+}  // namespace remap

@@ -1,0 +1,20 @@
+// What a device is and can do, asked without a context.
+#pragma once
+
+#include "backend/cuda/driver.h"
+#include "remap/backends.h"
+
+namespace remap::cuda {
+
+// Of the device that the driver counts as `ordinal`. Throws invalid_argument (`device`, `devices`) if there is none.
+Device device_of(const Driver& driver, int ordinal);
+
+// All but free_bytes, which only a context knows.
+CudaDevice describe(const Driver& driver, int ordinal);
+
+// What a page is made with: location, what it can be exported as, whether NICs may register it.
+AllocationProperties allocation_properties(Device device, ShareableHandle shareable, bool gpu_direct_rdma) noexcept;
+
+std::size_t granularity(const Driver& driver, const AllocationProperties& properties, int option);
+
+}  // namespace remap::cuda

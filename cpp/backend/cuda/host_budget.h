@@ -1,0 +1,52 @@
+// How much host memory may be page-locked, and what there is to know about a range before that is done.
+//
+// Page-locked memory can neither be reclaimed nor swapped out: what is taken beyond what the machine or the cgroup can spare ends
+// in the out-of-memory killer, not in an error. So the limits are read before anything is allocated.
+//
+// Reading files and judging what they say are separate, so that the judgement can be tested on any text.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace remap::cuda {
+
+// The texts of the files that say what is left; an empty text is a file that is not there.
+struct HostLimits {
+  std::string meminfo;             // /proc/meminfo
+  std::vector<std::string> nodes;  // meminfo of the NUMA nodes with processors, where there are others; see host_budget()
+  struct Group {
+    std::string limit;  // memory.max (v2) or memory.limit_in_bytes (v1)
+    std::string usage;  // memory.current or memory.usage_in_bytes
+    std::string stat;   // memory.stat
+  };
+  std::vector<Group> groups;  // the process's memory cgroup and all above it
+};
+
+// `root` stands before every path: empty, but in tests.
+HostLimits read_host_limits(const std::string& root = {});
+
+// Bytes that may be page-locked now: the least of MemAvailable and of what each cgroup has left, less a sixteenth that stays for
+// everybody else. A cgroup's inactive file cache counts as left: it goes when memory is asked for. On machines whose GPU
+// memory is a NUMA node of the system (GH200), MemAvailable counts that too; there the nodes with processors bound it.
+std::size_t host_budget(const HostLimits& limits);
+
+// "0-2,5" -> 0, 1, 2, 5
+std::vector<int> parse_list(const std::string& text);
+
+// What /proc/self/maps says of [at, at + bytes).
+struct RangeFacts {
+  bool readable = true;        // mapped in whole, and may be read
+  bool writable = true;        // may be written in whole
+  std::size_t file_bytes = 0;  // behind which a file stands, whose pages could be reclaimed until they are locked
+};
+RangeFacts range_facts(const std::string& maps, std::uintptr_t at, std::size_t bytes);
+
+std::string read_text(const std::string& path);
+
+// Of an existing mapping: how much is in memory now.
+std::size_t resident_bytes(std::uintptr_t at, std::size_t bytes);
+
+}  // namespace remap::cuda

@@ -1,0 +1,266 @@
+#include "backend/cuda/locked_memory.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <iterator>
+#include <string>
+
+#include "backend/cuda/host_budget.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace remap::cuda {
+namespace {
+
+using mapping::Address;
+using mapping::address_of;
+
+constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
+
+std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
+
+[[noreturn]] void fail_system(const char* call, const char* what, std::size_t bytes, int code) {
+  throw Error(code == ENOMEM ? ErrorKind::out_of_memory : ErrorKind::driver,
+              std::string(call) + ": " + what + " of " + std::to_string(bytes) + " bytes failed (" + std::strerror(code) +
+                  "). Nothing changed. Free host memory, or raise the limits of the process and of its cgroup.",
+              {{"operation", std::string(call)}, {"requested", number(bytes)}, {"errno", std::int64_t{code}}});
+}
+
+// Memory of our own while it is being prepared.
+class Buffer {
+ public:
+  Buffer(std::size_t bytes, const char* call) : bytes_(bytes) {
+    const std::size_t extra = bytes >= kHugeBytes ? kHugeBytes : 0;  // room to begin where a huge page can
+    if (bytes + extra < bytes) fail_system(call, "mmap", bytes, ENOMEM);
+    void* place = ::mmap(nullptr, bytes + extra, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (place == MAP_FAILED) fail_system(call, "mmap", bytes, errno);
+    at_ = static_cast<std::byte*>(place);
+    if (extra == 0) return;
+    const std::size_t skip = (kHugeBytes - address_of(at_) % kHugeBytes) % kHugeBytes;
+    if (skip != 0) ::munmap(at_, skip);
+    if (extra != skip) ::munmap(at_ + skip + bytes, extra - skip);
+    at_ += skip;
+    (void)::madvise(at_, bytes, MADV_HUGEPAGE);  // a hint; works without
+  }
+  ~Buffer() {
+    if (at_ != nullptr) ::munmap(at_, bytes_);
+  }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  std::byte* get() const noexcept { return at_; }
+  void keep() noexcept { at_ = nullptr; }
+
+  void fill_in(std::size_t os_page, const char* call) {
+    if (::madvise(at_, bytes_, MADV_POPULATE_WRITE) == 0) return;
+    if (errno != EINVAL) fail_system(call, "filling in", bytes_, errno);
+    for (std::size_t offset = 0; offset < bytes_; offset += os_page) {  // Linux before 5.14
+      *reinterpret_cast<volatile std::byte*>(at_ + offset) = std::byte{0};
+    }
+  }
+
+ private:
+  std::byte* at_ = nullptr;
+  const std::size_t bytes_;
+};
+
+}  // namespace
+
+LockedMemory::LockedMemory(const Context& context, const Options& options)
+    : context_(context),
+      driver_(context.driver()),
+      options_(options),
+      os_page_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))) {}
+
+LockedMemory::~LockedMemory() {
+  try {
+    const Context::Use use(context_, "close");
+    for (const auto& range : ranges_) {
+      if (range.second.registered) (void)driver_.cuMemHostUnregister(reinterpret_cast<void*>(range.first));
+    }
+  } catch (const Error&) {
+    // No context to work in: the process is ending. What the driver still has locked must not be unmapped under it.
+    return;
+  }
+  for (const auto& range : ranges_) {
+    if (range.second.owned) ::munmap(reinterpret_cast<void*>(range.first), range.second.locked);
+  }
+}
+
+void LockedMemory::add_usage(Usage& usage) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  usage.host_bytes = bytes_;
+}
+
+std::size_t LockedMemory::locked_span(Address at, std::size_t bytes) const noexcept {
+  const Address begin = at / os_page_ * os_page_;
+  return (at + bytes - begin + os_page_ - 1) / os_page_ * os_page_;
+}
+
+// `locked`: how much more would be page-locked. `to_find`: how much of that is not in memory yet.
+void LockedMemory::require_budget(std::size_t locked, std::size_t to_find, const char* call) const {
+  if (options_.budget_bytes != 0) {
+    if (locked <= options_.budget_bytes - std::min(options_.budget_bytes, locked_)) return;
+    throw Error(ErrorKind::limit_exceeded,
+                std::string(call) + ": " + std::to_string(locked) + " bytes more of page-locked memory would pass the budget of " +
+                    std::to_string(options_.budget_bytes) + ", of which " + std::to_string(locked_) +
+                    " are in use. Nothing changed. Raise host_budget, or keep less in host memory.",
+                {{"operation", std::string(call)},
+                 {"requested", number(locked)},
+                 {"in_use", number(locked_)},
+                 {"limit", number(options_.budget_bytes)}});
+  }
+  const std::size_t left = host_budget(read_host_limits());
+  const std::size_t available = left - std::min(left, file_bytes_);
+  if (to_find <= available) return;
+  throw Error(ErrorKind::limit_exceeded,
+              std::string(call) + ": " + std::to_string(to_find) + " bytes would have to be found and page-locked, but the machine and " +
+                  "the cgroup can spare " + std::to_string(available) + ". Nothing changed. Free host memory, raise the cgroup's " +
+                  "limit, or set host_budget if you know better.",
+              {{"operation", std::string(call)},
+               {"requested", number(to_find)},
+               {"in_use", number(locked_)},
+               {"limit", number(available)}});
+}
+
+void LockedMemory::lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call) const {
+  const Context::Use use(context_, call);
+  const Result code = driver_.cuMemHostRegister(at, bytes, flags);
+  if (code != result::kSuccess) fail(driver_, call, "cuMemHostRegister", code, {{"requested", number(bytes)}});
+}
+
+// Takes the node over: nothing is allocated after the driver was called.
+void LockedMemory::add(Ranges& range) {
+  const std::lock_guard<std::shared_mutex> books(books_);
+  const Range& added = range.begin()->second;
+  bytes_ += added.bytes;
+  locked_ += added.locked;
+  file_bytes_ += added.file_bytes;
+  ranges_.merge(range);
+}
+
+std::byte* LockedMemory::allocate(std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const std::size_t rounded = (bytes + os_page_ - 1) / os_page_ * os_page_;
+  if (bytes == 0 || rounded < bytes) {
+    throw Error(ErrorKind::invalid_argument,
+                "allocate_host: expected a size above 0 that can be rounded to OS pages, got " + std::to_string(bytes) +
+                    ". Nothing changed.",
+                {{"bytes", number(bytes)}});
+  }
+  require_budget(rounded, rounded, "allocate_host");
+  Buffer buffer(rounded, "allocate_host");
+  // A child made by fork has no use for it, and the kernel would copy locked pages for the child at once.
+  if (::madvise(buffer.get(), rounded, MADV_DONTFORK) != 0) fail_system("allocate_host", "madvise", rounded, errno);
+  buffer.fill_in(os_page_, "allocate_host");
+  Ranges range;
+  range.emplace(address_of(buffer.get()), Range{bytes, rounded, 0, true, true});
+  lock_pages(buffer.get(), rounded, kHostRegisterPortable, "allocate_host");
+  add(range);
+  std::byte* at = buffer.get();
+  buffer.keep();
+  return at;
+}
+
+void LockedMemory::register_range(const std::byte* address, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const Address at = address_of(address);
+  if (at == 0 || bytes == 0 || at + bytes < at) {
+    throw Error(ErrorKind::invalid_argument, "register_host: expected an address and a size above 0. Nothing changed.",
+                {{"bytes", number(bytes)}});
+  }
+  const auto after = ranges_.lower_bound(at);
+  const bool overlaps = (after != ranges_.end() && after->first < at + bytes) ||
+                        (after != ranges_.begin() && std::prev(after)->first + std::prev(after)->second.bytes > at);
+  if (overlaps) {
+    throw Error(ErrorKind::invalid_state,
+                "register_host: a part of these " + std::to_string(bytes) +
+                    " bytes is allocated here or registered already. Nothing changed.",
+                {{"address", static_cast<std::int64_t>(at)}, {"bytes", number(bytes)}});
+  }
+  const RangeFacts facts = range_facts(read_text("/proc/self/maps"), at, bytes);
+  if (!facts.readable) {
+    throw Error(ErrorKind::invalid_argument,
+                "register_host: expected " + std::to_string(bytes) + " bytes of mapped, readable memory. Nothing changed.",
+                {{"address", static_cast<std::int64_t>(at)}, {"bytes", number(bytes)}});
+  }
+  unsigned flags = kHostRegisterPortable;
+  if (!facts.writable && options_.read_only_register) flags |= kHostRegisterReadOnly;
+  if (!facts.writable && !options_.read_only_register && !options_.coherent) {
+    throw Error(ErrorKind::driver,
+                "register_host: this device cannot page-lock memory that may not be written. Nothing changed. Copy it into "
+                "memory from allocate_host.",
+                {{"address", static_cast<std::int64_t>(at)},
+                 {"bytes", number(bytes)},
+                 {"code", std::int64_t{result::kNotSupported}},
+                 {"name", std::string("CUDA_ERROR_NOT_SUPPORTED")}});
+  }
+  // Anonymous memory that is there already takes nothing more. Behind file pages stands what the system counts as available,
+  // in memory or not.
+  const std::size_t locked = locked_span(at, bytes);
+  const std::size_t resident = facts.file_bytes == 0 ? resident_bytes(at, bytes) : 0;
+  require_budget(locked, locked - std::min(locked, resident), "register_host");
+  Ranges range;
+  range.emplace(at, Range{bytes, locked, facts.file_bytes, false, true});
+  lock_pages(const_cast<std::byte*>(address), bytes, flags, "register_host");
+  add(range);
+}
+
+LockedMemory::Ranges::iterator LockedMemory::find(const std::byte* address, std::size_t bytes, bool owned, const char* call) {
+  const auto range = ranges_.find(address_of(address));
+  if (range == ranges_.end() || range->second.bytes != bytes || range->second.owned != owned) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(call) + ": expected the address and size of memory that was " +
+                    (owned ? "allocated" : "registered") + " here, got " + std::to_string(bytes) + " bytes. Nothing changed.",
+                {{"operation", std::string(call)},
+                 {"address", static_cast<std::int64_t>(address_of(address))},
+                 {"bytes", number(bytes)}});
+  }
+  return range;
+}
+
+void LockedMemory::drop(const std::byte* address, std::size_t bytes, bool owned, const char* call) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const auto range = find(address, bytes, owned, call);
+  void* at = reinterpret_cast<void*>(range->first);
+  if (range->second.registered) {
+    const Context::Use use(context_, call);
+    check(driver_, call, "cuMemHostUnregister", driver_.cuMemHostUnregister(at));
+  }
+  if (owned && ::munmap(at, range->second.locked) != 0) {
+    const int code = errno;  // neighbours that the kernel keeps as one mapping may need another when they are cut
+    const std::lock_guard<std::shared_mutex> books(books_);
+    range->second.registered = false;
+    throw Error(ErrorKind::limit_exceeded,
+                std::string(call) + ": munmap of " + std::to_string(bytes) + " bytes failed (" + std::strerror(code) +
+                    "). The memory is there still, but no longer page-locked. Raise vm.max_map_count and free it again.",
+                {{"operation", std::string(call)}, {"bytes", number(bytes)}, {"errno", std::int64_t{code}}});
+  }
+  const std::lock_guard<std::shared_mutex> books(books_);
+  bytes_ -= range->second.bytes;
+  locked_ -= range->second.locked;
+  file_bytes_ -= range->second.file_bytes;
+  ranges_.erase(range);
+}
+
+void LockedMemory::free(std::byte* address, std::size_t bytes) { drop(address, bytes, true, "free_host"); }
+
+void LockedMemory::unregister_range(const std::byte* address, std::size_t bytes) {
+  drop(address, bytes, false, "unregister_host");
+}
+
+bool LockedMemory::holds(const std::byte* at, std::size_t bytes) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const auto after = ranges_.upper_bound(address_of(at));
+  if (after == ranges_.begin()) return false;
+  const auto range = std::prev(after);
+  return range->second.registered && address_of(at) + bytes <= range->first + range->second.bytes;
+}
+
+}  // namespace remap::cuda

@@ -1,0 +1,80 @@
+// Page-locked host memory: what copies can read at full speed, within a budget.
+//
+// Buffers are mappings of our own, of the size asked for (rounded to OS pages and no further; allocators for page-locked memory
+// round to powers of two, which a machine full of weights cannot afford), of huge pages where the kernel gives them. They
+// are filled in by this processor and then registered with the driver.
+//
+// On machines where the GPU reads pageable memory through the processor's page tables (attribute 100; GH200, say) the same is
+// done, for other reasons: the driver's registration fills in pages there but does not lock them, and copies are at full speed
+// from any host memory. There the GPU's memory is a NUMA node of the system as well, and pages that no processor has touched could
+// be placed in it when the GPU touches them first. So they are touched here before, which places them on a node with processors,
+// and the budget counts the memory of such nodes only (host_budget.h). Not yet run on a GPU.
+//
+// Concurrency: `changing_` makes allocations and registrations one at a time, from the look at the budget to the books, so that
+// two cannot both take what is left; they are set-up work, and slow. `books_` guards the table for copies, which only look.
+#pragma once
+
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <shared_mutex>
+
+#include "backend/cuda/context.h"
+#include "backend/mapping_table.h"
+#include "remap/backend.h"
+
+namespace remap::cuda {
+
+class LockedMemory {
+ public:
+  struct Options {
+    std::size_t budget_bytes = 0;    // 0: what the cgroups and the machine have left
+    bool read_only_register = false;  // the device can register memory that may not be written
+    bool coherent = false;            // it reads pageable memory through the host's page tables
+  };
+  LockedMemory(const Context& context, const Options& options);
+  ~LockedMemory();  // gives everything back; nothing may be using it
+  LockedMemory(const LockedMemory&) = delete;
+  LockedMemory& operator=(const LockedMemory&) = delete;
+
+  void add_usage(Usage& usage) const;
+
+  std::byte* allocate(std::size_t bytes);
+  void free(std::byte* address, std::size_t bytes);
+  void register_range(const std::byte* address, std::size_t bytes);
+  void unregister_range(const std::byte* address, std::size_t bytes);
+
+  // Whether the range lies in one of these.
+  bool holds(const std::byte* at, std::size_t bytes) const;
+
+ private:
+  struct Range {
+    std::size_t bytes = 0;       // as asked for
+    std::size_t locked = 0;      // in whole OS pages
+    std::size_t file_bytes = 0;  // of `locked`, behind which a file stands: the system counts it as available, wrongly
+    bool owned = false;          // allocated here; else registered
+    bool registered = false;     // the driver knows it
+  };
+  using Ranges = std::map<mapping::Address, Range>;
+
+  std::size_t locked_span(mapping::Address at, std::size_t bytes) const noexcept;
+  void require_budget(std::size_t locked, std::size_t to_find, const char* call) const;
+  void lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call) const;
+  void add(Ranges& range);
+  Ranges::iterator find(const std::byte* address, std::size_t bytes, bool owned, const char* call);
+  void drop(const std::byte* address, std::size_t bytes, bool owned, const char* call);
+
+  const Context& context_;
+  const Driver& driver_;
+  const Options options_;
+  const std::size_t os_page_;
+
+  mutable std::mutex changing_;
+  mutable std::shared_mutex books_;  // guards all below; written with changing_ held as well
+  Ranges ranges_;
+  std::size_t bytes_ = 0;
+  std::size_t locked_ = 0;
+  std::size_t file_bytes_ = 0;
+};
+
+}  // namespace remap::cuda

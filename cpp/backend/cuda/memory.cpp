@@ -1,0 +1,283 @@
+#include "backend/cuda/memory.h"
+
+#include <string>
+
+namespace remap::cuda {
+namespace {
+
+using mapping::Cell;
+using mapping::MappingTable;
+
+DevicePointer device_pointer(Address address) noexcept { return static_cast<DevicePointer>(address); }
+std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
+
+int access_flags(Access access) noexcept {
+  switch (access) {
+    case Access::read: return kAccessRead;
+    case Access::read_write: return kAccessReadWrite;
+    case Access::none: break;
+  }
+  return kAccessNone;
+}
+
+// Contiguous pages of one access: what one cuMemSetAccess can put back. The slot in the cell means nothing then.
+std::vector<std::pair<Address, Cell>> runs_by_access(const MappingTable& table, Address at, std::size_t bytes) {
+  std::vector<std::pair<Address, Cell>> runs;
+  for (auto cell = table.cells().lower_bound(at); cell != table.cells().end() && cell->first < at + bytes; ++cell) {
+    if (!runs.empty() && runs.back().second.access == cell->second.access) {
+      runs.back().second.bytes += cell->second.bytes;
+    } else {
+      runs.emplace_back(cell->first, cell->second);
+    }
+  }
+  return runs;
+}
+
+}  // namespace
+
+Memory::Memory(const Context& context, const AllocationProperties& properties, std::size_t granularity)
+    : context_(context),
+      driver_(context.driver()),
+      properties_(properties),
+      granularity_(granularity),
+      table_(granularity) {}
+
+// Mappings, then addresses, then pages. A refusal leaves that one to the end of the process and does not stop the rest.
+Memory::~Memory() {
+  try {
+    const Context::Use use(context_, "close");
+    for (const auto& range : stranded_) (void)driver_.cuMemUnmap(device_pointer(range.first), range.second);
+    for (const auto& cell : table_.cells()) (void)driver_.cuMemUnmap(device_pointer(cell.first), cell.second.bytes);
+    for (const auto& region : table_.regions()) (void)driver_.cuMemAddressFree(device_pointer(region.first), region.second);
+    for (const Page& page : pages_) {
+      if (page.used) (void)driver_.cuMemRelease(page.handle);
+    }
+  } catch (const Error&) {
+    // No context to work in: the process is ending, and its end gives everything back.
+  }
+}
+
+void Memory::add_usage(Usage& usage) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  usage.reserved_bytes = table_.reserved_bytes();
+  usage.page_bytes = page_bytes_;
+  usage.mapped_bytes = table_.mapped_bytes();
+  // What the driver needs is not documented; a reservation and each page mapped in it, if each were one, bound it from above.
+  usage.mappings = table_.regions().size() + table_.cells().size();
+}
+
+// ---- regions ---------------------------------------------------------------------------------------------------------
+std::byte* Memory::reserve(std::size_t bytes, std::size_t alignment) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  table_.require_aligned(0, bytes, "reserve");
+  if (alignment < granularity_ || (alignment & (alignment - 1)) != 0) {
+    throw Error(ErrorKind::invalid_argument,
+                "reserve: expected an alignment that is a power of two and at least " + std::to_string(granularity_) +
+                    ", got " + std::to_string(alignment) + ". Nothing changed.",
+                {{"alignment", number(alignment)}, {"granularity", number(granularity_)}});
+  }
+  const Context::Use use(context_, "reserve");
+  DevicePointer at = 0;
+  if (const Result code = driver_.cuMemAddressReserve(&at, bytes, alignment, 0, 0); code != result::kSuccess) {
+    fail(driver_, "reserve", "cuMemAddressReserve", code, {{"requested", number(bytes)}});
+  }
+  try {
+    const std::lock_guard<std::shared_mutex> books(books_);
+    table_.add_region(static_cast<Address>(at), bytes);
+  } catch (...) {
+    (void)driver_.cuMemAddressFree(at, bytes);
+    throw;
+  }
+  return reinterpret_cast<std::byte*>(static_cast<Address>(at));
+}
+
+void Memory::release(std::byte* address, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const Address at = address_of(address);
+  table_.require_region(at, bytes, "release");
+  const Context::Use use(context_, "release");
+  check(driver_, "release", "cuMemAddressFree", driver_.cuMemAddressFree(device_pointer(at), bytes));
+  const std::lock_guard<std::shared_mutex> books(books_);
+  table_.remove_region(at);
+}
+
+// ---- pages -----------------------------------------------------------------------------------------------------------
+PageHandle Memory::create_page(std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  table_.require_aligned(0, bytes, "create_page");
+  const Context::Use use(context_, "create_page");
+  if (free_slots_.empty()) {  // before the driver is asked, so that nothing can fail after it has made the page
+    const std::lock_guard<std::shared_mutex> books(books_);
+    if (pages_.size() == pages_.capacity()) {
+      pages_.reserve(2 * pages_.size() + 64);
+      free_slots_.reserve(pages_.capacity());
+    }
+    pages_.emplace_back();
+    free_slots_.push_back(static_cast<std::uint32_t>(pages_.size() - 1));
+  }
+  AllocationHandle handle = 0;
+  if (const Result code = driver_.cuMemCreate(&handle, bytes, &properties_, 0); code != result::kSuccess) {
+    std::size_t free_bytes = 0;
+    std::size_t total = 0;
+    Error::Fields fields{{"requested", number(bytes)}};
+    if (code == result::kOutOfMemory && driver_.cuMemGetInfo(&free_bytes, &total) == result::kSuccess) {
+      fields.emplace_back("free", number(free_bytes));
+      fields.emplace_back("capacity", number(total));
+    }
+    fail(driver_, "create_page", "cuMemCreate", code, std::move(fields));
+  }
+  const std::lock_guard<std::shared_mutex> books(books_);
+  const std::uint32_t slot = free_slots_.back();
+  free_slots_.pop_back();
+  Page& page = pages_[slot];
+  page.handle = handle;
+  page.bytes = bytes;
+  page.used = true;
+  page_bytes_ += bytes;
+  return (PageHandle{page.generation} << 32) | (PageHandle{slot} + 1);
+}
+
+std::uint32_t Memory::slot_of(PageHandle page, const char* call) const {
+  const std::uint64_t index = (page & 0xffffffffu) - 1;  // wraps for 0, which is then out of range
+  if (index >= pages_.size() || !pages_[index].used || pages_[index].generation != page >> 32) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string(call) + ": page " + std::to_string(page) + " is not a page of this backend (or is destroyed). " +
+                    "Nothing changed.",
+                {{"call", std::string(call)}, {"page", static_cast<std::int64_t>(page)}});
+  }
+  return static_cast<std::uint32_t>(index);
+}
+
+void Memory::destroy_page(PageHandle handle) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const std::uint32_t slot = slot_of(handle, "destroy_page");
+  Page& page = pages_[slot];
+  if (page.mapped != 0) {
+    throw Error(ErrorKind::invalid_state,
+                "destroy_page: page " + std::to_string(handle) + " still stands behind " + std::to_string(page.mapped) +
+                    " ranges. Nothing changed. Unmap it everywhere first.",
+                {{"page", static_cast<std::int64_t>(handle)}, {"mapped", std::int64_t{page.mapped}}});
+  }
+  const Context::Use use(context_, "destroy_page");
+  check(driver_, "destroy_page", "cuMemRelease", driver_.cuMemRelease(page.handle));
+  const std::lock_guard<std::shared_mutex> books(books_);
+  page.used = false;
+  ++page.generation;
+  page_bytes_ -= page.bytes;
+  free_slots_.push_back(slot);  // never allocates: there was room for every slot
+}
+
+// ---- mappings --------------------------------------------------------------------------------------------------------
+void Memory::map(std::byte* at, const PageHandle* handles, std::size_t count, std::size_t page_bytes) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  if (page_bytes == 0 || count == 0 || count > ~std::size_t{0} / page_bytes) {
+    throw Error(ErrorKind::invalid_argument,
+                "map: expected at least one page with a size above 0, got " + std::to_string(count) + " of " +
+                    std::to_string(page_bytes) + " bytes. Nothing changed.",
+                {{"count", number(count)}, {"page_bytes", number(page_bytes)}});
+  }
+  const Address begin = address_of(at);
+  table_.require_unmapped(begin, count * page_bytes, "map");
+  MappingTable::Cells cells;
+  for (std::size_t i = 0; i < count; ++i) {
+    const std::uint32_t slot = slot_of(handles[i], "map");
+    if (pages_[slot].bytes != page_bytes) {
+      throw Error(ErrorKind::invalid_argument,
+                  "map: expected pages of " + std::to_string(page_bytes) + " bytes, but page " + std::to_string(handles[i]) +
+                      " has " + std::to_string(pages_[slot].bytes) + ". Nothing changed.",
+                  {{"page", static_cast<std::int64_t>(handles[i])},
+                   {"page_bytes", number(page_bytes)},
+                   {"bytes", number(pages_[slot].bytes)}});
+    }
+    cells.emplace_hint(cells.end(), begin + i * page_bytes, Cell{page_bytes, slot, Access::none});
+  }
+  const Context::Use use(context_, "map");
+  for (const auto& cell : cells) {
+    const Result code =
+        driver_.cuMemMap(device_pointer(cell.first), page_bytes, 0, pages_[cell.second.slot].handle, 0);
+    if (code == result::kSuccess) continue;
+    if (cell.first != begin) {
+      const Result undoing = driver_.cuMemUnmap(device_pointer(begin), cell.first - begin);
+      if (undoing != result::kSuccess) {
+        const std::lock_guard<std::shared_mutex> books(books_);
+        stranded_.emplace_back(begin, cell.first - begin);
+        fail_broken("map", "cuMemUnmap", code, undoing);
+      }
+    }
+    fail(driver_, "map", "cuMemMap", code, {{"pages", number(count)}});
+  }
+  const std::lock_guard<std::shared_mutex> books(books_);
+  for (const auto& cell : cells) ++pages_[cell.second.slot].mapped;
+  table_.add(cells);
+}
+
+// One call for the whole range: it is made of whole handles, which is what the driver asks for.
+void Memory::unmap(std::byte* at, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const Address begin = address_of(at);
+  table_.require_pages(begin, bytes, "unmap");
+  const Context::Use use(context_, "unmap");
+  check(driver_, "unmap", "cuMemUnmap", driver_.cuMemUnmap(device_pointer(begin), bytes));
+  const std::lock_guard<std::shared_mutex> books(books_);
+  for (auto cell = table_.cells().lower_bound(begin); cell != table_.cells().end() && cell->first < begin + bytes; ++cell) {
+    --pages_[cell->second.slot].mapped;
+  }
+  table_.remove(begin, bytes);
+}
+
+Result Memory::set_driver_access(Address at, std::size_t bytes, Access access) const noexcept {
+  AccessDescriptor descriptor;
+  descriptor.location = properties_.location;
+  descriptor.flags = access_flags(access);
+  return driver_.cuMemSetAccess(device_pointer(at), bytes, &descriptor, 1);
+}
+
+void Memory::set_access(std::byte* at, std::size_t bytes, Access access) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const Address begin = address_of(at);
+  table_.require_pages(begin, bytes, "set_access");
+  const auto before = runs_by_access(table_, begin, bytes);
+  const Context::Use use(context_, "set_access");
+  if (const Result code = set_driver_access(begin, bytes, access); code != result::kSuccess) {
+    restore_access(before, code);
+    fail(driver_, "set_access", "cuMemSetAccess", code, {{"bytes", number(bytes)}});
+  }
+  const std::lock_guard<std::shared_mutex> books(books_);
+  table_.set_access(begin, bytes, access);
+}
+
+// The driver does not say how far a call that failed has come, so what was there is set again. A page that nobody may touch
+// yet does no harm if it stays more accessible than the books say; one that is in use must have its access back.
+void Memory::restore_access(const std::vector<std::pair<Address, Cell>>& before, Result code) {
+  for (const auto& run : before) {
+    const Result undoing = set_driver_access(run.first, run.second.bytes, run.second.access);
+    if (undoing != result::kSuccess && run.second.access != Access::none) {
+      fail_broken("set_access", "cuMemSetAccess", code, undoing);
+    }
+  }
+}
+
+void Memory::fail_broken(const char* operation, const char* entry, Result first, Result undoing) const {
+  throw Error(ErrorKind::arena_broken,
+              std::string(operation) + " failed half-way (code " + std::to_string(first) + ") and could not be undone: " + entry +
+                  " gave code " + std::to_string(undoing) + ". What stands behind its range is unknown. Close the arena.",
+              {{"operation", std::string(operation)},
+               {"call", std::string(entry)},
+               {"code", std::int64_t{undoing}},
+               {"first_code", std::int64_t{first}}});
+}
+
+// Page tables of a device are filled when access is set; there is nothing to do beforehand.
+void Memory::populate(std::byte* at, std::size_t bytes) const {
+  const std::shared_lock<std::shared_mutex> books(books_);
+  table_.require_accessible(address_of(at), bytes, "populate");
+}
+
+// Without this check a copy that touches an address with nothing behind it would be no error of one call: the device stops,
+// and the context is lost for everybody in the process.
+bool Memory::holds(const std::byte* at, std::size_t bytes, Access least, const char* call) const {
+  const std::shared_lock<std::shared_mutex> books(books_);
+  return table_.require_access(address_of(at), bytes, least, call);
+}
+
+}  // namespace remap::cuda

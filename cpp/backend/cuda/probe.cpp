@@ -1,0 +1,53 @@
+// What `remap doctor` asks: which driver, which devices, what they can do, how much is free.
+#include "backend/cuda/context.h"
+#include "backend/cuda/device.h"
+#include "backend/cuda/host_budget.h"
+#include "remap/backends.h"
+
+namespace remap {
+namespace {
+
+using namespace cuda;
+
+// Only a context knows. A device that gives none now (another process has it to itself, say) is listed with 0 free bytes:
+// the probe is there to say what is wrong, not to fail with it.
+std::size_t free_bytes(const Driver& driver, int ordinal) {
+  try {
+    const Context context(driver, device_of(driver, ordinal));
+    const Context::Use use(context, "probe");
+    std::size_t free_bytes = 0;
+    std::size_t total = 0;
+    return driver.cuMemGetInfo(&free_bytes, &total) == result::kSuccess ? free_bytes : 0;
+  } catch (const Error&) {
+    return 0;
+  }
+}
+
+}  // namespace
+
+CudaProbe probe_cuda(const std::string& library) {
+  const Driver& driver = load_driver(library);
+  CudaProbe probe;
+  probe.library = driver.library;
+  probe.driver_version = driver.version;
+  probe.emulated = driver.emulated;
+  probe.host_budget_bytes = host_budget(read_host_limits());
+  try {
+    initialize(driver);
+  } catch (const Error& error) {
+    for (const auto& [name, value] : error.fields()) {
+      if (name == "code" && value == Error::Value{std::int64_t{result::kNoDevice}}) return probe;  // a driver, no devices
+    }
+    throw;
+  }
+  int count = 0;
+  check(driver, "probe", "cuDeviceGetCount", driver.cuDeviceGetCount(&count));
+  for (int ordinal = 0; ordinal < count; ++ordinal) {
+    CudaDevice device = describe(driver, ordinal);
+    device.free_bytes = free_bytes(driver, ordinal);
+    probe.devices.push_back(std::move(device));
+  }
+  return probe;
+}
+
+}  // namespace remap

@@ -1,0 +1,289 @@
+#include "backend/cuda/stream.h"
+
+#include <algorithm>
+#include <mutex>
+#include <string>
+#include <thread>
+
+namespace remap::cuda {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// synchronize() with a deadline looks again and again, first soon (a short copy's end is near), then rarely (a wait for a
+// layer takes a millisecond or more, and the core has better things to do).
+constexpr std::chrono::microseconds kFirstSleep{5};
+constexpr std::chrono::microseconds kLongestSleep{100};
+// Waits longer than this have no deadline: now + timeout must not overflow.
+constexpr std::chrono::hours kForever{24 * 365};
+
+StreamPointer native(StreamHandle stream) noexcept { return reinterpret_cast<StreamPointer>(stream); }
+DevicePointer device_pointer(const void* at) noexcept {
+  return static_cast<DevicePointer>(reinterpret_cast<std::uintptr_t>(at));
+}
+
+[[noreturn]] void unknown(const char* call, const char* what, std::uint64_t handle) {
+  throw Error(ErrorKind::invalid_argument,
+              std::string(call) + ": " + what + " " + std::to_string(handle) +
+                  " is not one of this backend (or is destroyed, or forgotten). Nothing changed.",
+              {{"operation", std::string(call)}, {"handle", static_cast<std::int64_t>(handle)}});
+}
+
+}  // namespace
+
+Streams::~Streams() {
+  try {
+    const Context::Use use(context_, "close");
+    for (const auto& stream : streams_) {
+      if (stream.second != Origin::own) continue;
+      (void)driver_.cuStreamSynchronize(native(stream.first));
+      (void)driver_.cuStreamDestroy(native(stream.first));
+    }
+    for (const auto& event : events_) (void)driver_.cuEventDestroy(event.second.native);
+  } catch (const Error&) {
+    // No context to work in: the process is ending, and its end gives everything back.
+  }
+}
+
+void Streams::add_usage(Usage& usage) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  usage.streams = own_streams_;
+  usage.events = events_.size();
+}
+
+// ---- streams ---------------------------------------------------------------------------------------------------------
+StreamHandle Streams::create_stream() {
+  const Context::Use use(context_, "create_stream");
+  StreamPointer stream = nullptr;
+  check(driver_, "create_stream", "cuStreamCreateWithPriority",
+        driver_.cuStreamCreateWithPriority(&stream, kStreamNonBlocking, 0));
+  const auto handle = reinterpret_cast<StreamHandle>(stream);
+  try {
+    const std::lock_guard<std::shared_mutex> lock(books_);
+    // A stream that its owner destroyed without forgetting it here may have had this value: it is ours now.
+    streams_.insert_or_assign(handle, Origin::own);
+    ++own_streams_;
+  } catch (...) {
+    (void)driver_.cuStreamDestroy(stream);
+    throw;
+  }
+  return handle;
+}
+
+void Streams::destroy_stream(StreamHandle stream) {
+  if (origin_of(stream, "destroy_stream") != Origin::own) {
+    throw Error(ErrorKind::invalid_argument,
+                "destroy_stream: stream " + std::to_string(stream) + " was adopted and is its owner's. Nothing changed. Forget it.",
+                {{"operation", std::string("destroy_stream")}, {"handle", static_cast<std::int64_t>(stream)}});
+  }
+  const Context::Use use(context_, "destroy_stream");
+  // The work is over when it has failed, too: what matters is that nothing is pending any more.
+  if (const Result code = driver_.cuStreamSynchronize(native(stream)); code != result::kSuccess) {
+    if (driver_.cuStreamQuery(native(stream)) == result::kNotReady) {
+      fail(driver_, "destroy_stream", "cuStreamSynchronize", code);
+    }
+  }
+  // Under the lock: the driver may give the value to the next stream at once, which create_stream then enters after this.
+  const std::lock_guard<std::shared_mutex> lock(books_);
+  check(driver_, "destroy_stream", "cuStreamDestroy", driver_.cuStreamDestroy(native(stream)));
+  streams_.erase(stream);
+  --own_streams_;
+}
+
+StreamHandle Streams::adopt_stream(std::uint64_t value) {
+  const auto refuse = [&](const std::string& why) {
+    throw Error(ErrorKind::invalid_argument, "adopt_stream: stream " + std::to_string(value) + " " + why + " Nothing changed.",
+                {{"operation", std::string("adopt_stream")}, {"native", static_cast<std::int64_t>(value)},
+                 {"device", std::int64_t{context_.device()}}});
+  };
+  if (value == 0) refuse("is no handle; the legacy default stream is 1.");
+  if (value > kStreamPerThread) {
+    {
+      const std::shared_lock<std::shared_mutex> lock(books_);
+      const auto found = streams_.find(value);
+      if (found != streams_.end() && found->second == Origin::own) refuse("is one that this backend made.");
+    }
+    const Context::Use use(context_, "adopt_stream");
+    ContextPointer context = nullptr;
+    const Result code = driver_.cuStreamGetCtx(native(value), &context);
+    if (code == result::kInvalidHandle || code == result::kInvalidContext) refuse("is not a stream that the driver knows.");
+    check(driver_, "adopt_stream", "cuStreamGetCtx", code);
+    // Also other contexts of this device are refused: an event is recorded in the context that it was made in only.
+    if (context != context_.get()) {
+      refuse("belongs to another device, or to another context than the primary one of device " +
+             std::to_string(context_.device()) + ". Use a stream of torch or of the CUDA runtime on that device.");
+    }
+  }
+  const std::lock_guard<std::shared_mutex> lock(books_);
+  streams_.emplace(value, Origin::adopted);
+  return value;
+}
+
+void Streams::forget_stream(StreamHandle stream) {
+  const std::lock_guard<std::shared_mutex> lock(books_);
+  const auto found = streams_.find(stream);
+  if (found == streams_.end() || found->second != Origin::adopted) unknown("forget_stream", "stream", stream);
+  streams_.erase(found);
+}
+
+Streams::Origin Streams::origin_of(StreamHandle stream, const char* call) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const auto found = streams_.find(stream);
+  if (found == streams_.end()) unknown(call, "stream", stream);
+  return found->second;
+}
+
+void Streams::require_stream(StreamHandle stream, const char* call) const { (void)origin_of(stream, call); }
+
+// In a capture a wait would be for an event from outside, which invalidates it, and a copy would be replayed with the graph long
+// after its addresses and its place in the schedule have changed. Our own streams are never captured.
+void Streams::refuse_capture(StreamHandle stream, Origin origin, const char* call) const {
+  if (origin == Origin::own) return;
+  int status = kCaptureStatusNone;
+  const Result code = driver_.cuStreamIsCapturing(native(stream), &status);
+  if (code != result::kStreamCaptureImplicit) {  // the default stream while another one is captured
+    check(driver_, call, "cuStreamIsCapturing", code);
+    if (status == kCaptureStatusNone) return;
+  }
+  throw Error(ErrorKind::invalid_state,
+              std::string(call) + ": stream " + std::to_string(stream) +
+                  " is being captured into a graph, which this work must not be part of. Nothing changed. Call it outside of the "
+                  "capture: capture layers one by one and wait between their replays.",
+              {{"operation", std::string(call)}, {"stream", static_cast<std::int64_t>(stream)}});
+}
+
+void Streams::copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes, Direction direction) {
+  const Origin origin = origin_of(stream, "copy");
+  const Context::Use use(context_, "copy");
+  refuse_capture(stream, origin, "copy");
+  if (bytes == 0) return;
+  const auto where = native(stream);
+  switch (direction) {
+    case Direction::to_device:
+      return check(driver_, "copy", "cuMemcpyHtoDAsync", driver_.cuMemcpyHtoDAsync(device_pointer(to), from, bytes, where));
+    case Direction::to_host:
+      return check(driver_, "copy", "cuMemcpyDtoHAsync", driver_.cuMemcpyDtoHAsync(to, device_pointer(from), bytes, where));
+    case Direction::inside_device:
+      return check(driver_, "copy", "cuMemcpyDtoDAsync",
+                   driver_.cuMemcpyDtoDAsync(device_pointer(to), device_pointer(from), bytes, where));
+    case Direction::unknown:
+      return check(driver_, "copy", "cuMemcpyAsync",
+                   driver_.cuMemcpyAsync(device_pointer(to), device_pointer(from), bytes, where));
+  }
+}
+
+void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) {
+  const Origin origin = origin_of(stream, "fill");
+  const Context::Use use(context_, "fill");
+  refuse_capture(stream, origin, "fill");
+  if (bytes == 0) return;
+  check(driver_, "fill", "cuMemsetD8Async", driver_.cuMemsetD8Async(device_pointer(to), value, bytes, native(stream)));
+}
+
+// ---- events ----------------------------------------------------------------------------------------------------------
+// With timing: passes are timed by them. With blocking sync: a thread that waits without a deadline sleeps until the device
+// interrupts it. Such waits are a worker's, off the critical path, while the cores that the driver's spinning would take
+// are the engine's.
+EventHandle Streams::create_event() {
+  const Context::Use use(context_, "create_event");
+  EventPointer event = nullptr;
+  check(driver_, "create_event", "cuEventCreate", driver_.cuEventCreate(&event, kEventBlockingSync));
+  try {
+    const std::lock_guard<std::shared_mutex> lock(books_);
+    events_.try_emplace(last_event_ + 1, event);
+    return ++last_event_;
+  } catch (...) {
+    (void)driver_.cuEventDestroy(event);
+    throw;
+  }
+}
+
+const Streams::Event& Streams::event_of(EventHandle event, const char* call) const {
+  const auto found = events_.find(event);
+  if (found == events_.end()) unknown(call, "event", event);
+  return found->second;
+}
+
+void Streams::destroy_event(EventHandle event) {
+  const Context::Use use(context_, "destroy_event");
+  const std::lock_guard<std::shared_mutex> lock(books_);
+  check(driver_, "destroy_event", "cuEventDestroy", driver_.cuEventDestroy(event_of(event, "destroy_event").native));
+  events_.erase(event);
+}
+
+void Streams::record(EventHandle event, StreamHandle stream) {
+  const Origin origin = origin_of(stream, "record");
+  const Context::Use use(context_, "record");
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const auto found = events_.find(event);
+  if (found == events_.end()) unknown("record", "event", event);
+  refuse_capture(stream, origin, "record");
+  check(driver_, "record", "cuEventRecord", driver_.cuEventRecord(found->second.native, native(stream)));
+  found->second.recorded.store(true, std::memory_order_relaxed);
+}
+
+void Streams::stream_wait(StreamHandle stream, EventHandle event) {
+  const Origin origin = origin_of(stream, "stream_wait");
+  const Context::Use use(context_, "stream_wait");
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const Event& waited = event_of(event, "stream_wait");
+  refuse_capture(stream, origin, "stream_wait");
+  check(driver_, "stream_wait", "cuStreamWaitEvent", driver_.cuStreamWaitEvent(native(stream), waited.native, 0));
+}
+
+bool Streams::complete(EventHandle event, const char* call) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const Result code = driver_.cuEventQuery(event_of(event, call).native);
+  if (code == result::kNotReady) return false;
+  check(driver_, call, "cuEventQuery", code);
+  return true;
+}
+
+bool Streams::query(EventHandle event) const {
+  const Context::Use use(context_, "query");
+  return complete(event, "query");
+}
+
+bool Streams::synchronize(EventHandle event, std::chrono::nanoseconds timeout) const {
+  const Context::Use use(context_, "synchronize");
+  if (complete(event, "synchronize")) return true;
+  if (timeout <= std::chrono::nanoseconds::zero()) return false;
+  if (timeout >= kForever) {
+    EventPointer waited = nullptr;
+    {
+      const std::shared_lock<std::shared_mutex> lock(books_);
+      waited = event_of(event, "synchronize").native;
+    }
+    check(driver_, "synchronize", "cuEventSynchronize", driver_.cuEventSynchronize(waited));
+    return true;
+  }
+  const auto deadline = Clock::now() + timeout;
+  std::chrono::nanoseconds sleep = kFirstSleep;
+  for (;;) {
+    const auto left = deadline - Clock::now();
+    if (left <= std::chrono::nanoseconds::zero()) return false;
+    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(sleep, left));
+    sleep = std::min<std::chrono::nanoseconds>(2 * sleep, kLongestSleep);
+    if (complete(event, "synchronize")) return true;
+  }
+}
+
+double Streams::elapsed(EventHandle from, EventHandle to) const {
+  const Context::Use use(context_, "elapsed");
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  const Event& first = event_of(from, "elapsed");
+  const Event& second = event_of(to, "elapsed");
+  const auto refuse = [](EventHandle event) {
+    throw Error(ErrorKind::invalid_state, "elapsed: expected two recorded and completed events. Synchronize first.",
+                {{"event", static_cast<std::int64_t>(event)}});
+  };
+  if (!first.recorded.load(std::memory_order_relaxed)) refuse(from);
+  if (!second.recorded.load(std::memory_order_relaxed)) refuse(to);
+  float milliseconds = 0;
+  const Result code = driver_.cuEventElapsedTime(&milliseconds, first.native, second.native);
+  if (code == result::kNotReady) refuse(driver_.cuEventQuery(first.native) == result::kNotReady ? from : to);
+  check(driver_, "elapsed", "cuEventElapsedTime", code);
+  return static_cast<double>(milliseconds) / 1e3;
+}
+
+}  // namespace remap::cuda

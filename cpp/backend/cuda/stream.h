@@ -1,0 +1,79 @@
+// Streams and events of the cuda backend.
+//
+// A StreamHandle is the CUstream's value, for streams of ours and for adopted ones (1 and 2: the default streams). An EventHandle is
+// a number of our own that is never given twice, as the driver may use an event's address again.
+//
+// Our streams do not block with the legacy default stream: nothing that the process does there waits for a copy. They have the
+// default priority: priorities order kernels, and copies are not kernels.
+//
+// Errors: when work fails on a device its context is lost, and every later call in it says so. query(), synchronize() and
+// elapsed() report that through the event they are asked about; stream_wait(), record() and copies when they are called.
+//
+// Concurrency: the driver orders what threads enqueue on one stream. `books_` guards the tables, and is shared while an event is
+// used, so that it is not destroyed meanwhile. It is never held while anything is waited for, nor during a copy's enqueuing: the
+// driver blocks in that if the stream's queue is full or the host memory is not page-locked.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <shared_mutex>
+#include <unordered_map>
+
+#include "backend/cuda/context.h"
+#include "remap/backend.h"
+
+namespace remap::cuda {
+
+// Which way a copy goes; `unknown` where an address is neither ours nor page-locked here: the driver finds out.
+enum class Direction : std::uint8_t { to_device, to_host, inside_device, unknown };
+
+class Streams {
+ public:
+  explicit Streams(const Context& context) : context_(context), driver_(context.driver()) {}
+  ~Streams();  // waits for the work of our streams
+  Streams(const Streams&) = delete;
+  Streams& operator=(const Streams&) = delete;
+
+  void add_usage(Usage& usage) const;
+
+  StreamHandle create_stream();
+  void destroy_stream(StreamHandle stream);
+  StreamHandle adopt_stream(std::uint64_t native);
+  void forget_stream(StreamHandle stream);
+  void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes, Direction direction);
+  void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes);
+  // Throws invalid_argument for an unknown stream.
+  void require_stream(StreamHandle stream, const char* call) const;
+
+  EventHandle create_event();
+  void destroy_event(EventHandle event);
+  void record(EventHandle event, StreamHandle stream);
+  void stream_wait(StreamHandle stream, EventHandle event);
+  bool query(EventHandle event) const;
+  bool synchronize(EventHandle event, std::chrono::nanoseconds timeout) const;
+  double elapsed(EventHandle from, EventHandle to) const;
+
+ private:
+  enum class Origin : std::uint8_t { own, adopted };
+  struct Event {
+    explicit Event(EventPointer pointer) : native(pointer) {}
+    const EventPointer native;
+    std::atomic<bool> recorded{false};
+  };
+
+  Origin origin_of(StreamHandle stream, const char* call) const;  // takes the lock
+  const Event& event_of(EventHandle event, const char* call) const;  // pre: lock held
+  void refuse_capture(StreamHandle stream, Origin origin, const char* call) const;
+  bool complete(EventHandle event, const char* call) const;  // pre: inside a Context::Use
+
+  const Context& context_;
+  const Driver& driver_;
+  mutable std::shared_mutex books_;  // guards all below
+  std::unordered_map<StreamHandle, Origin> streams_;
+  std::unordered_map<EventHandle, Event> events_;
+  std::size_t own_streams_ = 0;
+  EventHandle last_event_ = 0;
+};
+
+}  // namespace remap::cuda

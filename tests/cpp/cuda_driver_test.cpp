@@ -1,0 +1,189 @@
+// Finding the driver: what is refused and how that reads, and what the probe says. And the ends: fork and exit.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+#include "cuda_world.h"
+
+namespace {
+
+using namespace remap;
+using namespace remap::testing;
+using remap::EventHandle;  // and not the driver's
+using remap::StreamHandle;
+
+Error refusal(const std::string& library) {
+  const Error probed = error_of([&] { (void)probe_cuda(library); });
+  CudaOptions options;
+  options.library = library;
+  const Error opened = error_of([&] { (void)make_cuda_backend(options); });
+  CHECK(probed.kind() == ErrorKind::driver && opened.kind() == ErrorKind::driver);
+  CHECK(std::string(probed.what()) == opened.what());
+  return opened;
+}
+
+bool mentions(const Error& error, const std::string& text) { return std::string(error.what()).find(text) != std::string::npos; }
+
+void a_missing_library_is_named_with_the_loaders_reason() {
+  const Error error = refusal("/nowhere/libcuda.so.1");
+  CHECK(*field(error, "library") == Error::Value{std::string("/nowhere/libcuda.so.1")});
+  CHECK(mentions(error, "No such file") && mentions(error, "REMAP_LIBCUDA") && mentions(error, "Install"));
+}
+
+void the_environment_names_the_library_unless_the_caller_does() {
+  setenv("REMAP_LIBCUDA", "/nowhere/other.so", 1);
+  CHECK(*field(refusal(""), "library") == Error::Value{std::string("/nowhere/other.so")});
+  emulate();
+  CHECK(probe_cuda(REMAP_EMULATED_DRIVER_PATH).emulated);
+  setenv("REMAP_LIBCUDA", REMAP_EMULATED_DRIVER_PATH, 1);
+  CHECK(probe_cuda().emulated);
+  unsetenv("REMAP_LIBCUDA");
+}
+
+void what_is_no_driver_is_refused() {
+  const Error error = refusal("libc.so.6");
+  CHECK(*field(error, "library") == Error::Value{std::string("libc.so.6")} && mentions(error, "not a CUDA driver"));
+}
+
+void old_drivers_are_refused_with_both_versions() {
+  const struct {
+    const char* library;
+    std::int64_t found;
+    const char* text;
+  } cases[] = {{REMAP_STUB_DRIVER_1, 11040, "11.4"}, {REMAP_STUB_DRIVER_2, 11080, "11.8"}};
+  for (const auto& each : cases) {
+    const Error error = refusal(each.library);
+    CHECK(*field(error, "found") == Error::Value{each.found} && *field(error, "needed") == Error::Value{std::int64_t{12000}});
+    CHECK(mentions(error, each.text) && mentions(error, "12.0"));
+  }
+}
+
+void missing_entry_points_are_named() {
+  const Error error = refusal(REMAP_STUB_DRIVER_3);
+  CHECK(mentions(error, "cuMemMap (10.2)") && mentions(error, "cuStreamGetCtx (9.2)") && !mentions(error, "cuDriverGetVersion"));
+}
+
+void the_probe_lists_the_devices_and_opens_nothing() {
+  emulate(8 * kPage, 2);
+  const CudaProbe probe = probe_cuda(REMAP_EMULATED_DRIVER_PATH);
+  CHECK(probe.library == REMAP_EMULATED_DRIVER_PATH && probe.emulated && probe.driver_version == 13000);
+  CHECK(probe.host_budget_bytes > 0 && probe.devices.size() == 2);
+  const CudaDevice& device = probe.devices[1];
+  CHECK(device.index == 1 && !device.name.empty() && device.vmm && device.compute_major > 0);
+  CHECK(device.granularity == kPage && device.recommended_granularity >= kPage);
+  CHECK(device.total_bytes == 8 * kPage && device.free_bytes == 8 * kPage);
+  CHECK(live("contexts") == 0);
+}
+
+void a_driver_without_devices_can_be_probed_and_not_opened() {
+  emulate();
+  arm("cuInit", 1, 100);
+  CHECK(probe_cuda(REMAP_EMULATED_DRIVER_PATH).devices.empty());
+  arm("cuInit", 1, 100);
+  const Error error = error_of([] { (void)open_cuda(); });
+  CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{100}});
+  arm("cuInit", 1, 999);
+  CHECK_ERROR(ErrorKind::driver, probe_cuda(REMAP_EMULATED_DRIVER_PATH));
+  // A device that gives no context is listed all the same.
+  arm("cuDevicePrimaryCtxRetain", 1, 46);
+  CHECK(probe_cuda(REMAP_EMULATED_DRIVER_PATH).devices.at(0).free_bytes == 0);
+}
+
+// Exit status of a child that runs the body; 0 if it ran to its end without an exception.
+template <typename Body>
+int status_of_child(Body&& body) {
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    int status = 1;
+    try {
+      body();
+      status = 0;
+    } catch (const std::exception& error) {
+      std::fprintf(stderr, "in the child: %s\n", error.what());
+    }
+    _exit(status);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+  return WEXITSTATUS(status);
+}
+
+void a_forked_child_is_refused_and_calls_no_driver() {
+  emulate();
+  auto backend = open_cuda();
+  const Shown shown(*backend, 1);
+  const StreamHandle stream = backend->create_stream();
+  const EventHandle event = backend->create_event();
+  std::byte* host = backend->allocate_host(kPage);
+  const int status = status_of_child([&] {
+    CHECK_ERROR(ErrorKind::forked_process, backend->reserve(kPage, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, backend->create_page(kPage));
+    CHECK_ERROR(ErrorKind::forked_process, backend->exchange(shown.at, shown.at, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, backend->free_host(host, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, backend->copy(stream, shown.at, host, 8));
+    CHECK_ERROR(ErrorKind::forked_process, backend->fill(stream, shown.at, 0, 8));
+    CHECK_ERROR(ErrorKind::forked_process, backend->record(event, stream));
+    CHECK_ERROR(ErrorKind::forked_process, backend->query(event));
+    CHECK_ERROR(ErrorKind::forked_process, backend->usage());
+    const std::uint64_t before = calls();
+    backend.reset();
+    CHECK(calls() == before);
+  });
+  CHECK(status == 0);
+  backend->copy(stream, shown.at, host, kPage);  // the parent goes on
+  backend.reset();
+}
+
+// Child processes of their own, so that static objects and exit handlers run: `--leave` says which.
+std::uint64_t calls_at_exit = 0;
+void judge() {
+  if (calls() != calls_at_exit) _exit(3);
+}
+struct Keeper {
+  std::shared_ptr<Backend> backend;
+  ~Keeper() { calls_at_exit = calls(); }  // before the backend is destroyed
+};
+
+// Made before the driver was initialised, so destroyed after the driver's exit handlers: it must leave the driver alone.
+[[noreturn]] void leave_a_backend_to_exit() {
+  emulate();
+  std::atexit(judge);  // runs last
+  static Keeper keeper;
+  keeper.backend = open_cuda();
+  const Shown shown(*keeper.backend, 1);
+  (void)keeper.backend->create_stream();
+  (void)keeper.backend->allocate_host(100);
+  std::exit(0);
+}
+
+void a_backend_that_outlives_main_calls_no_driver() {
+  std::fflush(nullptr);
+  const pid_t child = fork();
+  if (child == 0) {
+    execl("/proc/self/exe", "cuda_driver_test", "--leave", static_cast<char*>(nullptr));
+    _exit(2);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
+  CHECK(WEXITSTATUS(status) == 0);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc > 1 && std::strcmp(argv[1], "--leave") == 0) leave_a_backend_to_exit();
+  CLEAN_RUN(a_missing_library_is_named_with_the_loaders_reason);
+  CLEAN_RUN(the_environment_names_the_library_unless_the_caller_does);
+  CLEAN_RUN(what_is_no_driver_is_refused);
+  CLEAN_RUN(old_drivers_are_refused_with_both_versions);
+  CLEAN_RUN(missing_entry_points_are_named);
+  CLEAN_RUN(the_probe_lists_the_devices_and_opens_nothing);
+  CLEAN_RUN(a_driver_without_devices_can_be_probed_and_not_opened);
+  CLEAN_RUN(a_forked_child_is_refused_and_calls_no_driver);
+  CLEAN_RUN(a_backend_that_outlives_main_calls_no_driver);
+  return failures();
+}

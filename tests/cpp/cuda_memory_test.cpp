@@ -1,0 +1,360 @@
+// The cuda backend on the emulated driver: opening, regions, pages, mappings and host memory, beyond what the conformance suite
+// shows (tests/python/test_backend_contract*.py).
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+
+#include "cuda_world.h"
+
+namespace {
+
+using namespace remap;
+using namespace remap::testing;
+using remap::EventHandle;  // and not the driver's
+using remap::StreamHandle;
+
+const auto kOsPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+
+void it_says_what_it_is() {
+  emulate(64 << 20, 2);
+  CudaOptions options;
+  options.device = 1;
+  const auto backend = open_cuda(options);
+  CHECK(backend->name() == std::string("cuda"));
+  CHECK(backend->device().kind == DeviceInfo::Kind::cuda && backend->device().index == 1);
+  CHECK(backend->device().host_addressable);  // emulated
+  CHECK(backend->granularity() == kPage && !backend->can_exchange() && !backend->new_pages_are_zero());
+  CHECK(same(backend->usage(), Usage{}));
+}
+
+void options_that_the_device_cannot_do_are_refused_before_anything_is_opened() {
+  emulate();
+  for (const int device : {-1, 1, 100}) {
+    CudaOptions options;
+    options.device = device;
+    const Error error = error_of([&] { (void)open_cuda(options); });
+    CHECK(error.kind() == ErrorKind::invalid_argument);
+    CHECK(*field(error, "devices") == Error::Value{std::int64_t{1}});
+  }
+  CudaOptions fabric;
+  fabric.shareable = ShareableHandle::fabric;
+  CHECK_ERROR(ErrorKind::invalid_argument, open_cuda(fabric));
+  CudaOptions rdma;
+  rdma.gpu_direct_rdma = true;
+  CHECK_ERROR(ErrorKind::invalid_argument, open_cuda(rdma));
+  configure("attribute.102", 0);  // no virtual memory management
+  CHECK_ERROR(ErrorKind::driver, open_cuda());
+  CHECK(calls("cuDevicePrimaryCtxRetain") == 0);
+}
+
+void pages_are_made_as_the_options_say() {
+  emulate();
+  configure("attribute.110", 1);
+  CudaOptions options;
+  options.shareable = ShareableHandle::posix_fd;
+  options.gpu_direct_rdma = true;
+  const auto backend = open_cuda(options);
+  backend->destroy_page(backend->create_page(kPage));
+}
+
+void two_backends_share_the_primary_context() {
+  emulate();
+  auto one = open_cuda();
+  auto other = open_cuda();
+  CHECK(live("contexts") == 2);
+  Shown shown(*other, 1);
+  one.reset();
+  CHECK(live("contexts") == 1);
+  shown.at[0] = std::byte{1};  // the other's memory is untouched
+  shown.release();
+}
+
+void pages_may_have_any_aligned_size() {
+  emulate();
+  const auto backend = open_cuda();
+  const PageHandle small = backend->create_page(kPage);
+  const PageHandle large = backend->create_page(4 * kPage);
+  CHECK(backend->usage().page_bytes == 5 * kPage);
+  std::byte* at = backend->reserve(8 * kPage, kPage);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->map(at, &large, 1, kPage));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->map(at, &small, 1, 4 * kPage));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->create_page(kPage + 4096));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->create_page(0));
+  backend->map(at + kPage, &large, 1, 4 * kPage);
+  backend->map(at, &small, 1, kPage);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->map(at + 4 * kPage, &small, 1, kPage));  // inside the large one
+  CHECK_ERROR(ErrorKind::invalid_state, backend->unmap(at, 2 * kPage));                   // would cut it
+  CHECK_ERROR(ErrorKind::invalid_state, backend->set_access(at + kPage, kPage, Access::read));
+  backend->set_access(at, 5 * kPage, Access::read_write);
+  CHECK(backend->usage().mapped_bytes == 5 * kPage && backend->usage().mappings == 3);
+  std::memset(at, 1, 5 * kPage);
+  backend->populate(at, 3 * kPage);
+  backend->unmap(at, 5 * kPage);
+  backend->release(at, 8 * kPage);
+  backend->destroy_page(small);
+  backend->destroy_page(large);
+}
+
+void one_driver_call_a_range() {
+  emulate();
+  const auto backend = open_cuda();
+  const Counted created("cuMemCreate");
+  const Counted mapped("cuMemMap");
+  const Counted access_set("cuMemSetAccess");
+  const Counted unmapped("cuMemUnmap");
+  Shown shown(*backend, 6);
+  CHECK(created == 6 && mapped == 6 && access_set == 1);
+  shown.release();
+  CHECK(unmapped == 1);
+}
+
+void running_out_says_how_much_is_left() {
+  emulate(4 * kPage);
+  const auto backend = open_cuda();
+  std::vector<PageHandle> pages;
+  for (int i = 0; i < 3; ++i) pages.push_back(backend->create_page(kPage));
+  const Error error = error_of([&] { (void)backend->create_page(2 * kPage); });
+  CHECK(error.kind() == ErrorKind::out_of_memory);
+  CHECK(*field(error, "requested") == Error::Value{static_cast<std::int64_t>(2 * kPage)});
+  CHECK(*field(error, "free") == Error::Value{static_cast<std::int64_t>(kPage)});
+  CHECK(*field(error, "capacity") == Error::Value{static_cast<std::int64_t>(4 * kPage)});
+  CHECK(*field(error, "call") == Error::Value{std::string("cuMemCreate")} && *field(error, "code") == Error::Value{std::int64_t{2}});
+  pages.push_back(backend->create_page(kPage));
+  for (const PageHandle page : pages) backend->destroy_page(page);
+}
+
+// On a device such a copy would end the context for the whole process; here it must not even reach the driver.
+void a_copy_that_would_touch_nothing_is_refused() {
+  emulate();
+  const auto backend = open_cuda();
+  Shown shown(*backend, 2);
+  std::byte* bare = backend->reserve(4 * kPage, kPage);
+  std::byte* host = backend->allocate_host(kPage);
+  const StreamHandle stream = backend->create_stream();
+  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, bare, host, 16));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, host, bare + 3 * kPage, 16));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->fill(stream, bare + 5, 0, 1));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, shown.at + kPage, shown.at, kPage + 1));  // out of the region
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->fill(stream, shown.at - 1, 0, 2));                     // into it
+  backend->set_access(shown.at + kPage, kPage, Access::read);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, shown.at + kPage - 4, host, 8));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->fill(stream, shown.at, 0, 2 * kPage));
+  backend->set_access(shown.at + kPage, kPage, Access::none);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, host, shown.at + kPage, 8));
+  for (const char* call : {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemcpyAsync", "cuMemsetD8Async"}) {
+    CHECK(calls(call) == 0);
+  }
+  backend->copy(stream, shown.at, host, 0);  // nothing to do is nothing to ask for
+  CHECK(calls("cuMemcpyHtoDAsync") + calls("cuMemcpyAsync") == 0);
+  backend->destroy_stream(stream);
+  backend->free_host(host, kPage);
+  backend->release(bare, 4 * kPage);
+  shown.release();
+}
+
+void copies_go_the_way_that_their_addresses_say() {
+  emulate();
+  const auto backend = open_cuda();
+  Shown shown(*backend, 2);
+  std::byte* host = backend->allocate_host(kPage);
+  std::vector<std::byte> pageable(kPage, std::byte{9});
+  const StreamHandle stream = backend->create_stream();
+  std::memset(host, 5, kPage);
+  backend->copy(stream, shown.at, host, kPage);
+  backend->copy(stream, shown.at + kPage, shown.at, kPage / 2);
+  backend->copy(stream, shown.at + kPage + kPage / 2, pageable.data(), kPage / 2);
+  backend->copy(stream, host, shown.at + kPage, kPage);
+  backend->destroy_stream(stream);  // waits for it
+  CHECK(calls("cuMemcpyHtoDAsync") == 1 && calls("cuMemcpyDtoHAsync") == 1);
+  CHECK(calls("cuMemcpyDtoDAsync") == 1 && calls("cuMemcpyAsync") == 1);
+  CHECK(all_are(host, 5, kPage / 2) && all_are(host + kPage / 2, 9, kPage / 2));
+  backend->free_host(host, kPage);
+  shown.release();
+}
+
+void host_memory_is_locked_and_no_larger_than_asked_for() {
+  emulate();
+  const auto backend = open_cuda();
+  const std::size_t bytes = (6 << 20) + 5;
+  std::byte* at = backend->allocate_host(bytes);
+  CHECK(reinterpret_cast<std::uintptr_t>(at) % (2 << 20) == 0);  // where a huge page can stand
+  CHECK(backend->usage().host_bytes == bytes && live("registrations") == 1);
+  std::memset(at, 3, bytes);
+  backend->free_host(at, bytes);
+  CHECK(live("registrations") == 0);
+}
+
+void registering_needs_memory_that_is_there() {
+  emulate();
+  const auto backend = open_cuda();
+  void* place = mmap(nullptr, 4 * kOsPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(place != MAP_FAILED);
+  auto* at = static_cast<std::byte*>(place);
+  CHECK(munmap(at + 3 * kOsPage, kOsPage) == 0);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(at + 2 * kOsPage, 2 * kOsPage));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(at, 0));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->register_host(nullptr, 8));
+  CHECK(mprotect(at, kOsPage, PROT_READ) == 0);
+  backend->register_host(at, 3 * kOsPage);  // may not be written in whole: registered as read-only
+  CHECK(backend->usage().host_bytes == 3 * kOsPage);
+  backend->unregister_host(at, 3 * kOsPage);
+  // Registered by somebody else: the driver says so.
+  const auto other = open_cuda();
+  other->register_host(at, kOsPage);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->register_host(at, 2 * kOsPage));
+  other->unregister_host(at, kOsPage);
+  configure("attribute.113", 0);
+  const auto older = open_cuda();  // a device that must be able to write
+  const Error error = error_of([&] { older->register_host(at, kOsPage); });
+  CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{801}});
+  older->register_host(at + kOsPage, kOsPage);
+  older->unregister_host(at + kOsPage, kOsPage);
+  munmap(at, 3 * kOsPage);
+}
+
+void the_host_budget_is_exact() {
+  emulate();
+  CudaOptions options;
+  options.host_budget_bytes = 4 * kOsPage;
+  const auto backend = open_cuda(options);
+  std::byte* first = backend->allocate_host(2 * kOsPage + 1);  // three OS pages
+  const Error error = error_of([&] { (void)backend->allocate_host(kOsPage + 1); });
+  CHECK(error.kind() == ErrorKind::limit_exceeded);
+  CHECK(*field(error, "limit") == Error::Value{static_cast<std::int64_t>(4 * kOsPage)});
+  CHECK(*field(error, "in_use") == Error::Value{static_cast<std::int64_t>(3 * kOsPage)});
+  CHECK(*field(error, "requested") == Error::Value{static_cast<std::int64_t>(2 * kOsPage)});
+  std::vector<std::byte> own(3 * kOsPage);
+  std::byte* aligned = own.data() + (kOsPage - reinterpret_cast<std::uintptr_t>(own.data()) % kOsPage) % kOsPage;
+  CHECK_ERROR(ErrorKind::limit_exceeded, backend->register_host(aligned + kOsPage - 1, 2));  // two bytes, two OS pages
+  backend->register_host(aligned, kOsPage);
+  CHECK_ERROR(ErrorKind::limit_exceeded, backend->allocate_host(1));
+  CHECK(backend->usage().host_bytes == 3 * kOsPage + 1);
+  backend->unregister_host(aligned, kOsPage);
+  std::byte* last = backend->allocate_host(kOsPage);
+  backend->free_host(last, kOsPage);
+  backend->free_host(first, 2 * kOsPage + 1);
+}
+
+void without_a_budget_the_machine_is_one() {
+  emulate();
+  const auto backend = open_cuda();
+  const std::size_t absurd = std::size_t{1} << 45;
+  const Error error = error_of([&] { (void)backend->allocate_host(absurd); });
+  CHECK(error.kind() == ErrorKind::limit_exceeded);
+  CHECK(*field(error, "requested") == Error::Value{static_cast<std::int64_t>(absurd)});
+  CHECK(std::get<std::int64_t>(*field(error, "limit")) > 0);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->allocate_host(~std::size_t{0}));
+  CHECK(calls("cuMemHostRegister") == 0 && same(backend->usage(), Usage{}));
+}
+
+void closing_gives_everything_back() {
+  emulate();
+  auto backend = open_cuda();
+  const Shown shown(*backend, 3);
+  (void)backend->create_page(kPage);
+  std::byte* alias = backend->reserve(4 * kPage, kPage);
+  backend->map(alias + kPage, &shown.pages[1], 1, kPage);
+  std::byte* host = backend->allocate_host(100);
+  std::vector<std::byte> own(100);
+  backend->register_host(own.data(), own.size());
+  const StreamHandle stream = backend->create_stream();
+  backend->record(backend->create_event(), stream);
+  for (int i = 0; i < 100; ++i) backend->copy(stream, shown.at, host, 100);  // still running when it is closed
+  backend.reset();
+}
+
+// The emulated driver is strict: a wrong order, a wrong range or a leak is a violation.
+void random_calls_keep_the_drivers_rules() {
+  emulate();
+  const auto backend = open_cuda();
+  std::mt19937 random(7);
+  const auto below = [&](std::size_t limit) { return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random); };
+  constexpr std::size_t kSlots = 24;
+  std::byte* at = backend->reserve(kSlots * kPage, kPage);
+  std::vector<PageHandle> pages;
+  for (int i = 0; i < 8; ++i) pages.push_back(backend->create_page(kPage));
+  std::vector<int> shows(kSlots, -1);
+  std::vector<Access> access(kSlots, Access::none);
+  for (int round = 0; round < 2000; ++round) {
+    const std::size_t first = below(kSlots);
+    const std::size_t count = 1 + below(std::min<std::size_t>(5, kSlots - first));
+    const auto range = [&](auto&& holds) {
+      for (std::size_t i = first; i < first + count; ++i) {
+        if (!holds(shows[i] >= 0)) return false;
+      }
+      return true;
+    };
+    const bool bare = range([](bool mapped) { return !mapped; });
+    const bool whole = range([](bool mapped) { return mapped; });
+    std::byte* place = at + first * kPage;
+    switch (below(3)) {
+      case 0: {
+        std::vector<PageHandle> chosen;
+        std::vector<int> which;
+        for (std::size_t i = 0; i < count; ++i) {
+          which.push_back(static_cast<int>(below(pages.size())));
+          chosen.push_back(pages[static_cast<std::size_t>(which.back())]);
+        }
+        if (!bare) {
+          CHECK_ERROR(ErrorKind::invalid_state, backend->map(place, chosen.data(), count, kPage));
+          break;
+        }
+        backend->map(place, chosen.data(), count, kPage);
+        std::copy(which.begin(), which.end(), shows.begin() + static_cast<std::ptrdiff_t>(first));
+        std::fill_n(access.begin() + static_cast<std::ptrdiff_t>(first), count, Access::none);
+        break;
+      }
+      case 1:
+        if (!whole) {
+          CHECK_ERROR(ErrorKind::invalid_state, backend->unmap(place, count * kPage));
+          break;
+        }
+        backend->unmap(place, count * kPage);
+        std::fill_n(shows.begin() + static_cast<std::ptrdiff_t>(first), count, -1);
+        break;
+      default: {
+        const auto wanted = static_cast<Access>(below(3));
+        if (!whole) {
+          CHECK_ERROR(ErrorKind::invalid_state, backend->set_access(place, count * kPage, wanted));
+          break;
+        }
+        backend->set_access(place, count * kPage, wanted);
+        std::fill_n(access.begin() + static_cast<std::ptrdiff_t>(first), count, wanted);
+      }
+    }
+    std::size_t mapped = 0;
+    for (std::size_t i = 0; i < kSlots; ++i) {
+      mapped += shows[i] >= 0 ? 1 : 0;
+      if (shows[i] < 0 || access[i] != Access::read_write) continue;
+      at[i * kPage] = static_cast<std::byte>(shows[i] + 1);
+    }
+    for (std::size_t i = 0; i < kSlots; ++i) {  // each alias shows its page
+      if (shows[i] >= 0 && access[i] == Access::read_write) CHECK(at[i * kPage] == static_cast<std::byte>(shows[i] + 1));
+    }
+    CHECK(backend->usage().mapped_bytes == mapped * kPage && live("mappings") == mapped);
+  }
+}
+
+}  // namespace
+
+int main() {
+  CLEAN_RUN(it_says_what_it_is);
+  CLEAN_RUN(options_that_the_device_cannot_do_are_refused_before_anything_is_opened);
+  CLEAN_RUN(pages_are_made_as_the_options_say);
+  CLEAN_RUN(two_backends_share_the_primary_context);
+  CLEAN_RUN(pages_may_have_any_aligned_size);
+  CLEAN_RUN(one_driver_call_a_range);
+  CLEAN_RUN(running_out_says_how_much_is_left);
+  CLEAN_RUN(a_copy_that_would_touch_nothing_is_refused);
+  CLEAN_RUN(copies_go_the_way_that_their_addresses_say);
+  CLEAN_RUN(host_memory_is_locked_and_no_larger_than_asked_for);
+  CLEAN_RUN(registering_needs_memory_that_is_there);
+  CLEAN_RUN(the_host_budget_is_exact);
+  CLEAN_RUN(without_a_budget_the_machine_is_one);
+  CLEAN_RUN(closing_gives_everything_back);
+  CLEAN_RUN(random_calls_keep_the_drivers_rules);
+  return failures();
+}

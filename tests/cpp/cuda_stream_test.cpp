@@ -1,0 +1,348 @@
+// The cuda backend on the emulated driver: streams, events, adopted streams, contexts and captures, beyond what the conformance
+// suite shows (tests/python/test_backend_contract*.py).
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <thread>
+
+#include "cuda_world.h"
+
+namespace {
+
+using namespace remap;
+using namespace remap::testing;
+using remap::EventHandle;  // and not the driver's
+using remap::StreamHandle;
+
+// What a user of the device does with the driver by himself; its context is current on this thread meanwhile.
+struct User {
+  CUcontext context = nullptr;
+
+  explicit User(int device = 0) : device_(device) {
+    FINE(CU(cuInit)(0));
+    FINE(CU(cuDevicePrimaryCtxRetain)(&context, device));
+    FINE(CU(cuCtxPushCurrent)(context));
+  }
+  ~User() {
+    (void)CU(cuCtxPopCurrent)(nullptr);
+    (void)CU(cuDevicePrimaryCtxRelease)(device_);
+  }
+  static CUcontext current() {
+    CUcontext found = nullptr;
+    FINE(CU(cuCtxGetCurrent)(&found));
+    return found;
+  }
+  static StreamHandle make_stream() {
+    CUstream stream = nullptr;
+    FINE(CU(cuStreamCreateWithPriority)(&stream, 1, 0));
+    return reinterpret_cast<StreamHandle>(stream);
+  }
+  static void destroy_stream(StreamHandle stream) { FINE(CU(cuStreamDestroy)(native(stream))); }
+  static void begin_capture(StreamHandle stream, int mode) { FINE(CU(cuStreamBeginCapture)(native(stream), mode)); }
+  static void end_capture(StreamHandle stream) {
+    CUgraph graph = nullptr;
+    FINE(CU(cuStreamEndCapture)(native(stream), &graph));
+  }
+  static int exchange_capture_mode(int mode) {
+    FINE(CU(cuThreadExchangeStreamCaptureMode)(&mode));
+    return mode;
+  }
+  static CUstream native(StreamHandle stream) { return reinterpret_cast<CUstream>(stream); }
+
+ private:
+  int device_;
+};
+
+// Keeps a stream busy until it is opened.
+class Gate {
+ public:
+  explicit Gate(StreamHandle stream) {
+    FINE(CU(cuLaunchHostFunc)(User::native(stream), [](void* self) {
+      while (!static_cast<Gate*>(self)->open_.load()) std::this_thread::yield();
+    }, this));
+  }
+  ~Gate() { open(); }
+  void open() { open_.store(true); }
+
+ private:
+  std::atomic<bool> open_{false};
+};
+
+void a_handle_is_the_drivers_own() {
+  emulate();
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle stream = backend->create_stream();
+  {
+    Gate gate(stream);  // works only if the handle is a CUstream
+    const EventHandle event = backend->create_event();
+    backend->record(event, stream);
+    CHECK(!backend->query(event));
+    gate.open();
+    CHECK(backend->synchronize(event, kWait));
+    backend->destroy_event(event);
+  }
+  CHECK(stream > 2);
+  backend->destroy_stream(stream);
+}
+
+void waits_bind_to_the_last_recording() {
+  emulate();
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle slow = backend->create_stream();
+  const StreamHandle quick = backend->create_stream();
+  const EventHandle event = backend->create_event();
+  const EventHandle end = backend->create_event();
+  backend->record(event, quick);
+  Gate gate(slow);
+  backend->stream_wait(quick, event);  // the recording on `quick` ...
+  backend->record(event, slow);        // ... not this one, which is behind the gate
+  backend->record(end, quick);
+  CHECK(backend->synchronize(end, kWait));
+  CHECK(!backend->query(event));
+  CHECK(!backend->synchronize(event, std::chrono::milliseconds(3)));
+  CHECK(!backend->synchronize(event, std::chrono::nanoseconds(-1)));
+  CHECK_ERROR(ErrorKind::invalid_state, backend->elapsed(end, event));
+  gate.open();
+  CHECK(backend->synchronize(event, std::chrono::nanoseconds::max()));  // no deadline: asks the driver to wait
+  CHECK(calls("cuEventSynchronize") == 1);
+  CHECK(backend->elapsed(end, event) > 0);
+  backend->destroy_stream(slow);
+  backend->destroy_stream(quick);
+  backend->destroy_event(event);
+  backend->destroy_event(end);
+}
+
+void event_handles_are_never_given_twice() {
+  emulate();
+  const auto backend = open_cuda();
+  const EventHandle first = backend->create_event();
+  backend->destroy_event(first);
+  const EventHandle second = backend->create_event();
+  CHECK(second != first && first != 0);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->query(first));
+  backend->destroy_event(second);
+}
+
+void adopted_streams_work_and_stay_their_owners() {
+  emulate();
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle theirs = User::make_stream();
+  CHECK(backend->adopt_stream(theirs) == theirs && backend->adopt_stream(theirs) == theirs);
+  CHECK(backend->adopt_stream(1) == 1 && backend->adopt_stream(2) == 2);
+  CHECK(backend->usage().streams == 0);
+  Shown shown(*backend, 1);
+  const EventHandle event = backend->create_event();
+  const StreamHandle own = backend->create_stream();
+  for (const StreamHandle stream : {theirs, StreamHandle{1}, StreamHandle{2}}) {
+    backend->fill(stream, shown.at, static_cast<std::uint8_t>(stream % 200), kPage);
+    backend->record(event, stream);
+    backend->stream_wait(own, event);
+    backend->stream_wait(stream, event);
+    CHECK(backend->synchronize(event, kWait) && all_are(shown.at, static_cast<int>(stream % 200), kPage));
+    CHECK_ERROR(ErrorKind::invalid_argument, backend->destroy_stream(stream));
+  }
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->adopt_stream(0));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->adopt_stream(own));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->adopt_stream(4711));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->forget_stream(own));
+  Gate gate(theirs);
+  backend->forget_stream(theirs);  // waits for nothing
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->forget_stream(theirs));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->record(event, theirs));
+  gate.open();
+  backend->forget_stream(1);
+  backend->destroy_stream(own);
+  backend->destroy_event(event);
+  shown.release();
+  FINE(CU(cuStreamSynchronize)(User::native(theirs)));
+  User::destroy_stream(theirs);
+}
+
+void streams_of_another_device_are_refused() {
+  emulate(64 << 20, 2);
+  const auto backend = open_cuda();
+  const User other(1);
+  const StreamHandle theirs = User::make_stream();
+  const Error error = error_of([&] { (void)backend->adopt_stream(theirs); });
+  CHECK(error.kind() == ErrorKind::invalid_argument && *field(error, "device") == Error::Value{std::int64_t{0}});
+  User::destroy_stream(theirs);
+}
+
+void the_callers_context_is_as_before() {
+  emulate(64 << 20, 2);
+  const auto backend = open_cuda();
+  CHECK(User::current() == nullptr);
+  Shown shown(*backend, 1);
+  CHECK(User::current() == nullptr);
+  {
+    const User other(1);
+    const StreamHandle stream = backend->create_stream();
+    CHECK_ERROR(ErrorKind::invalid_argument, backend->adopt_stream(4711));  // an error leaves it, too
+    backend->fill(stream, shown.at, 1, kPage);
+    backend->destroy_stream(stream);
+    CHECK(User::current() == other.context);
+  }
+  {
+    const User same;
+    const Counted pushed("cuCtxPushCurrent");
+    const EventHandle event = backend->create_event();
+    CHECK(backend->query(event));
+    backend->destroy_event(event);
+    CHECK(pushed == 0);  // beside torch it is current already
+    CHECK(User::current() == same.context);
+  }
+  std::thread([&] {
+    const StreamHandle stream = backend->create_stream();
+    backend->fill(stream, shown.at, 2, kPage);
+    backend->destroy_stream(stream);
+    CHECK(User::current() == nullptr);
+  }).join();
+  CHECK(all_are(shown.at, 2, kPage));
+  shown.release();
+}
+
+void streams_under_capture_are_refused() {
+  emulate();
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle theirs = User::make_stream();
+  (void)backend->adopt_stream(theirs);
+  Shown shown(*backend, 1);
+  std::byte* host = backend->allocate_host(kPage);
+  const EventHandle event = backend->create_event();
+  User::begin_capture(theirs, 2);
+  for (const std::function<void()>& call : std::initializer_list<std::function<void()>>{
+           [&] { backend->record(event, theirs); }, [&] { backend->stream_wait(theirs, event); },
+           [&] { backend->copy(theirs, shown.at, host, 8); }, [&] { backend->fill(theirs, shown.at, 0, 8); }}) {
+    const Error error = error_of(call);
+    CHECK(error.kind() == ErrorKind::invalid_state);
+    CHECK(*field(error, "stream") == Error::Value{static_cast<std::int64_t>(theirs)});
+  }
+  CHECK(calls("cuEventRecord") == 0 && calls("cuMemcpyHtoDAsync") == 0);
+  User::end_capture(theirs);
+  backend->record(event, theirs);
+  CHECK(backend->synchronize(event, kWait));
+  // The default stream cannot be used while another is captured: the driver says so with a code of its own.
+  (void)backend->adopt_stream(1);
+  arm("cuStreamIsCapturing", 1, 906);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->record(event, 1));
+  backend->destroy_event(event);
+  backend->free_host(host, kPage);
+  shown.release();
+  User::destroy_stream(theirs);
+}
+
+// The emulated driver calls it a violation if an unsafe call is made while anybody captures in global mode.
+void calls_from_other_threads_do_not_disturb_a_capture() {
+  emulate();
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle theirs = User::make_stream();
+  User::begin_capture(theirs, 0);
+  std::thread([&] {
+    const StreamHandle stream = backend->create_stream();
+    const EventHandle event = backend->create_event();
+    backend->record(event, stream);
+    CHECK(backend->synchronize(event, kWait));
+    backend->destroy_page(backend->create_page(kPage));
+    backend->destroy_event(event);
+    backend->destroy_stream(stream);
+    CHECK(User::exchange_capture_mode(0) == 0);  // the thread's mode is as it was
+    CHECK(User::exchange_capture_mode(1) == 0);
+    CHECK(backend->usage().streams == 0);
+    backend->destroy_event(backend->create_event());
+    CHECK(User::exchange_capture_mode(0) == 1);
+  }).join();
+  User::end_capture(theirs);
+  User::destroy_stream(theirs);
+}
+
+// Work that fails on the device fails its stream; whoever waits gets the error, and the stream can still be destroyed.
+void failed_work_reaches_every_waiter() {
+  emulate();
+  const auto backend = open_cuda();
+  Shown shown(*backend, 1);
+  std::byte* host = backend->allocate_host(kPage);
+  const StreamHandle failing = backend->create_stream();
+  const StreamHandle waiting = backend->create_stream();
+  const EventHandle early = backend->create_event();
+  const EventHandle event = backend->create_event();
+  const EventHandle end = backend->create_event();
+  backend->record(early, failing);
+  arm("run:cuMemcpyDtoHAsync", 1, 719);
+  backend->copy(failing, host, shown.at, kPage);
+  backend->record(event, failing);
+  backend->stream_wait(waiting, event);
+  backend->record(end, waiting);
+  for (const EventHandle late : {event, end}) {
+    const Error error = error_of([&] { (void)backend->synchronize(late, kWait); });
+    CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{719}});
+    CHECK(*field(error, "call") == Error::Value{std::string("cuEventQuery")} && field(error, "name") != nullptr);
+    CHECK_ERROR(ErrorKind::driver, backend->query(late));
+    CHECK_ERROR(ErrorKind::driver, backend->synchronize(late, std::chrono::nanoseconds::max()));
+    CHECK_ERROR(ErrorKind::driver, backend->elapsed(early, late));
+  }
+  CHECK(backend->query(early));
+  backend->destroy_stream(failing);
+  backend->destroy_stream(waiting);
+  for (const EventHandle each : {early, event, end}) backend->destroy_event(each);
+  backend->free_host(host, kPage);
+  shown.release();
+}
+
+// On a device the whole context is lost. Then every call says so and nothing hangs, and closing still ends.
+void a_lost_context_is_reported_and_can_be_closed() {
+  emulate();
+  configure("lose_context", 1);
+  auto backend = open_cuda();
+  const Shown shown(*backend, 1);
+  const StreamHandle stream = backend->create_stream();
+  const EventHandle event = backend->create_event();
+  arm("run:cuMemsetD8Async", 1, 700);
+  backend->fill(stream, shown.at, 1, kPage);
+  backend->record(event, stream);
+  const Error error = error_of([&] { (void)backend->synchronize(event, kWait); });
+  CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{700}});
+  CHECK(std::string(error.what()).find("context is lost") != std::string::npos);
+  CHECK_ERROR(ErrorKind::driver, backend->fill(stream, shown.at, 1, kPage));
+  CHECK_ERROR(ErrorKind::driver, backend->record(event, stream));
+  CHECK_ERROR(ErrorKind::driver, backend->create_page(kPage));
+  backend.reset();
+  CONTROL(remapEmulatedReset)();
+}
+
+void a_stream_with_pending_work_is_not_destroyed_unwaited() {
+  emulate();
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle stream = backend->create_stream();
+  {
+    Gate gate(stream);
+    arm("cuStreamSynchronize", 1, 999);
+    CHECK_ERROR(ErrorKind::driver, backend->destroy_stream(stream));
+    CHECK(backend->usage().streams == 1);
+    gate.open();
+    backend->destroy_stream(stream);
+  }
+}
+
+}  // namespace
+
+int main() {
+  CLEAN_RUN(a_handle_is_the_drivers_own);
+  CLEAN_RUN(waits_bind_to_the_last_recording);
+  CLEAN_RUN(event_handles_are_never_given_twice);
+  CLEAN_RUN(adopted_streams_work_and_stay_their_owners);
+  CLEAN_RUN(streams_of_another_device_are_refused);
+  CLEAN_RUN(the_callers_context_is_as_before);
+  CLEAN_RUN(streams_under_capture_are_refused);
+  CLEAN_RUN(calls_from_other_threads_do_not_disturb_a_capture);
+  CLEAN_RUN(failed_work_reaches_every_waiter);
+  CLEAN_RUN(a_lost_context_is_reported_and_can_be_closed);
+  CLEAN_RUN(a_stream_with_pending_work_is_not_destroyed_unwaited);
+  return failures();
+}

@@ -1,0 +1,115 @@
+// The cuda backend on the emulated driver: a world of its own for each test, whose end checks that no rule was broken and
+// nothing was left behind.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "emulated_driver.h"
+#include "remap/backends.h"
+
+namespace remap::testing {
+
+constexpr std::chrono::seconds kWait{20};
+
+inline void arm(const char* name, std::uint64_t nth, int code, bool forever = false) {
+  CONTROL(remapEmulatedArm)(name, nth, code, forever ? 1 : 0);
+}
+inline std::uint64_t calls(const char* name = nullptr) { return CONTROL(remapEmulatedCalls)(name); }
+// Calls of an entry point since this was made.
+class Counted {
+ public:
+  explicit Counted(const char* name) : name_(name), before_(calls(name)) {}
+  bool operator==(std::uint64_t expected) const { return calls(name_) - before_ == expected; }
+
+ private:
+  const char* name_;
+  std::uint64_t before_;
+};
+inline std::uint64_t live(const char* kind) { return CONTROL(remapEmulatedLive)(kind); }
+inline void configure(const char* name, std::uint64_t value) { CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0); }
+
+// Makes the emulated machine anew.
+inline void emulate(std::size_t memory = 64 << 20, std::size_t devices = 1) {
+  CONTROL(remapEmulatedReset)();
+  configure("granularity", kPage);
+  configure("memory", memory);
+  configure("devices", devices);
+}
+
+inline std::shared_ptr<Backend> open_cuda(CudaOptions options = {}) {
+  options.library = REMAP_EMULATED_DRIVER_PATH;
+  return make_cuda_backend(options);
+}
+
+// After everything was closed.
+inline void check_clean() {
+  std::string trouble;
+  for (std::uint64_t i = 0; i < CONTROL(remapEmulatedViolations)(); ++i) {
+    trouble += std::string(CONTROL(remapEmulatedViolation)(i)) + "\n";
+  }
+  for (const char* kind : {"reservations", "mappings", "pages", "streams", "events", "registrations", "contexts", "work"}) {
+    if (live(kind) != 0) trouble += std::to_string(live(kind)) + " " + kind + "\n";
+  }
+  if (!trouble.empty()) throw std::logic_error("broken rules, or left behind:\n" + trouble);
+}
+
+inline bool same(const Usage& a, const Usage& b) {
+  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
+         a.host_bytes == b.host_bytes && a.mappings == b.mappings && a.streams == b.streams && a.events == b.events;
+}
+
+inline const Error::Value* field(const Error& error, const std::string& name) {
+  for (const auto& each : error.fields()) {
+    if (each.first == name) return &each.second;
+  }
+  return nullptr;
+}
+
+// The error that `body` throws; fails if it throws none.
+template <typename Body>
+Error error_of(Body&& body) {
+  try {
+    body();
+  } catch (const Error& error) {
+    return error;
+  }
+  throw std::logic_error("expected an error, got none");
+}
+
+// Pages behind a region, readable and writable; taken back by release().
+struct Shown {
+  Backend& backend;
+  std::byte* at = nullptr;
+  std::vector<PageHandle> pages;
+
+  Shown(Backend& owner, std::size_t count) : backend(owner), at(owner.reserve(count * kPage, kPage)) {
+    for (std::size_t i = 0; i < count; ++i) pages.push_back(owner.create_page(kPage));
+    owner.map(at, pages.data(), count, kPage);
+    owner.set_access(at, count * kPage, Access::read_write);
+  }
+  std::size_t bytes() const { return pages.size() * kPage; }
+  void release() {
+    backend.unmap(at, bytes());
+    backend.release(at, bytes());
+    for (const PageHandle page : pages) backend.destroy_page(page);
+  }
+};
+
+inline bool all_are(const std::byte* at, int value, std::size_t bytes) {
+  for (std::size_t i = 0; i < bytes; ++i) {
+    if (at[i] != static_cast<std::byte>(value)) return false;
+  }
+  return true;
+}
+
+}  // namespace remap::testing
+
+// A test, and then what it left.
+#define CLEAN_RUN(function) \
+  RUN(function);            \
+  remap::testing::run(#function " leaves nothing", remap::testing::check_clean)

@@ -1,0 +1,122 @@
+// Entry points: device memory and page-locked host memory.
+//
+// The driver's documentation names no context for its virtual memory calls, but threads without one are reported to fail in
+// them; so one is asked for.
+#include "emulator.h"
+#include "entry_points.h"
+#include "text.h"
+
+namespace remap::emulated::entry {
+namespace {
+
+// The driver does not look: work that is overtaken faults. Here the breach is told and the call goes on.
+void report_in_flight(Emulator& e, const char* entry, CUdeviceptr at, std::size_t bytes) {
+  const char* work = e.streams.in_flight(at, bytes);
+  if (work == nullptr) return;
+  (void)e.violate(kSuccess, std::string(entry) + ": " + work + " in flight uses " + range_text(at, bytes));
+}
+
+}  // namespace
+
+CUresult cuMemGetInfo(std::size_t* free_bytes, std::size_t* total_bytes) {
+  return serve("cuMemGetInfo", kWithContext, [&](Emulator& e, Lock&) {
+    if (free_bytes == nullptr || total_bytes == nullptr) return e.violate(kInvalidValue, "cuMemGetInfo: no place for the answer");
+    const std::size_t used = e.memory.used_bytes(e.contexts.device_of(Contexts::current()));
+    *total_bytes = e.settings.memory_bytes;
+    *free_bytes = e.settings.memory_bytes - (used < e.settings.memory_bytes ? used : e.settings.memory_bytes);
+    return CUresult{kSuccess};
+  });
+}
+
+CUresult cuMemGetAllocationGranularity(std::size_t* bytes, const CUmemAllocationProp* properties, int option) {
+  return serve("cuMemGetAllocationGranularity", kInit,
+               [&](Emulator& e, Lock&) { return e.memory.granularity(bytes, properties, option); });
+}
+
+// The hint is not taken.
+CUresult cuMemAddressReserve(CUdeviceptr* at, std::size_t bytes, std::size_t alignment, CUdeviceptr, unsigned long long flags) {
+  return serve("cuMemAddressReserve", kUnsafeWithContext,
+               [&](Emulator& e, Lock&) { return e.memory.reserve(at, bytes, alignment, flags); });
+}
+
+CUresult cuMemAddressFree(CUdeviceptr at, std::size_t bytes) {
+  return serve("cuMemAddressFree", kUnsafeWithContext, [&](Emulator& e, Lock&) { return e.memory.free_range(at, bytes); });
+}
+
+CUresult cuMemCreate(CUmemGenericAllocationHandle* page, std::size_t bytes, const CUmemAllocationProp* properties,
+                     unsigned long long flags) {
+  return serve("cuMemCreate", kUnsafeWithContext,
+               [&](Emulator& e, Lock&) { return e.memory.create(page, bytes, properties, flags); });
+}
+
+CUresult cuMemRelease(CUmemGenericAllocationHandle page) {
+  return serve("cuMemRelease", kUnsafeWithContext, [&](Emulator& e, Lock&) { return e.memory.release(page); });
+}
+
+CUresult cuMemMap(CUdeviceptr at, std::size_t bytes, std::size_t offset, CUmemGenericAllocationHandle page,
+                  unsigned long long flags) {
+  return serve("cuMemMap", kUnsafeWithContext,
+               [&](Emulator& e, Lock&) { return e.memory.map(at, bytes, offset, page, flags); });
+}
+
+CUresult cuMemUnmap(CUdeviceptr at, std::size_t bytes) {
+  return serve("cuMemUnmap", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
+    if (const CUresult refused = e.memory.whole_mappings("cuMemUnmap", at, bytes); refused != kSuccess) return refused;
+    report_in_flight(e, "cuMemUnmap", at, bytes);
+    e.streams.quiesce(lock, at, bytes);
+    return e.memory.unmap(at, bytes);
+  });
+}
+
+CUresult cuMemSetAccess(CUdeviceptr at, std::size_t bytes, const CUmemAccessDesc* descriptors, std::size_t count) {
+  return serve("cuMemSetAccess", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
+    e.streams.quiesce(lock, at, bytes);
+    return e.memory.set_access(at, bytes, descriptors, count);
+  });
+}
+
+CUresult cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle page, int type, unsigned long long flags) {
+  return serve("cuMemExportToShareableHandle", kUnsafeWithContext,
+               [&](Emulator& e, Lock&) { return e.memory.export_fd(shareable, page, type, flags); });
+}
+
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* page, void* shareable, int type) {
+  return serve("cuMemImportFromShareableHandle", kUnsafeWithContext,
+               [&](Emulator& e, Lock&) { return e.memory.import_fd(page, shareable, type); });
+}
+
+CUresult cuMemHostRegister(void* at, std::size_t bytes, unsigned flags) {
+  return serve("cuMemHostRegister", kUnsafeWithContext, [&](Emulator& e, Lock&) {
+    const CUcontext context = Contexts::current();
+    constexpr int kReadOnlyRegister = 113;
+    if ((flags & kHostReadOnly) != 0 && e.settings.attribute(kReadOnlyRegister, e.contexts.device_of(context)) == 0) {
+      return e.violate(kNotSupported, "cuMemHostRegister: the device has no read-only registration");
+    }
+    return e.host.add(at, bytes, flags, context);
+  });
+}
+
+CUresult cuMemHostUnregister(void* at) {
+  return serve("cuMemHostUnregister", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
+    const auto begin = reinterpret_cast<std::uintptr_t>(at);
+    const std::size_t bytes = e.host.bytes_at(at);
+    if (bytes > 0) report_in_flight(e, "cuMemHostUnregister", begin, bytes);
+    if (bytes > 0) e.streams.quiesce(lock, begin, bytes);
+    return e.host.remove(at);
+  });
+}
+
+// Of the attributes only the type of memory is known here. Ordinary memory is an invalid value to the driver as well.
+CUresult cuPointerGetAttribute(void* value, int attribute, CUdeviceptr at) {
+  return serve("cuPointerGetAttribute", kWithContext, [&](Emulator& e, Lock&) {
+    if (value == nullptr || attribute != kPointerMemoryType) {
+      return e.violate(kInvalidValue, "cuPointerGetAttribute: attribute " + std::to_string(attribute));
+    }
+    const bool device = e.memory.mapped(at, 1);
+    if (!device && e.host.covering(at, 1) == nullptr) return CUresult{kInvalidValue};
+    *static_cast<unsigned*>(value) = device ? kMemoryTypeDevice : kMemoryTypeHost;
+    return CUresult{kSuccess};
+  });
+}
+
+}  // namespace remap::emulated::entry
