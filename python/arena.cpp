@@ -1,10 +1,23 @@
 #include "common.h"
+#include "page_list.h"
 #include "prefetcher_observer.h"
 #include "remap/arena.h"
 #include "remap/executor.h"
 #include "remap/fork.h"
 
 namespace remap::python {
+namespace {
+
+// Looking takes the arena's lock, which apply() and the re-pointing worker hold while they call the driver.
+template <typename Result, typename... Arguments>
+auto looking(Result (Arena::*look)(Arguments...) const) {
+  return [look](const Arena& arena, Arguments... arguments) {
+    const bool streams = arena.backend().device().kind != DeviceInfo::Kind::host;
+    return beside_streams(streams, [&] { return (arena.*look)(arguments...); });
+  };
+}
+
+}  // namespace
 
 void bind_arena(py::module_& module) {
   module.def("fork_generation", &fork_generation, "Grows by one in every forked child.");
@@ -21,54 +34,82 @@ void bind_arena(py::module_& module) {
              return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode});
            }),
            py::arg("backend"), py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("mode"), ReleaseGil())
-      .def("take", &Arena::take, py::arg("count"), py::arg("owner"), py::arg("tenant"))
-      .def("add_layer_region", &Arena::add_layer_region, py::arg("tenant"), py::arg("name"), py::arg("home"), ReleaseGil())
+      .def("take", &Arena::take, py::arg("count"), py::arg("owner"), py::arg("tenant"), ReleaseGil())
+      .def(
+          "add_layer_region",
+          [](Arena& arena, TenantId tenant, const std::string& name, const PageList& home) {
+            return arena.add_layer_region(tenant, name, home.pages);
+          },
+          py::arg("tenant"), py::arg("name"), py::arg("home"), ReleaseGil())
       .def("add_ring_region", &Arena::add_ring_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
       .def("add_kv_region", &Arena::add_kv_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
-      .def("designate", &Arena::designate, py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
-      .def("designate_ring", &Arena::designate_ring, py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
-      .def("prepare_view", &Arena::prepare_view, py::arg("region"), py::arg("pages"), ReleaseGil())
+      .def(
+          "designate",
+          [](Arena& arena, RegionId region, std::size_t first_slot, const PageList& pages) {
+            arena.designate(region, first_slot, pages.pages);
+          },
+          py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
+      .def(
+          "designate_ring",
+          [](Arena& arena, RegionId region, std::size_t first_slot, const PageList& pages) {
+            arena.designate_ring(region, first_slot, pages.pages);
+          },
+          py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
+      .def(
+          "prepare_view",
+          [](Arena& arena, RegionId region, const PageList& pages) { arena.prepare_view(region, pages.pages); },
+          py::arg("region"), py::arg("pages"), ReleaseGil())
       .def("remove_tenant", &Arena::remove_tenant, py::arg("tenant"), py::arg("undoing") = false, ReleaseGil())
+      .def(
+          "declare_registered",
+          [](Arena& arena, std::uintptr_t address, std::size_t bytes) { arena.declare_registered(to_address(address), bytes); },
+          py::arg("address"), py::arg("nbytes"), ReleaseGil())
+      .def(
+          "withdraw_registered",
+          [](Arena& arena, std::uintptr_t address, std::size_t bytes) { arena.withdraw_registered(to_address(address), bytes); },
+          py::arg("address"), py::arg("nbytes"), ReleaseGil())
       .def("close", &Arena::close, ReleaseGil())
-      .def("address", [](const Arena& arena, RegionId region) { return to_int(arena.address(region)); })
-      .def("region_bytes", &Arena::region_bytes)
-      .def("shown", &Arena::shown)
-      .def("owners", &Arena::owners)
-      .def("free_pages", &Arena::free_pages)
+      .def("address", [](const Arena& arena, RegionId region) { return to_int(looking(&Arena::address)(arena, region)); })
+      .def("region_bytes", looking(&Arena::region_bytes))
+      .def("shown", looking(&Arena::shown))
+      .def("owners", looking(&Arena::owners))
+      .def("free_pages", looking(&Arena::free_pages))
       .def("counts",
            [](const Arena& arena, const py::object& tenant) {
-             const PageCounts counts = tenant.is_none() ? arena.counts() : arena.counts(tenant.cast<TenantId>());
+             const PageCounts counts = tenant.is_none()
+                                           ? looking<PageCounts>(&Arena::counts)(arena)
+                                           : looking<PageCounts, TenantId>(&Arena::counts)(arena, tenant.cast<TenantId>());
              py::dict out;
              for (std::size_t i = 0; i < kOwners; ++i) out[owner_name(static_cast<Owner>(i))] = counts.by_owner[i];
              out["total"] = counts.total;
              return out;
            },
            py::arg("tenant") = py::none())
-      .def("check", &Arena::check)
-      .def_property_readonly("epoch", &Arena::epoch)
+      .def("check", &Arena::check, ReleaseGil())
+      .def_property_readonly("epoch", looking(&Arena::epoch))
       .def_property_readonly("page_bytes", &Arena::page_bytes)
       .def_property_readonly("total_pages", &Arena::total_pages)
       .def_property_readonly("mode", &Arena::mode)
-      .def_property_readonly("broken", &Arena::broken)
-      .def_property_readonly("closed", &Arena::closed);
+      .def_property_readonly("broken", looking(&Arena::broken))
+      .def_property_readonly("closed", looking(&Arena::closed));
 
   py::class_<Plan>(module, "Plan")
       .def(py::init([](std::uint64_t epoch) { return Plan{epoch, {}}; }), py::arg("epoch"))
       .def(
           "set_owner",
-          [](Plan& plan, std::vector<PageId> pages, Owner from, Owner to, TenantId tenant) {
+          [](Plan& plan, PageList pages, Owner from, Owner to, TenantId tenant) {
             Step step;
             step.kind = Step::Kind::set_owner;
-            step.set_owner = SetOwner{std::move(pages), from, to, tenant};
+            step.set_owner = SetOwner{std::move(pages.pages), from, to, tenant};
             plan.steps.push_back(std::move(step));
           },
           py::arg("pages"), py::arg("from_owner"), py::arg("to_owner"), py::arg("tenant"))
       .def(
           "point",
-          [](Plan& plan, RegionId region, std::size_t first_slot, std::vector<PageId> pages, bool deferred, std::uint32_t layer) {
+          [](Plan& plan, RegionId region, std::size_t first_slot, PageList pages, bool deferred, std::uint32_t layer) {
             Step step;
             step.kind = Step::Kind::point;
-            step.point = Point{region, first_slot, std::move(pages), deferred, layer};
+            step.point = Point{region, first_slot, std::move(pages.pages), deferred, layer};
             plan.steps.push_back(std::move(step));
           },
           py::arg("region"), py::arg("first_slot"), py::arg("pages"), py::arg("deferred"), py::arg("layer"));
@@ -82,7 +123,12 @@ void bind_arena(py::module_& module) {
 
   py::class_<Executor, std::shared_ptr<Executor>>(module, "Executor")
       .def(py::init<std::shared_ptr<Arena>>(), py::arg("arena"))
-      .def("apply", &Executor::apply, py::arg("plan"), ReleaseGil())
+      .def(
+          "apply",
+          [](Executor& executor, const Plan& plan, EventHandle after, StreamHandle zero_on) {
+            return executor.apply(plan, Ordering{after, zero_on});
+          },
+          py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
       .def(
           "commit",
           [](Executor& executor, const std::shared_ptr<Prefetcher>& prefetcher, EventHandle after) {

@@ -10,7 +10,7 @@ namespace {
 constexpr std::chrono::milliseconds kSignalInterval{50};
 
 void wait_blocking(Prefetcher& prefetcher, LayerId layer, StreamHandle stream) {
-  if (stream == 0 && prefetcher.ready(layer)) return;  // the resident layer's whole cost: one load, no GIL traffic
+  if (prefetcher.ready(layer)) return;  // the resident layer's whole cost: one load, no GIL traffic
   while (true) {
     {
       const GilRelease release;
@@ -18,6 +18,11 @@ void wait_blocking(Prefetcher& prefetcher, LayerId layer, StreamHandle stream) {
     }
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
   }
+}
+
+void done(Prefetcher& prefetcher, LayerId layer, StreamHandle stream) {
+  if (prefetcher.ready(layer)) return;
+  beside_streams(stream != 0 || prefetcher.uses_streams(), [&] { prefetcher.done(layer, stream); });
 }
 
 }  // namespace
@@ -62,13 +67,32 @@ void bind_prefetcher(py::module_& module) {
           },
           py::arg("streamed"), py::arg("ring"), py::arg("ring_bytes"), py::arg("reload"), py::arg("held"), py::arg("after") = 0,
           py::arg("fresh") = false)
-      .def("begin_pass", &Prefetcher::begin_pass)
-      .def("end_pass", &Prefetcher::end_pass)
+      .def(
+          "begin_pass",
+          [](Prefetcher& prefetcher, StreamHandle stream) {
+            beside_streams(stream != 0 || prefetcher.uses_streams(), [&] { prefetcher.begin_pass(stream); });
+          },
+          py::arg("stream") = 0)
+      .def("end_pass",
+           [](Prefetcher& prefetcher) {
+             return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.end_pass(); });
+           })
       .def("wait", &wait_blocking, py::arg("layer"), py::arg("stream") = 0)
-      .def("done", &Prefetcher::done, py::arg("layer"), py::arg("stream") = 0)
+      .def("done", &done, py::arg("layer"), py::arg("stream") = 0)
       .def("ready", &Prefetcher::ready)
       .def("drain", &Prefetcher::drain, ReleaseGil())
-      .def("stats", &Prefetcher::stats)
+      .def("stats",
+           [](const Prefetcher& prefetcher) {
+             return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.stats(); });
+           })
+      .def("take_timings",
+           [](Prefetcher& prefetcher) {
+             std::vector<std::tuple<std::uint64_t, double, double>> out;
+             const auto taken = beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.take_timings(); });
+             for (const PassTiming& each : taken) out.emplace_back(each.pass, each.seconds, each.stall_s);
+             return out;
+           })
+      .def_property_readonly("copy_stream", &Prefetcher::copy_stream)
       .def_property_readonly("in_pass", &Prefetcher::in_pass);
 }
 

@@ -46,7 +46,7 @@ Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
       Page page;
       page.handle = backend_->create_page(options.page_bytes);
       // A page of unknown contents counts as somebody's: it is zeroed before its first KV use.
-      page.dirty = backend_->new_pages_are_zero() ? kNobody : kNobody - 1;
+      page.dirty = backend_->new_pages_are_zero() ? kNobody : kUnknownBytes;
       pages_.push_back(page);
     }
   } catch (const Error&) {
@@ -119,6 +119,7 @@ std::vector<PageId> Arena::take(std::size_t count, Owner owner, TenantId tenant)
   for (PageId id : taken) {
     pages_[id].owner = owner;
     pages_[id].tenant = tenant;
+    if (pages_[id].dirty == kNobody) pages_[id].dirty = tenant;
   }
   ++epoch_;
   return taken;
@@ -166,7 +167,11 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
   fresh.target = home;
   try {
     map_slots(fresh.view, 0, home);
-    cleanse(fresh.view, 0, home.size(), tenant);
+    std::vector<Unclean> unclean;
+    for (std::size_t slot = 0; slot < home.size(); ++slot) {
+      if (is_unclean(home[slot], tenant)) unclean.push_back({id, slot_address(fresh.view, slot), home[slot], tenant});
+    }
+    cleanse(unclean);
   } catch (const Error&) {
     if (broken_) throw;
     try {
@@ -217,6 +222,7 @@ void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vec
                   {{"page", number(pages[i])}, {"slot", number(first_slot + i)}});
     }
   }
+  if (options_.mode == Mode::aliased && !pages.empty()) refuse_registered(kv_region);
   // strict: plans map what they give. A page is never KV before it is designated, so there is nothing to map here.
   for (PageId id : pages) {
     if (pages_[id].owner == Owner::kv && pages_[id].tenant == kv.tenant) {
@@ -242,6 +248,7 @@ void Arena::designate_ring(RegionId ring_region, std::size_t first_slot, const s
     throw Error(ErrorKind::invalid_argument, "The pages do not fit the ring region. Nothing changed.",
                 {{"region", number(ring_region)}, {"pages", number(pages.size())}});
   }
+  refuse_registered(ring_region);
   Pointer(*this).slots(ring.view, first_slot, pages);
 }
 
@@ -292,6 +299,9 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
+  for (RegionId id = 0; id < regions_.size(); ++id) {
+    if (regions_[id].live && regions_[id].tenant == tenant) refuse_registered(id);
+  }
   std::vector<std::pair<View*, std::vector<PageId>>> unmapped;
   try {
     for (Region& gone : regions_) {
@@ -339,6 +349,7 @@ void Arena::close() {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return;
+  registered_.clear();
   if (fill_stream_ != 0) {  // first: waits for a fill whose end nobody saw
     backend_->destroy_stream(fill_stream_);
     fill_stream_ = 0;

@@ -1,5 +1,5 @@
-// The arena's mappings: what a view shows, slot by slot, and zeroing what changes tenant. Called by arena.cpp (set-up),
-// pointing.cpp and executor.cpp, with the lock held. Each function is whole or changes nothing, or breaks the arena.
+// The arena's mappings: what a view shows, slot by slot. Called by arena.cpp (set-up), pointing.cpp and executor.cpp, with the
+// lock held. Each function is whole or changes nothing, or breaks the arena.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -82,43 +82,6 @@ void Arena::unmap_slots(View& view, std::size_t first_slot, std::size_t count) {
     }
     throw;
   }
-}
-
-std::size_t Arena::cleanse(const View& view, std::size_t first_slot, std::size_t count, TenantId tenant) {
-  std::size_t bytes = 0;
-  try {
-    for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) {
-      const Page& page = pages_[view.shown[slot]];
-      if (page.dirty == kNobody || page.dirty == tenant) continue;
-      if (fill_stream_ == 0) {
-        fill_event_ = fill_event_ != 0 ? fill_event_ : backend_->create_event();
-        fill_stream_ = backend_->create_stream();
-      }
-      backend_->fill(fill_stream_, slot_address(view, slot), 0, options_.page_bytes);
-      bytes += options_.page_bytes;
-    }
-    if (bytes > 0) {
-      backend_->record(fill_event_, fill_stream_);
-      backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
-    }
-  } catch (const Error&) {
-    // The caller unmaps next, so nothing may still be writing there: destroying a stream waits for its work. It also gets
-    // rid of a stream that has failed, which would fail for ever.
-    if (bytes > 0) {
-      try {
-        backend_->destroy_stream(fill_stream_);
-        fill_stream_ = 0;
-      } catch (const Error& second) {
-        fail_broken(std::string("zeroing failed and cannot be waited for: ") + second.what(),
-                    {view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot),
-                     view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot + count)});
-      }
-    }
-    throw;
-  }
-  // Only now: a page counts as clean, or as this tenant's, when the zeroes have arrived.
-  for (std::size_t slot = first_slot; slot < first_slot + count; ++slot) pages_[view.shown[slot]].dirty = tenant;
-  return bytes;
 }
 
 void Arena::fail_broken(const std::string& what, const std::vector<PageId>& pages) {

@@ -33,6 +33,17 @@ void Arena::check() const {
     require((pages_[id].owner == Owner::free) == (pages_[id].tenant == kNobody), "A3", "page " + std::to_string(id));
   }
 
+  for (std::size_t id = 0; id < pages_.size(); ++id) {
+    require(pages_[id].tenant == kNobody || pages_[id].dirty != kNobody, "A10", "page " + std::to_string(id));
+  }
+  for (const Registration& each : registered_) {
+    for (const auto& [id, shown] : each.shown) {
+      const Region& region = regions_[id];
+      require(broken_ || (region.live && !region.pending && region.view.shown == shown), "A9",
+              "region " + std::to_string(id) + " lies in a declared range and has changed");
+    }
+  }
+
   for (std::size_t id = 0; id < regions_.size(); ++id) {
     const Region& region = regions_[id];
     if (!region.live) continue;

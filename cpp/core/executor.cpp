@@ -1,8 +1,5 @@
 #include "remap/executor.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -28,8 +25,11 @@ Executor::~Executor() { stop(); }
 
 // Everything that can be known without the backend is refused here, so that apply() can fail later only by the backend.
 // Steps may build on each other (a page may move twice), hence the overlay of owners.
-void Executor::validate(const Plan& plan) {
+// Says whether a step may unmap something, or change at once what an address shows.
+bool Executor::validate(const Plan& plan) {
   const Arena& arena = *arena_;
+  const bool strict = arena.options_.mode == Mode::strict;
+  bool unmaps = false;
   // Not a hash table: growth is on the engine's critical path, and a layer may have 10^4 pages.
   moved_.resize(arena.pages_.size());
   ++validation_;
@@ -54,7 +54,12 @@ void Executor::validate(const Plan& plan) {
                      owner_name(move.from),
                  {{"page", number(id)}, {"tenant", number(tenant)}});
         }
+        refuse_mixing(id, after, move.to);
         moved_[id] = {validation_, after, move.to};
+      }
+      if (strict && !move.pages.empty()) {
+        unmaps = unmaps || move.from == Owner::kv || move.from == Owner::ring;
+        refuse_registered(move);
       }
       continue;
     }
@@ -69,17 +74,52 @@ void Executor::validate(const Plan& plan) {
       if (id != kNoPage && id >= arena.pages_.size()) refuse("Unknown page " + std::to_string(id), {{"page", number(id)}});
       if (id == kNoPage && region.kind == RegionKind::layer) refuse("A layer's region never has holes", {});
     }
+    const std::vector<PageId>& shows = region.kind == RegionKind::layer ? region.target : region.view.shown;
+    const auto first = shows.begin() + static_cast<std::ptrdiff_t>(point.first_slot);
+    const auto last = first + static_cast<std::ptrdiff_t>(point.pages.size());
+    if (std::equal(first, last, point.pages.begin())) continue;
+    arena.refuse_registered(point.region);
+    const bool later = point.deferred && !strict && region.kind == RegionKind::layer;
+    unmaps = unmaps || (!later && std::any_of(first, last, [](PageId id) { return id != kNoPage; }));
+  }
+  return unmaps;
+}
+
+// Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: what a
+// plan zeroes must be nobody's any more when it begins, so that undoing it takes no bytes from anybody.
+void Executor::refuse_mixing(PageId id, TenantId after, Owner to) const {
+  if (after == kNobody) return;
+  const Page& page = arena_->pages_[id];
+  if (page.tenant != kNobody && page.tenant != after) {
+    refuse("Page " + std::to_string(id) + " cannot go from tenant " + std::to_string(page.tenant) + " to tenant " +
+               std::to_string(after) + " in one plan, which could not be undone; free it in a plan of its own",
+           {{"page", number(id)}, {"tenant", number(page.tenant)}});
+  }
+  if (to != Owner::kv && arena_->is_unclean(id, after)) {
+    refuse("Page " + std::to_string(id) + " may hold another tenant's bytes: it can become KV of tenant " +
+               std::to_string(after) + ", which zeroes it, but not " + owner_name(to),
+           {{"page", number(id)}, {"tenant", number(after)}});
   }
 }
 
-Applied Executor::apply(const Plan& plan) {
-  Arena& arena = *arena_;
-  if (fork_generation() != arena.fork_generation_) {
-    throw Error(ErrorKind::forked_process, "A forked child must not touch the arena. Nothing changed; use 'spawn'.");
+// strict: owners decide what the tenant's KV region shows, and its ring's view lets go of what is no longer ring.
+void Executor::refuse_registered(const SetOwner& move) const {
+  const Arena& arena = *arena_;
+  if (arena.registered_.empty()) return;
+  const bool kv = (move.from == Owner::kv) != (move.to == Owner::kv);
+  for (RegionId id = 0; id < arena.regions_.size(); ++id) {
+    const Region& region = arena.regions_[id];
+    if (!region.live || region.tenant != move.tenant) continue;
+    const bool changes = (region.kind == RegionKind::kv && kv) || (region.kind == RegionKind::ring && move.from == Owner::ring);
+    if (changes) arena.refuse_registered(id);
   }
-  std::lock_guard<std::mutex> lock(arena.mutex_);
+}
+
+// Pre: the arena's lock is held. What validate() says; throws if the plan cannot be applied now.
+bool Executor::admit(const Plan& plan) {
+  Arena& arena = *arena_;
   arena.guard();
-  if (pending_) {
+  if (arena.undecided_) {
     throw Error(ErrorKind::invalid_state, "A plan is applied and not yet committed or rolled back. Nothing changed.");
   }
   if (plan.epoch != arena.epoch_) {
@@ -88,10 +128,27 @@ Applied Executor::apply(const Plan& plan) {
                     std::to_string(arena.epoch_) + ". No call was made; make the plan again from a fresh snapshot.",
                 {{"plan_epoch", number(plan.epoch)}, {"arena_epoch", number(arena.epoch_)}});
   }
-  validate(plan);
+  return validate(plan);
+}
+
+Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
+  Arena& arena = *arena_;
+  if (fork_generation() != arena.fork_generation_) {
+    throw Error(ErrorKind::forked_process, "A forked child must not touch the arena. Nothing changed; use 'spawn'.");
+  }
+  std::unique_lock<std::mutex> lock(arena.mutex_);
+  if (admit(plan) && ordering.after != 0) {
+    // Unmapping waits for nobody, so this thread does, before it begins. Not with the lock: others look at the tables, maybe
+    // holding what the device needs to come to this event.
+    lock.unlock();
+    arena.backend_->synchronize(ordering.after, std::chrono::nanoseconds::max());
+    lock.lock();
+    admit(plan);
+  }
   Applied applied;
   undo_.clear();
   deferred_.clear();
+  unclean_.clear();
   undo_.reserve(plan.steps.size() * 2);
   deferred_.reserve(plan.steps.size());
   try {
@@ -102,11 +159,12 @@ Applied Executor::apply(const Plan& plan) {
         point(step.point, applied);
       }
     }
+    zero(plan, ordering, applied);
   } catch (...) {
     undo_all();
     throw;
   }
-  pending_ = true;
+  arena.undecided_ = true;
   applied.epoch = arena.epoch_ + 1;
   return applied;
 }
@@ -118,9 +176,13 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   const bool gains = step.to == Owner::kv && step.from != Owner::kv;
   const bool loses = step.from == Owner::kv && step.to != Owner::kv;
   Region* kv = nullptr;
+  RegionId kv_id = 0;
   if (gains || loses) {
-    for (Region& region : arena.regions_) {
-      if (region.live && region.kind == RegionKind::kv && region.tenant == step.tenant) kv = &region;
+    for (RegionId id = 0; id < arena.regions_.size(); ++id) {
+      Region& region = arena.regions_[id];
+      if (!region.live || region.kind != RegionKind::kv || region.tenant != step.tenant) continue;
+      kv = &region;
+      kv_id = id;
     }
     if (kv == nullptr) refuse("Tenant " + std::to_string(step.tenant) + " has no KV region", {{"tenant", number(step.tenant)}});
     for (PageId id : step.pages) {
@@ -149,7 +211,6 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
         arena.map_slots(kv->view, first, run);
         undo_.push_back({[&arena, kv, first, run] { arena.unmap_slots(kv->view, first, run.size()); }, run});
       }
-      applied.zeroed_bytes += arena.cleanse(kv->view, first, end - i, step.tenant);
       i = end;
     }
   }
@@ -172,6 +233,9 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
     before.emplace_back(id, std::make_pair(page.owner, page.tenant));
     page.owner = step.to;
     page.tenant = after;
+    if (after == kNobody) continue;
+    if (page.dirty == kNobody) page.dirty = after;  // from now on it may write there; marked for nothing if undone
+    if (gains && page.dirty != after) unclean_.push_back({kv_id, arena.slot_address(kv->view, kv->slot_of[id]), id, after});
   }
   applied.pages_moved += step.pages.size();
   undo_.push_back({[&arena, before = std::move(before)] {
@@ -181,6 +245,34 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
                      }
                    },
                    step.pages});
+}
+
+// The last thing of a plan: nothing can fail behind it but itself. The pages were nobody's when the plan began (validate), so
+// what it zeroes before it fails, or before a rollback, is missed by nobody; they go back to `free` marked as before or as
+// unknown (cleansing.cpp) and are zeroed again for whoever comes next.
+void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied) {
+  Arena& arena = *arena_;
+  const bool frees = std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) {
+    return step.kind == Step::Kind::set_owner && step.set_owner.to == Owner::free && !step.set_owner.pages.empty();
+  });
+  if (frees && ordering.after != 0) arena.gather(ordering.after);
+  // A page may have moved on by a later step, or have been gained twice.
+  const auto moved_on = [&](const Unclean& each) {
+    return arena.pages_[each.page].owner != Owner::kv || arena.pages_[each.page].tenant != each.tenant;
+  };
+  unclean_.erase(std::remove_if(unclean_.begin(), unclean_.end(), moved_on), unclean_.end());
+  std::sort(unclean_.begin(), unclean_.end(), [](const Unclean& a, const Unclean& b) { return a.at < b.at; });
+  const auto same = [](const Unclean& a, const Unclean& b) { return a.at == b.at; };
+  unclean_.erase(std::unique(unclean_.begin(), unclean_.end(), same), unclean_.end());
+  if (ordering.zero_on == 0 || arena.options_.mode == Mode::strict) {
+    applied.zeroed_bytes = arena.cleanse(unclean_, ordering.after);
+    return;
+  }
+  std::vector<PageId> ids;
+  for (const Unclean& each : unclean_) ids.push_back(each.page);
+  const auto enqueued = std::make_shared<std::vector<PageId>>();
+  undo_.push_back({[&arena, enqueued, stream = ordering.zero_on] { arena.undo_fills(stream, *enqueued); }, std::move(ids)});
+  applied.zeroed_bytes = arena.cleanse_on(unclean_, ordering, *enqueued);
 }
 
 void Executor::point(const Point& step, Applied& applied) {
@@ -203,11 +295,15 @@ void Executor::point(const Point& step, Applied& applied) {
     region.target = step.pages;
     region.pending = true;
     ++applied.points_deferred;
-    undo_.push_back({[&region, before, was_pending] {
+    undo_.push_back({[&arena, &region, before, was_pending] {
+                       // The worker may have come to an earlier plan's step since, and done it with this plan's target: it
+                       // will not come again.
+                       const bool done = was_pending && !region.pending;
+                       if (done) Pointer(arena).layer(region, before);
                        region.target = before;
-                       region.pending = was_pending;
+                       region.pending = was_pending && !done;
                      },
-                     {}});
+                     step.pages});
     return;
   }
   Pointer(arena).layer(region, step.pages);
@@ -243,136 +339,9 @@ void Executor::undo_all() {
 
 void Executor::rollback() {
   std::lock_guard<std::mutex> lock(arena_->mutex_);
-  if (!pending_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
-  pending_ = false;
+  if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
+  arena_->undecided_ = false;
   undo_all();
-}
-
-void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after) {
-  std::vector<Point> jobs;
-  {
-    std::lock_guard<std::mutex> lock(arena_->mutex_);
-    if (!pending_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
-    pending_ = false;
-    undo_.clear();
-    jobs.swap(deferred_);
-    ++arena_->epoch_;
-  }
-  if (jobs.empty()) return;
-  {
-    std::lock_guard<std::mutex> lock(queue_mutex_);
-    for (Point& point : jobs) queue_.push_back(Job{std::move(point), observer, after, nullptr});
-    if (!worker_.joinable()) {
-      // Signals belong to the application's own threads.
-      sigset_t all;
-      sigset_t before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-      worker_ = std::thread([this] { work(); });
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      pthread_setname_np(worker_.native_handle(), "remap-point");
-    }
-  }
-  queue_changed_->notify_all();
-}
-
-// ---- the re-pointing worker -------------------------------------------------------------------------------------
-
-void Executor::run(Job& job) {
-  // Whatever is thrown: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
-  job.error = nullptr;
-  try {
-    if (job.after != 0) arena_->backend_->synchronize(job.after, std::chrono::nanoseconds::max());
-  } catch (const std::exception&) {
-    job.error = std::current_exception();
-  }
-  std::lock_guard<std::mutex> lock(arena_->mutex_);
-  try {
-    if (!job.error) {
-      arena_->guard();
-      Region& region = arena_->region(job.point.region);
-      Pointer(*arena_).layer(region, region.target);
-      region.pending = false;
-    }
-  } catch (const std::exception&) {
-    job.error = std::current_exception();
-  }
-  if (!job.observer) return;
-  if (job.error) {
-    job.observer->failed(job.point.layer, job.error);
-  } else {
-    job.observer->released(job.point.layer);
-  }
-}
-
-void Executor::work() {
-  std::unique_lock<std::mutex> lock(queue_mutex_);
-  while (true) {
-    queue_changed_->wait(lock, [&] { return stopping_ || !queue_.empty(); });
-    if (stopping_) return;
-    Job job = std::move(queue_.front());
-    queue_.pop_front();
-    busy_ = true;
-    lock.unlock();
-    run(job);
-    lock.lock();
-    busy_ = false;
-    if (job.error) failed_.push_back(std::move(job));
-    queue_changed_->notify_all();
-  }
-}
-
-void Executor::drain() {
-  std::unique_lock<std::mutex> lock(queue_mutex_);
-  queue_changed_->wait(lock, [&] { return stopping_ || (queue_.empty() && !busy_); });
-}
-
-std::size_t Executor::failed_points() const {
-  std::lock_guard<std::mutex> lock(queue_mutex_);
-  return failed_.size();
-}
-
-void Executor::retry_failed() {
-  drain();
-  std::vector<Job> jobs;
-  {
-    std::lock_guard<std::mutex> lock(queue_mutex_);
-    jobs.swap(failed_);
-  }
-  std::exception_ptr first;
-  for (Job& job : jobs) {
-    run(job);
-    if (!job.error) continue;
-    if (!first) first = job.error;
-    std::lock_guard<std::mutex> lock(queue_mutex_);
-    failed_.push_back(job);
-  }
-  if (first) std::rethrow_exception(first);
-}
-
-void Executor::forget(TenantId tenant) {
-  drain();
-  std::lock_guard<std::mutex> arena_lock(arena_->mutex_);
-  std::lock_guard<std::mutex> lock(queue_mutex_);
-  const auto of_tenant = [&](const Job& job) {
-    return job.point.region < arena_->regions_.size() && arena_->regions_[job.point.region].tenant == tenant;
-  };
-  failed_.erase(std::remove_if(failed_.begin(), failed_.end(), of_tenant), failed_.end());
-}
-
-void Executor::stop() {
-  if (fork_generation() != arena_->fork_generation_) {
-    // The thread exists in the parent only: it can be neither joined nor detached here.
-    if (worker_.joinable()) new std::thread(std::move(worker_));
-    (void)queue_changed_.release();            // the worker may be waiting in it: destroying it would wait for ever
-    return;
-  }
-  {
-    std::lock_guard<std::mutex> lock(queue_mutex_);
-    stopping_ = true;
-  }
-  queue_changed_->notify_all();
-  if (worker_.joinable()) worker_.join();
 }
 
 }  // namespace remap

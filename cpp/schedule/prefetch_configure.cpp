@@ -92,7 +92,7 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   std::vector<std::uint32_t> origin(buffers, LayerSchedule::kNone);    // the old slot at the same address
   std::vector<std::uint32_t> contents(buffers, LayerSchedule::kNone);  // what it has, in new positions
   std::vector<bool> stays(s.slots.size(), false);
-  std::size_t leaving = s.orphans.size();
+  std::size_t leaving = 0;
   for (std::uint32_t b = 0; b < buffers; ++b) {
     slots[b].address = c.ring[b];
     for (std::uint32_t old = 0; old < s.slots.size(); ++old) {
@@ -110,50 +110,36 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   for (std::size_t old = 0; old < s.slots.size(); ++old) {
     if (!stays[old]) leaving += s.slots[old].readers.size();
   }
-  std::vector<Reader> orphans = s.orphans;
-  orphans.reserve(leaving);
-  std::vector<EventHandle> spare = s.spare;
-  spare.reserve(spare.size() + leaving + buffers);
+  s.spare.reserve(s.spare.size() + leaving + buffers);
   LayerSchedule schedule;
   schedule.configure(static_cast<std::uint32_t>(streamed.size()), buffers, contents);
   // Two copies a buffer may be under way when passes follow each other closely; more tickets come when they are needed.
   const std::size_t wanted = std::min(kTickets, std::size_t{2} * buffers + c.reload.size());
   while (s.free.size() < wanted) s.grow();
-  std::vector<EventHandle> made;
-  made.reserve(buffers);
   const StreamHandle copies = s.stream.load(std::memory_order_relaxed);
-  try {
-    while (spare.size() + made.size() < buffers) made.push_back(s.backend->create_event());
-    // Readers of memory that leaves the ring: it may be part of what is written next.
-    for (std::size_t old = 0; old < s.slots.size(); ++old) {
-      if (stays[old]) continue;
-      for (const Reader& reader : s.slots[old].readers) {
-        s.backend->stream_wait(copies, reader.event);
-        orphans.push_back(reader);
-      }
-    }
-    if (c.after != 0) s.backend->stream_wait(copies, c.after);
-  } catch (...) {
-    for (const EventHandle event : made) s.backend->destroy_event(event);
-    throw;
+  while (s.spare.size() < buffers) s.spare.push_back(s.backend->create_event());  // kept, whatever happens
+  // Readers of memory that leaves the ring: it may be part of what is written next.
+  for (std::size_t old = 0; old < s.slots.size(); ++old) {
+    if (stays[old]) continue;
+    for (const Reader& reader : s.slots[old].readers) s.backend->stream_wait(copies, reader.event);
   }
+  if (c.after != 0) s.backend->stream_wait(copies, c.after);
 
   // From here nothing throws.
-  spare.insert(spare.end(), made.begin(), made.end());
   for (std::uint32_t b = 0; b < buffers; ++b) {
     if (origin[b] == LayerSchedule::kNone) continue;
     Slot& old = s.slots[origin[b]];
     slots[b].readers.swap(old.readers);
     if (contents[b] != LayerSchedule::kNone) std::swap(slots[b].ready, old.ready);
   }
-  for (Slot& old : s.slots) s.unref(std::exchange(old.ready, nullptr));
+  for (Slot& old : s.slots) {
+    s.unref(std::exchange(old.ready, nullptr));
+    // The copy stream waits for the recordings made; their events may be used for others.
+    for (const Reader& reader : old.readers) s.spare.push_back(reader.event);
+  }
   s.slots.swap(slots);
   s.streamed.swap(streamed);
-  s.orphans.swap(orphans);
-  s.spare.swap(spare);
   s.schedule = std::move(schedule);
-  s.after = c.after;
-  s.fence = s.serial + 1;
 
   for (std::uint32_t j = 0; j < s.streamed.size(); ++j) {
     s.position[s.streamed[j]] = j;

@@ -18,13 +18,9 @@ void Prefetcher::State::grow() {
   auto ticket = std::make_unique<Ticket>();
   pool.reserve(pool.size() + 1);
   free.reserve(pool.size() + 1);
-  ticket->start = backend->create_event();
-  try {
-    ticket->end = backend->create_event();
-  } catch (...) {
-    backend->destroy_event(ticket->start);
-    throw;
-  }
+  if (half == 0) half = backend->create_event();
+  ticket->end = backend->create_event();
+  ticket->start = std::exchange(half, 0);
   free.push_back(ticket.get());
   pool.push_back(std::move(ticket));
 }
@@ -65,11 +61,6 @@ void Prefetcher::State::collect() noexcept {
     while (!in_flight.empty() && !broken && poll(in_flight.front())) {
       Ticket* ticket = in_flight.front();
       in_flight.pop_front();
-      if (ticket->serial >= fence) {
-        after = 0;
-        for (const Reader& reader : orphans) spare.push_back(reader.event);  // reserved in configure()
-        orphans.clear();
-      }
       try {
         stats.copy_s += backend->elapsed(ticket->start, ticket->end);
         stats.timed_bytes += ticket->bytes;
@@ -108,7 +99,6 @@ Ticket* Prefetcher::State::issue(LayerId layer, std::byte* to, const std::vector
     throw;
   }
   ticket->bytes = memory.bytes;
-  ticket->serial = ++serial;
   ++ticket->refs;
   ++stats.copies;
   stats.copied_bytes += memory.bytes;
@@ -152,40 +142,48 @@ void Prefetcher::State::pump() noexcept {
 
 void Prefetcher::State::recover() {
   if (!broken) return;
-  // A reader's stream that failed with us runs nothing any more; waiting for its event would only pass the failure on.
-  const auto failed = [&](EventHandle event) {
+  // A reader's stream that failed with us runs nothing any more; waiting for its event would only pass the failure on. It
+  // says so however it is asked: an error of one call only was the call's own, and that reader may still run.
+  const auto throws = [](auto&& look) {
     try {
-      static_cast<void>(backend->query(event));
+      static_cast<void>(look());
       return false;
     } catch (const Error&) {
       return true;
     }
   };
-  const auto prune = [&](std::vector<Reader>& readers) {
-    spare.reserve(spare.size() + orphans.size() + readers.size());
-    const auto kept = std::stable_partition(readers.begin(), readers.end(), [&](const Reader& r) { return !failed(r.event); });
-    for (auto at = kept; at != readers.end(); ++at) spare.push_back(at->event);
-    readers.erase(kept, readers.end());
+  const auto failed = [&](EventHandle event) {
+    return throws([&] { return backend->query(event); }) &&
+           throws([&] { return backend->synchronize(event, std::chrono::nanoseconds(0)); });
   };
-  for (Slot& slot : slots) prune(slot.readers);
-  prune(orphans);
-  if (after != 0 && failed(after)) after = 0;
-  const StreamHandle fresh = backend->create_stream();
-  try {
-    if (after != 0) backend->stream_wait(fresh, after);
-    for (const Reader& reader : orphans) backend->stream_wait(fresh, reader.event);
-    backend->destroy_stream(stream.load(std::memory_order_relaxed));
-  } catch (...) {
-    backend->destroy_stream(fresh);
-    throw;
+  std::vector<EventHandle> dead;
+  for (const Slot& slot : slots) {
+    for (const Reader& reader : slot.readers) {
+      if (failed(reader.event)) dead.push_back(reader.event);
+    }
   }
-  stream.store(fresh, std::memory_order_relaxed);
+  const auto is_dead = [&](const Reader& reader) { return std::find(dead.begin(), dead.end(), reader.event) != dead.end(); };
+  spare.reserve(spare.size() + dead.size());
+  if (next_stream == 0) next_stream = backend->create_stream();
+  // This may wait, also in a pass on a stream, where nothing else does. It must: a copy that was enqueued before the
+  // failure may still be running, its end can be seen by no event any more, and what comes next writes to the same buffers.
+  // With that, all that the old stream came behind (configure's `after`, readers of buffers that left the ring) has
+  // happened, and the new one need not wait for it again. It does not wait for ever: the old stream waits only for events
+  // that were recorded before, none of them by a call that is still to come. And it is rare: an error was thrown, and the
+  // engine chose to go on.
+  backend->destroy_stream(stream.load(std::memory_order_relaxed));
+
+  // From here nothing throws.
+  for (Slot& slot : slots) {
+    slot.readers.erase(std::remove_if(slot.readers.begin(), slot.readers.end(), is_dead), slot.readers.end());
+  }
+  spare.insert(spare.end(), dead.begin(), dead.end());
+  stream.store(std::exchange(next_stream, 0), std::memory_order_relaxed);
   schedule.forget();
   for (Ticket* ticket : in_flight) unref(ticket);
   in_flight.clear();
   for (Slot& slot : slots) unref(std::exchange(slot.ready, nullptr));
   for (Reload& reload : reloads) unref(std::exchange(reload.ticket, nullptr));
-  fence = serial + 1;
   broken = nullptr;
 }
 

@@ -26,6 +26,7 @@
 
 #include "remap/prefetcher.h"
 #include "schedule/layer_schedule.h"
+#include "schedule/pass_timer.h"
 
 namespace remap {
 
@@ -50,7 +51,6 @@ struct Ticket {
   EventHandle start = 0;
   EventHandle end = 0;
   std::size_t bytes = 0;
-  std::uint64_t serial = 0;
   unsigned refs = 0;
   bool complete = false;
 };
@@ -87,6 +87,8 @@ struct Prefetcher::State {
   std::condition_variable changed;  // a layer was released or failed
   std::atomic<StreamHandle> stream{0};
   std::atomic<bool> in_pass{false};
+  std::atomic<bool> uses_streams{false};
+  StreamHandle pass_stream = 0;  // the present pass's
 
   LayerSchedule schedule;
   std::vector<LayerId> streamed;         // by position
@@ -94,21 +96,18 @@ struct Prefetcher::State {
   std::vector<Slot> slots;
   std::vector<Reload> reloads;           // not yet seen complete, ascending
   std::vector<std::exception_ptr> errors;  // by layer; valid where kFailed
-  // Copies issued wait for these too; forgotten when a copy behind them is complete. Needed again by recover().
-  EventHandle after = 0;
-  std::vector<Reader> orphans;  // readers of buffers that left the ring
-  std::uint64_t fence = 0;      // serial of the first copy behind them
 
   std::vector<std::unique_ptr<Ticket>> pool;
   std::vector<Ticket*> free;
   std::deque<Ticket*> in_flight;  // in the copy stream's order
   std::vector<EventHandle> spare;
-  std::uint64_t serial = 0;
+  // Left over where the next call failed, and used first when it is tried again: destroying them there might fail as well.
+  EventHandle half = 0;           // an event for half a ticket
+  StreamHandle next_stream = 0;   // a copy stream that has not taken over
   std::exception_ptr broken;  // the copy stream's error
 
   PrefetchStats stats;
-  Clock::time_point begun{};
-  double stall_at_begin = 0;
+  std::unique_ptr<PassTimer> timer;
   std::uint64_t copies_at_end = 0;
 
   // ---- tickets ---------------------------------------------------------------------------------------------------

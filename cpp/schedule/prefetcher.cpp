@@ -18,6 +18,7 @@ Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory
   s.position.resize(count_);
   s.errors.resize(count_);
   s.reloads.reserve(count_);
+  s.timer = std::make_unique<PassTimer>(*s.backend, s.stats);
   s.stream.store(s.backend->create_stream(), std::memory_order_relaxed);
 }
 
@@ -32,6 +33,7 @@ Prefetcher::~Prefetcher() {
     }
   };
   quietly([&] { s.backend->destroy_stream(s.stream.load(std::memory_order_relaxed)); });
+  if (s.next_stream != 0) quietly([&] { s.backend->destroy_stream(s.next_stream); });
   for (const auto& ticket : s.pool) {
     quietly([&] { s.backend->destroy_event(ticket->start); });
     quietly([&] { s.backend->destroy_event(ticket->end); });
@@ -39,7 +41,7 @@ Prefetcher::~Prefetcher() {
   for (const Slot& slot : s.slots) {
     for (const Reader& reader : slot.readers) quietly([&] { s.backend->destroy_event(reader.event); });
   }
-  for (const Reader& reader : s.orphans) quietly([&] { s.backend->destroy_event(reader.event); });
+  if (s.half != 0) quietly([&] { s.backend->destroy_event(s.half); });
   for (const EventHandle event : s.spare) quietly([&] { s.backend->destroy_event(event); });
 }
 
@@ -62,20 +64,27 @@ void Prefetcher::failed(LayerId layer, std::exception_ptr error) noexcept {
   s.changed.notify_all();
 }
 
-void Prefetcher::begin_pass() {
+void Prefetcher::begin_pass(StreamHandle stream) {
   State& s = *state_;
+  if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(s.mutex);
-  s.close_readers();
-  s.recover();
+  const EventHandle start = s.timer->start(stream);
+  try {
+    s.close_readers();
+    s.recover();
+  } catch (...) {
+    s.timer->give_back(start);
+    throw;
+  }
   if (s.in_pass.load(std::memory_order_relaxed)) ++s.stats.abandoned;
   s.schedule.begin_pass();
   s.in_pass.store(true, std::memory_order_relaxed);
-  s.begun = Clock::now();
-  s.stall_at_begin = s.stats.stall_s;
+  s.pass_stream = stream;
+  s.timer->begin(stream, start);
   s.pump();
 }
 
-void Prefetcher::end_pass() {
+std::uint64_t Prefetcher::end_pass() {
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   if (!s.in_pass.load(std::memory_order_relaxed)) {
@@ -84,11 +93,12 @@ void Prefetcher::end_pass() {
   s.close_readers();
   s.schedule.end_pass();
   s.in_pass.store(false, std::memory_order_relaxed);
-  ++s.stats.passes;
-  s.stats.last_pass_s = seconds(Clock::now() - s.begun);
-  s.stats.last_pass_stall_s = s.stats.stall_s - s.stall_at_begin;
+  s.pass_stream = 0;
+  const std::uint64_t pass = ++s.stats.passes;
+  s.timer->end(pass);
   s.stats.last_pass_copies = s.stats.copies - std::exchange(s.copies_at_end, s.stats.copies);
   s.pump();
+  return pass;
 }
 
 bool Prefetcher::in_pass() const noexcept { return state_->in_pass.load(std::memory_order_relaxed); }
@@ -100,8 +110,12 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
   }
   if (ready(layer)) return true;
   State& s = *state_;
+  if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const Clock::time_point start = Clock::now();
   std::unique_lock<std::mutex> lock(s.mutex);
+  if (stream == 0) stream = s.pass_stream;
+  StallMark stalled(*s.timer);
+  const bool measured = s.timer->measures(stream);
   for (;;) {
     const Clock::time_point now = Clock::now();
     const std::chrono::nanoseconds left = timeout - (now - start);
@@ -110,8 +124,9 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
     if ((bits & kFailed) != 0) std::rethrow_exception(s.errors[layer]);
     if ((bits & kHeld) != 0) {
       if (left.count() <= 0) return false;
+      if (measured) stalled.mark();
       s.changed.wait_until(lock, now + slice);
-      s.stats.stall_s += seconds(Clock::now() - now);
+      if (!stalled.marked()) s.timer->blocked(seconds(Clock::now() - now));
       continue;
     }
     if (bits == 0) return true;
@@ -123,12 +138,15 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
         s.drop_reload(layer);
         s.set(layer, 0);
       }
+      stalled.over();
       s.pump();
       return true;
     }
     if (stream != 0) {
+      if (measured) stalled.mark();
       s.backend->stream_wait(stream, ticket->end);
       s.enter(layer, stream);
+      stalled.over();
       s.pump();
       return true;
     }
@@ -143,7 +161,7 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
     }
     lock.lock();
     s.unref(ticket);
-    s.stats.stall_s += seconds(Clock::now() - now);
+    s.timer->blocked(seconds(Clock::now() - now));
     if (error) {
       s.broken = error;
       std::rethrow_exception(error);
@@ -158,7 +176,9 @@ void Prefetcher::done(LayerId layer, StreamHandle stream) {
   }
   if (ready(layer)) return;
   State& s = *state_;
+  if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(s.mutex);
+  if (stream == 0) stream = s.pass_stream;
   if ((s.get(layer) & kStreamed) == 0) return;
   const std::uint32_t position = s.position[layer];
   const std::uint32_t buffer = s.schedule.buffer_of(position);
@@ -202,8 +222,17 @@ PrefetchStats Prefetcher::stats() const {
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   s.collect();
+  s.timer->collect();
   return s.stats;
 }
+
+std::vector<PassTiming> Prefetcher::take_timings() {
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  return s.timer->take();
+}
+
+bool Prefetcher::uses_streams() const noexcept { return state_->uses_streams.load(std::memory_order_relaxed); }
 
 StreamHandle Prefetcher::copy_stream() const noexcept { return state_->stream.load(std::memory_order_relaxed); }
 

@@ -14,6 +14,8 @@
 //       (and then they are its home), or all the ring of its tenant (a ring buffer may be made of the layer's own home)
 //   A7  ring region: every page shown in use is owned by the ring of its tenant   (aliased: or designated ahead of use)
 //   A8  no slot shows a quarantined page, unless the arena is broken
+//   A9  a region in a declared range shows what it showed when it was declared, and nothing is to change that
+//   A10 a page that a tenant owns and that any other could have written is marked so (dirty is not kNobody)
 #pragma once
 
 #include <array>
@@ -43,6 +45,16 @@ struct ArenaOptions {
   Mode mode = Mode::aliased;
 };
 
+// What a plan's effects on memory are ordered behind, where computation runs on streams. Both 0: nothing is in flight.
+struct Ordering {
+  // Behind the last reader and writer of what the plan moves, copies of the prefetcher's included. Taken in by apply(): it may
+  // be recorded anew or destroyed once that has returned.
+  EventHandle after = 0;
+  // Pages that change tenant are zeroed by fills enqueued here, and nobody waits. The caller promises that the tenant touches
+  // them only behind it. 0: zeroed on a stream of the arena's, and waited for. (strict: always waited for.)
+  StreamHandle zero_on = 0;
+};
+
 struct PageCounts {
   std::array<std::size_t, kOwners> by_owner{};
   std::size_t total = 0;
@@ -54,6 +66,17 @@ struct Page {
   Owner owner = Owner::free;
   TenantId tenant = kNobody;
   TenantId dirty = kNobody;  // whose bytes it may hold; kNobody: reads as zero
+};
+
+// As Page::dirty: nobody knows what it holds, so that any tenant has it zeroed.
+inline constexpr TenantId kUnknownBytes = kNobody - 1;
+
+// A page to be zeroed before `tenant` may see it, at an address where it is mapped.
+struct Unclean {
+  RegionId region = 0;
+  std::byte* at = nullptr;
+  PageId page = 0;
+  TenantId tenant = kNobody;
 };
 
 inline constexpr std::size_t kNoSlot = ~std::size_t{0};
@@ -79,6 +102,13 @@ struct Region {
   bool live = true;
 };
 
+// A range of addresses whose pages somebody outside has looked up, and what the regions in it showed then.
+struct Registration {
+  const std::byte* address = nullptr;
+  std::size_t bytes = 0;
+  std::vector<std::pair<RegionId, std::vector<PageId>>> shown;
+};
+
 class Arena {
  public:
   // Creates every page at once; no page goes back to the backend before close(). Throws OutOfMemory or LimitExceeded
@@ -102,10 +132,20 @@ class Arena {
   void designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // Makes a ready view of a layer's region so that pointing there later is one exchange. No-op without can_exchange().
   void prepare_view(RegionId layer_region, const std::vector<PageId>& pages);
-  // Releases all regions of the tenant; all its pages become free (and dirty). Pre: nobody uses them any more. Addresses that
+  // Releases all regions of the tenant; all its pages become free (and dirty). Pre: nobody uses them any more, no stream
+  // either: unmapping waits for nobody. InvalidState if one lies in a declared range. Addresses that
   // the backend does not take back are kept until close(): they cost no memory.
   // undoing: an attachment that failed is taken back; if that fails too the arena is broken (ArenaBroken).
   void remove_tenant(TenantId tenant, bool undoing = false);
+  // Says that somebody outside has looked up the pages behind [address, address + bytes) and will go on using them (an NCCL or
+  // NIC registration). What the regions that intersect it show must not change any more: plans that would change it,
+  // designate(), designate_ring() and remove_tenant() are refused with InvalidState (fields: region, address, bytes).
+  // Owners may change: in aliased mode a KV region shows the same pages whoever owns them. Ranges may overlap; each is
+  // withdrawn by the same address and size. Throws InvalidArgument if no region lies in the range, InvalidState if one of
+  // them is still to be re-pointed, or an applied plan may still be rolled back; nothing has changed then.
+  void declare_registered(const std::byte* address, std::size_t bytes);
+  // Takes one declaration back. InvalidArgument if there is none.
+  void withdraw_registered(const std::byte* address, std::size_t bytes);
   // Waits for nothing: the caller has stopped using every region. Idempotent. Everything goes back to the backend.
   void close();
 
@@ -141,9 +181,19 @@ class Arena {
   void release_region(Region& region);
   void discard(std::byte* address, std::size_t bytes);  // an empty reservation; if it fails, close() tries again
   void release_leftovers();
-  // Zeroes what other tenants may have left in the pages that `view` shows there, and waits for it (promise 6: a page that
-  // changes tenant reads zero). Returns the bytes written; usually none.
-  std::size_t cleanse(const View& view, std::size_t first_slot, std::size_t count, TenantId tenant);
+  void refuse_registered(RegionId id) const;  // pre: lock held; InvalidState if the region lies in a declared range
+
+  // ---- zeroing: cleansing.cpp; all pre: lock held --------------------------------------------------------------
+  bool is_unclean(PageId id, TenantId tenant) const;
+  void open_fills();
+  void drop_fill_stream();
+  // Pages became free under this event: whoever is given them is zeroed behind it.
+  void gather(EventHandle after);
+  // Zeroes pages (ascending by address) and waits for it, behind `after`. Returns the bytes written.
+  std::size_t cleanse(const std::vector<Unclean>& pages, EventHandle after = 0);
+  // The same by fills on ordering.zero_on, without waiting. `enqueued`: the pages whose fill is on its way, also on an error.
+  std::size_t cleanse_on(const std::vector<Unclean>& pages, const Ordering& ordering, std::vector<PageId>& enqueued);
+  void undo_fills(StreamHandle zero_on, const std::vector<PageId>& enqueued);
   [[noreturn]] void fail_broken(const std::string& what, const std::vector<PageId>& pages);
 
   std::shared_ptr<Backend> backend_;
@@ -153,10 +203,13 @@ class Arena {
   mutable std::mutex mutex_;
   std::vector<Page> pages_;
   std::deque<Region> regions_;  // index = RegionId, addresses stable; removed ones stay with live = false, ids are not reused
+  std::vector<Registration> registered_;
   std::vector<std::pair<std::byte*, std::size_t>> leftovers_;  // empty reservations that the backend did not take back yet
-  StreamHandle fill_stream_ = 0;  // made when a page first changes tenant
+  StreamHandle fill_stream_ = 0;  // made when a page first changes tenant, or becomes free behind an event
   EventHandle fill_event_ = 0;
+  bool gathered_ = false;         // fill_stream_ may still wait for somebody
   std::uint64_t epoch_ = 1;
+  bool undecided_ = false;  // a plan is applied, and neither committed nor rolled back
   bool broken_ = false;
   bool closed_ = false;
   unsigned fork_generation_ = 0;

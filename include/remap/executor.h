@@ -7,6 +7,11 @@
 //   rollback()   undoes the applied plan instead (its caller failed at something else, or another rank did).
 //
 // Between apply() and commit() or rollback() no other plan can be applied.
+//
+// Where computation runs on streams, Ordering and `after` (events recorded on them) say what a change comes behind; see each
+// call. What touches memory is ordered behind them by the device; the host waits only before it unmaps what somebody may
+// still use: in strict mode, for a ring whose buffers change pages, and for re-pointing that is not deferred. In aliased mode
+// growing, and re-pointing left to the worker, wait for nothing.
 #pragma once
 
 #include <condition_variable>
@@ -38,12 +43,18 @@ class Executor {
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
-  Applied apply(const Plan& plan);
-  // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view).
+  // Throws StalePlan, InvalidArgument or InvalidState (a region in a declared range) before any backend call.
+  Applied apply(const Plan& plan, const Ordering& ordering = {});
+  // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
+  // copy into it), once for all steps of the plan. It lives until drain() has returned and no step of the plan has failed;
+  // recorded anew before, it makes the worker wait for longer than needed.
   void commit(const std::shared_ptr<PointObserver>& observer, EventHandle after = 0);
+  // Pre: nothing that the plan gave has been used, except behind Ordering::zero_on in pages that were zeroed there.
   void rollback();
 
-  // Blocks until the worker has nothing to do. Does not throw the worker's errors: they are kept with their layer.
+  // Blocks until the worker has nothing to do, so for the events that its steps come behind. Then no thread of this library
+  // makes a driver call by itself until the next commit() (a stream can be captured undisturbed). Does not throw the worker's
+  // errors: they are kept with their layer.
   void drain();
   // Deferred steps that failed; wait(layer) throws for each of them meanwhile.
   std::size_t failed_points() const;
@@ -51,27 +62,33 @@ class Executor {
   void retry_failed();
   // Forgets the failed and waiting steps of the tenant's regions (detach, close).
   void forget(TenantId tenant);
-  // Stops the worker. Called by the destructor too.
+  // Stops the worker, when the step that it is at is done. Called by the destructor too.
   void stop();
 
  private:
   struct Job {
     Point point;
     std::shared_ptr<PointObserver> observer;
-    EventHandle after = 0;
+    EventHandle after = 0;     // 0 once it was seen complete
+    std::uint64_t commit = 0;  // which one it came with
     std::exception_ptr error;
   };
+  bool admit(const Plan& plan);
   void set_owner(const SetOwner& step, Applied& applied);
   void point(const Point& step, Applied& applied);
-  void validate(const Plan& plan);
+  void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
+  bool validate(const Plan& plan);
+  void refuse_mixing(PageId id, TenantId after, Owner to) const;
+  void refuse_registered(const SetOwner& move) const;
   void undo_all();
   void work();
-  void run(Job& job);
+  std::exception_ptr await(EventHandle after) noexcept;
+  void run(Job& job, std::exception_ptr error);
 
   std::shared_ptr<Arena> arena_;
-  // Guarded by arena_->mutex_: the plan between apply() and commit().
-  bool pending_ = false;
+  // Guarded by arena_->mutex_: the plan between apply() and commit() (Arena::undecided_).
   std::vector<Point> deferred_;
+  std::vector<Unclean> unclean_;  // what it has to zero
   struct Undo {
     std::function<void()> action;
     std::vector<PageId> pages;  // quarantined if the action throws
@@ -93,6 +110,7 @@ class Executor {
   mutable std::mutex queue_mutex_;
   std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
   std::deque<Job> queue_;
+  std::uint64_t commits_ = 0;
   std::vector<Job> failed_;
   bool busy_ = false;
   bool stopping_ = false;

@@ -1,5 +1,11 @@
 // The Prefetcher: brings streamed layers into the ring just before they are needed. It copies; it never maps.
 //
+// Computation is either the calling thread's (begin_pass()), and then wait() blocks it; or it is work enqueued on a stream
+// (begin_pass(stream)), and then nothing here blocks the thread, which may run several passes ahead: wait() makes the
+// stream wait, done() notes how far it will have come. Two things still block in a pass on a stream: wait() for a layer
+// whose region is being re-pointed (held: until released() there is nothing right to enqueue), and begin_pass() after an
+// error of the copy stream (below). Both kinds of passes may alternate.
+//
 // One Prefetcher a tenant. The engine brackets each pass (begin_pass, end_pass) and each layer (wait, done); the executor
 // tells it between passes what is streamed (configure). LayerSchedule (cpp/schedule/layer_schedule.h) decides which copy
 // may be issued when, without knowing any device; this class issues it on its own copy stream and orders everything by
@@ -31,8 +37,10 @@ struct StreamConfiguration {
   std::size_t ring_bytes = 0;       // bytes of each buffer
   std::vector<LayerId> reload;      // layers that own their pages again and must be loaded before their next use
   std::vector<LayerId> held;        // layers whose region is being re-pointed: wait() blocks until released() or failed()
-  EventHandle after = 0;            // copies wait for it: the last reader or writer of pages that changed hands (0: nobody)
-                                    // The caller keeps it alive until the next configure() or a drain() that returned.
+  EventHandle after = 0;            // copies wait for it: the last reader or writer of pages that changed hands, and of the
+                                    // regions to reload (0: nobody). Uses of layers that were resident leave no trace here:
+                                    // with computation on a stream this is an event recorded on it now. Taken in by
+                                    // configure(): it may be recorded anew or destroyed once that has returned.
   bool fresh = false;               // other pages stand behind the ring's addresses than before: keep no contents
 };
 
@@ -44,10 +52,20 @@ struct PrefetchStats {
   double copy_s = 0;                  // time in which copies ran, measured by events, of the copies known to be complete
   std::uint64_t timed_bytes = 0;      // bytes of those copies: timed_bytes / copy_s is the bandwidth
   std::uint64_t misses = 0;           // waits that found their layer not even issued (used out of order)
-  double stall_s = 0;                 // time for which wait() blocked its caller, all passes (a stream's waiting is not seen)
-  double last_pass_stall_s = 0;
-  double last_pass_s = 0;             // begin_pass to end_pass on the host's clock
+  double stall_s = 0;                 // time that computations waited for layers, all passes: what blocked the caller, and of
+                                      // passes on a stream what the stream waited, once that is known (see PassTiming)
+  double last_pass_stall_s = 0;       // both of the newest pass whose times are known
+  double last_pass_s = 0;
   std::uint64_t last_pass_copies = 0; // issued since the pass before it ended
+};
+
+// One completed pass. Of the calling thread: by the host's clock, known when it ends. On a stream: by events on it at
+// begin_pass() and end_pass() and around each wait whose copy was not complete when it was enqueued (waits made on other
+// streams than the pass's are not in it); known when the stream has passed the last of them, and never waited for.
+struct PassTiming {
+  std::uint64_t pass = 0;  // its number: what end_pass() returned
+  double seconds = 0;      // begin_pass to end_pass
+  double stall_s = 0;      // of these, waiting for layers
 };
 
 class Prefetcher {
@@ -71,30 +89,47 @@ class Prefetcher {
   void failed(LayerId layer, std::exception_ptr error) noexcept;
 
   // Begins a pass; an unfinished pass before it counts as abandoned and its leftovers are used or overwritten.
-  // After an error of the copy stream this makes a new copy stream (the old one's remaining work is waited for) and
-  // loads everything again; so after an error from wait() or drain(), begin the pass once more.
-  void begin_pass();
+  // stream == 0: the calling thread computes. Otherwise the stream does, behind whatever it has to do by now, and wait() and
+  // done() without a stream mean this one until end_pass(). It must live until then, and work that it still has to do then
+  // must not be abandoned to another stream that gets the same handle: streams are told apart by their handles.
+  // Order between the streams of different passes is the caller's: readers of ring buffers are seen here, others are not.
+  // After an error of the copy stream this makes a new copy stream (the old one's remaining work is waited for, also in a
+  // pass on a stream) and loads everything again; so after an error from wait() or drain(), begin the pass once more.
+  // Throws InvalidArgument if the backend does not know the stream. No pass was begun then, nor after any other error, and
+  // an unfinished one goes on. A failure to time the pass is none: it stays untimed.
+  void begin_pass(StreamHandle stream = 0);
   // Layers that the pass did not use are skipped. A use still open counts as finished: now for host readers, when the
-  // stream gets here for stream readers.
-  void end_pass();
+  // stream gets here for stream readers. Returns the pass's number: 1, 2, ... of all completed passes.
+  std::uint64_t end_pass();
   bool in_pass() const noexcept;
 
   // True if wait(layer) would return at once without looking at any event: resident, loaded and not held.
   bool ready(LayerId layer) const noexcept { return layer < count_ && states_[layer].load(std::memory_order_acquire) == 0; }
+  // stream == 0, in a pass begun with a stream: that stream. Otherwise:
   // stream == 0: blocks the calling thread until the layer's bytes are in place (at most `timeout`; false if it passed).
   // stream != 0: the stream waits, the caller does not (it blocks only while the layer's region is held).
   // Throws: InvalidState if another layer's use of the same ring buffer is open (waited for and not done); the error of a
   // failed layer; the copy stream's error. A wait that returned false may be repeated. Every wait that returned true
   // needs its own done(): uses of one layer may be nested.
   bool wait(LayerId layer, StreamHandle stream = 0, std::chrono::nanoseconds timeout = std::chrono::nanoseconds::max());
-  // The computation of the layer is finished (stream == 0) or is finished when the stream gets here. A done() without its
+  // The computation of the layer is finished (stream == 0, in a pass begun without a stream) or is finished when the stream
+  // (the pass's, if none is given) gets here. A done() without its
   // wait() does nothing. Copies that could not be issued here are tried again later; their error comes out of wait().
   void done(LayerId layer, StreamHandle stream = 0);
 
   // Blocks until no copy is in flight. Throws the copy stream's error. `fill` of unused ring memory is never done here.
   void drain();
   PrefetchStats stats() const;
-  StreamHandle copy_stream() const noexcept;  // changes when begin_pass() or configure() replaces a failed one
+  // Completed passes whose times are known and that were not taken yet, oldest first. An abandoned pass has none. Of the
+  // passes on streams the last 64 are followed, and 64 known ones are kept: who takes less often misses the oldest.
+  std::vector<PassTiming> take_timings();
+  // Whether a stream was ever given to begin_pass(), wait() or done(). From then on a call here may have to wait, inside the
+  // driver or for a thread that does, until a stream has room for more work: a caller should hold no lock that a stream's
+  // host functions want (Python's, say).
+  bool uses_streams() const noexcept;
+  // Ours; never wait for it from the host, record an event on it. Changes when begin_pass() or configure() replaces a failed
+  // one. While the executor's worker has work, released() may enqueue copies on it at any moment.
+  StreamHandle copy_stream() const noexcept;
 
  private:
   struct State;

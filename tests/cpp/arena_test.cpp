@@ -254,6 +254,46 @@ void zeroing_that_fails_is_not_half_done() {
   }
 }
 
+void declared_ranges_stand_still() {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    World world(mode);
+    Arena& arena = *world.arena;
+    const RegionId one = world.layer(1, 2);
+    world.layer(2, 2);
+    const RegionId ring = arena.add_ring_region(1, 2);
+    const RegionId kv = arena.add_kv_region(1, 4);
+    arena.designate(kv, 0, {8});
+    std::byte* at = arena.address(one);
+    CHECK_ERROR(ErrorKind::invalid_argument, arena.declare_registered(at, 0));
+    CHECK_ERROR(ErrorKind::invalid_argument, arena.declare_registered(at, ~std::size_t{0}));
+    CHECK_ERROR(ErrorKind::invalid_argument, arena.declare_registered(reinterpret_cast<std::byte*>(4096), 1));
+    CHECK_ERROR(ErrorKind::invalid_argument, arena.withdraw_registered(at, 1));
+    for (const RegionId region : {ring, kv}) arena.declare_registered(arena.address(region) + kPage, 1);
+    const std::uint64_t calls = world.fault->calls();
+    if (mode == Mode::aliased) {
+      CHECK_ERROR(ErrorKind::invalid_state, arena.designate_ring(ring, 0, {0, 1}));
+      CHECK_ERROR(ErrorKind::invalid_state, arena.designate(kv, 1, {9}));
+    } else {
+      arena.designate(kv, 1, {9});  // maps nothing
+    }
+    CHECK_ERROR(ErrorKind::invalid_state, arena.remove_tenant(1));
+    CHECK(world.fault->calls() == calls);
+    for (const RegionId region : {ring, kv}) arena.withdraw_registered(arena.address(region) + kPage, 1);
+    arena.declare_registered(at, 2 * kPage);
+    arena.declare_registered(at + kPage, 1);  // twice, in part
+    arena.withdraw_registered(at, 2 * kPage);
+    CHECK_ERROR(ErrorKind::invalid_state, arena.remove_tenant(1));
+    arena.prepare_view(one, {1, 0});  // shows nothing new
+    arena.remove_tenant(2);           // another's
+    arena.check();
+    arena.withdraw_registered(at + kPage, 1);
+    CHECK_ERROR(ErrorKind::invalid_argument, arena.withdraw_registered(at + kPage, 1));
+    arena.remove_tenant(1);
+    CHECK_ERROR(ErrorKind::invalid_argument, arena.declare_registered(at, 1));  // gone
+    arena.check();
+  }
+}
+
 void undoing_that_fails_breaks_the_arena() {
   World world;
   const RegionId kv = world.arena->add_kv_region(1, 4);
@@ -310,6 +350,7 @@ int main() {
   RUN(map_fails_at_slot_k_then_destroy);
   RUN(another_tenants_bytes_are_zeroed);
   RUN(zeroing_that_fails_is_not_half_done);
+  RUN(declared_ranges_stand_still);
   RUN(undoing_that_fails_breaks_the_arena);
   RUN(a_forked_child_is_refused_and_destroys_nothing);
   return remap::testing::failures();

@@ -3,9 +3,11 @@
 
 #include <atomic>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 
+#include "backend/forward.h"
 #include "check.h"
 #include "remap/backends.h"
 #include "remap/decorators.h"
@@ -39,6 +41,14 @@ struct Observer final : PointObserver {
   std::atomic<std::uint32_t> last{99};
 };
 
+// As a GPU's driver: page tables cannot be swapped.
+class WithoutExchange final : public Forward<Backend> {
+ public:
+  using Forward<Backend>::Forward;
+  bool can_exchange() const noexcept override { return false; }
+  void exchange(std::byte*, std::byte*, std::size_t) override { throw std::logic_error("not to be called"); }
+};
+
 // Two layers of two pages (0 1, 2 3), a ring region, and a KV region where pages 2 3 and the free 4 5 have places.
 struct World {
   std::shared_ptr<FaultBackend> fault;
@@ -46,11 +56,12 @@ struct World {
   std::unique_ptr<Executor> executor;
   RegionId one = 0, two = 0, ring = 0, kv = 0;
 
-  explicit World(Mode mode) {
+  explicit World(Mode mode, bool exchange = true) {
     HostOptions options;
     options.capacity_bytes = 8 * kPage;
     options.page_bytes = kPage;
-    fault = make_fault_backend(make_host_backend(options));
+    std::shared_ptr<Backend> host = make_host_backend(options);
+    fault = make_fault_backend(exchange ? host : std::make_shared<WithoutExchange>(host));
     arena = std::make_shared<Arena>(fault, ArenaOptions{8 * kPage, kPage, mode});
     executor = std::make_unique<Executor>(arena);
     one = arena->add_layer_region(kTenant, "one", arena->take(2, Owner::params, kTenant));
@@ -91,17 +102,20 @@ struct World {
   }
 };
 
+// With and without exchange.
 template <typename Body>
 void in_both_modes(Body&& body) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    World world(mode);
-    body(world);
-    world.fault->disarm();
-    world.executor->stop();
-    world.arena->check();
-    world.arena->close();
-    const Usage usage = world.fault->usage();
-    CHECK(usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0);
+    for (const bool exchange : {true, false}) {
+      World world(mode, exchange);
+      body(world);
+      world.fault->disarm();
+      world.executor->stop();
+      world.arena->check();
+      world.arena->close();
+      const Usage usage = world.fault->usage();
+      CHECK(usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0);
+    }
   }
 }
 
@@ -184,10 +198,10 @@ void rolls_back() {
   });
 }
 
-void every_call_fails_once() {
+void fail_every_call_once(bool exchange) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     for (std::uint64_t n = 1;; ++n) {
-      World world(mode);
+      World world(mode, exchange);
       const auto before = world.state();
       world.fault->arm_any(n);
       bool failed = false;
@@ -210,12 +224,17 @@ void every_call_fails_once() {
   }
 }
 
+void every_call_fails_once() {
+  fail_every_call_once(true);
+  fail_every_call_once(false);
+}
+
 // Fault while undoing: pages are quarantined and counted, only close() is allowed, and it gives everything back.
-void every_call_fails_for_ever() {
+void fail_every_call_for_ever(bool exchange) {
   bool broke = false;
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     for (std::uint64_t n = 1;; ++n) {
-      World world(mode);
+      World world(mode, exchange);
       const auto before = world.state();
       world.fault->arm_any(n, true);
       bool failed = false;
@@ -247,11 +266,16 @@ void every_call_fails_for_ever() {
   CHECK(broke);
 }
 
-void a_deferred_failure_is_told_and_tried_again() {
-  World world(Mode::aliased);
+void every_call_fails_for_ever() {
+  fail_every_call_for_ever(true);
+  fail_every_call_for_ever(false);
+}
+
+void fail_a_deferred_step(bool exchange) {
+  World world(Mode::aliased, exchange);
   const auto observer = std::make_shared<Observer>();
   world.executor->apply(world.stream());
-  const Call pointing = world.fault->can_exchange() ? Call::exchange : Call::map;
+  const Call pointing = world.fault->can_exchange() ? Call::exchange : Call::unmap;
   world.fault->arm(pointing, 1, true);
   world.executor->commit(observer);
   world.executor->drain();
@@ -264,6 +288,30 @@ void a_deferred_failure_is_told_and_tried_again() {
   world.executor->retry_failed();
   CHECK(world.executor->failed_points() == 0 && observer->released_count == 1 && world.reads(world.two, 1));
   world.arena->check();
+}
+
+void a_deferred_failure_is_told_and_tried_again() {
+  fail_a_deferred_step(true);
+  fail_a_deferred_step(false);
+}
+
+// Without exchange a region is unmapped before it is mapped anew: if it can be mapped neither anew nor as before, nobody may
+// use it, which its layer is told; and the arena still closes.
+void a_worker_that_cannot_undo_breaks_the_arena() {
+  World world(Mode::aliased, false);
+  const auto observer = std::make_shared<Observer>();
+  world.executor->apply(world.stream());
+  world.fault->arm(Call::map, 1, true);
+  world.executor->commit(observer);
+  world.executor->drain();
+  CHECK(observer->failed_count == 1 && world.arena->broken() && world.arena->counts()[Owner::quarantine] == 2);
+  world.fault->disarm();
+  CHECK_ERROR(ErrorKind::arena_broken, world.executor->retry_failed());
+  world.executor->stop();
+  world.arena->check();
+  world.arena->close();
+  const Usage usage = world.fault->usage();
+  CHECK(usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0);
 }
 
 // The next plan changes the target before the failed step was tried again: it ends at the newest target.
@@ -304,7 +352,7 @@ void a_deferred_step_waits_for_its_event() {
 void forgets_what_a_tenant_leaves() {
   World world(Mode::aliased);
   world.executor->apply(world.stream());
-  world.fault->arm(world.fault->can_exchange() ? Call::exchange : Call::map, 1, true);
+  world.fault->arm(world.fault->can_exchange() ? Call::exchange : Call::unmap, 1, true);
   world.executor->commit(nullptr);
   world.executor->drain();
   CHECK(world.executor->failed_points() == 1);
@@ -318,6 +366,74 @@ void forgets_what_a_tenant_leaves() {
   CHECK(world.arena->counts()[Owner::free] == 8);
 }
 
+// A region in a declared range shows what it shows, whatever plan comes.
+void declared_ranges_refuse_plans() {
+  in_both_modes([](World& world) {
+    Arena& arena = *world.arena;
+    const bool strict = arena.mode() == Mode::strict;
+    const auto before = world.state();
+    const auto refused = [&](RegionId region, std::vector<Step> steps) {
+      // One byte of the region's last page is enough.
+      const std::byte* at = arena.address(region) + arena.region_bytes(region) - 1;
+      arena.declare_registered(at, 1);
+      const std::uint64_t calls = world.fault->calls();
+      Plan plan;
+      plan.epoch = arena.epoch();
+      plan.steps = std::move(steps);
+      try {
+        world.executor->apply(plan);
+        CHECK(false);
+      } catch (const Error& error) {
+        CHECK(error.kind() == ErrorKind::invalid_state);
+        std::map<std::string, std::int64_t> fields;
+        for (const auto& [name, value] : error.fields()) fields[name] = std::get<std::int64_t>(value);
+        CHECK(fields.at("region") == static_cast<std::int64_t>(region));
+        CHECK(fields.at("address") == static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(at)));
+      }
+      CHECK(world.fault->calls() == calls && world.state() == before);
+      arena.check();
+      arena.withdraw_registered(at, 1);
+    };
+    const Step lend = owner({0, 1}, Owner::params, Owner::ring);
+    refused(world.two, {lend, point(world.two, {0, 1}, true, 1)});
+    refused(world.two, {lend, point(world.two, {0, 1}, false, 1)});
+    refused(world.ring, {lend, point(world.ring, {0, 1}, false)});
+    if (strict) refused(world.kv, {owner({4}, Owner::free, Owner::kv)});
+
+    // What it shows already; and, aliased, KV whoever owns it.
+    arena.declare_registered(arena.address(world.two), 1);
+    if (!strict) arena.declare_registered(arena.address(world.kv), 6 * kPage);
+    Plan plan;
+    plan.epoch = arena.epoch();
+    plan.steps = {point(world.two, {2, 3}, true, 1), owner({4, 5}, Owner::free, Owner::kv)};
+    world.executor->apply(plan);
+    CHECK_ERROR(ErrorKind::invalid_state, arena.declare_registered(arena.address(world.one), 1));  // not decided
+    world.executor->commit(nullptr);
+    world.executor->drain();
+    arena.check();
+    plan.epoch = arena.epoch();
+    plan.steps = {owner({4, 5}, Owner::kv, Owner::free)};
+    world.executor->apply(plan);
+    world.executor->commit(nullptr);
+    arena.check();
+    arena.withdraw_registered(arena.address(world.two), 1);
+    if (!strict) arena.withdraw_registered(arena.address(world.kv), 6 * kPage);
+
+    // Still to be re-pointed: who looked its pages up has the wrong ones.
+    world.executor->apply(world.stream());
+    world.fault->arm_any(1, true);
+    world.executor->commit(nullptr);
+    world.executor->drain();
+    world.fault->disarm();
+    if (!strict) CHECK_ERROR(ErrorKind::invalid_state, arena.declare_registered(arena.address(world.two), 1));
+    world.executor->retry_failed();
+    arena.declare_registered(arena.address(world.two), 1);
+    CHECK_ERROR(ErrorKind::invalid_state, world.executor->apply(world.back()));
+    CHECK_ERROR(ErrorKind::invalid_state, arena.remove_tenant(kTenant));
+    arena.check();
+  });  // closes, declared or not
+}
+
 }  // namespace
 
 int main() {
@@ -328,8 +444,10 @@ int main() {
   RUN(every_call_fails_once);
   RUN(every_call_fails_for_ever);
   RUN(a_deferred_failure_is_told_and_tried_again);
+  RUN(a_worker_that_cannot_undo_breaks_the_arena);
   RUN(a_retry_points_at_the_present_target);
   RUN(a_deferred_step_waits_for_its_event);
   RUN(forgets_what_a_tenant_leaves);
+  RUN(declared_ranges_refuse_plans);
   return remap::testing::failures();
 }

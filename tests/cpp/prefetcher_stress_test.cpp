@@ -192,6 +192,96 @@ void many_passes_in_flight_on_a_stream() {
   world.backend->destroy_stream(stream);
 }
 
+// Passes begun on two streams in turn, changes while the streams are busy (other owners write at once to what they get), and
+// a worker that releases regions behind the change's event. Nothing blocks the engine but a held layer.
+void passes_on_streams_with_changes_under_way() {
+  World world(7);
+  std::mt19937_64 random(3);
+  Backend& backend = *world.backend;
+  const StreamHandle streams[] = {backend.create_stream(), backend.create_stream()};
+  const remap::EventHandle turn = backend.create_event();
+  StreamHandle last = streams[0];
+  std::atomic<bool> stop{false};
+  Thread observer([&] {
+    while (!stop) {
+      static_cast<void>(world.prefetcher->stats());
+      static_cast<void>(world.prefetcher->take_timings());
+      static_cast<void>(world.prefetcher->uses_streams());
+      std::this_thread::sleep_for(std::chrono::microseconds(50));
+    }
+  });
+  std::exception_ptr error;
+  try {
+    for (int round = 0; round < 40; ++round) {
+      StreamConfiguration next;
+      next.ring_bytes = kBytes;
+      for (LayerId layer = 0; layer < 7; ++layer) {
+        if (random() % 2 == 0) next.streamed.push_back(layer);
+      }
+      if (!next.streamed.empty()) {
+        for (std::size_t b = random() % kRing + 1; b > 0; --b) next.ring.push_back(world.ring[b - 1].data());
+      }
+      for (const LayerId layer : world.configuration.streamed) {
+        if (!std::binary_search(next.streamed.begin(), next.streamed.end(), layer)) next.reload.push_back(layer);
+      }
+      for (LayerId layer = 0; layer < 7; ++layer) {
+        if (random() % 3 == 0) next.held.push_back(layer);
+      }
+      backend.record(turn, world.prefetcher->copy_stream());
+      backend.stream_wait(last, turn);
+      const remap::EventHandle after = backend.create_event();
+      backend.record(after, last);
+      next.after = after;
+      for (const LayerId layer : next.streamed) backend.fill(last, world.regions[layer].data(), 0xDF, kBytes);
+      world.prefetcher->configure(next);
+      world.configuration = next;
+      Thread worker([&world, &backend, after, held = next.held] {
+        CHECK(backend.synchronize(after, std::chrono::seconds(60)));
+        for (const LayerId layer : held) world.prefetcher->released(layer);
+      });
+      std::vector<Bytes> seen;
+      for (int use = 0; use < 3 * 7; ++use) seen.emplace_back(kBytes);
+      for (int pass = 0; pass < 3; ++pass) {
+        const StreamHandle stream = streams[random() % 2];
+        if (stream != last) {
+          backend.record(turn, last);
+          backend.stream_wait(stream, turn);
+          last = stream;
+        }
+        world.prefetcher->begin_pass(stream);
+        const LayerId left = pass == 1 && random() % 2 == 0 ? 4 : 7;  // abandoned between wait and done
+        for (LayerId layer = 0; layer < 7 && layer <= left; ++layer) {
+          world.wait(layer);
+          backend.copy(stream, seen[static_cast<std::size_t>(pass) * 7 + layer].data(), world.place(layer), kBytes);
+          if (layer < left) world.prefetcher->done(layer);
+        }
+        for (LayerId layer = left + 1; layer < 7; ++layer) {
+          std::fill(seen[static_cast<std::size_t>(pass) * 7 + layer].begin(),
+                    seen[static_cast<std::size_t>(pass) * 7 + layer].end(), World::tag(layer));
+        }
+        if (left == 7 || pass == 2) world.prefetcher->end_pass();
+      }
+      worker.join();
+      backend.record(turn, last);
+      CHECK(backend.synchronize(turn, std::chrono::seconds(60)));
+      backend.destroy_event(after);
+      for (std::size_t use = 0; use < seen.size(); ++use) {
+        for (const std::byte byte : seen[use]) CHECK(byte == World::tag(use % 7));
+      }
+    }
+  } catch (...) {
+    error = std::current_exception();
+  }
+  stop = true;
+  observer.join();
+  if (error) std::rethrow_exception(error);
+  CHECK(world.prefetcher->stats().misses == 0);
+  world.prefetcher.reset();
+  backend.destroy_event(turn);
+  for (const StreamHandle stream : streams) backend.destroy_stream(stream);
+  CHECK(backend.usage().streams == 0 && backend.usage().events == 0);
+}
+
 // Two threads compute the same layers, neither knowing how far the other is.
 void two_computing_threads() {
   World world(8);
@@ -227,6 +317,7 @@ void two_computing_threads() {
 int main() {
   RUN(host_passes_beside_observers_and_a_worker);
   RUN(many_passes_in_flight_on_a_stream);
+  RUN(passes_on_streams_with_changes_under_way);
   RUN(two_computing_threads);
   return remap::testing::failures();
 }

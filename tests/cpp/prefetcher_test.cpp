@@ -3,12 +3,11 @@
 #include "remap/prefetcher.h"
 
 #include <algorithm>
-#include <array>
 #include <memory>
 #include <random>
 
 #include "check.h"
-#include "fake_backend.h"
+#include "prefetcher_world.h"
 
 using remap::Call;
 using remap::Error;
@@ -18,88 +17,13 @@ using remap::LayerMemory;
 using remap::Prefetcher;
 using remap::StreamConfiguration;
 using remap::StreamHandle;
+using remap::testing::Buffer;
 using remap::testing::FakeBackend;
+using remap::testing::kBytes;
+using remap::testing::kRing;
+using remap::testing::World;
 
 namespace {
-
-constexpr std::size_t kBytes = 4;
-constexpr std::size_t kRing = 4;
-using Buffer = std::array<std::byte, kBytes>;
-
-constexpr std::chrono::nanoseconds kBriefly{1};
-
-struct World {
-  std::vector<Buffer> masters, regions, ring;
-  std::shared_ptr<FakeBackend> backend;
-  std::unique_ptr<Prefetcher> prefetcher;
-  std::vector<LayerId> streamed;
-  std::vector<std::byte*> views;  // the ring as configured
-
-  explicit World(std::size_t layers, std::uint64_t seed = 1)
-      : masters(layers), regions(layers), ring(kRing), backend(std::make_shared<FakeBackend>(seed)) {
-    std::vector<LayerMemory> memory;
-    for (std::size_t i = 0; i < layers; ++i) {
-      masters[i].fill(tag(i));
-      regions[i].fill(tag(i));
-      memory.push_back({regions[i].data(), masters[i].data(), kBytes});
-    }
-    for (Buffer& buffer : ring) buffer.fill(std::byte{0xDF});
-    prefetcher = std::make_unique<Prefetcher>(backend, memory);
-  }
-
-  static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }
-
-  StreamConfiguration configuration(std::vector<LayerId> layers, std::size_t buffers) {
-    StreamConfiguration c;
-    c.streamed = std::move(layers);
-    for (std::size_t b = 0; b < buffers; ++b) c.ring.push_back(ring[b].data());
-    c.ring_bytes = kBytes;
-    return c;
-  }
-  void configure(const StreamConfiguration& c) {
-    prefetcher->configure(c);
-    streamed = c.streamed;
-    views = c.ring;
-  }
-  // Where a layer's tensors are: in its ring buffer or at home.
-  const std::byte* place(LayerId layer) const {
-    const auto at = std::find(streamed.begin(), streamed.end(), layer);
-    if (at == streamed.end()) return regions[layer].data();
-    return views[static_cast<std::size_t>(at - streamed.begin()) % views.size()];
-  }
-  void wait(LayerId layer, StreamHandle stream) {
-    if (stream != 0) {
-      CHECK(prefetcher->wait(layer, stream));
-      return;
-    }
-    for (int tries = 0; !prefetcher->wait(layer, 0, kBriefly); ++tries) {
-      CHECK(tries < 100000);
-      backend->random_steps(1);
-    }
-  }
-  void compute(LayerId layer, StreamHandle stream) {
-    if (stream != 0) {
-      backend->compute(stream, place(layer), kBytes, tag(layer));
-    } else {
-      backend->compute_now(place(layer), kBytes, tag(layer));
-    }
-  }
-  void use(LayerId layer, StreamHandle stream) {
-    wait(layer, stream);
-    compute(layer, stream);
-    prefetcher->done(layer, stream);
-  }
-  void pass(StreamHandle stream) {
-    prefetcher->begin_pass();
-    for (LayerId layer = 0; layer < masters.size(); ++layer) use(layer, stream);
-    prefetcher->end_pass();
-  }
-  std::vector<LayerId> copied() const {
-    std::vector<LayerId> layers;
-    for (const auto& [to, from] : backend->copies) layers.push_back(std::to_integer<LayerId>(*from) - 1);
-    return layers;
-  }
-};
 
 std::size_t shared(std::size_t m, std::size_t beta) {
   std::size_t count = 0;
@@ -425,8 +349,8 @@ void a_failed_copy_is_an_error_never_a_hang() {
 
 void every_call_may_fail() {
   unsigned thrown = 0;
-  for (const Call call : {Call::create_stream, Call::destroy_stream, Call::copy, Call::create_event, Call::record,
-                          Call::stream_wait}) {
+  for (const Call call : {Call::create_stream, Call::destroy_stream, Call::copy, Call::create_event, Call::destroy_event,
+                          Call::record, Call::stream_wait, Call::query, Call::synchronize, Call::elapsed}) {
     for (const bool host : {true, false}) {
       for (const bool always : {false, true}) {
         for (unsigned nth = 1; nth <= 30; ++nth) {

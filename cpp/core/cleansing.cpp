@@ -1,0 +1,131 @@
+// Zeroing what changes tenant (promise 6: a page that changes tenant reads zero), and what orders it.
+//
+// A page's bytes are touched by its tenant only, on streams that the arena does not know. So a page that goes from tenant A by
+// way of `free` to tenant B has two orders to keep, and neither may cost the host a wait:
+//   A's last writes before the zeroes.   A plan that frees pages names an event behind A's work (Ordering::after). The arena's
+//      own stream is made to wait for each of them (gather), so it is behind everybody who ever gave a page up, and one
+//      event recorded on it stands for all. Without that, A's kernels, enqueued long ago and not run yet, would write
+//      into B's pages.
+//   The zeroes before B's first use.     Either the host waits for them, or they are enqueued on the stream behind which B
+//      does everything (Ordering::zero_on).
+//
+// Page::dirty says whose bytes a page may hold. With zero_on it becomes B's when the fill is *enqueued*. That is as good as
+// done: until B gives the page up nobody but B touches it, and B does so behind the fill; and if B frees it before
+// the fill has run, the event of that plan, recorded on B's stream, is behind the fill as well, and so is whoever takes it
+// next. What remains is a plan that is undone: then the page returns to `free` with a fill of it still to come. undo_fills
+// puts the arena's stream behind that too, and marks the page as of unknown contents, so that whoever takes it has it zeroed
+// again, behind that stream.
+//
+// strict mode waits for the zeroes in any case: an undone plan unmaps the pages, and no fill may be on its way then.
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "remap/arena.h"
+
+namespace remap {
+namespace {
+
+// Calls body(first, last) for each run of pages that lie side by side in one region.
+template <typename Body>
+void for_runs(const std::vector<Unclean>& pages, std::size_t page_bytes, Body&& body) {
+  for (std::size_t first = 0; first < pages.size();) {
+    std::size_t last = first;
+    while (last + 1 < pages.size() && pages[last + 1].region == pages[first].region &&
+           pages[last + 1].at == pages[last].at + page_bytes) {
+      ++last;
+    }
+    body(first, last);
+    first = last + 1;
+  }
+}
+
+}  // namespace
+
+bool Arena::is_unclean(PageId id, TenantId tenant) const {
+  const TenantId dirty = pages_[id].dirty;
+  return dirty != kNobody && dirty != tenant;
+}
+
+void Arena::open_fills() {
+  if (fill_event_ == 0) fill_event_ = backend_->create_event();
+  if (fill_stream_ == 0) fill_stream_ = backend_->create_stream();
+}
+
+// Waits for all that it has to do, and gets rid of a stream that has failed, which would fail for ever.
+void Arena::drop_fill_stream() {
+  backend_->destroy_stream(fill_stream_);
+  fill_stream_ = 0;
+  gathered_ = false;
+}
+
+void Arena::gather(EventHandle after) {
+  open_fills();
+  backend_->stream_wait(fill_stream_, after);
+  gathered_ = true;
+}
+
+std::size_t Arena::cleanse(const std::vector<Unclean>& pages, EventHandle after) {
+  if (pages.empty()) return 0;
+  std::size_t bytes = 0;
+  try {
+    open_fills();
+    if (after != 0) backend_->stream_wait(fill_stream_, after);
+    for_runs(pages, options_.page_bytes, [&](std::size_t first, std::size_t last) {
+      const std::size_t size = (last - first + 1) * options_.page_bytes;
+      backend_->fill(fill_stream_, pages[first].at, 0, size);
+      bytes += size;
+    });
+    backend_->record(fill_event_, fill_stream_);
+    backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
+  } catch (const Error&) {
+    if (bytes == 0) throw;
+    try {
+      drop_fill_stream();  // the caller may unmap next: nothing may still be writing there
+    } catch (const Error& second) {
+      std::vector<PageId> ids;
+      for (const Unclean& each : pages) ids.push_back(each.page);
+      fail_broken(std::string("zeroing failed and cannot be waited for: ") + second.what(), ids);
+    }
+    throw;
+  }
+  gathered_ = false;
+  // Only now: a page counts as this tenant's when the zeroes have arrived.
+  for (const Unclean& each : pages) pages_[each.page].dirty = each.tenant;
+  return bytes;
+}
+
+std::size_t Arena::cleanse_on(const std::vector<Unclean>& pages, const Ordering& ordering, std::vector<PageId>& enqueued) {
+  if (pages.empty()) return 0;
+  enqueued.reserve(pages.size());
+  open_fills();  // undo_fills needs them
+  if (gathered_) {
+    backend_->record(fill_event_, fill_stream_);
+    try {
+      // A giver's stream that has failed must not take the taker's with it.
+      gathered_ = !backend_->query(fill_event_);
+    } catch (const Error&) {
+      drop_fill_stream();
+      throw;
+    }
+    if (gathered_) backend_->stream_wait(ordering.zero_on, fill_event_);
+  }
+  if (ordering.after != 0) backend_->stream_wait(ordering.zero_on, ordering.after);
+  for_runs(pages, options_.page_bytes, [&](std::size_t first, std::size_t last) {
+    backend_->fill(ordering.zero_on, pages[first].at, 0, (last - first + 1) * options_.page_bytes);
+    for (std::size_t i = first; i <= last; ++i) {
+      enqueued.push_back(pages[i].page);
+      pages_[pages[i].page].dirty = pages[i].tenant;
+    }
+  });
+  return enqueued.size() * options_.page_bytes;
+}
+
+void Arena::undo_fills(StreamHandle zero_on, const std::vector<PageId>& enqueued) {
+  if (enqueued.empty()) return;
+  for (PageId id : enqueued) pages_[id].dirty = kUnknownBytes;
+  backend_->record(fill_event_, zero_on);
+  gather(fill_event_);
+}
+
+}  // namespace remap

@@ -1,0 +1,80 @@
+// Declared ranges: memory that somebody outside looked up page by page and will go on using at its address. An NCCL or NIC
+// registration keeps the pages that it found; re-pointing the region would leave it with other pages than the region shows,
+// and what it then writes would land in somebody else's memory. So such a region stands still.
+#include <algorithm>
+#include <cstdint>
+
+#include "remap/arena.h"
+#include "remap/fork.h"
+
+namespace remap {
+namespace {
+
+std::uintptr_t number_of(const std::byte* address) { return reinterpret_cast<std::uintptr_t>(address); }
+
+Error::Value number(std::size_t value) { return static_cast<std::int64_t>(value); }
+
+}  // namespace
+
+void Arena::declare_registered(const std::byte* address, std::size_t bytes) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  const Error::Fields where = {{"address", number(number_of(address))}, {"bytes", number(bytes)}};
+  const std::uintptr_t begin = number_of(address);
+  if (bytes == 0 || begin + bytes < begin) {
+    throw Error(ErrorKind::invalid_argument, "A declared range has at least one byte and ends within the address space. Nothing changed.",
+                where);
+  }
+  if (undecided_) {
+    throw Error(ErrorKind::invalid_state,
+                "A plan is applied and may still be rolled back, which would change what regions show. Nothing changed; "
+                "commit() or rollback() first.",
+                where);
+  }
+  Registration made{address, bytes, {}};
+  for (RegionId id = 0; id < regions_.size(); ++id) {
+    const Region& region = regions_[id];
+    const std::uintptr_t at = number_of(region.view.address);
+    if (!region.live || at >= begin + bytes || begin >= at + region.reserved_bytes) continue;
+    if (region.pending) {
+      throw Error(ErrorKind::invalid_state,
+                  "Region " + std::to_string(id) + " is still to be re-pointed: who looked its pages up before will have the "
+                  "wrong ones. Nothing changed; drain the executor, then register the range and declare it.",
+                  {{"region", number(id)}, {"address", number(number_of(address))}});
+    }
+    made.shown.emplace_back(id, region.view.shown);
+  }
+  if (made.shown.empty()) {
+    throw Error(ErrorKind::invalid_argument, "No region of this arena lies in the declared range. Nothing changed.", where);
+  }
+  registered_.push_back(std::move(made));
+}
+
+void Arena::withdraw_registered(const std::byte* address, std::size_t bytes) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto at = std::find_if(registered_.begin(), registered_.end(),
+                               [&](const Registration& each) { return each.address == address && each.bytes == bytes; });
+  if (at == registered_.end()) {
+    throw Error(ErrorKind::invalid_argument,
+                "This range was not declared, or was withdrawn already. Nothing changed; give the address and size that "
+                "declare_registered was given.",
+                {{"address", number(number_of(address))}, {"bytes", number(bytes)}});
+  }
+  registered_.erase(at);
+}
+
+void Arena::refuse_registered(RegionId id) const {
+  for (const Registration& each : registered_) {
+    for (const auto& [region, shown] : each.shown) {
+      if (region != id) continue;
+      throw Error(ErrorKind::invalid_state,
+                  "Region " + std::to_string(id) + " lies in a declared range (a network or NCCL registration): what it shows "
+                  "must not change. No call was made; deregister the range and call withdraw_registered() first.",
+                  {{"region", number(id)}, {"address", number(number_of(each.address))}, {"bytes", number(each.bytes)}});
+    }
+  }
+}
+
+}  // namespace remap
