@@ -24,12 +24,15 @@ PACKAGE = "remap"
 PURE = ("errors", "schedule", "cost", "layout", "kv", "kv_geometry", "planner", "controller", "sim")
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
-# The wiring: the only files that know the C++ core.
-CORE_IMPORTERS = ("session", "attach", "changes")
+# The wiring, which makes devices, sessions and changes, and the doctor, which asks the driver: nobody else knows the C++ core.
+CORE_IMPORTERS = ("session", "attach", "changes", "devices", "cli.doctor_cuda", "cli.doctor_link")
 # Loaded on request only.
 LAZY = ("adapters", "cli", "engine")
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
-OPTIONAL_PACKAGES = ("transformers", "typer", "rich", "gguf", "safetensors", "accelerate", "vllm", "sglang")
+OPTIONAL_PACKAGES = (
+    *("transformers", "typer", "rich", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
+    *("triton", "flashinfer", "nvtx", "cuda"),
+)
 
 CPP_LAYERS = ("backend", "core", "schedule")
 # The layer that declares each public header; error.h and fork.h serve all of them.

@@ -1,6 +1,7 @@
 """Attaching a model: from tensors to layers, from layers to pages, from pages to one place in the KV region each.
 
-All effects on the arena are undone if any step fails; the model's tensors are re-pointed last, whole or not at all.
+All effects on the arena are undone if any step fails. The model's tensors are re-pointed last of all, by the session: whole
+or not at all.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from .tenant import Attachment
 if TYPE_CHECKING:
     from torch import nn
 
+    from .devices import Device
+    from .host_memory import HostMemory
+
 __all__ = ["MAX_BUFFERS", "LayerSource", "attach_layers", "model_source", "raw_source"]
 
 MAX_BUFFERS = (
@@ -36,32 +40,33 @@ class LayerSource:
     layer_bytes: tuple[int, ...]
     master_addresses: tuple[int, ...]
     rest_bytes: int
-    fill: Callable[[Sequence[int], int], None]  # (layer addresses, rest address): copy the bytes in, once
+    fill_rest: Callable[[int], None]  # (rest address): copy what belongs to no layer, once
     install: Callable[[Sequence[int], int], None]  # re-point the model's tensors; whole or not at all; copies nothing
-    detach: Callable[[Sequence[int]], None]  # back onto ordinary memory; these layers' bytes come from their masters
+    # (layers, device): back onto ordinary memory there; these layers' bytes come from their masters
+    detach: Callable[[Sequence[int], Any], None]
     watch: Callable[[Sequence[int]], dict[int, list[str]]]
     keep_alive: Any
 
 
-def raw_source(layers: Sequence[Any]) -> LayerSource:
-    """Layers as plain buffers of bytes (an engine that is not torch). The buffers are the master copies and stay alive."""
-    import ctypes
+def raw_source(layers: Sequence[Any], host: HostMemory | None) -> LayerSource:
+    """Layers as plain buffers of bytes (an engine that is not torch). The buffers are the master copies and stay alive.
 
+    host: where a device needs them page-locked. Buffers that cannot be locked where they are have their copies there.
+    """
     views = [memoryview(layer).cast("B") for layer in layers]
     # from_buffer_copy would copy and from_buffer refuses read-only memory; the address is all that is needed.
-    addresses = tuple(_core.buffer_address(view) for view in views)
-
-    def fill(targets: Sequence[int], rest: int) -> None:
-        for view, address, target in zip(views, addresses, targets):
-            ctypes.memmove(target, address, view.nbytes)
-
+    addresses = [_core.buffer_address(view) for view in views]
+    if host is not None:
+        addresses = [
+            host.hold(address, view.nbytes, writable=not view.readonly) for address, view in zip(addresses, views)
+        ]
     return LayerSource(
         layer_bytes=tuple(view.nbytes for view in views),
-        master_addresses=addresses,
+        master_addresses=tuple(addresses),
         rest_bytes=0,
-        fill=fill,
+        fill_rest=lambda rest: None,
         install=lambda targets, rest: None,
-        detach=lambda away: None,
+        detach=lambda away, device: None,
         watch=lambda layers: {},
         keep_alive=views,
     )
@@ -71,12 +76,17 @@ def model_source(
     model: nn.Module,
     layers: Any,
     *,
+    device: Device,
     memory: Callable[[int, int], Any],
+    host: HostMemory | None,
     mutable: Sequence[str],
     weights: Any,
     names: Any,
 ) -> LayerSource:
-    """A torch model. `memory(address, nbytes)` makes a uint8 tensor over a region."""
+    """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
+
+    host: page-locked memory for the master copies, where the device needs that.
+    """
     import torch
 
     from . import layout as packing
@@ -91,8 +101,12 @@ def model_source(
         )
     path = modules.find_layers(model) if layers is None else layers
     found = modules.resolve_layers(model, path)
-    specs = modules.collect(model, path, device="cpu")
-    for tensor_path, tensor in (*model.named_parameters(), *model.named_buffers()):
+    everything = (*model.named_parameters(), *model.named_buffers())
+    # All tensors on the CPU, or all on the session's device: the first one says which is meant.
+    ours = torch.device(device.torch_device)
+    meant = next((tensor.device for _, tensor in everything), ours)
+    specs = modules.collect(model, path, device=meant if meant.type == "cpu" else ours)
+    for tensor_path, tensor in everything:
         if any(first <= tensor.data_ptr() < stop for first, stop in _INSTALLED):
             raise InvalidArgument(
                 f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing was "
@@ -100,7 +114,9 @@ def model_source(
                 path=tensor_path,
             )
     layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable))
-    master = masters.make_master(model, layout, files=weights, names=names)
+    master = masters.make_master(
+        model, layout, files=weights, names=names, allocate=host.allocate if host else None, locked=host is not None
+    )
     layout = master.layout
     installed: dict[str, Any] = {}
 
@@ -108,12 +124,9 @@ def model_source(
         storages = [memory(target, max(1, part.nbytes)) for target, part in zip(targets, layout.layers)]
         return storages, memory(rest, max(1, layout.rest.nbytes))
 
-    def fill(targets: Sequence[int], rest: int) -> None:
-        storages, resident = tensors(targets, rest)
-        for index, (storage, part) in enumerate(zip(storages, layout.layers)):
-            if part.nbytes:
-                storage[: part.nbytes].copy_(master.tensor(index)[: part.nbytes])
-        modules.fill(layout.rest, model, resident)
+    def fill_rest(rest: int) -> None:
+        modules.fill(layout.rest, model, memory(rest, max(1, layout.rest.nbytes)))
+        device.wait_for_torch()  # passes may run on another stream than torch's current one
 
     def install(targets: Sequence[int], rest: int) -> None:
         storages, resident = tensors(targets, rest)
@@ -124,12 +137,22 @@ def model_source(
         installed["ranges"] = [(each.data_ptr(), each.data_ptr() + part.nbytes) for each, part in parts]
         _INSTALLED.extend(installed["ranges"])
 
-    def detach(away: Sequence[int]) -> None:
+    def detach(away: Sequence[int], where: Any) -> None:
         if not installed:
             return
         # Only a layer that is not in place is taken from its master: a resident one may have been written since.
         sources = {index: master.tensor(index) for index in away if layout.layers[index].nbytes}
-        modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources)
+        try:
+            modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources, device=where)
+        except torch.OutOfMemoryError as error:
+            needed = sum(part.nbytes for part in layout.parts)
+            raise OutOfMemory(
+                f"the model's {show_size(needed)} do not fit onto {where or device.torch_device} beside the session's own "
+                "memory; the model has not changed; give device='cpu'",
+                requested=needed,
+                device=str(where or device.torch_device),
+            ) from error
+        device.wait_for_torch()  # the memory copied from is about to be unmapped
         for each in installed["ranges"]:
             _INSTALLED.remove(each)
         installed.clear()
@@ -138,7 +161,7 @@ def model_source(
         layer_bytes=tuple(part.nbytes for part in layout.layers),
         master_addresses=tuple(master.range(i).address if part.nbytes else 0 for i, part in enumerate(layout.layers)),
         rest_bytes=layout.rest.nbytes,
-        fill=fill,
+        fill_rest=fill_rest,
         install=install,
         detach=detach,
         watch=lambda wanted: installed["watch"].written_in(wanted),
@@ -147,12 +170,18 @@ def model_source(
 
 
 def attach_layers(
-    arena: Any, tenant: int, source: LayerSource, kv: KVSpec, name: str
+    arena: Any,
+    tenant: int,
+    source: LayerSource,
+    kv: KVSpec,
+    name: str,
+    copy: Callable[[Sequence[tuple[int, int, int]]], None],
 ) -> tuple[Attachment, KVGeometry, int, tuple[int, ...]]:
     """Regions, pages and mappings for `source` and its KV cache; the weights are in place afterwards.
 
-    Returns (attachment, geometry, KV region, pages of the first min_blocks). Raises OutOfMemory (fields: requested, free,
-    minimum_bytes) before anything changes if the free pages do not suffice; on any error nothing stays behind.
+    copy([(to, from, bytes)]) brings master copies in and returns when they have arrived. Returns (attachment, geometry, KV
+    region, pages of the first min_blocks). Raises OutOfMemory (fields: requested, free, minimum_bytes) before anything
+    changes if the free pages do not suffice; on any error nothing stays behind.
     """
     page_bytes = arena.page_bytes
     if kv.layers != len(source.layer_bytes):
@@ -186,7 +215,8 @@ def attach_layers(
         if rest_pages:
             rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant))
             rest_address = arena.address(rest)
-        source.fill(addresses, rest_address)
+            source.fill_rest(rest_address)
+        copy([part for part in zip(addresses, source.master_addresses, source.layer_bytes) if part[2]])
 
         # Layers without bytes of their own (all tied) have nothing to give; they never stream.
         pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
@@ -201,6 +231,7 @@ def attach_layers(
                     arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
 
         kv_region = arena.add_kv_region(tenant, geometry.region_pages)
+        all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
         free_pages = arena.free_pages()
         # The ring's first home comes last: while anything is streamed, these pages are the ring.
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
@@ -211,7 +242,6 @@ def attach_layers(
                 for ring_layer in preference:
                     if home_pages[ring_layer] >= home_pages[layer]:
                         arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
-        source.install(addresses, rest_address)
     except BaseException:
         # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
         arena.remove_tenant(tenant, undoing=True)
@@ -222,6 +252,9 @@ def attach_layers(
         giving=giving,
         index_of={page: index for index, page in enumerate(giving)},
         layer_bytes=tuple(source.layer_bytes),
+        addresses=tuple(addresses),
+        regions=tuple((arena.address(region), arena.region_bytes(region)) for region in all_regions),
+        rest_address=rest_address,
         ring_address=ring_address,
         order=order,
         hosted=_hosted(homes, order, places),

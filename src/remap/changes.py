@@ -5,41 +5,43 @@
     settle      Prefetcher.configure -> Executor.commit
 
 Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
+
+A tenant that computes on a stream (ordering.py) may have work on it that reads what a plan takes away. Nobody waits for that:
+moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to the copies and to the
+re-pointing worker. Only strict mode, and a ring that moves, unmap something inside apply(), and have to wait before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from . import _core
 from .errors import Error, InvalidArgument, OutOfBlocks
 from .kv import BlockPool
-from .planner import Plan, SetOwner, plan_free_pages, plan_streamed
+from .nvtx import annotated
+from .ordering import ComputeStream, Streams
+from .planner import Plan, Point, SetOwner, plan_free_pages, plan_streamed
 from .tenant import Tenant
 
 __all__ = ["Changes"]
-
-_FOREVER_S = 3600.0
 
 
 class Changes:
     """One session's. Called with the session's lock held."""
 
-    def __init__(self, backend: Any, arena: Any, executor: Any) -> None:
-        self._backend = backend
+    def __init__(self, streams: Streams, arena: Any, executor: Any) -> None:
+        self._streams = streams
         self._arena = arena
         self._executor = executor
         self._owners = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: Tenant | None = None
-        self._streams: set[int] = set()  # ours: destroying one waits for what it still does, so none may be forgotten
-        self._mover: tuple[int, int] | None = None  # stream and event for moving blocks, made on first use
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
+    @annotated("remap.apply")
     def apply(self, tenant: Tenant, plan: Plan) -> None:
         """Apply and publish. On an error nothing has changed (or the arena is broken, ArenaBroken)."""
         if self._unsettled is not None:
@@ -47,21 +49,39 @@ class Changes:
         if self._executor.failed_points:
             self._executor.retry_failed()
         pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
+        stream = tenant._compute.current()
         entering = set(plan.streamed) - set(pages.streamed)
-        if (pages.ring and plan.ring != pages.ring) or not all(prefetcher.ready(layer) for layer in entering):
+        ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
+        if (
+            (pages.ring and plan.ring != pages.ring)
+            or ring_moves
+            or not all(prefetcher.ready(layer) for layer in entering)
+        ):
             # Copies in flight write into pages that are about to belong to somebody else. Never the case while growing. The
             # worker first: when it is done with a region it starts the copy that waits for that.
             self._executor.drain()
             if self._executor.failed_points:
                 self._executor.retry_failed()
-            prefetcher.drain()
+            if stream and not ring_moves:
+                # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on
+                # the copy stream itself.
+                self._streams.order(stream, prefetcher.copy_stream)
+            else:
+                prefetcher.drain()
         core = _core.Plan(plan.epoch)
+        freed = False
         for step in plan.steps:
             if isinstance(step, SetOwner):
+                freed = freed or step.to_owner == "free"
                 core.set_owner(step.pages, self._owners[step.from_owner], self._owners[step.to_owner], step.tenant)
             else:
                 core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
-        self._executor.apply(core)
+        # An event is needed where strict mode unmaps what kernels may use, and where pages are freed, behind whose last use
+        # somebody else's zeroes have to come. Growing in aliased mode makes no call of the backend before the blocks are
+        # usable, unless pages have to be zeroed.
+        after = tenant._compute.mark() if stream and (freed or not self._deferring) else 0
+        self._executor.apply(core, after, stream)
+        tenant._all_ready = False
         tenant._attachment.pages = replace(pages, streamed=plan.streamed, ring=plan.ring)
         tenant._unsettled = (plan, plan.ring != pages.ring)
         tenant._predicted_stall_s = plan.predicted_stall_s
@@ -69,6 +89,16 @@ class Changes:
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
 
+    def _ring_is_pointed(self, plan: Plan) -> bool:
+        """Whether apply() unmaps what stands behind the ring's addresses, at which copies may still be writing."""
+        for step in plan.steps:
+            if isinstance(step, Point) and step.layer is None:
+                shown = tuple(self._arena.shown(step.region)[step.first_slot : step.first_slot + len(step.pages)])
+                if shown != step.pages and min(shown) < self._arena.total_pages:  # an empty slot shows no page's number
+                    return True
+        return False
+
+    @annotated("remap.settle")
     def settle(self, tenant: Tenant) -> None:
         """Tell the prefetcher what is streamed and start the re-pointing worker. Retryable: raises and stays unsettled."""
         if tenant._unsettled is None:
@@ -80,16 +110,18 @@ class Changes:
         # Layers that are resident and still loading since an earlier change go on loading.
         away = set(plan.streamed)
         reload = {layer for layer in plan.reload if attachment.layer_bytes[layer]}
+        # Behind the last reader and the last writer of what has changed hands, moves and zeroes included.
+        after = tenant._compute.mark()
         prefetcher.configure(
             plan.streamed,
             [attachment.ring_address + index * size for index in range(len(plan.ring))],
             size,
             sorted(reload - away),
             plan.held if self._deferring else (),
-            0,
+            after,
             fresh,
         )
-        self._executor.commit(prefetcher)
+        self._executor.commit(prefetcher, after)
         tenant._unsettled = None
         tenant._unwatched = 0
         self._unsettled = None
@@ -210,8 +242,8 @@ class Changes:
             if layers and layers + buffers > len(attachment.order):
                 raise InvalidArgument(
                     f"{layers} layers with {buffers} buffers need {layers + buffers} streamable layers, "
-                    f"{len(attachment.order)} are left; pinned, because something wrote into them after attach: "
-                    f"{attachment.written}; nothing changed",
+                    f"{len(attachment.order)} are left; pinned: {sorted(attachment.pinned)}, of these because something wrote "
+                    f"into them after attach: {attachment.written}; nothing changed",
                     layers=layers,
                     streamable=len(attachment.order),
                     pinned=sorted(attachment.pinned),
@@ -283,50 +315,28 @@ class Changes:
         if slots:
             tenant.kv.pool.unwithdraw(slots)
 
-    def copy_seconds(self, target: int, source: int, nbytes: int) -> float:
-        """Seconds that one copy takes on a stream of our own, the quicker of two. The first estimate of the link."""
-        backend = self._backend
-        with ExitStack() as made:  # events first: the stream, which waits for the copies, is destroyed before them
-            begun = backend.create_event()
-            made.callback(backend.destroy_event, begun)
-            ended = backend.create_event()
-            made.callback(backend.destroy_event, ended)
-            stream = self._make_stream()
-            made.callback(self._destroy_stream, stream)
-            times = []
-            for _ in range(2):
-                backend.record(begun, stream)
-                backend.copy(stream, target, source, nbytes)
-                backend.record(ended, stream)
-                backend.synchronize(ended, _FOREVER_S)
-                times.append(backend.elapsed(begun, ended))
-            return float(min(times))
-
-    def move_bytes(self, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) each on a stream of our own, and wait for it."""
-        backend = self._backend
-        if self._mover is None:
-            with ExitStack() as made:
-                event = backend.create_event()
-                made.callback(backend.destroy_event, event)
-                self._mover = (self._make_stream(), event)
-                made.pop_all()
-        stream, event = self._mover
-        try:
-            for target, source, nbytes in ranges:
-                backend.copy(stream, target, source, nbytes)
-            backend.record(event, stream)
-            backend.synchronize(event, _FOREVER_S)
-        except Error:
-            # The targets go back to the pool, so nothing may still be writing there; and a stream that has failed stays so.
-            self._drop_mover()
-            raise
+    def move_bytes(self, compute: ComputeStream, ranges: Sequence[tuple[int, int, int]]) -> None:
+        """Copy (to, from, bytes) each: behind all that the tenant has enqueued, or, if the host computes, at once."""
+        stream = compute.current()
+        if not stream:
+            self._streams.copy(ranges)
+            return
+        # If one of them fails the targets are free blocks again, and the engine's next write there is behind the others.
+        for target, source, nbytes in ranges:
+            self._streams.backend.copy(stream, target, source, nbytes)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def abandon(self, tenant: Tenant) -> None:
-        """Stop all that is in flight for a tenant that goes away. Its pages may be released afterwards."""
+        """Stop all that is in flight for a tenant that goes away. Its pages may be released afterwards.
+
+        Waits for its compute stream: nothing is unmapped that a kernel may use.
+        """
+        if tenant._detached:
+            return
         prefetcher, pages = tenant._prefetcher, tenant._attachment.pages
+        tenant._compute.wait()
+        tenant._leaving = True
         # Noted while it is still known: these layers' bytes are not, or not all, at their addresses.
         tenant._absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
         tenant._absent.update(pages.streamed)
@@ -347,25 +357,3 @@ class Changes:
             ring = [tenant._attachment.ring_address + index * size for index in range(len(pages.ring))]
             prefetcher.configure(pages.streamed, ring, size, (), ())
             prefetcher.drain()
-
-    def close(self) -> None:
-        """Release what this object made. After an error it can be called again."""
-        self._drop_mover()
-        for stream in tuple(self._streams):
-            self._destroy_stream(stream)
-
-    def _drop_mover(self) -> None:
-        if self._mover is not None:
-            stream, event = self._mover
-            self._destroy_stream(stream)
-            self._mover = None
-            self._backend.destroy_event(event)
-
-    def _make_stream(self) -> int:
-        stream: int = self._backend.create_stream()
-        self._streams.add(stream)
-        return stream
-
-    def _destroy_stream(self, stream: int) -> None:
-        self._backend.destroy_stream(stream)
-        self._streams.discard(stream)

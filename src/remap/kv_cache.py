@@ -28,7 +28,10 @@ class KVCache:
     def __init__(
         self, geometry: KVGeometry, address: int, mover: Callable[[Sequence[tuple[int, int, int]]], None], memory: Any
     ) -> None:
-        """mover([(to, from, bytes)]) copies within the region and returns when that is done. memory: makes byte tensors."""
+        """mover([(to, from, bytes)]) copies within the region: for whoever reads or writes it next, that has been done.
+
+        memory(address, nbytes) makes byte tensors.
+        """
         self.pool = BlockPool(geometry)
         self.geometry = geometry
         self.spec: KVSpec = geometry.spec
@@ -66,9 +69,9 @@ class KVCache:
     def tensors(self) -> list[torch.Tensor]:
         """One tensor a layer, shape (2, max_blocks, block_tokens, kv_heads, head_dim), of spec.dtype, at a fixed address.
 
-        Index 0 holds keys, 1 values. With block_major the block stride is that of a whole block in all layers, so a tensor
-        is not contiguous. Blocks that are not usable belong to somebody else: reading them gives anything (`strict`
-        sessions fault), writing them destroys weights. The tensors die with the session.
+        Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a whole
+        block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else: reading them
+        gives anything (`strict` sessions fault), writing them destroys weights. The tensors die with the session.
         """
         if self._tensors is None:
             import torch
@@ -83,7 +86,10 @@ class KVCache:
         return self._tensors
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the bytes of blocks: (from, to) each. Returns when they have arrived. Changes no bookkeeping."""
+        """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.
+
+        Returns when they have arrived; where the tenant computes on a stream, when the copies are enqueued there.
+        """
         ranges = []
         for old, new in pairs:
             sources, targets = self.geometry.byte_ranges_of_block(old), self.geometry.byte_ranges_of_block(new)

@@ -114,7 +114,7 @@ class HostMaster(_Master):
     """Master copies in host memory, one allocation per layer, filled from `model` as it is now.
 
     allocate: nbytes -> 1-D uint8 tensor of at least that many bytes, for page-locked memory; by default an anonymous
-    private mapping, which starts at an OS page. The model does not change.
+    private mapping, which starts at an OS page. The model, on whatever device, does not change.
     Raises InvalidArgument if the model is not what the layout was made for; OSError or MemoryError without memory.
     """
 
@@ -212,14 +212,20 @@ def make_master(
     names: Mapping[str, str] | None = None,
     file_alignment: int = 64,
     allocate: Callable[[int], torch.Tensor] | None = None,
+    locked: bool = False,
 ) -> HostMaster | SafetensorsMaster:
     """The master copy of a model that is not yet installed: from `files` as far as they match, else in host memory.
 
-    Arguments and errors as in `match_files` and `HostMaster`. If no layer matches, the result is a `HostMaster` with
-    the layout as given and `reason` set. Continue with `.layout` of the result.
+    Arguments and errors as in `match_files` and `HostMaster`. locked: copies are read by a device, so all of them have to be
+    in page-locked memory (`allocate` gives it), which a mapped file is not. Then, and if no layer matches, the result
+    is a `HostMaster` with the layout as given and `reason` set. Continue with `.layout` of the result.
     """
     if files is None:
         return HostMaster(layout, model, allocate=allocate)
+    if locked:
+        _open_all(_expand(files))  # a wrong path is refused on every device
+        reason = "every layer: a mapped file is not page-locked, and a device copies from it at a fraction of its link's speed"
+        return HostMaster(layout, model, allocate=allocate, reason=reason)
     match = match_files(files, layout, model, prefix=prefix, names=names, file_alignment=file_alignment)
     if all(data is None for data in match.data):
         return HostMaster(layout, model, allocate=allocate, reason=match.reason)

@@ -8,25 +8,34 @@ that. If settling fails nothing is lost: `tenant.forward()` tries it again, and 
 
 Threads: attach, step, remap, snapshot and close may be called from any thread, one at a time (one lock); passes belong to
 the engine's thread. The re-pointing worker and the copy stream belong to the core and never call Python.
+
+On a GPU nothing of step() waits for the device: what it moves is ordered behind the tenant's compute stream (ordering.py).
+attach, detach and close do wait, for streams of this session's and for the stream of the tenant's passes.
 """
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from . import _core
-from .attach import MAX_BUFFERS, LayerSource, attach_layers, model_source, raw_source
+from . import _core, devices
+from .attach import LayerSource, attach_layers, model_source, raw_source
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
-from .errors import ArenaBroken, ForkedProcess, InvalidArgument, InvalidState
+from .decisions import carry_out, check_by_hand
+from .errors import ArenaBroken, InvalidArgument, InvalidState
+from .host_memory import HostMemories, HostMemory
 from .kv_cache import KVCache
 from .kv_geometry import KVSpec
+from .locking import SessionLock
+from .nvtx import annotated
 from .observe import check_books, make_report, take_snapshot
+from .ordering import ComputeStream, Streams
 from .planner import plan_free_pages
-from .policy import HiddenCopies, free_pages_of, view_of
+from .policy import HiddenCopies, view_of
+from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
 from .tenant import Tenant
@@ -36,48 +45,35 @@ __all__ = ["Session"]
 _UNCHANGED = StepReport()
 
 
-class _Lock:
-    """The session's lock. A forked child is refused before it waits: the lock's holder may not exist there."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self._generation = _core.fork_generation()
-
-    def refuse_fork(self) -> None:
-        if _core.fork_generation() != self._generation:
-            raise ForkedProcess(
-                "this process was forked from the one that owns the session and must not touch it; nothing changed; start "
-                "workers with the 'spawn' method, or open a session in the child"
-            )
-
-    def __enter__(self) -> None:
-        self.refuse_fork()
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
 class Session:
     """One arena of physical pages on one device, holding weights and KV cache of any number of tenants.
 
-    capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu". mode: "aliased" (growth
-    without driver calls) or "strict" (only what is owned is mapped: a stray access faults). page_bytes: a multiple of the
-    backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
+    capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda" or "cuda:N"; by
+    default the environment variable REMAP_DEVICE, else "cpu". mode: "aliased" (growth without driver calls) or "strict" (only
+    what is owned is mapped: a stray access faults). page_bytes: a multiple of the backend's granularity. backend: a ready
+    backend instead of `device` (decorators, tests). copy_threads: on the CPU, threads that share one copy.
 
-    Raises InvalidArgument for a bad size, device or mode, OutOfMemory or LimitExceeded if the pages cannot be had.
+    On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
+    of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
+    many bytes of as there are weights (by default what the control group and the machine have to spare).
+
+    Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had,
+    DriverError if the device has no driver or one too old.
     """
 
     def __init__(
         self,
         capacity: int | str,
-        device: str = "cpu",
+        device: str | None = None,
         *,
         mode: str = "aliased",
         page_bytes: int | str = "2MiB",
         backend: Any = None,
         controller: ControllerConfig | None = None,
         copy_threads: int = 1,
+        shareable: str = "none",
+        gpu_direct_rdma: bool = False,
+        host_budget: int | str | None = None,
     ) -> None:
         size, page = parse_size(capacity, "capacity"), parse_size(page_bytes, "page_bytes")
         if mode not in ("aliased", "strict"):
@@ -89,24 +85,29 @@ class Session:
                 page_bytes=page,
                 minimum_bytes=page,
             )
-        if backend is None:
-            if device != "cpu":
-                raise InvalidArgument(
-                    f"device must be 'cpu', got {device!r}: no other backend is built in yet; nothing was created",
-                    device=device,
-                )
-            backend = _core.make_host_backend(size - size % page, page, copy_threads)
-        self.device = device
+        self._backend, self._device = devices.resolve(
+            device,
+            backend,
+            size,
+            page,
+            copy_threads=copy_threads,
+            shareable=shareable,
+            gpu_direct_rdma=gpu_direct_rdma,
+            host_budget=host_budget,
+        )
+        self.device = str(self._device.name)
         self.capacity_bytes = size
-        self._backend = backend
-        self._arena = _core.Arena(backend, size, page, getattr(_core.Mode, mode))
+        self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))
         self._executor = _core.Executor(self._arena)
-        self._changes = Changes(backend, self._arena, self._executor)
+        self._streams = Streams(self._backend)
+        self._changes = Changes(self._streams, self._arena, self._executor)
+        self._host = HostMemories(self._backend, self._device)
         self._config = controller or ControllerConfig()
         self._tenants: dict[str, Tenant] = {}
         self._controllers: dict[str, Controller] = {}
+        self._registered = Registered(self._arena, self._tenants)
         self._next_tenant = 0
-        self._lock = _Lock()
+        self._lock = SessionLock(_core.fork_generation)
         self.closed = False
 
     # -- tenants ---------------------------------------------------------------------------------------------------
@@ -128,16 +129,29 @@ class Session:
 
         layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of
         tensors that the model writes; they stay resident. weights: safetensors file(s) or folder that the model was loaded
-        from: where the bytes agree, the memory-mapped file is the master copy and no second copy is kept in memory.
+        from: where the bytes agree, the memory-mapped file is the master copy and no second copy is kept in memory. On cuda
+        master copies have to be page-locked, so they are always copies.
 
-        The model computes as before, at new addresses that never change again. Raises InvalidArgument (unknown layer path,
-        wrong device, name in use, KVSpec that does not fit), OutOfMemory (field minimum_bytes); nothing changes then.
+        The model lies on the CPU or on the session's device, and is on that device afterwards, computing as before at new
+        addresses that never change again; from the CPU it needs no room there but the session's. Raises InvalidArgument
+        (unknown layer path, wrong device, name in use, KVSpec that does not fit), OutOfMemory (field minimum_bytes),
+        LimitExceeded (page-locked memory); nothing changes then.
         """
         with self._lock:
             self._check_open()
             self._check_name(name)
-            source = model_source(model, layers, memory=self._memory, mutable=mutable, weights=weights, names=names)
-            return self._attach(source, name, priority, kv, controller)
+            with self._host.taken() as host:
+                source = model_source(
+                    model,
+                    layers,
+                    device=self._device,
+                    memory=self._memory,
+                    host=host,
+                    mutable=mutable,
+                    weights=weights,
+                    names=names,
+                )
+                return self._attach(source, name, priority, kv, controller, host)
 
     def attach_bytes(
         self,
@@ -150,32 +164,44 @@ class Session:
     ) -> Tenant:
         """As `attach`, for an engine without torch: one buffer of bytes a layer, which stays alive as the master copy.
 
+        On cuda a writable buffer that starts at an OS page is page-locked in place; of any other a page-locked copy is made.
         `session.layer_address(name, i)` says where layer i lives.
         """
         with self._lock:
             self._check_open()
             self._check_name(name)
-            return self._attach(raw_source(layers), name, priority, kv, controller)
+            with self._host.taken() as host:
+                return self._attach(raw_source(layers, host), name, priority, kv, controller, host)
 
     def _attach(
-        self, source: LayerSource, name: str, priority: int, kv: KVSpec, config: ControllerConfig | None
+        self,
+        source: LayerSource,
+        name: str,
+        priority: int,
+        kv: KVSpec,
+        config: ControllerConfig | None,
+        host: HostMemory | None,
     ) -> Tenant:
         number = self._next_tenant
-        attachment, geometry, region, first = attach_layers(self._arena, number, source, kv, name)
+        attachment, geometry, region, first = attach_layers(
+            self._arena, number, source, kv, name, functools.partial(self._streams.copy, keep=source.keep_alive)
+        )
+        attachment.host = host
         try:
-            addresses = [self._arena.address(index) for index in attachment.pages.layer_regions]
             prefetcher = _core.Prefetcher(
-                self._backend, list(zip(addresses, source.master_addresses, source.layer_bytes))
+                self._backend, list(zip(attachment.addresses, source.master_addresses, source.layer_bytes))
             )
-            cache = KVCache(geometry, self._arena.address(region), self._changes.move_bytes, self._memory)
-            tenant = Tenant(self, number, name, priority, attachment, cache, prefetcher)
-            self._calibrate(tenant, addresses, source)
+            compute = ComputeStream(self._streams, self._device)
+            mover = functools.partial(self._changes.move_bytes, compute)
+            cache = KVCache(geometry, self._arena.address(region), mover, self._memory)
+            tenant = Tenant(self, number, name, priority, attachment, cache, prefetcher, compute)
+            self._calibrate(tenant, source)
             if first:
                 self._changes.apply(tenant, plan_free_pages(attachment.pages, self._arena.epoch, first, give=True))
                 self._changes.settle(tenant)
+            source.install(attachment.addresses, attachment.rest_address)
         except BaseException:
             # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
-            attachment.detach(())
             self._arena.remove_tenant(number, undoing=True)
             raise
         self._next_tenant += 1
@@ -186,38 +212,51 @@ class Session:
         tenant._prepare = hidden.prepare
         return tenant
 
-    def _calibrate(self, tenant: Tenant, addresses: Sequence[int], source: LayerSource) -> None:
+    def _calibrate(self, tenant: Tenant, source: LayerSource) -> None:
         """Load the largest layer once more, with a clock: the bytes are the same, the copy's time is not known yet."""
         largest = max(range(tenant.layers), key=lambda layer: source.layer_bytes[layer])
         nbytes = source.layer_bytes[largest]
         if nbytes:
-            seconds = self._changes.copy_seconds(addresses[largest], source.master_addresses[largest], nbytes)
+            target = tenant._attachment.addresses[largest]
+            seconds = self._streams.copy_seconds(
+                target, source.master_addresses[largest], nbytes, keep=source.keep_alive
+            )
             tenant.calibrate_link(nbytes / max(seconds, 1e-9))
 
-    def detach(self, name: str) -> None:
-        """Take a tenant out: its model goes back onto ordinary memory, its pages become free.
+    def detach(self, name: str, *, device: Any = None) -> None:
+        """Take a tenant out: its model goes back onto ordinary memory, its pages become free. Waits for its last pass.
 
-        Raises InvalidState while a pass is open. Its KV tensors must not be used any more.
+        device: the torch device that the model goes to; by default where it is, which on a GPU has to have room for it
+        beside the session. Its KV tensors must not be used any more. Raises InvalidState while a pass is open or a range
+        of the tenant's is declared as registered, and OutOfMemory (fields requested, device) without room for the model; it
+        can be called again then, and until it has succeeded the tenant serves no pass.
         """
         with self._lock:
             self._check_open()
             tenant = self._tenant(name)
-            self._refuse_pass(tenant)
+            self._refuse_pass(tenant, leaving=True)
+            self._registered.refuse_detach(tenant)
             self._changes.abandon(tenant)
-            tenant._restore_model()
+            tenant._restore_model(device)
             tenant._retire()
             self._arena.remove_tenant(tenant.number)
             del self._tenants[name], self._controllers[name]
+            tenant._release()
+            self._host.give_back(tenant._attachment.host)
 
     def layer_address(self, name: str, layer: int) -> int:
         """Where a layer lives. It never changes."""
-        regions = self._tenant(name)._attachment.pages.layer_regions
-        if not 0 <= layer < len(regions):
-            raise InvalidArgument(f"layer must lie in 0..{len(regions) - 1}, got {layer}; nothing changed", layer=layer)
-        return int(self._arena.address(regions[layer]))
+        self._lock.refuse_fork()
+        addresses = self._tenant(name)._attachment.addresses
+        if not 0 <= layer < len(addresses):
+            raise InvalidArgument(
+                f"layer must lie in 0..{len(addresses) - 1}, got {layer}; nothing changed", layer=layer
+            )
+        return addresses[layer]
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
+    @annotated("remap.step")
     def step(self, demand: Mapping[str, Demand] | None = None) -> StepReport:
         """Once per scheduler iteration, between passes: decide and apply.
 
@@ -233,54 +272,15 @@ class Session:
             report: dict[str, dict[str, Any]] | None = None
             for name, wanted in demand.items():
                 tenant = self._tenants[name]
-                if tenant._in_pass:
+                if tenant._in_pass or tenant._leaving:
                     self._refuse_pass(tenant)
                 decision = self._controllers[name].decide(view_of(self, tenant, wanted), wanted)
                 if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
                     continue
                 if report is None:
                     report = {}
-                report[name] = self._carry_out(tenant, wanted, decision)
+                report[name] = carry_out(self, tenant, wanted, decision)
             return _UNCHANGED if report is None else make_report(self._arena.epoch, self._tenants, report)
-
-    def _carry_out(self, tenant: Tenant, wanted: Demand, decision: Any) -> dict[str, Any]:
-        changes, pool = self._changes, tenant.kv.pool
-        moved: dict[int, int] = {}
-        before = tenant.kv.usable_blocks
-        if decision.action == "grow":
-            changes.cancel_draining(tenant)
-            if decision.free_pool_blocks_to_take:
-                changes.take_free_pages(tenant, free_pages_of(self, tenant), decision.free_pool_blocks_to_take)
-            if decision.remapped > tenant.remapped:
-                changes.grow(
-                    tenant,
-                    decision.remapped,
-                    decision.buffers,
-                    predicted_stall_s=decision.predicted_stall_s,
-                    reason=decision.reason,
-                )
-        elif decision.action == "shrink":
-            moved = changes.restream(
-                tenant,
-                decision.remapped,
-                decision.buffers,
-                "nested",
-                predicted_stall_s=decision.predicted_stall_s,
-                reason=decision.reason,
-                drain=True,
-            )
-        elif tenant._attachment.draining:
-            moved = changes.continue_draining(tenant)
-        added = max(0, tenant.kv.usable_blocks - before)
-        # What there is, not what was planned: written layers may have made it less.
-        free = (wanted.free or 0) + added if pool.external else pool.free_blocks
-        return {
-            "added": added,
-            "moved": moved,
-            "unmet": max(0, wanted.blocks - free) if decision.action != "shrink" else 0,
-            "stall": decision.predicted_stall_s,
-            "reason": decision.reason,
-        }
 
     def remap(self, name: str, layers: int, buffers: int = 1, selection: str = "uniform") -> StepReport:
         """By hand: make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
@@ -294,21 +294,7 @@ class Session:
             self._check_open()
             tenant = self._tenant(name)
             self._refuse_pass(tenant)
-            if selection not in ("uniform", "nested"):
-                raise InvalidArgument(
-                    f"selection must be 'uniform' or 'nested', got {selection!r}; nothing changed", selection=selection
-                )
-            streamable = len(tenant._attachment.order)
-            whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (layers, buffers))
-            if not whole or layers < 0 or not 1 <= buffers <= MAX_BUFFERS or (layers and layers + buffers > streamable):
-                raise InvalidArgument(
-                    f"layers must lie in 0..{max(0, streamable - 1)}, buffers in 1..{MAX_BUFFERS}, and their sum must not "
-                    f"exceed the {streamable} streamable layers of {name!r}; got {layers!r} and {buffers!r}; nothing changed",
-                    layers=layers,
-                    buffers=buffers,
-                    streamable=streamable,
-                    maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
-                )
+            check_by_hand(tenant, layers, buffers, selection)
             before = tenant.kv.usable_blocks
             self._changes.cancel_draining(tenant)
             reason = f"{layers} layers by hand"
@@ -321,6 +307,28 @@ class Session:
                 "reason": reason,
             }
             return make_report(self._arena.epoch, self._tenants, {name: entry})
+
+    # -- ranges that others have registered ------------------------------------------------------------------------
+
+    def declare_registered(self, address: int, nbytes: int) -> None:
+        """Say that [address, address + nbytes) was registered with somebody who keeps the pages that he found behind it: NCCL,
+        a network card. What the regions there show never changes from now on: layers that intersect are pinned.
+
+        Raises InvalidState (fields tenant, layer) if such a layer is streamed now, or is still to be re-pointed (`settle`,
+        then register, then declare), InvalidArgument if no region lies there; nothing changes then.
+        """
+        with self._lock:
+            self._check_open()
+            self._registered.declare(address, nbytes)
+
+    def withdraw_registered(self, address: int, nbytes: int) -> None:
+        """Take one declaration back: the range was deregistered. Its layers may be streamed again.
+
+        Raises InvalidArgument if this very range was not declared; nothing changes then.
+        """
+        with self._lock:
+            self._check_open()
+            self._registered.withdraw(address, nbytes)
 
     # -- settling (see the module's docstring) ---------------------------------------------------------------------
 
@@ -353,22 +361,26 @@ class Session:
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def close(self) -> None:
+    def close(self, *, device: Any = None) -> None:
         """Give everything back. Models return to ordinary memory and stay usable; KV tensors must not be used any more.
 
-        Idempotent. Allowed when the arena is broken.
+        Waits for the last passes. device and OutOfMemory: as for `detach`. Idempotent; after an error it can be called again.
+        Allowed when the arena is broken, and with ranges declared as registered: their owner has let go of them.
         """
         if self.closed:
             return
         with self._lock:
             for tenant in self._tenants.values():
                 self._changes.abandon(tenant)
-                tenant._restore_model()
+                tenant._restore_model(device)
                 tenant._retire()
             self._executor.stop()
-            self._changes.close()
+            self._streams.close()
+            for tenant in self._tenants.values():
+                tenant._release()
             self._tenants.clear()
             self._controllers.clear()
+            self._host.close()
             self._arena.close()
             self.closed = True
 
@@ -383,10 +395,8 @@ class Session:
     # -- helpers ---------------------------------------------------------------------------------------------------
 
     def _memory(self, address: int, nbytes: int) -> Any:
-        """A uint8 tensor over a region; keeps the arena alive."""
-        from torch.utils.dlpack import from_dlpack
-
-        return from_dlpack(_core.BytesView(address, nbytes, self._arena))
+        """A uint8 tensor over a region, on the session's device; keeps the arena alive."""
+        return self._device.tensor(address, nbytes, self._arena)
 
     def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
@@ -413,7 +423,12 @@ class Session:
                 f"a tenant {name!r} is attached already; nothing changed; give another name or detach it", tenant=name
             )
 
-    def _refuse_pass(self, tenant: Tenant) -> None:
+    def _refuse_pass(self, tenant: Tenant, leaving: bool = False) -> None:
+        if tenant._leaving and not leaving:
+            raise InvalidState(
+                f"taking tenant {tenant.name!r} out has failed; nothing changed; detach it again, or close the session",
+                tenant=tenant.name,
+            )
         if tenant._in_pass:
             raise InvalidState(
                 f"tenant {tenant.name!r} is inside a pass; nothing changed; call this between passes",

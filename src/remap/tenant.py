@@ -6,29 +6,34 @@
             ...compute...
             tenant.done(i)            # its ring buffer may be overwritten
 
-wait and done are the core's own methods, bound once: for a resident layer they are one atomic load.
+wait and done are the core's own methods, bound once: for a resident layer they are one atomic load. In a pass that computes
+on a stream they make that stream wait; in a pass of the calling thread they block it.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import schedule
+from . import nvtx, schedule
 from .cost import CostModel, LayerTimes, Phase, bucket_of
 from .errors import InvalidState
 from .kv_cache import KVCache
 from .planner import Plan, TenantPages
 
 if TYPE_CHECKING:
+    from .host_memory import HostMemory
+    from .ordering import ComputeStream
     from .session import Session
 
 __all__ = ["Tenant"]
 
 _TIMES_EVERY = 32  # passes for which one estimate is used
 _PREPARE_EVERY = 8  # passes at least between two preparations for growth: batches may change their shape in every pass
+_UNTIMED = 64  # passes whose times may still come, at most: the prefetcher times no more on a stream
 
 
 def _gone(name: str) -> Callable[..., None]:
@@ -42,15 +47,16 @@ def _gone(name: str) -> Callable[..., None]:
 class _Pass:
     """The context manager of `Tenant.forward`: made anew for each pass, so that it needs no state between them."""
 
-    __slots__ = ("_phase", "_tenant", "_tokens")
+    __slots__ = ("_phase", "_stream", "_tenant", "_tokens")
 
-    def __init__(self, tenant: Tenant, phase: str, tokens: int) -> None:
+    def __init__(self, tenant: Tenant, phase: str, tokens: int, stream: Any) -> None:
         self._tenant = tenant
         self._phase = phase
         self._tokens = tokens
+        self._stream = stream
 
     def __enter__(self) -> Tenant:
-        self._tenant._begin_pass()
+        self._tenant._begin_pass(self._stream)
         return self._tenant
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -65,14 +71,18 @@ class Attachment:
     giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
     index_of: dict[int, int]  # its inverse
     layer_bytes: tuple[int, ...]
+    addresses: tuple[int, ...]  # of the layers' regions
+    regions: tuple[tuple[int, int], ...]  # address and bytes of every region: the layers' first
+    rest_address: int
     ring_address: int
     order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
     hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
     pinned: set[int] = field(default_factory=set)
     written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
-    detach: Any = None  # callable(layers not in place): puts the model back on ordinary memory
+    detach: Any = None  # callable(layers not in place, device): puts the model back on ordinary memory there
     watch: Any = None  # callable(layers) -> {layer: [paths written since attach]}
     keep_alive: Any = None
+    host: HostMemory | None = None  # where the device needs page-locked master copies
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
     draining_target: tuple[int, int] | None = None
 
@@ -89,6 +99,7 @@ class Tenant:
         attachment: Attachment,
         kv: KVCache,
         prefetcher: Any,
+        compute: ComputeStream,
     ) -> None:
         self._session = session
         self.number = number
@@ -100,6 +111,7 @@ class Tenant:
         self.done = prefetcher.done
         self._attachment = attachment
         self._prefetcher = prefetcher
+        self._compute = compute
         self._cost = CostModel(attachment.layer_bytes)
         self._unsettled: tuple[Plan, bool] | None = None  # applied, not settled; whether the ring's pages changed
         pages_a_layer = attachment.pages.buffer_pages
@@ -114,13 +126,18 @@ class Tenant:
         self._prepared: LayerTimes | None = None
         self._prepared_age = _PREPARE_EVERY
         self._in_pass = False
+        self._leaving = False  # being detached, which has failed: only trying it again is allowed
         self._detached = False
+        self._all_ready = False  # every layer was seen ready since the last change
         self._absent: set[int] = (
             set()
         )  # found when the tenant leaves: layers whose bytes are not all at their addresses
         self._unwatched = 0  # passes since the streamed layers were last looked at for writes; settling sets it to 0
+        self._shapes: deque[tuple[int, Phase, int]] = deque(
+            maxlen=_UNTIMED
+        )  # (number, phase, tokens) of passes not timed yet
         self._last_shape: tuple[Phase, int] | None = (
-            None  # of the last decode pass, or of any pass before the first decode
+            None  # of the last decode pass timed, or of any pass before the first decode
         )
         self._seen_copy_s = 0.0
         self._seen_bytes = 0
@@ -131,41 +148,66 @@ class Tenant:
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
-    def forward(self, phase: str = "decode", tokens: int = 1) -> _Pass:
+    def forward(self, phase: str = "decode", tokens: int = 1, stream: Any = None) -> _Pass:
         """Brackets one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time measurements.
 
-        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, and the backend's
-        error if the last change could not be finished; then no pass has begun and entering again tries it again. An
-        exception inside abandons the pass: the next one starts afresh. Leaving raises InvalidState (fields: tenant, written)
-        if the model wrote into a streamed layer: such a write is lost. That is looked for after changes, and now and then.
-        """
-        return _Pass(self, phase, tokens)
+        stream: what the pass computes on: anything with `__cuda_stream__()`, a torch.cuda.Stream, or a handle as an integer.
+        By default that is torch's current stream on a GPU, and the calling thread where the processor itself computes.
+        Whatever touches this tenant's memory is enqueued on the stream of its last pass, or ordered behind it by the caller;
+        it may be another stream in every pass. A stream has to live until the tenant has another one or is detached.
 
-    def _begin_pass(self) -> None:
+        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, InvalidArgument for
+        what is no stream of the session's device, and the backend's error if the last change could not be finished; then no
+        pass has begun and entering again tries it again. An exception inside abandons the pass: the next one starts afresh.
+        Leaving raises InvalidState (fields: tenant, written) if the model wrote into a streamed layer: such a write is lost.
+        That is looked for after changes, and now and then.
+        """
+        return _Pass(self, phase, tokens, stream)
+
+    def _begin_pass(self, stream: Any) -> None:
         session = self._session
         session._lock.refuse_fork()
-        if self._in_pass or self._detached or session.closed:
-            why = (
-                "the session is closed" if session.closed else "it was detached" if self._detached else "a pass is open"
-            )
+        if self._in_pass or self._leaving or self._detached or session.closed:
+            why = "a pass is open"
+            if session.closed or self._detached:
+                why = "the session is closed" if session.closed else "it was detached"
+            elif self._leaving:
+                why = "taking it out has failed; detach it again, or close the session"
             raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
         session._check_open()
         if self._unsettled is not None or session.unsettled:
             session.settle(self)
-        self._prefetcher.begin_pass()
+        self._prefetcher.begin_pass(self._compute.begin(stream))
         self._in_pass = True
+        nvtx.push("remap.pass")
 
     def _end_pass(self, phase: str, tokens: int, *, completed: bool) -> None:
+        nvtx.pop()
         self._in_pass = False
-        self._prefetcher.end_pass()
-        if not completed:
-            self._abandoned += 1
-            return
+        if self._detached:
+            if not completed:
+                return  # the caller has an exception already
+            raise InvalidState(f"tenant {self.name!r}: the session was closed inside of the pass", tenant=self.name)
+        number = self._prefetcher.end_pass()
+        if completed:
+            self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
+        else:
+            self._abandoned += 1  # without a shape its time teaches nothing
+        for timed, seconds, stall_s in self._prefetcher.take_timings():
+            while self._shapes and self._shapes[0][0] < timed:
+                self._shapes.popleft()
+            if self._shapes and self._shapes[0][0] == timed:
+                _, kind, count = self._shapes.popleft()
+                self._learn(kind, count, max(0.0, seconds - stall_s))
+        if completed and self.streamed:
+            if self._unwatched % _TIMES_EVERY == 0:
+                self._refuse_lost_writes()
+            self._unwatched += 1
+
+    def _learn(self, kind: Phase, tokens: int, compute: float) -> None:
+        """Of one pass and its seconds of computation: now if the host computed it, passes later if a stream did."""
         stats = self._prefetcher.stats()
-        compute = max(0.0, stats.last_pass_s - stats.last_pass_stall_s)
         self._compute_s += compute
-        kind: Phase = "decode" if phase == "decode" else "prefill"
-        tokens = max(1, tokens)
         copied = stats.timed_bytes - self._seen_bytes
         if copied:
             self._cost.observe_pass(
@@ -192,10 +234,6 @@ class Tenant:
             if times is not None and times is not self._prepared:
                 self._prepare(times)
                 self._prepared, self._prepared_age = times, 0
-        if self.streamed:
-            if self._unwatched % _TIMES_EVERY == 0:
-                self._refuse_lost_writes()
-            self._unwatched += 1
 
     def _refuse_lost_writes(self) -> None:
         """Layers written before they were to be streamed are pinned, so what is found now was written into the ring."""
@@ -226,8 +264,21 @@ class Tenant:
         return max(0, len(self.streamed) - self.buffers)
 
     @property
+    def streaming(self) -> bool:
+        """Whether wait() has something to do in the next pass, for any layer: it is streamed, loading, or being re-pointed.
+
+        While False, a pass may leave out wait and done, so one CUDA graph may hold all of its layers.
+        """
+        if self._all_ready or self._detached:
+            return False
+        if self.streamed or self._unsettled is not None:
+            return True
+        self._all_ready = all(map(self._prefetcher.ready, range(self.layers)))
+        return not self._all_ready
+
+    @property
     def pinned(self) -> tuple[int, ...]:
-        """Layers that may not be streamed, because something wrote into them after attach."""
+        """Layers that may not be streamed: something wrote into them after attach, or their memory is registered elsewhere."""
         return tuple(sorted(self._attachment.pinned))
 
     @property
@@ -248,14 +299,18 @@ class Tenant:
             self._times_age = 0
         return self._times
 
-    def _restore_model(self) -> None:
+    def _restore_model(self, device: Any) -> None:
         """Put the model's tensors back onto ordinary memory. Streamed layers, and those not loaded yet, from their masters."""
-        self._attachment.detach(sorted(self._absent))
+        self._attachment.detach(sorted(self._absent), device)
 
     def _retire(self) -> None:
         """The memory goes away: from now on wait and done raise instead of touching it."""
         self._detached = True
         self.wait = self.done = _gone(self.name)
+
+    def _release(self) -> None:
+        """It has gone: the copy stream and its events go too, and whatever kept master copies alive."""
+        self._prefetcher = self._attachment.keep_alive = None
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""

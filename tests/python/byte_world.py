@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 
+from arena_worlds import make_backend
+
 import remap
 from remap import _core
 from remap.cost import LayerTimes
@@ -29,7 +31,7 @@ class World:
     def __init__(self, config=None, *, spare=0, mode="aliased", kv=None, times=None):
         self.data = [bytes([17 * i + 1]) * BYTES for i in range(N)]
         pages = N * LAYER + 4 + spare
-        self.backend = _core.make_trace_backend(_core.make_host_backend(pages * PAGE, PAGE, 1))
+        self.backend = _core.make_trace_backend(make_backend(pages * PAGE, PAGE))
         self.session = remap.Session(pages * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend)
         config = config or remap.ControllerConfig(**PLAIN)
         self.tenant = self.session.attach_bytes(self.data, name="m", kv=kv or spec(), controller=config)

@@ -11,14 +11,13 @@ import os
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_layers, make_spec, read_block, write_block
+from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, write_block
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import remap
 from reference.arena_model import ArenaModel, TenantModel
-from remap import _core
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv_geometry import KVGeometry
 
@@ -35,7 +34,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @initialize(second=st.booleans())
     def start(self, second: bool) -> None:
-        self.backends = {mode: _core.make_host_backend(TOTAL * PAGE, PAGE, 1) for mode in MODES}
+        self.backends = {mode: make_backend(TOTAL * PAGE) for mode in MODES}
         self.sessions = {
             mode: remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode, backend=self.backends[mode]) for mode in MODES
         }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_layers, make_spec, read_block, visible, write_block
+from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, visible, write_block
 
 import remap
 from remap import _core
@@ -32,7 +32,7 @@ class World:
     """A session with tenant "m" behind a fault decorator."""
 
     def __init__(self, mode: str) -> None:
-        self.fault = _core.make_fault_backend(_core.make_host_backend(CAPACITY, PAGE, 1))
+        self.fault = _core.make_fault_backend(make_backend(CAPACITY))
         self.session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=self.fault)
         self.layers = {"m": make_layers(SIZES, 1)}
         self.tenants = {"m": self.session.attach_bytes(self.layers["m"], name="m", kv=make_spec(6, max_blocks=120))}
@@ -94,12 +94,14 @@ class World:
             assert read_block(self.m, block) == {value}
         self.session.check()
 
-    def close(self) -> None:
+    def close(self, *, silent_failure: bool = False) -> None:
+        """silent_failure: a call may have failed inside a destructor, which has nobody to tell and keeps what it had."""
         self.fault.disarm()
         self.session.close()
-        self.tenants.clear()
+        # The caller still has the tenants: they hold nothing of the backend any more.
         usage = self.fault.usage()
-        assert usage["page_bytes"] == usage["mapped_bytes"] == usage["reserved_bytes"] == 0
+        kept = {name for name, held in usage.items() if held}
+        assert kept <= ({"streams", "events"} if silent_failure else set()), usage
 
 
 @dataclass(frozen=True)
@@ -155,6 +157,11 @@ def calls_of(case: Case, mode: str) -> int:
     return int(calls)
 
 
+def may_break_later(world: World, forever: bool) -> bool:
+    """Without exchange re-pointing unmaps before it maps. If mapping fails for ever, so does undoing that: in the worker."""
+    return forever and not world.fault.can_exchange
+
+
 def broken_as_promised(world: World) -> None:
     snapshot = world.session.snapshot()
     assert snapshot.pages.quarantine > 0
@@ -178,9 +185,12 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
         before = visible(world.session)
         world.fault.arm_any(nth, forever, kind)
         raised = attempt(lambda: case.change(world))  # noqa: B023  called at once
+        world.session._executor.drain()  # what the worker does is a part of the change: it meets the fault, too
         world.fault.disarm()
         if world.session._arena.broken:
-            assert isinstance(raised, (ArenaBroken, error)), f"call {nth}: {raised!r}"
+            assert isinstance(raised, (ArenaBroken, error)) or may_break_later(world, forever), (
+                f"call {nth}: {raised!r}"
+            )
             broken_as_promised(world)
         elif raised is None:  # only what may fail later failed: it shows in a pass, and a later pass tries it again
             world.session.check()
@@ -198,14 +208,18 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
                 world.works()
             case.change(world)
             world.works()
-        world.close()
+        world.close(silent_failure=raised is None or forever)
 
 
 def attempt(change: Callable[[], None]) -> Error | None:
-    """The library's error, if there is one."""
+    """The library's error, if there is one; without its frames, which would keep alive what is released."""
     try:
         change()
     except Error as error:
+        seen: BaseException | None = error
+        while seen is not None:
+            seen.__traceback__ = None
+            seen = seen.__context__
         return error
     return None
 
@@ -227,7 +241,7 @@ def serve_again(world: World) -> None:
 def test_opening_a_session_fails_on_page_k_and_leaks_nothing(mode: str) -> None:
     """Museum: create fails on plane p > 0, earlier planes leak (surogate#117)."""
     for nth in range(1, CAPACITY // PAGE + 1, 3):
-        fault = _core.make_fault_backend(_core.make_host_backend(CAPACITY, PAGE, 1))
+        fault = _core.make_fault_backend(make_backend(CAPACITY))
         fault.arm(_core.Call.create_page, nth, True, _core.ErrorKind.out_of_memory)
         with pytest.raises(remap.OutOfMemory):
             remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=fault)
@@ -243,7 +257,7 @@ def test_map_fails_at_slot_k_then_destroy(mode: str) -> None:
     total = probe.fault.calls(_core.Call.map)
     probe.close()
     for nth in range(1, total + 1):
-        fault = _core.make_fault_backend(_core.make_host_backend(CAPACITY, PAGE, 1))
+        fault = _core.make_fault_backend(make_backend(CAPACITY))
         session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=fault)
         fault.arm(_core.Call.map, nth)
         with pytest.raises(DriverError):
@@ -327,6 +341,11 @@ def test_failed_deferred_repointing_surfaces_and_is_tried_again(call: str, forev
     world.remap(3, 1)  # bookkeeping only: cannot fail by these
     assert world.m.remapped == 3
     world.session._executor.drain()
+    if world.session._arena.broken:
+        assert may_break_later(world, forever)
+        broken_as_promised(world)
+        world.close()
+        return
     if forever and world.session.unsettled:
         for _ in range(3):
             with pytest.raises(DriverError):

@@ -1,5 +1,7 @@
 """Promise 3 and 5: device memory never exceeds the capacity, as the operating system counts it, and addresses never change.
 
+About the host backend, whose pages the operating system can count.
+
 In a process of its own: the memfd's pages are counted twice over, by its blocks and by /proc/self/smaps.
 """
 
@@ -40,7 +42,7 @@ def resident():
     assert by_maps <= CAPACITY, (by_maps, CAPACITY)
     return by_blocks, by_maps
 
-session = remap.Session(CAPACITY, page_bytes=PAGE, mode=MODE)
+session = remap.Session(CAPACITY, "cpu", page_bytes=PAGE, mode=MODE)
 layers = make_layers([2, 3, 3, 2, 3, 3], 1, PAGE)
 tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=600, tokens=64))
 resident()

@@ -223,19 +223,25 @@ def test_another_set_of_the_same_size_needs_no_free_block(alpha, mode):
 
 @pytest.mark.parametrize("external", [False, True])
 def test_no_backend_call_between_demand_and_usable_blocks(external):
-    """Aliased mode: when the subscriber hears of the new blocks, not one call of any kind was made since the demand."""
+    """Aliased mode: when the subscriber hears of the new blocks, not one call of any kind was made since the demand.
+
+    But for zeroing free pages, where the system does not promise that new ones are zero.
+    """
     with World(times=HIDDEN, spare=2) as world:
+        zeroing = () if world.backend.new_pages_are_zero else ("fill", "record", "synchronize")
+
+        def calls_made():
+            return world.backend.count() - sum(world.backend.count(getattr(_core.Call, name)) for name in zeroing)
+
         heard = []
         world.forward()
-        world.kv.subscribe(
-            lambda added, withdrawn: heard.append((len(added), world.backend.count())), external=external
-        )
+        world.kv.subscribe(lambda added, withdrawn: heard.append((len(added), calls_made())), external=external)
         heard.clear()
         # Free pages and layers together (from resident to streaming), then more layers beside a ring, twice.
         for blocks, layers in ((6, 0), (11, 2), (14, 3), (22, 6)):
             world.session.settle()
             heard.clear()
-            before, calls = world.kv.usable_blocks, world.backend.count()
+            before, calls = world.kv.usable_blocks, calls_made()
             world.step(blocks, free=before)
             assert world.tenant.remapped == layers
             assert sum(count for count, _ in heard) == world.kv.usable_blocks - before > 0

@@ -1,0 +1,93 @@
+"""Detach and close when the model's own memory cannot be had: nothing is lost, and trying again finishes it."""
+
+from __future__ import annotations
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import Rig, ids_for, logits_of, make  # noqa: E402
+
+import remap  # noqa: E402
+from remap import modules  # noqa: E402
+
+
+class FullOnce:
+    """modules.restore on a device without room, the first time. Remembers which devices were asked for."""
+
+    def __init__(self, monkeypatch):
+        self.devices = []
+        self.restore = modules.restore
+        monkeypatch.setattr(modules, "restore", self)
+
+    def __call__(self, *arguments, device=None, **named):
+        self.devices.append(device)
+        if len(self.devices) == 1:
+            raise torch.OutOfMemoryError("no room")
+        return self.restore(*arguments, device=device, **named)
+
+
+@pytest.mark.parametrize("leave", ["detach", "close"])
+@pytest.mark.parametrize("alpha", [0, 3])
+def test_no_room_for_the_model(monkeypatch, alpha, leave):
+    model = make("llama")
+    ids = ids_for(2, 6)
+    expected = logits_of(model, ids)
+    with Rig(model) as rig:
+        rig.remap(alpha)
+        assert torch.equal(logits_of(model, ids), expected)
+        rig.hooks.remove()
+        full = FullOnce(monkeypatch)
+        away = {"detach": lambda **how: rig.session.detach("m", **how), "close": rig.session.close}[leave]
+        with pytest.raises(remap.OutOfMemory) as caught:
+            away()
+        assert caught.value.requested >= sum(p.numel() * p.element_size() for p in model.model.layers.parameters())
+        assert caught.value.device == rig.session._device.torch_device
+        assert "device='cpu'" in str(caught.value)
+        # It is on its way out: what was deferred for it has been dropped, so it must not compute any more.
+        for refused in (
+            lambda: rig.tenant.forward().__enter__(),
+            lambda: rig.session.remap("m", 1),
+            lambda: rig.session.step({"m": remap.Demand(blocks=1)}),
+        ):
+            with pytest.raises(remap.InvalidState, match="detach"):
+                refused()
+        rig.session.check()
+        away(device="cpu")
+        assert full.devices == [None, "cpu"]
+        assert torch.equal(logits_of(model, ids), expected)
+        if leave == "detach":
+            assert rig.session.snapshot().pages.free == rig.session.snapshot().pages.total
+            assert set(rig.session.snapshot().tenants) == set()
+
+
+def test_a_tenant_that_has_left_holds_nothing(monkeypatch):
+    """The caller still has it, and its KV cache: streams, events and host memory are gone all the same."""
+    rig = Rig(make("opt"))
+    rig.remap(3, 2)
+    rig.hooks.remove()
+    before = rig.session._backend.usage()
+    rig.session.detach("m")
+    after = rig.session._backend.usage()
+    assert after["host_bytes"] == 0
+    assert after["streams"] < before["streams"]
+    assert after["events"] < before["events"]
+    rig.session.close()
+    assert set(rig.session._backend.usage().values()) == {0}
+    assert rig.tenant.streaming is False
+    with pytest.raises(remap.InvalidState):
+        rig.tenant.wait(0)
+
+
+@pytest.mark.parametrize("error", [None, KeyError])
+def test_closing_inside_of_a_pass(error):
+    rig = Rig(make("llama"))
+    rig.remap(2)
+    rig.hooks.remove()
+    with pytest.raises(error or remap.InvalidState), rig.tenant.forward():
+        rig.tenant.wait(0)
+        rig.session.close()
+        if error is not None:
+            raise error
+    assert set(rig.session._backend.usage().values()) == {0}
