@@ -11,10 +11,23 @@ one token for every sequence whose last known token was in the pass.
 | metrics.py | latencies, throughput, recomputed tokens, and the timeline; pure |
 | attention.py | attention over blocks that may lie anywhere in the KV region |
 | models.py | one forward for Llama, Qwen2, Qwen3 and one for OPT, from the modules' own weights |
-| runner.py | one pass: flat token batch -> logits; sampling |
+| runner.py | one pass on the CPU: flat token batch -> logits; sampling |
 | engine.py | the loop. **remap is adopted in `LLMEngine.step` and `ModelRunner.forward`, about ten lines in all** |
 
-Importing this package imports no torch; the first use of `LLMEngine` or `ModelRunner` does.
+On a GPU, `gpu_runner` stands in the place of `runner`:
+
+| module | one line |
+|---|---|
+| gpu_runner.py | one pass on a stream: decodes replayed, prompts launched; one wait a step, for the tokens |
+| captured.py | a decode pass of a fixed batch size as one recording, or as one for each layer while layers are streamed |
+| graphs.py | what records: CUDA graphs, or a stand-in on the CPU |
+| inputs.py | batch tensors and block tables: page-locked staging, fixed addresses on the device |
+| paged.py | which attention kernels: FlashInfer, the project's own, torch |
+| paged_triton.py, prefill_triton.py | decode and prefill attention over strided paged KV |
+| paged_flashinfer.py | the same by FlashInfer |
+| fused_triton.py | Llama-like layers with few launches |
+
+Importing this package imports no torch; the first use of `LLMEngine` or a runner does. The GPU's part is not yet run on one.
 """
 
 from __future__ import annotations
@@ -28,9 +41,11 @@ from remap.engine.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from remap.engine.engine import LLMEngine, Result, StepOutput
+    from remap.engine.gpu_runner import GpuRunner
     from remap.engine.runner import ModelRunner
 
 __all__ = [
+    "GpuRunner",
     "LLMEngine",
     "Metrics",
     "ModelRunner",
@@ -43,7 +58,13 @@ __all__ = [
     "StepOutput",
 ]
 
-_LAZY = {"LLMEngine": "engine", "Result": "engine", "StepOutput": "engine", "ModelRunner": "runner"}
+_LAZY = {
+    "GpuRunner": "gpu_runner",
+    "LLMEngine": "engine",
+    "ModelRunner": "runner",
+    "Result": "engine",
+    "StepOutput": "engine",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from remap.engine.attention import TILE
 from remap.engine.metrics import Metrics, Sample
 from remap.engine.request import Output, Request, Sequence
-from remap.engine.runner import ModelRunner, sample
+from remap.engine.runner import ModelRunner
 from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from torch import nn
+
+    from remap.engine.gpu_runner import GpuRunner
 
 __all__ = ["LLMEngine", "Result", "StepOutput"]
 
@@ -50,7 +52,8 @@ class LLMEngine:
     model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner`, and `kv.allocate/free`.
     session: None for an engine whose pool never changes (the baseline); else `session.step` is called once a step and
     may grow, shrink or move the pool. `probe` returns the number of layers remapped, for the timeline (default:
-    `tenant.remapped`). The other arguments are the scheduler's.
+    `tenant.remapped`). runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
+    attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's.
     """
 
     def __init__(
@@ -66,13 +69,34 @@ class LLMEngine:
         lookahead_blocks: int = 1,
         chunk_align: int = TILE,
         decode_cost: int = 0,
+        runner: str = "auto",
+        attention: str = "auto",
+        graphs: str = "auto",
+        staging: str = "auto",
+        max_model_len: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
         probe: Callable[[], float] | None = None,
     ) -> None:
         self.tenant = tenant
         self.session = session
-        self.runner = ModelRunner(model, tenant)
+        self.runner: ModelRunner | GpuRunner
+        if _on_cpu(runner, tenant.kv.tensors[0].device.type):
+            self.runner = ModelRunner(model, tenant)
+        else:
+            from remap.engine.gpu_runner import GpuRunner
+
+            self.runner = GpuRunner(
+                model,
+                tenant,
+                session=session,
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=max_batch_tokens,
+                max_model_len=max_model_len,
+                attention=attention,
+                graphs=graphs,
+                staging=staging,
+            )
         self.scheduler = Scheduler(
             block_tokens=tenant.kv.block_tokens,
             max_num_seqs=max_num_seqs,
@@ -90,6 +114,14 @@ class LLMEngine:
         self._orders = 0
         self._stuck = 0
         self.reset_metrics()
+
+    def warm_up(self, batch_sizes: Iterable[int] | None = None) -> None:
+        """Record the decode passes of these batch sizes now (default: all), not when each is first needed. Between steps.
+
+        Does nothing with the CPU runner, which records nothing.
+        """
+        if not isinstance(self.runner, ModelRunner):
+            self.runner.prepare(None if batch_sizes is None else list(batch_sizes))
 
     def reset_metrics(self) -> None:
         now = self._clock()
@@ -114,12 +146,12 @@ class LLMEngine:
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
             )
-        if tokens > self.runner.decoder.max_tokens:
+        if tokens > self.runner.max_tokens:
             raise InvalidArgument(
-                f"request {request.id!r} needs {tokens} positions, the model has {self.runner.decoder.max_tokens}; "
+                f"request {request.id!r} needs {tokens} positions, the model has {self.runner.max_tokens}; "
                 f"nothing was queued, shorten the prompt or lower max_tokens",
                 needed=tokens,
-                limit=self.runner.decoder.max_tokens,
+                limit=self.runner.max_tokens,
             )
         if blocks > most:
             raise InvalidArgument(
@@ -156,8 +188,7 @@ class LLMEngine:
         tokens: list[tuple[str, int]] = []
         finished: list[Output] = []
         if schedule.chunks:
-            samplers, logits = self.runner.forward(schedule.chunks)
-            chosen = sample(samplers, logits)
+            samplers, chosen = self.runner.run(schedule.chunks)
             now = self._clock()
             for chunk in schedule.chunks:
                 self.metrics.recomputed_tokens += chunk.recomputed
@@ -246,3 +277,14 @@ class LLMEngine:
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,
             )
+
+
+def _on_cpu(runner: str, device: str) -> bool:
+    if runner not in ("auto", "cpu", "gpu") or (runner == "cpu" and device != "cpu"):
+        raise InvalidArgument(
+            f"runner must be 'auto', 'cpu' or 'gpu', and 'cpu' needs KV tensors on the CPU, got {runner!r} with KV on "
+            f"{device}; nothing was created",
+            runner=runner,
+            device=device,
+        )
+    return runner == "cpu" or (runner == "auto" and device == "cpu")

@@ -25,12 +25,14 @@ __all__ = ["Decoder", "LlamaLike", "Opt", "decoder_of"]
 
 
 class Decoder(Protocol):
-    """The three parts of a forward pass. Hidden states are (tokens, hidden); positions are (tokens,) int64."""
+    """The three parts of a forward pass. Hidden states are (tokens, hidden); ids and positions (tokens,) int64 or int32."""
 
     layers: nn.ModuleList
     max_tokens: int
+    heads: int
     kv_heads: int
     head_dim: int
+    scale: float  # of the softmax: what `layer` gives `attend`
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Hidden states before the first layer, and what every layer needs of the positions."""
@@ -52,8 +54,10 @@ class LlamaLike:
         self.layers: nn.ModuleList = self.model.layers
         config: Any = model.config
         self.max_tokens: int = config.max_position_embeddings
+        self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = self.model.layers[0].self_attn.head_dim
+        self.scale: float = self.model.layers[0].self_attn.scaling
         kinds = set(getattr(config, "layer_types", None) or ())
         if kinds - {"full_attention"}:
             raise InvalidArgument(
@@ -108,8 +112,10 @@ class Opt:
         self.layers: nn.ModuleList = self.decoder.layers
         config: Any = model.config
         self.max_tokens: int = config.max_position_embeddings
+        self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_attention_heads
         self.head_dim: int = config.hidden_size // config.num_attention_heads
+        self.scale: float = 1.0  # the queries come scaled
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, None]:
         hidden = self.decoder.embed_tokens(ids)

@@ -86,7 +86,8 @@ class Sequence:
 
     Invariants between steps: `computed` tokens of `tokens` have their KV in `blocks`, so computed <= len(blocks) *
     block_tokens and computed < len(tokens); a waiting sequence has computed = 0 and no blocks; `high_water` = the most
-    tokens whose KV ever existed, so computing token i < high_water is recomputing.
+    tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; whoever
+    changes an entry, or takes any away, replaces the list (a block table knows by that what to write again).
     """
 
     request: Request

@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from remap.engine.models import Decoder
     from remap.engine.request import SamplingParams
     from remap.engine.scheduler import Chunk
 
-__all__ = ["ModelRunner", "sample"]
+__all__ = ["ModelRunner", "check_fits", "sample"]
 
 
 def min_rows(dtype: torch.dtype) -> int:
@@ -38,6 +39,20 @@ def min_rows(dtype: torch.dtype) -> int:
     if dtype is torch.bfloat16:
         return 1
     return 8 if torch.get_num_threads() == 1 else 12
+
+
+def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
+    """Raises InvalidArgument if the tenant's KV tensors are not the model's in number, heads, head size and dtype."""
+    tensors = tenant.kv.tensors
+    expected = (len(decoder.layers), decoder.kv_heads, decoder.head_dim, next(model.parameters()).dtype)
+    got = (len(tensors), *tensors[0].shape[3:], tensors[0].dtype)
+    if got != expected:
+        raise InvalidArgument(
+            "the KV tensors do not fit the model: "
+            f"expected (layers, kv_heads, head_dim, dtype) = {expected}, got {got}",
+            expected=expected,
+            got=got,
+        )
 
 
 class ModelRunner:
@@ -52,17 +67,14 @@ class ModelRunner:
         self.tenant = tenant
         self.layers = len(self.decoder.layers)
         self.dtype = next(model.parameters()).dtype
-        tensors = tenant.kv.tensors
-        expected = (self.layers, self.decoder.kv_heads, self.decoder.head_dim, self.dtype)
-        got = (len(tensors), *tensors[0].shape[3:], tensors[0].dtype)
-        if got != expected:
-            raise InvalidArgument(
-                "the KV tensors do not fit the model: "
-                f"expected (layers, kv_heads, head_dim, dtype) = {expected}, got {got}",
-                expected=expected,
-                got=got,
-            )
-        self.attention = PagedAttention(tensors)
+        self.max_tokens = self.decoder.max_tokens
+        check_fits(self.decoder, model, tenant)
+        self.attention = PagedAttention(tenant.kv.tensors)
+
+    def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
+        """One pass and the choice of tokens: the chunks that yield one, and their tokens."""
+        samplers, logits = self.forward(chunks)
+        return samplers, sample(samplers, logits)
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], torch.Tensor]:

@@ -1,0 +1,371 @@
+"""The runner for devices, over CPU tensors: buckets, padding, fixed tensors, whole and piecewise recordings, and the same
+tokens as transformers in all of them.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from fakes import FakeSession, FakeTenant  # noqa: E402
+from recordings import FrozenGraphs, StaticPaged  # noqa: E402
+from test_engine_runner import make_model, make_tenant, prompts, reference_tokens  # noqa: E402
+
+from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
+from remap.engine import gpu_runner as module  # noqa: E402
+from remap.engine.captured import buckets_up_to  # noqa: E402
+from remap.engine.gpu_runner import GpuRunner  # noqa: E402
+from remap.engine.inputs import Staged, TokenInputs  # noqa: E402
+from remap.engine.request import Sequence, State  # noqa: E402
+from remap.engine.runner import ModelRunner  # noqa: E402
+from remap.engine.scheduler import Chunk  # noqa: E402
+from remap.errors import InvalidArgument  # noqa: E402
+
+LAYERS = 3
+KINDS = ["llama", "llama-bias-rope", "qwen2", "qwen3", "opt", "opt-post-norm-projected"]
+
+
+class StreamingTenant(FakeTenant):
+    """A fake tenant that can be told whether layers are streamed; `flip` changes it on every other pass."""
+
+    streaming = False
+    flip = False
+
+    def forward(self, phase="decode", tokens=0):
+        if self.flip:
+            self.streaming = len(self.passes) % 2 == 1
+        return super().forward(phase, tokens)
+
+
+def tenant_for(model, streaming=False, **more):
+    tenant = make_tenant(model, **more)
+    tenant.__class__ = StreamingTenant
+    tenant.streaming = streaming
+    return tenant
+
+
+@pytest.fixture
+def frozen(monkeypatch):
+    """Recordings that are frozen, and an attention that can be: as near to CUDA graphs as a CPU comes."""
+    made = FrozenGraphs()
+
+    def choose(name, tensors, heads, scale, **sizes):
+        return StaticPaged(tensors, heads, scale)
+
+    monkeypatch.setattr(module, "EagerGraphs", lambda: made)
+    monkeypatch.setattr(module, "choose_attention", choose)
+    return made
+
+
+def requests_for(count=6, seed=1, tokens=10, high=24):
+    return [
+        Request(f"r{index}", prompt, SamplingParams(max_tokens=tokens + index))
+        for index, prompt in enumerate(prompts(count, seed=seed, high=high))
+    ]
+
+
+def expected_tokens(model, requests):
+    return {one.id: reference_tokens(model, one.prompt, one.sampling.max_tokens) for one in requests}
+
+
+def tokens_of(result):
+    return {id: output.tokens for id, output in result.outputs.items()}
+
+
+@pytest.mark.parametrize("blocks", [64, 14])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_tokens_equal_transformers(kind, blocks):
+    """Also with so few blocks that sequences are preempted and recomputed."""
+    model = make_model(kind)
+    tenant = tenant_for(model, blocks=blocks)
+    engine = LLMEngine(model, tenant, runner="gpu", max_num_seqs=4, max_batch_tokens=24)
+    requests = requests_for()
+    result = engine.run(requests)
+    assert tokens_of(result) == expected_tokens(model, requests)
+    assert (result.metrics.preemptions > 0) == (blocks == 14)
+    assert tenant.kv.free_blocks == blocks
+    stats = engine.runner.stats
+    assert stats["whole"] > 10 and stats["eager"] > 2 and stats["piecewise"] == 0
+    assert {phase for phase, _ in tenant.passes} == {"decode", "mixed", "prefill"}
+
+
+@pytest.mark.parametrize("streaming", [False, True, "changing"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
+def test_frozen_recordings_give_the_same_tokens(kind, streaming, frozen):
+    """Nothing of a recorded pass is decided in Python: not the batch, not the lengths, not where the blocks lie."""
+    model = make_model(kind)
+    tenant = tenant_for(model, streaming is True, blocks=10, max_blocks=120)
+    tenant.flip = streaming == "changing"
+    session = FakeSession(tenant, move_every=3)
+    session.settle = lambda: None
+    engine = LLMEngine(model, tenant, session=session, runner="gpu", max_num_seqs=5, max_batch_tokens=40)
+    requests = requests_for(8)
+    addresses = _fixed_addresses(engine.runner)
+    assert tokens_of(engine.run(requests)) == expected_tokens(model, requests)
+    assert _fixed_addresses(engine.runner) == addresses
+    stats = engine.runner.stats
+    assert frozen.replays > 0
+    assert (stats["whole"] > 0) == (streaming is not True)
+    assert (stats["piecewise"] > 0) == (streaming is not False)
+    if streaming is not False:
+        assert frozen.captures > stats["captured"]  # a piecewise recording is one for each layer, and two
+
+
+def _fixed_addresses(runner):
+    inputs, captured = runner._decodes, runner.captured
+    tensors = [inputs.ids, inputs.positions, inputs.slots, inputs.rows, inputs.lens, inputs.table.device]
+    return [tensor.data_ptr() for tensor in (*tensors, captured.hidden, captured.tokens)]
+
+
+def test_waits_only_while_something_is_streamed():
+    model = make_model("llama")
+    for streaming in (False, True):
+        tenant = tenant_for(model, streaming)
+        engine = LLMEngine(model, tenant, runner="gpu")
+        engine.add_request(Request("a", (1, 2, 3), SamplingParams(max_tokens=4)))
+        while engine.unfinished:
+            engine.step()
+        order = [(call, layer) for layer in range(LAYERS) for call in ("wait", "done")]
+        # The prompt's pass is eager and always waits: it costs nothing where there is nothing to wait for.
+        assert tenant.passes == [("prefill", 3)] + [("decode", 1)] * 3
+        assert tenant.calls == order * (4 if streaming else 1)
+
+
+def _decode_pass(kind, streaming, graphs, sizes=(5, 9, 3)):
+    """Prefill some sequences, then decode them together once: (all KV before, after, slots written, hidden, tokens)."""
+    model = make_model(kind)
+    tenant = tenant_for(model, streaming)
+    runner = GpuRunner(model, tenant, max_num_seqs=8, max_batch_tokens=64, graphs=graphs)
+    sequences = []
+    for index, prompt in enumerate(prompts(len(sizes), seed=3, low=9, high=9)):
+        sequence = Sequence.of(Request(str(index), prompt[: sizes[index]]), index)
+        sequence.state = State.RUNNING
+        sequence.blocks = tenant.kv.allocate(-(-(len(sequence.tokens) + 1) // 4))
+        sequences.append(sequence)
+    _, tokens = runner.run([Chunk(sequence, 0, len(sequence.tokens)) for sequence in sequences])
+    for sequence, token in zip(sequences, tokens, strict=True):
+        sequence.tokens.append(token)
+    tenant.kv.memory[tenant.kv.free_ids] = 7.0  # what is free belongs to somebody else
+    before = tenant.kv.memory.clone()
+    chunks = [Chunk(sequence, len(sequence.tokens) - 1, 1) for sequence in sequences]
+    samplers, tokens = runner.run(chunks)
+    assert samplers == chunks
+    written = [(chunk.sequence.blocks[chunk.start // 4], chunk.start % 4) for chunk in chunks]
+    return before, tenant.kv.memory, written, runner.captured.hidden[: len(chunks)], tokens
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_padding_and_recording_damage_no_block(kind, streaming):
+    """Three sequences in a bucket of four, recorded when first needed: of all KV memory, three slots change."""
+    before, after, written, _, _ = _decode_pass(kind, streaming, "eager")
+    changed = (before != after) & ~(before.isnan() & after.isnan())
+    places = changed.any(-1).any(-1).any(2).any(1)  # (blocks, block_tokens)
+    assert {(int(block), int(offset)) for block, offset in places.nonzero()} == set(written)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt-post-norm-projected"])
+def test_whole_piecewise_and_unrecorded_passes_give_the_same_bits(kind):
+    results = [_decode_pass(kind, streaming, graphs) for streaming in (False, True) for graphs in ("eager", "off")]
+    for _, after, _, hidden, tokens in results[1:]:
+        assert torch.equal(after.nan_to_num(1e9), results[0][1].nan_to_num(1e9))
+        assert torch.equal(hidden, results[0][3])
+        assert tokens == results[0][4]
+
+
+def test_recording_happens_between_passes_and_after_settling(frozen):
+    model = make_model("llama")
+    tenant = tenant_for(model)
+    log = []
+
+    class Session:
+        def settle(self):
+            log.append("settle")
+
+    capture = frozen.capture
+
+    def watched(piece):
+        assert not tenant.in_pass
+        log.append("capture")
+        return capture(piece)
+
+    frozen.capture = watched
+    runner = GpuRunner(model, tenant, session=Session(), max_num_seqs=8, max_batch_tokens=8)
+    runner.prepare([3, 8])
+    assert log == (["settle", "capture"] + ["settle"] + ["capture"] * (LAYERS + 2)) * 2
+    assert runner.stats["captured"] == 4
+    assert tenant.passes == [] and not tenant.calls
+    runner.prepare([4, 7, 8])
+    runner.prepare([5], piecewise=False)
+    assert runner.stats["captured"] == 4
+    assert bool(tenant.kv.memory.isnan().all())
+
+
+def test_a_change_while_the_pass_is_entered_is_followed(frozen):
+    """A pass recorded for one kind turns out to be of the other when it begins: it runs, unrecorded, with its waits."""
+    model = make_model("llama")
+    tenant = tenant_for(model)
+    tenant.flip = True
+    engine = LLMEngine(model, tenant, runner="gpu")
+    requests = requests_for(1)
+    assert tokens_of(engine.run(requests)) == expected_tokens(model, requests)
+    assert engine.runner.stats["piecewise"] > 0 and engine.runner.stats["whole"] > 0
+
+
+def test_warm_up_records_every_bucket():
+    model = make_model("llama")
+    engine = LLMEngine(model, tenant_for(model), runner="gpu", max_num_seqs=6)
+    engine.warm_up()
+    recorded = engine.runner.stats["captured"]
+    assert recorded == 2 * len(engine.runner.captured.buckets) == 2 * len((1, 2, 4, 6))
+    engine.run(requests_for(8))
+    assert engine.runner.stats["captured"] == recorded
+    LLMEngine(model, make_tenant(model)).warm_up()
+
+
+def test_drawn_tokens_are_those_of_the_cpu_runner():
+    model = make_model("qwen2")
+    requests = []
+    for index, prompt in enumerate(prompts(5, seed=4, high=20)):
+        temperature = 0.9 if index % 2 else 0.0
+        sampling = SamplingParams(max_tokens=12, temperature=temperature, top_k=20, top_p=0.95, seed=index)
+        requests.append(Request(f"r{index}", prompt, sampling))
+    plain = LLMEngine(model, make_tenant(model)).run(requests)
+    tokens = tokens_of(LLMEngine(model, tenant_for(model), runner="gpu").run(requests))
+    assert tokens == tokens_of(plain)
+    assert tokens["r1"] != reference_tokens(model, requests[1].prompt, 12)
+
+
+def _fail(*args, **kwargs):
+    raise RuntimeError("broken layer")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_layer_that_raises_leaves_every_request_where_it_was(streaming, monkeypatch):
+    model = make_model("llama")
+    tenant = tenant_for(model, streaming)
+    engine = LLMEngine(model, tenant, runner="gpu", max_batch_tokens=16)
+    requests = requests_for(4, seed=5, tokens=6)
+    for request in requests:
+        engine.add_request(request)
+    outputs, steps = {}, 0
+    while engine.unfinished:
+        if steps % 3 == 1:
+            with monkeypatch.context() as patch:
+                patch.setattr(model.model.layers[1].mlp, "forward", _fail)
+                with pytest.raises(RuntimeError, match="broken layer"):
+                    engine.step()
+            assert not tenant.in_pass
+        outputs.update((output.id, output.tokens) for output in engine.step().finished)
+        steps += 1
+    assert tenant.abandoned > 2
+    assert outputs == expected_tokens(model, requests)
+
+
+def test_the_runner_is_picked_by_device_and_refusals_create_nothing():
+    model = make_model("llama")
+    assert isinstance(LLMEngine(model, make_tenant(model)).runner, ModelRunner)
+    assert isinstance(LLMEngine(model, tenant_for(model), runner="gpu").runner, GpuRunner)
+    for bad in (
+        {"runner": "tpu"},
+        {"runner": "gpu", "attention": "magic"},
+        {"runner": "gpu", "attention": "flashinfer"},
+        {"runner": "gpu", "graphs": "magic"},
+        {"runner": "gpu", "staging": "magic"},
+        {"runner": "gpu", "staging": "kernel"},
+        {"runner": "gpu", "graphs": "cuda"},
+        {"runner": "gpu", "max_model_len": 0},
+    ):
+        with pytest.raises(InvalidArgument):
+            LLMEngine(model, tenant_for(model), **bad)
+    with pytest.raises(InvalidArgument) as caught:
+        GpuRunner(make_model("opt"), tenant_for(model))
+    assert caught.value.got[1:3] == (2, 8)
+
+
+def test_limits_are_kept():
+    model = make_model("llama")
+    tenant = tenant_for(model)
+    engine = LLMEngine(model, tenant, runner="gpu", max_model_len=20)
+    with pytest.raises(InvalidArgument) as caught:
+        engine.add_request(Request("long", (1,) * 15, SamplingParams(max_tokens=7)))
+    assert (caught.value.needed, caught.value.limit) == (21, 20)
+    runner = GpuRunner(model, tenant, max_num_seqs=2, max_batch_tokens=8, max_model_len=8)
+    sequence = Sequence.of(Request("a", (1,) * 12), 0)
+    sequence.blocks = tenant.kv.allocate(3)
+    with pytest.raises(InvalidArgument) as caught:
+        runner.run([Chunk(sequence, 0, 12)])
+    assert (caught.value.tokens, caught.value.limit) == (12, 8)
+    with pytest.raises(InvalidArgument) as caught:
+        runner.run([Chunk(sequence, 0, 8)])
+    assert (caught.value.blocks, caught.value.width) == (3, 2)
+    short = [Sequence.of(Request(str(index), (1,)), index) for index in range(3)]
+    for one in short:
+        one.state, one.blocks = State.RUNNING, tenant.kv.allocate(1)
+    with pytest.raises(InvalidArgument) as caught:
+        runner.run([Chunk(one, 0, 1) for one in short])
+    assert (caught.value.wanted, caught.value.free) == (3, 2)
+    assert tenant.passes == []
+    assert len(runner.run([Chunk(one, 0, 1) for one in short[:2]])[1]) == 2
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 8, 9, 32, 256, 300])
+def test_buckets(most):
+    buckets = buckets_up_to(most)
+    assert sorted(set(buckets)) == list(buckets)
+    assert buckets[-1] == most
+    for size in range(1, most + 1):
+        bucket = next(one for one in buckets if one >= size)
+        assert bucket < 2 * size
+        assert size < 9 or bucket - size < (8 if size <= 256 else 16)
+
+
+def test_what_is_not_published_is_not_seen():
+    staged = Staged(torch.device("cpu"), a=3, b=2)
+    staged.writable()
+    staged.host["a"][:] = 5
+    staged.host["b"][:] = 6
+    assert staged.device["a"].tolist() == [0, 0, 0]
+    staged.publish(4)
+    assert (staged.device["a"].tolist(), staged.device["b"].tolist()) == ([5, 5, 5], [6, 0])
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=60), st.randoms(use_true_random=False))
+def test_the_block_table_follows_whatever_happens_to_the_blocks(steps, rng):
+    """Sequences come, grow, are moved, preempted and finished; after each pass, their rows on the device are right."""
+    width, most = 6, 4
+    inputs = TokenInputs(torch.device("cpu"), most, most, 4, (most, width))
+    table = inputs.table
+    running, waiting = [], []
+    serial = iter(range(10**6))
+    for action, pick in steps:
+        if action <= 2 and len(running) < most:
+            sequence = waiting.pop() if waiting and action == 0 else Sequence.of(Request("x", (1,)), 0)
+            sequence.state, sequence.blocks = State.RUNNING, []
+            running.append(sequence)
+        elif action <= 5 and running:
+            sequence = running[pick % len(running)]
+            sequence.blocks += [next(serial) for _ in range(min(pick, width - len(sequence.blocks)))]
+        elif action == 6:
+            for sequence in running:
+                sequence.blocks = [next(serial) for _ in sequence.blocks]
+        elif action == 7 and running:
+            sequence = running.pop(pick % len(running))
+            sequence.state, sequence.blocks = State.WAITING, []
+            waiting.append(sequence)
+        elif action == 8 and running:
+            sequence = running.pop(pick % len(running))
+            sequence.state, sequence.blocks = State.FINISHED, []
+        passed = [sequence for sequence in running if rng.random() < 0.7]
+        rows = table.rows_of(passed)
+        if rng.random() < 0.2:
+            continue  # the pass failed before anything was published
+        inputs.publish_table()
+        assert len(set(rows)) == len(rows)
+        for sequence, row in zip(passed, rows, strict=True):
+            assert table.device[row, : len(sequence.blocks)].tolist() == sequence.blocks
