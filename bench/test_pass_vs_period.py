@@ -49,7 +49,7 @@ def iterations_per_s():
 
 @pytest.fixture(scope="module")
 def copy_s(raw):
-    return min(raw.session._changes.copy_seconds(
+    return min(raw.session._streams.copy_seconds(
         raw.session.layer_address("raw", 0), raw.masters[0].ctypes.data, SMOLLM2_LAYER_BYTES
     ) for _ in range(5))  # fmt: skip
 

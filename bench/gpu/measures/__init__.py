@@ -1,0 +1,1 @@
+"""What is measured: one subject a file. registry.py explains how."""

@@ -1,0 +1,220 @@
+"""A burst of requests on an OPT of random weights in a capped budget: recompute, remap by hand, remap by the controller.
+
+One model, attached once; the engine of `remap.engine` serves the same requests three times. What differs is who changes the
+number of remapped layers: nobody (a sequence that finds no block is preempted and computed again), the hand, once, before
+the burst, or the controller, at every step.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.gpu.context import Context, Skip
+from bench.gpu.registry import measure, missing
+from bench.gpu.results import Figure, count, figure, quantile
+from bench.gpu.tenants import PAGE
+
+import remap
+
+if TYPE_CHECKING:
+    from remap.engine import LLMEngine, Request
+
+BLOCK_TOKENS = 16
+TIMELINE_POINTS = 100
+
+
+@dataclass(frozen=True)
+class Shape:
+    """An OPT model and a burst for it. kv_tokens: what fits beside the weights before anything is remapped."""
+
+    name: str
+    hidden: int
+    layers: int
+    heads: int
+    vocabulary: int
+    dtype: str
+    requests: int
+    running: int
+    prompt: tuple[int, int]
+    output: tuple[int, int]
+    kv_tokens: int
+    limit_s: float  # of one run; what is unfinished then is aborted and counted
+
+    @property
+    def weight_bytes(self) -> int:
+        """Roughly: 12 hidden^2 a layer, and the embedding."""
+        width = 4 if self.dtype == "float32" else 2
+        return (12 * self.hidden**2 * self.layers + self.vocabulary * self.hidden) * width
+
+
+OPT_13B = Shape("OPT-13b", 5120, 40, 40, 50272, "bfloat16", 160, 64, (64, 384), (64, 192), 8192, 20.0)
+OPT_1B3 = Shape("OPT-1.3b", 2048, 24, 32, 50272, "bfloat16", 96, 48, (64, 384), (32, 96), 6144, 5.0)
+OPT_125M = Shape("OPT-125m", 768, 12, 12, 50272, "bfloat16", 64, 32, (64, 256), (32, 64), 4096, 5.0)
+TINY = Shape("a tiny OPT", 128, 6, 4, 128, "float32", 8, 6, (16, 40), (12, 24), 192, 3.0)
+POSITIONS = 1024
+
+
+def choose(ctx: Context) -> Shape:
+    """The largest shape that fits twice into the device (while it is attached) and once into page-locked memory."""
+    if missing("torch-cuda", emulated=ctx.emulated) is not None:
+        return TINY
+    for shape in ctx.pick((OPT_13B, OPT_1B3, OPT_125M), (OPT_1B3, OPT_125M), (TINY,)):
+        if 2.5 * shape.weight_bytes < ctx.free_bytes and 1.2 * shape.weight_bytes < ctx.host_budget:
+            return shape
+    raise Skip("not even OPT-125m fits into the free device memory and the budget of page-locked memory")
+
+
+def make_model(shape: Shape, device: str) -> Any:
+    """Random weights, made on the device."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.OPTConfig(
+        hidden_size=shape.hidden,
+        ffn_dim=4 * shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        vocab_size=shape.vocabulary,
+        word_embed_proj_dim=shape.hidden,
+        max_position_embeddings=POSITIONS,
+    )
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, shape.dtype)).eval()
+
+
+def make_requests(shape: Shape) -> list[Request]:
+    """The burst: all at once, lengths and tokens from a fixed seed."""
+    from remap.engine import Request, SamplingParams
+
+    rng = random.Random(1)
+    made = []
+    for index in range(shape.requests):
+        prompt = tuple(rng.randrange(4, shape.vocabulary) for _ in range(rng.randint(*shape.prompt)))
+        made.append(Request(f"r{index}", prompt, SamplingParams(max_tokens=rng.randint(*shape.output))))
+    return made
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one way of serving gave. unfinished: requests that the time limit cut off."""
+
+    kind: str
+    metrics: Any
+    tokens: dict[str, tuple[int, ...]]
+    unfinished: int
+    stall_s: float
+
+    @property
+    def detail(self) -> dict[str, Any]:
+        """For the JSON."""
+        timeline = self.metrics.timeline
+        every = max(1, len(timeline) // TIMELINE_POINTS)
+        return {
+            **self.metrics.summary(),
+            "unfinished": self.unfinished,
+            "stall_share": self.stall_s / max(self.metrics.duration_s, 1e-9),
+            "timeline": [
+                {
+                    "s": round(each.time_s, 4),
+                    "alpha": each.layers_remapped,
+                    "usable": each.kv_usable_blocks,
+                    "running": each.running,
+                }
+                for each in timeline[::every]
+            ],
+        }
+
+
+def serve(kind: str, engine: LLMEngine, session: remap.Session, requests: Sequence[Request], limit_s: float) -> Run:
+    """All requests arrive now; until they are finished or the time is over."""
+    stalled = session.snapshot().tenants["opt"].stall_s
+    engine.reset_metrics()
+    begun = time.perf_counter()
+    outputs: dict[str, tuple[int, ...]] = {}
+    for request in requests:
+        engine.add_request(request, arrived_s=engine.metrics.started_s)
+    while engine.unfinished and time.perf_counter() - begun < limit_s:
+        outputs.update((output.id, output.tokens) for output in engine.step().finished)
+    late = [request.id for request in requests if request.id not in outputs]
+    metrics = engine.metrics
+    for name in late:
+        engine.abort(name)
+    stalled = session.snapshot().tenants["opt"].stall_s - stalled
+    return Run(kind, metrics, outputs, len(late), stalled)
+
+
+def figures(shape: Shape, run: Run) -> Iterator[Figure]:
+    """Throughput with the time between tokens beside it, and the time to the first token."""
+    detail = run.detail
+    gaps, first = run.metrics.tbt_s or [0.0], run.metrics.ttft_s or [0.0]
+    yield figure(f"{shape.name}, {run.kind} (us: between tokens)", detail["tokens_per_s"], "tokens/s", gaps, **detail)
+    yield figure(f"{shape.name}, {run.kind}, first token, P99", quantile(first, 0.99) * 1e3, "ms", first)
+    yield count(f"{shape.name}, {run.kind}, tokens recomputed", detail["recomputed_tokens"], "tokens", n=len(gaps))
+
+
+def _agreement(shape: Shape, base: Run, other: Run) -> Figure:
+    both = [name for name in base.tokens if name in other.tokens]
+    same = sum(base.tokens[name] == other.tokens[name] for name in both)
+    return count(f"{shape.name}, {other.kind}, requests with the baseline's tokens", same, "requests", n=len(both))
+
+
+@measure("serving", needs=("torch", "transformers"), full_s=115, quick_s=28, emulated_s=8)
+def serving(ctx: Context) -> Iterator[Figure]:
+    """The same burst three times: baseline, by hand (an eighth of the layers), controller."""
+    import torch
+
+    from remap.engine import LLMEngine
+
+    shape = choose(ctx)
+    on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
+    model = make_model(shape, "cuda" if on_gpu else "cpu")
+    total = sum(each.numel() * each.element_size() for each in (*model.parameters(), *model.buffers()))
+    head_dim = shape.hidden // shape.heads
+    block_bytes = 2 * shape.layers * BLOCK_TOKENS * shape.hidden * (4 if shape.dtype == "float32" else 2)
+    blocks = shape.kv_tokens // BLOCK_TOKENS
+    capacity = total + blocks * block_bytes + (2 * shape.layers + 8) * PAGE  # each layer ends inside a page
+    spec = remap.KVSpec(
+        layers=shape.layers,
+        kv_heads=shape.heads,
+        head_dim=head_dim,
+        block_tokens=BLOCK_TOKENS,
+        dtype=shape.dtype,
+        min_blocks=blocks,
+        max_blocks=capacity // block_bytes,
+    )
+    requests = make_requests(shape)
+    runs: list[Run] = []
+    with remap.Session(capacity, device="cuda:0") as session:
+        session.attach(model, name="opt", kv=spec)
+        if on_gpu:
+            torch.cuda.empty_cache()  # the tensors that the model came with
+        tenant = session._tenant("opt")
+        engine = LLMEngine(
+            model, tenant, session=session, max_num_seqs=shape.running, max_batch_tokens=512, runner="gpu",
+            max_model_len=shape.prompt[1] + shape.output[1],
+        )  # fmt: skip
+        engine.warm_up()
+        for kind in ("recompute", "by hand", "controller"):
+            session.remap("opt", 0)
+            if kind == "by hand":
+                session.remap("opt", max(1, shape.layers // 8), 2)
+            session.settle()
+            engine.session = session if kind == "controller" else None
+            serve(f"{kind} (warm-up)", engine, session, requests[:4], 2.0)
+            run = serve(kind, engine, session, requests, min(shape.limit_s, max(2.0, ctx.until - time.monotonic())))
+            yield from figures(shape, run)
+            runs.append(run)
+            session.check()
+    for run in runs[1:]:
+        yield _agreement(shape, runs[0], run)
+    if on_gpu:
+        step = [each.step_s for each in runs[0].metrics.timeline]
+        yield figure(
+            f"{shape.name}, engine step of the baseline", statistics.median(step) * 1e3, "ms", step, shown=False
+        )

@@ -1,0 +1,120 @@
+"""How a measure is declared, and what it may need.
+
+    @measure("link", needs=("driver",), full_s=20, quick_s=6)
+    def link(ctx: Context) -> Iterator[Figure]: ...
+
+A measure is a generator: what it has yielded stays, whatever happens to it later. It runs in the worker's process, with
+nothing left over from another measure, and is expected to verify bytes after each kind of measurement.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from .results import Figure
+
+if TYPE_CHECKING:
+    from .context import Context
+
+__all__ = ["Measure", "Wrong", "all_measures", "measure", "missing"]
+
+Body = Callable[["Context"], Iterator[Figure]]
+
+
+class Wrong(AssertionError):
+    """Bytes, counts or tokens were not what they must be: whatever was timed there means nothing."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """full_s, quick_s, emulated_s: about how long it takes; quick_s None: no part of a quick run on a GPU. order: in the run."""
+
+    name: str
+    body: Body
+    needs: tuple[str, ...]
+    full_s: float
+    quick_s: float | None
+    emulated_s: float
+    order: int
+
+    def seconds(self, *, quick: bool, emulated: bool) -> float:
+        """How long it takes, about."""
+        if emulated:
+            return self.emulated_s
+        return self.quick_s if quick and self.quick_s is not None else self.full_s
+
+
+_REGISTERED: dict[str, Measure] = {}
+
+# In the order of the run: what everything else is judged by comes first, what takes long comes last.
+ORDER = (
+    "driver_calls",
+    "link",
+    "link_load",
+    "growth",
+    "prefetch",
+    "overhead",
+    "period",
+    "reload",
+    "zeroing",
+    "attention",
+    "graphs",
+    "serving",
+    "pool",
+    "offloading",
+)
+
+
+def measure(
+    name: str,
+    *,
+    needs: tuple[str, ...] = ("driver",),
+    full_s: float,
+    quick_s: float | None,
+    emulated_s: float = 1.5,
+) -> Callable[[Body], Body]:
+    """Register the decorated generator. Several measures may share a file; the file's name decides the order."""
+
+    def register(body: Body) -> Body:
+        if name in _REGISTERED:
+            raise ValueError(f"a measure {name!r} is there already")
+        module = body.__module__.rpartition(".")[2]
+        _REGISTERED[name] = Measure(name, body, needs, full_s, quick_s, emulated_s, ORDER.index(module))
+        return body
+
+    return register
+
+
+def all_measures() -> list[Measure]:
+    """Every measure, in the order of the run."""
+    from . import measures
+
+    for module in pkgutil.iter_modules(measures.__path__):
+        importlib.import_module(f"{measures.__name__}.{module.name}")
+    return sorted(_REGISTERED.values(), key=lambda each: each.order)
+
+
+def missing(need: str, *, emulated: bool) -> str | None:
+    """Why this machine does not have what a measure needs; None if it does.
+
+    "driver": a CUDA driver, emulated or not (the suite does not begin without). "torch-cuda": torch on a real GPU. "gpu":
+    a real GPU. Anything else is the name of a Python package.
+    """
+    if need == "driver":
+        return None
+    if need == "gpu":
+        return "needs a GPU; this is the emulated driver" if emulated else None
+    if need == "torch-cuda":
+        if emulated:
+            return "needs torch on a GPU; this is the emulated driver"
+        if find_spec("torch") is None:
+            return "torch is not installed"
+        import torch
+
+        return None if torch.cuda.is_available() else "torch finds no GPU (torch.cuda.is_available() is False)"
+    return None if find_spec(need) is not None else f"{need} is not installed"

@@ -1,0 +1,151 @@
+"""Whose stream it is does not matter: torch's, cuda.core's, a raw handle; and passes may change streams."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from conftest import needs
+from rig import Reader, one_pass
+
+import remap
+
+CHANGES = ((0, 1), (3, 1), (6, 2), (2, 2), (0, 1))
+
+
+class Protocol:
+    """What an object of another library shows of its stream."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._handle
+
+
+@contextmanager
+def _torch_stream() -> Iterator[tuple[Any, int]]:
+    import torch
+
+    stream = torch.cuda.Stream()
+    yield stream, stream.cuda_stream
+    stream.synchronize()
+
+
+@contextmanager
+def _cuda_core_stream() -> Iterator[tuple[Any, int]]:
+    needs("cuda")
+    core = pytest.importorskip("cuda.core")
+    device = core.Device(0)
+    device.set_current()
+    stream = device.create_stream()
+    yield stream, int(stream.handle)
+    stream.sync()
+    stream.close()
+
+
+@contextmanager
+def _bindings_stream() -> Iterator[tuple[Any, int]]:
+    needs("cuda")
+    driver = pytest.importorskip("cuda.bindings.driver")
+    error, stream = driver.cuStreamCreate(1)
+    assert int(error) == 0
+    yield stream, int(stream)
+    assert int(driver.cuStreamSynchronize(stream)[0]) == 0
+    assert int(driver.cuStreamDestroy(stream)[0]) == 0
+
+
+OTHERS = {"torch": _torch_stream, "cuda.core": _cuda_core_stream, "cuda.bindings": _bindings_stream}
+
+
+def _passes(tenant: Any, marks: Any, stream: Any, handle: int) -> None:
+    assert tenant.backend.adopt_stream(handle) == handle
+    with Reader(tenant, len(CHANGES) * tenant.layers) as reader:
+        for alpha, buffers in CHANGES:
+            tenant.session.remap("raw", alpha, buffers)
+            one_pass(tenant, reader, stream, handle)
+        marks.wait(marks.mark(handle))
+        reader.check()
+
+
+def test_a_raw_handle(raw: Any) -> None:
+    tenant, marks = raw
+    _passes(tenant, marks, tenant.stream, tenant.stream)
+
+
+def test_an_object_with_the_cuda_stream_protocol(raw: Any) -> None:
+    tenant, marks = raw
+    _passes(tenant, marks, Protocol(tenant.stream), tenant.stream)
+
+
+@pytest.mark.parametrize("library", OTHERS)
+def test_streams_of_other_libraries(real_gpu: Any, raw: Any, library: str) -> None:
+    tenant, marks = raw
+    with OTHERS[library]() as (stream, handle):
+        _passes(tenant, marks, stream, handle)
+
+
+def test_the_legacy_default_stream(raw: Any) -> None:
+    """0 means it, as everywhere in CUDA; its handle is 1."""
+    tenant, marks = raw
+    _passes(tenant, marks, Protocol(0), 1)
+
+
+def test_passes_on_changing_streams_are_ordered(context: Any, raw: Any) -> None:
+    """Each pass overwrites what the one before reads on another stream: they must not overlap. The last one is on the first
+    stream again: a tenant's last stream has to live on."""
+    tenant, marks = raw
+    tenant.session.remap("raw", 6, 2)
+    with context.stream() as other, Reader(tenant, 13 * tenant.layers) as reader:
+        assert tenant.backend.adopt_stream(other) == other
+        for turn in range(13):
+            handle = other if turn % 2 else tenant.stream
+            one_pass(tenant, reader, handle, handle)
+        marks.wait(marks.mark(handle))
+        reader.check()
+
+
+def test_torchs_current_stream_is_the_default(real_gpu: Any, models: Any) -> None:
+    import torch
+    from rig import Rig
+
+    with Rig(real_gpu, models) as rig:
+        rig.session.remap("m", 4, 2)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(4):
+                rig.check()
+        torch.cuda.current_stream().wait_stream(stream)
+        rig.check()
+
+
+def test_a_stream_that_nobody_knows_is_refused(raw: Any) -> None:
+    tenant, _ = raw
+    event = tenant.backend.create_event()
+    try:
+        with pytest.raises(remap.InvalidArgument):
+            tenant.backend.record(event, 0x1234560)
+    finally:
+        tenant.backend.destroy_event(event)
+
+
+def test_waiting_on_a_stream_that_is_being_captured_is_refused(context: Any, raw: Any) -> None:
+    """A copy cannot be part of a graph that outlives the change; the pass says so and can be run again."""
+    tenant, marks = raw
+    tenant.session.remap("raw", 4, 2)
+    with context.driver as driver:
+        # The bracket itself may refuse, or the first wait: either way nothing is left behind.
+        driver.begin_capture(tenant.stream)
+        try:
+            with pytest.raises(remap.Error) as caught:
+                tenant.run()
+        finally:
+            driver.abandon_capture(tenant.stream)
+    assert "captur" in str(caught.value)
+    with Reader(tenant, tenant.layers) as reader:
+        one_pass(tenant, reader, tenant.stream, tenant.handle)
+        marks.wait(marks.mark(tenant.handle))
+        reader.check()

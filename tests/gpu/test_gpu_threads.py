@@ -1,0 +1,122 @@
+"""Threads and devices: a context is nobody's duty but the backend's, and sessions do not disturb each other."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from rig import Reader, one_pass
+
+PASSES = 12
+
+
+def _serve(context: Any, seed: int, failures: list[BaseException]) -> None:
+    """A session of this thread's own: opened, changed and closed here."""
+    from bench.gpu.tenants import device_tenant
+
+    try:
+        rng = random.Random(seed)
+        with device_tenant(context, 6, 2 << 20) as (tenant, marks), Reader(tenant, PASSES * 6) as reader:
+            for _ in range(PASSES):
+                one_pass(tenant, reader, tenant.stream, tenant.handle)
+                tenant.session.remap("raw", rng.randrange(5), 1)
+            marks.wait(marks.mark(tenant.handle))
+            reader.check()
+            tenant.session.check()
+    except BaseException as error:  # noqa: BLE001 - carried to the test's own thread
+        failures.append(error)
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive(), "a thread hangs"
+
+
+def test_two_threads_with_a_session_each(context: Any) -> None:
+    failures: list[BaseException] = []
+    _join([threading.Thread(target=_serve, args=(context, seed, failures)) for seed in (1, 2)])
+    assert failures == []
+
+
+def test_a_session_is_used_from_a_thread_without_a_context(raw: Any) -> None:
+    """Opened on one thread; passes and changes on another, which has never made a CUDA call."""
+    tenant, marks = raw
+    failures: list[BaseException] = []
+
+    def use() -> None:
+        try:
+            with Reader(tenant, 3 * tenant.layers) as reader:
+                for alpha in (4, 2, 0):
+                    tenant.session.remap("raw", alpha, 1)
+                    one_pass(tenant, reader, tenant.stream, tenant.handle)
+                marks.wait(marks.mark(tenant.handle))
+                reader.check()
+        except BaseException as error:  # noqa: BLE001 - carried to the test's own thread
+            failures.append(error)
+
+    _join([threading.Thread(target=use)])
+    assert failures == []
+    marks.reset()
+
+
+SECOND_DEVICE = """
+import ctypes
+import threading
+import numpy as np
+import remap
+from bench.gpu.driver import Driver
+from remap import _core
+
+SIZE = 1 << 20
+seen = []
+
+def use():
+    spec = remap.KVSpec(layers=3, kv_heads=1, head_dim=64, min_blocks=1, max_blocks=4000)
+    layers = [np.full(SIZE, value, np.uint8) for value in range(3)]
+    backend = _core.make_cuda_backend(1)
+    with Driver(device=1) as driver, driver.stream() as stream:
+        host, event = backend.allocate_host(SIZE), backend.create_event()
+        with remap.Session("32MiB", device="cuda:1", backend=backend) as session:
+            tenant = session.attach_bytes(layers, name="raw", kv=spec)
+            session.remap("raw", 1, 1)
+            handle = backend.adopt_stream(stream)
+            for layer in range(3):
+                with tenant.forward(stream=stream):
+                    tenant.wait(layer)
+                    backend.copy(handle, host, session.layer_address("raw", layer), SIZE)
+                    tenant.done(layer)
+                    backend.record(event, handle)
+                assert backend.synchronize(event, 20.0)
+                seen.append(set(ctypes.string_at(host, SIZE)) == {layer})
+        backend.destroy_event(event)
+        backend.free_host(host, SIZE)
+    seen.append(backend.device_index == 1)
+
+if len(_core.probe_cuda()["devices"]) < 2:
+    print("one device")
+else:
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    print("second device", seen)
+"""
+
+
+def test_another_device_from_another_thread(gpu: Any) -> None:
+    environment = {**os.environ, "REMAP_EMULATED_DEVICES": "2"}
+    done = subprocess.run(
+        [sys.executable, "-c", SECOND_DEVICE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    if "one device" in done.stdout:
+        pytest.skip("there is one GPU")
+    assert done.stdout.strip() == f"second device {[True] * 4}"

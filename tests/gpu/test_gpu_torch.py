@@ -1,0 +1,131 @@
+"""Beside torch: its caching allocator, expandable segments, captured graphs, compiled layers and NVTX."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from conftest import ROOT
+from rig import Rig
+
+SCRIPT = """
+import sys
+sys.path[:0] = ["tests/python", "tests/gpu"]
+from types import SimpleNamespace
+import models
+import torch
+from rig import Rig
+
+device = sys.argv[1]
+with Rig(SimpleNamespace(torch=device, emulated=device == "cpu"), models) as rig:
+    held = [torch.full((1 << 20,), float(i), device=device) for i in range(8)]
+    for alpha in (0, 3, 5, 1, 0):
+        rig.session.remap("m", alpha, 1)
+        del held[::2]
+        held += [torch.full((3 << 18,), 9.0, device=device) for _ in range(4)]
+        rig.check()
+        if device != "cpu":
+            torch.cuda.empty_cache()
+        rig.check()
+    assert all(bool((tensor == tensor[0]).all()) for tensor in held)
+print("bit-identical")
+"""
+
+
+def _run(gpu: Any, **environment: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, gpu.torch],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "bit-identical" in done.stdout
+
+
+def test_beside_the_caching_allocator(real_gpu: Any, models: Any) -> None:
+    _run(real_gpu)
+
+
+@pytest.mark.slow
+def test_beside_expandable_segments(real_gpu: Any, models: Any) -> None:
+    settings = "expandable_segments:True"
+    _run(real_gpu, PYTORCH_ALLOC_CONF=settings, PYTORCH_CUDA_ALLOC_CONF=settings)
+
+
+def test_with_nvtx_ranges(gpu: Any, models: Any) -> None:
+    _run(gpu, REMAP_NVTX="1")
+
+
+def test_graphs_stay_valid_over_every_change(real_gpu: Any, context: Any) -> None:
+    """Captured once, with nothing remapped; replayed for every alpha and beta, at once after each change."""
+    from bench.gpu.measures.graphs import graphs_over_alpha
+
+    context.until = float("inf")
+    figures = list(graphs_over_alpha(context))
+    assert [(each.value, each.n > 20) for each in figures] == [(0, True)]
+
+
+def test_decode_graphs_of_the_engine_stay_valid(real_gpu: Any, models: Any) -> None:
+    """The engine's captured decode steps give the tokens of eager passes while layers come and go, and capture nothing anew."""
+    import torch
+
+    import remap
+    from remap.engine import LLMEngine, Request, SamplingParams
+
+    requests = [Request(f"r{i}", tuple(range(3 + i, 20 + 2 * i)), SamplingParams(max_tokens=24)) for i in range(4)]
+    tokens: dict[str, dict[str, tuple[int, ...]]] = {}
+    for graphs in ("eager", "cuda"):
+        model = models.make("llama", dtype=torch.float32).to("cuda")
+        with remap.Session("128MiB", device="cuda:0") as session:
+            spec = models.kv_spec(model, block_tokens=16, max_blocks=4000, min_blocks=32)
+            tenant = session.attach(model, name="m", kv=spec)
+            engine = LLMEngine(
+                model, tenant, max_num_seqs=4, max_batch_tokens=128, runner="gpu", attention="triton", graphs=graphs
+            )
+            engine.warm_up([1, 2, 4])
+            captured = engine.runner.stats["captured"]
+            for request in requests:
+                engine.add_request(request)
+            outputs: dict[str, tuple[int, ...]] = {}
+            step = 0
+            while engine.unfinished:
+                if graphs == "cuda":
+                    session.remap("m", step % (models.LAYERS - 1), 1)
+                step += 1
+                outputs.update((each.id, each.tokens) for each in engine.step().finished)
+            assert engine.runner.stats["captured"] == captured
+            if graphs == "cuda":
+                assert captured > 0
+                assert engine.runner.stats["whole"] > 0
+                assert engine.runner.stats["piecewise"] > 0
+            tokens[graphs] = outputs
+    assert tokens["cuda"] == tokens["eager"]
+
+
+@pytest.mark.slow
+def test_compiled_layers(gpu: Any, models: Any) -> None:
+    """torch.compile'd layers between wait and done: compiled code reads weights at addresses that do not change.
+
+    On the emulated driver the graph is traced but not compiled to machine code, which takes long and adds nothing there.
+    """
+    backend = "eager" if gpu.emulated else "inductor"
+    with Rig(gpu, models) as rig:
+        torch = rig.torch
+        for layer in models.layers_of(rig.model):
+            layer.forward = torch.compile(layer.forward, backend=backend)
+        try:
+            expected = rig.logits()
+            assert torch.allclose(expected, rig.expected, rtol=1e-3, atol=1e-3)
+            for alpha, buffers in ((3, 1), (4, 2), (1, 1), (0, 1)):
+                rig.session.remap("m", alpha, buffers)
+                for _ in range(2):
+                    assert torch.equal(rig.logits(), expected)
+        finally:
+            for layer in models.layers_of(rig.model):
+                del layer.forward
