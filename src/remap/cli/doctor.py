@@ -1,41 +1,50 @@
-"""What `remap doctor` looks at: what the host backend needs, what makes it faster, what the demo needs."""
+"""What `remap doctor` looks at: what the host backend needs, what makes it faster, what the demo needs, and the GPU."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import platform
+import resource
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
+from typing import Any
 
 from remap.errors import Error, InvalidArgument
+from remap.sizes import show_size
 
-from . import smollm2
+from . import doctor_cuda, smollm2
+from .finding import Finding, read_text
 
-__all__ = ["Finding", "findings"]
+__all__ = ["Finding", "findings", "report"]
 
-
-@dataclass(frozen=True)
-class Finding:
-    """level: "ok", "note" (works, could be better) or "bad" (does not work). found: what was seen, and what to do."""
-
-    level: str
-    what: str
-    found: str
+PAGE_BYTES = 2 << 20
 
 
-def findings() -> Iterator[Finding]:
-    """All findings, cheap ones first. Opens a small arena for a moment; changes nothing."""
+def findings(seen: doctor_cuda.Seen) -> Iterator[Finding]:
+    """All findings, the host's first. Opens a small arena for a moment; changes nothing. seen: what is there of CUDA."""
     yield Finding("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.release()}")
     yield _arena()
-    yield _mappings()
-    yield _huge_pages()
+    yield mappings(read_text("/proc/sys/vm/max_map_count"), read_text("/proc/meminfo"))
+    yield huge_pages(read_text("/sys/kernel/mm/transparent_hugepage/shmem_enabled"))
+    yield memlock(*resource.getrlimit(resource.RLIMIT_MEMLOCK))
     yield _cores()
-    for package in ("torch", "transformers"):
-        yield _package(package)
+    yield from doctor_cuda.findings(seen)
+    yield from _packages(gpu=seen.has_gpu)
     yield _model()
+
+
+def report(seen: doctor_cuda.Seen, found: list[Finding]) -> dict[str, Any]:
+    """What `remap doctor --json` prints: {"remap", "ok", "findings": [{level, what, found, fix}], "cuda"}, where "cuda" has
+    the probe as it came and the measured links, in bytes and seconds."""
+    import remap
+
+    return {
+        "remap": remap.__version__,
+        "ok": all(finding.level != "bad" for finding in found),
+        "findings": [{"level": f.level, "what": f.what, "found": f.found, "fix": f.fix} for f in found],
+        "cuda": seen.as_dict(),
+    }
 
 
 def _arena() -> Finding:
@@ -49,44 +58,74 @@ def _arena() -> Finding:
     return Finding("ok", "host arena", f"opened 16 MiB in {pages} pages")
 
 
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
-
-
-def _mappings() -> Finding:
-    limit = _read("/proc/sys/vm/max_map_count")
+def mappings(limit: str | None, meminfo: str | None) -> Finding:
+    """limit: what /proc/sys/vm/max_map_count says. A page of a host arena (or of the emulated driver) that is mapped on
+    its own takes one kernel mapping, and every page has two views; a GPU's driver maps pages in the device's own tables."""
+    what = "vm.max_map_count"
     if limit is None:
-        return Finding("note", "vm.max_map_count", "not readable; a large arena may meet a limit")
-    # A page that is mapped on its own takes a mapping; two views of each, in pages of 2 MiB.
-    reach = int(limit) * 2 // 2 // 1024
-    return Finding("ok", "vm.max_map_count", f"{limit}: arenas up to about {reach} GiB in 2 MiB pages")
+        return Finding("note", what, "not readable; a large host arena may meet a limit")
+    reach = int(limit) // 2 * PAGE_BYTES
+    found = f"{limit}: host arenas up to about {show_size(reach >> 30 << 30)} in {show_size(PAGE_BYTES)} pages"
+    rows = [row.split() for row in (meminfo or "").splitlines()]
+    memory = next((int(row[1]) * 1024 for row in rows if row[:1] == ["MemTotal:"] and len(row) > 1), 0)
+    if memory > reach:
+        needed = -(-memory // PAGE_BYTES) * 2
+        fix = f"for an arena of all {show_size(memory)}: as root, `sysctl -w vm.max_map_count={needed}`; or larger page_bytes"
+        return Finding("note", what, found, fix)
+    return Finding("ok", what, found)
 
 
-def _huge_pages() -> Finding:
-    setting = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+def huge_pages(setting: str | None) -> Finding:
+    """setting: the kernel's line such as "always within_size advise [never] deny force"."""
+    what = "huge pages for shared memory"
     if setting is None:
-        return Finding("note", "huge pages for shared memory", "not offered by this kernel; 4 KiB pages are used")
+        return Finding("note", what, "not offered by this kernel; host arenas use 4 KiB pages")
     chosen = setting[setting.find("[") + 1 : setting.find("]")]
     if chosen in ("always", "within_size", "advise", "force"):
-        return Finding("ok", "huge pages for shared memory", chosen)
+        return Finding("ok", what, chosen)
     advice = "as root, `echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled` makes mapping cheaper"
-    return Finding("note", "huge pages for shared memory", f"{chosen}; {advice}")
+    return Finding("note", what, chosen, advice)
+
+
+def memlock(soft: int, hard: int) -> Finding:
+    """soft, hard: RLIMIT_MEMLOCK in bytes, or resource.RLIM_INFINITY."""
+    if soft == resource.RLIM_INFINITY:
+        return Finding("ok", "memlock", "unlimited")
+    most = "unlimited" if hard == resource.RLIM_INFINITY else show_size(hard)
+    return Finding(
+        "ok",
+        "memlock",
+        f"{show_size(soft)} (at most {most}); page-locking goes through the GPU's driver, which does not count against it",
+        "a NIC's own registrations (RDMA) do count: for those, `ulimit -l unlimited` before the process starts",
+    )
 
 
 def _cores() -> Finding:
     cores = len(os.sched_getaffinity(0))
     if cores < 2:
-        return Finding("note", "cores", "1: copies take their time from the computation")
+        return Finding("note", "cores", "1: on the CPU, copies take their time from the computation")
     return Finding("ok", "cores", str(cores))
 
 
-def _package(name: str) -> Finding:
-    if importlib.util.find_spec(name) is None:
-        return Finding("note", name, "not installed; the engine and the demo need it: pip install 'remap[torch,demo]'")
-    return Finding("ok", name, metadata.version(name))
+def _packages(gpu: bool) -> Iterator[Finding]:
+    for name in ("torch", "transformers"):
+        if importlib.util.find_spec(name) is None:
+            fix = "the engine and the demo need it: pip install 'remap[torch,demo]'"
+            yield Finding("note", name, "not installed", fix)
+        elif name == "torch" and gpu:
+            import torch  # takes seconds, so only here: the version alone does not say whether it was built for CUDA
+
+            yield torch_build(torch.__version__, torch.version.cuda)
+        else:
+            yield Finding("ok", name, metadata.version(name))
+
+
+def torch_build(version: str, cuda: str | None) -> Finding:
+    """torch beside a GPU. version, cuda: `torch.__version__` and `torch.version.cuda`, None in a build without CUDA."""
+    if cuda is None:
+        fix = "models on a GPU need a build with CUDA (https://pytorch.org/get-started); without torch, attach_bytes works"
+        return Finding("note", "torch", f"{version}, built without CUDA", fix)
+    return Finding("ok", "torch", f"{version}, built for CUDA {cuda}")
 
 
 def _model() -> Finding:

@@ -64,15 +64,27 @@ def demo(
 
 
 @app.command()
-def doctor() -> None:
-    """Check what this machine offers, and what it lacks for the demo."""
-    from .doctor import findings
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+) -> None:
+    """Check what this machine offers: host memory, GPUs and their driver, and what the demo lacks."""
+    import json
 
-    console = Console()
-    failed = False
-    for finding in findings():
-        mark = {"ok": "[green]ok  [/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad [/red]"}[finding.level]
-        console.print(mark, end=" ")
-        console.print(f"{finding.what}: {finding.found}", markup=False, highlight=False)
-        failed |= finding.level == "bad"
-    raise typer.Exit(1 if failed else 0)
+    from . import doctor as inspection
+    from .doctor_cuda import look
+
+    seen = look()
+    found = list(inspection.findings(seen))
+    if as_json:
+        typer.echo(json.dumps(inspection.report(seen, found), indent=2))
+    else:
+        console = Console(soft_wrap=True)
+        for finding in found:
+            mark = {"ok": "[green]ok  [/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad [/red]"}[
+                finding.level
+            ]
+            console.print(mark, end=" ")
+            console.print(f"{finding.what}: {finding.found}", markup=False, highlight=False)
+            if finding.fix:
+                console.print(f"       {finding.fix}", style="dim", markup=False, highlight=False)
+    raise typer.Exit(1 if any(finding.level == "bad" for finding in found) else 0)

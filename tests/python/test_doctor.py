@@ -1,0 +1,359 @@
+"""`remap doctor`: what it says about a driver that is missing, old, emulated or working, and what to do about each."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from subprocesses import expect_ok
+from typer.testing import CliRunner
+
+from remap import _core
+from remap.cli import doctor, doctor_cuda, doctor_link
+from remap.cli.doctor_cuda import Seen
+from remap.cli.doctor_link import Link
+from remap.cli.finding import Finding
+from remap.cli.main import app
+from remap.errors import DriverError, Error, LimitExceeded, OutOfMemory
+
+MIB, GIB = 1 << 20, 1 << 30
+DEVICE: Mapping[str, Any] = {
+    "index": 0,
+    "name": "a device",
+    "total_bytes": 80 * GIB,
+    "free_bytes": 79 * GIB,
+    "vmm": True,
+    "granularity": 2 * MIB,
+    "recommended_granularity": 2 * MIB,
+    "posix_fd": True,
+    "fabric": False,
+    "gpu_direct_rdma": True,
+    "read_only_host_register": True,
+    "coherent": False,
+    "integrated": False,
+    "compute_capability": (9, 0),
+    "pcie": (0, 0x41, 0),
+}
+PROBE: Mapping[str, Any] = {
+    "library": "libcuda.so.1",
+    "driver_version": 13000,
+    "emulated": False,
+    "host_budget_bytes": 200 * GIB,
+    "devices": [DEVICE],
+}
+SLOT = {
+    "current_link_speed": "32.0 GT/s PCIe",
+    "current_link_width": "16",
+    "max_link_speed": "32.0 GT/s PCIe",
+    "max_link_width": "16",
+}
+GOOD_LINK = Link(32 * MIB, 55e9, 54e9, True)
+
+
+def seen(device: Mapping[str, Any] | None = None, probe: Mapping[str, Any] | None = None, **changes: Any) -> Seen:
+    """A machine with one good device, changed as told."""
+    whole = {**PROBE, "devices": [{**DEVICE, **(device or {})}], **(probe or {})}
+    return Seen(**{"probe": whole, "links": {0: GOOD_LINK}, "slots": {0: SLOT}, **changes})
+
+
+def by_subject(state: Seen) -> dict[str, Finding]:
+    found = list(doctor_cuda.findings(state))
+    assert len({finding.what for finding in found}) == len(found)
+    # What is not as it should be says what to do about it.
+    assert all(finding.fix for finding in found if finding.level != "ok"), found
+    return {finding.what: finding for finding in found}
+
+
+def test_a_good_machine_has_nothing_to_fix() -> None:
+    found = by_subject(seen(environment={"REMAP_DEVICE": "cuda:0"}, kernel_module="NVRM version: 580.65.06"))
+    assert {finding.level for finding in found.values()} == {"ok"}
+    assert found["cuda driver"].found == "libcuda.so.1, CUDA 13.0, NVRM version: 580.65.06"
+    assert found["cuda:0"].found == "a device, compute capability 9.0, 80 GiB, 79 GiB free"
+    assert found["cuda:0 pages"].found == "multiples of 2 MiB, 2 MiB recommended"
+    assert found["cuda:0 sharing"].found.startswith("pages can be exported as posix_fd; NICs may register")
+    assert found["cuda:0 link"].found == (
+        "to the device 55.0 GB/s, back 54.0 GB/s (32 MiB, page-locked); PCIe at 32.0 GT/s x16 carries 63.0 GB/s"
+    )
+    assert found["page-locked memory"].found.startswith("200 GiB")
+    assert found["device of a session"].found == "cuda:0 (REMAP_DEVICE)"
+
+
+MISSING = DriverError("cannot load libcuda.so.1: no such file", library="libcuda.so.1")
+
+
+@pytest.mark.parametrize(
+    ("state", "advice"),
+    [
+        (Seen(error=MISSING), "for device='cuda' only: install NVIDIA's driver"),
+        (Seen(error=MISSING, device_files=True), "docker run --gpus all"),
+        (Seen(error=MISSING, environment={"REMAP_LIBCUDA": "/a/b.so"}), "REMAP_LIBCUDA=/a/b.so decides"),
+        (Seen(error=DriverError("cuInit: no device", call="cuInit", code=100)), "nvidia-smi"),
+        (
+            Seen(error=DriverError("too old", library="libcuda.so.1", found=11020, needed=12000)),
+            "update NVIDIA's driver",
+        ),
+    ],
+)
+def test_no_driver_is_a_note_with_the_way_out(state: Seen, advice: str) -> None:
+    found = by_subject(state)
+    assert set(found) == {"cuda driver", "device of a session"}
+    assert found["cuda driver"].level == "note"
+    assert found["cuda driver"].found == str(state.error)
+    assert advice in found["cuda driver"].fix
+    assert found["device of a session"] == Finding("ok", "device of a session", "cpu (REMAP_DEVICE is not set)")
+
+
+def test_no_driver_is_bad_where_cuda_was_asked_for() -> None:
+    found = by_subject(Seen(error=MISSING, environment={"REMAP_DEVICE": "cuda"}))
+    assert (found["cuda driver"].level, found["device of a session"].level) == ("bad", "bad")
+    assert found["device of a session"].found == "REMAP_DEVICE=cuda, but usable devices are: none"
+
+
+def test_a_device_without_virtual_memory_management_is_not_usable() -> None:
+    found = by_subject(seen({"vmm": False}, links={}))
+    assert "cuda:0 pages" not in found
+    assert found["cuda:0 virtual memory"].level == "note"
+    assert found["device of a session"].fix == ""
+    found = by_subject(seen({"vmm": False}, links={}, environment={"REMAP_DEVICE": "cuda:0"}))
+    assert found["cuda:0 virtual memory"].level == "bad"
+    assert found["device of a session"].found == "REMAP_DEVICE=cuda:0, but usable devices are: none"
+
+
+def test_a_device_that_another_process_has_to_itself() -> None:
+    full = by_subject(seen({"free_bytes": 0}, links={0: OutOfMemory("device full")}))
+    assert (full["cuda:0"].level, full["cuda:0 link"].level) == ("note", "note")
+    assert "compute mode" in full["cuda:0"].fix
+
+
+def test_a_driver_that_counts_no_device() -> None:
+    none = {"devices": []}
+    assert "docker run --gpus all" in by_subject(seen(probe=none))["cuda devices"].fix
+    hidden = by_subject(seen(probe=none, environment={"CUDA_VISIBLE_DEVICES": ""}))["cuda devices"]
+    assert (hidden.level, "CUDA_VISIBLE_DEVICES='' hides devices" in hidden.fix) == ("note", True)
+
+
+def test_the_emulated_driver_shows_no_rate_and_says_what_it_proves() -> None:
+    found = by_subject(seen(probe={"emulated": True, "library": "/x/libremap_emulated_cuda.so"}))
+    assert found["cuda driver"].level == "note"
+    assert "order and bookkeeping, not speed" in found["cuda driver"].found
+    assert "unset REMAP_LIBCUDA" in found["cuda driver"].fix
+    assert "GB/s" not in found["cuda:0 link"].found
+
+
+def test_a_coherent_device_says_what_is_used_and_its_slot_is_not_its_link() -> None:
+    found = by_subject(seen({"coherent": True}, links={0: Link(32 * MIB, 300e9, 290e9, True)}))
+    assert "registered all the same" in found["cuda:0 coherence"].found
+    assert "PCIe" not in found["cuda:0 link"].found
+    assert "cuda:0 coherence" not in by_subject(seen())
+
+
+def test_a_budget_below_the_device_is_a_note() -> None:
+    assert by_subject(seen(probe={"host_budget_bytes": 80 * GIB}))["page-locked memory"].level == "ok"
+    small = by_subject(seen(probe={"host_budget_bytes": 80 * GIB - 1}))["page-locked memory"]
+    assert (small.level, "host_budget" in small.fix) == ("note", True)
+
+
+@pytest.mark.parametrize(("capability", "noted"), [((6, 0), False), ((7, 0), True), ((7, 2), True), ((7, 5), False)])
+def test_volta_is_told_of_kvcacheds_report(capability: tuple[int, int], noted: bool) -> None:
+    assert ("cuda:0 re-pointing" in by_subject(seen({"compute_capability": capability}))) == noted
+
+
+def test_integrated_and_larger_recommended_granularity() -> None:
+    found = by_subject(seen({"integrated": True, "recommended_granularity": 32 * MIB}))
+    assert found["cuda:0 memory"].level == "note"
+    assert found["cuda:0 pages"].fix == "Session(page_bytes='32MiB') if mapping is slow"
+
+
+@pytest.mark.parametrize(
+    ("link", "slot", "level", "text"),
+    [
+        (Link(MIB, 55e9, 54e9, True), {}, "ok", "55.0 GB/s"),
+        (Link(MIB, 25e9, 25e9, True), {**SLOT, "current_link_width": "8"}, "note", "32.0 GT/s x8 carries 31.5"),
+        (Link(MIB, 25e9, 25e9, True), {**SLOT, "current_link_speed": "16.0 GT/s PCIe"}, "note", "16.0 GT/s x16"),
+        (Link(MIB, 20e9, 55e9, True), SLOT, "note", "carries 63.0"),
+        # A virtual machine's files may describe anything: a link that carried more than they allow is not theirs.
+        (Link(MIB, 55e9, 54e9, True), {**SLOT, "current_link_width": "1"}, "ok", "55.0 GB/s"),
+        (Link(MIB, 55e9, 54e9, True), {**SLOT, "current_link_speed": "Unknown"}, "ok", "55.0 GB/s"),
+        (Link(MIB, 55e9, 54e9, False), SLOT, "bad", "came back different"),
+        (None, SLOT, "note", "not measured"),
+        (OutOfMemory("device full"), SLOT, "note", "not measured: device full"),
+        (LimitExceeded("host budget"), SLOT, "note", "not measured: host budget"),
+        (DriverError("launch failed"), SLOT, "bad", "not measured: DriverError: launch failed"),
+    ],
+)
+def test_the_link_is_judged_by_what_its_lanes_carry(link: Any, slot: dict[str, str], level: str, text: str) -> None:
+    found = doctor_link.link_finding("cuda:0 link", link, slot, emulated=False, blocked="bad")
+    assert (found.level, text in found.found) == (level, True), found
+    assert bool(found.fix) == (level != "ok")
+
+
+def test_the_measurement_copies_checks_and_gives_everything_back() -> None:
+    backend = _core.make_host_backend(MIB, MIB)
+    link = doctor_link.measure_link(backend, nbytes=MIB, seconds=0.0)
+    assert (link.bytes, link.equal) == (MIB, True)
+    assert min(link.to_device, link.to_host) > 0
+    assert set(backend.usage().values()) == {0}
+
+
+def test_a_measurement_that_fails_gives_everything_back() -> None:
+    backend = _core.make_fault_backend(_core.make_host_backend(MIB, MIB))
+    doctor_link.measure_link(backend, nbytes=MIB, seconds=0.0)
+    # What gives back comes last; a driver that refuses that, too, leaves something, and nobody could do more.
+    calls = backend.calls() - 8
+    for nth in range(1, calls + 1):
+        backend.arm_any(nth)
+        with pytest.raises(Error):
+            doctor_link.measure_link(backend, nbytes=MIB, seconds=0.0)
+        backend.disarm()
+        assert set(backend.usage().values()) == {0}, nth
+    backend.fail_async_copy(1)
+    with pytest.raises(Error):
+        doctor_link.measure_link(backend, nbytes=MIB, seconds=0.0)
+    backend.disarm()
+    assert set(backend.usage().values()) == {0}
+
+
+def test_rates_of_one_lane() -> None:
+    speeds = ("2.5 GT/s PCIe", "5.0 GT/s PCIe", "8.0 GT/s PCIe", "16.0 GT/s PCIe", "32.0 GT/s PCIe", "64.0 GT/s PCIe")
+    rates = [round(doctor_link.lane_rate(speed) / 1e6) for speed in speeds]
+    assert rates == [250, 500, 985, 1969, 3938, 7562]
+    assert doctor_link.lane_rate("Unknown") == doctor_link.lane_rate("") == 0.0
+
+
+def test_a_slot_that_is_not_there_has_no_files() -> None:
+    assert doctor_link.read_slot(0xFFFF, 0xFF, 0x1F) == {}
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU"])
+def test_a_device_name_that_means_nothing_is_bad(name: str) -> None:
+    found = by_subject(seen(environment={"REMAP_DEVICE": name}))["device of a session"]
+    assert (found.level, found.fix) == ("bad", "set it to cpu, cuda, or cuda:N")
+
+
+def test_a_device_that_is_not_there_is_bad_and_the_others_are_named() -> None:
+    found = by_subject(seen(environment={"REMAP_DEVICE": "cuda:1"}))["device of a session"]
+    assert (found.level, found.found) == ("bad", "REMAP_DEVICE=cuda:1, but usable devices are: cuda:0")
+
+
+def test_the_map_count_limit_against_the_machines_memory() -> None:
+    memory = "MemTotal:       268435456 kB\nMemFree:  1 kB\n"  # 256 GiB
+    small = doctor.mappings("65530", memory)
+    assert small.level == "note"
+    assert small.found == "65530: host arenas up to about 63 GiB in 2 MiB pages"
+    assert "vm.max_map_count=262144" in small.fix
+    assert doctor.mappings("262144", memory).level == "ok"
+    assert doctor.mappings("65530", None).level == "ok"
+    assert doctor.mappings(None, memory).level == "note"
+
+
+def test_memlock_and_huge_pages() -> None:
+    endless = resource.RLIM_INFINITY
+    assert doctor.memlock(endless, endless).found == "unlimited"
+    assert doctor.memlock(8 * MIB, endless).found.startswith("8 MiB (at most unlimited)")
+    assert doctor.huge_pages("always within_size [advise] never deny force").level == "ok"
+    never = doctor.huge_pages("always within_size advise [never] deny force")
+    assert (never.level, never.found, "echo advise" in never.fix) == ("note", "never", True)
+    assert doctor.huge_pages(None).level == "note"
+
+
+def test_torch_beside_a_gpu() -> None:
+    assert doctor.torch_build("2.11.0+cu130", "13.0") == Finding("ok", "torch", "2.11.0+cu130, built for CUDA 13.0")
+    without = doctor.torch_build("2.13.0+cpu", None)
+    assert (without.level, "build with CUDA" in without.fix) == ("note", True)
+
+
+@pytest.mark.parametrize("library", ["/nonexistent/libcuda.so.1", "libm.so.6"], ids=["missing", "not CUDA"])
+def test_without_a_driver_the_command_succeeds_and_explains(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("REMAP_DEVICE", raising=False)
+    monkeypatch.setenv("REMAP_LIBCUDA", library)
+    result = CliRunner().invoke(app, ["doctor"])
+    assert result.exit_code == 0, result.output
+    assert "note cuda driver: " in result.output
+    assert library in result.output.partition("note cuda driver: ")[2].partition("\n")[0]
+    assert f"REMAP_LIBCUDA={library} decides what is loaded" in result.output
+
+
+def test_json_has_every_finding_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REMAP_LIBCUDA", "/nonexistent/libcuda.so.1")
+    monkeypatch.setenv("REMAP_DEVICE", "cuda:0")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 1  # cuda was asked for
+    report = json.loads(result.stdout)
+    assert set(report) == {"remap", "ok", "findings", "cuda"}
+    assert report["ok"] is False
+    assert {entry["what"] for entry in report["findings"] if entry["level"] == "bad"} == {
+        "cuda driver",
+        "device of a session",
+    }
+    assert report["cuda"]["probe"] is None
+    assert report["cuda"]["error"]
+    assert report["cuda"]["environment"] == {
+        "REMAP_DEVICE": "cuda:0",
+        "REMAP_LIBCUDA": "/nonexistent/libcuda.so.1",
+    }
+
+
+def test_json_of_a_working_device_is_plain_data() -> None:
+    state = seen(links={0: GOOD_LINK, 1: OutOfMemory("device full")})
+    report = json.loads(json.dumps(doctor.report(state, list(doctor_cuda.findings(state)))))
+    assert report["ok"] is True
+    assert report["cuda"]["probe"]["devices"][0]["compute_capability"] == [9, 0]
+    assert report["cuda"]["links"] == {
+        "0": {"bytes": 32 * MIB, "to_device": 55e9, "to_host": 54e9, "equal": True},
+        "1": {"error": "device full"},
+    }
+
+
+def test_the_emulated_device_is_probed_measured_and_left_as_it_was(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REMAP_LIBCUDA", emulated.path)
+    monkeypatch.setenv("REMAP_DEVICE", "cuda:0")
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    levels = {entry["what"]: entry["level"] for entry in report["findings"]}
+    assert "bad" not in levels.values()
+    assert levels["cuda driver"] == "note"
+    assert levels["cuda:0"] == levels["cuda:0 pages"] == levels["cuda:0 link"] == levels["device of a session"] == "ok"
+    (device,) = report["cuda"]["probe"]["devices"]
+    assert (device["granularity"], device["total_bytes"], device["vmm"]) == (64 << 10, 1 << 30, True)
+    assert report["cuda"]["links"]["0"]["equal"] is True
+    assert emulated.calls("cuMemcpyHtoDAsync") >= 1
+    assert emulated.pageable() == 0  # the copies were of page-locked memory
+
+
+@pytest.mark.parametrize(
+    ("entry", "code", "level"),
+    [
+        ("cuMemCreate", 2, "note"),
+        ("cuMemHostRegister", 2, "note"),
+        ("cuMemMap", 1, "bad"),
+    ],
+)
+def test_a_device_that_cannot_be_measured_says_why(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch, entry: str, code: int, level: str
+) -> None:
+    monkeypatch.setenv("REMAP_LIBCUDA", emulated.path)
+    monkeypatch.setenv("REMAP_DEVICE", "cuda:0")
+    emulated.arm(entry, 1, code)
+    state = doctor_cuda.look()
+    assert state.probe is not None
+    (link,) = (finding for finding in doctor_cuda.findings(state) if finding.what == "cuda:0 link")
+    assert link.level == level
+    assert entry in link.found
+
+
+def test_a_driver_that_is_too_old_names_both_versions(emulated: Any) -> None:
+    program = f"""
+import os
+os.environ.update(REMAP_LIBCUDA={emulated.path!r}, REMAP_EMULATED_DRIVER_VERSION="11080", REMAP_DEVICE="cpu")
+from remap.cli import doctor_cuda
+found = {{finding.what: finding for finding in doctor_cuda.findings(doctor_cuda.look())}}
+assert found["cuda driver"].level == "note", found
+assert "11.8" in found["cuda driver"].found and "12.0" in found["cuda driver"].found, found
+"""
+    expect_ok(program)

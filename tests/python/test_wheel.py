@@ -1,0 +1,108 @@
+"""One wheel imports everywhere: its module is linked with nothing of CUDA or torch, and fails readably without a driver.
+
+The checks are those of tools/wheel_check.py, which `make wheel-check` runs on a whole wheel in a clean environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from remap import _core
+from remap.errors import DriverError
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULE = Path(_core.__file__)
+
+
+def _load_checks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("wheel_check", ROOT / "tools" / "wheel_check.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+checks = _load_checks()
+
+
+@pytest.fixture
+def elftools() -> None:
+    pytest.importorskip(
+        "elftools", reason="pyelftools is not installed (it comes with auditwheel: pip install 'remap[dev]')"
+    )
+
+
+@pytest.mark.usefixtures("elftools")
+def test_the_module_is_linked_with_nothing_of_cuda_or_torch() -> None:
+    assert checks.foreign_links(MODULE) == []
+    needed, undefined = checks.linkage(MODULE)
+    assert any(name.startswith("libc.so") for name in needed), needed  # the reader sees what there is
+    assert "PyModule_Create2" in undefined or "PyModuleDef_Init" in undefined
+
+
+def test_what_counts_as_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = ["libc.so.6", "libcuda.so.1", "libtorch_cpu.so", "libstdc++.so.6"]
+    functions = ["cuInit", "cudaMalloc", "memcpy", "curl_easy_init", "_ZN5remap4cuda5ApiC1Ev", "cuMemMap"]
+    monkeypatch.setattr(checks, "linkage", lambda module: (libraries, functions))
+    expected = ["libcuda.so.1", "libtorch_cpu.so", "cuInit", "cudaMalloc", "cuMemMap"]
+    assert checks.foreign_links(MODULE) == expected
+
+
+@pytest.mark.usefixtures("elftools")
+def test_auditwheel_calls_a_wheel_of_it_manylinux(tmp_path: Path) -> None:
+    pytest.importorskip("auditwheel", reason="auditwheel is not installed: pip install 'remap[dev]'")
+    tag = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    wheel = tmp_path / f"remap-0-{tag}-{tag}-linux_{checks.os.uname().machine}.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.write(MODULE, f"remap/{MODULE.name}")
+        archive.writestr(
+            "remap-0.dist-info/WHEEL",
+            f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-linux_x86_64\n",
+        )
+        archive.writestr("remap-0.dist-info/METADATA", "Metadata-Version: 2.1\nName: remap\nVersion: 0\n")
+        archive.writestr("remap-0.dist-info/RECORD", f"remap/{MODULE.name},,\n")  # auditwheel looks at what is listed
+    assert checks.platform_tag(wheel).startswith("manylinux_")
+
+
+def test_it_imports_and_works_where_there_is_no_driver() -> None:
+    program = checks.installed_check()
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=checks.clean_environment(),
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_check_notices_a_foreign_library() -> None:
+    program = "import ctypes.util\nctypes.CDLL('libm.so.6')\n" + checks.installed_check().replace(
+        "libcudart", "libm.so"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=checks.clean_environment(),
+    )
+    assert done.returncode == 1
+    assert "importing remap loaded ['libm.so.6']" in done.stderr
+
+
+@pytest.mark.parametrize("library", ["/nonexistent/libcuda.so.1", "libm.so.6"], ids=["missing", "not CUDA"])
+def test_a_backend_without_a_driver_says_which_library_and_what_next(library: str) -> None:
+    for ask in (_core.probe_cuda, _core.make_cuda_backend):
+        with pytest.raises(DriverError) as caught:
+            ask(library=library)
+        assert caught.value.library == library
+        assert library in str(caught.value)
