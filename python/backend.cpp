@@ -82,11 +82,11 @@ void bind_contract(py::module_& module) {
            [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uint8_t value, std::size_t bytes) {
              b.fill(stream, to_address(to), value, bytes);
            }, ReleaseGil())
-      .def("create_event", &Backend::create_event)
-      .def("destroy_event", &Backend::destroy_event)
-      .def("record", &Backend::record)
-      .def("stream_wait", &Backend::stream_wait)
-      .def("query", &Backend::query)
+      .def("create_event", &Backend::create_event, ReleaseGil())
+      .def("destroy_event", &Backend::destroy_event, ReleaseGil())
+      .def("record", &Backend::record, ReleaseGil())
+      .def("stream_wait", &Backend::stream_wait, ReleaseGil())
+      .def("query", &Backend::query, ReleaseGil())
       .def("synchronize", &synchronize, py::arg("event"), py::arg("timeout_s"))
       .def("elapsed", &Backend::elapsed);
 }

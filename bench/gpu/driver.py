@@ -141,6 +141,15 @@ class Driver:
         access = _AccessDesc(_Location(_DEVICE, self._device), _READ_WRITE)
         self._call("cuMemSetAccess", _u64(address), _size(nbytes), ctypes.byref(access), _size(1))
 
+    def violations(self) -> list[str]:
+        """Rules of the driver API that the emulated driver has seen broken; a real driver does not tell."""
+        if not hasattr(self._library, "remapEmulatedViolations"):
+            return []
+        self._library.remapEmulatedViolations.restype = ctypes.c_uint64
+        self._library.remapEmulatedViolation.restype = ctypes.c_char_p
+        number = self._library.remapEmulatedViolations()
+        return [self._library.remapEmulatedViolation(_u64(index)).decode() for index in range(number)]
+
     # -- streams ---------------------------------------------------------------------------------------------------
 
     @contextmanager

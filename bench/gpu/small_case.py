@@ -12,8 +12,8 @@ import sys
 import remap
 
 from .context import MIB, Context
-from .registry import missing
-from .tenants import device_tenant
+from .registry import Wrong, missing
+from .tenants import DeviceTenant, device_tenant
 
 __all__ = ["main"]
 
@@ -29,7 +29,7 @@ def main() -> int:
             raw.session.remap("raw", alpha, buffers)
             blocks = raw.tenant.kv.allocate(raw.tenant.kv.free_blocks)
             if kernels:
-                _with_torch(raw.session, raw, blocks)
+                _with_torch(raw, blocks)
             raw.run()
             marks.wait(marks.mark(raw.handle))
             marks.reset()
@@ -40,12 +40,11 @@ def main() -> int:
     return 0
 
 
-def _with_torch(session: remap.Session, raw: object, blocks: list[int]) -> None:
+def _with_torch(raw: DeviceTenant, blocks: list[int]) -> None:
+    """A pass whose kernels sum up the layers' bytes and fill KV blocks, which must then hold what was written."""
     import torch
 
-    from .tenants import DeviceTenant
-
-    assert isinstance(raw, DeviceTenant)
+    session = raw.session
     stream = torch.cuda.ExternalStream(raw.stream)
     total = torch.zeros(1, device="cuda")
     torch.cuda.current_stream().synchronize()
@@ -63,7 +62,7 @@ def _with_torch(session: remap.Session, raw: object, blocks: list[int]) -> None:
     stream.synchronize()
     for index, tensor in enumerate(tensors):
         if not bool((tensor[:, ids] == index).all()):
-            raise AssertionError(f"layer {index}: KV blocks do not hold what was written")
+            raise Wrong(f"layer {index}: KV blocks do not hold what was written")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,8 @@ def render(report: Report) -> str:
         tail.insert(0, f"         {len(shown) - len(kept[: room - 1])} more figures are in the JSON")
         shown = kept[: room - 1]
     header = f"{'':{NAME_WIDTH}} {'value':>16} {'target':>12} {'met':>4} {'n':>5} {'median us':>12} {'p99 us':>12}"
-    return "\n".join([*head, header, *(_row(each, report.emulated) for each in shown), *tail])
+    rows = [header, *(_row(each, report.emulated) for each in shown)] if shown else []
+    return "\n".join([*head, *rows, *tail])
 
 
 def _row(each: Figure, emulated: bool) -> str:
@@ -100,10 +101,14 @@ def _skipped(skipped: Sequence[tuple[str, str]]) -> list[str]:
     """What was left out, by reason."""
     reasons: dict[str, list[str]] = {}
     for what, why in skipped:
-        reasons.setdefault(why, []).append(what)
-    lines = [_clip(f"skipped  {', '.join(names)}: {_one_line(why)}") for why, names in reasons.items()]
+        reasons.setdefault(_one_line(why), []).append(what)
+    most = 3 if len(reasons) <= 4 else 1
+    lines: list[str] = []
+    for why, names in reasons.items():
+        text = f"skipped  ({why}) {', '.join(names)}"
+        lines += textwrap.wrap(text, LINE_WIDTH, subsequent_indent=" " * 9, max_lines=most, placeholder=" ...")
     if len(lines) > MOST_SKIPPED:
-        lines[MOST_SKIPPED - 1 :] = [f"skipped  for {len(lines) - MOST_SKIPPED + 1} more reasons, see the JSON"]
+        lines[MOST_SKIPPED - 1 :] = [f"skipped  and more, see the JSON: {len(skipped)} things in all"]
     return lines
 
 

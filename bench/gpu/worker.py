@@ -17,7 +17,7 @@ from dataclasses import asdict
 from typing import IO, Any
 
 from .context import Context, Skip
-from .registry import Measure, all_measures, missing
+from .registry import Measure, Wrong, all_measures, missing
 
 __all__ = ["FAILED", "main"]
 
@@ -66,8 +66,12 @@ def _run(measure: Measure, context: Context, until: float, report: IO[str]) -> b
     context.until = now + takes
     say("begin", at=now, seconds=takes)
     try:
+        broken = context.driver.violations()
         for figure in measure.body(context):
             say("figure", figure=asdict(figure))
+        broken = context.driver.violations()[len(broken) :]
+        if broken:
+            raise Wrong(f"rules of the driver API were broken: {broken}")
     except Skip as skip:
         say("skip", reason=str(skip))
     except Exception as error:  # noqa: BLE001 - a boundary: whatever a measure raises is its entry in the report

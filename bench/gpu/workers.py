@@ -25,6 +25,7 @@ __all__ = ["WORKER", "Measured", "Workers", "listing"]
 WORKER = (sys.executable, "-m", "bench.gpu.worker")
 GRACE = 3.0  # times its estimate, and then some: after that a measure hangs
 GRACE_S = 15.0
+LAST_S = 10.0  # after the end of the time for measures, for the one that runs then
 LOG_TAIL = 400
 
 
@@ -64,26 +65,27 @@ class Workers:
         self._position = 0  # how far the report was read
         self._environment = dict(environment)
         self._command = [*command, *flags]
+        self._until = float("inf")
         self._over: set[str] = set()
         self._running: tuple[str, float] | None = None  # (measure, when it must be over)
 
     def run(self, names: Sequence[str], until: float) -> None:
         """Each of these measures, or why not. until: on time.monotonic."""
-        left = list(names)
+        left, self._until = list(names), until
         while left:
             if time.monotonic() >= until:
                 self.measured.skipped += [(name, "time: none was left") for name in left]
                 return
             self._over.clear()
-            status = self._one(left, until)
+            status = self._one(left)
             if not self._over:  # not even the first line came: another one would do no better
                 self.measured.errors.append(("worker", f"status {status} before it measured anything: {self._tail()}"))
                 return
             left = [name for name in left if name not in self._over]
 
-    def _one(self, names: Sequence[str], until: float) -> int | None:
+    def _one(self, names: Sequence[str]) -> int | None:
         """One worker, from its first measure to its end. Returns its exit status; None if it was stopped."""
-        command = [*self._command, "--report", str(self._report), "--until", str(until), *names]
+        command = [*self._command, "--report", str(self._report), "--until", str(self._until), *names]
         with self._log.open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -135,7 +137,8 @@ class Workers:
     def _take(self, entry: dict[str, Any]) -> None:
         name, kind = entry["measure"], entry["kind"]
         if kind == "begin":
-            self._running = (name, entry["at"] + GRACE * entry["seconds"] + GRACE_S)
+            late = entry["at"] + GRACE * entry["seconds"] + GRACE_S
+            self._running = (name, min(late, self._until + LAST_S))
         elif kind == "figure":
             self.measured.figures.append((name, Figure(**entry["figure"])))
         elif kind == "skip":

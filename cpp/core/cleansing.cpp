@@ -3,8 +3,8 @@
 // A page's bytes are touched by its tenant only, on streams that the arena does not know. So a page that goes from tenant A by
 // way of `free` to tenant B has two orders to keep, and neither may cost the host a wait:
 //   A's last writes before the zeroes.   A plan that frees pages names an event behind A's work (Ordering::after). The arena's
-//      own stream is made to wait for each of them (gather), so it is behind everybody who ever gave a page up, and one
-//      event recorded on it stands for all. Without that, A's kernels, enqueued long ago and not run yet, would write
+//      own stream is made to wait for each of them (gather), so it is behind everybody who ever gave a page up, and its
+//      last event stands for all. Without that, A's kernels, enqueued long ago and not run yet, would write
 //      into B's pages.
 //   The zeroes before B's first use.     Either the host waits for them, or they are enqueued on the stream behind which B
 //      does everything (Ordering::zero_on).
@@ -15,6 +15,9 @@
 // next. What remains is a plan that is undone: then the page returns to `free` with a fill of it still to come. undo_fills
 // puts the arena's stream behind that too, and marks the page as of unknown contents, so that whoever takes it has it zeroed
 // again, behind that stream.
+//
+// What cannot be mended here: if B's stream fails after the fill was enqueued and before it ran, the page is not zeroed, and
+// who goes on with B on another stream finds A's bytes. On a GPU nobody goes on: such a failure ends the context.
 //
 // strict mode waits for the zeroes in any case: an undone plan unmaps the pages, and no fill may be on its way then.
 #include <algorithm>
@@ -62,6 +65,7 @@ void Arena::drop_fill_stream() {
 void Arena::gather(EventHandle after) {
   open_fills();
   backend_->stream_wait(fill_stream_, after);
+  backend_->record(fill_event_, fill_stream_);
   gathered_ = true;
 }
 
@@ -100,11 +104,10 @@ std::size_t Arena::cleanse_on(const std::vector<Unclean>& pages, const Ordering&
   enqueued.reserve(pages.size());
   open_fills();  // undo_fills needs them
   if (gathered_) {
-    backend_->record(fill_event_, fill_stream_);
     try {
-      // A giver's stream that has failed must not take the taker's with it.
       gathered_ = !backend_->query(fill_event_);
     } catch (const Error&) {
+      // A giver's stream that has failed must not take the taker's with it.
       drop_fill_stream();
       throw;
     }

@@ -23,8 +23,8 @@ void Arena::declare_registered(const std::byte* address, std::size_t bytes) {
   const Error::Fields where = {{"address", number(number_of(address))}, {"bytes", number(bytes)}};
   const std::uintptr_t begin = number_of(address);
   if (bytes == 0 || begin + bytes < begin) {
-    throw Error(ErrorKind::invalid_argument, "A declared range has at least one byte and ends within the address space. Nothing changed.",
-                where);
+    throw Error(ErrorKind::invalid_argument,
+                "A declared range has at least one byte and ends within the address space. Nothing changed.", where);
   }
   if (undecided_) {
     throw Error(ErrorKind::invalid_state,

@@ -9,6 +9,13 @@
 //   * Bytes of a ring buffer: written by copies in the order of the copy stream; a copy is enqueued behind stream_wait for
 //     every event recorded by the buffer's stream readers, and only when it has no open host reader (schedule.open).
 //     Readers come after the copy's end event. So write -> read -> write are ordered on every path.
+//   * Uses of a layer that is resident (0) leave no trace here, on a stream or not: ready() and done() return at once. What
+//     comes behind them all the same: a copy into the layer's region, or into a ring made of its pages, is issued behind
+//     configure's `after`; its region is re-pointed by the executor's worker behind the same event. For host readers the
+//     caller's thread, which calls configure(), is behind them anyway.
+//   * A pass on a stream may be several passes ahead of the device. Nothing above depends on how far: wait() orders the
+//     stream behind the recording of the copy's end that is the last one now, and a copy is ordered behind the recordings of
+//     the buffer's readers that are the last ones now. Later recordings of the same events change neither.
 //   * A reader that was never closed (a pass abandoned between wait and done): a host reader ended, since the only way to
 //     get to begin_pass/end_pass is that its thread left the computation; a stream reader's kernels were enqueued before
 //     this call, so an event recorded now on its stream is behind them. No pass is in progress twice: one engine drives it.

@@ -207,7 +207,7 @@ class Arena {
   std::vector<std::pair<std::byte*, std::size_t>> leftovers_;  // empty reservations that the backend did not take back yet
   StreamHandle fill_stream_ = 0;  // made when a page first changes tenant, or becomes free behind an event
   EventHandle fill_event_ = 0;
-  bool gathered_ = false;         // fill_stream_ may still wait for somebody
+  bool gathered_ = false;         // fill_stream_ may still wait for somebody; fill_event_ is behind them all
   std::uint64_t epoch_ = 1;
   bool undecided_ = false;  // a plan is applied, and neither committed nor rolled back
   bool broken_ = false;

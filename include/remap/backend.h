@@ -150,6 +150,7 @@ class Backend {
   }
   // Work on one stream runs in order. A copy that fails makes its stream fail: every event recorded behind it reports
   // the error from query() and synchronize(), so a waiter gets an error and never hangs.
+  // A range that lies in a region must be mapped with the access that is needed (cuda refuses others with invalid_state).
   virtual void copy(StreamHandle stream, std::byte* to, const std::byte* from, std::size_t bytes) = 0;
   virtual void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) = 0;
 

@@ -33,7 +33,8 @@ struct CudaOptions {
 };
 
 // Pages are driver allocations (cuMemCreate), mapped by the driver's virtual memory calls into the device's primary context.
-// Works beside torch and other users of that context. No CUDA toolkit or driver is needed to build or to import.
+// Works beside torch and other users of that context. No CUDA toolkit or driver is needed to build or to import; drivers from
+// CUDA 12.0 on serve. Pages may have any aligned size; map() takes pages of one size.
 // Throws driver (with field `library` or `code`) where there is no driver, or one too old; invalid_argument for an unknown device.
 std::shared_ptr<Backend> make_cuda_backend(const CudaOptions& options);
 

@@ -82,7 +82,7 @@ class Streams:
             for target, source, nbytes in ranges:
                 self.backend.copy(stream, target, source, nbytes)
             self.wait(self.record(stream))
-        except Error:
+        except BaseException:  # an interrupt of the wait as well
             self._drop_mover()
             raise
         self._keep = None
@@ -102,7 +102,7 @@ class Streams:
                 self.backend.record(ended, stream)
                 self.wait(ended)
                 times.append(self.backend.elapsed(begun, ended))
-        except Error:
+        except BaseException:  # an interrupt of the wait as well
             self._drop_mover()
             raise
         self._keep = None

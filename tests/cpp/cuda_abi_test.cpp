@@ -19,7 +19,8 @@ constexpr bool alike() {
     if (!std::is_pointer_v<Ours> || !std::is_pointer_v<Theirs>) return false;
     using To = std::remove_pointer_t<Ours>;
     using From = std::remove_pointer_t<Theirs>;
-    constexpr bool scalars = (std::is_arithmetic_v<To> || std::is_enum_v<To>) && (std::is_arithmetic_v<From> || std::is_enum_v<From>);
+    constexpr bool scalars = (std::is_arithmetic_v<To> || std::is_enum_v<To>) &&
+                             (std::is_arithmetic_v<From> || std::is_enum_v<From>);
     if constexpr (scalars) {
       return sizeof(To) == sizeof(From) && std::is_floating_point_v<To> == std::is_floating_point_v<From> &&
              std::is_const_v<To> == std::is_const_v<From>;
@@ -72,7 +73,8 @@ SAME_PLACE(AllocationProperties, requested_handle_types, CUmemAllocationProp, re
 SAME_PLACE(AllocationProperties, location, CUmemAllocationProp, location);
 SAME_PLACE(AllocationProperties, win32_handle_metadata, CUmemAllocationProp, win32HandleMetaData);
 SAME_PLACE(AllocationProperties, flags, CUmemAllocationProp, allocFlags);
-static_assert(offsetof(AllocationProperties, flags.compression_type) == offsetof(CUmemAllocationProp, allocFlags.compressionType));
+static_assert(offsetof(AllocationProperties, flags.compression_type) ==
+              offsetof(CUmemAllocationProp, allocFlags.compressionType));
 static_assert(offsetof(AllocationProperties, flags.gpu_direct_rdma_capable) ==
               offsetof(CUmemAllocationProp, allocFlags.gpuDirectRDMACapable));
 static_assert(offsetof(AllocationProperties, flags.usage) == offsetof(CUmemAllocationProp, allocFlags.usage));

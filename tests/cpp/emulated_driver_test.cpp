@@ -29,6 +29,9 @@ void looking_up() {
   CHECK(version == 12000);
   CONTROL(remapEmulatedReset)();
   CHECK(CONTROL(remapEmulatedVersion)() > 0);
+  std::uint64_t names = 0;
+  while (CONTROL(remapEmulatedEntryPoint)(names) != nullptr) CHECK(entry_point(CONTROL(remapEmulatedEntryPoint)(names++)) != nullptr);
+  CHECK(names > 50);
 }
 
 void errors_have_names() {

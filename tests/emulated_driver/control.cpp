@@ -2,6 +2,7 @@
 #include "control.h"
 
 #include <cstring>
+#include <iterator>
 #include <string>
 
 #include "emulator.h"
@@ -108,6 +109,10 @@ std::uint64_t remapEmulatedCalls(const char* name) {
   Emulator& e = Emulator::instance();
   const Lock lock(e.mutex);
   return e.journal.calls(name);
+}
+
+const char* remapEmulatedEntryPoint(std::uint64_t index) {
+  return index < std::size(remap::emulated::kEntryPoints) ? remap::emulated::kEntryPoints[index].name : nullptr;
 }
 
 std::uint64_t remapEmulatedViolations() {

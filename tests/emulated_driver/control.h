@@ -24,6 +24,9 @@ REMAP_EMULATED_EXPORT void remapEmulatedDisarm();
 // Calls of one entry point since the last reset; of all for null. cuGetErrorName and cuGetErrorString are not counted.
 REMAP_EMULATED_EXPORT std::uint64_t remapEmulatedCalls(const char* name);
 
+// The names of the entry points, in order; null behind the last. One that has two versions comes twice.
+REMAP_EMULATED_EXPORT const char* remapEmulatedEntryPoint(std::uint64_t index);
+
 // Rule violations since the last reset. The text is valid until the calling thread asks again; null behind the last.
 REMAP_EMULATED_EXPORT std::uint64_t remapEmulatedViolations();
 REMAP_EMULATED_EXPORT const char* remapEmulatedViolation(std::uint64_t index);

@@ -64,6 +64,20 @@ def gpu() -> Gpu:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _no_rule_broken(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What the emulated driver calls a violation (a use after unmap, a wrong order, ...) fails the test it happens in."""
+    if "gpu" not in request.fixturenames or not request.getfixturevalue("gpu").emulated:
+        yield
+        return
+    from bench.gpu.driver import Driver
+
+    driver = Driver()
+    before = len(driver.violations())
+    yield
+    assert driver.violations()[before:] == []
+
+
 @pytest.fixture
 def real_gpu(gpu: Gpu) -> Gpu:
     """A real GPU that torch sees."""

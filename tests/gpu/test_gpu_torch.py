@@ -48,6 +48,7 @@ def _run(gpu: Any, **environment: str) -> None:
     assert "bit-identical" in done.stdout
 
 
+@pytest.mark.slow
 def test_beside_the_caching_allocator(real_gpu: Any, models: Any) -> None:
     _run(real_gpu)
 
@@ -58,6 +59,7 @@ def test_beside_expandable_segments(real_gpu: Any, models: Any) -> None:
     _run(real_gpu, PYTORCH_ALLOC_CONF=settings, PYTORCH_CUDA_ALLOC_CONF=settings)
 
 
+@pytest.mark.slow
 def test_with_nvtx_ranges(gpu: Any, models: Any) -> None:
     _run(gpu, REMAP_NVTX="1")
 
@@ -96,7 +98,8 @@ def test_decode_graphs_of_the_engine_stay_valid(real_gpu: Any, models: Any) -> N
             step = 0
             while engine.unfinished:
                 if graphs == "cuda":
-                    session.remap("m", step % (models.LAYERS - 1), 1)
+                    report = session.remap("m", step % (models.LAYERS - 1), 1)
+                    engine.scheduler.relocate(report.moved.get("m", {}))
                 step += 1
                 outputs.update((each.id, each.tokens) for each in engine.step().finished)
             assert engine.runner.stats["captured"] == captured

@@ -9,15 +9,29 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(params=["host", "trace", "limit", "fault", "stacked"])
-def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """Every backend in turn; the test must leave nothing in it."""
-    from contract import BACKENDS
+@pytest.fixture(params=["host", "trace", "limit", "fault", "stacked", "cuda", "cuda-stacked"])
+def backend_name(request: pytest.FixtureRequest) -> str:
+    """The backend that `backend` is."""
+    name: str = request.param
+    return name
 
-    made = BACKENDS[request.param]()
+
+@pytest.fixture
+def backend(backend_name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Every backend in turn; the test must leave nothing in it. On the emulated driver, it breaks no rule of the driver."""
+    import contract
+
+    if backend_name == "cuda-stacked":
+        monkeypatch.setattr(contract, "through_copies", True)
+    made = contract.BACKENDS[backend_name]()
     assert set(made.usage().values()) == {0}
     yield made
     assert set(made.usage().values()) == {0}, "the test left something behind"
+    if backend_name.startswith("cuda") and not contract.ON_GPU:
+        driver = contract.driver()
+        assert driver.violations() == []
+        assert set(driver.live()) == {"contexts"}  # the backend's own
+        driver.reset()
 
 
 @pytest.fixture
@@ -32,3 +46,4 @@ def emulated() -> Iterator[Any]:
     gc.collect()  # sessions that a failed call left in a cycle
     assert driver.violations() == []
     assert driver.live() == {}, "the test left something behind"
+    driver.reset()

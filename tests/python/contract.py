@@ -1,24 +1,49 @@
-"""What the two halves of the backend conformance suite share: the backends, and things made in them and taken back."""
+"""What the two halves of the backend conformance suite share: the backends, and things made in them and taken back.
+
+The cuda backend runs on the emulated driver, with pages of 64 KiB. With REMAP_TEST_CUDA=1 it runs on a GPU, and pages have
+its granularity, 2 MiB: not yet run on a GPU.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import pytest
+from emulated import Emulated, find
 
 from remap import _core
 
-PAGE = 64 << 10
+ON_GPU = os.environ.get("REMAP_TEST_CUDA") == "1"
+PAGE = (2 << 20) if ON_GPU else (64 << 10)
 PAGES = 16
 WAIT_S = 20.0
 Access = _core.Access
 
+# Set by the fixture for one backend of which the processor could see pages itself: tests look at them through copies all the
+# same, as they must on a GPU.
+through_copies = False
+
+
+@cache
+def driver() -> Emulated:
+    return Emulated(find())
+
 
 def host() -> Any:
     return _core.make_host_backend(PAGES * PAGE, PAGE, 1)
+
+
+def cuda() -> Any:
+    """A GPU with all of its memory, or an emulated one with 16 pages."""
+    if ON_GPU:
+        return _core.make_cuda_backend()
+    driver().configure(granularity=PAGE, memory=PAGES * PAGE)
+    return _core.make_cuda_backend(library=driver().path)
 
 
 def limited(inner: Any) -> Any:
@@ -33,13 +58,21 @@ def limited(inner: Any) -> Any:
     )
 
 
+def stacked(inner: Any) -> Any:
+    return _core.make_fault_backend(_core.make_trace_backend(limited(inner)))
+
+
 BACKENDS: dict[str, Callable[[], Any]] = {
     "host": host,
     "trace": lambda: _core.make_trace_backend(host()),
     "limit": lambda: limited(host()),
     "fault": lambda: _core.make_fault_backend(host()),
-    "stacked": lambda: _core.make_fault_backend(_core.make_trace_backend(limited(host()))),
+    "stacked": lambda: stacked(host()),
+    "cuda": cuda,
+    "cuda-stacked": lambda: stacked(cuda()),
 }
+# Those with room for 16 pages exactly.
+BOUNDED = set(BACKENDS) - ({"cuda"} if ON_GPU else set())
 
 
 @contextmanager
@@ -60,25 +93,32 @@ def region(backend: Any, slots: int, alignment: int = PAGE) -> Iterator[int]:
 
 
 @contextmanager
-def pages(backend: Any, count: int) -> Iterator[list[int]]:
-    made = [backend.create_page(PAGE) for _ in range(count)]
+def pages(backend: Any, count: int, page_bytes: int = PAGE) -> Iterator[list[int]]:
+    made = [backend.create_page(page_bytes) for _ in range(count)]
     yield made
     for page in made:
         backend.destroy_page(page)
 
 
 @contextmanager
-def shown(backend: Any, handles: list[int], at: int | None = None) -> Iterator[int]:
+def shown(backend: Any, handles: list[int], at: int | None = None, page_bytes: int = PAGE) -> Iterator[int]:
     """`handles` behind a region of their own (or at `at`), readable and writable."""
-    bytes_ = len(handles) * PAGE
+    bytes_ = len(handles) * page_bytes
     own = at is None
     at = backend.reserve(bytes_, PAGE) if at is None else at
-    backend.map(at, handles, PAGE)
+    backend.map(at, handles, page_bytes)
     backend.set_access(at, bytes_, Access.read_write)
     yield at
     backend.unmap(at, bytes_)
     if own:
         backend.release(at, bytes_)
+
+
+@contextmanager
+def host_memory(backend: Any, bytes_: int) -> Iterator[int]:
+    at = backend.allocate_host(bytes_)
+    yield at
+    backend.free_host(at, bytes_)
 
 
 @contextmanager
@@ -89,12 +129,39 @@ def stream_and_event(backend: Any) -> Iterator[tuple[int, int]]:
     backend.destroy_event(event)
 
 
-def poke(at: int, value: int, count: int = PAGE) -> None:
+def poke_host(at: int, value: int, count: int = PAGE) -> None:
     ctypes.memset(at, value, count)
 
 
-def peek(at: int, count: int = PAGE) -> set[int]:
+def peek_host(at: int, count: int = PAGE) -> set[int]:
     return set(ctypes.string_at(at, count))
+
+
+def poke(backend: Any, at: int, value: int, count: int = PAGE) -> None:
+    """Write bytes of pages."""
+    if backend.host_addressable and not through_copies:
+        poke_host(at, value, count)
+        return
+    with stream_and_event(backend) as (stream, event):
+        backend.fill(stream, at, value, count)
+        backend.record(event, stream)
+        finished(backend, event)
+
+
+def read(backend: Any, at: int, count: int) -> bytes:
+    """Bytes of pages."""
+    if backend.host_addressable and not through_copies:
+        return ctypes.string_at(at, count)
+    with host_memory(backend, count) as to, stream_and_event(backend) as (stream, event):
+        backend.copy(stream, to, at, count)
+        backend.record(event, stream)
+        finished(backend, event)
+        return ctypes.string_at(to, count)
+
+
+def peek(backend: Any, at: int, count: int = PAGE) -> set[int]:
+    """The values that bytes of pages have."""
+    return set(read(backend, at, count))
 
 
 def finished(backend: Any, event: int) -> None:

@@ -1,6 +1,6 @@
 """The emulated CUDA driver (tests/emulated_driver): where it is, and its control calls.
 
-It is one library a process, with one state: the settings below hold from `configure` to the next one.
+It is one library a process, with one state: the settings below hold from `configure` to the next one, or to `reset`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 NAME = "libremap_emulated_cuda.so"
 KINDS = ("reservations", "mappings", "pages", "streams", "events", "registrations", "contexts")
+
+OUT_OF_MEMORY, LAUNCH_FAILED, NOT_PERMITTED = 2, 719, 800  # CUresult
 
 
 def find() -> Path:
@@ -25,39 +27,56 @@ def find() -> Path:
 
 
 class Emulated:
-    """The control calls of the library at `path`."""
+    """The control calls (tests/emulated_driver/control.h) of the library at `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = str(path)
         self._library = library = ctypes.CDLL(self.path)
         for name in ("Calls", "Violations", "Pageable", "Live"):
             getattr(library, f"remapEmulated{name}").restype = ctypes.c_uint64
-        library.remapEmulatedViolation.restype = ctypes.c_char_p
+        for name in ("Violation", "EntryPoint"):
+            getattr(library, f"remapEmulated{name}").restype = ctypes.c_char_p
 
-    def configure(self, *, granularity: int, memory: int, driver_version: int = 13000) -> None:
-        """Settings from here on; forgets violations, counts and faults. What is live stays."""
-        os.environ["REMAP_EMULATED_GRANULARITY"] = str(granularity)
-        os.environ["REMAP_EMULATED_MEMORY"] = str(memory)
-        os.environ["REMAP_EMULATED_DRIVER_VERSION"] = str(driver_version)
+    def reset(self) -> None:
+        """The environment's settings again. Forgets violations, counts and faults; heals failed streams and lost contexts.
+
+        What is live stays, and the granularity with it.
+        """
         self._library.remapEmulatedReset()
 
+    def configure(self, **settings: int) -> None:
+        """`reset`, then these settings, by their names in settings.h: granularity, memory, driver_version, ..."""
+        self.reset()
+        for name, value in settings.items():
+            status = self._library.remapEmulatedConfigure(name.encode(), ctypes.c_uint64(value))
+            assert status == 0, f"{name} = {value} was refused ({status}) while there are {self.live()}"
+
     def arm(self, name: str, nth: int, code: int, *, forever: bool = False) -> None:
-        """The nth call (1: the next) of this entry point returns `code` and does nothing."""
+        """The nth call (1: the next) of this entry point returns `code` and does nothing.
+
+        "run:" and the name of a copy or fill: it fails while it runs, half done.
+        """
         self._library.remapEmulatedArm(name.encode(), ctypes.c_uint64(nth), code, int(forever))
 
     def disarm(self) -> None:
         self._library.remapEmulatedDisarm()
 
     def calls(self, name: str | None = None) -> int:
-        """Calls of one entry point since `configure`, or of all."""
+        """Calls of one entry point since `reset`, or of all."""
         return int(self._library.remapEmulatedCalls(None if name is None else name.encode()))
 
+    def entry_points(self) -> tuple[str, ...]:
+        names: list[str] = []
+        while (name := self._library.remapEmulatedEntryPoint(ctypes.c_uint64(len(names)))) is not None:
+            names.append(name.decode())
+        return tuple(dict.fromkeys(names))
+
     def pageable(self) -> int:
-        """Copies since `configure` whose host side was not page-locked."""
+        """Copies since `reset` whose host side was not page-locked."""
         return int(self._library.remapEmulatedPageable())
 
     def violations(self) -> list[str]:
-        """Rules of the driver that were broken since `configure`."""
+        """Rules of the driver that were broken since `reset`."""
         count = int(self._library.remapEmulatedViolations())
         return [self._library.remapEmulatedViolation(ctypes.c_uint64(i)).decode() for i in range(count)]
 

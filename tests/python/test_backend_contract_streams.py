@@ -10,7 +10,24 @@ import ctypes
 from typing import Any
 
 import pytest
-from contract import PAGE, WAIT_S, finished, pages, peek, poke, refused, shown, stream_and_event
+from contract import (
+    ON_GPU,
+    PAGE,
+    WAIT_S,
+    Access,
+    finished,
+    host_memory,
+    pages,
+    peek,
+    peek_host,
+    poke,
+    poke_host,
+    read,
+    refused,
+    region,
+    shown,
+    stream_and_event,
+)
 
 from remap.errors import DriverError, InvalidArgument, InvalidState
 
@@ -20,15 +37,15 @@ from remap.errors import DriverError, InvalidArgument, InvalidState
 def test_work_on_one_stream_runs_in_order(backend: Any) -> None:
     with pages(backend, 1) as handles, shown(backend, handles) as at, stream_and_event(backend) as (stream, event):
         host_at = backend.allocate_host(PAGE)
-        poke(host_at, 1)
+        poke_host(host_at, 1)
         for round_ in range(50):
             backend.fill(stream, at, round_, PAGE)
             backend.copy(stream, at, host_at, PAGE // 2)
             backend.copy(stream, host_at + PAGE // 2, at + PAGE // 2, PAGE // 2)
         backend.record(event, stream)
         finished(backend, event)
-        assert peek(at, PAGE // 2) == {1} and peek(at + PAGE // 2, PAGE // 2) == {49}
-        assert peek(host_at + PAGE // 2, PAGE // 2) == {49}
+        assert peek(backend, at, PAGE // 2) == {1} and peek(backend, at + PAGE // 2, PAGE // 2) == {49}
+        assert peek_host(host_at + PAGE // 2, PAGE // 2) == {49}
         backend.free_host(host_at, PAGE)
 
 
@@ -36,11 +53,11 @@ def test_copies_of_odd_sizes_touch_exactly_their_bytes(backend: Any) -> None:
     with pages(backend, 2) as handles, shown(backend, handles) as at, stream_and_event(backend) as (stream, event):
         source = ctypes.create_string_buffer(bytes(range(256)) * 300)
         for offset, count in ((0, 0), (1, 1), (3, 63), (64, 4097), (5, PAGE + 17)):
-            poke(at, 0xEE, 2 * PAGE)
+            poke(backend, at, 0xEE, 2 * PAGE)
             backend.copy(stream, at + offset, ctypes.addressof(source) + 1, count)
             backend.record(event, stream)
             finished(backend, event)
-            got = ctypes.string_at(at, 2 * PAGE)
+            got = read(backend, at, 2 * PAGE)
             assert got[offset : offset + count] == source.raw[1 : 1 + count]
             assert set(got[:offset] + got[offset + count :]) == {0xEE}
 
@@ -62,7 +79,7 @@ def test_a_stream_waits_for_another_streams_event(backend: Any) -> None:
             backend.copy(second, source, at, PAGE)
             backend.record(end, second)
             finished(backend, end)
-            assert peek(source) == {100 + round_}
+            assert peek_host(source) == {100 + round_}
             backend.free_host(source, PAGE)
 
 
@@ -117,7 +134,7 @@ def test_destroying_an_event_leaves_its_work_going_and_destroying_a_stream_waits
     backend.record(event, stream)
     backend.destroy_event(event)
     backend.destroy_stream(stream)
-    assert peek(memory, 4096) == {7} and peek(memory + (32 << 20) - 4096, 4096) == {7}
+    assert peek_host(memory, 4096) == {7} and peek_host(memory + (32 << 20) - 4096, 4096) == {7}
     backend.free_host(memory, 32 << 20)
 
 
@@ -144,6 +161,31 @@ def test_unknown_streams_and_events_are_refused(backend: Any) -> None:
                 call()
 
 
+def test_a_device_is_not_sent_where_nothing_is_accessible(backend: Any) -> None:
+    """It would lose its context there. On the host the copying thread would fault: the caller keeps them apart."""
+    if backend.device_kind != "cuda":
+        return
+    with (
+        pages(backend, 1) as handles,
+        region(backend, 2) as at,
+        shown(backend, handles, at),
+        host_memory(backend, PAGE) as own,
+        stream_and_event(backend) as (stream, _),
+    ):
+        for place in (at + PAGE, at + PAGE // 2):  # nothing is mapped there, or in its second half
+            for call in (
+                lambda: backend.copy(stream, place, own, PAGE),  # noqa: B023  called at once
+                lambda: backend.copy(stream, own, place, PAGE),  # noqa: B023
+                lambda: backend.fill(stream, place, 0, PAGE),  # noqa: B023
+            ):
+                with refused(backend, InvalidState):
+                    call()
+        backend.set_access(at, PAGE, Access.read)
+        with refused(backend, InvalidState):
+            backend.copy(stream, at, own, PAGE)
+        backend.copy(stream, own, at, PAGE)
+
+
 def test_errors_carry_numbers(backend: Any) -> None:
     with pytest.raises(InvalidArgument) as caught:
         backend.reserve(PAGE, 3 * PAGE)
@@ -160,7 +202,8 @@ def test_a_copy_that_fails_while_it_runs_reaches_every_waiter(backend: Any) -> N
         return
     with stream_and_event(backend) as (failing, event), stream_and_event(backend) as (waiting, end):
         memory = backend.allocate_host(3 * PAGE)
-        poke(memory, 1, PAGE)
+        poke_host(memory, 1, PAGE)
+        poke_host(memory + PAGE, 0, 2 * PAGE)
         backend.record(event, failing)  # recorded before: stays good
         backend.fail_async_copy(1)
         backend.copy(failing, memory + PAGE, memory, PAGE)
@@ -174,6 +217,66 @@ def test_a_copy_that_fails_while_it_runs_reaches_every_waiter(backend: Any) -> N
                 backend.synchronize(late, WAIT_S)
             with pytest.raises(DriverError):
                 backend.query(late)
-        assert peek(memory + PAGE, PAGE // 2) == {1} and peek(memory + PAGE + PAGE // 2, PAGE // 2) == {0}
-        assert peek(memory + 2 * PAGE) == {0}
+        assert peek_host(memory + PAGE, PAGE // 2) == {1} and peek_host(memory + PAGE + PAGE // 2, PAGE // 2) == {0}
+        assert peek_host(memory + 2 * PAGE) == {0}
         backend.free_host(memory, 3 * PAGE)
+
+
+# -- streams of the caller's -----------------------------------------------------------------------------------------
+
+
+def test_the_callers_streams_are_used_in_order_and_stay_the_callers(backend: Any) -> None:
+    if backend.device_kind != "cuda":
+        with refused(
+            backend, InvalidArgument
+        ):  # computations are the calling thread's: there are no streams but its own
+            backend.adopt_stream(1)
+        with refused(backend, InvalidArgument):
+            backend.forget_stream(1)
+        return
+    legacy, per_thread = 1, 2
+    before = backend.usage()
+    with refused(backend, InvalidArgument):
+        backend.adopt_stream(0)
+    assert [backend.adopt_stream(native) for native in (legacy, per_thread, legacy)] == [legacy, per_thread, legacy]
+    assert backend.usage() == before  # they do not count
+    with (
+        pages(backend, 1) as handles,
+        shown(backend, handles) as at,
+        stream_and_event(backend) as (own, event),
+        host_memory(backend, PAGE) as to,
+    ):
+        for round_ in range(10):
+            backend.fill(per_thread, at, round_, PAGE)
+            backend.record(event, per_thread)
+            backend.stream_wait(legacy, event)
+            backend.copy(legacy, to, at, PAGE)
+            backend.record(event, legacy)
+            backend.stream_wait(own, event)
+            backend.fill(own, at, 0xFF, PAGE)
+            backend.record(event, own)
+            finished(backend, event)
+            assert peek_host(to) == {round_}
+        with refused(backend, InvalidArgument):
+            backend.destroy_stream(legacy)
+        with refused(backend, InvalidArgument):
+            backend.forget_stream(own)
+        for native in (legacy, per_thread):
+            backend.forget_stream(native)
+            for call in (
+                lambda: backend.fill(native, at, 0, PAGE),  # noqa: B023  called at once
+                lambda: backend.record(event, native),  # noqa: B023
+                lambda: backend.stream_wait(native, event),  # noqa: B023
+                lambda: backend.forget_stream(native),  # noqa: B023
+            ):
+                with refused(backend, InvalidArgument):
+                    call()
+        with refused(backend, InvalidArgument):
+            backend.adopt_stream(own)
+
+
+def test_what_is_no_stream_is_not_adopted(backend: Any) -> None:
+    if ON_GPU:
+        return  # a driver may crash on a pointer that never was a stream
+    with refused(backend, InvalidArgument):
+        backend.adopt_stream(0x1230)

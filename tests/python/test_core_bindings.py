@@ -189,4 +189,3 @@ def test_an_unknown_stream_is_refused(streaming: Streaming) -> None:
     with pytest.raises(InvalidArgument):
         streaming.prefetcher.begin_pass(4711)
     assert not streaming.prefetcher.in_pass
-

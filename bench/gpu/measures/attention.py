@@ -46,33 +46,38 @@ SHAPES = (
 )
 
 
-class Timer:
-    """Device seconds of calls that rotate over the layers, so that no call finds its KV in the cache."""
+def seconds_a_call(ctx: Context, torch: Any, call: Callable[[int], object], rounds: int, share: float) -> list[float]:
+    """Seconds of a call, each sample the mean of one call a layer, so that none finds its KV in the cache.
 
-    def __init__(self, torch: Any) -> None:
-        self.torch = torch
+    The calls are replayed as one graph, as an engine does it: launching a kernel from Python takes longer than it runs.
+    """
+    from remap.engine.graphs import TorchCudaGraphs
 
-    def samples(self, ctx: Context, call: Callable[[int], object], rounds: int, share: float) -> list[float]:
-        """Seconds of each call."""
-        cuda = self.torch.cuda
-        taken: list[float] = []
+    def every_layer() -> None:
+        for layer in range(LAYERS):
+            call(layer)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    replay = TorchCudaGraphs(stream).capture(every_layer)
+    taken: list[float] = []
+    with torch.cuda.stream(stream):
         for index in ctx.rounds(rounds, share=share):
-            events = [cuda.Event(enable_timing=True) for _ in range(LAYERS + 1)]
-            events[0].record()
-            for layer in range(LAYERS):
-                call(layer)
-                events[layer + 1].record()
-            events[-1].synchronize()
+            begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begun.record()
+            replay()
+            ended.record()
+            ended.synchronize()
             if index:
-                taken += [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
-        return taken
+                taken.append(begun.elapsed_time(ended) / 1e3 / LAYERS)
+    return taken
 
 
 def copy_bandwidth(ctx: Context, torch: Any) -> float:
     """Bytes read plus bytes written a second by a large copy within the device."""
     source = torch.randint(0, 256, (1024 * MIB,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    taken = Timer(torch).samples(ctx, lambda layer: target.copy_(source), 6, 0.1)
+    taken = seconds_a_call(ctx, torch, lambda layer: target.copy_(source), 12, 0.1)
     return 2 * source.numel() / statistics.median(taken)
 
 
@@ -154,7 +159,7 @@ def one_shape(ctx: Context, torch: Any, shape: Shape, share: float) -> dict[str,
             for kv in (tensors[0], tensors[-1]):
                 verify(torch, name, shape, kernel, q, kv, table)
             call = partial(_attend, kernel, q, tensors)
-            taken[name] = Timer(torch).samples(ctx, call, ctx.pick(20, 8, 3), share)
+            taken[name] = seconds_a_call(ctx, torch, call, ctx.pick(40, 16, 4), share)
         torch.cuda.current_stream().synchronize()
     return taken
 
@@ -163,7 +168,7 @@ def _attend(kernel: Kernel, q: Any, tensors: Sequence[Any], layer: int) -> None:
     kernel(q, tensors[layer])
 
 
-@measure("decode attention", needs=("torch-cuda", "triton"), full_s=24, quick_s=8)
+@measure("decode attention", needs=("torch-cuda", "triton"), full_s=14, quick_s=4)
 def decode_attention(ctx: Context) -> Iterator[Figure]:
     """Each kernel on each shape, against the rate of a copy."""
     import torch

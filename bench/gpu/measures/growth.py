@@ -97,13 +97,14 @@ class Growth:
         }
 
 
-@measure("growth", full_s=30, quick_s=8)
+@measure("growth", full_s=18, quick_s=4)
 def growth(ctx: Context) -> Iterator[Figure]:
     """allocate() fails, step() gives layers away, allocate() succeeds. "first" makes the ring, "next" finds one."""
     layers = 8
     sizes = ctx.pick((64 * MIB, 512 * MIB), (64 * MIB,), (4 * MIB,))
     every = (("first", 1), ("first", 4), ("next", 1), ("next", 4))
     cases = ctx.pick(every, every[::3], every[::3])
+    made: list[float] = []
     for size in sizes:
         layer_bytes = ctx.fit(layers * size, unit=layers * 2 * MIB, host=True) // layers
         with device_tenant(ctx, layers, layer_bytes, traced=True, controller=CONFIG) as (raw, marks):
@@ -116,26 +117,29 @@ def growth(ctx: Context) -> Iterator[Figure]:
                     each = grown.grow(taken)
                     if index:  # the first one warms what growth asks of the schedule
                         samples.append(each)
-                yield from _growth_figures(f"{kind} {taken} x {layer_bytes // MIB} MiB", taken, samples)
+                case = f"{kind} {taken} x {layer_bytes // MIB} MiB"
+                yield _usable(case, taken, samples, shown=size == sizes[-1] and (kind, taken) in every[::3])
+                made += [each["calls"] for each in samples]
             grown.reset(0)
             raw.verify(marks)
+    yield count("backend calls before blocks are usable, most of any case", max(made), "calls", n=len(made), target=0)
 
 
-def _growth_figures(case: str, taken: int, samples: list[dict[str, float]]) -> Iterator[Figure]:
+def _usable(case: str, taken: int, samples: list[dict[str, float]], *, shown: bool) -> Figure:
     usable = [each["usable"] / taken for each in samples]
-    yield seconds(
+    return seconds(
         f"out of blocks to usable blocks, {case}, a layer",
         usable,
         target_us=20.0,
+        shown=shown,
         least_us=min(usable) * 1e6,
         step_us=statistics.median(each["step"] for each in samples) / taken * 1e6,
         settled_us=statistics.median(each["settled"] for each in samples) / taken * 1e6,
+        backend_calls=max(each["calls"] for each in samples),
     )
-    calls = max(each["calls"] for each in samples)
-    yield count(f"backend calls before usable blocks, {case}", calls, "calls", n=len(samples), target=0)
 
 
-@measure("re-pointing", full_s=20, quick_s=6)
+@measure("re-pointing", full_s=12, quick_s=2.5)
 def repointing(ctx: Context) -> Iterator[Figure]:
     """How long the worker takes until the regions of all streamed layers show the ring, and back, by page size."""
     layers, buffers = 8, 2
@@ -175,10 +179,10 @@ def repointing(ctx: Context) -> Iterator[Figure]:
         size = f"{layer_bytes // MIB} MiB layer, pages of {page // MIB} MiB"
         pages = layer_bytes // page
         yield seconds(f"re-pointing to the ring, {size}", away, pages=pages, mapping_calls=made)
-        yield seconds(f"re-pointing home, {size}", back, pages=pages)
+        yield seconds(f"re-pointing home, {size}", back, shown=False, pages=pages)
 
 
-@measure("session.step", full_s=4, quick_s=2)
+@measure("session.step", full_s=3, quick_s=1)
 def step_cost(ctx: Context) -> Iterator[Figure]:
     """session.step with nothing to do, with nothing remapped and with something."""
     never_back = remap.ControllerConfig(dwell=10**9)
@@ -187,6 +191,7 @@ def step_cost(ctx: Context) -> Iterator[Figure]:
         marks,
     ):
         demand = {"raw": remap.Demand(blocks=0)}
+        calls = steps = 0
         for remapped in (0, 4):
             raw.remap(remapped)
             for _ in range(3):
@@ -195,17 +200,17 @@ def step_cost(ctx: Context) -> Iterator[Figure]:
             marks.reset()
             raw.session.step(demand)
             before = raw.backend.count()
-            samples = [timed(lambda: raw.session.step(demand)) for _ in ctx.rounds(ctx.pick(5000, 2000, 50), share=0.4)]
-            calls = raw.backend.count() - before
-            target = None if remapped else 10.0
-            yield seconds(f"session.step, nothing to do, {remapped} layers remapped", samples, target_us=target)
-            yield count(
-                f"backend calls of such steps, {remapped} layers remapped", calls, "calls", n=len(samples), target=0
-            )
+            rounds = ctx.rounds(ctx.pick(5000, 2000, 50), share=0.4)
+            samples = [timed(lambda: raw.session.step(demand)) for _ in rounds]
+            calls += raw.backend.count() - before
+            steps += len(samples)
+            title = f"session.step, nothing to do, {remapped} layers remapped"
+            yield seconds(title, samples, target_us=10.0, shown=not remapped)
+        yield count("backend calls of such steps", calls, "calls", n=steps, target=0)
         raw.verify(marks)
 
 
-@measure("iteration gap", full_s=8, quick_s=3)
+@measure("iteration gap", full_s=5, quick_s=1)
 def iteration_gap(ctx: Context) -> Iterator[Figure]:
     """How long the device idles between two passes while the host waits for tokens, calls step() and begins the next pass."""
     with (

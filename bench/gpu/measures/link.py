@@ -40,9 +40,14 @@ class Link:
         """Enqueue one copy to the host, from and to other memory than h2d."""
         self.backend.copy(self.down, self.host + self.size, self.device + self.size, self.size)
 
-    def seconds(self, directions: tuple[str, ...], copies: int) -> float:
-        """Of `copies` copies in each direction, begun at the same moment, until the last of them has arrived."""
+    def seconds(self, directions: tuple[str, ...], copies: int, after: int = 0) -> float:
+        """Of `copies` copies in each direction, begun at the same moment, until the last of them has arrived.
+
+        after: a mark of another stream that all of them wait for.
+        """
         marks, backend = self.marks, self.backend
+        if after:
+            backend.stream_wait(self.up, after)
         begun = marks.mark(self.up)
         backend.stream_wait(self.down, begun)
         for _ in range(copies):
@@ -87,7 +92,7 @@ def _sample(ctx: Context, link: Link, copies: int, rounds: int, share: float) ->
     return taken
 
 
-@measure("link", full_s=20, quick_s=6)
+@measure("link", full_s=12, quick_s=3)
 def link_alone(ctx: Context) -> Iterator[Figure]:
     """H2D, D2H and both at once, by size. The largest size is the link's limit that others are compared with."""
     sizes = ctx.pick((2 * MIB, 16 * MIB, 64 * MIB, 256 * MIB), (2 * MIB, 64 * MIB, 256 * MIB), (MIB, 4 * MIB))
@@ -117,7 +122,7 @@ def link_alone(ctx: Context) -> Iterator[Figure]:
                 )
 
 
-@measure("torch pinned copies", needs=("torch-cuda",), full_s=8, quick_s=3)
+@measure("torch pinned copies", needs=("torch-cuda",), full_s=5, quick_s=1.5)
 def torch_copies(ctx: Context) -> Iterator[Figure]:
     """The backend's copies against `tensor.copy_(pinned, non_blocking=True)` of the same size, taking turns."""
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 
 from bench.gpu.context import MIB, Context
@@ -12,7 +13,7 @@ from bench.gpu.results import Figure, figure, ratio
 from bench.gpu.timing import marks
 from bench.gpu.work import Products, Work
 
-from .link import Link
+from .link import DIRECTIONS, Link
 
 COPIES = 8
 
@@ -39,29 +40,28 @@ class Additions:
                 self._torch.add(self._a, self._b, out=self._out)
 
 
-def copy_beside(link: Link, stream: int, load: Work, unit_s: float, alone_s: float) -> float:
-    """Seconds per copy while kernels run that outlast the copies by half."""
-    marks, backend = link.marks, link.backend
+def units_for(seconds: float, unit_s: float) -> int:
+    """Units of work that take so long; bounded, so that a wrong estimate costs no minutes."""
+    return max(4, min(4096, int(seconds / unit_s)))
+
+
+def copies_beside(
+    link: Link, stream: int, load: Work, directions: tuple[str, ...], unit_s: float, alone_s: float
+) -> float:
+    """Seconds per copy while kernels run that outlast the copies by half. alone_s: the same without kernels."""
     load.launch(2)  # nothing is timed before the kernels are on
-    begun = marks.mark(stream)
-    load.launch(max(4, int(1.5 * COPIES * alone_s / unit_s)))
-    last = marks.mark(stream)
-    backend.stream_wait(link.up, begun)
-    first = marks.mark(link.up)
-    for _ in range(COPIES):
-        link.h2d()
-    ended = marks.mark(link.up)
-    marks.wait(ended)
-    marks.wait(last)
-    taken = marks.between(first, ended)
-    marks.reset()
+    begun = link.marks.mark(stream)
+    load.launch(units_for(1.5 * COPIES * alone_s, unit_s))
+    taken = link.seconds(directions, COPIES, after=begun)
+    link.marks.wait(link.marks.mark(stream))
+    link.marks.reset()
     return taken / COPIES
 
 
 def kernel_beside(link: Link, stream: int, load: Work, unit_s: float, alone_s: float) -> float:
     """Seconds per unit of the kernel while copies run that outlast the kernels by half."""
     marks, backend = link.marks, link.backend
-    units = max(4, int(COPIES * alone_s / unit_s / 1.5))
+    units = units_for(COPIES * alone_s / 1.5, unit_s)
     link.h2d()
     begun = marks.mark(link.up)
     for _ in range(COPIES):
@@ -78,9 +78,36 @@ def kernel_beside(link: Link, stream: int, load: Work, unit_s: float, alone_s: f
     return taken / units
 
 
-@measure("link under load", needs=("torch-cuda",), full_s=16, quick_s=5)
+@dataclass
+class Taken:
+    """Seconds of each kind, of one load: copies alone and beside it by direction, the kernel alone and beside copies."""
+
+    alone: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in DIRECTIONS})
+    beside: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in DIRECTIONS})
+    kernel: list[float] = field(default_factory=list)
+    slowed: list[float] = field(default_factory=list)
+
+
+def _one_load(ctx: Context, link: Link, stream: int, load: Work) -> Taken:
+    marks, taken = link.marks, Taken()
+    for index in ctx.rounds(ctx.pick(16, 6, 2) + 1, share=0.45):
+        if index == 1:  # the first round warms everything up
+            taken = Taken()
+        load.launch(4)
+        marks.wait(marks.mark(stream))
+        unit_s = marks.timed(stream, partial(load.launch, 16)) / 16
+        taken.kernel.append(unit_s)
+        for name, directions in DIRECTIONS.items():
+            alone_s = link.seconds(directions, COPIES) / COPIES
+            taken.alone[name].append(alone_s)
+            taken.beside[name].append(copies_beside(link, stream, load, directions, unit_s, alone_s))
+        taken.slowed.append(kernel_beside(link, stream, load, unit_s, taken.alone["h2d"][-1]))
+    return taken
+
+
+@measure("link under load", needs=("torch-cuda",), full_s=10, quick_s=3)
 def link_under_load(ctx: Context) -> Iterator[Figure]:
-    """H2D beside matrix products and beside a memory-bound kernel, and what each costs the other."""
+    """The link beside matrix products and beside a memory-bound kernel, and what copies to the device cost each."""
     size = ctx.fit(2 * 128 * MIB, unit=4 * MIB, host=True) // 2
     backend = ctx.backend()
     with (
@@ -92,26 +119,18 @@ def link_under_load(ctx: Context) -> Iterator[Figure]:
         link = Link(ctx, backend, made, device, host, size)
         try:
             for load in (Products(stream, 8192), Additions(stream, 512 * MIB)):
-                alone: list[float] = []
-                unit: list[float] = []
-                copied: list[float] = []
-                slowed: list[float] = []
-                for index in ctx.rounds(ctx.pick(16, 6, 3), share=0.45):
-                    load.launch(4)
-                    made.wait(made.mark(stream))
-                    alone_s = link.seconds(("h2d",), COPIES) / COPIES
-                    unit_s = made.timed(stream, partial(load.launch, 16)) / 16
-                    copy_s = copy_beside(link, stream, load, unit_s, alone_s)
-                    kernel_s = kernel_beside(link, stream, load, unit_s, alone_s)
-                    if index:
-                        alone.append(alone_s)
-                        unit.append(unit_s)
-                        copied.append(copy_s)
-                        slowed.append(kernel_s)
+                taken = _one_load(ctx, link, stream, load)
                 link.verify()
-                rate = size / statistics.median(copied) / 1e9
-                alone_rate = size / statistics.median(alone) / 1e9
-                yield figure(f"link h2d beside {load.kind}", rate, "GB/s", copied, alone_GBps=alone_rate)
-                yield ratio(f"{load.kind} beside copies / alone", slowed, unit)
+                for name, directions in DIRECTIONS.items():
+                    nbytes = size * len(directions) / 1e9
+                    yield figure(
+                        f"link {name} beside {load.kind}",
+                        nbytes / statistics.median(taken.beside[name]),
+                        "GB/s",
+                        taken.beside[name],
+                        shown=name == "h2d",
+                        alone_GBps=nbytes / statistics.median(taken.alone[name]),
+                    )
+                yield ratio(f"{load.kind} beside copies / alone", taken.slowed, taken.kernel)
         finally:
             link.close()

@@ -101,7 +101,7 @@ def percent_more(name: str, ours_s: list[float], bare_s: list[float], target: fl
     return figure(name, value, "%", ours_s, target=target, bare_us=base * 1e6, **detail)
 
 
-@measure("overhead with nothing remapped", full_s=14, quick_s=5)
+@measure("overhead with nothing remapped", full_s=10, quick_s=2.5)
 def overhead(ctx: Context) -> Iterator[Figure]:
     """Device and host time of a pass with the brackets and without, and of two sides without (control)."""
     from contextlib import ExitStack

@@ -77,7 +77,7 @@ def run_cell(raw: DeviceTenant, marks: Marks, load: Work, units: int, passes: in
     return Cell(taken, compute_s, copy_s, predicted)
 
 
-@measure("pass against schedule.period", full_s=30, quick_s=8)
+@measure("pass against schedule.period", full_s=20, quick_s=5)
 def pass_against_period(ctx: Context) -> Iterator[Figure]:
     """A grid of alpha, beta and computation per copy; each cell in the JSON, the median and the worst in the table."""
     size = ctx.pick(128 * MIB, 64 * MIB, 2 * MIB)

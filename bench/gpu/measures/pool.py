@@ -36,7 +36,7 @@ def grow_plainly(ctx: Context, nbytes: int) -> tuple[float, float]:
     return grown - begun, ended - grown
 
 
-@measure("a handle a page", full_s=12, quick_s=5)
+@measure("a handle a page", full_s=8, quick_s=2)
 def handle_a_page(ctx: Context) -> Iterator[Figure]:
     """One layer's worth of memory becomes usable: ours, and a plain pool's, taking turns."""
     layers = 8

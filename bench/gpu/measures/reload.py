@@ -16,7 +16,7 @@ LAYERS = 16
 BUFFERS = 2
 
 
-@measure("reload of an idle model", full_s=20, quick_s=6)
+@measure("reload of an idle model", full_s=14, quick_s=3)
 def reload(ctx: Context) -> Iterator[Figure]:
     """session.remap back to 0 and the first pass behind it, until every layer was there; taking turns with plain copies."""
     size = ctx.pick(256 * MIB, 64 * MIB, 2 * MIB)
@@ -83,4 +83,4 @@ def reload(ctx: Context) -> Iterator[Figure]:
         plain_GBps=total / statistics.median(theirs) / 1e9,
     )
     yield seconds("reload, the call alone", decided, shown=False)
-    yield seconds("reload, until the first layer is there", first)
+    yield seconds("reload, until the first layer is there", first, shown=False)

@@ -35,7 +35,7 @@ Function symbol(void* handle, const char* name) noexcept {
 [[noreturn]] void refuse_version(const std::string& library, int found) {
   refuse_library(library,
                  "is of CUDA " + version_text(found) + "; CUDA " + version_text(kOldestDriver) +
-                     " or newer is needed. Nothing was opened. Install a newer NVIDIA driver (525 or later), or use device \"cpu\".",
+                     " or newer is needed. Nothing was opened. Install NVIDIA driver 525 or later, or use device \"cpu\".",
                  {{"found", std::int64_t{found}}, {"needed", std::int64_t{kOldestDriver}}});
 }
 
@@ -147,7 +147,9 @@ bool context_is_lost(Result code) noexcept {
 
 namespace {
 
-bool is_about_capture(Result code) noexcept { return code >= result::kStreamCaptureUnsupported && code <= result::kLastCaptureError; }
+bool is_about_capture(Result code) noexcept {
+  return code >= result::kStreamCaptureUnsupported && code <= result::kLastCaptureError;
+}
 
 const char* advice(Result code) noexcept {
   if (code == result::kOutOfMemory) {

@@ -78,18 +78,17 @@ LockedMemory::LockedMemory(const Context& context, const Options& options)
       options_(options),
       os_page_(static_cast<std::size_t>(::sysconf(_SC_PAGESIZE))) {}
 
+// What the driver still has locked must not be unmapped under it: it stays then, to the end of the process.
 LockedMemory::~LockedMemory() {
   try {
     const Context::Use use(context_, "close");
     for (const auto& range : ranges_) {
-      if (range.second.registered) (void)driver_.cuMemHostUnregister(reinterpret_cast<void*>(range.first));
+      void* at = reinterpret_cast<void*>(range.first);
+      const bool unlocked = !range.second.registered || driver_.cuMemHostUnregister(at) == result::kSuccess;
+      if (unlocked && range.second.owned) ::munmap(at, range.second.locked);
     }
   } catch (const Error&) {
-    // No context to work in: the process is ending. What the driver still has locked must not be unmapped under it.
-    return;
-  }
-  for (const auto& range : ranges_) {
-    if (range.second.owned) ::munmap(reinterpret_cast<void*>(range.first), range.second.locked);
+    // No context to work in: the process is ending, and its end gives everything back.
   }
 }
 
@@ -108,7 +107,7 @@ void LockedMemory::require_budget(std::size_t locked, std::size_t to_find, const
   if (options_.budget_bytes != 0) {
     if (locked <= options_.budget_bytes - std::min(options_.budget_bytes, locked_)) return;
     throw Error(ErrorKind::limit_exceeded,
-                std::string(call) + ": " + std::to_string(locked) + " bytes more of page-locked memory would pass the budget of " +
+                std::string(call) + ": " + std::to_string(locked) + " bytes more of locked memory would pass the budget of " +
                     std::to_string(options_.budget_bytes) + ", of which " + std::to_string(locked_) +
                     " are in use. Nothing changed. Raise host_budget, or keep less in host memory.",
                 {{"operation", std::string(call)},
@@ -120,9 +119,9 @@ void LockedMemory::require_budget(std::size_t locked, std::size_t to_find, const
   const std::size_t available = left - std::min(left, file_bytes_);
   if (to_find <= available) return;
   throw Error(ErrorKind::limit_exceeded,
-              std::string(call) + ": " + std::to_string(to_find) + " bytes would have to be found and page-locked, but the machine and " +
-                  "the cgroup can spare " + std::to_string(available) + ". Nothing changed. Free host memory, raise the cgroup's " +
-                  "limit, or set host_budget if you know better.",
+              std::string(call) + ": " + std::to_string(to_find) + " bytes would have to be found and page-locked, but the " +
+                  "machine and the cgroup can spare " + std::to_string(available) + ". Nothing changed. Free host memory, " +
+                  "raise the cgroup's limit, or set host_budget if you know better.",
               {{"operation", std::string(call)},
                {"requested", number(to_find)},
                {"in_use", number(locked_)},

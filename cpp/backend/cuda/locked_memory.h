@@ -6,9 +6,9 @@
 //
 // On machines where the GPU reads pageable memory through the processor's page tables (attribute 100; GH200, say) the same is
 // done, for other reasons: the driver's registration fills in pages there but does not lock them, and copies are at full speed
-// from any host memory. There the GPU's memory is a NUMA node of the system as well, and pages that no processor has touched could
-// be placed in it when the GPU touches them first. So they are touched here before, which places them on a node with processors,
-// and the budget counts the memory of such nodes only (host_budget.h). Not yet run on a GPU.
+// from any host memory. There the GPU's memory is a NUMA node of the system as well, and pages that no processor has touched
+// could be placed in it when the GPU touches them first. So they are touched here before, which places them on a node with
+// processors, and the budget counts the memory of such nodes only (host_budget.h). Not yet run on a GPU.
 //
 // Concurrency: `changing_` makes allocations and registrations one at a time, from the look at the budget to the books, so that
 // two cannot both take what is left; they are set-up work, and slow. `books_` guards the table for copies, which only look.

@@ -1,7 +1,7 @@
 // Streams and events of the cuda backend.
 //
-// A StreamHandle is the CUstream's value, for streams of ours and for adopted ones (1 and 2: the default streams). An EventHandle is
-// a number of our own that is never given twice, as the driver may use an event's address again.
+// A StreamHandle is the CUstream's value, for streams of ours and for adopted ones (1 and 2: the default streams). An
+// EventHandle is a number of our own that is never given twice, as the driver may use an event's address again.
 //
 // Our streams do not block with the legacy default stream: nothing that the process does there waits for a copy. They have the
 // default priority: priorities order kernels, and copies are not kernels.

@@ -1,0 +1,211 @@
+// What is measured of passes: on streams by events and never by waiting, on the calling thread by its clock; and that a
+// measurement fails nothing.
+#include <algorithm>
+
+#include "prefetcher_world.h"
+#include "schedule/pass_timer.h"
+
+using remap::Call;
+using remap::ErrorKind;
+using remap::LayerId;
+using remap::PassTimer;
+using remap::PassTiming;
+using remap::StreamConfiguration;
+using remap::StreamHandle;
+using remap::testing::FakeBackend;
+using remap::testing::kBytes;
+using remap::testing::World;
+
+namespace {
+
+constexpr std::byte kOther{0xEE};  // what another owner writes into pages that it has been given
+constexpr std::chrono::nanoseconds kNow{0};
+
+// What stands still while the wait's copy runs is the stall, step by step; a copy that has arrived costs no event.
+void a_stall_is_what_the_stream_waits() {
+  World world(2);
+  FakeBackend& backend = *world.backend;
+  const StreamHandle stream = backend.create_stream();
+  const StreamHandle copies = world.prefetcher->copy_stream();
+  world.configure(world.configuration({0, 1}, 1));
+  world.prefetcher->begin_pass(stream);
+  CHECK(world.prefetcher->wait(0));
+  world.compute(0, stream);
+  world.prefetcher->done(0);
+  CHECK(world.prefetcher->wait(1));
+  world.compute(1, stream);
+  world.prefetcher->done(1);
+  CHECK(world.prefetcher->end_pass() == 1);
+  CHECK(world.prefetcher->take_timings().empty());  // nothing has run
+
+  CHECK(backend.step(stream) && backend.step(stream));  // the pass's begin; the wait is reached
+  int stalled = 0;
+  while (!backend.step(stream)) {
+    CHECK(backend.step(copies));
+    stalled += 1;
+  }
+  CHECK(stalled == 4);  // the copy's start event, its two steps, its end event
+  backend.finish();
+  const std::vector<PassTiming> first = world.prefetcher->take_timings();
+  CHECK(first.size() == 1 && first[0].pass == 1);
+  // A wait and the event behind it are a step each; the other layer's copy cannot begin before this one is computed with.
+  CHECK(first[0].stall_s >= stalled + 2 && first[0].stall_s < first[0].seconds);
+  CHECK(world.prefetcher->stats().stall_s == first[0].stall_s);
+  CHECK(world.prefetcher->stats().last_pass_s == first[0].seconds);
+  CHECK(world.prefetcher->stats().last_pass_stall_s == first[0].stall_s);
+  CHECK(world.prefetcher->take_timings().empty());  // taken
+
+  // Layer 0 has been fetched for the next pass: waiting for it enqueues nothing.
+  world.prefetcher->begin_pass(stream);
+  const std::size_t before = backend.queued(stream);
+  CHECK(world.prefetcher->wait(0));
+  CHECK(backend.queued(stream) == before);
+  world.prefetcher->end_pass();
+  backend.finish();
+  const std::vector<PassTiming> second = world.prefetcher->take_timings();
+  CHECK(second.size() == 1 && second[0].pass == 2 && second[0].stall_s == 0 && second[0].seconds > 0);
+}
+
+// A held layer is the only thing that blocks; what the stream has nothing to do for meanwhile is its stall.
+void a_held_layer_stalls_the_stream_that_ran_dry() {
+  World world(2);
+  FakeBackend& backend = *world.backend;
+  const StreamHandle streams[] = {backend.create_stream(), backend.create_stream()};
+  StreamConfiguration c = world.configuration({1}, 1);
+  c.held = {1};
+  world.configure(c);
+  backend.finish();  // the copy into the ring needs no region
+  world.prefetcher->begin_pass(streams[0]);
+  CHECK(!world.prefetcher->wait(1, 0, std::chrono::milliseconds(1)));
+  backend.finish();
+  for (int i = 0; i < 9; ++i) backend.compute_write(streams[1], world.ring[2].data(), kBytes, kOther);
+  CHECK(!world.prefetcher->wait(1, 0, std::chrono::milliseconds(1)));
+  backend.finish();
+  world.prefetcher->released(1);
+  CHECK(world.prefetcher->wait(1, 0, kNow));
+  world.compute(1, streams[0]);
+  world.prefetcher->done(1);
+  world.prefetcher->end_pass();
+  backend.finish();
+  const std::vector<PassTiming> timings = world.prefetcher->take_timings();
+  CHECK(timings.size() == 1 && timings[0].stall_s > 0 && timings[0].stall_s < timings[0].seconds);
+  CHECK(world.prefetcher->stats().stall_s == timings[0].stall_s);  // not what the host was blocked as well
+}
+
+void a_failure_to_time_a_pass_fails_nothing() {
+  for (const Call call : {Call::create_event, Call::record, Call::query, Call::elapsed}) {
+    for (unsigned nth = 1; nth <= 6; ++nth) {
+      World world(2);
+      const StreamHandle stream = world.backend->create_stream();
+      // Nothing is streamed, so that only the timing calls the backend.
+      world.backend->fail_call(call, nth);
+      std::uint64_t done = 0;
+      std::vector<std::uint64_t> timed;
+      while (done < 6) {
+        done = world.pass_on(stream);
+        world.backend->finish();
+        for (const PassTiming& each : world.prefetcher->take_timings()) timed.push_back(each.pass);
+      }
+      CHECK(timed.size() == (call == Call::create_event && nth > 2 ? 6 : 5));  // two events are used again and again
+      CHECK(timed.back() == 6 || nth >= 5);
+      world.prefetcher.reset();
+      CHECK(world.backend->usage().events == 0);
+    }
+  }
+}
+
+// A graph may be captured while nothing is streamed; a wait that would become part of it is refused.
+void a_captured_stream_may_pass_but_not_wait() {
+  World world(2);
+  const StreamHandle stream = world.backend->create_stream();
+  world.backend->capture(stream, true);
+  CHECK(world.pass_on(stream) == 1);
+  world.configure(world.configuration({0, 1}, 1));
+  world.prefetcher->begin_pass(stream);
+  CHECK_ERROR(ErrorKind::invalid_state, world.prefetcher->wait(0));
+  world.backend->capture(stream, false);
+  CHECK(world.pass_on(stream) == 2);
+  world.backend->finish();
+  const std::vector<PassTiming> timings = world.prefetcher->take_timings();
+  CHECK(timings.size() == 1 && timings[0].pass == 2);
+}
+
+void passes_in_flight_are_bounded() {
+  World world(3);
+  const StreamHandle stream = world.backend->create_stream();
+  world.configure(world.configuration({0, 1, 2}, 1));
+  for (int pass = 0; pass < 300; ++pass) world.pass_on(stream);
+  const std::size_t events = world.backend->usage().events;
+  CHECK(events < 2 * 256 + PassTimer::kPasses * (2 + 2 * 3) + 64);  // tickets, passes, readers
+  world.backend->finish();
+  const std::vector<PassTiming> timings = world.prefetcher->take_timings();
+  CHECK(timings.size() == PassTimer::kPasses);
+  for (std::size_t i = 0; i < timings.size(); ++i) CHECK(timings[i].pass == 300 - PassTimer::kPasses + 1 + i);
+  for (int pass = 0; pass < 300; ++pass) {
+    world.pass_on(stream);
+    world.backend->finish();
+  }
+  CHECK(world.backend->usage().events == events);  // used again
+  CHECK(world.prefetcher->take_timings().size() == PassTimer::kPasses);  // nobody took them for long
+}
+
+void passes_of_both_kinds() {
+  World world(3);
+  FakeBackend& backend = *world.backend;
+  const StreamHandle stream = backend.create_stream();
+  world.configure(world.configuration({0, 1, 2}, 2));
+  world.pass(0);
+  const std::vector<PassTiming> host = world.prefetcher->take_timings();  // known at once
+  CHECK(host.size() == 1 && host[0].pass == 1 && host[0].seconds == world.prefetcher->stats().last_pass_s);
+  world.prefetcher->begin_pass(stream);
+  for (LayerId layer = 0; layer < 3; ++layer) world.use_on(layer, stream);
+  for (int i = 0; i < 5000; ++i) backend.compute_write(stream, world.ring[3].data(), kBytes, kOther);
+  CHECK(world.prefetcher->end_pass() == 2);
+  // Outside the pass no stream means none: this thread waits, for copies that wait for the stream's readers.
+  CHECK(!world.prefetcher->wait(0, 0, kNow));
+  world.wait(0, 0);
+  world.prefetcher->done(0);
+  world.pass(0);
+  const std::vector<PassTiming> later = world.prefetcher->take_timings();
+  CHECK(later.size() == 1 && later[0].pass == 3);
+  const double last = world.prefetcher->stats().last_pass_s;
+  backend.finish();
+  const std::vector<PassTiming> earlier = world.prefetcher->take_timings();
+  CHECK(earlier.size() == 1 && earlier[0].pass == 2);
+  CHECK(world.prefetcher->stats().last_pass_s == last);  // of the newest pass, whichever became known last
+  CHECK(world.prefetcher->stats().passes == 3);
+}
+
+void an_abandoned_pass_has_no_time() {
+  World world(3);
+  const StreamHandle stream = world.backend->create_stream();
+  world.configure(world.configuration({0, 1, 2}, 1));
+  world.pass_on(stream);
+  std::size_t events = 0;
+  for (int i = 0; i < 50; ++i) {
+    world.prefetcher->begin_pass(stream);
+    CHECK(world.prefetcher->wait(0));
+    world.compute(0, stream);  // left between wait and done
+    world.backend->random_steps(5);
+    if (i == 10) events = world.backend->usage().events;
+    if (i > 10) CHECK(world.backend->usage().events <= events + 4);
+  }
+  CHECK(world.pass_on(stream) == 2);
+  world.backend->finish();
+  const std::vector<PassTiming> timings = world.prefetcher->take_timings();
+  CHECK(timings.size() == 2 && timings[0].pass == 1 && timings[1].pass == 2);
+  CHECK(world.prefetcher->stats().abandoned == 50);
+}
+
+}  // namespace
+
+int main() {
+  RUN(a_stall_is_what_the_stream_waits);
+  RUN(a_held_layer_stalls_the_stream_that_ran_dry);
+  RUN(a_failure_to_time_a_pass_fails_nothing);
+  RUN(a_captured_stream_may_pass_but_not_wait);
+  RUN(passes_in_flight_are_bounded);
+  RUN(passes_of_both_kinds);
+  RUN(an_abandoned_pass_has_no_time);
+  return remap::testing::failures();
+}
