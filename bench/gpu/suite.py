@@ -66,7 +66,7 @@ def run(options: Options, environment: dict[str, str]) -> int:
         _with_device(options, budget, paths, environment, state)
     else:
         state.measured.errors.append(("driver", problem))
-    _finish(options, budget, paths, state)
+    _finish(options, budget, paths, state, measured=problem is None)
     return 2 if problem is not None else 0 if _report(options, budget, state, "").ok else 1
 
 
@@ -201,15 +201,15 @@ def _wanted(
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
-def _finish(options: Options, budget: Budget, paths: steps.Paths, state: State) -> None:
-    """Write the JSON, print the table."""
+def _finish(options: Options, budget: Budget, paths: steps.Paths, state: State, *, measured: bool) -> None:
+    """Write the JSON, print the table. What was not measured on a GPU stays out of bench/results."""
     device = (state.probe.get("devices") or [{}])[0]
     name = machine.slug(options.name or str(device.get("name", "no-gpu")))
     if options.quick:
         name += "-quick"
     folder = options.out
     if folder is None:
-        folder = paths.build if options.emulated or not device else steps.ROOT / "bench" / "results"
+        folder = steps.ROOT / "bench" / "results" if measured and not options.emulated else paths.build
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / ("emulated.json" if options.emulated else f"gpu-{name}.json")
     target.write_text(json.dumps(_document(options, budget, state, name), indent=1) + "\n", encoding="utf-8")

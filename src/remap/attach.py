@@ -122,10 +122,12 @@ def model_source(
 
     def tensors(targets: Sequence[int], rest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
         storages = [memory(target, max(1, part.nbytes)) for target, part in zip(targets, layout.layers)]
-        return storages, memory(rest, max(1, layout.rest.nbytes))
+        if layout.rest.nbytes == 0:  # there is no such region
+            return storages, torch.empty(0, dtype=torch.uint8, device=ours)
+        return storages, memory(rest, layout.rest.nbytes)
 
     def fill_rest(rest: int) -> None:
-        modules.fill(layout.rest, model, memory(rest, max(1, layout.rest.nbytes)))
+        modules.fill(layout.rest, model, memory(rest, layout.rest.nbytes))
         device.wait_for_torch()  # passes may run on another stream than torch's current one
 
     def install(targets: Sequence[int], rest: int) -> None:

@@ -132,6 +132,17 @@ def test_the_emulated_driver_has_no_speeds() -> None:
     assert suite._entry(False, "measure", speed)["value"] == 777.5
 
 
+def test_a_run_that_measured_nothing_leaves_no_file_among_the_results(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(suite.steps, "ROOT", tmp_path)
+    options = suite.Options(quick=True, emulated=False, checkout=False, seconds=30)
+    environment = {**os.environ, "REMAP_LIBCUDA": str(tmp_path / "none.so"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    assert suite.run(options, environment) == 2
+    assert [path.parent.name for path in tmp_path.rglob("gpu-*.json")] == ["gpu"]
+    assert not (tmp_path / "bench").exists()
+
+
 def test_without_a_driver_there_is_a_table_and_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = suite.Options(quick=True, emulated=True, checkout=False, seconds=30, out=tmp_path)
     environment = {**os.environ, "REMAP_EMULATED_DRIVER": str(tmp_path / "none.so")}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,3 +49,18 @@ def emulated() -> Iterator[Any]:
     assert driver.violations() == []
     assert driver.live() == {}, "the test left something behind"
     driver.reset()
+
+
+@pytest.fixture(autouse=True)
+def on_the_device_under_test() -> Iterator[None]:
+    """With every session on the emulated device (device_suites.txt): no test may break a rule of the driver."""
+    library = os.environ.get("REMAP_LIBCUDA", "")
+    if "emulated" not in library or os.environ.get("REMAP_DEVICE", "cpu") == "cpu":
+        yield
+        return
+    from emulated import Emulated
+
+    driver = Emulated(Path(library))
+    before = len(driver.violations())
+    yield
+    assert driver.violations()[before:] == []

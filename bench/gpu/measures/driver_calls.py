@@ -77,7 +77,7 @@ def driver_calls(ctx: Context) -> Iterator[Figure]:
         ours, theirs = Samples(), Samples()
         most = ctx.pick(200, 50, 5) if page == 2 * MIB else ctx.pick(40, 10, 3)
         with ctx.driver:
-            for index in ctx.rounds(most + 2, share=0.45):
+            for index in ctx.rounds(most + 2, least=5, share=0.45):
                 if index == 2:  # the first calls warm the driver up
                     ours, theirs = Samples(), Samples()
                 _through_backend(backend, page, run, ours)

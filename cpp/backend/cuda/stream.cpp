@@ -73,7 +73,8 @@ StreamHandle Streams::create_stream() {
 void Streams::destroy_stream(StreamHandle stream) {
   if (origin_of(stream, "destroy_stream") != Origin::own) {
     throw Error(ErrorKind::invalid_argument,
-                "destroy_stream: stream " + std::to_string(stream) + " was adopted: it is its owner's. Nothing changed. Forget it.",
+                "destroy_stream: stream " + std::to_string(stream) + " was adopted and is its owner's. Nothing changed. " +
+                    "Forget it instead.",
                 {{"operation", std::string("destroy_stream")}, {"handle", static_cast<std::int64_t>(stream)}});
   }
   const Context::Use use(context_, "destroy_stream");
