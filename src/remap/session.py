@@ -38,6 +38,7 @@ from .policy import HiddenCopies, view_of
 from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
+from .tenancy import admit
 from .tenant import Tenant
 
 __all__ = ["Session"]
@@ -151,7 +152,7 @@ class Session:
                     weights=weights,
                     names=names,
                 )
-                return self._attach(source, name, priority, kv, controller, host)
+                return admit(self, source, name, priority, kv, controller or self._config, host)
 
     def attach_bytes(
         self,
@@ -171,57 +172,8 @@ class Session:
             self._check_open()
             self._check_name(name)
             with self._host.taken() as host:
-                return self._attach(raw_source(layers, host), name, priority, kv, controller, host)
-
-    def _attach(
-        self,
-        source: LayerSource,
-        name: str,
-        priority: int,
-        kv: KVSpec,
-        config: ControllerConfig | None,
-        host: HostMemory | None,
-    ) -> Tenant:
-        number = self._next_tenant
-        attachment, geometry, region, first = attach_layers(
-            self._arena, number, source, kv, name, functools.partial(self._streams.copy, keep=source.keep_alive)
-        )
-        attachment.host = host
-        try:
-            prefetcher = _core.Prefetcher(
-                self._backend, list(zip(attachment.addresses, source.master_addresses, source.layer_bytes))
-            )
-            compute = ComputeStream(self._streams, self._device)
-            mover = functools.partial(self._changes.move_bytes, compute)
-            cache = KVCache(geometry, self._arena.address(region), mover, self._memory)
-            tenant = Tenant(self, number, name, priority, attachment, cache, prefetcher, compute)
-            self._calibrate(tenant, source)
-            if first:
-                self._changes.apply(tenant, plan_free_pages(attachment.pages, self._arena.epoch, first, give=True))
-                self._changes.settle(tenant)
-            source.install(attachment.addresses, attachment.rest_address)
-        except BaseException:
-            # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
-            self._arena.remove_tenant(number, undoing=True)
-            raise
-        self._next_tenant += 1
-        self._tenants[name] = tenant
-        config = config or self._config
-        hidden = HiddenCopies(tenant, config.slowdown)
-        self._controllers[name] = Controller(config, bound=hidden.bound, stall=hidden.stall)
-        tenant._prepare = hidden.prepare
-        return tenant
-
-    def _calibrate(self, tenant: Tenant, source: LayerSource) -> None:
-        """Load the largest layer once more, with a clock: the bytes are the same, the copy's time is not known yet."""
-        largest = max(range(tenant.layers), key=lambda layer: source.layer_bytes[layer])
-        nbytes = source.layer_bytes[largest]
-        if nbytes:
-            target = tenant._attachment.addresses[largest]
-            seconds = self._streams.copy_seconds(
-                target, source.master_addresses[largest], nbytes, keep=source.keep_alive
-            )
-            tenant.calibrate_link(nbytes / max(seconds, 1e-9))
+                source = raw_source(layers, host)
+                return admit(self, source, name, priority, kv, controller or self._config, host)
 
     def detach(self, name: str, *, device: Any = None) -> None:
         """Take a tenant out: its model goes back onto ordinary memory, its pages become free. Waits for its last pass.

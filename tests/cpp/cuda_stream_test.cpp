@@ -7,6 +7,7 @@
 #include <thread>
 
 #include "cuda_world.h"
+#include "remap/decorators.h"
 
 namespace {
 
@@ -261,6 +262,34 @@ void calls_from_other_threads_do_not_disturb_a_capture() {
   User::destroy_stream(theirs);
 }
 
+void adopted_streams_pass_the_decorators() {
+  emulate();
+  const auto traced = make_trace_backend(open_cuda());
+  Limits limits;
+  limits.streams = 1;
+  const auto fault = make_fault_backend(make_limit_backend(traced, limits));
+  const StreamHandle own = fault->create_stream();
+  for (int kind = 0; kind < 2; ++kind) {
+    fault->arm(kind == 0 ? Call::adopt_stream : Call::forget_stream, 1);
+    if (kind == 0) CHECK_ERROR(ErrorKind::driver, fault->adopt_stream(1));
+    if (kind == 0) CHECK(fault->adopt_stream(1) == 1);  // and does not count towards the limit
+    if (kind == 1) CHECK_ERROR(ErrorKind::driver, fault->forget_stream(1));
+  }
+  const EventHandle event = fault->create_event();
+  fault->record(event, 1);
+  CHECK(fault->synchronize(event, kWait));
+  fault->forget_stream(1);
+  CHECK_ERROR(ErrorKind::invalid_argument, fault->record(event, 1));
+  fault->destroy_event(event);
+  fault->destroy_stream(own);
+  CHECK(traced->count(Call::adopt_stream) == 1 && traced->count(Call::forget_stream) == 1);
+  const auto log = parse_trace(serialize(traced->log()));
+  CHECK(log.at(1).call == Call::adopt_stream && log[1].args[0] == 1 && log[1].result == 1);
+  const auto replayed = replay(log, *open_cuda());  // where a stream of its own stands in for the caller's
+  if (!replayed.ok) throw std::logic_error(replayed.message);
+  CHECK(replayed.replayed == log.size() - 1);  // the record that was refused is not made again
+}
+
 // Work that fails on the device fails its stream; whoever waits gets the error, and the stream can still be destroyed.
 void failed_work_reaches_every_waiter() {
   emulate();
@@ -345,6 +374,7 @@ int main() {
   CLEAN_RUN(the_callers_context_is_as_before);
   CLEAN_RUN(streams_under_capture_are_refused);
   CLEAN_RUN(calls_from_other_threads_do_not_disturb_a_capture);
+  CLEAN_RUN(adopted_streams_pass_the_decorators);
   CLEAN_RUN(failed_work_reaches_every_waiter);
   CLEAN_RUN(a_lost_context_is_reported_by_every_call);
   CLEAN_RUN(a_stream_with_pending_work_is_not_destroyed_unwaited);

@@ -24,6 +24,9 @@ bool same(const Usage& a, const Usage& b) {
          a.host_bytes == b.host_bytes && a.mappings == b.mappings && a.streams == b.streams && a.events == b.events;
 }
 
+// All but adopt_stream and forget_stream, which the host has no streams for: cuda_stream_test.cpp shows those.
+constexpr std::size_t kTour = kCallKinds - 2;
+
 // Calls every kind of call once, in an order in which all of them succeed.
 struct Tour {
   std::shared_ptr<Backend> backend;
@@ -245,9 +248,10 @@ void a_trace_counts_and_logs_every_call() {
   auto calls = tour.calls();
   for (auto& step : calls) step.second();
   CHECK_ERROR(ErrorKind::invalid_argument, (trace->unmap(nullptr, kPage), 0));
-  CHECK(trace->count() == kCallKinds + 1 && trace->count(Call::unmap) == 2 && trace->failed(Call::unmap) == 1);
+  CHECK(calls.size() == kTour);
+  CHECK(trace->count() == kTour + 1 && trace->count(Call::unmap) == 2 && trace->failed(Call::unmap) == 1);
   const auto log = trace->log();
-  CHECK(log.size() == kCallKinds + 1);
+  CHECK(log.size() == kTour + 1);
   for (std::size_t i = 0; i < calls.size(); ++i) CHECK(log[i].call == calls[i].first && !log[i].failed);
   CHECK(log[0].result == reinterpret_cast<std::uintptr_t>(tour.at) && log[0].args[0] == 4 * kPage);
   CHECK(log[2].pages.size() == 2 && log[2].pages[1] == tour.page && log[2].args[1] == 2);
@@ -264,7 +268,7 @@ void a_trace_counts_and_logs_every_call() {
   trace->create_event();
   CHECK(trace->log().size() == log.size() && trace->count(Call::create_event) == 2);
   trace->clear_log();
-  CHECK(trace->log().empty() && trace->count() == kCallKinds + 2);
+  CHECK(trace->log().empty() && trace->count() == kTour + 2);
 }
 
 void bad_trace_lines_are_named() {

@@ -51,7 +51,7 @@ def test_work_on_one_stream_runs_in_order(backend: Any) -> None:
 
 def test_copies_of_odd_sizes_touch_exactly_their_bytes(backend: Any) -> None:
     with pages(backend, 2) as handles, shown(backend, handles) as at, stream_and_event(backend) as (stream, event):
-        source = ctypes.create_string_buffer(bytes(range(256)) * 300)
+        source = ctypes.create_string_buffer(bytes(range(256)) * (PAGE // 128))
         for offset, count in ((0, 0), (1, 1), (3, 63), (64, 4097), (5, PAGE + 17)):
             poke(backend, at, 0xEE, 2 * PAGE)
             backend.copy(stream, at + offset, ctypes.addressof(source) + 1, count)
