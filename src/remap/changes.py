@@ -6,9 +6,11 @@
 
 Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
 
-A tenant that computes on a stream (ordering.py) may have work on it that reads what a plan takes away. Nobody waits for that:
-moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to the copies and to the
-re-pointing worker. Only strict mode, and a ring that moves, unmap something inside apply(), and have to wait before.
+A tenant that computes on a stream (ordering.py) may have work on it that reads what a plan takes away. The host does not wait
+for that: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to the copies and to
+the re-pointing worker. Three changes do wait: one that takes back what an earlier one gave, until the worker is
+through with that; one that moves the ring, which unmaps something inside apply(), for copies in flight; and all of them in
+strict mode.
 """
 
 from __future__ import annotations

@@ -9,32 +9,29 @@ that. If settling fails nothing is lost: `tenant.forward()` tries it again, and 
 Threads: attach, step, remap, snapshot and close may be called from any thread, one at a time (one lock); passes belong to
 the engine's thread. The re-pointing worker and the copy stream belong to the core and never call Python.
 
-On a GPU nothing of step() waits for the device: what it moves is ordered behind the tenant's compute stream (ordering.py).
-attach, detach and close do wait, for streams of this session's and for the stream of the tenant's passes.
+On a GPU step() does not wait for the device: what it moves is ordered behind the tenant's compute stream (ordering.py;
+changes.py names the exceptions). attach, detach and close do wait, for this session's streams and the tenant's.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
 from . import _core, devices
-from .attach import LayerSource, attach_layers, model_source, raw_source
+from .attach import model_source, raw_source
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
 from .decisions import carry_out, check_by_hand
 from .errors import ArenaBroken, InvalidArgument, InvalidState
-from .host_memory import HostMemories, HostMemory
-from .kv_cache import KVCache
+from .host_memory import HostMemories
 from .kv_geometry import KVSpec
 from .locking import SessionLock
 from .nvtx import annotated
 from .observe import check_books, make_report, take_snapshot
-from .ordering import ComputeStream, Streams
-from .planner import plan_free_pages
-from .policy import HiddenCopies, view_of
+from .ordering import Streams
+from .policy import view_of
 from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport

@@ -331,9 +331,12 @@ void a_lost_context_is_reported_by_every_call() {
   Shown shown(*backend, 1);
   const StreamHandle stream = backend->create_stream();
   const EventHandle event = backend->create_event();
+  const User user;
+  Gate gate(stream);  // so that all is enqueued before the context is lost
   arm("run:cuMemsetD8Async", 1, 700);
   backend->fill(stream, shown.at, 1, kPage);
   backend->record(event, stream);
+  gate.open();
   const Error error = error_of([&] { (void)backend->synchronize(event, kWait); });
   CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{700}});
   CHECK(std::string(error.what()).find("context is lost") != std::string::npos);

@@ -1,78 +1,14 @@
-// The emulated driver itself, streams, events and captures: each rule broken once, each order looked at through memory.
+// The emulated driver itself, streams and events: each rule broken once, each order looked at through memory.
 #include <sys/mman.h>
 
-#include <chrono>
-#include <condition_variable>
 #include <cstring>
-#include <mutex>
 #include <thread>
 
-#include "emulated_driver.h"
+#include "emulated_world.h"
 
 using namespace remap::testing;
 
 namespace {
-
-std::uintptr_t address(const void* at) { return reinterpret_cast<std::uintptr_t>(at); }
-CUstream default_stream(std::uintptr_t which) { return reinterpret_cast<CUstream>(which); }
-
-// Work behind it on a stream waits until it is opened.
-class Gate {
- public:
-  void close_on(CUstream stream) {
-    FINE(CU(cuLaunchHostFunc)(stream, &Gate::pass, this));
-  }
-  void open() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    open_ = true;
-    opened_.notify_all();
-  }
-
- private:
-  static void pass(void* self) {
-    auto* gate = static_cast<Gate*>(self);
-    std::unique_lock<std::mutex> lock(gate->mutex_);
-    gate->opened_.wait(lock, [gate] { return gate->open_; });
-  }
-  std::mutex mutex_;
-  std::condition_variable opened_;
-  bool open_ = false;
-};
-
-// Page-locked memory.
-struct Locked {
-  Locked() {
-    void* mapped = mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    CHECK(mapped != MAP_FAILED);
-    at = static_cast<unsigned char*>(mapped);
-    FINE(CU(cuMemHostRegister)(at, 4 * kPage, kHostPortable));
-  }
-  void close() {
-    FINE(CU(cuMemHostUnregister)(at));
-    munmap(at, 4 * kPage);
-  }
-  unsigned char* at = nullptr;
-};
-
-// A device with a stream, an event, two mapped pages and locked memory.
-struct World {
-  World() {
-    FINE(CU(cuStreamCreateWithPriority)(&stream, kStreamNonBlocking, 0));
-    FINE(CU(cuEventCreate)(&event, 0));
-  }
-  void close() {
-    FINE(CU(cuStreamDestroy)(stream));
-    FINE(CU(cuEventDestroy)(event));
-    locked.close();
-    region.close();
-    device.close();
-  }
-  Device device;
-  Region region{4, 2};
-  Locked locked;
-  CUstream stream = nullptr;
-  CUevent event = nullptr;
-};
 
 void copies_and_fills_run_in_order() {
   World world;
@@ -337,85 +273,6 @@ void calls_inside_a_host_function_are_refused() {
   world.close();
 }
 
-void captures() {
-  World world;
-  const CUstream stream = world.stream;
-  int status = -1;
-  CUgraph graph = nullptr;
-  FINE(CU(cuStreamIsCapturing)(stream, &status));
-  CHECK(status == kCaptureNone);
-  BREAKS(kInvalidValue, CU(cuStreamEndCapture)(stream, &graph));
-  BREAKS(kCaptureUnsupported, CU(cuStreamBeginCapture)(default_stream(kLegacyStream), kCaptureRelaxed));
-  BREAKS(kInvalidValue, CU(cuStreamBeginCapture)(stream, 7));
-
-  FINE(CU(cuStreamBeginCapture)(stream, kCaptureRelaxed));
-  FINE(CU(cuStreamIsCapturing)(stream, &status));
-  CHECK(status == kCaptureActive);
-  FINE(CU(cuEventQuery)(world.event));  // in relaxed mode nothing is unsafe
-  FINE(CU(cuStreamEndCapture)(stream, &graph));
-
-  const std::vector<std::pair<const char*, CUresult (*)(World&)>> forbidden = {
-      {"copy", [](World& w) { return CU(cuMemcpyHtoDAsync)(w.region.slot(0), w.locked.at, 8, w.stream); }},
-      {"fill", [](World& w) { return CU(cuMemsetD8Async)(w.region.slot(0), 0, 8, w.stream); }},
-      {"record", [](World& w) { return CU(cuEventRecord)(w.event, w.stream); }},
-      {"wait", [](World& w) { return CU(cuStreamWaitEvent)(w.stream, w.event, 0); }},
-      {"query", [](World& w) { return CU(cuStreamQuery)(w.stream); }},
-      {"synchronize", [](World& w) { return CU(cuStreamSynchronize)(w.stream); }},
-  };
-  for (const auto& [name, call] : forbidden) {
-    FINE(CU(cuStreamBeginCapture)(stream, kCaptureRelaxed));
-    BREAKS(kCaptureUnsupported, call(world));
-    FINE(CU(cuStreamIsCapturing)(stream, &status));
-    CHECK(status == kCaptureGone);
-    GIVES(kCaptureInvalidated, 0u, CU(cuStreamEndCapture)(stream, &graph));
-  }
-  world.close();
-}
-
-void unsafe_calls_end_captures_of_their_mode() {
-  World world;
-  CUgraph graph = nullptr;
-  const auto query_elsewhere = [&](int mode) {
-    CUresult result = kSuccess;
-    std::thread([&] {
-      FINE(CU(cuCtxPushCurrent)(world.device.context));
-      FINE(CU(cuThreadExchangeStreamCaptureMode)(&mode));
-      CHECK(mode == kCaptureGlobal);  // what a thread begins with
-      result = CU(cuEventQuery)(world.event);
-      FINE(CU(cuCtxPopCurrent)(nullptr));
-    }).join();
-    return result;
-  };
-  FINE(CU(cuStreamBeginCapture)(world.stream, kCaptureGlobal));
-  GIVES(kSuccess, 0u, query_elsewhere(kCaptureRelaxed));
-  GIVES(kSuccess, 0u, query_elsewhere(kCaptureThreadLocal));
-  BREAKS(kCaptureUnsupported, query_elsewhere(kCaptureGlobal));
-  GIVES(kCaptureInvalidated, 0u, CU(cuStreamEndCapture)(world.stream, &graph));
-
-  FINE(CU(cuStreamBeginCapture)(world.stream, kCaptureThreadLocal));
-  GIVES(kSuccess, 0u, query_elsewhere(kCaptureGlobal));
-  std::thread([&] {
-    FINE(CU(cuCtxPushCurrent)(world.device.context));
-    BREAKS(kCaptureWrongThread, CU(cuStreamEndCapture)(world.stream, &graph));
-    FINE(CU(cuCtxPopCurrent)(nullptr));
-  }).join();
-  BREAKS(kCaptureUnsupported, CU(cuEventQuery)(world.event));
-  GIVES(kCaptureInvalidated, 0u, CU(cuStreamEndCapture)(world.stream, &graph));
-  int mode = 9;
-  BREAKS(kInvalidValue, CU(cuThreadExchangeStreamCaptureMode)(&mode));
-
-  // A blocking stream that is captured would have to be waited for by the legacy one.
-  CUstream blocking = nullptr;
-  FINE(CU(cuStreamCreate)(&blocking, 0));
-  FINE(CU(cuStreamBeginCapture)(blocking, kCaptureRelaxed));
-  int status = 0;
-  GIVES(kCaptureImplicit, 0u, CU(cuStreamIsCapturing)(nullptr, &status));
-  BREAKS(kCaptureImplicit, CU(cuMemsetD8Async)(world.region.slot(0), 0, 8, nullptr));
-  GIVES(kCaptureInvalidated, 0u, CU(cuStreamEndCapture)(blocking, &graph));
-  FINE(CU(cuStreamDestroy)(blocking));
-  world.close();
-}
-
 void copies_take_as_long_as_the_link_would() {
   World world;
   constexpr std::uint64_t kBytesPerSecond = 4 << 20;  // a page takes 15.6 ms
@@ -493,8 +350,6 @@ int main() {
   RUN(destroying_a_stream_does_not_wait_and_does_not_drop_work);
   RUN(default_streams);
   RUN(calls_inside_a_host_function_are_refused);
-  RUN(captures);
-  RUN(unsafe_calls_end_captures_of_their_mode);
   RUN(copies_take_as_long_as_the_link_would);
   RUN(many_threads);
   return failures();

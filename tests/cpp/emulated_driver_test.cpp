@@ -30,7 +30,10 @@ void looking_up() {
   CONTROL(remapEmulatedReset)();
   CHECK(CONTROL(remapEmulatedVersion)() > 0);
   std::uint64_t names = 0;
-  while (CONTROL(remapEmulatedEntryPoint)(names) != nullptr) CHECK(entry_point(CONTROL(remapEmulatedEntryPoint)(names++)) != nullptr);
+  while (const char* name = CONTROL(remapEmulatedEntryPoint)(names)) {
+    CHECK(entry_point(name) != nullptr);
+    ++names;
+  }
   CHECK(names > 50);
 }
 
@@ -249,7 +252,8 @@ void host_memory() {
   unsigned type = 0;
   FINE(CU(cuPointerGetAttribute)(&type, kPointerMemoryType, reinterpret_cast<std::uintptr_t>(at)));
   CHECK(type == kMemoryTypeHost);
-  GIVES(kInvalidValue, 0u, CU(cuPointerGetAttribute)(&type, kPointerMemoryType, reinterpret_cast<std::uintptr_t>(at + 3 * os_page)));
+  const auto ordinary = reinterpret_cast<std::uintptr_t>(at + 3 * os_page);
+  GIVES(kInvalidValue, 0u, CU(cuPointerGetAttribute)(&type, kPointerMemoryType, ordinary));
   CHECK(CONTROL(remapEmulatedLive)("registrations") == 1);
   FINE(CU(cuMemHostUnregister)(at));
   BREAKS(kHostNotRegistered, CU(cuMemHostUnregister)(at));

@@ -63,19 +63,23 @@ static_assert(kSameValue<kInvalidValue, CUDA_ERROR_INVALID_VALUE> && kSameValue<
               kSameValue<kCaptureInvalidated, CUDA_ERROR_STREAM_CAPTURE_INVALIDATED> &&
               kSameValue<kCaptureImplicit, CUDA_ERROR_STREAM_CAPTURE_IMPLICIT> &&
               kSameValue<kCaptureWrongThread, CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD>);
-static_assert(kSameValue<kPinnedAllocation, CU_MEM_ALLOCATION_TYPE_PINNED> && kSameValue<kDeviceLocation, CU_MEM_LOCATION_TYPE_DEVICE> &&
-              kSameValue<kPosixFd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR> && kSameValue<kFabricHandle, CU_MEM_HANDLE_TYPE_FABRIC> &&
+static_assert(kSameValue<kPinnedAllocation, CU_MEM_ALLOCATION_TYPE_PINNED> &&
+              kSameValue<kDeviceLocation, CU_MEM_LOCATION_TYPE_DEVICE> &&
+              kSameValue<kPosixFd, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR> &&
+              kSameValue<kFabricHandle, CU_MEM_HANDLE_TYPE_FABRIC> &&
               kSameValue<kAccessNone, CU_MEM_ACCESS_FLAGS_PROT_NONE> && kSameValue<kAccessRead, CU_MEM_ACCESS_FLAGS_PROT_READ> &&
               kSameValue<kAccessReadWrite, CU_MEM_ACCESS_FLAGS_PROT_READWRITE> &&
               kSameValue<kMemoryTypeHost, CU_MEMORYTYPE_HOST> && kSameValue<kMemoryTypeDevice, CU_MEMORYTYPE_DEVICE> &&
               kSameValue<kPointerMemoryType, CU_POINTER_ATTRIBUTE_MEMORY_TYPE>);
-static_assert(kSameValue<kCaptureNone, CU_STREAM_CAPTURE_STATUS_NONE> && kSameValue<kCaptureActive, CU_STREAM_CAPTURE_STATUS_ACTIVE> &&
+static_assert(kSameValue<kCaptureNone, CU_STREAM_CAPTURE_STATUS_NONE> &&
+              kSameValue<kCaptureActive, CU_STREAM_CAPTURE_STATUS_ACTIVE> &&
               kSameValue<kCaptureGone, CU_STREAM_CAPTURE_STATUS_INVALIDATED> &&
               kSameValue<kCaptureGlobal, CU_STREAM_CAPTURE_MODE_GLOBAL> &&
               kSameValue<kCaptureThreadLocal, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL> &&
               kSameValue<kCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED>);
 static_assert(kSameValue<kStreamNonBlocking, CU_STREAM_NON_BLOCKING> && kSameValue<kEventBlockingSync, CU_EVENT_BLOCKING_SYNC> &&
-              kSameValue<kEventDisableTiming, CU_EVENT_DISABLE_TIMING> && kSameValue<kHostPortable, CU_MEMHOSTREGISTER_PORTABLE> &&
+              kSameValue<kEventDisableTiming, CU_EVENT_DISABLE_TIMING> &&
+              kSameValue<kHostPortable, CU_MEMHOSTREGISTER_PORTABLE> &&
               kSameValue<kHostDeviceMap, CU_MEMHOSTREGISTER_DEVICEMAP> && kSameValue<kHostReadOnly, CU_MEMHOSTREGISTER_READ_ONLY>);
 
 }  // namespace

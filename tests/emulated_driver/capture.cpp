@@ -73,7 +73,8 @@ CUresult Streams::unsafe(const char* entry) {
     forbidden = true;
   }
   if (!forbidden) return kSuccess;
-  return emulator_.violate(kCaptureUnsupported, std::string(entry) + " is unsafe while a stream is being captured, and ended that");
+  return emulator_.violate(kCaptureUnsupported,
+                           std::string(entry) + " is unsafe while a stream is being captured, and ended that");
 }
 
 CUresult Streams::refused_by_capture(Stream& stream, const char* entry) {
@@ -89,8 +90,8 @@ CUresult Streams::refused_by_capture(Stream& stream, const char* entry) {
     implicit = true;
   }
   if (!implicit) return kSuccess;
-  return emulator_.violate(kCaptureImplicit, std::string(entry) + " on the legacy default stream, which a blocking stream that is " +
-                                                 "being captured would have to wait for");
+  return emulator_.violate(kCaptureImplicit, std::string(entry) + " on the legacy default stream, which a blocking stream " +
+                                                 "that is being captured would have to wait for");
 }
 
 }  // namespace remap::emulated

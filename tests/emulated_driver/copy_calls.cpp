@@ -37,7 +37,8 @@ CUresult classify(Emulator& e, const char* entry, Side side, CUdeviceptr at, std
   return kSuccess;
 }
 
-CUresult copy(const char* entry, Side to_side, CUdeviceptr to, Side from_side, CUdeviceptr from, std::size_t bytes, CUstream stream) {
+CUresult copy(const char* entry, Side to_side, CUdeviceptr to, Side from_side, CUdeviceptr from, std::size_t bytes,
+              CUstream stream) {
   return serve(entry, kWithContext, [&](Emulator& e, Lock&) {
     Operation operation;
     operation.kind = Operation::Kind::copy;

@@ -27,14 +27,14 @@ constexpr ErrorText kErrors[] = {
     {kNotReady, "CUDA_ERROR_NOT_READY", "device not ready"},
     {kIllegalAddress, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
     {kContextIsDestroyed, "CUDA_ERROR_CONTEXT_IS_DESTROYED", "context is destroyed"},
-    {kHostAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the memory range is registered already"},
+    {kHostAlreadyRegistered, "CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED", "part or all of the range is registered already"},
     {kHostNotRegistered, "CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED", "pointer does not correspond to a registered memory region"},
     {kLaunchFailed, "CUDA_ERROR_LAUNCH_FAILED", "unspecified launch failure"},
     {kNotPermitted, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
     {kNotSupported, "CUDA_ERROR_NOT_SUPPORTED", "operation not supported"},
     {kCaptureUnsupported, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED", "operation not permitted when stream is capturing"},
     {kCaptureInvalidated, "CUDA_ERROR_STREAM_CAPTURE_INVALIDATED", "capture was invalidated by an earlier error"},
-    {kCaptureImplicit, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "operation would create an implicit dependency on a captured stream"},
+    {kCaptureImplicit, "CUDA_ERROR_STREAM_CAPTURE_IMPLICIT", "operation would make a captured stream depend on another"},
     {kCaptureWrongThread, "CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD", "capture was begun by another thread"},
     {999, "CUDA_ERROR_UNKNOWN", "unknown error"},
 };
@@ -54,7 +54,9 @@ CUresult unknown(Emulator& e, const char* entry, CUdevice device) {
   return e.violate(kInvalidDevice, std::string(entry) + ": no device " + std::to_string(device));
 }
 
-CUresult no_place(Emulator& e, const char* entry) { return e.violate(kInvalidValue, std::string(entry) + ": no place for the answer"); }
+CUresult no_place(Emulator& e, const char* entry) {
+  return e.violate(kInvalidValue, std::string(entry) + ": no place for the answer");
+}
 
 }  // namespace
 

@@ -107,8 +107,8 @@ CUresult Memory::whole_mappings(const char* entry, CUdeviceptr at, std::size_t b
   for (CUdeviceptr next = at; next < at + bytes;) {
     const auto mapping = mappings_.find(next);
     if (mapping == mappings_.end() || next + mapping->second.bytes > at + bytes) {
-      return journal_.violate(kInvalidValue, std::string(entry) + ": " + range_text(at, bytes) + " has a hole or cuts a handle at " +
-                                                 hex(next));
+      return journal_.violate(
+          kInvalidValue, std::string(entry) + ": " + range_text(at, bytes) + " has a hole or cuts a handle at " + hex(next));
     }
     next += mapping->second.bytes;
   }

@@ -72,8 +72,8 @@ CUresult Memory::create(CUmemGenericAllocationHandle* handle, std::size_t bytes,
   if (handle == nullptr || flags != 0) return journal_.violate(kInvalidValue, "cuMemCreate: no place for a handle, or flags");
   if (const CUresult refused = check_properties("cuMemCreate", properties); refused != kSuccess) return refused;
   if (bytes == 0 || bytes % settings_.granularity != 0) {
-    return journal_.violate(kInvalidValue, "cuMemCreate: " + std::to_string(bytes) + " bytes are not a multiple of the granularity " +
-                                               std::to_string(settings_.granularity));
+    return journal_.violate(kInvalidValue, "cuMemCreate: " + std::to_string(bytes) + " bytes are not a multiple of the " +
+                                               "granularity " + std::to_string(settings_.granularity));
   }
   const CUdevice device = properties->location.id;
   if (bytes > settings_.memory_bytes - std::min(settings_.memory_bytes, used_bytes(device))) return kOutOfMemory;
