@@ -114,6 +114,7 @@ void lock_and_free(Backend& backend) {
 
 void everything_at_once() {
   emulate();
+  configure("jitter_us", 200);  // copies begin late, so that more goes on at once
   const auto backend = open_cuda();
   together([&] { copy_around(*backend, 1); }, [&] { copy_around(*backend, 100); }, [&] { change_mappings(*backend); },
            [&] { come_and_go(*backend); }, [&] { lock_and_free(*backend); },

@@ -77,10 +77,12 @@ static_assert(kSameValue<kCaptureNone, CU_STREAM_CAPTURE_STATUS_NONE> &&
               kSameValue<kCaptureGlobal, CU_STREAM_CAPTURE_MODE_GLOBAL> &&
               kSameValue<kCaptureThreadLocal, CU_STREAM_CAPTURE_MODE_THREAD_LOCAL> &&
               kSameValue<kCaptureRelaxed, CU_STREAM_CAPTURE_MODE_RELAXED>);
-static_assert(kSameValue<kStreamNonBlocking, CU_STREAM_NON_BLOCKING> && kSameValue<kEventBlockingSync, CU_EVENT_BLOCKING_SYNC> &&
+static_assert(kSameValue<kStreamNonBlocking, CU_STREAM_NON_BLOCKING> &&
+              kSameValue<kEventBlockingSync, CU_EVENT_BLOCKING_SYNC> &&
               kSameValue<kEventDisableTiming, CU_EVENT_DISABLE_TIMING> &&
               kSameValue<kHostPortable, CU_MEMHOSTREGISTER_PORTABLE> &&
-              kSameValue<kHostDeviceMap, CU_MEMHOSTREGISTER_DEVICEMAP> && kSameValue<kHostReadOnly, CU_MEMHOSTREGISTER_READ_ONLY>);
+              kSameValue<kHostDeviceMap, CU_MEMHOSTREGISTER_DEVICEMAP> &&
+              kSameValue<kHostReadOnly, CU_MEMHOSTREGISTER_READ_ONLY>);
 
 }  // namespace
 }  // namespace remap::emulated

@@ -45,8 +45,12 @@ class Emulated:
         self._library.remapEmulatedReset()
 
     def configure(self, **settings: int) -> None:
-        """`reset`, then these settings, by their names in settings.h: granularity, memory, driver_version, ..."""
+        """`reset`, then `change`."""
         self.reset()
+        self.change(**settings)
+
+    def change(self, **settings: int) -> None:
+        """These settings, by their names in settings.h: granularity, memory, driver_version, jitter_us, ..."""
         for name, value in settings.items():
             status = self._library.remapEmulatedConfigure(name.encode(), ctypes.c_uint64(value))
             assert status == 0, f"{name} = {value} was refused ({status}) while there are {self.live()}"

@@ -325,7 +325,7 @@ def test_a_copy_that_fails_while_it_runs_surfaces_and_no_wrong_byte_is_read(
 def test_a_lost_context_is_told_by_every_call_and_hangs_none(emulated: Emulated, mode: str) -> None:
     """What a failing copy does on a device. Nothing can heal it in this process: calls say so, and the process can end."""
     world = prepared(emulated, Case("", lambda w: (w.remap(2, 2), w.hold(3)), lambda w: None), mode)
-    emulated._library.remapEmulatedConfigure(b"lose_context", 1)
+    emulated.change(lose_context=1)
     emulated.arm("run:cuMemcpyHtoDAsync", 1, LAUNCH_FAILED)
     calls: list[Callable[[], Any]] = [
         *[lambda: forward(world.session, world.m, world.layers["m"])] * 3,
