@@ -24,6 +24,7 @@ class World:
         return self.session.layer_address("m", layer)
 
     def refused(self, call: Any, error: type[Exception]) -> Any:
+        self.session.settle()  # what regions show is compared: the worker must not be about to change it
         before = visible(self.session), self.tenant.pinned
         with pytest.raises(error) as caught:
             call()
