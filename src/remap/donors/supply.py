@@ -1,0 +1,217 @@
+"""From a need for KV blocks to what each donor gives.
+
+Oneiros (section 5.1, algorithm 1) takes the layers of inactive models first, one model after another, each up to its
+cap, and those of active models last, one layer a step. Corrected here: as many increments at once as the need asks for
+(its +1 layer per step cannot meet a burst); before any layer, memory that costs nobody anything (free pages) or nobody
+now (unused KV); among *active* donors not one victim but the increments that stall least per block; never more than
+needed; and what stays unmet is said (its line 23 has no cap, and there is no fallback when nothing is left).
+
+A donor's quotes are increments, nested: the i-th is given only with those before it. Marginal stall need not rise along
+them (an odd number of streamed layers in two fixed buffers waits longer than the even one after it), so *runs* of
+increments are compared, not single ones: a costly quote does not hide the cheap one behind it.
+
+Active donors share the rest of the need so (derived; the greedy bound for knapsack covers):
+
+    repeat  1. each donor alone could finish with its cheapest run that covers what is missing: a candidate plan
+            2. otherwise take the run of least stall per block among those that do not cover it, and go on
+    the best candidate of all rounds is the plan
+
+In the first round the candidates are the plans of one active donor alone, so the result is never worse than the best of
+these; and rounds go on until a run covers the rest or every quote is taken, so nothing stays unmet that could be met.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from remap.errors import InvalidArgument
+
+__all__ = ["NOTHING", "Kind", "Quote", "Supply", "Take", "choose"]
+
+Kind = Literal["free", "idle_kv", "inactive", "active"]
+
+KINDS: tuple[Kind, ...] = ("free", "idle_kv", "inactive", "active")
+"""In the order in which they are asked."""
+IN_PART = ("free", "idle_kv")
+"""Kinds whose quotes are pages, of which fewer may be taken; layers are given whole."""
+
+
+@dataclass(frozen=True)
+class Quote:
+    """One increment that a donor can give, beyond its quotes before this one.
+
+    blocks: of the receiver's, at least 0. stall_s: seconds added to each pass of the donor; may be negative (see above).
+    reload_s: seconds to undo it. step: whatever the caller needs to carry it out; not looked at.
+    Raises InvalidArgument (field).
+    """
+
+    donor: str
+    kind: Kind
+    blocks: int
+    stall_s: float
+    reload_s: float
+    step: object = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise _refuse("kind", self.kind, f"one of {', '.join(KINDS)}")
+        if type(self.blocks) is not int or self.blocks < 0:
+            raise _refuse("blocks", self.blocks, "an int of at least 0")
+        if not abs(self.stall_s) < math.inf:
+            raise _refuse("stall_s", self.stall_s, "a finite number of seconds")
+        if not 0 <= self.reload_s < math.inf:
+            raise _refuse("reload_s", self.reload_s, "a finite number of seconds, at least 0")
+
+
+@dataclass(frozen=True)
+class Take:
+    """The first `count` (>= 1) quotes of one donor of one kind: `blocks` in all, fewer than they offer only of `IN_PART`."""
+
+    donor: str
+    count: int
+    blocks: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Supply:
+    """What to take. unmet: blocks that nobody can give. stall_s: seconds per pass, over all donors together."""
+
+    taken: tuple[Take, ...]
+    unmet: int
+    stall_s: float
+
+    @property
+    def blocks(self) -> int:
+        """Blocks given; more than was needed only as far as the last layers taken hold more."""
+        return sum(take.blocks for take in self.taken)
+
+
+NOTHING = Supply((), 0, 0.0)
+"""The supply of no need: one shared object."""
+
+
+def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
+    )
+
+
+def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supply:
+    """What to take from whom, so that `need_blocks` are given if all quotes together suffice.
+
+    quotes_by_donor: one sequence for each donor and kind, its quotes nested. Free pages first, then unused KV, then
+    inactive donors, within a kind in the order given, each as far as needed; active donors share the rest as described
+    above, ties by reload time and then in the order given. At the end what became superfluous is dropped: active increments
+    whose absence stalls nobody more, the costliest first, then those of the other kinds, the last asked first.
+    Takes are in the order of kinds, then of `quotes_by_donor`. Nothing is looked at when nothing is needed.
+    Raises InvalidArgument (field) for a negative need, a sequence of several donors or kinds, or two of the same.
+    """
+    if type(need_blocks) is not int or need_blocks < 0:
+        raise _refuse("need_blocks", need_blocks, "an int of at least 0")
+    if need_blocks == 0:
+        return NOTHING
+    lines = [_Line(quotes) for quotes in quotes_by_donor if quotes]
+    if len({(line.donor, line.kind) for line in lines}) < len(lines):
+        names = [(line.donor, line.kind) for line in lines]
+        raise _refuse("quotes_by_donor", names, "one sequence for each donor and kind")
+    lines.sort(key=lambda line: KINDS.index(line.kind))  # stable
+    plain = [line for line in lines if line.kind != "active"]
+    active = [line for line in lines if line.kind == "active"]
+
+    counts, missing = [], need_blocks
+    for line in plain:
+        counts.append(line.covering(missing) if missing > 0 else 0)
+        missing -= line.blocks[counts[-1]]
+    shared = _share(active, missing) if missing > 0 else (0,) * len(active)
+
+    spare = sum(line.blocks[n] for line, n in zip(lines, (*counts, *shared))) - need_blocks
+    shared, spare = _without_superfluous(active, shared, spare)
+    takes = [Take(line.donor, n, line.blocks[n], line.kind) for line, n in zip(active, shared) if n]
+    for line, n in zip(reversed(plain), reversed(counts)):
+        while n and line.blocks[n] - line.blocks[n - 1] <= spare:
+            spare -= line.blocks[n] - line.blocks[n - 1]
+            n -= 1
+        if n:
+            back = max(0, spare) if line.kind in IN_PART else 0
+            spare -= back
+            takes.insert(0, Take(line.donor, n, line.blocks[n] - back, line.kind))
+    given = {(take.donor, take.kind): take.count for take in takes}
+    stall = math.fsum(line.stall[given.get((line.donor, line.kind), 0)] for line in lines)
+    return Supply(tuple(takes), max(0, -spare), stall)
+
+
+class _Line:
+    """One donor's quotes as prefix sums: entry n is what its first n give and cost."""
+
+    def __init__(self, quotes: Sequence[Quote]) -> None:
+        self.donor, self.kind = quotes[0].donor, quotes[0].kind
+        for quote in quotes:
+            if quote.donor != self.donor or quote.kind != self.kind:
+                pair = (quote.donor, quote.kind)
+                raise _refuse("quotes_by_donor", pair, f"{(self.donor, self.kind)} throughout one sequence")
+        self.blocks = list(accumulate((quote.blocks for quote in quotes), initial=0))
+        self.stall = list(accumulate((quote.stall_s for quote in quotes), initial=0.0))
+        self.reload = list(accumulate((quote.reload_s for quote in quotes), initial=0.0))
+
+    def covering(self, missing: int) -> int:
+        """The fewest quotes that give `missing` blocks; without enough of them, all that give any."""
+        target = min(missing, self.blocks[-1])
+        return next(n for n, blocks in enumerate(self.blocks) if blocks >= target)
+
+    def cost(self, n: int) -> tuple[float, float]:
+        """What plans are compared by: stall first."""
+        return self.stall[n], self.reload[n]
+
+
+def _share(lines: Sequence[_Line], need: int) -> tuple[int, ...]:
+    """How many quotes of each active donor. Module docstring; costs lines x quotes for each run taken."""
+    counts = [0] * len(lines)
+    best: tuple[tuple[float, float], tuple[int, ...]] | None = None
+    while True:
+        missing = need - sum(line.blocks[n] for line, n in zip(lines, counts))
+        spent = [line.cost(n) for line, n in zip(lines, counts)]
+        stall, reload = sum(s for s, _ in spent), sum(r for _, r in spent)
+        step: tuple[tuple[float, float], int, int] | None = None
+        for i, line in enumerate(lines):
+            at = counts[i]
+            covers = None
+            for n in range(at + 1, len(line.blocks)):
+                gain = line.blocks[n] - line.blocks[at]
+                more = line.stall[n] - line.stall[at], line.reload[n] - line.reload[at]
+                if gain >= missing:
+                    covers = min(covers, (*more, n)) if covers is not None else (*more, n)
+                elif gain and (step is None or (more[0] / gain, more[1] / gain) < step[0]):
+                    step = (more[0] / gain, more[1] / gain), i, n
+            if covers is not None:
+                total = stall + covers[0], reload + covers[1]
+                if best is None or total < best[0]:
+                    best = total, (*counts[:i], covers[2], *counts[i + 1 :])
+        if step is None:
+            # Every donor is exhausted, or any further run covers the need.
+            return best[1] if best is not None else tuple(counts)
+        counts[step[1]] = step[2]
+
+
+def _without_superfluous(lines: Sequence[_Line], counts: Sequence[int], spare: int) -> tuple[tuple[int, ...], int]:
+    """Shorter runs that leave the need met and stall nobody more, the largest saving first; and the blocks still spare."""
+    kept = list(counts)
+    while True:
+        found: tuple[tuple[float, float], int, int] | None = None  # (saving, donor, how many are left)
+        for i, line in enumerate(lines):
+            at = kept[i]
+            for n in range(at):  # the shortest first, which equal savings keep
+                # spare is below 0 when the need is unmet: then only what gives nothing is superfluous.
+                if line.blocks[at] - line.blocks[n] <= max(0, spare) and line.stall[n] <= line.stall[at]:
+                    saving = line.stall[at] - line.stall[n], line.reload[at] - line.reload[n]
+                    if found is None or saving > found[0]:
+                        found = saving, i, n
+        if found is None:
+            return tuple(kept), spare
+        _, i, n = found
+        spare -= lines[i].blocks[kept[i]] - lines[i].blocks[n]
+        kept[i] = n

@@ -1,0 +1,302 @@
+"""The order of donors, what is expected of their next use, and Belady's optimum by brute force over short traces."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remap.donors.policy import POLICIES, Candidate, NextUse, Policy, may_donate, rank
+from remap.errors import InvalidArgument
+
+
+def candidate(name: str = "a", **fields: object) -> Candidate:
+    values: dict[str, object] = {"active": False, "priority": 0, "order": 0, "last_use": 0, "idle_s": 100.0}
+    return Candidate(name, **{**values, "next_use_s": None, "reload_s": 1.0, **fields})  # type: ignore[arg-type]
+
+
+CANDIDATES = st.lists(
+    st.builds(
+        candidate,
+        name=st.text("abc", max_size=3),
+        active=st.booleans(),
+        priority=st.integers(-1, 1),
+        last_use=st.integers(0, 3),
+        next_use_s=st.one_of(st.none(), st.sampled_from([0.0, 1.0, 2.0])),
+    ),
+    max_size=7,
+).map(lambda found: [replace(c, order=i) for i, c in enumerate(found)])
+
+
+def names(found: list[Candidate]) -> str:
+    return "".join(c.name for c in found)
+
+
+# -- rank --------------------------------------------------------------------------------------------------------------
+
+
+def test_each_policy() -> None:
+    found = [
+        candidate("a", order=0, priority=1, last_use=5, next_use_s=30.0),
+        candidate("b", order=1, priority=0, last_use=2, next_use_s=10.0),
+        candidate("c", order=2, priority=0, last_use=9, next_use_s=10.0),
+        candidate("d", order=3, priority=0, last_use=1, next_use_s=None),
+        candidate("e", order=4, priority=-1, last_use=99, next_use_s=None, active=True),
+    ]
+    expected: dict[Policy, str] = {
+        "priority": "dcbae",  # of equal priority the unknown is farthest; then equally far, c was used last
+        "expected_next_use": "dacbe",
+        "mru": "cabde",
+        "lru": "dbace",
+        "round_robin": "abcde",
+    }
+    for policy, order in expected.items():
+        assert names(rank(found, policy)) == order
+        assert names(rank(reversed(found), policy)) == order
+    assert [names(rank(found, "round_robin", cursor)) for cursor in (1, 3, 4, 99)] == [
+        "bcdae",
+        "dabce",
+        "abcde",
+        "abcde",
+    ]
+    assert names(found) == "abcde"
+    with pytest.raises(InvalidArgument) as caught:
+        rank(found, "MRU")  # type: ignore[arg-type]
+    assert caught.value.fields == {"field": "policy", "value": "MRU"}
+
+
+@given(CANDIDATES, st.sampled_from(POLICIES), st.integers(0, 7), st.randoms(use_true_random=False))
+def test_what_every_ranking_keeps_to(found: list[Candidate], policy: Policy, cursor: int, random: object) -> None:
+    ranked = rank(found, policy, cursor)
+    assert sorted(c.order for c in ranked) == list(range(len(found)))
+    assert [c.active for c in ranked] == sorted(c.active for c in found)
+    shuffled = list(found)
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert rank(shuffled, policy, cursor) == ranked
+    for first, second in zip(ranked, ranked[1:]):
+        if first.active != second.active:
+            continue
+        if policy == "priority":
+            assert first.priority <= second.priority
+        elif policy == "mru":
+            assert first.last_use >= second.last_use
+        elif policy == "lru":
+            assert first.last_use <= second.last_use
+        elif policy == "expected_next_use":
+            assert first.next_use_s is None or (second.next_use_s is not None and first.next_use_s >= second.next_use_s)
+        else:
+            assert (first.order - cursor) % 9 < (second.order - cursor) % 9
+
+
+# -- the next use ------------------------------------------------------------------------------------------------------
+
+
+def test_one_tenants_rhythm() -> None:
+    uses = NextUse(smoothing=0.5)
+    assert uses.expected_s("a", 0.0) is None
+    uses.activated("a", 10.0)
+    assert uses.expected_s("a", 11.0) is None  # it came once
+    uses.activated("a", 14.0)
+    assert [uses.expected_s("a", now) for now in (14.0, 15.5, 18.0, 25.0, 30.0)] == [4.0, 2.5, 0.0, 0.0, 0.0]
+    assert uses.expected_s("a", 30.25) is None  # away for more than four intervals
+    uses.activated("a", 22.0)
+    assert uses.expected_s("a", 22.0) == 6.0  # 4 and 8, at one half
+    assert NextUse(stale=math.inf).expected_s("a", 0.0) is None
+
+
+def test_clocks_that_jump_back() -> None:
+    uses = NextUse()
+    for now in (0.0, 4.0):
+        uses.activated("a", now)
+    assert uses.expected_s("a", -100.0) == 4.0  # nothing has passed
+    uses.activated("a", -50.0)
+    assert uses.expected_s("a", -49.0) == 3.0  # the average is what it was, from the new time on
+    uses.activated("a", -42.0)
+    assert uses.expected_s("a", -42.0) == 5.0  # 4 and 8, at a quarter
+    once = NextUse()
+    once.activated("a", 5.0)
+    once.activated("a", 3.0)
+    assert once.expected_s("a", 3.0) is None  # no interval yet
+    once.activated("a", 4.0)
+    assert once.expected_s("a", 4.0) == 1.0
+
+
+def test_a_cycle_by_hand() -> None:
+    uses, now = NextUse(smoothing=1.0), 0.0
+    for turn, name in enumerate("abcabc"):
+        now = 10.0 * turn
+        uses.activated(name, now)
+    assert {name: uses.expected_s(name, now) for name in "abc"} == {"a": 10.0, "b": 20.0, "c": 30.0}
+    assert {name: uses.expected_s(name, now + 4.0) for name in "abc"} == {"a": 6.0, "b": 16.0, "c": 26.0}
+    assert {name: uses.expected_s(name, now + 70.0) for name in "abc"} == {"a": 0.0, "b": 10.0, "c": 20.0}  # overdue
+    uses.activated("c", now + 70.0)  # its turn goes on
+    assert uses.expected_s("b", now + 70.0) == 10.0
+    assert [uses.expected_s(name, now + 120.0) for name in "abc"] == [0.0, 10.0, 20.0]  # four cycles of 30
+    assert uses.expected_s("a", now + 121.0) is None  # longer ago than 4 intervals of its own as well
+    uses.activated("b", now + 121.0)  # out of turn
+    assert uses.expected_s("b", now + 121.0) == 131.0  # its own interval again
+    assert uses.expected_s("c", now + 121.0) == 19.0
+
+
+def test_no_cycle_before_it_was_seen_twice() -> None:
+    uses = NextUse(smoothing=1.0)
+    for now, name in enumerate("xabcab"):
+        uses.activated(name, float(now))
+    assert uses.expected_s("c", 5.0) is None
+    uses.activated("c", 6.0)
+    assert [uses.expected_s(name, 6.0) for name in "abcx"] == [1.0, 2.0, 3.0, None]
+    again = NextUse(smoothing=1.0)
+    for now, name in enumerate("xabacabac"):  # a comes back within what repeats: no cycle of different tenants
+        again.activated(name, float(now))
+    assert [again.expected_s(name, 8.0) for name in "abc"] == [1.0, 2.0, 4.0]
+
+
+def test_forgetting() -> None:
+    uses = NextUse(smoothing=1.0)
+    for now, name in enumerate("abcabc"):
+        uses.activated(name, float(now))
+    uses.forget("b")
+    uses.forget("never seen")
+    assert uses.expected_s("b", 5.0) is None
+    assert [uses.expected_s(name, 5.0) for name in "ac"] == [1.0, 3.0]  # by their own intervals of 3
+    for now, name in enumerate("acac"):
+        uses.activated(name, 10.0 + now)
+    assert [uses.expected_s(name, 13.0) for name in "ac"] == [1.0, 2.0]
+    uses.activated("b", 20.0)
+    assert uses.expected_s("b", 20.0) is None  # a new tenant of an old name
+
+
+GAPS = st.lists(st.floats(0.125, 1000.0), min_size=40, max_size=40)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(2, 6), st.integers(0, 5), GAPS, st.floats(0.0, 500.0), st.sampled_from([0.25, 1.0]))
+def test_in_a_cycle_the_farthest_is_the_most_recently_used(
+    tenants: int, extra: int, gaps: list[float], elapsed: float, smoothing: float
+) -> None:
+    """However irregular the times: the two policies rank alike."""
+    uses, now, last_use = NextUse(smoothing, stale=math.inf), 0.0, {}
+    for turn in range(2 * tenants + extra):
+        now += gaps[turn]
+        uses.activated(str(turn % tenants), now)
+        last_use[turn % tenants] = turn
+    current = (2 * tenants + extra - 1) % tenants
+    found = [
+        candidate(
+            str(i),
+            order=i,
+            active=i == current,
+            last_use=last_use[i],
+            next_use_s=uses.expected_s(str(i), now + elapsed),
+        )
+        for i in range(tenants)
+    ]
+    assert rank(found, "expected_next_use") == rank(found, "mru")
+    inactive = [replace(c, active=False) for c in found]
+    assert rank(inactive, "expected_next_use") == rank(inactive, "mru")
+    assert rank(inactive, "mru")[0].name == str(current)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-1e6, 1e6)), max_size=40), st.floats(-1e6, 1e6))
+def test_expectations_are_never_negative(activations: list[tuple[str, float]], now: float) -> None:
+    uses = NextUse()
+    for name, when in activations:
+        uses.activated(name, when)
+    for name in "abcd":
+        expected = uses.expected_s(name, now)
+        assert expected is None or 0 <= expected < math.inf
+        assert expected == uses.expected_s(name, now)  # asking changes nothing
+
+
+# -- Belady ------------------------------------------------------------------------------------------------------------
+
+
+def reloads(trace: tuple[int, ...], room: int, policy: Policy) -> int:
+    """Tenants are used as the trace says, `room` of them can be whole; each policy picks who gives its layers."""
+    tenants = max(trace) + 1
+    whole, last_use, count = set(range(room)), dict.fromkeys(range(tenants), -1), 0
+    uses = NextUse()
+    for now, used in enumerate(trace):
+        uses.activated(str(used), float(now))
+        last_use[used] = now
+        if used not in whole:
+            found = [
+                candidate(str(i), order=i, last_use=last_use[i], next_use_s=uses.expected_s(str(i), float(now)))
+                for i in whole
+            ]
+            whole = {*whole, used} - {int(rank(found, policy)[0].name)}
+            count += 1
+    return count
+
+
+def fewest_reloads(trace: tuple[int, ...], room: int) -> int:
+    """Over every choice of donors."""
+
+    @cache
+    def rest(at: int, whole: frozenset[int]) -> int:
+        if at == len(trace):
+            return 0
+        if trace[at] in whole:
+            return rest(at + 1, whole)
+        return 1 + min(rest(at + 1, whole - {given} | {trace[at]}) for given in whole)
+
+    return rest(0, frozenset(range(room)))
+
+
+@pytest.mark.parametrize("tenants", [2, 3, 4, 5])
+@pytest.mark.parametrize("length", [7, 15, 22])
+def test_mru_is_optimal_for_a_cycle_and_lru_is_not(tenants: int, length: int) -> None:
+    trace = tuple(turn % tenants for turn in range(length))
+    for room in range(1, tenants):
+        best = fewest_reloads(trace, room)
+        assert reloads(trace, room, "mru") == best
+        assert reloads(trace, room, "lru") == length - room >= best  # every use but the first ones
+        if room > 1 and length > tenants:
+            assert reloads(trace, room, "lru") > best
+
+
+def test_off_the_cycle_mru_is_not_optimal() -> None:
+    trace = (0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2)  # tenant 0 never comes back
+    assert fewest_reloads(trace, 2) == 1
+    assert reloads(trace, 2, "mru") == 10 - 1
+    assert reloads(trace, 2, "lru") == 1
+    assert reloads(trace, 2, "expected_next_use") == 3  # two of them before it has seen tenants 1 and 2 come back
+
+
+# -- the minimum idleness ----------------------------------------------------------------------------------------------
+
+
+def test_a_donor_has_to_have_been_idle() -> None:
+    assert not may_donate(candidate(idle_s=1.0, reload_s=1.0))
+    assert may_donate(candidate(idle_s=1.01, reload_s=1.0))
+    assert not may_donate(candidate(idle_s=3.9, reload_s=2.0), min_idle=2.0)
+    assert may_donate(candidate(idle_s=4.1, reload_s=2.0), min_idle=2.0)
+    assert may_donate(candidate(idle_s=1e-9, reload_s=1e9), min_idle=0.0)
+    assert not may_donate(candidate(idle_s=0.0, reload_s=1.0), min_idle=0.0)
+    assert may_donate(candidate(active=True, idle_s=0.0, reload_s=9.0))
+    for bad in (-1.0, math.nan, math.inf):
+        with pytest.raises(InvalidArgument) as caught:
+            may_donate(candidate(active=True), min_idle=bad)
+        assert caught.value.field == "min_idle"
+
+
+def test_options_out_of_range() -> None:
+    for smoothing in (0.0, 1.1, math.nan):
+        with pytest.raises(InvalidArgument):
+            NextUse(smoothing)
+    for stale in (0.9, math.nan):
+        with pytest.raises(InvalidArgument):
+            NextUse(stale=stale)
+    uses = NextUse()
+    uses.activated("a", 1.0)
+    for now in (math.nan, math.inf, -math.inf):
+        with pytest.raises(InvalidArgument):
+            uses.activated("a", now)
+        with pytest.raises(InvalidArgument):
+            uses.expected_s("a", now)
+    uses.activated("a", 3.0)
+    assert uses.expected_s("a", 3.0) == 2.0  # the refused ones left no trace

@@ -1,0 +1,297 @@
+"""The three claims of remap.rental: against arbitrary sequences, an offline optimum by brute force, and a simulated pool."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remap.errors import InvalidArgument
+from remap.rental import Guard, Rental, income
+
+Step = tuple[int, bool]  # income in sixteenths of a reload, whether the surplus condition holds
+
+STEPS = st.lists(st.tuples(st.integers(0, 24), st.sampled_from([True, True, True, False])), max_size=60)
+SHORT = st.lists(st.tuples(st.integers(0, 24), st.sampled_from([True, True, True, False])), max_size=9)
+
+
+def offline_optimum(steps: list[Step]) -> Fraction:
+    """The least cost of one layer, over every choice of steps to be resident in. Nothing clever: 2 ** len(steps) plans."""
+    best = None
+    for resident in itertools.product([False, True], repeat=len(steps)):
+        if any(here and not holds for here, (_, holds) in zip(resident, steps)):
+            continue
+        cost, before = Fraction(0), False
+        for here, (rent, holds) in zip(resident, steps):
+            if here and not before:
+                cost += 1
+            if not here and holds:
+                cost += Fraction(rent, 16)
+            before = here
+        best = cost if best is None else min(best, cost)
+    assert best is not None
+    return best
+
+
+def online_cost(steps: list[Step], dwell: int) -> Fraction:
+    """What one layer pays under Rental: after a reload it is resident until the condition fails."""
+    rental, cost, resident = Rental(dwell), Fraction(0), False
+    for rent, holds in steps:
+        resident = resident and holds
+        if resident:
+            continue
+        if rental.accrue(rent / 16, holds):
+            cost, resident = cost + 1, True
+        elif holds:
+            cost += Fraction(rent, 16)
+    return cost
+
+
+# -- claim 1 -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(STEPS, st.integers(1, 6))
+def test_reloads_are_few(steps: list[Step], dwell: int) -> None:
+    rental, reloads, since = Rental(dwell), [], -1
+    most = max((rent for rent, _ in steps), default=0)
+    spacing = max(dwell, math.ceil(Fraction(16, most))) if most else math.inf
+    for i, (rent, holds) in enumerate(steps):
+        if rental.accrue(rent / 16, holds):
+            assert i - since >= spacing  # since the last reload, or the last step without surplus
+            assert sum(r for r, _ in steps[since + 1 : i + 1]) >= 16
+            assert rental.credit == rental.steps == 0
+            reloads.append(i)
+            since = i
+        elif not holds:
+            assert rental.credit == rental.steps == 0
+            since = i
+        else:
+            assert rental.steps == i - since
+            assert rental.credit == sum(r for r, _ in steps[since + 1 : i + 1]) / 16
+            assert rental.credit < 1 or rental.steps < dwell  # no reload is put off for another reason
+    assert len(reloads) <= len(steps) / spacing
+
+
+@given(st.lists(st.floats(0, 3), max_size=80), st.integers(1, 6))
+def test_reloads_are_few_at_any_income(rents: list[float], dwell: int) -> None:
+    rental = Rental(dwell)
+    reloads = sum(rental.accrue(rent, True) for rent in rents)
+    most = max(rents, default=0.0)
+    spacing = max(dwell, math.ceil((1 - 1e-9) / most * (1 - 1e-12))) if most > 1e-9 else math.inf
+    assert reloads <= len(rents) / spacing
+
+
+@pytest.mark.parametrize("tenths", [1, 3, 7, 10])
+def test_rounding_costs_no_extra_step(tenths: int) -> None:
+    rental = Rental(dwell=1)
+    steps = next(i for i in range(1, 20) if rental.accrue(tenths / 10, True))
+    assert steps == math.ceil(Fraction(10, tenths))
+
+
+def test_dwell_and_forfeit() -> None:
+    rental = Rental()
+    assert [rental.accrue(2.0, True) for _ in range(9)] == [False, False, False, True] * 2 + [False]
+    assert (rental.credit, rental.steps) == (2.0, 1)
+    rental.forfeit()
+    assert (rental.credit, rental.steps) == (0.0, 0)
+    assert [rental.accrue(0.25, i != 3) for i in range(9)] == [False] * 7 + [True, False]
+
+
+def test_nothing_earned_nothing_moves() -> None:
+    rental = Rental(dwell=1)
+    assert not any(rental.accrue(0.0, True) for _ in range(100))
+
+
+# -- claim 2 -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(SHORT, st.integers(1, 5))
+def test_cost_is_within_the_claimed_factor_of_the_optimum(steps: list[Step], dwell: int) -> None:
+    most = Fraction(max((rent for rent, holds in steps if holds), default=0), 16)
+    factor = max(Fraction(2), 1 + (dwell - 1) * most)
+    paid, best = online_cost(steps, dwell), offline_optimum(steps)
+    assert best <= paid <= factor * best
+
+
+@settings(max_examples=200, deadline=None)
+@given(SHORT)
+def test_without_dwell_it_is_at_most_twice(steps: list[Step]) -> None:
+    assert online_cost(steps, dwell=1) <= 2 * offline_optimum(steps)
+
+
+def test_the_factors_are_reached() -> None:
+    rented: list[Step] = [(1, True)] * 16
+    assert (online_cost(rented, 1), offline_optimum(rented)) == (Fraction(31, 16), 1)  # the classical 2 - 1 / B
+    dear: list[Step] = [(16, True)] * 4
+    assert (online_cost(dear, 4), offline_optimum(dear)) == (4, 1)  # 1 + (D - 1) G: what a dwell costs
+
+
+@pytest.mark.parametrize("layers", [1, 2, 5])
+def test_layers_in_turn_cost_more_and_one_rental_for_each_does_not(layers: int) -> None:
+    def cost(each: bool) -> float:
+        rentals = [Rental(dwell=1) for _ in range(layers if each else 1)]
+        lent, paid = layers, 0.0
+        for _ in range(10 * layers + 1):
+            back = sum([rental.accrue(0.125, True) for rental in rentals[:lent]]) if lent else 0
+            lent -= back
+            paid += back + lent * 0.125
+        return paid
+
+    optimum = layers
+    assert cost(each=True) <= 2 * optimum
+    assert cost(each=False) <= (layers + 3) / 2 * optimum
+    assert layers == 1 or cost(each=False) > cost(each=True)
+
+
+# -- claim 3 -----------------------------------------------------------------------------------------------------------
+
+
+class Pool:
+    """One holder and one lender: blocks by hand, a headroom that comes from anywhere."""
+
+    def __init__(self, base: int, per_layer: int, layers: int, sigma: int, dwell: int, rent: float) -> None:
+        self.base, self.per_layer, self.layers, self.sigma, self.rent = base, per_layer, layers, sigma, rent
+        self.lent = 0
+        self.rental, self.guard = Rental(dwell), Guard()
+
+    def step(self, wanted: int, share: float, headroom: int) -> tuple[str, int]:
+        """(what happened, L as used). `share` of what is wanted is allocated, the rest is demand."""
+        usable = self.base + self.lent * self.per_layer
+        live = min(int(wanted * share), usable)
+        free, demand = usable - live, wanted - live
+        headroom = self.guard.clip(wanted, headroom)
+        deficit = demand + headroom - free
+        if deficit > 0:
+            self.rental.forfeit()
+            more = min(self.layers - self.lent, math.ceil(deficit / self.per_layer))
+            if more:
+                self.guard.clear()
+                self.lent += more
+                return "grow", headroom
+        elif self.lent and self.rental.accrue(self.rent, free >= demand + headroom + self.per_layer + self.sigma):
+            self.guard.arm(wanted + self.sigma, headroom)
+            self.lent -= 1
+            assert self.base + self.lent * self.per_layer - live >= demand + headroom + self.sigma
+            return "shrink", headroom
+        return "none", headroom
+
+
+POOLS = st.builds(
+    Pool,
+    base=st.integers(0, 60),
+    per_layer=st.integers(1, 12),
+    layers=st.integers(1, 12),
+    sigma=st.integers(0, 15),
+    dwell=st.integers(1, 3),
+    rent=st.sampled_from([0.25, 0.5, 1.0]),
+)
+HEADROOMS = st.integers(0, 60)
+SHARES = st.sampled_from([0.0, 0.5, 1.0])
+
+
+@settings(max_examples=300, deadline=None)
+@given(POOLS, st.lists(st.tuples(st.integers(0, 150), st.integers(1, 6), HEADROOMS, SHARES), max_size=25))
+def test_growing_after_a_shrink_takes_demand_that_rose(pool: Pool, course: list[tuple[int, int, int, float]]) -> None:
+    at_shrink: int | None = None
+    for wanted, steps, headroom, share in course:
+        for step in range(steps):
+            what, _ = pool.step(wanted, share, headroom + 7 * step)
+            if what == "shrink":
+                at_shrink = wanted
+            elif what == "grow":
+                assert at_shrink is None or wanted > at_shrink + pool.sigma
+                at_shrink = None
+
+
+@settings(max_examples=200, deadline=None)
+@given(POOLS, st.integers(0, 150), st.lists(st.tuples(HEADROOMS, SHARES), max_size=120), st.integers(0, 12))
+def test_no_growth_follows_a_shrink_at_constant_demand(
+    pool: Pool, wanted: int, course: list[tuple[int, float]], lent: int
+) -> None:
+    pool.lent = min(lent, pool.layers)
+    changes = [what for what in (pool.step(wanted, share, headroom)[0] for headroom, share in course) if what != "none"]
+    assert changes == sorted(changes)  # "grow" < "shrink"
+    assert len(changes) <= 2 * pool.layers
+
+
+def test_without_a_guard_it_would_thrash() -> None:
+    """What the guard is for: a headroom that swings while demand stays makes a pool without one grow and shrink forever."""
+
+    def changes(guarded: bool) -> int:
+        pool, found = Pool(base=10, per_layer=10, layers=3, sigma=0, dwell=1, rent=1.0), 0
+        for step in range(100):
+            if not guarded:
+                pool.guard.clear()
+            found += pool.step(10, 1.0, 10 if step % 4 < 2 else 0)[0] != "none"
+        return found
+
+    assert changes(guarded=True) == 2
+    assert changes(guarded=False) == 50
+
+
+def test_the_guard_step_by_step() -> None:
+    guard = Guard()
+    assert (guard.armed, guard.clip(10**9, 7)) == (False, 7)
+    guard.arm(level=20, headroom=5)
+    assert [guard.clip(20, 9), guard.clip(0, 3), guard.clip(20, 5)] == [5, 3, 5]
+    assert guard.armed
+    assert guard.clip(21, 9) == 9
+    assert (guard.armed, guard.clip(1, 9)) == (False, 9)  # it does not come back when demand falls again
+    guard.arm(20, 5)
+    guard.arm(8.5, 2)
+    assert (guard.clip(8, 9), guard.clip(9, 9)) == (2, 9)
+    guard.arm(20, 5)
+    guard.clear()
+    assert (guard.armed, guard.clip(0, 9)) == (False, 9)
+
+
+# -- income, and what is refused ---------------------------------------------------------------------------------------
+
+
+def test_income_is_the_share_of_a_reload() -> None:
+    assert income(0.0, 0.1, 4e-3, 0.0) == pytest.approx(0.1)
+    assert income(8e-3, 0.1, 8e-3, 1e-3) == pytest.approx(8.8 / 9)
+    assert income(-5.0, 0.5, 1.0, 1.0) == 0.25
+    assert income(0.0, 0.0, 1.0, 0.0) == 0.0
+    assert income(0.0, 0.0, 0.0, 0.0) == 1.0  # moving back is free
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("field", ["contention", "copy_s", "map_s"])
+def test_income_refuses(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        income(**{"saved_s": 1.0, "contention": 0.1, "copy_s": 1.0, "map_s": 0.0, field: value})
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_income_refuses_a_saving_that_is_no_number(value: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        income(value, 0.1, 1.0, 0.0)
+    assert caught.value.field == "saved_s"
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    rental, guard = Rental(dwell=1), Guard()
+    rental.accrue(0.5, True)
+    for bad in (math.nan, math.inf, -0.1):
+        with pytest.raises(InvalidArgument):
+            rental.accrue(bad, True)
+        with pytest.raises(InvalidArgument):
+            rental.accrue(bad, False)
+    assert (rental.credit, rental.steps) == (0.5, 1)
+    guard.arm(20, 5)
+    for level, headroom in ((math.nan, 1), (30, -1)):
+        with pytest.raises(InvalidArgument):
+            guard.arm(level, headroom)
+    assert guard.clip(20, 9) == 5
+    for dwell in (0, -1, 1.5, True):
+        with pytest.raises(InvalidArgument) as caught:
+            Rental(dwell)  # type: ignore[arg-type]
+        assert caught.value.field == "dwell"

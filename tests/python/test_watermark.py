@@ -1,0 +1,182 @@
+"""The low watermark against its definition, written out slowly; the horizon by hand."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remap.errors import InvalidArgument
+from remap.watermark import LEAST_RISES, LONGEST_HORIZON, Watermark, horizon
+
+
+def slow_blocks(values: list[int], window: int, quantile: float, steps: int, variation: float) -> int:
+    """The definition: no deque, nothing kept; the rank in exact arithmetic of the decimal that was written."""
+    starts = range(max(0, len(values) - steps - window), len(values) - steps)
+    rises = sorted(max(0, max(values[t + 1 : t + 1 + steps]) - values[t]) for t in starts)
+    if len(rises) < 8:
+        return int(2 * variation + 0.5)
+    return rises[math.ceil(Fraction(str(quantile)) * len(rises)) - 1]
+
+
+def fed(values: list[int], **options: float) -> Watermark:
+    made = Watermark(**options)  # type: ignore[arg-type]
+    for value in values:
+        made.observe(value)
+    return made
+
+
+VALUES = st.lists(st.one_of(st.integers(0, 6), st.integers(0, 300)), max_size=120)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(VALUES, st.integers(1, LONGEST_HORIZON)), min_size=1, max_size=4),
+    st.integers(8, 40),
+    st.sampled_from([0.1, 0.5, 0.9, 0.99, 1.0]),
+)
+def test_blocks_are_the_quantile_of_the_rises(
+    stages: list[tuple[list[int], int]], window: int, quantile: float
+) -> None:
+    made, values, variation = Watermark(window, quantile), [], 0.0
+    for more, steps in stages:  # a horizon in each stage, asked for at its first step and then at every step
+        for value in more:
+            if values:
+                variation += 0.125 * (abs(value - values[-1]) - variation)
+            values.append(value)
+            made.observe(value)
+            assert made.blocks(steps) == slow_blocks(values, window, quantile, steps, variation)
+    assert made.variation == variation
+
+
+@pytest.mark.parametrize("steps", [1, 5, LONGEST_HORIZON])
+def test_a_full_default_window(steps: int) -> None:
+    values = [(i * i * 7919) % 211 for i in range(400)]
+    made = fed(values[:300])
+    for i in range(300, 400):
+        made.observe(values[i])
+        assert made.blocks(steps) == slow_blocks(values[: i + 1], 128, 0.99, steps, 0.0)
+    rises = sorted(max(values[t + 1 : t + 1 + steps]) - values[t] for t in range(272 - steps, 400 - steps))
+    assert made.blocks(steps) == max(0, rises[126])  # 0.99 * 128 = 126.7: the second largest of 128
+
+
+def test_the_rank_does_not_suffer_from_rounding() -> None:
+    # 0.07 * 100 is 7.000000000000001 in binary fractions.
+    hundred = fed([k * k for k in range(101)], window=100, quantile=0.07)
+    assert hundred.blocks(1) == 13  # the seventh smallest of 1, 3, 5, ..., 199
+
+
+def test_it_is_zero_when_demand_only_fell() -> None:
+    made = fed(list(range(200, 100, -1)))
+    assert [made.blocks(steps) for steps in (1, 7, 32)] == [0, 0, 0]
+    assert made.variation == pytest.approx(1.0, rel=1e-4)
+
+
+def test_before_enough_is_known_it_is_twice_the_average_change() -> None:
+    assert Watermark().blocks(1) == 0
+    assert Watermark().variation == 0.0
+    made = fed([0, 10, 0, 10], smoothing=0.5)
+    assert made.variation == 8.75
+    assert made.blocks(3) == 18
+    for value in [0, 10, 0]:
+        made.observe(value)
+    assert made.blocks(1) == int(2 * made.variation + 0.5)  # 7 values, 6 rises
+    made.observe(10)
+    assert made.blocks(1) == int(2 * made.variation + 0.5)  # 8 values, 7 rises
+    made.observe(0)
+    assert made.blocks(1) == 10
+    assert made.blocks(2) == int(2 * made.variation + 0.5)  # of a longer horizon one rise fewer is known
+
+
+def test_the_largest_rise_counts_even_when_demand_falls_again() -> None:
+    made = fed([5, 5, 25, 0, 0, 0] * 10)
+    assert (made.blocks(1), made.blocks(5)) == (20, 25)  # from the zeros: 5 steps on, 25 wanted
+
+
+@settings(max_examples=100, deadline=None)
+@given(VALUES, st.integers(1, LONGEST_HORIZON), st.integers(8, 40), st.lists(st.integers(0, 3), max_size=80))
+def test_it_never_rises_at_a_demand_that_does_not(values: list[int], steps: int, window: int, falls: list[int]) -> None:
+    made = fed(values, window=window)
+    level = values[-1] if values else 50
+    for _ in range(steps + LEAST_RISES):
+        made.observe(level)
+    last = made.blocks(steps)
+    for fall in falls:
+        level = max(0, level - fall)
+        made.observe(level)
+        now = made.blocks(steps)
+        assert now <= last
+        last = now
+    for _ in range(window + steps):
+        made.observe(level)
+    assert made.blocks(steps) == 0
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    made = fed([3, 9] * 20)
+    for bad in (-1, 1.0, True, None):
+        with pytest.raises(InvalidArgument) as caught:
+            made.observe(bad)  # type: ignore[arg-type]
+        assert caught.value.fields == {"field": "wanted", "value": bad}
+    for steps in (0, 33, -1, 2.5):
+        with pytest.raises(InvalidArgument) as caught:
+            made.blocks(steps)  # type: ignore[arg-type]
+        assert caught.value.field == "horizon_steps"
+    assert made.blocks(1) == 6
+    assert made.variation == fed([3, 9] * 20).variation
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("window", 7),
+        ("window", 8.0),
+        ("quantile", 0.0),
+        ("quantile", 1.01),
+        ("quantile", math.nan),
+        ("smoothing", 0.0),
+        ("smoothing", 1.1),
+    ],
+)
+def test_options_out_of_range(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Watermark(**{field: value})  # type: ignore[arg-type]
+    assert caught.value.field == field
+
+
+# -- the horizon -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("control_s", "map_s", "step_s", "steps"),
+    [
+        (0.0, 0.0, 1.0, 1),
+        (0.0, 0.0, 0.0, 1),
+        (0.0, 1e-9, 0.0, 32),
+        (0.5, 0.5, 1.0, 2),
+        (0.5, 0.75, 1.0, 3),
+        (30.0, 0.0, 1.0, 31),
+        (30.5, 0.0, 1.0, 32),
+        (31.0, 0.0, 1.0, 32),
+        (1e300, 1e300, 1e-300, 32),
+        (1e-9, 0.0, 1e6, 2),
+    ],
+)
+def test_horizon(control_s: float, map_s: float, step_s: float, steps: int) -> None:
+    assert horizon(control_s, map_s, step_s) == steps
+
+
+@given(*[st.floats(0, 1e6)] * 2, st.floats(1e-3, 1e3))
+def test_horizon_is_the_formula(control_s: float, map_s: float, step_s: float) -> None:
+    assert horizon(control_s, map_s, step_s) == min(32, max(1, 1 + math.ceil((control_s + map_s) / step_s)))
+
+
+@pytest.mark.parametrize("value", [-1e-9, math.nan, math.inf])
+@pytest.mark.parametrize("field", ["control_s", "map_s", "step_s"])
+def test_horizon_refuses(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        horizon(**{"control_s": 1.0, "map_s": 1.0, "step_s": 1.0, field: value})
+    assert caught.value.field == field
