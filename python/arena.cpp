@@ -34,7 +34,12 @@ void bind_arena(py::module_& module) {
              return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode});
            }),
            py::arg("backend"), py::arg("capacity_bytes"), py::arg("page_bytes"), py::arg("mode"), ReleaseGil())
-      .def("take", &Arena::take, py::arg("count"), py::arg("owner"), py::arg("tenant"), ReleaseGil())
+      .def(
+          "take",
+          [](Arena& arena, std::size_t count, Owner owner, TenantId tenant, const PageList& excluded) {
+            return arena.take(count, owner, tenant, excluded.pages);
+          },
+          py::arg("count"), py::arg("owner"), py::arg("tenant"), py::arg("excluded") = std::vector<PageId>{}, ReleaseGil())
       .def(
           "add_layer_region",
           [](Arena& arena, TenantId tenant, const std::string& name, const PageList& home) {
@@ -73,6 +78,14 @@ void bind_arena(py::module_& module) {
       .def("region_bytes", looking(&Arena::region_bytes))
       .def("shown", looking(&Arena::shown))
       .def("owners", looking(&Arena::owners))
+      .def("tenants",
+           [](const Arena& arena) {
+             const std::vector<TenantId> tenants = looking(&Arena::tenants)(arena);
+             std::vector<std::int64_t> out;
+             out.reserve(tenants.size());
+             for (const TenantId tenant : tenants) out.push_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant));
+             return out;
+           })
       .def("free_pages", looking(&Arena::free_pages))
       .def("counts",
            [](const Arena& arena, const py::object& tenant) {

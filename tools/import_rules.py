@@ -21,7 +21,10 @@ from pathlib import Path
 
 PACKAGE = "remap"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
-PURE = ("errors", "schedule", "cost", "layout", "kv", "kv_geometry", "planner", "controller", "sim")
+PURE = (
+    *("errors", "schedule", "cost", "layout", "kv", "kv_geometry", "planner", "config", "views", "controller"),
+    *("watermark", "rental", "donors", "selection", "sim"),
+)
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
 # The wiring, which makes devices, sessions and changes, and the doctor, which asks the driver: nobody else knows the C++ core.

@@ -98,20 +98,29 @@ const Region& Arena::region(RegionId id) const {
 
 // ---- set-up -----------------------------------------------------------------------------------------------------
 
-std::vector<PageId> Arena::take(std::size_t count, Owner owner, TenantId tenant) {
+std::vector<PageId> Arena::take(std::size_t count, Owner owner, TenantId tenant, const std::vector<PageId>& excluded) {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
+  std::vector<bool> barred(excluded.empty() ? 0 : pages_.size(), false);
+  for (PageId id : excluded) {
+    if (id >= pages_.size()) {
+      throw Error(ErrorKind::invalid_argument, "Unknown page " + std::to_string(id) + " is excluded. Nothing changed.",
+                  {{"page", number(id)}, {"total", number(pages_.size())}});
+    }
+    barred[id] = true;
+  }
   std::vector<PageId> taken;
-  taken.reserve(count);
+  taken.reserve(std::min(count, pages_.size()));
   for (PageId id = 0; id < pages_.size() && taken.size() < count; ++id) {
-    if (pages_[id].owner == Owner::free) taken.push_back(id);
+    if (pages_[id].owner == Owner::free && (barred.empty() || !barred[id])) taken.push_back(id);
   }
   if (taken.size() < count) {
     throw Error(ErrorKind::out_of_memory,
                 std::to_string(count) + " pages of " + std::to_string(options_.page_bytes) + " bytes wanted for " +
                     owner_name(owner) + ", " + std::to_string(taken.size()) + " of " + std::to_string(pages_.size()) +
-                    " are free. Nothing changed; raise capacity by at least " +
+                    (excluded.empty() ? " are free" : " are free and not excluded") +
+                    ". Nothing changed; raise capacity by at least " +
                     std::to_string((count - taken.size()) * options_.page_bytes) + " bytes or detach a tenant.",
                 {{"requested", number(count)}, {"free", number(taken.size())}, {"total", number(pages_.size())},
                  {"page_bytes", number(options_.page_bytes)}});

@@ -52,6 +52,15 @@ std::vector<Owner> Arena::owners() const {
   return owners;
 }
 
+std::vector<TenantId> Arena::tenants() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<TenantId> tenants;
+  tenants.reserve(pages_.size());
+  for (const Page& page : pages_) tenants.push_back(page.tenant);
+  return tenants;
+}
+
 std::vector<PageId> Arena::free_pages() const {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);

@@ -68,12 +68,15 @@ void Arena::check() const {
       }
     }
     if (region.kind == RegionKind::layer && !broken_) {
-      const Owner owner = pages_[region.target.front()].owner;
-      require(owner == Owner::ring || (owner == Owner::params && region.target == region.home), "A6",
-              name + " target is owned by " + owner_name(owner));
-      for (PageId page : region.target) {
-        require(pages_[page].owner == owner && pages_[page].tenant == region.tenant, "A6",
-                name + " target page " + std::to_string(page) + " is " + owner_name(pages_[page].owner));
+      bool tail = false;
+      for (std::size_t slot = 0; slot < region.target.size(); ++slot) {
+        const PageId page = region.target[slot];
+        tail = tail || pages_[page].owner == Owner::ring;
+        const bool fits = tail ? pages_[page].owner == Owner::ring
+                               : pages_[page].owner == Owner::params && page == region.home[slot];
+        require(fits && pages_[page].tenant == region.tenant, "A6",
+                name + " target page " + std::to_string(page) + " at slot " + std::to_string(slot) + " is " +
+                    owner_name(pages_[page].owner));
       }
       require(region.pending || region.view.shown == region.target, "A6", name + " is settled and does not show its target");
     }

@@ -55,13 +55,21 @@ void Pointer::layer(Region& region, const std::vector<PageId>& pages) {
 }
 
 void Pointer::slots(View& view, std::size_t first_slot, const std::vector<PageId>& pages) {
+  // Only from the first to the last slot that changes: a slice's region keeps its head, which may be nearly all of it.
   const auto begin = view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot);
-  const std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(pages.size()));
-  if (before == pages) return;
+  std::size_t skip = 0;
+  while (skip < pages.size() && begin[static_cast<std::ptrdiff_t>(skip)] == pages[skip]) ++skip;
+  if (skip == pages.size()) return;
+  std::size_t stop = pages.size();
+  while (begin[static_cast<std::ptrdiff_t>(stop) - 1] == pages[stop - 1]) --stop;
+  first_slot += skip;
+  const std::vector<PageId> before(begin + static_cast<std::ptrdiff_t>(skip), begin + static_cast<std::ptrdiff_t>(stop));
+  const std::vector<PageId> after(pages.begin() + static_cast<std::ptrdiff_t>(skip),
+                                  pages.begin() + static_cast<std::ptrdiff_t>(stop));
   // Unmapping comes first (a driver refuses to map over a mapping), so a failing map has to put the old view back.
-  arena_.unmap_slots(view, first_slot, pages.size());
+  arena_.unmap_slots(view, first_slot, after.size());
   try {
-    arena_.map_slots(view, first_slot, pages);
+    arena_.map_slots(view, first_slot, after);
   } catch (const Error&) {
     if (arena_.broken_) throw;
     try {

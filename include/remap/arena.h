@@ -10,8 +10,9 @@
 //   A4  KV region, every slot s with a designated page p:
 //         aliased: shown(s) = p.    strict: shown(s) = p if owner(p) = kv and tenant(p) = region's tenant, else nothing
 //   A5  KV region: a page is designated to at most one slot of it
-//   A6  layer region: shown = target unless a deferred re-pointing is pending; the target's pages are all params of its tenant
-//       (and then they are its home), or all the ring of its tenant (a ring buffer may be made of the layer's own home)
+//   A6  layer region: shown = target unless a deferred re-pointing is pending; the target is a head, then a tail, of which one
+//       may be empty: the head's pages are params of its tenant and stand where they stand in its home, the tail's are the
+//       ring of its tenant (a ring buffer may be made of the layer's own home)
 //   A7  ring region: every page shown in use is owned by the ring of its tenant   (aliased: or designated ahead of use)
 //   A8  no slot shows a quarantined page, unless the arena is broken
 //   A9  a region in a declared range shows what it showed when it was declared, and nothing is to change that
@@ -119,8 +120,10 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   // ---- set-up: each call is whole or changes nothing -----------------------------------------------------------
-  // Free pages, lowest ids first (so that they are contiguous in the device where possible).
-  std::vector<PageId> take(std::size_t count, Owner owner, TenantId tenant);
+  // Free pages, lowest ids first (so that they are contiguous in the device where possible), never one of `excluded`.
+  // OutOfMemory (fields: requested, free = what could have been taken) if there are fewer; InvalidArgument for a page in
+  // `excluded` that does not exist.
+  std::vector<PageId> take(std::size_t count, Owner owner, TenantId tenant, const std::vector<PageId>& excluded = {});
   // A region that shows `home` for now, populated and writable. Also used for what is never streamed.
   RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& home);
   // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache.
@@ -159,6 +162,7 @@ class Arena {
   PageCounts counts() const;
   PageCounts counts(TenantId tenant) const;
   std::vector<Owner> owners() const;
+  std::vector<TenantId> tenants() const;   // of each page; kNobody: it is free (or was quarantined while free)
   std::vector<PageId> free_pages() const;  // ascending
   std::vector<PageId> shown(RegionId region) const;
   bool broken() const;

@@ -30,7 +30,8 @@ struct SetOwner {
 
 // Step 2: slots [first_slot, first_slot + pages.size()) of a layer's or ring's region show these pages from now on.
 // `deferred`: may happen after apply() returned, by the re-pointing worker, since nobody reads the region before
-// Prefetcher::wait(layer) has seen it done. A layer's region is always pointed as a whole.
+// Prefetcher::wait(layer) has seen it done. A layer's region is always pointed as a whole: where only its tail streams, the
+// pages of its head are named as well (and not touched, if the region shows them already).
 struct Point {
   RegionId region = 0;
   std::size_t first_slot = 0;

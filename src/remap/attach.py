@@ -38,6 +38,7 @@ class LayerSource:
     """What is to be attached, however it is made: bytes per layer, master copies, and what to do with the addresses."""
 
     layer_bytes: tuple[int, ...]
+    kv_layers: int  # the first ones have a KV cache; what follows (an lm_head) has none
     master_addresses: tuple[int, ...]
     rest_bytes: int
     fill_rest: Callable[[int], None]  # (rest address): copy what belongs to no layer, once
@@ -62,6 +63,7 @@ def raw_source(layers: Sequence[Any], host: HostMemory | None) -> LayerSource:
         ]
     return LayerSource(
         layer_bytes=tuple(view.nbytes for view in views),
+        kv_layers=len(views),
         master_addresses=tuple(addresses),
         rest_bytes=0,
         fill_rest=lambda rest: None,
@@ -82,17 +84,24 @@ def model_source(
     mutable: Sequence[str],
     weights: Any,
     names: Any,
+    extra: Sequence[Any] = (),
+    embedding: str = "device",
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
-    host: page-locked memory for the master copies, where the device needs that.
+    host: page-locked memory for the master copies, where the device needs that. extra, embedding: see `Session.attach`.
     """
     import torch
 
     from . import layout as packing
     from . import master as masters
     from . import modules
+    from .embedding import HostEmbedding
 
+    if embedding not in ("device", "host"):
+        raise InvalidArgument(
+            f"embedding must be 'device' or 'host', got {embedding!r}; nothing was attached", embedding=embedding
+        )
     if isinstance(mutable, str):
         raise InvalidArgument(
             f"mutable= takes a sequence of patterns, not the one string {mutable!r}; nothing was attached; put it into a "
@@ -100,12 +109,16 @@ def model_source(
             mutable=mutable,
         )
     path = modules.find_layers(model) if layers is None else layers
-    found = modules.resolve_layers(model, path)
+    decoder = modules.resolve_layers(model, path)
+    found = decoder if not extra else modules.resolve_layers(model, [*decoder, *_modules(model, extra)])
     everything = (*model.named_parameters(), *model.named_buffers())
     # All tensors on the CPU, or all on the session's device: the first one says which is meant.
     ours = torch.device(device.torch_device)
     meant = next((tensor.device for _, tensor in everything), ours)
-    specs = modules.collect(model, path, device=meant if meant.type == "cpu" else ours)
+    specs = modules.collect(model, found, device=meant if meant.type == "cpu" else ours)
+    gathered = HostEmbedding(model, specs, device, host) if embedding == "host" else None
+    if gathered is not None:
+        specs = [spec for spec in specs if spec.path != gathered.path]
     for tensor_path, tensor in everything:
         if any(first <= tensor.data_ptr() < stop for first, stop in _INSTALLED):
             raise InvalidArgument(
@@ -133,6 +146,8 @@ def model_source(
     def install(targets: Sequence[int], rest: int) -> None:
         storages, resident = tensors(targets, rest)
         modules.install(model, layout, storages, resident)
+        if gathered is not None:
+            gathered.install()
         installed["storages"], installed["rest"] = storages, resident
         installed["watch"] = modules.WriteWatch(model, layout)
         parts = zip((*storages, resident), layout.parts)
@@ -154,13 +169,18 @@ def model_source(
                 requested=needed,
                 device=str(where or device.torch_device),
             ) from error
+        if gathered is not None:
+            gathered.restore(where)
         device.wait_for_torch()  # the memory copied from is about to be unmapped
         for each in installed["ranges"]:
             _INSTALLED.remove(each)
         installed.clear()
 
+    if gathered is not None:
+        gathered.prepare()
     return LayerSource(
         layer_bytes=tuple(part.nbytes for part in layout.layers),
+        kv_layers=len(decoder),
         master_addresses=tuple(master.range(i).address if part.nbytes else 0 for i, part in enumerate(layout.layers)),
         rest_bytes=layout.rest.nbytes,
         fill_rest=fill_rest,
@@ -178,26 +198,29 @@ def attach_layers(
     kv: KVSpec,
     name: str,
     copy: Callable[[Sequence[tuple[int, int, int]]], None],
+    others: Sequence[Attachment] = (),
 ) -> tuple[Attachment, KVGeometry, int, tuple[int, ...]]:
     """Regions, pages and mappings for `source` and its KV cache; the weights are in place afterwards.
 
     copy([(to, from, bytes)]) brings master copies in and returns when they have arrived. Returns (attachment, geometry, KV
     region, pages of the first min_blocks). Raises OutOfMemory (fields: requested, free, minimum_bytes) before anything
-    changes if the free pages do not suffice; on any error nothing stays behind.
+    changes if the free pages do not suffice; on any error nothing stays behind. others: who is attached already: their
+    layers' pages get a place in the new KV region too, and those that they have lent do not become anybody's home.
     """
     page_bytes = arena.page_bytes
-    if kv.layers != len(source.layer_bytes):
+    if kv.layers != source.kv_layers:
         raise InvalidArgument(
-            f"KVSpec.layers is {kv.layers}, the model has {len(source.layer_bytes)} layers; nothing was attached",
+            f"KVSpec.layers is {kv.layers}, the model has {source.kv_layers} layers; nothing was attached",
             kv_layers=kv.layers,
-            model_layers=len(source.layer_bytes),
+            model_layers=source.kv_layers,
         )
     geometry = KVGeometry(kv, page_bytes)
     home_pages = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
     rest_pages = -(-source.rest_bytes // page_bytes)
     first_pages = geometry.pages_for_blocks(kv.min_blocks)
     needed = sum(home_pages) + rest_pages + first_pages
-    free = arena.counts()["free"]
+    lent = sorted(set(arena.free_pages()).intersection(page for other in others for page in other.pages.lent))
+    free = arena.counts()["free"] - len(lent)
     if needed > free:
         raise OutOfMemory(
             f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages)} for layers, {rest_pages} for "
@@ -210,12 +233,12 @@ def attach_layers(
         )
     try:
         params = _core.Owner.params
-        homes = tuple(tuple(arena.take(count, params, tenant)) for count in home_pages)
+        homes = tuple(tuple(arena.take(count, params, tenant, lent)) for count in home_pages)
         regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(home)) for i, home in enumerate(homes))
         addresses = [arena.address(region) for region in regions]
         rest_address = 0
         if rest_pages:
-            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant))
+            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
             rest_address = arena.address(rest)
             source.fill_rest(rest_address)
         copy([part for part in zip(addresses, source.master_addresses, source.layer_bytes) if part[2]])
@@ -232,13 +255,18 @@ def attach_layers(
                 if home_pages[layer] == buffer_pages:
                     arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
 
-        kv_region = arena.add_kv_region(tenant, geometry.region_pages)
-        all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
-        free_pages = arena.free_pages()
+        free_pages = [page for page in arena.free_pages() if page not in lent]
         # The ring's first home comes last: while anything is streamed, these pages are the ring.
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
-        giving = tuple((free_pages + donors)[: geometry.region_pages])
+        giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
+        # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
+        placed = set(giving)
+        homeless = [page for page in donors if page not in placed]
+        kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(homeless))
+        all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
         _designate(arena, kv_region, geometry, giving)
+        if homeless:
+            arena.designate(kv_region, geometry.region_pages, homeless)
         if arena.mode == _core.Mode.aliased and len(order) > 1:
             for layer in order:
                 for ring_layer in preference:
@@ -266,6 +294,30 @@ def attach_layers(
         keep_alive=source.keep_alive,
     )
     return attachment, geometry, kv_region, giving[:first_pages]
+
+
+def _modules(model: nn.Module, extra: Sequence[Any]) -> list[nn.Module]:
+    """What streams besides the decoder's layers: modules, or their dotted paths."""
+    found = []
+    for each in (extra,) if isinstance(extra, str) else extra:
+        if isinstance(each, str):
+            try:
+                each = model.get_submodule(each)
+            except AttributeError as error:
+                raise InvalidArgument(
+                    f"{type(model).__name__} has no module {each!r}; nothing was attached", path=each
+                ) from error
+        found.append(each)
+    return found
+
+
+def _of_others(arena: Any, others: Sequence[Attachment]) -> list[int]:
+    """What tenants attached earlier may give away some day: layers in ascending order, since the last ones of an idle tenant go
+    together; then their KV pages that are nobody's home."""
+    homes = [page for other in others for layer in sorted(other.order) for page in other.pages.homes[layer]]
+    known = {page for other in others for home in other.pages.homes for page in home}
+    kv = [page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.kv and page not in known]
+    return homes + kv
 
 
 def _hosted(homes: Sequence[tuple[int, ...]], order: Sequence[int], places: set[int]) -> int:

@@ -25,6 +25,7 @@ from .kv import BlockPool
 from .nvtx import annotated
 from .ordering import ComputeStream, Streams
 from .planner import Plan, Point, SetOwner, plan_free_pages, plan_streamed
+from .slice_plan import copies_of
 from .tenant import Tenant
 
 __all__ = ["Changes"]
@@ -84,9 +85,16 @@ class Changes:
         after = tenant._compute.mark() if stream and (freed or not self._deferring) else 0
         self._executor.apply(core, after, stream)
         tenant._all_ready = False
-        tenant._attachment.pages = replace(pages, streamed=plan.streamed, ring=plan.ring)
+        tenant._attachment.pages = replace(
+            pages, streamed=plan.streamed, ring=plan.ring, lent=plan.lent, tail_pages=plan.tail_pages
+        )
+        if tenant._attachment.reclaimed:
+            tenant._attachment.reclaimed = tenant._attachment.reclaimed.difference(plan.lost)
         tenant._unsettled = (plan, plan.ring != pages.ring)
         tenant._predicted_stall_s = plan.predicted_stall_s
+        if plan.streamed != pages.streamed:
+            stats = prefetcher.stats()
+            tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
         self._unsettled = tenant
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
@@ -112,6 +120,7 @@ class Changes:
         # Layers that are resident and still loading since an earlier change go on loading.
         away = set(plan.streamed)
         reload = {layer for layer in plan.reload if attachment.layer_bytes[layer]}
+        slices = copies_of(attachment.pages, plan, attachment.layer_bytes, self._arena.page_bytes)
         # Behind the last reader and the last writer of what has changed hands, moves and zeroes included.
         after = tenant._compute.mark()
         prefetcher.configure(
@@ -122,6 +131,9 @@ class Changes:
             plan.held if self._deferring else (),
             after,
             fresh,
+            slices.offsets,
+            slices.places,
+            slices.parts,
         )
         self._executor.commit(prefetcher, after)
         tenant._unsettled = None
@@ -146,18 +158,29 @@ class Changes:
             self.apply_and_settle(tenant, plan)
 
     def grow(
-        self, tenant: Tenant, layers: int, buffers: int, *, predicted_stall_s: float = 0.0, reason: str = ""
+        self,
+        tenant: Tenant,
+        layers: int,
+        buffers: int,
+        *,
+        selection: str = "onward",
+        to: str = "kv",
+        predicted_stall_s: float = 0.0,
+        reason: str = "",
     ) -> None:
         """Up to `layers` layers' worth: fewer, or none, where layers turn out to be written or pages have no place.
 
         Adds to what is streamed, even if that is no prefix of the nested order (set by hand): growing never takes a KV page.
+        to: whether the pages become the tenant's "kv", or "free", for others to take.
         """
         for fewer in range(layers, tenant.remapped, -1):
             try:
-                target = self._streamable(tenant, fewer, buffers, "onward")
-                plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
+                target = self._streamable(tenant, fewer, buffers, selection)
+                plan = self._plan(tenant, target, buffers, predicted_stall_s, reason, to=to)
             except InvalidArgument:
                 continue
+            if plan.lost:  # the set that was asked for does not contain what is streamed: no growth
+                return
             self.apply_and_settle(tenant, plan)
             return
 
@@ -181,10 +204,11 @@ class Changes:
         plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
         if not plan.steps:
             return {}
-        if not plan.lost:
+        lost = self._pooled(tenant, plan)
+        if not lost:
             self.apply_and_settle(tenant, plan)
             return {}
-        slots = list(tenant.slots_of(plan.lost))
+        slots = list(tenant.slots_of(lost))
         pool = tenant.kv.pool
         if plan.gained and not pool.external and self._room(tenant, slots) < len(pool.pending(slots)):
             # Not nested: pages are gained as well as lost. Gain first, so that the live blocks have somewhere to go. The ring
@@ -193,14 +217,14 @@ class Changes:
                 tenant, sorted({*tenant.streamed, *target}), min(buffers, tenant.buffers), predicted_stall_s, reason
             )
             there = replace(tenant._attachment.pages, streamed=way.streamed, ring=way.ring)
-            lost = plan_streamed(there, way.epoch, target, buffers).lost
+            lost = self._pooled(tenant, plan_streamed(there, way.epoch, target, buffers))
             room = self._room(tenant, tenant.slots_of(lost), tenant.slots_of(way.gained))
             if way.lost or room < len(pool.pending(tenant.slots_of(lost))):
                 raise self._no_room(tenant, tenant.slots_of(lost), room)
             if way.steps:
                 self.apply_and_settle(tenant, way)
             plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
-            slots = list(tenant.slots_of(plan.lost))
+            slots = list(tenant.slots_of(self._pooled(tenant, plan)))
         moves = self._vacate(tenant, slots, drain)
         if moves is None:
             tenant._attachment.draining = tuple(slots)
@@ -220,10 +244,18 @@ class Changes:
             return dict(moves)
         return dict(moves)
 
-    def _plan(self, tenant: Tenant, target: Sequence[int], buffers: int, stall: float, reason: str) -> Plan:
+    @staticmethod
+    def _pooled(tenant: Tenant, plan: Plan) -> Sequence[int]:
+        """The lost pages that blocks may lie in: what was reclaimed for this has never been in the pool."""
+        reclaimed = tenant._attachment.reclaimed
+        return [page for page in plan.lost if page not in reclaimed] if reclaimed else plan.lost
+
+    def _plan(
+        self, tenant: Tenant, target: Sequence[int], buffers: int, stall: float, reason: str, to: str = "kv"
+    ) -> Plan:
         attachment = tenant._attachment
         plan = plan_streamed(
-            attachment.pages, self._arena.epoch, target, buffers, predicted_stall_s=stall, reason=reason
+            attachment.pages, self._arena.epoch, target, buffers, to=to, predicted_stall_s=stall, reason=reason
         )
         homeless = 0
         if not tenant.stand_together(plan.gained):

@@ -28,148 +28,17 @@ No thrashing (tests/python/test_controller.py checks each claim against arbitrar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
 
-from remap.errors import InvalidArgument
+from remap.config import ControllerConfig
+from remap.donors.supply import Quote, choose
+from remap.rental import Guard, Rental, income
+from remap.views import NONE, Decision, Demand, LayerSeconds, Take, TenantView
+from remap.watermark import Watermark, horizon
 
 __all__ = ["NONE", "Controller", "ControllerConfig", "Decision", "Demand", "LayerSeconds", "TenantView"]
-
-
-class LayerSeconds(Protocol):
-    """Seconds per layer: `remap.cost.LayerTimes`, or anything hashable and immutable like it."""
-
-    @property
-    def compute_s(self) -> tuple[float, ...]: ...
-    @property
-    def transfer_s(self) -> tuple[float, ...]: ...
-
-
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
-    )
-
-
-def _is_count(value: object, least: int = 0) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_amount(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
-
-
-@dataclass(frozen=True)
-class Demand:
-    """KV blocks that the engine wants to be able to allocate now, beyond those it holds. An int >= 0.
-
-    free: how many its own allocator has free; needed from engines that have one (`kv.subscribe(..., external=True)`), since
-    the pool sees all their blocks as held. Others leave it out.
-    """
-
-    blocks: int
-    free: int | None = None
-
-    def __post_init__(self) -> None:
-        if not _is_count(self.blocks):
-            raise _refuse("blocks", self.blocks, "an int of at least 0")
-        if self.free is not None and not _is_count(self.free):
-            raise _refuse("free", self.free, "an int of at least 0, or None")
-
-
-@dataclass(frozen=True)
-class TenantView:
-    """What the controller sees of a tenant at one epoch. Counts of layers and of KV blocks; seconds in `times`.
-
-    For an engine with its own allocator, free_blocks and live_blocks are that allocator's, not the pool's (which counts
-    every block that the engine holds as live). blocks_per_layer is b1; shrink_blocks is how many blocks the next
-    shrink by one layer takes away at most, when it is known exactly (otherwise ceil(b1)).
-    """
-
-    layers: int
-    remapped: int  # alpha
-    buffers: int  # beta; of no meaning while alpha is 0
-    streamable: int  # layers that may be streamed: alpha + beta of them at most
-    usable_blocks: int
-    free_blocks: int
-    live_blocks: int
-    free_pool_blocks: int  # blocks obtainable from the arena's free pages, without remapping
-    blocks_per_layer: float
-    max_remapped: int  # the cap by structure, layers - buffers
-    times: LayerSeconds | None  # None: not measured yet
-    epoch: int
-    max_blocks: int | None = None  # size of the KV region; None: no limit
-    shrink_blocks: int | None = None
-    buffers_may_change: bool = False  # whether KV pages allow another number of ring buffers while alpha > 0
-
-    def __post_init__(self) -> None:
-        if not self.blocks_per_layer > 0:
-            raise _refuse("blocks_per_layer", self.blocks_per_layer, "positive")
-        names = ("layers", "remapped", "buffers", "streamable", "usable_blocks", "free_blocks", "live_blocks")
-        # Two comparisons for the usual case: a view is made in every step.
-        least = min(self.remapped, self.buffers, self.streamable, self.usable_blocks, self.free_blocks)
-        if min(least, self.live_blocks, self.free_pool_blocks, self.max_remapped, self.layers - 1) < 0:
-            for name in (*names, "free_pool_blocks", "max_remapped"):
-                if getattr(self, name) < (name == "layers"):
-                    raise _refuse(name, getattr(self, name), "at least 1" if name == "layers" else "at least 0")
-        if self.remapped and (not self.buffers or self.remapped + self.buffers > self.layers):
-            raise _refuse("buffers", self.buffers, f"from 1 to {self.layers - self.remapped} (layers - remapped)")
-
-
-@dataclass(frozen=True)
-class ControllerConfig:
-    """The knobs. Raises InvalidArgument (field) for values out of range.
-
-    slowdown: the stall allowed per pass, as a share of its computation. headroom_blocks: L; None derives it from the
-    demand, as twice the moving average of its absolute change per step. hysteresis_blocks: sigma; None takes the larger
-    of that average and half a layer. contention: kappa, what a hidden copy costs the computation, as a share of the
-    copy's time; with 0, layers whose streaming is hidden never move back. map_s: T_map, seconds to map a layer back.
-    dwell: steps at least from any change to a shrink. cap: most layers ever remapped. smoothing: weight of the newest
-    step in the moving average.
-    """
-
-    slowdown: float = 0.02
-    headroom_blocks: int | None = None
-    hysteresis_blocks: int | None = None
-    contention: float = 0.1
-    map_s: float = 1e-3
-    dwell: int = 4
-    cap: int | None = None
-    smoothing: float = 0.125
-
-    def __post_init__(self) -> None:
-        for name in ("slowdown", "contention", "map_s"):
-            if not _is_amount(getattr(self, name)):
-                raise _refuse(name, getattr(self, name), "a finite number of at least 0")
-        for name in ("headroom_blocks", "hysteresis_blocks", "cap"):
-            if getattr(self, name) is not None and not _is_count(getattr(self, name)):
-                raise _refuse(name, getattr(self, name), "an int of at least 0, or None")
-        if not _is_count(self.dwell, 1):
-            raise _refuse("dwell", self.dwell, "an int of at least 1")
-        if not (_is_amount(self.smoothing) and 0 < self.smoothing <= 1):
-            raise _refuse("smoothing", self.smoothing, "a number above 0 and at most 1")
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What to do now. `remapped` and `buffers` are the targets; `unmet_blocks` the demand that stays unmet after it.
-
-    action "grow" may leave `remapped` as it is, when free pages suffice. predicted_stall_s is per pass, at the target;
-    0 while nothing has been measured.
-    """
-
-    action: Literal["none", "grow", "shrink"]
-    free_pool_blocks_to_take: int
-    remapped: int
-    buffers: int
-    reason: str
-    predicted_stall_s: float
-    unmet_blocks: int
-
-
-NONE = Decision("none", 0, 0, 0, "demand is met and nothing is remapped", 0.0, 0)
-"""The decision of almost every step: one shared object, so that a step with nothing to do allocates nothing."""
 
 
 class Controller:
@@ -190,73 +59,82 @@ class Controller:
     ) -> None:
         self.config = config or ControllerConfig()
         self._bound, self._stall, self._estimate = bound, stall, estimate
-        self._wanted: int | None = None  # live + demand of the last step: what the tenant needs in all
-        self._variation = 0.0
-        self._guard: tuple[float, int] | None = None  # (live + demand up to which, L that) is not exceeded
-        self._credit = 0.0  # share of one reload
-        self._steps = 0  # for which credit has been accruing
+        self._watermark = Watermark(smoothing=self.config.smoothing)
+        self._guard = Guard()
+        self._rental = Rental(self.config.dwell)
+        self._headroom = 0  # L of the last step
+        self._steps_ahead = 1  # the horizon of L, for `_times`
         self._times: LayerSeconds | None = None
         self._limit: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], float] = {}
-        self._kept: dict[tuple[int, int, bool], Decision] = {}
-        self._back: dict[tuple[int, int], tuple[int, float, float]] = {}
+        self._kept: dict[tuple[int, int, str], Decision] = {}
+        self._back: dict[tuple[int, int, bool], tuple[int, float, float]] = {}
 
     @property
     def credit(self) -> float:
-        """The share of one layer's reload that streaming it has cost since the last change; it shrinks at 1."""
-        return self._credit
+        """The share of one layer's reload that streaming it has cost since the last change; it comes home at 1."""
+        return self._rental.credit
 
     @property
     def variation(self) -> float:
         """Moving average of |change of live + demand| per step, in blocks."""
-        return self._variation
+        return self._watermark.variation
+
+    @property
+    def headroom(self) -> int:
+        """L in blocks, as of the last step."""
+        return self._headroom
 
     def decide(self, view: TenantView, demand: Demand) -> Decision:
         """The decision for this step. Calls nothing but the injected functions; changes nothing outside itself."""
-        config = self.config
         blocks = demand.blocks
         wanted = view.live_blocks + blocks
-        if self._wanted is not None:
-            self._variation += config.smoothing * (abs(wanted - self._wanted) - self._variation)
-        self._wanted = wanted
-        headroom = config.headroom_blocks
+        self._watermark.observe(wanted)
+        headroom = self.config.headroom_blocks
         if headroom is None:
-            headroom = int(2.0 * self._variation + 0.5)
-        if self._guard is not None:
-            if wanted > self._guard[0]:
-                self._guard = None
-            else:
-                headroom = min(headroom, self._guard[1])
+            if view.times is not self._times:
+                self._learn(view.times)
+            headroom = self._watermark.blocks(self._steps_ahead)
+        self._headroom = headroom = self._guard.clip(wanted, headroom)
         deficit = blocks + headroom - view.free_blocks
         if deficit > 0:
             return self._grow(view, blocks, headroom, deficit)
         if view.remapped == 0:
-            self._forfeit()
+            self._rental.forfeit()
             return NONE
+        if view.lends or not self.config.reversion:
+            return self._keep(view, "its pages are lent" if view.lends else "reversion is off")
         return self._shrink_or_keep(view, blocks, headroom)
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
     def _grow(self, view: TenantView, demand: int, headroom: int, deficit: int) -> Decision:
-        self._forfeit()
+        self._rental.forfeit()
         self._learn(view.times)
         room = deficit if view.max_blocks is None else max(0, min(deficit, view.max_blocks - view.usable_blocks))
         taken = min(room, view.free_pool_blocks)
         alpha, buffers, why = view.remapped, view.buffers, ""
+        takes: tuple[Take, ...] = ()
         if room > taken:
-            alpha, buffers, why = self._target(view, view.remapped + math.ceil((room - taken) / view.blocks_per_layer))
-        gained = taken + int((alpha - view.remapped) * view.blocks_per_layer)
+            others = view.others(room - taken) if view.others is not None else ()
+            if any(others):
+                alpha, buffers, takes = self._share(view, room - taken, others)
+            else:
+                want = view.remapped + math.ceil((room - taken) / view.blocks_per_layer)
+                alpha, buffers, why = self._target(view, want)
+        gained = taken + sum(take.blocks for take in takes) + int((alpha - view.remapped) * view.blocks_per_layer)
         if view.max_blocks is not None:
             gained = min(gained, max(0, view.max_blocks - view.usable_blocks))
         unmet = max(0, demand - view.free_blocks - gained)
-        grows = taken > 0 or alpha > view.remapped
+        grows = taken > 0 or alpha > view.remapped or bool(takes)
         stall = self._stall_of(view.times, alpha, buffers)
         need = f"{demand} blocks wanted and {headroom} kept in reserve, {view.free_blocks} free"
         if grows:
-            self._guard = None
+            self._guard.clear()
+            sources = "".join(f", {_of_other(take)}" for take in takes)
             reason = (
-                f"{need}: take {taken} from free pages and remap {alpha - view.remapped} more layers, {alpha} in all, "
-                f"stalling {stall * 1e3:.3g} ms a pass"
+                f"{need}: take {taken} from free pages{sources} and remap {alpha - view.remapped} more layers, {alpha} in "
+                f"all, stalling {stall * 1e3:.3g} ms a pass"
             )
         elif room < deficit and room == 0:
             reason = f"{need}: the KV region is full at {view.usable_blocks} blocks"
@@ -264,7 +142,61 @@ class Controller:
             reason = f"{need}: no free pages and no more layers than the present {alpha} can be remapped"
         if unmet:
             reason += f"; {unmet} blocks stay unmet"
-        return Decision("grow" if grows else "none", taken, alpha, buffers, reason + why, stall, unmet)
+        return Decision("grow" if grows else "none", taken, alpha, buffers, reason + why, stall, unmet, takes)
+
+    def _share(
+        self, view: TenantView, need: int, others: Sequence[Sequence[Quote]]
+    ) -> tuple[int, int, tuple[Take, ...]]:
+        """(own alpha, own beta, what others give): each donor's increments against each other's, the tenant's own included."""
+        own = self.offers(view)
+        alpha, buffers = view.remapped, view.buffers
+        takes = []
+        supply = choose(need, [*others, own])
+        by_donor = {(quotes[0].donor, quotes[0].kind): quotes for quotes in others if quotes}
+        for taken in supply.taken:
+            if taken.donor == "":
+                alpha, buffers = cast("tuple[int, int]", own[taken.count - 1].step)
+                continue
+            last = cast(Take, by_donor[taken.donor, taken.kind][taken.count - 1].step)
+            takes.append(replace(last, blocks=taken.blocks))
+        return alpha, buffers, tuple(takes)
+
+    def offers(self, view: TenantView, donor: str = "") -> list[Quote]:
+        """What the tenant can give of its own layers: increments within the slowdown, each (alpha, beta) and what it adds.
+
+        Blocks are its own. An alpha that stalls too long although a larger one does not is no increment by itself.
+        """
+        self._learn(view.times)
+        most, best, _ = self._most(view)
+        buffers = view.buffers if view.remapped else best
+        at, times = view.remapped, view.times
+        quotes = []
+        copy = math.fsum(times.transfer_s) / len(times.transfer_s) if times is not None else 0.0
+        for alpha in range(at + 1, self._top(view, most, buffers) + 1):
+            stall = self._stall_of(times, alpha, buffers)
+            if times is not None and stall > self._allowed(times):
+                continue
+            blocks = int((alpha - view.remapped) * view.blocks_per_layer) - int(
+                (at - view.remapped) * view.blocks_per_layer
+            )
+            added = stall - self._stall_of(times, at, buffers)
+            quotes.append(Quote(donor, "active", blocks, added, (alpha - at) * copy, (alpha, buffers)))
+            at = alpha
+        return quotes
+
+    def _most(self, view: TenantView) -> tuple[int, int, str]:
+        """(most layers within the slowdown, buffers for that, remark)."""
+        fixed = self.config.buffers
+        if view.times is None:
+            most, best = self._estimate(view) if self._estimate is not None else (1, max(view.buffers, 1))
+            return most, best if fixed == "auto" else fixed, f" (no measurement yet: at most {most} layers)"
+        if self._limit is None:
+            self._limit = self._bound(view.times)
+        return (*self._limit, "")
+
+    def _top(self, view: TenantView, most: int, buffers: int) -> int:
+        top = min(most, view.max_remapped, view.streamable - buffers, view.layers - buffers)
+        return top if self.config.cap is None else min(top, self.config.cap)
 
     def _target(self, view: TenantView, want: int) -> tuple[int, int, str]:
         """(alpha, beta, remark): the alpha >= want nearest to it that is allowed, else the largest allowed below it.
@@ -273,21 +205,13 @@ class Controller:
         bound on the largest alpha does not vouch for those below it: each is looked at.
         """
         present, times = view.remapped, view.times
-        if times is None:
-            most, best = self._estimate(view) if self._estimate is not None else (1, max(view.buffers, 1))
-            why = f" (no measurement yet: at most {most} layers)"
-        else:
-            if self._limit is None:
-                self._limit = self._bound(times)
-            (most, best), why = self._limit, ""
+        most, best, why = self._most(view)
         choices = [view.buffers] if present else [best]
         if present and view.buffers_may_change and best != view.buffers:
             choices.append(best)
         found = (present, view.buffers)
         for buffers in choices:
-            top = min(most, view.max_remapped, view.streamable - buffers, view.layers - buffers)
-            if self.config.cap is not None:
-                top = min(top, self.config.cap)
+            top = self._top(view, most, buffers)
             for alpha in (*range(want, top + 1), *range(min(want - 1, top), found[0], -1)):
                 if times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times):
                     found = max(found, (alpha, buffers), key=lambda pair: pair[0])
@@ -296,38 +220,77 @@ class Controller:
                 break
         return (*found, why)
 
-    # -- shrinking -------------------------------------------------------------------------------------------------
+    # -- coming home -----------------------------------------------------------------------------------------------
+
+    def sigma(self, view: TenantView) -> int:
+        """Hysteresis in blocks: what must be free beyond demand and headroom after a layer has come home."""
+        fixed = self.config.hysteresis_blocks
+        return math.ceil(max(self.variation, 0.5 * view.blocks_per_layer)) if fixed is None else fixed
+
+    def spare(self, view: TenantView, demand: int) -> int:
+        """Blocks that the tenant can lose now and still have demand, headroom and hysteresis; at most all that are free."""
+        return view.free_blocks - demand - self._headroom - self.sigma(view)
+
+    def has_lost(self, view: TenantView, demand: int) -> None:
+        """Blocks went back to another tenant's layers: growing again takes a demand that rose by more than sigma."""
+        self._guard.arm(view.live_blocks + demand + self.sigma(view), self._headroom)
+
+    def may_return(self, view: TenantView, holds: bool) -> Decision | None:
+        """Whether one of the layers that others have comes home now: the same ski rental as for the tenant's own KV.
+
+        holds: whether everybody who has its pages can spare them (`spare`). An inactive tenant does not stream, so what its
+        layer costs while it is away is only kappa T_T: the reload that its activation will have to make in a hurry.
+        """
+        if not self.config.reversion:
+            return None
+        self._learn(view.times)
+        fewer, saved, earned = self._back_of(view)
+        if not self._rental.accrue(earned, holds):
+            return None
+        stall = self._stall_of(view.times, fewer, view.buffers) if view.active else 0.0
+        reason = (
+            f"who has its pages can spare them: {view.remapped - fewer} layers come home, {fewer} stay away, "
+            f"saving {saved * 1e3:.3g} ms a pass"
+        )
+        return Decision("shrink", 0, fewer, view.buffers, reason, stall, 0)
 
     def _shrink_or_keep(self, view: TenantView, demand: int, headroom: int) -> Decision:
         self._learn(view.times)
-        alpha, buffers, times = view.remapped, view.buffers, view.times
-        step = self._back.get((alpha, buffers))
-        if step is None:
-            step = self._back[alpha, buffers] = self._step_back(times, alpha, buffers)
-        fewer, saved, income = step
+        alpha, buffers = view.remapped, view.buffers
+        fewer, saved, earned = self._back_of(view)
         lost = math.ceil((alpha - fewer) * view.blocks_per_layer)
         if fewer == alpha - 1 and view.shrink_blocks is not None:
             lost = view.shrink_blocks
-        sigma = self.config.hysteresis_blocks
-        if sigma is None:
-            sigma = math.ceil(max(self._variation, 0.5 * view.blocks_per_layer))
-        if view.free_blocks < demand + headroom + lost + sigma:
-            self._forfeit()
-            return self._keep(view, False)
-        self._credit += income
-        self._steps += 1
-        # The tolerance keeps ten tenths from needing an eleventh.
-        if self._credit < 1.0 - 1e-9 or self._steps < self.config.dwell:
-            return self._keep(view, True)
-        steps = self._steps
-        self._forfeit()
-        self._guard = (view.live_blocks + demand + sigma, headroom)
-        stall = self._stall_of(times, fewer, buffers)
+        sigma = self.sigma(view)
+        holds = view.free_blocks >= demand + headroom + lost + sigma
+        steps = self._rental.steps + 1
+        if not self._rental.accrue(earned, holds):
+            why = "reloading one is not paid for yet" if holds else "reloading one would leave too few free blocks"
+            return self._keep(view, why)
+        self._guard.arm(view.live_blocks + demand + sigma, headroom)
+        stall = self._stall_of(view.times, fewer, buffers)
         reason = (
             f"{view.free_blocks} blocks free, {demand} wanted and {headroom} kept in reserve for {steps} steps: "
             f"reload {alpha - fewer} layers, {fewer} stay remapped, saving {saved * 1e3:.3g} ms a pass"
         )
         return Decision("shrink", 0, fewer, buffers, reason, stall, 0)
+
+    def _back_of(self, view: TenantView) -> tuple[int, float, float]:
+        key = (view.remapped, view.buffers, view.active)
+        step = self._back.get(key)
+        if step is None:
+            if view.active:
+                step = self._step_back(view.times, view.remapped, view.buffers)
+            else:
+                step = (view.remapped - 1, 0.0, self._rent(view.times, 0.0, 1))
+            self._back[key] = step
+        return step
+
+    def _rent(self, times: LayerSeconds | None, saved: float, layers: int) -> float:
+        if times is None:
+            return self.config.contention  # as if T_map were 0 and all copies hidden
+        copy = layers * math.fsum(times.transfer_s) / len(times.transfer_s)
+        return income(saved, self.config.contention, copy, self.config.map_s)
 
     def _step_back(self, times: LayerSeconds | None, alpha: int, buffers: int) -> tuple[int, float, float]:
         """(alpha after the next shrink, stall seconds a pass that it saves, credit that a step earns towards it).
@@ -336,31 +299,24 @@ class Controller:
         """
         fewer = alpha - 1
         if times is None:
-            return fewer, 0.0, self.config.contention  # as if T_map were 0 and all copies hidden
+            return fewer, 0.0, self._rent(None, 0.0, 1)
         stall = self._stall_of(times, alpha, buffers)
         most = max(stall, self._allowed(times))
         while fewer > 0 and self._stall_of(times, fewer, buffers) > most:
             fewer -= 1
         saved = max(0.0, stall - self._stall_of(times, fewer, buffers))
-        copy = (alpha - fewer) * math.fsum(times.transfer_s) / len(times.transfer_s)
-        reload = copy + self.config.map_s
-        return fewer, saved, (saved + self.config.contention * copy) / reload if reload > 0 else 1.0
+        return fewer, saved, self._rent(times, saved, alpha - fewer)
 
-    def _keep(self, view: TenantView, earning: bool) -> Decision:
-        key = (view.remapped, view.buffers, earning)
+    def _keep(self, view: TenantView, why: str) -> Decision:
+        key = (view.remapped, view.buffers, why)
         kept = self._kept.get(key)
         if kept is None:
-            why = "reloading one is not paid for yet" if earning else "reloading one would leave too few free blocks"
             stall = self._stall_of(view.times, view.remapped, view.buffers)
             reason = f"demand is met, and {view.remapped} layers stay remapped through {view.buffers} buffers: {why}"
             kept = self._kept[key] = Decision("none", 0, view.remapped, view.buffers, reason, stall, 0)
         return kept
 
     # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _forfeit(self) -> None:
-        self._credit = 0.0
-        self._steps = 0
 
     def _learn(self, times: LayerSeconds | None) -> None:
         """Forget what was computed for other times. Equal times in a new object are the same times."""
@@ -369,6 +325,9 @@ class Controller:
             self._stalls.clear()
             self._kept.clear()
             self._back.clear()
+            if times is not None:
+                step_s = math.fsum(times.compute_s)
+                self._steps_ahead = horizon(step_s, self.config.map_s, step_s)
         self._times = times
 
     def _allowed(self, times: LayerSeconds) -> float:
@@ -382,3 +341,9 @@ class Controller:
         if stall is None:
             stall = self._stalls[alpha, buffers] = self._stall(times, alpha, buffers)
         return stall
+
+
+def _of_other(take: Take) -> str:
+    if take.kind == "idle_kv":
+        return f"{take.blocks} from unused KV of {take.donor}"
+    return f"{take.blocks} from layers of {take.donor} ({take.remapped} of them away then)"

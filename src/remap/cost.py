@@ -194,6 +194,16 @@ class CostModel:
         """The number of layers."""
         return len(self._layer_bytes)
 
+    @property
+    def measured(self) -> bool:
+        """Whether `estimate` can answer: some computation and the bandwidth are known."""
+        return bool(self._compute) and self._s_per_byte.value is not None
+
+    @property
+    def seconds_per_byte(self) -> float | None:
+        """The estimate of the link; None before a copy was seen or calibrated."""
+        return self._s_per_byte.value
+
     def calibrate(
         self,
         phase: Phase | None = None,

@@ -1,60 +1,187 @@
-"""From a decision, the controller's or somebody's by hand, to changes."""
+"""From a decision, the controller's or somebody's by hand, to changes.
+
+Entries of a step's report are made here: tenant -> {added, moved, unmet, stall, reason}. An entry is in the report as soon as its
+blocks have moved, so that a step that raises afterwards cannot lose it.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from .attach import MAX_BUFFERS
 from .controller import Decision, Demand
 from .errors import InvalidArgument
+from .offers import surplus_of
 from .policy import free_pages_of
 from .tenant import Tenant
 
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["carry_out", "check_by_hand"]
+__all__ = ["carry_out", "check_by_hand", "consider_return", "lend_by_hand", "moved_entry"]
+
+Entries = dict[str, dict[str, Any]]
 
 
-def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decision) -> dict[str, Any]:
-    """What the controller decided, now. Returns the tenant's entry of the step's report (`observe.make_report`)."""
+def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decision, report: Entries) -> None:
+    """What the controller decided, now. Adds the tenant's entry to the report, and those of tenants whose blocks moved."""
     changes, pool = session._changes, tenant.kv.pool
-    moved: dict[int, int] = {}
     before = tenant.kv.usable_blocks
+    entry = report[tenant.name] = moved_entry({}, tenant.name)
+    entry.update(stall=decision.predicted_stall_s, reason=decision.reason)
     if decision.action == "grow":
         changes.cancel_draining(tenant)
-        if decision.free_pool_blocks_to_take:
-            changes.take_free_pages(tenant, free_pages_of(session, tenant), decision.free_pool_blocks_to_take)
+        _take(session, tenant, decision)
         if decision.remapped > tenant.remapped:
-            changes.grow(
+            _remap_more(session, tenant, decision, entry)
+    elif decision.action == "shrink":
+        _merge(
+            report,
+            tenant,
+            session._lending.restream(
                 tenant,
                 decision.remapped,
                 decision.buffers,
+                _homewards(session, tenant),
                 predicted_stall_s=decision.predicted_stall_s,
                 reason=decision.reason,
-            )
-    elif decision.action == "shrink":
-        moved = changes.restream(
-            tenant,
-            decision.remapped,
-            decision.buffers,
-            "nested",
-            predicted_stall_s=decision.predicted_stall_s,
-            reason=decision.reason,
-            drain=True,
+                drain=True,
+            ).moved,
         )
     elif tenant._attachment.draining:
-        moved = changes.continue_draining(tenant)
+        entry["moved"] = changes.continue_draining(tenant)
     added = max(0, tenant.kv.usable_blocks - before)
     # What there is, not what was planned: written layers may have made it less.
     free = (wanted.free or 0) + added if pool.external else pool.free_blocks
-    return {
-        "added": added,
-        "moved": moved,
-        "unmet": max(0, wanted.blocks - free) if decision.action != "shrink" else 0,
-        "stall": decision.predicted_stall_s,
-        "reason": decision.reason,
+    entry.update(added=added, unmet=max(0, wanted.blocks - free) if decision.action != "shrink" else 0)
+
+
+def _take(session: Session, tenant: Tenant, decision: Decision) -> None:
+    """Free pages, and before that what other tenants give: it becomes free pages first."""
+    lending = session._lending
+    blocks = decision.free_pool_blocks_to_take
+    for take in decision.takes:
+        donor = session._tenants[take.donor]
+        if take.kind == "idle_kv":
+            lending.give_idle(donor, take.blocks, tenant, surplus_of(session, donor))
+        else:
+            lending.lend(
+                donor,
+                take.remapped,
+                take.buffers,
+                take.selection,
+                predicted_stall_s=take.predicted_stall_s,
+                reason=f"for {tenant.name}: {decision.reason}",
+            )
+            session._cursor = donor.number + 1
+        blocks += take.blocks
+    if blocks:
+        session._changes.take_free_pages(tenant, free_pages_of(session._arena, tenant), blocks)
+
+
+def _remap_more(session: Session, tenant: Tenant, decision: Decision, entry: dict[str, Any]) -> None:
+    """The tenant's own layers."""
+    stall, reason = decision.predicted_stall_s, decision.reason
+    if session._configs[tenant.name].selection == "uniform":
+        # Evenly spread at every alpha, as in the paper: layers come home as others leave, and their blocks move.
+        entry["moved"] = session._changes.restream(
+            tenant, decision.remapped, decision.buffers, "uniform", predicted_stall_s=stall, reason=reason
+        )
+        return
+    session._changes.grow(tenant, decision.remapped, decision.buffers, predicted_stall_s=stall, reason=reason)
+
+
+def _homewards(session: Session, tenant: Tenant) -> str:
+    """How a tenant's layers are chosen when one comes home."""
+    if tenant._attachment.pages.lent:
+        return "inward"
+    return "uniform" if session._configs[tenant.name].selection == "uniform" else "nested"
+
+
+def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
+    """One of the layers that others have comes home, if everybody who has its pages can spare them and it is paid for."""
+    if lender._in_pass or lender._leaving or lender.remapped == 0:
+        return
+    lending, controllers = session._lending, session._controllers
+    fewer = lender.remapped - 1
+    pages = lending.needed(lender, fewer, max(1, lender.buffers), "inward")
+    holders = lending.holders(lender, pages)
+    lost = {
+        session._tenants[name]: math.ceil(len(held) * session._tenants[name]._blocks_per_page) + 1
+        for name, held in holders.items()
     }
+    if any(holder._in_pass or holder._leaving for holder in lost):
+        return
+    holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())
+    view = session._view_of(lender, session._demands.get(lender.name))
+    decision = controllers[lender.name].may_return(view, holds)
+    if decision is None:
+        return
+    result = lending.restream(
+        lender,
+        decision.remapped,
+        decision.buffers,
+        "inward",
+        predicted_stall_s=decision.predicted_stall_s,
+        reason=decision.reason,
+        drain=True,
+    )
+    _merge(report, lender, result.moved)
+    report[lender.name].update(
+        stall=decision.predicted_stall_s,
+        reason=f"{decision.reason}; it ended early: {result.problem}" if result.problem else decision.reason,
+    )
+    for holder in lost:
+        wanted = session._demands.get(holder.name)
+        controllers[holder.name].has_lost(session._view_of(holder, wanted), wanted.blocks if wanted else 0)
+
+
+def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, receiver: Tenant | None) -> Entries:
+    """`Session.lend`, checked already. Returns the entries of its report."""
+    report: Entries = {}
+    buffers = tenant.buffers or buffers
+    if layers < tenant.remapped:
+        result = session._lending.restream(tenant, layers, buffers, "inward", reason="brought home by hand")
+        _merge(report, tenant, result.moved)
+        report[tenant.name]["reason"] = result.problem or f"{layers} layers stay lent, by hand"
+        return report
+    pages = session._lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
+    report[tenant.name] = moved_entry({}, tenant.name)
+    report[tenant.name]["reason"] = f"{pages} pages of {layers} layers lent by hand"
+    if receiver is not None and pages:
+        before = receiver.kv.usable_blocks
+        free = [page for page in free_pages_of(session._arena, receiver) if page in tenant._attachment.pages.lent]
+        session._changes.take_free_pages(receiver, free, int(len(free) * receiver._blocks_per_page))
+        report[receiver.name] = moved_entry({}, receiver.name)
+        report[receiver.name].update(
+            added=receiver.kv.usable_blocks - before, reason=f"{len(free)} pages of {tenant.name} by hand"
+        )
+    return report
+
+
+def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
+    """The entry of a tenant that nothing was decided for, but whose blocks moved."""
+    return {
+        "added": 0,
+        "moved": moved,
+        "unmet": 0,
+        "stall": 0.0,
+        "reason": f"{len(moved)} blocks moved: layers of {cause} came home",
+    }
+
+
+def _merge(report: Entries, cause: Tenant, moved: dict[str, dict[int, int]]) -> None:
+    report.setdefault(cause.name, moved_entry({}, cause.name))
+    for name, moves in moved.items():
+        entry = report.get(name)
+        if entry is None:
+            report[name] = moved_entry(moves, cause.name)
+            continue
+        # Blocks that moved before may have moved on.
+        before = {old: moves.get(new, new) for old, new in entry["moved"].items()}
+        known = set(entry["moved"].values())
+        entry["moved"] = before | {old: new for old, new in moves.items() if old not in known}
 
 
 def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> None:

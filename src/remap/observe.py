@@ -2,46 +2,86 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .snapshot import PageTotals, Snapshot, StepReport, TenantSnapshot
+from .snapshot import DecisionRecord, PageTotals, Snapshot, StepReport, TenantSnapshot
 from .tenant import Tenant
 
-__all__ = ["check_books", "make_report", "take_snapshot"]
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["Log", "check_books", "make_report", "take_snapshot"]
 
 
-def take_snapshot(arena: Any, capacity_bytes: int, tenants: Mapping[str, Tenant]) -> Snapshot:
+class Log:
+    """The last decisions, newest last: what a person reads to see why."""
+
+    def __init__(self) -> None:
+        self._records: deque[DecisionRecord] = deque(maxlen=256)
+
+    def add(self, epoch: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
+        """One record a tenant of a report."""
+        for name, entry in entries.items():
+            self._records.append(DecisionRecord(epoch, name, entry["reason"], entry["stall"], entry["unmet"]))
+
+    def records(self) -> tuple[DecisionRecord, ...]:
+        """As a frozen copy."""
+        return tuple(self._records)
+
+
+def take_snapshot(session: Session) -> Snapshot:
     """All of it, as frozen values of this moment."""
+    arena = session._arena
     return Snapshot(
         epoch=arena.epoch,
         page_bytes=arena.page_bytes,
-        capacity_bytes=capacity_bytes,
+        capacity_bytes=session.capacity_bytes,
         pages=PageTotals(**arena.counts()),
-        tenants={name: _tenant(arena, tenant) for name, tenant in tenants.items()},
+        tenants={name: _tenant(session, tenant) for name, tenant in session._tenants.items()},
+        decisions=session._log.records(),
     )
 
 
-def _tenant(arena: Any, tenant: Tenant) -> TenantSnapshot:
+def _tenant(session: Session, tenant: Tenant) -> TenantSnapshot:
+    arena = session._arena
     pages = PageTotals(**arena.counts(tenant.number))
     stats = tenant._prefetcher.stats()
     pool = tenant.kv.pool
+    lent_to = {name: len(held) for name, held in session._lending.holders(tenant).items()}
+    borrowed = sum(
+        len(session._lending.holders(other).get(tenant.name, ()))
+        for other in session._tenants.values()
+        if other is not tenant
+    )
+    since = tenant._since
+    passes = stats.passes - tenant._abandoned
+    times = tenant._times
     return TenantSnapshot(
         name=tenant.name,
+        active=tenant.active,
         priority=tenant.priority,
+        last_use=tenant._last_use,
         layers=tenant.layers,
         remapped=tenant.remapped,
         buffers=tenant.buffers,
+        selection=tenant._selection,
         streamed=tenant.streamed,
         pinned=tenant.pinned,
         pages=pages,
+        lent_pages=tenant.lent_pages,
+        lent_to=lent_to,
+        borrowed_pages=borrowed,
         resident_bytes=pages.params * arena.page_bytes,
         kv_bytes=pages.kv * arena.page_bytes,
         usable_blocks=pool.usable_blocks,
         free_blocks=pool.free_blocks,
         live_blocks=pool.live_blocks,
         withdrawn_blocks=pool.withdrawn_blocks,
-        passes=stats.passes - tenant._abandoned,
+        headroom_blocks=session._controllers[tenant.name].headroom,
+        loading=tuple(layer for layer in range(tenant.layers) if not tenant._prefetcher.ready(layer)),
+        passes=passes,
         copies=stats.copies,
         copied_bytes=stats.copied_bytes,
         copy_s=stats.copy_s,
@@ -49,17 +89,34 @@ def _tenant(arena: Any, tenant: Tenant) -> TenantSnapshot:
         stall_s=stats.stall_s,
         compute_s=tenant._compute_s,
         predicted_stall_s=tenant._predicted_stall_s,
+        seen_stall_s=(stats.stall_s - since[1]) / (passes - since[0]) if passes > since[0] else 0.0,
+        compute_times_s=times.compute_s if times is not None else (),
+        copy_times_s=times.transfer_s if times is not None else (),
     )
 
 
-def make_report(epoch: int, tenants: Mapping[str, Tenant], entries: Mapping[str, Mapping[str, Any]]) -> StepReport:
-    """What a step did to each tenant that it touched: added, moved, unmet, stall, reason."""
+def make_report(
+    epoch: int,
+    tenants: Mapping[str, Tenant],
+    entries: Mapping[str, Mapping[str, Any]],
+    untold: Mapping[str, Mapping[int, int]] | None = None,
+) -> StepReport:
+    """What a step did to each tenant that it touched: added, moved, unmet, stall, reason.
+
+    untold: moves of a step before it that raised.
+    """
+    moved = {name: entry["moved"] for name, entry in entries.items() if entry["moved"]}
+    for name, moves in (untold or {}).items():
+        later = moved.get(name, {})
+        known = set(moves.values())
+        together = {old: later.get(new, new) for old, new in moves.items()}
+        moved[name] = together | {old: new for old, new in later.items() if old not in known}
     return StepReport(
-        changed=any(entry["added"] or entry["moved"] for entry in entries.values()),
+        changed=bool(moved) or any(entry["added"] for entry in entries.values()),
         epoch=epoch,
         remapped={name: tenants[name].remapped for name in entries},
         added_blocks={name: entry["added"] for name, entry in entries.items()},
-        moved={name: entry["moved"] for name, entry in entries.items() if entry["moved"]},
+        moved=moved,
         unmet_blocks={name: entry["unmet"] for name, entry in entries.items() if entry["unmet"]},
         predicted_stall_s={name: entry["stall"] for name, entry in entries.items()},
         reason={name: entry["reason"] for name, entry in entries.items()},
@@ -70,14 +127,21 @@ def check_books(arena: Any, tenants: Mapping[str, Tenant]) -> None:
     """The arena's invariants, each pool's, and that both agree on which pages are a tenant's KV. Raises AssertionError."""
     arena.check()
     kv_pages = {page for page, owner in enumerate(arena.owners()) if owner.name == "kv"}
+    owners, tenant_of = arena.owners(), arena.tenants()
     for tenant in tenants.values():
+        for page in tenant._attachment.pages.lent:
+            if owners[page].name not in ("free", "kv", "quarantine") or tenant_of[page] == tenant.number:
+                raise AssertionError(f"{tenant.name!r}: page {page} is lent and belongs to {owners[page].name}")
         tenant.kv.pool.check()
         if arena.broken:
             continue  # quarantined pages are in no pool's books
         owned = tenant.kv.pool.owned_slots()
+        reclaimed = tenant._attachment.reclaimed
+        if not reclaimed.isdisjoint(tenant._attachment.pages.lent) or not kv_pages.issuperset(reclaimed):
+            raise AssertionError(f"{tenant.name!r}: reclaimed pages are lent, or not its KV: {sorted(reclaimed)}")
         pages = [tenant._attachment.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
         kv = arena.counts(tenant.number)["kv"]
-        if len(pages) != kv or not kv_pages.issuperset(pages):
+        if len(pages) + len(reclaimed) != kv or not kv_pages.issuperset(pages):
             raise AssertionError(
                 f"{tenant.name!r}: the pool owns {len(pages)} pages, {kv} pages are its KV in the arena"
             )

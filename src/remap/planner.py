@@ -6,7 +6,8 @@ the homes of S, except for the pages that the ring itself is made of:
     ring pages  R  subset of  homes(S),   |R| = buffers * pages of the largest layer
     KV pages       homes(S) - R
 
-so alpha = (|homes(S)| - |R|) / layer pages layers' worth become KV. The planner compares that with what is the case now
+so alpha = (|homes(S)| - |R|) / layer pages layers' worth become KV. Where only the last pages of layers stream (slices), their
+tails take the place of homes(S): slice_plan.py makes those plans. The planner compares that with what is the case now
 and emits only the differences. It keeps the ring where it is whenever it can, since moving it costs driver calls.
 """
 
@@ -56,6 +57,15 @@ class TenantPages:
     streamed: tuple[int, ...] = ()
     ring: tuple[tuple[int, ...], ...] = ()
     ring_preference: tuple[int, ...] = ()  # layers whose homes the ring's region shows from the start
+    lent: frozenset[int] = frozenset()  # pages of streamed layers' homes that are free, or another tenant's KV
+    # Slices: of each streamed layer only the last tail_pages pages stream (all, if it has fewer), and ring[b] has as many. They
+    # are the last ones of the buffer's `buffer_pages` slots in the ring's region. 0: whole layers stream.
+    tail_pages: int = 0
+
+    def away(self, layer: int) -> tuple[int, ...]:
+        """The pages of a streamed layer's home that stream, and so are ring, KV or lent."""
+        home = self.homes[layer]
+        return home[max(0, len(home) - self.tail_pages) :] if self.tail_pages else home
 
     @property
     def ring_layers(self) -> tuple[int, ...]:
@@ -70,8 +80,17 @@ class TenantPages:
 
     @property
     def kv_from_homes(self) -> frozenset[int]:
-        """Pages of streamed layers that are KV now."""
-        return frozenset(_homes(self.homes, self.streamed)).difference(*self.ring)
+        """Pages of streamed layers that are the tenant's own KV now."""
+        return frozenset(chain.from_iterable(map(self.away, self.streamed))).difference(*self.ring, self.lent)
+
+    def to_reclaim(self, streamed: Sequence[int], buffers: int) -> frozenset[int]:
+        """The lent pages that have to be the tenant's KV again before `plan_streamed` can stream exactly these layers."""
+        if not self.lent:
+            return frozenset()
+        target = tuple(sorted(streamed))
+        ring = _choose_ring(self, target, buffers) if target else ()
+        stays = frozenset(_homes(self.homes, target)).difference(*ring)
+        return self.lent - stays
 
 
 @dataclass(frozen=True)
@@ -87,6 +106,10 @@ class Plan:
     gained: tuple[int, ...]  # pages that become KV, in giving order
     lost: tuple[int, ...]  # pages that stop being KV; their blocks must be empty
     ring_moves: bool  # copies in flight into the old ring must have finished before this plan is applied
+    lent: frozenset[int] = frozenset()  # as in TenantPages, after it
+    tail_pages: int = 0  # as in TenantPages, after it
+    # Of layers that go on streaming less, or whose tails come home: (layer, its first home page to load, how many).
+    reload_parts: tuple[tuple[int, int, int], ...] = ()
     predicted_stall_s: float = 0.0
     reason: str = ""
 
@@ -97,16 +120,31 @@ def plan_streamed(
     streamed: Sequence[int],
     buffers: int,
     *,
+    to: str = "kv",
     predicted_stall_s: float = 0.0,
     reason: str = "",
 ) -> Plan:
     """The plan that makes exactly `streamed` the tenant's streamed layers, through `buffers` ring buffers.
 
-    An empty set gives every layer its home back. Raises InvalidArgument (fields: layer or buffers) for an unknown or
-    repeated layer, fewer streamed layers than buffers + 1, or homes too small for the ring; nothing changes.
+    to: what the pages become that this frees: the tenant's own "kv", or "free", to be lent to others. An empty set gives
+    every layer its home back; of pages that come home, those that were lent must have been reclaimed (they are the tenant's
+    KV, and not in `now.lent`: see `to_reclaim`). Raises InvalidArgument (fields: layer or buffers) for an unknown or
+    repeated layer, fewer streamed layers than buffers + 1, or homes too small for the ring, or lent pages
+    (field pages) that come home without having been reclaimed; nothing changes. From slices only the empty set can be
+    reached (InvalidArgument otherwise, field tail_pages): their pages have to come home first.
     """
     target = tuple(sorted(streamed))
     layers = len(now.homes)
+    if now.tail_pages and now.streamed:
+        if target:
+            raise InvalidArgument(
+                f"the last {now.tail_pages} pages of {len(now.streamed)} layers stream: whole layers can stream only once all "
+                "layers are resident; nothing was planned; remap 0 layers first",
+                tail_pages=now.tail_pages,
+            )
+        from .slice_plan import plan_slices  # which is built from this module's values
+
+        return plan_slices(now, epoch, (), 0, buffers, to=to, predicted_stall_s=predicted_stall_s, reason=reason)
     if len(set(target)) != len(target) or (target and not 0 <= target[0] <= target[-1] < layers):
         raise InvalidArgument(
             f"the streamed layers must be distinct and lie in 0..{layers - 1}, got {target}; nothing was planned",
@@ -133,22 +171,29 @@ def plan_streamed(
     moves: dict[tuple[str, str], list[int]] = {}
     for layer in sorted(touched):
         home = now.homes[layer]
-        before = _owners(home, layer in now.streamed, in_ring_before)
+        before = _owners(home, layer in now.streamed, in_ring_before, now.lent)
         after = _owners(home, layer in target, in_ring_after)
         if isinstance(before, str) and isinstance(after, str):
-            if before != after:
-                moves.setdefault((before, after), []).extend(home)
+            if before != after and (before, after) != ("lent", "kv"):
+                moves.setdefault((before, after if after != "kv" else to), []).extend(home)
             continue
         for index, page in enumerate(home):
             was = before if isinstance(before, str) else before[index]
             becomes = after if isinstance(after, str) else after[index]
-            if was != becomes:
-                moves.setdefault((was, becomes), []).append(page)
+            if was != becomes and (was, becomes) != ("lent", "kv"):
+                moves.setdefault((was, becomes if becomes != "kv" else to), []).append(page)
+    absent = [page for (was, _), pages in moves.items() if was == "lent" for page in pages]
+    if absent:
+        raise InvalidArgument(
+            f"{len(absent)} pages that are to come home are lent to other tenants, the first is {absent[0]}; nothing was "
+            "planned; reclaim them first",
+            pages=len(absent),
+        )
 
     steps: list[Step] = []
     # Out of KV first (strict mode unmaps them), into KV last (their layers' regions have let go of them by then).
     for (was, becomes), pages in moves.items():
-        if becomes != "kv":
+        if becomes not in ("kv", "free"):
             steps.append(SetOwner(tuple(pages), was, becomes, now.tenant))
     ring_moves = ring[: len(now.ring)] != now.ring[: len(ring)] or len(ring) < len(now.ring)
     if ring != now.ring and ring:
@@ -166,8 +211,9 @@ def plan_streamed(
             steps.append(Point(now.layer_regions[layer], 0, wanted, deferred=True, layer=layer))
             held.append(layer)
     for (was, becomes), pages in moves.items():
-        if becomes == "kv":
+        if becomes in ("kv", "free"):
             steps.append(SetOwner(tuple(pages), was, becomes, now.tenant))
+    freed = [page for (_, becomes), pages in moves.items() if becomes == "free" for page in pages]
     return Plan(
         epoch=epoch,
         steps=tuple(steps),
@@ -178,6 +224,7 @@ def plan_streamed(
         gained=tuple(chain.from_iterable(pages for (_, becomes), pages in moves.items() if becomes == "kv")),
         lost=tuple(chain.from_iterable(pages for (was, _), pages in moves.items() if was == "kv")),
         ring_moves=bool(now.ring) and ring_moves,
+        lent=now.lent.union(freed) if freed else now.lent,
         predicted_stall_s=predicted_stall_s,
         reason=reason,
     )
@@ -196,6 +243,9 @@ def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, gi
         gained=tuple(pages) if give else (),
         lost=() if give else tuple(pages),
         ring_moves=False,
+        # Pages of the tenant's own layers are lent while they are not its KV, and only then.
+        lent=tenant.lent.difference(pages) if give else tenant.lent.union(tenant.kv_from_homes.intersection(pages)),
+        tail_pages=tenant.tail_pages,
         reason=reason,
     )
 
@@ -204,14 +254,22 @@ def _homes(homes: Sequence[tuple[int, ...]], layers: Sequence[int]) -> list[int]
     return list(chain.from_iterable(homes[layer] for layer in layers))
 
 
-def _owners(home: Sequence[int], away: bool, ring_pages: frozenset[int]) -> str | list[str]:
-    """Who the pages of a home belong to: one name if all have one owner, as is usual, otherwise one for each."""
+def _owners(
+    home: Sequence[int], away: bool, ring_pages: frozenset[int], lent: frozenset[int] = frozenset()
+) -> str | list[str]:
+    """Who the pages of a home belong to: one name if all have one owner, as is usual, otherwise one for each.
+
+    "lent" stands for free or another tenant's.
+    """
     rest = "kv" if away else "params"
-    if not ring_pages or ring_pages.isdisjoint(home):
+    partly_lent = away and bool(lent) and not lent.isdisjoint(home)
+    if partly_lent and lent.issuperset(home):
+        return "lent"
+    if not partly_lent and (not ring_pages or ring_pages.isdisjoint(home)):
         return rest
-    if ring_pages.issuperset(home):
+    if ring_pages and ring_pages.issuperset(home):
         return "ring"
-    return ["ring" if page in ring_pages else rest for page in home]
+    return ["ring" if page in ring_pages else "lent" if page in lent else rest for page in home]
 
 
 def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tuple[tuple[int, ...], ...]:
@@ -228,7 +286,7 @@ def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tup
     # Whole homes in order of preference: those that the ring's region shows already, then layers whose pages are not KV
     # (no block has to move for them), then the rest.
     used = {page for buffer in kept for page in buffer}
-    in_kv = now.kv_from_homes
+    in_kv = now.kv_from_homes | now.lent  # lent or not, so that reclaiming them does not change the choice
     rank = {layer: index for index, layer in enumerate(now.ring_preference)}
     order = sorted(
         target,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import schedule
 from .attach import MAX_BUFFERS
-from .controller import Demand, LayerSeconds, TenantView
+from .config import ControllerConfig
+from .views import Demand, LayerSeconds, TenantView
 
 if TYPE_CHECKING:
     from .session import Session
@@ -25,9 +26,11 @@ class HiddenCopies:
     asks what growth will ask, where new times come from: at the end of a pass.
     """
 
-    def __init__(self, tenant: Tenant, slowdown: float) -> None:
+    def __init__(self, tenant: Tenant, config: ControllerConfig) -> None:
         self._tenant = tenant
-        self._slowdown = slowdown
+        self._slowdown = config.slowdown
+        self._kind = "uniform" if config.selection == "uniform" else "nested"
+        self._buffers = range(1, MAX_BUFFERS + 1) if config.buffers == "auto" else (config.buffers,)
         self._asked: tuple[LayerSeconds, tuple[int, ...]] | None = None  # the times and layers that the answers are for
         self._bound: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], float] = {}
@@ -44,7 +47,7 @@ class HiddenCopies:
         self._renew(times)
         stall = self._stalls.get((remapped, buffers))
         if stall is None:
-            streamed = self._tenant.select(remapped, buffers)
+            streamed = self._tenant.select(remapped, buffers, self._kind)
             stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers)
             self._stalls[remapped, buffers] = stall
         return stall
@@ -70,12 +73,12 @@ class HiddenCopies:
         compute, transfer = times.compute_s, times.transfer_s
         limit = (1.0 + self._slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
         streamable = len(self._tenant._attachment.order)
-        best = (0, 1)
-        for buffers in range(1, MAX_BUFFERS + 1):
+        best = (0, self._buffers[0])
+        for buffers in self._buffers:
             # Not monotone in alpha (see schedule.max_remapped), so from the largest down. A copy engine that is busy for
             # longer than the pass may last settles most of them without the exact period.
             for alpha in range(streamable - buffers, best[0], -1):
-                streamed = self._tenant.select(alpha, buffers)
+                streamed = self._tenant.select(alpha, buffers, self._kind)
                 copied = schedule.SlotAssignment.of(streamed, buffers).copied
                 if math.fsum(transfer[layer] for layer in copied) > limit:
                     continue
@@ -85,12 +88,12 @@ class HiddenCopies:
         return best
 
 
-def free_pages_of(session: Session, tenant: Tenant) -> tuple[int, ...]:
+def free_pages_of(arena: Any, tenant: Tenant) -> tuple[int, ...]:
     """The arena's free pages that have a place in the tenant's KV region, in giving order. Looked up once per epoch."""
-    epoch = session._arena.epoch
+    epoch = arena.epoch
     known = tenant._free_pages
     if known is None or known[0] != epoch:
-        free = set(session._arena.free_pages())
+        free = set(arena.free_pages())
         known = tenant._free_pages = (epoch, tuple(page for page in tenant._attachment.giving if page in free))
     return known[1]
 
@@ -116,11 +119,14 @@ def view_of(session: Session, tenant: Tenant, demand: Demand) -> TenantView:
         usable_blocks=pool.usable_blocks,
         free_blocks=free,
         live_blocks=live,
-        free_pool_blocks=int(len(free_pages_of(session, tenant)) * block_pages),
+        free_pool_blocks=int(len(free_pages_of(session._arena, tenant)) * block_pages),
         blocks_per_layer=tenant._blocks_per_layer,
         max_remapped=min(attachment.hosted, max(0, streamable - max(1, buffers))),
         times=tenant.times(),
         epoch=0,
         max_blocks=tenant.kv.max_blocks,
         shrink_blocks=tenant._shrink_blocks,
+        active=tenant.active,
+        lends=bool(attachment.pages.lent),
+        others=tenant._others if len(session._tenants) > 1 else None,
     )

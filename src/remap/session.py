@@ -2,6 +2,7 @@
 
     per step   demand -> Controller.decide -> Planner -> Plan -> Executor.apply -> blocks usable -> settle
     settle     Prefetcher.configure (which copies are due) -> Executor.commit (regions are re-pointed by the worker)
+    between tenants   what one needs and others could give (offers.py) -> Controller.decide -> lending.py -> plans as above
 
 Blocks are usable when apply() returns: in aliased mode that is bookkeeping, without any backend call. Settling comes after
 that. If settling fails nothing is lost: `tenant.forward()` tries it again, and raises instead of beginning a pass.
@@ -20,16 +21,19 @@ from types import TracebackType
 from typing import Any
 
 from . import _core, devices
+from .activation import ActivationReport, activate, deactivate
 from .attach import model_source, raw_source
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
-from .decisions import carry_out, check_by_hand
+from .decisions import carry_out, check_by_hand, consider_return, lend_by_hand, moved_entry
+from .donors.policy import NextUse
 from .errors import ArenaBroken, InvalidArgument, InvalidState
 from .host_memory import HostMemories
 from .kv_geometry import KVSpec
+from .lending import Lending
 from .locking import SessionLock
 from .nvtx import annotated
-from .observe import check_books, make_report, take_snapshot
+from .observe import Log, check_books, make_report, take_snapshot
 from .ordering import Streams
 from .policy import view_of
 from .registered import Registered
@@ -37,10 +41,12 @@ from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
 from .tenancy import admit
 from .tenant import Tenant
+from .views import TenantView
 
 __all__ = ["Session"]
 
 _UNCHANGED = StepReport()
+_NO_DEMAND = Demand(0)
 
 
 class Session:
@@ -103,6 +109,14 @@ class Session:
         self._config = controller or ControllerConfig()
         self._tenants: dict[str, Tenant] = {}
         self._controllers: dict[str, Controller] = {}
+        self._configs: dict[str, ControllerConfig] = {}
+        self._lending = Lending(self._tenants, self._changes, self._arena)
+        self._activity = NextUse()
+        self._activations = 0
+        self._cursor = 0  # round robin: the donor after the last one comes first
+        self._demands: Mapping[str, Demand] = {}  # of the last step
+        self._untold: dict[str, dict[int, int]] = {}  # moves of a step that raised afterwards: the next report has them
+        self._log = Log()
         self._registered = Registered(self._arena, self._tenants)
         self._next_tenant = 0
         self._lock = SessionLock(_core.fork_generation)
@@ -122,8 +136,16 @@ class Session:
         weights: Any = None,
         names: Mapping[str, str] | None = None,
         controller: ControllerConfig | None = None,
+        active: bool = True,
+        extra_layers: Sequence[Any] = (),
+        embedding: str = "device",
     ) -> Tenant:
         """Move a torch model's tensors into the arena and give it a KV cache.
+
+        priority: of tenants that compete, the one with the larger number is served first and gives last. active: whether it may
+        serve passes at once (see `activate`). controller: its own settings, by default the session's. extra_layers: modules, or
+        their paths ("lm_head"), that stream like layers although they have no KV: number n, n + 1, ... for wait and done.
+        embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
 
         layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of
         tensors that the model writes; they stay resident. weights: safetensors file(s) or folder that the model was loaded
@@ -148,8 +170,10 @@ class Session:
                     mutable=mutable,
                     weights=weights,
                     names=names,
+                    extra=extra_layers,
+                    embedding=embedding,
                 )
-                return admit(self, source, name, priority, kv, controller or self._config, host)
+                return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
     def attach_bytes(
         self,
@@ -159,6 +183,7 @@ class Session:
         priority: int = 0,
         kv: KVSpec,
         controller: ControllerConfig | None = None,
+        active: bool = True,
     ) -> Tenant:
         """As `attach`, for an engine without torch: one buffer of bytes a layer, which stays alive as the master copy.
 
@@ -170,7 +195,7 @@ class Session:
             self._check_name(name)
             with self._host.taken() as host:
                 source = raw_source(layers, host)
-                return admit(self, source, name, priority, kv, controller or self._config, host)
+                return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
     def detach(self, name: str, *, device: Any = None) -> None:
         """Take a tenant out: its model goes back onto ordinary memory, its pages become free. Waits for its last pass.
@@ -183,14 +208,15 @@ class Session:
         with self._lock:
             self._check_open()
             tenant = self._tenant(name)
-            self._refuse_pass(tenant, leaving=True)
+            tenant.refuse_pass(leaving=True)
             self._registered.refuse_detach(tenant)
             self._changes.abandon(tenant)
             tenant._restore_model(device)
             tenant._retire()
             self._arena.remove_tenant(tenant.number)
-            del self._tenants[name], self._controllers[name]
+            del self._tenants[name], self._controllers[name], self._configs[name]
             tenant._release()
+            self._activity.forget(name)
             self._host.give_back(tenant._attachment.host)
 
     def layer_address(self, name: str, layer: int) -> int:
@@ -218,18 +244,97 @@ class Session:
             for name in demand:
                 if name not in self._tenants:
                     self._tenant(name)
-            report: dict[str, dict[str, Any]] | None = None
-            for name, wanted in demand.items():
+            for name in demand:
                 tenant = self._tenants[name]
-                if tenant._in_pass or tenant._leaving:
-                    self._refuse_pass(tenant)
-                decision = self._controllers[name].decide(view_of(self, tenant, wanted), wanted)
-                if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
-                    continue
-                if report is None:
-                    report = {}
-                report[name] = carry_out(self, tenant, wanted, decision)
-            return _UNCHANGED if report is None else make_report(self._arena.epoch, self._tenants, report)
+                if tenant._in_pass or tenant._leaving or not tenant.active:
+                    tenant.refuse_pass(asleep=True)
+            self._demands = demand
+            report: dict[str, dict[str, Any]] = {}
+            try:
+                for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
+                    tenant, wanted = self._tenants[name], demand[name]
+                    decision = self._controllers[name].decide(view_of(self, tenant, wanted), wanted)
+                    if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
+                        continue
+                    carry_out(self, tenant, wanted, decision, report)
+                for tenant in self._tenants.values():
+                    if tenant._attachment.pages.lent:
+                        consider_return(self, tenant, report)
+            except BaseException:
+                # What has moved has moved: the engines have to hear of it, though this step raises.
+                for name, entry in report.items():
+                    self._untold.setdefault(name, {}).update(entry["moved"])
+                raise
+            if not report and not self._untold:
+                return _UNCHANGED
+            return self._report(report)
+
+    def _precedence(self, name: str) -> tuple[int, int]:
+        tenant = self._tenants[name]
+        return (-tenant.priority, tenant.number)
+
+    def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
+        untold, self._untold = self._untold, {}
+        self._log.add(self._arena.epoch, entries)
+        return make_report(self._arena.epoch, self._tenants, entries, untold)
+
+    def _view_of(self, tenant: Tenant, wanted: Demand | None) -> TenantView:
+        return view_of(self, tenant, wanted or _NO_DEMAND)
+
+    # -- whose turn it is ------------------------------------------------------------------------------------------
+
+    @annotated("remap.activate")
+    def activate(self, name: str, *, alone: bool = False, partial: bool = False) -> ActivationReport:
+        """The tenant serves passes from now on: what it has lent comes home first (see activation.py). Between passes.
+
+        alone: all other tenants become inactive (temporal sharing); otherwise they stay as they are (spatial sharing). Where
+        live blocks of others lie in the way and have no room elsewhere, nothing changes but who is inactive, and the report
+        names them (`preempt`): free them and call again. partial: serve at once all the same; what cannot come home is streamed
+        through the ring, and comes home when it can.
+
+        Raises InvalidArgument for an unknown tenant and InvalidState inside a pass of a tenant concerned; nothing changes then.
+        """
+        with self._lock:
+            self._check_open()
+            tenant = self._tenant(name)
+            tenant.refuse_pass()
+            others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
+            for other in others:
+                other.refuse_pass()
+            for other in others:
+                deactivate(self, other)
+            report = activate(self, tenant, partial)
+            entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
+            self._log.add(self._arena.epoch, {name: entry})
+            return report
+
+    def deactivate(self, name: str) -> None:
+        """The tenant serves no pass until it is activated again. Its live blocks stay; its unused KV and its layers may be lent.
+
+        Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
+        """
+        with self._lock:
+            self._check_open()
+            tenant = self._tenant(name)
+            tenant.refuse_pass()
+            deactivate(self, tenant)
+
+    def lend(self, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
+        """By hand: `layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
+
+        to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what it
+        streams. Errors as for `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+        """
+        with self._lock:
+            self._check_open()
+            tenant, receiver = self._tenant(name), None if to is None else self._tenant(to)
+            for each in (tenant, receiver):
+                if each is not None:
+                    each.refuse_pass()
+            check_by_hand(tenant, layers, buffers, "nested")
+            if receiver is tenant:
+                raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
+            return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
 
     def remap(self, name: str, layers: int, buffers: int = 1, selection: str = "uniform") -> StepReport:
         """By hand: make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
@@ -242,20 +347,22 @@ class Session:
         with self._lock:
             self._check_open()
             tenant = self._tenant(name)
-            self._refuse_pass(tenant)
+            tenant.refuse_pass()
             check_by_hand(tenant, layers, buffers, selection)
             before = tenant.kv.usable_blocks
             self._changes.cancel_draining(tenant)
             reason = f"{layers} layers by hand"
-            moved = self._changes.restream(tenant, layers, buffers, selection, reason=reason)
+            result = self._lending.restream(tenant, layers, buffers, selection, reason=reason)
             entry = {
                 "added": max(0, tenant.kv.usable_blocks - before),
-                "moved": moved,
+                "moved": result.moved.pop(name, {}),
                 "unmet": 0,
                 "stall": tenant._predicted_stall_s,
-                "reason": reason,
+                "reason": f"{reason}; it ended early: {result.problem}" if result.problem else reason,
             }
-            return make_report(self._arena.epoch, self._tenants, {name: entry})
+            entries = {name: entry}
+            entries.update((other, moved_entry(moves, name)) for other, moves in result.moved.items())
+            return self._report(entries)
 
     # -- ranges that others have registered ------------------------------------------------------------------------
 
@@ -302,7 +409,7 @@ class Session:
         """Everything that can be seen, as frozen values of this moment. Changes nothing."""
         with self._lock:
             self._check_open(broken_too=True)
-            return take_snapshot(self._arena, self.capacity_bytes, self._tenants)
+            return take_snapshot(self)
 
     def check(self) -> None:
         """Verify all invariants of the arena and of every block pool (tests, debugging). Raises on a violation."""
@@ -370,16 +477,4 @@ class Session:
         if name in self._tenants:
             raise InvalidArgument(
                 f"a tenant {name!r} is attached already; nothing changed; give another name or detach it", tenant=name
-            )
-
-    def _refuse_pass(self, tenant: Tenant, leaving: bool = False) -> None:
-        if tenant._leaving and not leaving:
-            raise InvalidState(
-                f"taking tenant {tenant.name!r} out has failed; nothing changed; detach it again, or close the session",
-                tenant=tenant.name,
-            )
-        if tenant._in_pass:
-            raise InvalidState(
-                f"tenant {tenant.name!r} is inside a pass; nothing changed; call this between passes",
-                tenant=tenant.name,
             )

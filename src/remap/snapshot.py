@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["PageTotals", "Snapshot", "StepReport", "TenantSnapshot"]
+__all__ = ["DecisionRecord", "PageTotals", "Snapshot", "StepReport", "TenantSnapshot"]
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,27 @@ class TenantSnapshot:
     """
 
     name: str
+    active: bool
     priority: int
+    last_use: int  # which of the session's activations was its last one; 0: none
     layers: int
     remapped: int
     buffers: int
+    selection: str  # how the streamed layers were chosen last; "" while none are
     streamed: tuple[int, ...]
     pinned: tuple[int, ...]  # layers that may not be streamed: something wrote into them after attach
     pages: PageTotals
+    lent_pages: int  # of its layers: free for others, or theirs
+    lent_to: Mapping[str, int]  # tenant -> how many of these are its KV
+    borrowed_pages: int  # of its KV: pages of other tenants' layers
     resident_bytes: int
     kv_bytes: int
     usable_blocks: int
     free_blocks: int
     live_blocks: int
     withdrawn_blocks: int
+    headroom_blocks: int  # the low watermark L, as of the last step
+    loading: tuple[int, ...]  # layers for which a pass would have to look: streamed, loading, or being re-pointed
     passes: int
     copies: int
     copied_bytes: int
@@ -50,17 +58,33 @@ class TenantSnapshot:
     stall_s: float
     compute_s: float
     predicted_stall_s: float  # per pass, by the schedule's certificate at the last change
+    seen_stall_s: float  # per pass since then, measured: what the certificate is to be compared with
+    compute_times_s: tuple[float, ...]  # per layer, for the last shape of batch that was asked for; empty before that
+    copy_times_s: tuple[float, ...]  # per layer
+
+
+@dataclass(frozen=True)
+class DecisionRecord:
+    """One decision: the epoch after it, whom it was for, why in one sentence, the stall per pass that it certifies, and the
+    blocks of demand that it left unmet."""
+
+    epoch: int
+    tenant: str
+    reason: str
+    predicted_stall_s: float
+    unmet_blocks: int
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole arena at one epoch."""
+    """The whole arena at one epoch. decisions: the last 256, oldest first."""
 
     epoch: int
     page_bytes: int
     capacity_bytes: int
     pages: PageTotals
     tenants: Mapping[str, TenantSnapshot]
+    decisions: tuple[DecisionRecord, ...] = ()
 
 
 @dataclass(frozen=True)

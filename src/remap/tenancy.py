@@ -11,6 +11,7 @@ from .controller import Controller, ControllerConfig
 from .host_memory import HostMemory
 from .kv_cache import KVCache
 from .kv_geometry import KVSpec
+from .offers import offers_to
 from .ordering import ComputeStream
 from .planner import plan_free_pages
 from .policy import HiddenCopies
@@ -30,6 +31,7 @@ def admit(
     kv: KVSpec,
     config: ControllerConfig,
     host: HostMemory | None,
+    active: bool = True,
 ) -> Tenant:
     """A new tenant of the session. host: the page-locked memory that its master copies are in, if they are.
 
@@ -37,7 +39,9 @@ def admit(
     """
     arena, changes, streams, number = session._arena, session._changes, session._streams, session._next_tenant
     copy = functools.partial(streams.copy, keep=source.keep_alive)
-    attachment, geometry, region, first = attach_layers(arena, number, source, kv, name, copy)
+    attachment, geometry, region, first = attach_layers(
+        arena, number, source, kv, name, copy, [other._attachment for other in session._tenants.values()]
+    )
     attachment.host = host
     try:
         prefetcher = _core.Prefetcher(
@@ -58,9 +62,12 @@ def admit(
         raise
     session._next_tenant += 1
     session._tenants[name] = tenant
-    hidden = HiddenCopies(tenant, config.slowdown)
+    session._configs[name] = config
+    tenant.active = active
+    hidden = HiddenCopies(tenant, config)
     session._controllers[name] = Controller(config, bound=hidden.bound, stall=hidden.stall)
     tenant._prepare = hidden.prepare
+    tenant._others = functools.partial(offers_to, session, tenant)
     return tenant
 
 

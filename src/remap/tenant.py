@@ -13,6 +13,7 @@ on a stream they make that stream wait; in a pass of the calling thread they blo
 from __future__ import annotations
 
 import math
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -85,6 +86,8 @@ class Attachment:
     host: HostMemory | None = None  # where the device needs page-locked master copies
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
     draining_target: tuple[int, int] | None = None
+    # Lent pages that are the tenant's again and wait for their layers to come home: KV for the arena, not in the pool.
+    reclaimed: frozenset[int] = frozenset()
 
 
 class Tenant:
@@ -126,6 +129,9 @@ class Tenant:
         self._prepared: LayerTimes | None = None
         self._prepared_age = _PREPARE_EVERY
         self._in_pass = False
+        self.active = True
+        self._last_pass_s = time.monotonic()  # when the last pass ended
+        self._last_use = 0  # the session's count of activations at the last one
         self._leaving = False  # being detached, which has failed: only trying it again is allowed
         self._detached = False
         self._all_ready = False  # every layer was seen ready since the last change
@@ -139,12 +145,16 @@ class Tenant:
         self._last_shape: tuple[Phase, int] | None = (
             None  # of the last decode pass timed, or of any pass before the first decode
         )
+        self._prompts: deque[int] = deque(maxlen=64)  # tokens of the last prefills
         self._seen_copy_s = 0.0
         self._seen_bytes = 0
         self._seen_copies = 0
         self._compute_s = 0.0
         self._abandoned = 0
         self._predicted_stall_s = 0.0
+        self._since = (0, 0.0)  # completed passes and their stall seconds when the last change was made
+        self._selection = ""
+        self._others: Any = None  # (need) -> what other tenants offer; set by admit
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -167,8 +177,8 @@ class Tenant:
     def _begin_pass(self, stream: Any) -> None:
         session = self._session
         session._lock.refuse_fork()
-        if self._in_pass or self._leaving or self._detached or session.closed:
-            why = "a pass is open"
+        if self._in_pass or self._leaving or self._detached or session.closed or not self.active:
+            why = "a pass is open" if self._in_pass else "it is inactive; call session.activate() first"
             if session.closed or self._detached:
                 why = "the session is closed" if session.closed else "it was detached"
             elif self._leaving:
@@ -188,6 +198,7 @@ class Tenant:
             if not completed:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {self.name!r}: the session was closed inside of the pass", tenant=self.name)
+        self._last_pass_s = time.monotonic()
         number = self._prefetcher.end_pass()
         if completed:
             self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
@@ -221,6 +232,8 @@ class Tenant:
             self._seen_copies, self._seen_copy_s, self._seen_bytes = stats.copies, stats.copy_s, stats.timed_bytes
         else:
             self._cost.observe_pass(kind, tokens, compute)
+        if kind == "prefill":
+            self._prompts.append(tokens)
         self._times_age += 1
         shape = (kind, bucket_of(tokens))
         if shape != self._last_shape and (
@@ -244,6 +257,25 @@ class Tenant:
                 f"{written}; name these tensors in attach(mutable=), or run a pass before remapping so that they are found",
                 tenant=self.name,
                 written=written,
+            )
+
+    def refuse_pass(self, leaving: bool = False, asleep: bool = False) -> None:
+        """Raises InvalidState (field tenant) if a pass is open, or detaching has failed (unless `leaving`), or, with `asleep`, if
+        the tenant is inactive."""
+        if self._leaving and not leaving:
+            raise InvalidState(
+                f"taking tenant {self.name!r} out has failed; nothing changed; detach it again, or close the session",
+                tenant=self.name,
+            )
+        if self._in_pass:
+            raise InvalidState(
+                f"tenant {self.name!r} is inside a pass; nothing changed; call this between passes",
+                tenant=self.name,
+            )
+        if asleep and not self.active:
+            raise InvalidState(
+                f"tenant {self.name!r} is inactive and can have no demand; nothing changed; call session.activate() first",
+                tenant=self.name,
             )
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -286,6 +318,24 @@ class Tenant:
         """layer -> the tensors that were found written after attach."""
         return {layer: list(paths) for layer, paths in self._attachment.written.items()}
 
+    @property
+    def lent_pages(self) -> int:
+        """Pages of its layers that are free for other tenants, or their KV."""
+        return len(self._attachment.pages.lent)
+
+    def prefill_times(self) -> LayerTimes | None:
+        """Seconds per layer of a short prefill (the tenth percentile of the prompts seen lately), for what a reload may cost
+        an inactive tenant; None before the first pass. Where no prefill was seen, passes that were."""
+        if not self._cost.measured:
+            return None
+        tokens = sorted(self._prompts)
+        return self._cost.estimate("prefill", tokens[len(tokens) // 10] if tokens else 1)
+
+    def copy_seconds(self) -> float:
+        """Measured seconds to copy in one layer, the mean; 0 if the link was not measured."""
+        rate = self._cost.seconds_per_byte
+        return rate * sum(self._attachment.layer_bytes) / self.layers if rate else 0.0
+
     def times(self) -> LayerTimes | None:
         """Measured seconds per layer for the shape of the last decode pass; None before the first pass.
 
@@ -319,10 +369,24 @@ class Tenant:
 
     def select(self, remapped: int, buffers: int, selection: str = "nested") -> tuple[int, ...]:
         """The layers to stream for `remapped` layers' worth of KV. "nested": grows without reloading; "uniform": even;
-        "onward": what is streamed now, whichever that is, and more of the nested order."""
+        "suffix": the last ones; "onward": what is streamed now, whichever that is, and more of the nested order; "inward":
+        fewer of what is streamed now: layers that are lent to other tenants go home first, the ring's own last."""
         if remapped == 0:
             return ()
         order = self._attachment.order
+        if selection == "suffix":
+            return tuple(sorted(order)[-(remapped + buffers) :])
+        if selection == "inward":
+            ring = self._attachment.pages.ring_layers
+            rank = {layer: index for index, layer in enumerate(order)}
+            # A suffix comes back from its front, so that it stays one; any other set in the nested order backwards.
+            suffix = self.streamed == tuple(sorted(order)[-len(self.streamed) :])
+            lent = {layer for layer in self.streamed if self.lends(layer)}
+            keep = sorted(
+                self.streamed,
+                key=lambda layer: (layer not in ring, layer in lent, -layer if suffix else rank.get(layer, len(rank))),
+            )
+            return tuple(sorted(keep[: remapped + buffers]))
         if selection == "onward":
             present = self.streamed
             more = [layer for layer in order if layer not in present][: max(0, remapped + buffers - len(present))]
@@ -331,6 +395,20 @@ class Tenant:
             return tuple(sorted(order[: remapped + buffers]))
         ascending = sorted(order)
         return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
+
+    @property
+    def growing_by(self) -> str:
+        """The selection by which more layers go: an inactive tenant's last ones, unless others are streamed already."""
+        if self.active:
+            return "onward"
+        last = sorted(self._attachment.order)[-len(self.streamed) :]
+        return "suffix" if self.streamed in ((), tuple(last)) else "onward"
+
+    def lends(self, layer: int) -> bool:
+        """Whether other tenants have pages of this layer, or may take them, or it waits to come home from there."""
+        attachment = self._attachment
+        home = attachment.pages.homes[layer]
+        return not (attachment.pages.lent.isdisjoint(home) and attachment.reclaimed.isdisjoint(home))
 
     # -- pages of the KV region ------------------------------------------------------------------------------------
 

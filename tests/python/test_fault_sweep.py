@@ -63,7 +63,7 @@ class World:
         session, tenant = self.session, self.m
         pages = tenant._attachment.pages
         if give:
-            chosen = remap.policy.free_pages_of(session, tenant)[:5]
+            chosen = remap.policy.free_pages_of(session._arena, tenant)[:5]
         else:
             chosen = tuple(p for p in tenant._attachment.giving if session._arena.owners()[p] == _core.Owner.kv)[-3:]
             tenant.kv.pool.withdraw(tenant.slots_of(chosen))

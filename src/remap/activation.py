@@ -1,0 +1,97 @@
+"""Active and inactive tenants: whose turn it is, and what has to come home before it.
+
+An inactive tenant serves no pass, so its layers may be lent far beyond what streaming could hide. It keeps the ring's pages.
+Activating brings back what it has lent: live blocks of other tenants move out of those pages (or the caller is told which ones
+to preempt), the layers come home and load in layer order, while the first layers may compute already: `Prefetcher.wait` is
+all that the pass waits for. So the first pass ends later by
+
+    max over missing layers j of (j T_T - computation before layer j), at least 0            (schedule.one_shot_delay)
+
+and by what moving and zeroing take before that. With `partial`, what cannot come home stays lent and is streamed through the
+ring: activation then depends on nobody else and always succeeds at once.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from . import schedule
+from .errors import OutOfBlocks
+from .tenant import Tenant
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["ActivationReport", "activate", "deactivate"]
+
+
+@dataclass(frozen=True)
+class ActivationReport:
+    """What `Session.activate` did. Nothing but the set of inactive tenants has changed if `activated` is False.
+
+    moved: tenant -> {old block id: new block id}, to be patched before the tenant's next pass. preempt: tenant -> live blocks
+    that have to be freed (or as many others of that tenant) before a second call can succeed. restored: the layers that came
+    home and are loading. streamed: the layers that still are not home. predicted_stall_s: how much later the first pass is to
+    end, of a short prompt, because of loading.
+    """
+
+    activated: bool
+    epoch: int
+    moved: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    preempt: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    restored: tuple[int, ...] = ()
+    streamed: tuple[int, ...] = ()
+    predicted_stall_s: float = 0.0
+    reason: str = ""
+
+
+def deactivate(session: Session, tenant: Tenant) -> None:
+    """The tenant serves no pass until it is activated. Its live blocks stay; its unused KV and its layers may be lent."""
+    tenant.active = False
+
+
+def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationReport:
+    """The lent layers come home. Called with the session's lock held; refusals have been made."""
+    arena, lending = session._arena, session._lending
+    away = tenant.streamed
+    session._activity.activated(tenant.name, time.monotonic())
+    session._activations += 1
+    tenant._last_use = session._activations
+    if not tenant.lent_pages:
+        tenant.active = True
+        return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
+    lent = sum(map(tenant.lends, away))
+    keep = max(0, len(away) - lent - tenant.buffers)
+    preempt: Mapping[str, tuple[int, ...]] = {}
+    # With partial as many layers as there is room for, the first ones first; otherwise all or nothing.
+    for remapped in range(keep, tenant.remapped if partial else keep + 1):
+        try:
+            result = lending.restream(tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated")
+        except OutOfBlocks as error:
+            preempt = error.fields.get("preempt") or {}  # type: ignore[assignment]
+            if not preempt:
+                raise
+            continue
+        restored = tuple(layer for layer in away if layer not in tenant.streamed)
+        times = tenant.prefill_times()
+        stall = schedule.one_shot_delay(times.compute_s, times.transfer_s, restored) if times and restored else 0.0
+        if result.problem and not partial and tenant.lent_pages:
+            reason = f"bringing layers home ended early: {result.problem}"
+            return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
+        tenant.active = True
+        tenant._predicted_stall_s = stall if not tenant.streamed else tenant._predicted_stall_s
+        reason = (
+            f"{len(restored)} of {lent} lent layers come home and load in layer order, which delays the first prefill by "
+            f"{stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
+        )
+        return ActivationReport(True, arena.epoch, result.moved, {}, restored, tenant.streamed, stall, reason)
+    blocks = sum(map(len, preempt.values()))
+    reason = f"{blocks} live blocks of {', '.join(sorted(preempt))} lie in the pages of {tenant.name}'s layers"
+    if partial:
+        tenant.active = True
+        reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
+        return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
+    return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")

@@ -1,0 +1,149 @@
+"""What the other tenants could give to one that needs blocks: one list of increments a donor, dearest kinds last.
+
+    unused KV of others    blocks above min_blocks that nobody uses (an active donor keeps its headroom and hysteresis)
+    inactive tenants       their last layers, in the policy's order, each up to what the first prefill hides
+    active tenants         their layers, within their own slowdown; the receiver's own are beside them (Controller.offers)
+
+Asked for only when free pages do not do. Sources: Oneiros section 5.1 (inactive models first, by priority, then the active
+ones); that unused KV comes before both, the exact cap and the minimum-idle rule are ours.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from .donors.policy import Candidate, may_donate, rank
+from .donors.supply import Quote
+from .lending import idle_slots
+from .selection import inactive_cap
+from .views import Take
+
+if TYPE_CHECKING:
+    from .session import Session
+    from .tenant import Tenant
+
+__all__ = ["away_cap", "candidates_of", "offers_to", "surplus_of"]
+
+
+def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]]:
+    """Increments of all other tenants, in blocks of the receiver. Tenants inside a pass or being detached give nothing."""
+    others = [
+        tenant
+        for name, tenant in session._tenants.items()
+        if tenant is not receiver and session._configs[name].lends and not (tenant._in_pass or tenant._leaving)
+    ]
+    now = time.monotonic()
+    inactive = _ranked(session, [tenant for tenant in others if not tenant.active], now)
+    active = [tenant for tenant in others if tenant.active]
+    lists = [_idle(session, donor, receiver, need) for donor in (*inactive, *active)]
+    config = session._config
+    for donor in inactive:
+        if may_donate(_candidate(session, donor, now), min_idle=config.min_idle):
+            lists.append(_of_inactive(session, donor, receiver))
+    lists.extend(_of_active(session, donor, receiver) for donor in active)
+    return [quotes for quotes in lists if quotes]
+
+
+def surplus_of(session: Session, donor: Tenant) -> int:
+    """Blocks of its own that a tenant could lose now: all unused ones above min_blocks of an inactive tenant; an active one
+    keeps its last demand, headroom and hysteresis as well."""
+    free = donor.kv.usable_blocks - donor.kv.spec.min_blocks
+    if not donor.kv.pool.external:
+        free = min(free, donor.kv.free_blocks)
+    if donor.active and free > 0:
+        wanted = session._demands.get(donor.name)
+        view = session._view_of(donor, wanted)
+        free = min(free, session._controllers[donor.name].spare(view, wanted.blocks if wanted else 0))
+    return max(0, free)
+
+
+def away_cap(session: Session, donor: Tenant) -> int:
+    """The most layers of an inactive tenant that may be away: what a short prefill of its own hides, and `ttft_budget_s` more.
+
+    One layer, and what the budget pays for, while no pass of it was measured. Never all of them: the ring's stay.
+    """
+    config = session._configs[donor.name]
+    attachment = donor._attachment
+    buffers = max(1, donor.buffers)
+    most = len(attachment.order) - buffers
+    times = donor.prefill_times()
+    if times is None:
+        copy = donor.copy_seconds()
+        cap = 1 + (int(config.ttft_budget_s / copy) if copy > 0 else 0)
+    else:
+        cap = inactive_cap(times.compute_s, times.transfer_s, slack_s=config.ttft_budget_s, buffers=buffers)
+    if config.cap is not None:
+        cap = min(cap, config.cap)
+    return max(0, min(cap, most))
+
+
+def candidates_of(session: Session, tenants: Sequence[Tenant], now: float) -> list[Candidate]:
+    """The tenants as the policy sees them."""
+    return [_candidate(session, tenant, now) for tenant in tenants]
+
+
+def _candidate(session: Session, tenant: Tenant, now: float) -> Candidate:
+    return Candidate(
+        name=tenant.name,
+        active=tenant.active,
+        priority=tenant.priority,
+        order=tenant.number,
+        last_use=tenant._last_use,
+        idle_s=max(0.0, now - tenant._last_pass_s),
+        next_use_s=session._activity.expected_s(tenant.name, now),
+        reload_s=tenant.copy_seconds(),
+    )
+
+
+def _ranked(session: Session, tenants: Sequence[Tenant], now: float) -> list[Tenant]:
+    if len(tenants) < 2:
+        return list(tenants)
+    by_name = {tenant.name: tenant for tenant in tenants}
+    config = session._config
+    ranked = rank(candidates_of(session, tenants, now), config.policy, session._cursor)  # type: ignore[arg-type]
+    return [by_name[candidate.name] for candidate in ranked]
+
+
+def _idle(session: Session, donor: Tenant, receiver: Tenant, need: int) -> list[Quote]:
+    surplus = surplus_of(session, donor)
+    if surplus <= 0:
+        return []
+    pages = len(idle_slots(donor, receiver, math.ceil(need / receiver._blocks_per_page) + 1, surplus))
+    blocks = int(pages * receiver._blocks_per_page)
+    return [Quote(donor.name, "idle_kv", blocks, 0.0, 0.0, Take(donor.name, "idle_kv", blocks))] if blocks else []
+
+
+def _of_inactive(session: Session, donor: Tenant, receiver: Tenant) -> list[Quote]:
+    attachment = donor._attachment
+    buffers = max(1, donor.buffers)
+    kind = donor.growing_by
+    last = sorted(attachment.order, reverse=True)[:buffers]
+    places = receiver._attachment.index_of
+    quotes = []
+    copy = donor.copy_seconds()
+    at = donor.remapped
+    for alpha in range(at + 1, away_cap(session, donor) + 1):
+        layers = set(donor.select(alpha, buffers, kind)).difference(donor.select(alpha - 1, buffers, kind) or last)
+        pages = sum(page in places for layer in layers for page in attachment.pages.homes[layer])
+        blocks = int(pages * receiver._blocks_per_page)
+        take = Take(donor.name, "layers", blocks, alpha, buffers, kind)
+        quotes.append(Quote(donor.name, "inactive", blocks, 0.0, copy, take))
+    return quotes
+
+
+def _of_active(session: Session, donor: Tenant, receiver: Tenant) -> list[Quote]:
+    controller = session._controllers[donor.name]
+    view = session._view_of(donor, session._demands.get(donor.name))
+    scale = donor._attachment.pages.buffer_pages * receiver._blocks_per_page / view.blocks_per_layer
+    quotes = []
+    total = 0.0
+    for quote in controller.offers(view, donor.name):
+        alpha, buffers = cast("tuple[int, int]", quote.step)
+        blocks = int(quote.blocks * scale)
+        total += quote.stall_s
+        take = Take(donor.name, "layers", blocks, alpha, buffers, "onward", total)
+        quotes.append(Quote(donor.name, "active", blocks, quote.stall_s, quote.reload_s, take))
+    return quotes

@@ -1,0 +1,165 @@
+"""Pages between tenants: layers of one are KV blocks of another, come home again, and nobody's bytes are lost on the way."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from arena_worlds import PAGE, read_block
+from sharing_worlds import Shared
+
+import remap
+
+SHAPES = {"a": (6, 2), "b": (8, 3), "c": (5, 1)}
+MODES = ["aliased", "strict"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_of_an_inactive_tenant_become_kv_of_another_and_come_home(mode: str) -> None:
+    with Shared(SHAPES, mode=mode) as world:
+        a, b = world.engines["a"], world.engines["b"]
+        before = a.tenant.kv.usable_blocks
+        world.session.deactivate("b")
+        report = world.session.lend("b", 4, to="a")
+        assert report.added_blocks["a"] > 0 and b.tenant.streamed == (3, 4, 5, 6, 7)
+        assert a.tenant.kv.usable_blocks == before + report.added_blocks["a"]
+        seen = world.session.snapshot().tenants
+        assert (seen["b"].lent_pages, seen["a"].borrowed_pages, dict(seen["b"].lent_to)) == (12, 12, {"a": 12})
+        for block in a.tenant.kv.allocate(a.tenant.kv.free_blocks):
+            assert read_block(a.tenant, block) == {0}, "what another tenant's layers were reads zero"
+            a.held[block] = 0
+        a.free(list(a.held))
+        a.allocate(a.tenant.kv.free_blocks - 1)
+        world.check()
+        report = world.activate("b")
+        assert report.activated and set(report.restored) == {3, 4, 5, 6, 7} and report.streamed == ()
+        assert a.tenant.kv.usable_blocks == before
+        world.check()
+        assert world.session.snapshot().tenants["b"].lent_pages == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_activation_names_the_blocks_that_are_in_its_way_and_changes_nothing(mode: str) -> None:
+    with Shared(SHAPES, mode=mode) as world:
+        a, b = world.engines["a"], world.engines["b"]
+        world.session.deactivate("b")
+        world.session.lend("b", 5, to="a")
+        a.allocate(a.tenant.kv.free_blocks)
+        owners = world.session._arena.owners()
+        report = world.session.activate("b")
+        assert not report.activated and not b.tenant.active and not report.moved
+        assert set(report.preempt) == {"a"} and set(report.preempt["a"]) <= set(a.held)
+        assert world.session._arena.owners() == owners
+        with pytest.raises(remap.InvalidState, match="inactive"):
+            b.serve()
+        a.free(report.preempt["a"])
+        report = world.tell(world.session.activate("b"))
+        assert report.activated and len(report.restored) == 6
+        world.check()
+
+
+def test_partial_activation_depends_on_nobody() -> None:
+    """No tenant starves: whoever holds the pages and gives none back, the first pass can begin at once."""
+    with Shared(SHAPES) as world:
+        a = world.engines["a"]
+        world.session.deactivate("b")
+        world.session.lend("b", 7, to="a")
+        a.allocate(a.tenant.kv.free_blocks)
+        report = world.session.activate("b", partial=True)
+        assert report.activated and report.streamed and report.preempt
+        world.check()
+        a.free(sorted(a.held)[: len(a.held) // 2])
+        report = world.tell(world.session.activate("b", partial=True))
+        assert report.activated and len(report.restored) >= 1
+        world.check()
+
+
+def test_an_active_tenant_lends_and_goes_on_serving() -> None:
+    with Shared(SHAPES) as world:
+        world.session.remap("b", 1, 1)
+        world.session.lend("b", 4, to="c")
+        assert world.engines["b"].tenant.remapped == 4
+        world.check()
+        world.session.remap("b", 2, 1, "nested")  # partly lent, partly its own KV: all of it can be asked back
+        world.check()
+        world.tell(world.session.remap("b", 0))
+        assert world.session.snapshot().tenants["b"].lent_pages == 0
+        world.check()
+
+
+def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
+    with Shared(SHAPES, spare=12) as world:
+        world.session.deactivate("b")
+        world.session.lend("b", 7)  # free now, nobody's yet
+        lent = set(world.engines["b"].tenant._attachment.pages.lent)
+        assert len(lent) == 21
+        from sharing_worlds import Engine
+
+        world.engines["d"] = Engine(world.session, "d", 4, 2, 9)
+        d = world.engines["d"].tenant._attachment
+        assert lent.isdisjoint(page for home in d.pages.homes for page in home)
+        world.check()
+        assert world.activate("b").activated
+        world.check()
+        world.session.deactivate("b")
+        world.session.lend("b", 3, to="d")  # who came later has places for them too
+        assert world.session.snapshot().tenants["d"].borrowed_pages == 9
+        world.check()
+
+
+def test_whoever_is_detached_gives_back_and_takes_nothing_along() -> None:
+    with Shared(SHAPES) as world:
+        for name in ("b", "c"):
+            world.session.deactivate(name)
+        world.session.lend("b", 4, to="a")
+        world.session.lend("c", 2, to="a")
+        world.session.detach("b")  # the lender: its pages are simply the holder's now
+        del world.engines["b"]
+        world.check()
+        world.session.detach("a")  # the holder
+        del world.engines["a"]
+        world.check()
+        assert world.activate("c").activated
+        world.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(4))
+def test_any_interleaving_conserves_pages_and_bytes(mode: str, seed: int) -> None:
+    rng = random.Random(f"{mode}{seed}")
+    with Shared(SHAPES, spare=6, mode=mode) as world:
+        names = sorted(world.engines)
+        for turn in range(60):
+            name, other = rng.sample(names, 2)
+            tenant = world.engines[name].tenant
+            kind = rng.random()
+            try:
+                if kind < 0.3:
+                    world.tell(world.session.lend(name, rng.randint(0, tenant.layers - 1), to=other))
+                elif kind < 0.45:
+                    world.activate(name, alone=rng.random() < 0.3, partial=rng.random() < 0.3)
+                elif kind < 0.55:
+                    world.session.deactivate(name)
+                elif kind < 0.7:
+                    buffers = tenant.buffers or rng.choice([1, 2])
+                    selection = rng.choice(["uniform", "nested"])
+                    world.tell(world.session.remap(name, rng.randint(0, tenant.layers - buffers), buffers, selection))
+                elif kind < 0.85:
+                    wanted = {each: rng.randint(0, 12) for each in names if world.engines[each].tenant.active}
+                    world.step(**wanted)
+                else:
+                    world.churn(rng)
+            except remap.OutOfBlocks:
+                assert any(engine.held for engine in world.engines.values())
+            world.check(serve=turn % 4 == 0)
+        for name in names:
+            world.activate(name)
+            for engine in world.engines.values():
+                engine.free(list(engine.held))
+        for name in names:
+            world.tell(world.session.remap(name, 0))
+        world.check()
+        assert all(seen.lent_pages == 0 for seen in world.session.snapshot().tenants.values())
+        assert world.session.snapshot().pages.params * PAGE >= sum(
+            layers * pages * PAGE for layers, pages in SHAPES.values()
+        )
