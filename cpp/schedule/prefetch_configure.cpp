@@ -37,7 +37,7 @@ void Prefetcher::State::validate(const StreamConfiguration& c) const {
     if (memory.master == nullptr || memory.bytes == 0) {
       refuse("layer " + std::to_string(layer) + " has no master copy to stream from", {{"layer", std::int64_t{layer}}});
     }
-    if (memory.bytes > c.ring_bytes) {
+    if (c.offsets.empty() && memory.bytes > c.ring_bytes) {
       refuse("layer " + std::to_string(layer) + " has " + std::to_string(memory.bytes) +
                  " bytes, more than a ring buffer of " + std::to_string(c.ring_bytes),
              {{"layer", std::int64_t{layer}}, {"bytes", number(memory.bytes)}, {"ring_bytes", number(c.ring_bytes)}});
@@ -67,6 +67,84 @@ void Prefetcher::State::validate(const StreamConfiguration& c) const {
     }
   }
   for (const LayerId layer : c.held) name(layer, kHeld, "held");
+  validate_slices(c);
+}
+
+// Pre: the layers of `streamed` and `reload` are good.
+void Prefetcher::State::validate_slices(const StreamConfiguration& c) const {
+  for (const auto* list : {&c.offsets, &c.places}) {
+    if (list->empty() || list->size() == c.streamed.size()) continue;
+    refuse("offsets and places have one entry for each of the " + std::to_string(c.streamed.size()) + " streamed layers, or none",
+           {{"streamed", number(c.streamed.size())}, {"entries", number(list->size())}});
+  }
+  std::vector<std::size_t> home(layers.size());  // bytes of each layer that are to be at home
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) home[layer] = layers[layer].bytes;
+  for (std::size_t j = 0; j < c.streamed.size(); ++j) {
+    const LayerId layer = c.streamed[j];
+    const std::size_t offset = c.offsets.empty() ? 0 : c.offsets[j];
+    const std::size_t place = c.places.empty() ? 0 : c.places[j];
+    const std::size_t bytes = layers[layer].bytes;
+    if (offset >= bytes || place > c.ring_bytes || bytes - offset > c.ring_bytes - place) {
+      refuse("bytes " + std::to_string(offset) + " to " + std::to_string(bytes) + " of layer " + std::to_string(layer) +
+                 " are none, or do not fit a ring buffer of " + std::to_string(c.ring_bytes) + " bytes at " + std::to_string(place),
+             {{"layer", std::int64_t{layer}}, {"offset", number(offset)}, {"bytes", number(bytes)}, {"place", number(place)},
+              {"ring_bytes", number(c.ring_bytes)}});
+    }
+    home[layer] = offset;
+  }
+  for (const LayerId layer : c.reload) home[layer] = 0;  // all of it is loaded: there is nothing left to name
+  for (const HomePart& part : c.parts) {
+    if (part.layer >= layers.size()) {
+      refuse("parts names layer " + std::to_string(part.layer) + ", expected less than " + std::to_string(layers.size()),
+             {{"layer", std::int64_t{part.layer}}, {"layers", number(layers.size())}});
+    }
+    const LayerMemory& memory = layers[part.layer];
+    std::size_t& until = home[part.layer];
+    if (memory.master == nullptr || memory.region == nullptr || part.bytes == 0 || part.first >= until ||
+        part.bytes > until - part.first) {
+      refuse("bytes " + std::to_string(part.first) + " to " + std::to_string(part.first + part.bytes) + " of layer " +
+                 std::to_string(part.layer) + " do not come home: only what lies before " + std::to_string(until) +
+                 " is there, and a layer has one part at most",
+             {{"layer", std::int64_t{part.layer}}, {"first", number(part.first)}, {"bytes", number(part.bytes)},
+              {"until", number(until)}});
+    }
+    until = 0;
+  }
+}
+
+std::vector<Reload> Prefetcher::State::outstanding(const StreamConfiguration& c) const {
+  std::vector<std::size_t> home(layers.size());
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) home[layer] = layers[layer].bytes;
+  for (std::size_t j = 0; j < c.streamed.size(); ++j) home[c.streamed[j]] = c.offsets.empty() ? 0 : c.offsets[j];
+  std::vector<Reload> next;
+  next.reserve(reloads.size() + c.reload.size() + c.parts.size());
+  for (const LayerId layer : c.reload) {
+    home[layer] = 0;  // an earlier copy is older than the pages that it has now
+    next.push_back({layer, 0, layers[layer].bytes, nullptr});
+  }
+  for (const HomePart& part : c.parts) next.push_back({part.layer, part.first, part.bytes, nullptr});
+  const std::size_t named = next.size();
+  for (const Reload& old : reloads) {
+    if (old.first >= home[old.layer]) continue;  // streams from now on, or is loaded anew
+    const std::size_t end = std::min(old.first + old.bytes, home[old.layer]);
+    Reload* part = nullptr;
+    for (std::size_t i = 0; i < named; ++i) {
+      const bool meets = next[i].layer == old.layer && next[i].first < end && old.first < next[i].first + next[i].bytes;
+      if (meets) part = &next[i];
+    }
+    if (part == nullptr) {
+      next.push_back({old.layer, old.first, end - old.first, old.ticket});
+      continue;
+    }
+    // An earlier copy of these bytes is older than their pages: all of both is loaded anew.
+    const std::size_t first = std::min(part->first, old.first);
+    part->bytes = std::max(part->first + part->bytes, end) - first;
+    part->first = first;
+  }
+  std::sort(next.begin(), next.end(), [](const Reload& a, const Reload& b) {
+    return a.layer != b.layer ? a.layer < b.layer : a.first < b.first;
+  });
+  return next;
 }
 
 void Prefetcher::configure(const StreamConfiguration& c) {
@@ -85,9 +163,16 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   for (LayerId layer = 0; layer < count_; ++layer) bits[layer] = static_cast<std::uint8_t>(s.get(layer) & ~kStreamed);
   for (const LayerId layer : c.streamed) bits[layer] = static_cast<std::uint8_t>((bits[layer] & kHeld) | kStreamed);
   for (const LayerId layer : c.reload) bits[layer] = static_cast<std::uint8_t>((bits[layer] & kHeld) | kReload);
+  for (const HomePart& part : c.parts) bits[part.layer] = static_cast<std::uint8_t>(bits[part.layer] & ~kFailed);
+  std::vector<Reload> reloads = s.outstanding(c);
+  for (const Reload& reload : reloads) bits[reload.layer] = static_cast<std::uint8_t>(bits[reload.layer] | kReload);
   for (const LayerId layer : c.held) bits[layer] = static_cast<std::uint8_t>((bits[layer] & ~kFailed) | kHeld);
   const auto buffers = static_cast<std::uint32_t>(c.streamed.empty() ? 0 : c.ring.size());
   std::vector<LayerId> streamed = c.streamed;
+  std::vector<Slice> slices(streamed.size());
+  for (std::size_t j = 0; j < slices.size(); ++j) {
+    slices[j] = {c.offsets.empty() ? 0 : c.offsets[j], c.places.empty() ? 0 : c.places[j]};
+  }
   std::vector<Slot> slots(buffers);
   std::vector<std::uint32_t> origin(buffers, LayerSchedule::kNone);    // the old slot at the same address
   std::vector<std::uint32_t> contents(buffers, LayerSchedule::kNone);  // what it has, in new positions
@@ -104,7 +189,7 @@ void Prefetcher::configure(const StreamConfiguration& c) {
       const auto at = std::lower_bound(streamed.begin(), streamed.end(), s.streamed[had]);
       if (at == streamed.end() || *at != s.streamed[had]) continue;
       const auto j = static_cast<std::uint32_t>(at - streamed.begin());
-      if (j % buffers == b) contents[b] = j;
+      if (j % buffers == b && slices[j] == s.slices[had]) contents[b] = j;
     }
   }
   for (std::size_t old = 0; old < s.slots.size(); ++old) {
@@ -114,13 +199,14 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   LayerSchedule schedule;
   schedule.configure(static_cast<std::uint32_t>(streamed.size()), buffers, contents);
   // Two copies a buffer may be under way when passes follow each other closely; more tickets come when they are needed.
-  const std::size_t wanted = std::min(kTickets, std::size_t{2} * buffers + c.reload.size());
+  const std::size_t wanted = std::min(kTickets, std::size_t{2} * buffers + reloads.size());
   while (s.free.size() < wanted) s.grow();
   const StreamHandle copies = s.stream.load(std::memory_order_relaxed);
   while (s.spare.size() < buffers) s.spare.push_back(s.backend->create_event());  // kept, whatever happens
-  // Readers of memory that leaves the ring: it may be part of what is written next.
+  // Readers of memory that leaves the ring: it may be part of what is written next. Of a buffer that stays, pages may have
+  // come home with a part.
   for (std::size_t old = 0; old < s.slots.size(); ++old) {
-    if (stays[old]) continue;
+    if (stays[old] && c.parts.empty()) continue;
     for (const Reader& reader : s.slots[old].readers) s.backend->stream_wait(copies, reader.event);
   }
   if (c.after != 0) s.backend->stream_wait(copies, c.after);
@@ -139,17 +225,15 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   }
   s.slots.swap(slots);
   s.streamed.swap(streamed);
+  s.slices.swap(slices);
   s.schedule = std::move(schedule);
 
-  for (std::uint32_t j = 0; j < s.streamed.size(); ++j) {
-    s.position[s.streamed[j]] = j;
-    s.drop_reload(s.streamed[j]);  // no longer wanted at home
+  for (std::uint32_t j = 0; j < s.streamed.size(); ++j) s.position[s.streamed[j]] = j;
+  for (const Reload& reload : reloads) {
+    if (reload.ticket != nullptr) ++reload.ticket->refs;
   }
-  for (const LayerId layer : c.reload) {
-    s.drop_reload(layer);  // an earlier copy is older than the pages that it has now
-    const auto at = std::find_if(s.reloads.begin(), s.reloads.end(), [&](const Reload& r) { return r.layer > layer; });
-    s.reloads.insert(at, Reload{layer, nullptr});  // reserved in the constructor
-  }
+  for (const Reload& old : s.reloads) s.unref(old.ticket);  // what is wanted no longer, or counted twice by now
+  s.reloads.swap(reloads);
   for (LayerId layer = 0; layer < count_; ++layer) {
     if ((bits[layer] & kFailed) == 0) s.errors[layer] = nullptr;
     s.set(layer, bits[layer]);  // once: nobody may see a layer ready in between

@@ -74,7 +74,8 @@ void Prefetcher::State::collect() noexcept {
   }
 }
 
-Ticket* Prefetcher::State::issue(LayerId layer, std::byte* to, const std::vector<Reader>* readers) {
+Ticket* Prefetcher::State::issue(LayerId layer, std::size_t first, std::size_t bytes, std::byte* to,
+                                 const std::vector<Reader>* readers) {
   if (broken) std::rethrow_exception(broken);
   const LayerMemory& memory = layers[layer];
   Ticket* ticket = acquire();
@@ -88,7 +89,7 @@ Ticket* Prefetcher::State::issue(LayerId layer, std::byte* to, const std::vector
       for (const Reader& reader : *readers) backend->stream_wait(copies, reader.event);
     }
     backend->record(ticket->start, copies);
-    backend->copy(copies, to, memory.master, memory.bytes);
+    backend->copy(copies, to, memory.master + first, bytes);
     enqueued = true;
     backend->record(ticket->end, copies);
   } catch (...) {
@@ -98,17 +99,19 @@ Ticket* Prefetcher::State::issue(LayerId layer, std::byte* to, const std::vector
     unref(ticket);
     throw;
   }
-  ticket->bytes = memory.bytes;
+  ticket->bytes = bytes;
   ++ticket->refs;
   ++stats.copies;
-  stats.copied_bytes += memory.bytes;
+  stats.copied_bytes += bytes;
   return ticket;
 }
 
 void Prefetcher::State::issue_ring(const LayerSchedule::Copy& copy) {
   Slot& slot = slots[copy.buffer];
   schedule.lost(copy.buffer);
-  Ticket* ticket = issue(streamed[copy.position], slot.address, &slot.readers);
+  const LayerId layer = streamed[copy.position];
+  const Slice slice = slices[copy.position];
+  Ticket* ticket = issue(layer, slice.offset, layers[layer].bytes - slice.offset, slot.address + slice.place, &slot.readers);
   unref(std::exchange(slot.ready, ticket));
   schedule.issued(copy);
 }
@@ -223,20 +226,32 @@ void Prefetcher::State::close_readers() {
   for (Slot& slot : slots) slot.open.clear();
 }
 
-void Prefetcher::State::drop_reload(LayerId layer) noexcept {
-  const auto at = std::find_if(reloads.begin(), reloads.end(), [&](const Reload& r) { return r.layer == layer; });
-  if (at == reloads.end()) return;
-  unref(at->ticket);
-  reloads.erase(at);
+void Prefetcher::State::loaded(LayerId layer) noexcept {
+  const auto its = [&](const Reload& reload) { return reload.layer == layer; };
+  for (const Reload& reload : reloads) {
+    if (its(reload)) unref(reload.ticket);
+  }
+  reloads.erase(std::remove_if(reloads.begin(), reloads.end(), its), reloads.end());
+  set(layer, static_cast<std::uint8_t>(get(layer) & ~kReload));
+}
+
+void Prefetcher::State::bring(LayerId layer) {
+  awaited.clear();
+  const std::uint8_t bits = get(layer);
+  Ticket* ring = (bits & kStreamed) != 0 ? claim(layer) : nullptr;
+  if ((bits & kReload) != 0) {
+    awaited.reserve(reloads.size() + 1);
+    for (Reload& reload : reloads) {
+      if (reload.layer != layer) continue;
+      if (reload.ticket == nullptr) issue_reload(reload);
+      if (!poll(reload.ticket)) awaited.push_back(reload.ticket);
+    }
+    if (awaited.empty()) loaded(layer);
+  }
+  if (!poll(ring)) awaited.push_back(ring);
 }
 
 Ticket* Prefetcher::State::claim(LayerId layer) {
-  if ((get(layer) & kStreamed) == 0) {
-    const auto at = std::find_if(reloads.begin(), reloads.end(), [&](const Reload& r) { return r.layer == layer; });
-    if (at == reloads.end()) return nullptr;
-    if (at->ticket == nullptr) issue_reload(*at);
-    return at->ticket;
-  }
   const std::uint32_t at = position[layer];
   const std::uint32_t buffer = schedule.buffer_of(at);
   switch (schedule.claim(at)) {

@@ -13,6 +13,12 @@
 //     comes behind them all the same: a copy into the layer's region, or into a ring made of its pages, is issued behind
 //     configure's `after`; its region is re-pointed by the executor's worker behind the same event. For host readers the
 //     caller's thread, which calls configure(), is behind them anyway.
+//   * A slice: the layer's head is at home, its tail in the ring, and they never share a page: a home part ends at or before the
+//     offset (validate), and outstanding ones are clipped to it (configure). Such a layer is never 0, so every reader comes
+//     through wait(), under the mutex: a host reader goes on only after it saw both copies complete (query() or synchronize()
+//     of their ends), a stream is ordered behind both ends. kReload is cleared only under the mutex, when the home's copies
+//     were seen complete; clearing it publishes nothing, since kStreamed remains. The other way round, bytes of the head are
+//     written by copies issued behind configure's `after` and not while the region is held, as those of a layer that reloads.
 //   * A pass on a stream may be several passes ahead of the device. Nothing above depends on how far: wait() orders the
 //     stream behind the recording of the copy's end that is the last one now, and a copy is ordered behind the recordings of
 //     the buffer's readers that are the last ones now. Later recordings of the same events change neither.
@@ -74,9 +80,19 @@ struct Slot {
   std::vector<StreamHandle> open;    // one entry a wait() that returned true and has no done() yet
 };
 
+// A copy into a layer's own region: of all of it, or of a part. Those of one layer are disjoint.
 struct Reload {
   LayerId layer;
+  std::size_t first;  // byte of the layer
+  std::size_t bytes;
   Ticket* ticket;  // null: not issued
+};
+
+// What of a streamed layer streams, and where in its buffer it lies.
+struct Slice {
+  std::size_t offset = 0;
+  std::size_t place = 0;
+  bool operator==(const Slice& other) const { return offset == other.offset && place == other.place; }
 };
 
 [[noreturn]] void refuse(const std::string& what, Error::Fields fields);
@@ -99,9 +115,10 @@ struct Prefetcher::State {
 
   LayerSchedule schedule;
   std::vector<LayerId> streamed;         // by position
+  std::vector<Slice> slices;             // by position
   std::vector<std::uint32_t> position;   // by layer; valid where kStreamed
   std::vector<Slot> slots;
-  std::vector<Reload> reloads;           // not yet seen complete, ascending
+  std::vector<Reload> reloads;           // not yet seen complete, by layer and byte; of exactly the layers with kReload
   std::vector<std::exception_ptr> errors;  // by layer; valid where kFailed
 
   std::vector<std::unique_ptr<Ticket>> pool;
@@ -128,9 +145,11 @@ struct Prefetcher::State {
 
   // ---- copies ----------------------------------------------------------------------------------------------------
   // Post: a ticket with one reference for the caller. If it throws, the target's contents are unknown.
-  Ticket* issue(LayerId layer, std::byte* to, const std::vector<Reader>* readers);
+  Ticket* issue(LayerId layer, std::size_t first, std::size_t bytes, std::byte* to, const std::vector<Reader>* readers);
   void issue_ring(const LayerSchedule::Copy& copy);
-  void issue_reload(Reload& reload) { reload.ticket = issue(reload.layer, layers[reload.layer].region, nullptr); }
+  void issue_reload(Reload& reload) {
+    reload.ticket = issue(reload.layer, reload.first, reload.bytes, layers[reload.layer].region + reload.first, nullptr);
+  }
   // The first reload not issued whose region is not held; null: none.
   Reload* next_reload();
   // Issues all that may be issued, the layer that the pass needs first going first. What fails stays to be issued, and
@@ -147,14 +166,21 @@ struct Prefetcher::State {
   void set(LayerId layer, std::uint8_t bits) noexcept { states[layer].store(bits, std::memory_order_release); }
   std::uint8_t get(LayerId layer) const noexcept { return states[layer].load(std::memory_order_relaxed); }
 
-  void drop_reload(LayerId layer) noexcept;
-  // The ticket that brings a layer's bytes (null: they are there), issuing the copy if that was not done yet. For a
-  // streamed layer the use is open afterwards.
+  // The layer's own region has all that it should have.
+  void loaded(LayerId layer) noexcept;
+  // The ticket that brings a streamed layer's bytes into the ring (null: they are there), issuing the copy if that was not
+  // done yet. The use is open afterwards.
   Ticket* claim(LayerId layer);
+  // Issues what the layer needs and was not issued yet, and lists in `awaited` what is not complete; empty: all is there.
+  void bring(LayerId layer);
+  std::vector<Ticket*> awaited;  // bring()'s answer, valid while the mutex is held
   // The layer may be read. Only a streamed layer has a use that must be closed.
   void enter(LayerId layer, StreamHandle reader);
   bool any_open() const noexcept;
   void validate(const StreamConfiguration& c) const;
+  void validate_slices(const StreamConfiguration& c) const;
+  // What is still to be loaded at home under the new configuration. Tickets are shared with `reloads`: one of both must go.
+  std::vector<Reload> outstanding(const StreamConfiguration& c) const;
 };
 
 }  // namespace remap

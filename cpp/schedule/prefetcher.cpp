@@ -17,7 +17,6 @@ Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory
   s.states = states_.get();
   s.position.resize(count_);
   s.errors.resize(count_);
-  s.reloads.reserve(count_);
   s.timer = std::make_unique<PassTimer>(*s.backend, s.stats);
   s.stream.store(s.backend->create_stream(), std::memory_order_relaxed);
 }
@@ -131,26 +130,23 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
     }
     if (bits == 0) return true;
 
-    Ticket* ticket = s.claim(layer);
-    if (s.poll(ticket)) {
+    s.bring(layer);
+    if (s.awaited.empty()) {
       s.enter(layer, stream);
-      if ((bits & kReload) != 0) {
-        s.drop_reload(layer);
-        s.set(layer, 0);
-      }
       stalled.over();
       s.pump();
       return true;
     }
     if (stream != 0) {
       if (measured) stalled.mark();
-      s.backend->stream_wait(stream, ticket->end);
+      for (Ticket* ticket : s.awaited) s.backend->stream_wait(stream, ticket->end);
       s.enter(layer, stream);
       stalled.over();
       s.pump();
       return true;
     }
     if (left.count() <= 0) return false;
+    Ticket* ticket = s.awaited.front();  // and around again for the next one
     ++ticket->refs;
     lock.unlock();
     std::exception_ptr error;
@@ -230,6 +226,11 @@ std::vector<PassTiming> Prefetcher::take_timings() {
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   return s.timer->take();
+}
+
+bool Prefetcher::loading() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return !state_->reloads.empty();
 }
 
 bool Prefetcher::uses_streams() const noexcept { return state_->uses_streams.load(std::memory_order_relaxed); }

@@ -31,11 +31,24 @@ struct LayerMemory {
   std::size_t bytes = 0;              // one copy of this many bytes loads the layer
 };
 
+// Bytes [first, first + bytes) of a layer, which come home: they are loaded into the layer's region once it is not held.
+struct HomePart {
+  LayerId layer = 0;
+  std::size_t first = 0;
+  std::size_t bytes = 0;
+};
+
 struct StreamConfiguration {
   std::vector<LayerId> streamed;    // ascending; the j-th uses ring buffer j mod ring.size()
   std::vector<std::byte*> ring;     // the ring's own views of its buffers (always mapped, never re-pointed while used)
   std::size_t ring_bytes = 0;       // bytes of each buffer
+  // Slices: of the j-th streamed layer only [offsets[j], bytes) streams, to places[j] bytes behind the buffer's beginning; what
+  // lies before stays at home. Empty: all 0, so whole layers. A buffer may have memory only where something is placed.
+  std::vector<std::size_t> offsets;
+  std::vector<std::size_t> places;
   std::vector<LayerId> reload;      // layers that own their pages again and must be loaded before their next use
+  std::vector<HomePart> parts;      // the same for parts of layers, at most one a layer: of one that goes on streaming the rest
+                                    // (first + bytes <= its offset), or of one that does not stream any more
   std::vector<LayerId> held;        // layers whose region is being re-pointed: wait() blocks until released() or failed()
   EventHandle after = 0;            // copies wait for it: the last reader or writer of pages that changed hands, and of the
                                     // regions to reload (0: nobody). Uses of layers that were resident leave no trace here:
@@ -78,8 +91,8 @@ class Prefetcher {
   // Replaces what is streamed. Not inside a pass, nor while a use is open (InvalidState). Copies that may start now are
   // issued at once, in the order in which the pass needs their layers, reloads and ring copies together.
   // Throws and changes nothing if the arguments do not fit (unknown layer, not ascending, bytes > ring_bytes, ...).
-  // A buffer whose address and layer stay the same keeps its contents. Layers held or reloading before stay so; a failed
-  // layer stays failed unless it is named here.
+  // A buffer whose address, layer, offset and place stay the same keeps its contents. Layers held or reloading before stay so
+  // (of a layer that streams from now on: what lies before its offset); a failed layer stays failed unless it is named here.
   // Copies already issued into memory that leaves the ring (or into a reloaded layer's region) may still be running:
   // drain(), or an event recorded on copy_stream(), orders its next writer or re-pointing behind them.
   void configure(const StreamConfiguration& configuration);
@@ -103,10 +116,15 @@ class Prefetcher {
   std::uint64_t end_pass();
   bool in_pass() const noexcept;
 
+  // Whether a copy into a layer's own region was wanted and not yet seen complete (reload, parts). While it is, such a copy may
+  // be under way, or start when released() is called: before pages of homes change hands, drain the executor, then order them
+  // behind copy_stream().
+  bool loading() const;
   // True if wait(layer) would return at once without looking at any event: resident, loaded and not held.
   bool ready(LayerId layer) const noexcept { return layer < count_ && states_[layer].load(std::memory_order_acquire) == 0; }
   // stream == 0, in a pass begun with a stream: that stream. Otherwise:
-  // stream == 0: blocks the calling thread until the layer's bytes are in place (at most `timeout`; false if it passed).
+  // stream == 0: blocks the calling thread until the layer's bytes are in place (at most `timeout`; false if it passed): those
+  // in the ring, and those that come home.
   // stream != 0: the stream waits, the caller does not (it blocks only while the layer's region is held).
   // Throws: InvalidState if another layer's use of the same ring buffer is open (waited for and not done); the error of a
   // failed layer; the copy stream's error. A wait that returned false may be repeated. Every wait that returned true

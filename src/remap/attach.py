@@ -15,6 +15,7 @@ from .errors import InvalidArgument, OutOfMemory
 from .kv_geometry import KVGeometry, KVSpec
 from .planner import TenantPages
 from .sizes import show_size
+from .slice_plan import giving_order
 from .tenant import Attachment
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ def attach_layers(
     name: str,
     copy: Callable[[Sequence[tuple[int, int, int]]], None],
     others: Sequence[Attachment] = (),
+    slices: bool = False,
 ) -> tuple[Attachment, KVGeometry, int, tuple[int, ...]]:
     """Regions, pages and mappings for `source` and its KV cache; the weights are in place afterwards.
 
@@ -258,6 +260,8 @@ def attach_layers(
         free_pages = [page for page in arena.free_pages() if page not in lent]
         # The ring's first home comes last: while anything is streamed, these pages are the ring.
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
+        if slices:
+            donors = giving_order(homes, order, MAX_BUFFERS)
         giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
         # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
         placed = set(giving)

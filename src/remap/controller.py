@@ -65,6 +65,7 @@ class Controller:
         self._headroom = 0  # L of the last step
         self._steps_ahead = 1  # the horizon of L, for `_times`
         self._times: LayerSeconds | None = None
+        self._unit = "layers"
         self._limit: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], float] = {}
         self._kept: dict[tuple[int, int, str], Decision] = {}
@@ -93,7 +94,7 @@ class Controller:
         headroom = self.config.headroom_blocks
         if headroom is None:
             if view.times is not self._times:
-                self._learn(view.times)
+                self._learn(view.times, view.unit)
             headroom = self._watermark.blocks(self._steps_ahead)
         self._headroom = headroom = self._guard.clip(wanted, headroom)
         deficit = blocks + headroom - view.free_blocks
@@ -110,7 +111,7 @@ class Controller:
 
     def _grow(self, view: TenantView, demand: int, headroom: int, deficit: int) -> Decision:
         self._rental.forfeit()
-        self._learn(view.times)
+        self._learn(view.times, view.unit)
         room = deficit if view.max_blocks is None else max(0, min(deficit, view.max_blocks - view.usable_blocks))
         taken = min(room, view.free_pool_blocks)
         alpha, buffers, why = view.remapped, view.buffers, ""
@@ -133,13 +134,13 @@ class Controller:
             self._guard.clear()
             sources = "".join(f", {_of_other(take)}" for take in takes)
             reason = (
-                f"{need}: take {taken} from free pages{sources} and remap {alpha - view.remapped} more layers, {alpha} in "
-                f"all, stalling {stall * 1e3:.3g} ms a pass"
+                f"{need}: take {taken} from free pages{sources} and remap {alpha - view.remapped} more {view.unit}, {alpha} "
+                f"in all, stalling {stall * 1e3:.3g} ms a pass"
             )
         elif room < deficit and room == 0:
             reason = f"{need}: the KV region is full at {view.usable_blocks} blocks"
         else:
-            reason = f"{need}: no free pages and no more layers than the present {alpha} can be remapped"
+            reason = f"{need}: no free pages and no more {view.unit} than the present {alpha} can be remapped"
         if unmet:
             reason += f"; {unmet} blocks stay unmet"
         return Decision("grow" if grows else "none", taken, alpha, buffers, reason + why, stall, unmet, takes)
@@ -166,7 +167,7 @@ class Controller:
 
         Blocks are its own. An alpha that stalls too long although a larger one does not is no increment by itself.
         """
-        self._learn(view.times)
+        self._learn(view.times, view.unit)
         most, best, _ = self._most(view)
         buffers = view.buffers if view.remapped else best
         at, times = view.remapped, view.times
@@ -243,7 +244,7 @@ class Controller:
         """
         if not self.config.reversion:
             return None
-        self._learn(view.times)
+        self._learn(view.times, view.unit)
         fewer, saved, earned = self._back_of(view)
         if not self._rental.accrue(earned, holds):
             return None
@@ -255,7 +256,7 @@ class Controller:
         return Decision("shrink", 0, fewer, view.buffers, reason, stall, 0)
 
     def _shrink_or_keep(self, view: TenantView, demand: int, headroom: int) -> Decision:
-        self._learn(view.times)
+        self._learn(view.times, view.unit)
         alpha, buffers = view.remapped, view.buffers
         fewer, saved, earned = self._back_of(view)
         lost = math.ceil((alpha - fewer) * view.blocks_per_layer)
@@ -271,7 +272,7 @@ class Controller:
         stall = self._stall_of(view.times, fewer, buffers)
         reason = (
             f"{view.free_blocks} blocks free, {demand} wanted and {headroom} kept in reserve for {steps} steps: "
-            f"reload {alpha - fewer} layers, {fewer} stay remapped, saving {saved * 1e3:.3g} ms a pass"
+            f"reload {alpha - fewer} {view.unit}, {fewer} stay remapped, saving {saved * 1e3:.3g} ms a pass"
         )
         return Decision("shrink", 0, fewer, buffers, reason, stall, 0)
 
@@ -312,15 +313,17 @@ class Controller:
         kept = self._kept.get(key)
         if kept is None:
             stall = self._stall_of(view.times, view.remapped, view.buffers)
-            reason = f"demand is met, and {view.remapped} layers stay remapped through {view.buffers} buffers: {why}"
+            reason = (
+                f"demand is met, and {view.remapped} {view.unit} stay remapped through {view.buffers} buffers: {why}"
+            )
             kept = self._kept[key] = Decision("none", 0, view.remapped, view.buffers, reason, stall, 0)
         return kept
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _learn(self, times: LayerSeconds | None) -> None:
+    def _learn(self, times: LayerSeconds | None, unit: str = "layers") -> None:
         """Forget what was computed for other times. Equal times in a new object are the same times."""
-        if times is not self._times and times != self._times:
+        if unit != self._unit or (times is not self._times and times != self._times):
             self._limit = None
             self._stalls.clear()
             self._kept.clear()
@@ -328,7 +331,7 @@ class Controller:
             if times is not None:
                 step_s = math.fsum(times.compute_s)
                 self._steps_ahead = horizon(step_s, self.config.map_s, step_s)
-        self._times = times
+        self._times, self._unit = times, unit
 
     def _allowed(self, times: LayerSeconds) -> float:
         # The share of a pass that schedule.max_remapped forgives for rounding is forgiven here too (twice).

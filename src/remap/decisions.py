@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from .attach import MAX_BUFFERS
 from .controller import Decision, Demand
-from .errors import InvalidArgument
+from .errors import InvalidArgument, OutOfBlocks
+from .lending import Returned
 from .offers import surplus_of
 from .policy import free_pages_of
+from .slicing import reslice, tail_for
 from .tenant import Tenant
 
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["carry_out", "check_by_hand", "consider_return", "lend_by_hand", "moved_entry"]
+__all__ = ["carry_out", "check_by_hand", "consider_return", "lend_by_hand", "moved_entry", "slice_by_hand"]
 
 Entries = dict[str, dict[str, Any]]
 
@@ -33,8 +35,10 @@ def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decisi
     if decision.action == "grow":
         changes.cancel_draining(tenant)
         _take(session, tenant, decision)
-        if decision.remapped > tenant.remapped:
+        if decision.remapped > (tenant._attachment.pages.tail_pages if tenant.slicing else tenant.remapped):
             _remap_more(session, tenant, decision, entry)
+    elif decision.action == "shrink" and tenant.slicing:
+        entry["moved"] = _reslice(session, tenant, decision)
     elif decision.action == "shrink":
         _merge(
             report,
@@ -83,18 +87,44 @@ def _take(session: Session, tenant: Tenant, decision: Decision) -> None:
 def _remap_more(session: Session, tenant: Tenant, decision: Decision, entry: dict[str, Any]) -> None:
     """The tenant's own layers."""
     stall, reason = decision.predicted_stall_s, decision.reason
-    if session._configs[tenant.name].selection == "uniform":
-        # Evenly spread at every alpha, as in the paper: layers come home as others leave, and their blocks move.
-        entry["moved"] = session._changes.restream(
-            tenant, decision.remapped, decision.buffers, "uniform", predicted_stall_s=stall, reason=reason
-        )
+    if tenant.slicing:
+        entry["moved"] = _reslice(session, tenant, decision)
         return
+    kind = tenant._hidden.kind(tenant.times(), decision.remapped, decision.buffers)
+    if kind != "nested" and not tenant.lent_pages:
+        # Evenly spread at every alpha, as in the paper: layers come home as others leave, and their blocks move.
+        try:
+            entry["moved"] = session._changes.restream(
+                tenant, decision.remapped, decision.buffers, kind, predicted_stall_s=stall, reason=reason
+            )
+        except OutOfBlocks:  # no room to move what lies in layers that come home: grow beside them
+            pass
+        else:
+            tenant._selection = kind
+            return
+    tenant._selection = "nested"
     session._changes.grow(tenant, decision.remapped, decision.buffers, predicted_stall_s=stall, reason=reason)
+
+
+def _reslice(session: Session, tenant: Tenant, decision: Decision) -> dict[int, int]:
+    """`decision.remapped` tail pages of every layer; as it is, if live blocks have nowhere to go."""
+    tenant._selection = "slices"
+    try:
+        return reslice(
+            session._changes,
+            tenant,
+            decision.remapped,
+            decision.buffers,
+            predicted_stall_s=decision.predicted_stall_s,
+            reason=decision.reason,
+        )
+    except OutOfBlocks:
+        return {}
 
 
 def _homewards(session: Session, tenant: Tenant) -> str:
     """How a tenant's layers are chosen when one comes home."""
-    if tenant._attachment.pages.lent:
+    if tenant._attachment.pages.lent or session._configs[tenant.name].selection == "auto":
         return "inward"
     return "uniform" if session._configs[tenant.name].selection == "uniform" else "nested"
 
@@ -104,13 +134,7 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
     if lender._in_pass or lender._leaving or lender.remapped == 0:
         return
     lending, controllers = session._lending, session._controllers
-    fewer = lender.remapped - 1
-    pages = lending.needed(lender, fewer, max(1, lender.buffers), "inward")
-    holders = lending.holders(lender, pages)
-    lost = {
-        session._tenants[name]: math.ceil(len(held) * session._tenants[name]._blocks_per_page) + 1
-        for name, held in holders.items()
-    }
+    lost = {session._tenants[name]: blocks for name, blocks in _claim(session, lender).items()}
     if any(holder._in_pass or holder._leaving for holder in lost):
         return
     holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())
@@ -137,6 +161,22 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
         controllers[holder.name].has_lost(session._view_of(holder, wanted), wanted.blocks if wanted else 0)
 
 
+def _claim(session: Session, lender: Tenant) -> dict[str, int]:
+    """Tenant -> blocks that it would lose if one of the lender's layers came home. Asked in every step while anything is lent:
+    looked up once per epoch, as long as no layer is pinned."""
+    epoch, order = session._arena.epoch, lender._attachment.order
+    known = session._claims.get(lender.number)
+    if known is None or known[0] != epoch or known[1] is not order:
+        lending = session._lending
+        pages = lending.needed(lender, lender.remapped - 1, max(1, lender.buffers), "inward")
+        blocks = {
+            name: math.ceil(len(held) * session._tenants[name]._blocks_per_page) + 1
+            for name, held in lending.holders(lender, pages).items()
+        }
+        known = session._claims[lender.number] = (epoch, order, blocks)
+    return known[2]
+
+
 def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, receiver: Tenant | None) -> Entries:
     """`Session.lend`, checked already. Returns the entries of its report."""
     report: Entries = {}
@@ -158,6 +198,22 @@ def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, re
             added=receiver.kv.usable_blocks - before, reason=f"{len(free)} pages of {tenant.name} by hand"
         )
     return report
+
+
+def slice_by_hand(
+    session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, reason: str
+) -> Returned:
+    """`Session.remap` to or from slices, checked already."""
+    pages = tenant._attachment.pages
+    if selection != "slices" and layers:
+        raise InvalidArgument(
+            f"{tenant.name!r} streams slices of {pages.tail_pages} pages: whole layers can stream only once all layers are "
+            "resident; nothing changed; remap 0 layers first",
+            tail_pages=pages.tail_pages,
+        )
+    tail = tail_for([pages.homes[layer] for layer in tenant._attachment.order], layers, buffers)
+    moved = reslice(session._changes, tenant, tail, buffers, reason=reason)
+    return Returned({tenant.name: moved} if moved else {})
 
 
 def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
@@ -186,11 +242,14 @@ def _merge(report: Entries, cause: Tenant, moved: dict[str, dict[int, int]]) -> 
 
 def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> None:
     """Raises InvalidArgument as `Session.remap` says."""
-    if selection not in ("uniform", "nested"):
+    if selection not in ("uniform", "nested", "slices"):
         raise InvalidArgument(
-            f"selection must be 'uniform' or 'nested', got {selection!r}; nothing changed", selection=selection
+            f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
+            selection=selection,
         )
     streamable = len(tenant._attachment.order)
+    if selection == "slices" and isinstance(layers, float) and 0 <= layers < math.inf:
+        layers = math.ceil(layers)  # a fraction of a layer is a matter of pages
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (layers, buffers))
     if not whole or layers < 0 or not 1 <= buffers <= MAX_BUFFERS or (layers and layers + buffers > streamable):
         raise InvalidArgument(

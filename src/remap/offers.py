@@ -10,6 +10,7 @@ ones); that unused KV comes before both, the exact cap and the minimum-idle rule
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["away_cap", "candidates_of", "offers_to", "surplus_of"]
 
+# Asked in every step while demand is unmet, of times that change only when the donor runs.
+_cap = functools.lru_cache(maxsize=64)(inactive_cap)
+
 
 def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]]:
     """Increments of all other tenants, in blocks of the receiver. Tenants inside a pass or being detached give nothing."""
@@ -42,7 +46,7 @@ def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]
     config = session._config
     for donor in inactive:
         if may_donate(_candidate(session, donor, now), min_idle=config.min_idle):
-            lists.append(_of_inactive(session, donor, receiver))
+            lists.append(_of_inactive(session, donor, receiver, need))
     lists.extend(_of_active(session, donor, receiver) for donor in active)
     return [quotes for quotes in lists if quotes]
 
@@ -74,7 +78,7 @@ def away_cap(session: Session, donor: Tenant) -> int:
         copy = donor.copy_seconds()
         cap = 1 + (int(config.ttft_budget_s / copy) if copy > 0 else 0)
     else:
-        cap = inactive_cap(times.compute_s, times.transfer_s, slack_s=config.ttft_budget_s, buffers=buffers)
+        cap = _cap(times.compute_s, times.transfer_s, slack_s=config.ttft_budget_s, buffers=buffers)
     if config.cap is not None:
         cap = min(cap, config.cap)
     return max(0, min(cap, most))
@@ -116,7 +120,8 @@ def _idle(session: Session, donor: Tenant, receiver: Tenant, need: int) -> list[
     return [Quote(donor.name, "idle_kv", blocks, 0.0, 0.0, Take(donor.name, "idle_kv", blocks))] if blocks else []
 
 
-def _of_inactive(session: Session, donor: Tenant, receiver: Tenant) -> list[Quote]:
+def _of_inactive(session: Session, donor: Tenant, receiver: Tenant, need: int) -> list[Quote]:
+    """Its layers one by one, until they cover the need or its cap is reached."""
     attachment = donor._attachment
     buffers = max(1, donor.buffers)
     kind = donor.growing_by
@@ -124,13 +129,15 @@ def _of_inactive(session: Session, donor: Tenant, receiver: Tenant) -> list[Quot
     places = receiver._attachment.index_of
     quotes = []
     copy = donor.copy_seconds()
-    at = donor.remapped
-    for alpha in range(at + 1, away_cap(session, donor) + 1):
+    for alpha in range(donor.remapped + 1, away_cap(session, donor) + 1):
+        if need <= 0:
+            break
         layers = set(donor.select(alpha, buffers, kind)).difference(donor.select(alpha - 1, buffers, kind) or last)
         pages = sum(page in places for layer in layers for page in attachment.pages.homes[layer])
         blocks = int(pages * receiver._blocks_per_page)
         take = Take(donor.name, "layers", blocks, alpha, buffers, kind)
         quotes.append(Quote(donor.name, "inactive", blocks, 0.0, copy, take))
+        need -= blocks
     return quotes
 
 

@@ -48,6 +48,7 @@ __all__ = [
     "slices_share",
     "slices_tail",
     "suffix_delay",
+    "tail_shares",
 ]
 
 Kind = Literal["uniform", "uniform_fixed", "nested", "onward", "suffix", "best", "auto"]

@@ -25,7 +25,7 @@ from .activation import ActivationReport, activate, deactivate
 from .attach import model_source, raw_source
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
-from .decisions import carry_out, check_by_hand, consider_return, lend_by_hand, moved_entry
+from .decisions import carry_out, check_by_hand, consider_return, lend_by_hand, moved_entry, slice_by_hand
 from .donors.policy import NextUse
 from .errors import ArenaBroken, InvalidArgument, InvalidState
 from .host_memory import HostMemories
@@ -115,6 +115,7 @@ class Session:
         self._activations = 0
         self._cursor = 0  # round robin: the donor after the last one comes first
         self._demands: Mapping[str, Demand] = {}  # of the last step
+        self._claims: dict[int, tuple[int, tuple[int, ...], dict[str, int]]] = {}  # see decisions.consider_return
         self._untold: dict[str, dict[int, int]] = {}  # moves of a step that raised afterwards: the next report has them
         self._log = Log()
         self._registered = Registered(self._arena, self._tenants)
@@ -336,10 +337,12 @@ class Session:
                 raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
             return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
 
-    def remap(self, name: str, layers: int, buffers: int = 1, selection: str = "uniform") -> StepReport:
+    def remap(self, name: str, layers: float, buffers: int = 1, selection: str = "uniform") -> StepReport:
         """By hand: make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
 
-        layers = 0 gives all of them back. selection: "uniform" (evenly spaced) or "nested" (growing reloads nothing).
+        layers = 0 gives all of them back. selection: "uniform" (evenly spaced), "nested" (growing reloads nothing) or "slices":
+        every layer streams the same number of its last pages, the fewest that free `layers` layers' worth, which may be a
+        fraction then (from all resident, or from other slices only).
         Live blocks in pages that go back are moved; the report says where (`moved`). Raises InvalidArgument (fields:
         layers, buffers, maximum) if layers + buffers exceeds the streamable layers, OutOfBlocks if live blocks do not fit
         into what remains, InvalidState inside a pass; nothing changes then.
@@ -352,7 +355,11 @@ class Session:
             before = tenant.kv.usable_blocks
             self._changes.cancel_draining(tenant)
             reason = f"{layers} layers by hand"
-            result = self._lending.restream(tenant, layers, buffers, selection, reason=reason)
+            if selection == "slices" or tenant._attachment.pages.tail_pages:
+                result = slice_by_hand(self, tenant, layers, buffers, selection, reason)
+            else:
+                result = self._lending.restream(tenant, int(layers), buffers, selection, reason=reason)
+            tenant._selection = selection if tenant.streamed else ""
             entry = {
                 "added": max(0, tenant.kv.usable_blocks - before),
                 "moved": result.moved.pop(name, {}),

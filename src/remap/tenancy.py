@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import _core
 from .attach import LayerSource, attach_layers
+from .bounds import HiddenCopies
 from .controller import Controller, ControllerConfig
 from .host_memory import HostMemory
 from .kv_cache import KVCache
@@ -14,7 +16,6 @@ from .kv_geometry import KVSpec
 from .offers import offers_to
 from .ordering import ComputeStream
 from .planner import plan_free_pages
-from .policy import HiddenCopies
 from .tenant import Tenant
 
 if TYPE_CHECKING:
@@ -40,7 +41,14 @@ def admit(
     arena, changes, streams, number = session._arena, session._changes, session._streams, session._next_tenant
     copy = functools.partial(streams.copy, keep=source.keep_alive)
     attachment, geometry, region, first = attach_layers(
-        arena, number, source, kv, name, copy, [other._attachment for other in session._tenants.values()]
+        arena,
+        number,
+        source,
+        kv,
+        name,
+        copy,
+        [other._attachment for other in session._tenants.values()],
+        config.selection == "slices",
     )
     attachment.host = host
     try:
@@ -64,8 +72,11 @@ def admit(
     session._tenants[name] = tenant
     session._configs[name] = config
     tenant.active = active
-    hidden = HiddenCopies(tenant, config)
-    session._controllers[name] = Controller(config, bound=hidden.bound, stall=hidden.stall)
+    tenant._slices = config.selection == "slices"
+    hidden = tenant._hidden = HiddenCopies(tenant, config)
+    # In slices the cap, which is in layers, is in the view (policy.py).
+    counted = replace(config, cap=None) if config.selection == "slices" else config
+    session._controllers[name] = Controller(counted, bound=hidden.bound, stall=hidden.stall)
     tenant._prepare = hidden.prepare
     tenant._others = functools.partial(offers_to, session, tenant)
     return tenant

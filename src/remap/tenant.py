@@ -24,6 +24,8 @@ from .cost import CostModel, LayerTimes, Phase, bucket_of
 from .errors import InvalidState
 from .kv_cache import KVCache
 from .planner import Plan, TenantPages
+from .selection import select
+from .slice_plan import alpha_of
 
 if TYPE_CHECKING:
     from .host_memory import HostMemory
@@ -154,6 +156,8 @@ class Tenant:
         self._predicted_stall_s = 0.0
         self._since = (0, 0.0)  # completed passes and their stall seconds when the last change was made
         self._selection = ""
+        self._slices = False
+        self._hidden: Any = None  # the answers of bounds.HiddenCopies; set by admit
         self._others: Any = None  # (need) -> what other tenants offer; set by admit
 
     # -- passes ----------------------------------------------------------------------------------------------------
@@ -292,8 +296,19 @@ class Tenant:
 
     @property
     def remapped(self) -> int:
-        """alpha: layers' worth of pages that are KV now."""
-        return max(0, len(self.streamed) - self.buffers)
+        """alpha: layers' worth of pages that are KV now, or lent; in slices rounded down (see `alpha`)."""
+        pages = self._attachment.pages
+        if pages.tail_pages:
+            return int(self.alpha)
+        return max(0, len(pages.streamed) - len(pages.ring))
+
+    @property
+    def alpha(self) -> float:
+        """Layers' worth of pages that are KV now, or lent: fractional in slices."""
+        pages = self._attachment.pages
+        if not pages.tail_pages:
+            return float(self.remapped)
+        return alpha_of([pages.homes[layer] for layer in pages.streamed], pages.tail_pages, len(pages.ring))
 
     @property
     def streaming(self) -> bool:
@@ -374,6 +389,8 @@ class Tenant:
         if remapped == 0:
             return ()
         order = self._attachment.order
+        if selection == "best" and self._times is not None:
+            return select("best", order, remapped, buffers, times=self._times, present=self.streamed)
         if selection == "suffix":
             return tuple(sorted(order)[-(remapped + buffers) :])
         if selection == "inward":
@@ -395,6 +412,12 @@ class Tenant:
             return tuple(sorted(order[: remapped + buffers]))
         ascending = sorted(order)
         return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
+
+    @property
+    def slicing(self) -> bool:
+        """Whether what streams next, or now, is a slice of every layer."""
+        pages = self._attachment.pages
+        return pages.tail_pages > 0 or (self._slices and not pages.streamed)
 
     @property
     def growing_by(self) -> str:

@@ -77,6 +77,12 @@ class GpuRunner:
         self.tenant = tenant
         self.decoder = _decoder_for(model, self.device)
         check_fits(self.decoder, model, tenant)
+        if getattr(tenant, "layers", 0) > len(self.decoder.layers):
+            raise InvalidArgument(
+                "the GPU runner keeps the head resident, but the tenant streams it; attach without extra_layers",
+                layers=len(self.decoder.layers),
+                tenant_layers=tenant.layers,
+            )
         self.max_tokens = min(self.decoder.max_tokens, max_blocks * block_tokens)
         if max_model_len is not None:
             self.max_tokens = min(self.max_tokens, max_model_len)
