@@ -1,28 +1,21 @@
-"""When to turn layers into KV blocks and when to turn them back: the policy for one tenant, without a clock or memory.
+"""When to turn layers into KV blocks and when to turn them back: the policy of each tenant, without a clock or memory.
 
 Once per scheduler iteration `Controller.decide(view, demand)` compares what the engine wants with what is free:
 
-    deficit = demand + L - free                      L = headroom in blocks (low watermark)
-    deficit > 0   grow: free pages first, then as many layers at once as the rest needs, at most what can be hidden
-    otherwise     shrink by one layer, if free >= demand + L + b1 + sigma  *and* the accrued credit pays for a reload
+    deficit = demand + L - free                  L: the low watermark (remap.watermark), held by the guard (remap.rental)
+    deficit > 0   grow: free pages first; then what other tenants offer, unused KV and inactive tenants' layers; then layers of
+                  active tenants, the own ones included, by marginal stall per block (remap.donors.supply). As many at once as
+                  the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
+    otherwise     one layer comes home, if free >= demand + L + b1 + sigma *and* its rent has paid for the reload
 
-b1 is what one layer gives, sigma the hysteresis. Each step in which the first condition holds earns what streaming the
-layer costs per pass, S(alpha) - S(alpha - 1) + kappa T_T, as a share of one reload, T_T + T_map; at 1 the layer moves
-back in (ski rental: at most twice the cost of knowing the future). A step in which it fails forfeits the credit.
-Source: Oneiros, algorithm 1, whose version only grows and has neither hysteresis nor a bound on the stall.
+b1 is what one layer gives, sigma the hysteresis. A layer that is lent to others comes home by the same rule (`may_return`),
+where the condition is that everybody who has its pages can spare them (`spare`). remap.rental proves that this does not
+thrash: T steps hold at most T / max(dwell, ceil(1 / G)) reloads, G the largest rent of one step; at constant demand no
+growth follows a shrink; growing again takes a demand that rose by more than sigma (tests/python/test_controller.py and
+test_sharing_controller.py, against arbitrary demand). Layers grown <= layers that may be remapped + layers that came home.
 
-No thrashing (tests/python/test_controller.py checks each claim against arbitrary demand):
-
-1. Let G be the largest credit of one step and s = max(dwell, ceil(1 / G)). A shrink consumes s steps of credit, which
-   were consecutive and came after the last change, because every shrink, growth and failed condition resets it. The
-   steps that different shrinks consume are disjoint, so T steps hold at most T / s shrinks. Layers grown <= layers
-   that may be remapped + layers shrunk, since alpha never exceeds its cap; so growths are bounded as well.
-2. After a shrink free >= demand + L + sigma. Growing needs demand' + L' > free'. While usable blocks change only by
-   our decisions, free + live is constant, so (live' + demand' + L') - (live + demand + L) > sigma. L' is held at or
-   below L until live + demand has risen by more than sigma (the "guard"): growing again takes a *demand* that rose by
-   more than sigma, whatever its variation did to L.
-3. At constant demand L never rises: growth happens while the deficit is positive and alpha below its cap, which is
-   finitely often; after the last one only shrinks follow, at most alpha of them, and by 2 no growth follows a shrink.
+Source: Oneiros, section 5 and algorithm 1, whose version only grows, one layer a step, and has neither hysteresis nor a bound
+on the stall.
 """
 
 from __future__ import annotations
