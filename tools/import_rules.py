@@ -23,7 +23,7 @@ PACKAGE = "remap"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
     *("errors", "schedule", "cost", "layout", "kv", "kv_geometry", "planner", "config", "views", "controller"),
-    *("watermark", "rental", "donors", "selection", "sim"),
+    *("watermark", "rental", "donors", "selection", "slice_plan", "sim"),
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")

@@ -56,7 +56,8 @@ class Changes:
         entering = set(plan.streamed) - set(pages.streamed)
         ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
         if (
-            (pages.ring and plan.ring != pages.ring)
+            # In slices the ring grows in front of what is there, and a layer that streams may still load what came home.
+            (plan.ring_moves or prefetcher.loading() if pages.tail_pages else pages.ring and plan.ring != pages.ring)
             or ring_moves
             or not all(prefetcher.ready(layer) for layer in entering)
         ):
@@ -92,9 +93,6 @@ class Changes:
             tenant._attachment.reclaimed = tenant._attachment.reclaimed.difference(plan.lost)
         tenant._unsettled = (plan, plan.ring != pages.ring)
         tenant._predicted_stall_s = plan.predicted_stall_s
-        if plan.streamed != pages.streamed:
-            stats = prefetcher.stats()
-            tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
         self._unsettled = tenant
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
@@ -136,6 +134,9 @@ class Changes:
             slices.parts,
         )
         self._executor.commit(prefetcher, after)
+        if plan.held or plan.reload:
+            stats = prefetcher.stats()
+            tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
         tenant._unsettled = None
         tenant._unwatched = 0
         self._unsettled = None
@@ -387,7 +388,5 @@ class Changes:
         except Error:
             # The copy stream has failed, which its engine was told or did not want to know. What was issued may still run:
             # configuring replaces the stream, and destroying the old one waits for its work.
-            size = pages.buffer_pages * self._arena.page_bytes
-            ring = [tenant._attachment.ring_address + index * size for index in range(len(pages.ring))]
-            prefetcher.configure(pages.streamed, ring, size, (), ())
+            prefetcher.configure((), (), 0, (), ())
             prefetcher.drain()

@@ -260,6 +260,7 @@ class Lending:
             lost=(),
             ring_moves=False,
             lent=attachment.pages.lent - lent,
+            tail_pages=attachment.pages.tail_pages,
         )
         self._changes.apply_and_settle(donor, plan)
         attachment.reclaimed = attachment.reclaimed | lent

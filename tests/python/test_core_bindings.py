@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from remap import _core
-from remap.errors import InvalidArgument, InvalidState
+from remap.errors import InvalidArgument, InvalidState, OutOfMemory
 
 PAGE = 64 << 10
 TENANT = 1
@@ -118,6 +118,50 @@ def test_a_declared_range_is_left_as_it_is(world: World) -> None:
     world.executor.apply(plan)
     world.executor.commit(None)
     world.executor.drain()
+
+
+def test_pages_are_taken_around_what_is_excluded(world: World) -> None:
+    assert world.arena.tenants() == [TENANT] * 4 + [-1] * 4
+    assert world.arena.take(1, _core.Owner.kv, 2, excluded=range(4, 6)) == [6]
+    assert world.arena.take(1, _core.Owner.kv, 3, [7, 0, 4]) == [5]
+    with pytest.raises(OutOfMemory) as short:
+        world.arena.take(2, _core.Owner.kv, 3, [7])
+    assert (short.value.requested, short.value.free) == (2, 1)
+    with pytest.raises(InvalidArgument) as unknown:
+        world.arena.take(1, _core.Owner.kv, 3, [8])
+    assert unknown.value.page == 8
+    assert world.arena.tenants() == [TENANT] * 4 + [-1, 3, 2, -1]
+
+
+def test_a_slice_is_copied_to_its_place_and_a_part_comes_home() -> None:
+    half, backend = BYTES // 2, _core.make_host_backend(PAGE, PAGE)
+    masters = [
+        ctypes.create_string_buffer(bytes([2 * i + 1]) * half + bytes([2 * i + 2]) * half, BYTES) for i in (0, 1)
+    ]
+    home = ctypes.create_string_buffer(2 * BYTES)
+    ring = ctypes.create_string_buffer(BYTES)
+    at = [ctypes.addressof(home), ctypes.addressof(home) + BYTES]
+    prefetcher = _core.Prefetcher(backend, [(to, ctypes.addressof(m), BYTES) for to, m in zip(at, masters)])
+    quarter = half // 2
+    prefetcher.configure(
+        (0, 1), [ctypes.addressof(ring)], BYTES, (), (), offsets=(half, half + quarter), places=(half, half + quarter),
+        parts=[(1, half, quarter)],
+    )  # fmt: skip
+    assert prefetcher.loading()
+    prefetcher.begin_pass()
+    prefetcher.wait(0)
+    assert ring.raw == bytes(half) + b"\2" * half
+    prefetcher.done(0)
+    prefetcher.wait(1)
+    assert ring.raw[half:] == b"\2" * quarter + b"\4" * quarter
+    assert home.raw == bytes(BYTES + half) + b"\4" * quarter + bytes(quarter)
+    prefetcher.done(1)
+    prefetcher.end_pass()
+    assert not prefetcher.loading()
+    with pytest.raises(InvalidArgument):
+        prefetcher.configure((0, 1), [ctypes.addressof(ring)], BYTES, (), (), offsets=(half,))
+    del prefetcher
+    assert set(backend.usage().values()) == {0}
 
 
 class Streaming:
