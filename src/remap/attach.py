@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import _core, schedule
+from .attachment import Attachment
 from .errors import InvalidArgument, OutOfMemory
 from .kv_geometry import KVGeometry, KVSpec
 from .planner import TenantPages
 from .sizes import show_size
 from .slice_plan import giving_order
-from .tenant import Attachment
 
 if TYPE_CHECKING:
     from torch import nn

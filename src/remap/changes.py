@@ -259,7 +259,7 @@ class Changes:
             attachment.pages, self._arena.epoch, target, buffers, to=to, predicted_stall_s=stall, reason=reason
         )
         homeless = 0
-        if not tenant.stand_together(plan.gained):
+        if not tenant._attachment.stand_together(plan.gained):
             homeless = sum(page not in attachment.index_of for page in plan.gained)
         if homeless:
             raise InvalidArgument(

@@ -1,4 +1,4 @@
-"""From a decision, the controller's or somebody's by hand, to changes.
+"""From a decision of the controller to changes.
 
 Entries of a step's report are made here: tenant -> {added, moved, unmet, stall, reason}. An entry is in the report as soon as its
 blocks have moved, so that a step that raises afterwards cannot lose it.
@@ -9,19 +9,17 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .attach import MAX_BUFFERS
 from .controller import Decision, Demand
-from .errors import InvalidArgument, OutOfBlocks
-from .lending import Returned
+from .errors import OutOfBlocks
 from .offers import surplus_of
 from .policy import free_pages_of
-from .slicing import reslice, tail_for
+from .slicing import reslice
 from .tenant import Tenant
 
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["carry_out", "check_by_hand", "consider_return", "lend_by_hand", "moved_entry", "slice_by_hand"]
+__all__ = ["Entries", "carry_out", "consider_return", "merge", "moved_entry"]
 
 Entries = dict[str, dict[str, Any]]
 
@@ -40,7 +38,7 @@ def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decisi
     elif decision.action == "shrink" and tenant.slicing:
         entry["moved"] = _reslice(session, tenant, decision)
     elif decision.action == "shrink":
-        _merge(
+        merge(
             report,
             tenant,
             session._lending.restream(
@@ -151,7 +149,7 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
         reason=decision.reason,
         drain=True,
     )
-    _merge(report, lender, result.moved)
+    merge(report, lender, result.moved)
     report[lender.name].update(
         stall=decision.predicted_stall_s,
         reason=f"{decision.reason}; it ended early: {result.problem}" if result.problem else decision.reason,
@@ -177,45 +175,6 @@ def _claim(session: Session, lender: Tenant) -> dict[str, int]:
     return known[2]
 
 
-def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, receiver: Tenant | None) -> Entries:
-    """`Session.lend`, checked already. Returns the entries of its report."""
-    report: Entries = {}
-    buffers = tenant.buffers or buffers
-    if layers < tenant.remapped:
-        result = session._lending.restream(tenant, layers, buffers, "inward", reason="brought home by hand")
-        _merge(report, tenant, result.moved)
-        report[tenant.name]["reason"] = result.problem or f"{layers} layers stay lent, by hand"
-        return report
-    pages = session._lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
-    report[tenant.name] = moved_entry({}, tenant.name)
-    report[tenant.name]["reason"] = f"{pages} pages of {layers} layers lent by hand"
-    if receiver is not None and pages:
-        before = receiver.kv.usable_blocks
-        free = [page for page in free_pages_of(session._arena, receiver) if page in tenant._attachment.pages.lent]
-        session._changes.take_free_pages(receiver, free, int(len(free) * receiver._blocks_per_page))
-        report[receiver.name] = moved_entry({}, receiver.name)
-        report[receiver.name].update(
-            added=receiver.kv.usable_blocks - before, reason=f"{len(free)} pages of {tenant.name} by hand"
-        )
-    return report
-
-
-def slice_by_hand(
-    session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, reason: str
-) -> Returned:
-    """`Session.remap` to or from slices, checked already."""
-    pages = tenant._attachment.pages
-    if selection != "slices" and layers:
-        raise InvalidArgument(
-            f"{tenant.name!r} streams slices of {pages.tail_pages} pages: whole layers can stream only once all layers are "
-            "resident; nothing changed; remap 0 layers first",
-            tail_pages=pages.tail_pages,
-        )
-    tail = tail_for([pages.homes[layer] for layer in tenant._attachment.order], layers, buffers)
-    moved = reslice(session._changes, tenant, tail, buffers, reason=reason)
-    return Returned({tenant.name: moved} if moved else {})
-
-
 def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
     """The entry of a tenant that nothing was decided for, but whose blocks moved."""
     return {
@@ -227,7 +186,7 @@ def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
     }
 
 
-def _merge(report: Entries, cause: Tenant, moved: dict[str, dict[int, int]]) -> None:
+def merge(report: Entries, cause: Tenant, moved: dict[str, dict[int, int]]) -> None:
     report.setdefault(cause.name, moved_entry({}, cause.name))
     for name, moves in moved.items():
         entry = report.get(name)
@@ -238,25 +197,3 @@ def _merge(report: Entries, cause: Tenant, moved: dict[str, dict[int, int]]) -> 
         before = {old: moves.get(new, new) for old, new in entry["moved"].items()}
         known = set(entry["moved"].values())
         entry["moved"] = before | {old: new for old, new in moves.items() if old not in known}
-
-
-def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> None:
-    """Raises InvalidArgument as `Session.remap` says."""
-    if selection not in ("uniform", "nested", "slices"):
-        raise InvalidArgument(
-            f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
-            selection=selection,
-        )
-    streamable = len(tenant._attachment.order)
-    if selection == "slices" and isinstance(layers, float) and 0 <= layers < math.inf:
-        layers = math.ceil(layers)  # a fraction of a layer is a matter of pages
-    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (layers, buffers))
-    if not whole or layers < 0 or not 1 <= buffers <= MAX_BUFFERS or (layers and layers + buffers > streamable):
-        raise InvalidArgument(
-            f"layers must lie in 0..{max(0, streamable - 1)}, buffers in 1..{MAX_BUFFERS}, and their sum must not "
-            f"exceed the {streamable} streamable layers of {tenant.name!r}; got {layers!r} and {buffers!r}; nothing changed",
-            layers=layers,
-            buffers=buffers,
-            streamable=streamable,
-            maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
-        )

@@ -23,9 +23,9 @@ from typing import Any
 from . import _core, devices
 from .activation import ActivationReport, activate, deactivate
 from .attach import model_source, raw_source
+from .byhand import check_by_hand, lend_by_hand, remap_by_hand
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand
-from .decisions import carry_out, check_by_hand, consider_return, lend_by_hand, moved_entry, slice_by_hand
 from .donors.policy import NextUse
 from .errors import ArenaBroken, InvalidArgument, InvalidState
 from .host_memory import HostMemories
@@ -39,6 +39,7 @@ from .policy import view_of
 from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
+from .stepping import step
 from .tenancy import admit
 from .tenant import Tenant
 from .views import TenantView
@@ -249,30 +250,8 @@ class Session:
                 tenant = self._tenants[name]
                 if tenant._in_pass or tenant._leaving or not tenant.active:
                     tenant.refuse_pass(asleep=True)
-            self._demands = demand
-            report: dict[str, dict[str, Any]] = {}
-            try:
-                for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
-                    tenant, wanted = self._tenants[name], demand[name]
-                    decision = self._controllers[name].decide(view_of(self, tenant, wanted), wanted)
-                    if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
-                        continue
-                    carry_out(self, tenant, wanted, decision, report)
-                for tenant in self._tenants.values():
-                    if tenant._attachment.pages.lent:
-                        consider_return(self, tenant, report)
-            except BaseException:
-                # What has moved has moved: the engines have to hear of it, though this step raises.
-                for name, entry in report.items():
-                    self._untold.setdefault(name, {}).update(entry["moved"])
-                raise
-            if not report and not self._untold:
-                return _UNCHANGED
-            return self._report(report)
-
-    def _precedence(self, name: str) -> tuple[int, int]:
-        tenant = self._tenants[name]
-        return (-tenant.priority, tenant.number)
+            entries = step(self, demand)
+            return self._report(entries) if entries or self._untold else _UNCHANGED
 
     def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
         untold, self._untold = self._untold, {}
@@ -352,24 +331,7 @@ class Session:
             tenant = self._tenant(name)
             tenant.refuse_pass()
             check_by_hand(tenant, layers, buffers, selection)
-            before = tenant.kv.usable_blocks
-            self._changes.cancel_draining(tenant)
-            reason = f"{layers} layers by hand"
-            if selection == "slices" or tenant._attachment.pages.tail_pages:
-                result = slice_by_hand(self, tenant, layers, buffers, selection, reason)
-            else:
-                result = self._lending.restream(tenant, int(layers), buffers, selection, reason=reason)
-            tenant._selection = selection if tenant.streamed else ""
-            entry = {
-                "added": max(0, tenant.kv.usable_blocks - before),
-                "moved": result.moved.pop(name, {}),
-                "unmet": 0,
-                "stall": tenant._predicted_stall_s,
-                "reason": f"{reason}; it ended early: {result.problem}" if result.problem else reason,
-            }
-            entries = {name: entry}
-            entries.update((other, moved_entry(moves, name)) for other, moves in result.moved.items())
-            return self._report(entries)
+            return self._report(remap_by_hand(self, tenant, layers, buffers, selection))
 
     # -- ranges that others have registered ------------------------------------------------------------------------
 

@@ -16,19 +16,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from . import nvtx, schedule
+from . import nvtx
+from .attachment import Attachment
 from .cost import CostModel, LayerTimes, Phase, bucket_of
 from .errors import InvalidState
 from .kv_cache import KVCache
-from .planner import Plan, TenantPages
+from .planner import Plan
 from .selection import select
 from .slice_plan import alpha_of
 
 if TYPE_CHECKING:
-    from .host_memory import HostMemory
     from .ordering import ComputeStream
     from .session import Session
 
@@ -64,32 +63,6 @@ class _Pass:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._tenant._end_pass(self._phase, self._tokens, completed=kind is None)
-
-
-@dataclass
-class Attachment:
-    """What attach made, and close takes apart again. The session's own bookkeeping of one tenant."""
-
-    pages: TenantPages
-    giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
-    index_of: dict[int, int]  # its inverse
-    layer_bytes: tuple[int, ...]
-    addresses: tuple[int, ...]  # of the layers' regions
-    regions: tuple[tuple[int, int], ...]  # address and bytes of every region: the layers' first
-    rest_address: int
-    ring_address: int
-    order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
-    hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
-    pinned: set[int] = field(default_factory=set)
-    written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
-    detach: Any = None  # callable(layers not in place, device): puts the model back on ordinary memory there
-    watch: Any = None  # callable(layers) -> {layer: [paths written since attach]}
-    keep_alive: Any = None
-    host: HostMemory | None = None  # where the device needs page-locked master copies
-    draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
-    draining_target: tuple[int, int] | None = None
-    # Lent pages that are the tenant's again and wait for their layers to come home: KV for the arena, not in the pool.
-    reclaimed: frozenset[int] = frozenset()
 
 
 class Tenant:
@@ -383,35 +356,10 @@ class Tenant:
         self._times = None
 
     def select(self, remapped: int, buffers: int, selection: str = "nested") -> tuple[int, ...]:
-        """The layers to stream for `remapped` layers' worth of KV. "nested": grows without reloading; "uniform": even;
-        "suffix": the last ones; "onward": what is streamed now, whichever that is, and more of the nested order; "inward":
-        fewer of what is streamed now: layers that are lent to other tenants go home first, the ring's own last."""
-        if remapped == 0:
-            return ()
-        order = self._attachment.order
+        """The layers to stream for `remapped` layers' worth of KV: see `Attachment.select`."""
         if selection == "best" and self._times is not None:
-            return select("best", order, remapped, buffers, times=self._times, present=self.streamed)
-        if selection == "suffix":
-            return tuple(sorted(order)[-(remapped + buffers) :])
-        if selection == "inward":
-            ring = self._attachment.pages.ring_layers
-            rank = {layer: index for index, layer in enumerate(order)}
-            # A suffix comes back from its front, so that it stays one; any other set in the nested order backwards.
-            suffix = self.streamed == tuple(sorted(order)[-len(self.streamed) :])
-            lent = {layer for layer in self.streamed if self.lends(layer)}
-            keep = sorted(
-                self.streamed,
-                key=lambda layer: (layer not in ring, layer in lent, -layer if suffix else rank.get(layer, len(rank))),
-            )
-            return tuple(sorted(keep[: remapped + buffers]))
-        if selection == "onward":
-            present = self.streamed
-            more = [layer for layer in order if layer not in present][: max(0, remapped + buffers - len(present))]
-            return tuple(sorted((*present, *more)))
-        if selection == "nested":
-            return tuple(sorted(order[: remapped + buffers]))
-        ascending = sorted(order)
-        return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
+            return select("best", self._attachment.order, remapped, buffers, times=self._times, present=self.streamed)
+        return self._attachment.select(remapped, buffers, selection)
 
     @property
     def slicing(self) -> bool:
@@ -422,34 +370,12 @@ class Tenant:
     @property
     def growing_by(self) -> str:
         """The selection by which more layers go: an inactive tenant's last ones, unless others are streamed already."""
-        if self.active:
-            return "onward"
-        last = sorted(self._attachment.order)[-len(self.streamed) :]
-        return "suffix" if self.streamed in ((), tuple(last)) else "onward"
+        return "suffix" if not self.active and self._attachment.streams_suffix else "onward"
 
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take them, or it waits to come home from there."""
-        attachment = self._attachment
-        home = attachment.pages.homes[layer]
-        return not (attachment.pages.lent.isdisjoint(home) and attachment.reclaimed.isdisjoint(home))
-
-    # -- pages of the KV region ------------------------------------------------------------------------------------
-
-    def stand_together(self, pages: Sequence[int]) -> bool:
-        """Whether these pages stand in the KV region one after another: so they do if given together, as is usual."""
-        attachment = self._attachment
-        first = attachment.index_of.get(pages[0]) if pages else None
-        return first is not None and attachment.giving[first : first + len(pages)] == tuple(pages)
+        return self._attachment.lends(layer)
 
     def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
-        """Region slots at which these pages stand; a range where they are consecutive, which is the fast case."""
-        attachment = self._attachment
-        if self.stand_together(pages):
-            return self.kv.geometry.giving_slots(attachment.index_of[pages[0]], len(pages))
-        places = [attachment.index_of[page] for page in pages if page in attachment.index_of]
-        if not places:
-            return ()
-        if places == list(range(places[0], places[0] + len(places))):
-            return self.kv.geometry.giving_slots(places[0], len(places))
-        giving_slot = self.kv.geometry.giving_slot
-        return [giving_slot(place) for place in places]
+        """Slots of the KV region at which these pages stand; a range where they are consecutive, which is the fast case."""
+        return self._attachment.slots_of(pages, self.kv.geometry)

@@ -1,0 +1,104 @@
+"""What attach made of a model: its pages and homes, where its pages stand in its KV region, and which layers go first."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from . import schedule
+from .kv_geometry import KVGeometry
+from .planner import TenantPages
+
+if TYPE_CHECKING:
+    from .host_memory import HostMemory
+
+__all__ = ["Attachment"]
+
+
+@dataclass
+class Attachment:
+    """What attach made, and close takes apart again. The session's own bookkeeping of one tenant."""
+
+    pages: TenantPages
+    giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
+    index_of: dict[int, int]  # its inverse
+    layer_bytes: tuple[int, ...]
+    addresses: tuple[int, ...]  # of the layers' regions
+    regions: tuple[tuple[int, int], ...]  # address and bytes of every region: the layers' first
+    rest_address: int
+    ring_address: int
+    order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
+    hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
+    pinned: set[int] = field(default_factory=set)
+    written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
+    detach: Any = None  # callable(layers not in place, device): puts the model back on ordinary memory there
+    watch: Any = None  # callable(layers) -> {layer: [paths written since attach]}
+    keep_alive: Any = None
+    host: HostMemory | None = None  # where the device needs page-locked master copies
+    draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
+    draining_target: tuple[int, int] | None = None
+    # Lent pages that are the tenant's again and wait for their layers to come home: KV for the arena, not in the pool.
+    reclaimed: frozenset[int] = frozenset()
+
+    # -- which layers ----------------------------------------------------------------------------------------------
+
+    def select(self, remapped: int, buffers: int, selection: str) -> tuple[int, ...]:
+        """The layers to stream for `remapped` layers' worth, ascending; () for 0.
+
+        "nested": a prefix of the nested order, which grows without reloading. "uniform": evenly spaced. "suffix": the last ones.
+        "onward": what is streamed now, whichever that is, and more of the nested order. "inward": fewer of what is streamed
+        now: layers that are lent to other tenants come home first, those that the ring is made of last.
+        """
+        if remapped == 0:
+            return ()
+        order, present = self.order, self.pages.streamed
+        if selection == "suffix":
+            return tuple(sorted(order)[-(remapped + buffers) :])
+        if selection == "inward":
+            ring = self.pages.ring_layers
+            rank = {layer: index for index, layer in enumerate(order)}
+            # A suffix comes back from its front, so that it stays one; any other set in the nested order backwards.
+            suffix = self.streams_suffix
+            lent = {layer for layer in present if self.lends(layer)}
+            keep = sorted(
+                present,
+                key=lambda layer: (layer not in ring, layer in lent, -layer if suffix else rank.get(layer, len(rank))),
+            )
+            return tuple(sorted(keep[: remapped + buffers]))
+        if selection == "onward":
+            more = [layer for layer in order if layer not in present][: max(0, remapped + buffers - len(present))]
+            return tuple(sorted((*present, *more)))
+        if selection == "nested":
+            return tuple(sorted(order[: remapped + buffers]))
+        ascending = sorted(order)
+        return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
+
+    @property
+    def streams_suffix(self) -> bool:
+        """Whether what streams is nothing, or the last streamable layers."""
+        present = self.pages.streamed
+        return not present or present == tuple(sorted(self.order)[-len(present) :])
+
+    def lends(self, layer: int) -> bool:
+        """Whether other tenants have pages of this layer, or may take them, or it waits to come home from there."""
+        home = self.pages.homes[layer]
+        return not (self.pages.lent.isdisjoint(home) and self.reclaimed.isdisjoint(home))
+
+    # -- pages of the KV region ------------------------------------------------------------------------------------
+
+    def stand_together(self, pages: Sequence[int]) -> bool:
+        """Whether these pages stand in the KV region one after another: so they do if given together, as is usual."""
+        first = self.index_of.get(pages[0]) if pages else None
+        return first is not None and self.giving[first : first + len(pages)] == tuple(pages)
+
+    def slots_of(self, pages: Sequence[int], geometry: KVGeometry) -> Sequence[int]:
+        """Region slots at which these pages stand; a range where they are consecutive, which is the fast case."""
+        if self.stand_together(pages):
+            return geometry.giving_slots(self.index_of[pages[0]], len(pages))
+        places = [self.index_of[page] for page in pages if page in self.index_of]
+        if not places:
+            return ()
+        if places == list(range(places[0], places[0] + len(places))):
+            return geometry.giving_slots(places[0], len(places))
+        return [geometry.giving_slot(place) for place in places]

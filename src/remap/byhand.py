@@ -1,0 +1,101 @@
+"""The controller's verbs by hand: `Session.remap` and `Session.lend`, for tests, ablations and people.
+
+Called with the session's lock held, outside of passes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from .attach import MAX_BUFFERS
+from .decisions import Entries, merge, moved_entry
+from .errors import InvalidArgument
+from .lending import Returned
+from .policy import free_pages_of
+from .slicing import reslice, tail_for
+from .tenant import Tenant
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["check_by_hand", "lend_by_hand", "remap_by_hand"]
+
+
+def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> None:
+    """Raises InvalidArgument as `Session.remap` says."""
+    if selection not in ("uniform", "nested", "slices"):
+        raise InvalidArgument(
+            f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
+            selection=selection,
+        )
+    streamable = len(tenant._attachment.order)
+    if selection == "slices" and isinstance(layers, float) and 0 <= layers < math.inf:
+        layers = math.ceil(layers)  # a fraction of a layer is a matter of pages
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (layers, buffers))
+    if not whole or layers < 0 or not 1 <= buffers <= MAX_BUFFERS or (layers and layers + buffers > streamable):
+        raise InvalidArgument(
+            f"layers must lie in 0..{max(0, streamable - 1)}, buffers in 1..{MAX_BUFFERS}, and their sum must not "
+            f"exceed the {streamable} streamable layers of {tenant.name!r}; got {layers!r} and {buffers!r}; nothing changed",
+            layers=layers,
+            buffers=buffers,
+            streamable=streamable,
+            maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
+        )
+
+
+def remap_by_hand(session: Session, tenant: Tenant, layers: float, buffers: int, selection: str) -> Entries:
+    """`Session.remap`, checked already. Returns the entries of its report."""
+    before = tenant.kv.usable_blocks
+    session._changes.cancel_draining(tenant)
+    reason = f"{layers} layers by hand"
+    if selection == "slices" or tenant._attachment.pages.tail_pages:
+        result = _slice(session, tenant, layers, buffers, selection, reason)
+    else:
+        result = session._lending.restream(tenant, int(layers), buffers, selection, reason=reason)
+    tenant._selection = selection if tenant.streamed else ""
+    entry = {
+        "added": max(0, tenant.kv.usable_blocks - before),
+        "moved": result.moved.pop(tenant.name, {}),
+        "unmet": 0,
+        "stall": tenant._predicted_stall_s,
+        "reason": f"{reason}; it ended early: {result.problem}" if result.problem else reason,
+    }
+    return {tenant.name: entry} | {other: moved_entry(moves, tenant.name) for other, moves in result.moved.items()}
+
+
+def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, receiver: Tenant | None) -> Entries:
+    """`Session.lend`, checked already. Returns the entries of its report."""
+    report: Entries = {}
+    buffers = tenant.buffers or buffers
+    if layers < tenant.remapped:
+        result = session._lending.restream(tenant, layers, buffers, "inward", reason="brought home by hand")
+        merge(report, tenant, result.moved)
+        report[tenant.name]["reason"] = result.problem or f"{layers} layers stay lent, by hand"
+        return report
+    pages = session._lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
+    report[tenant.name] = moved_entry({}, tenant.name)
+    report[tenant.name]["reason"] = f"{pages} pages of {layers} layers lent by hand"
+    if receiver is not None and pages:
+        before = receiver.kv.usable_blocks
+        free = [page for page in free_pages_of(session._arena, receiver) if page in tenant._attachment.pages.lent]
+        session._changes.take_free_pages(receiver, free, int(len(free) * receiver._blocks_per_page))
+        report[receiver.name] = moved_entry({}, receiver.name)
+        report[receiver.name].update(
+            added=receiver.kv.usable_blocks - before, reason=f"{len(free)} pages of {tenant.name} by hand"
+        )
+    return report
+
+
+def _slice(session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, reason: str) -> Returned:
+    """To or from slices."""
+    pages = tenant._attachment.pages
+    if selection != "slices" and layers:
+        raise InvalidArgument(
+            f"{tenant.name!r} streams slices of {pages.tail_pages} pages: whole layers can stream only once all layers are "
+            "resident; nothing changed; remap 0 layers first",
+            tail_pages=pages.tail_pages,
+        )
+    tail = tail_for([pages.homes[layer] for layer in tenant._attachment.order], layers, buffers)
+    moved = reslice(session._changes, tenant, tail, buffers, reason=reason)
+    return Returned({tenant.name: moved} if moved else {})

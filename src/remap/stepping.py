@@ -1,0 +1,50 @@
+"""One step of a session: every tenant's demand, in order of priority, then what may come home.
+
+demand -> view -> Controller.decide -> carry_out (decisions.py)            for each tenant that has one
+lender -> Controller.may_return -> Lending.restream                        for each tenant whose layers others have
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .decisions import Entries, carry_out, consider_return
+from .policy import view_of
+from .views import Demand
+
+if TYPE_CHECKING:
+    from .session import Session
+
+__all__ = ["step"]
+
+
+def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
+    """The entries of the step's report; {} if nothing was decided. Known tenants, active and outside of passes.
+
+    Tenants of higher priority are served first, equal ones in the order of attaching. If the step raises, what had moved by
+    then is kept for the next report (`Session._untold`): the engines have to hear of it.
+    """
+    session._demands = demand
+    entries: Entries = {}
+    try:
+        for name in demand if len(demand) < 2 else sorted(demand, key=lambda name: _precedence(session, name)):
+            tenant, wanted = session._tenants[name], demand[name]
+            decision = session._controllers[name].decide(view_of(session, tenant, wanted), wanted)
+            if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
+                continue
+            carry_out(session, tenant, wanted, decision, entries)
+        for tenant in session._tenants.values():
+            if tenant._attachment.pages.lent:
+                consider_return(session, tenant, entries)
+    except BaseException:
+        # Whatever it was, an interrupt included. It goes on to the caller.
+        for name, entry in entries.items():
+            session._untold.setdefault(name, {}).update(entry["moved"])
+        raise
+    return entries
+
+
+def _precedence(session: Session, name: str) -> tuple[int, int]:
+    tenant = session._tenants[name]
+    return (-tenant.priority, tenant.number)
