@@ -67,6 +67,7 @@ ORDER = (
     "serving",
     "pool",
     "offloading",
+    "shared_serving",
 )
 
 

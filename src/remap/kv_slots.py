@@ -35,7 +35,15 @@ class SlotMap:
 
     def owned(self) -> tuple[int, ...]:
         """All slots that are not ABSENT, ascending."""
-        return tuple(slot for slot, state in enumerate(self.slot) if state != ABSENT)
+        found: list[int] = []
+        stop, last = 0, len(self.slot)
+        while stop < last:  # as many looks as there are runs of equal state: slots are ten thousands
+            first, absent = stop, self.slot[stop] == ABSENT
+            ends = [self.slot.find(state, first) for state in ((CLOSED, OPEN) if absent else (ABSENT,))]
+            stop = min((end for end in ends if end >= 0), default=last)
+            if not absent:
+                found.extend(range(first, stop))
+        return tuple(found)
 
     def runs(self, slots: Iterable[int]) -> Runs:
         """`slots`, in any order, as runs. Raises InvalidArgument (field: slot) outside the region or named twice."""

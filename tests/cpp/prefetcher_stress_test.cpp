@@ -51,7 +51,13 @@ struct World {
 
   static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }
 
-  // Streams a random set; what was streamed before is reloaded. Between passes, with nothing running: poisons what is free.
+  // Where a streamed layer's tail begins.
+  static std::size_t offset_of(const StreamConfiguration& c) { return c.offsets.empty() ? 0 : c.offsets.front(); }
+  static bool streams(const StreamConfiguration& c, LayerId layer) {
+    return std::binary_search(c.streamed.begin(), c.streamed.end(), layer);
+  }
+  // Streams a random set, or slices of it; what was streamed before is reloaded. Between passes, with nothing running: poisons
+  // what is free.
   void change(std::mt19937_64& random, bool hold) {
     StreamConfiguration next;
     next.ring_bytes = kBytes;
@@ -60,8 +66,18 @@ struct World {
     }
     const std::size_t beta = random() % kRing + 1;
     for (std::size_t b = 0; b < beta; ++b) next.ring.push_back(ring[b].data());
+    const std::size_t had = offset_of(configuration), has = random() % 4 * (kBytes / 4);
+    if (has != 0) {
+      next.offsets.assign(next.streamed.size(), has);
+      next.places = next.offsets;
+    }
     for (const LayerId layer : configuration.streamed) {
-      if (!std::binary_search(next.streamed.begin(), next.streamed.end(), layer)) next.reload.push_back(layer);
+      const std::size_t until = streams(next, layer) ? has : kBytes;
+      if (until == kBytes && had == 0) {
+        next.reload.push_back(layer);
+      } else if (until > had) {
+        next.parts.push_back({layer, had, until - had});
+      }
     }
     if (hold) {
       for (LayerId layer = 0; layer < masters.size(); ++layer) {
@@ -69,10 +85,14 @@ struct World {
       }
     }
     prefetcher->drain();
-    for (const LayerId layer : next.streamed) std::fill(regions[layer].begin(), regions[layer].end(), std::byte{0xDF});
+    for (const LayerId layer : next.streamed) {
+      std::fill(regions[layer].begin() + static_cast<std::ptrdiff_t>(has), regions[layer].end(), std::byte{0xDF});
+    }
     prefetcher->configure(next);
     configuration = next;
   }
+  // Bytes that are read at home.
+  std::size_t head_of(LayerId layer) const { return streams(configuration, layer) ? offset_of(configuration) : kBytes; }
   const std::byte* place(LayerId layer) const {
     const auto& streamed = configuration.streamed;
     const auto at = std::lower_bound(streamed.begin(), streamed.end(), layer);
@@ -80,8 +100,9 @@ struct World {
     return configuration.ring[static_cast<std::size_t>(at - streamed.begin()) % configuration.ring.size()];
   }
   void read(LayerId layer) const {
-    const std::byte* data = place(layer);
-    for (std::size_t i = 0; i < kBytes; ++i) CHECK(data[i] == tag(layer));
+    const std::byte* tail = place(layer);
+    const std::size_t head = head_of(layer);
+    for (std::size_t i = 0; i < kBytes; ++i) CHECK((i < head ? regions[layer].data() : tail)[i] == tag(layer));
   }
   void wait(LayerId layer) {
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
@@ -173,7 +194,9 @@ void many_passes_in_flight_on_a_stream() {
       const auto layer = static_cast<LayerId>(use % 7);
       if (layer == 0) world.prefetcher->begin_pass();
       CHECK(world.prefetcher->wait(layer, stream));
-      world.backend->copy(stream, seen[use].data(), world.place(layer), kBytes);
+      const std::size_t head = world.head_of(layer);
+      if (head > 0) world.backend->copy(stream, seen[use].data(), world.regions[layer].data(), head);
+      if (head < kBytes) world.backend->copy(stream, seen[use].data() + head, world.place(layer) + head, kBytes - head);
       world.prefetcher->done(layer, stream);
       if (layer == 6) world.prefetcher->end_pass();
     }

@@ -1,0 +1,128 @@
+"""What the GPU suite's shared serving is made of: published sizes, what fits, the requests, and what a cut-off run counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bench.gpu import models
+from bench.gpu.context import MIB, Skip
+from bench.gpu.measures import shared_serving as sharing
+from conftest import ROOT, needs
+
+GIB = 1 << 30
+# Of the published checkpoints: numbers of a layer, and of all of it without the table of positions.
+PUBLISHED = {
+    "OPT-6.7b": (201_379_840, 6_658_473_984 - 8_396_800),
+    "OPT-13b": (314_639_360, 12_853_473_280 - 10_496_000),
+    "OPT-30b": (616_655_872, 29_974_540_288 - 14_694_400),
+    "Llama-2-13b": (317_204_480, 13_015_864_320),
+    "Llama-3-8b": (218_112_000, 8_030_261_248),
+}
+SHAPES = (models.OPT_6_7B, models.OPT_13B, models.OPT_30B, models.LLAMA_2_13B, models.LLAMA_3_8B)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.name)
+def test_sizes_are_the_published_ones(shape: models.ModelShape) -> None:
+    assert (shape.layer_params(), shape.params()) == PUBLISHED[shape.name]
+
+
+@pytest.mark.parametrize("family", ["opt", "llama"])
+def test_a_model_has_the_numbers_that_its_shape_says(family: str) -> None:
+    needs("torch")
+    needs("transformers")
+    shape = models.ModelShape("small", family, 3, 64, 160, 4, 4 if family == "opt" else 2, 96, MIB)
+    model = models.make_model(shape, "cpu", "float32")
+    positions = sum(p.numel() for name, p in model.named_parameters() if "embed_positions" in name)
+    assert sum(p.numel() for p in model.parameters()) - positions == shape.params()
+    layers = model.model.decoder.layers if family == "opt" else model.model.layers
+    assert sum(p.numel() for p in layers[0].parameters()) == shape.layer_params()
+
+
+@pytest.mark.parametrize("case", [sharing.C1, sharing.C2], ids=lambda case: case.name)
+def test_layers_are_scaled_down_to_what_fits(case: sharing.Combination) -> None:
+    device, host = case.needs()
+    whole, share = sharing.fitting(case, device, int(1.05 * host) + 1)
+    assert (whole, share) == (case, 1.0)
+    for given in ((device // 2, 10 * host), (10 * device, host // 2)):
+        fewer, share = sharing.fitting(case, *given)
+        assert share < 1.0
+        assert fewer.needs()[0] <= given[0]
+        assert 1.05 * fewer.needs()[1] <= given[1]
+        for before, after in zip(case.models, fewer.models):
+            assert after.layers == int(before.layers * share)
+            # KV cache stays the same share of a layer's weights.
+            assert after.kv_bytes / after.layers == pytest.approx(before.kv_bytes / before.layers, rel=1e-6)
+    with pytest.raises(Skip, match="quarter"):
+        sharing.fitting(case, 4 * GIB, 4 * GIB)
+
+
+@pytest.mark.parametrize("case", [sharing.C1, sharing.C2], ids=lambda case: case.name)
+def test_requests_are_the_same_every_time_and_fit(case: sharing.Combination) -> None:
+    needs("torch")
+    made, seed = sharing.make_requests(case)
+    assert (made, seed) == sharing.make_requests(case)
+    for shape in case.models:
+        mine = made[shape.name]
+        assert abs(len(mine) - case.rate * case.span_s) <= 0.3 * case.rate * case.span_s
+        most = sharing.longest(shape, case.itemsize)
+        assert max(len(each.prompt) for each in mine) <= most
+        assert max(each.sampling.max_tokens for each in mine) <= most
+        assert max(max(each.prompt) for each in mine) < shape.vocabulary
+        # Any request fits into the KV cache that the tenant begins with.
+        assert 2 * most * 2 <= shape.kv_bytes // shape.block_bytes(16, case.itemsize) * 16
+        assert max(each.arrival_s for each in mine) < case.span_s
+
+
+def _run(kind: str, first: list[float], late: tuple[float, ...], tokens: int, seconds: float) -> sharing.Run:
+    one = SimpleNamespace(ttft_s=first, tbt_s=[0.01] * tokens, generated_tokens=tokens)
+    summary = {"recomputed_tokens": 7, "tenants": {"a": {"layers_remapped_peak": 3 if kind == "remap" else 0}}}
+    turn = SimpleNamespace(first_pass_s=0.2, restored_layers=4, preempted_requests=1, predicted_stall_s=0.1)
+    result = SimpleNamespace(
+        metrics={"a": one}, duration_s=seconds, activations=(turn,), timeline=(), summary=lambda: summary
+    )
+    return sharing.Run(kind, result, len(late), late)
+
+
+def test_requests_that_got_no_token_count_as_late_as_they_were() -> None:
+    runs = [_run("recompute", [0.1, 0.2], (9.0,), 100, 10.0), _run("remap", [0.1, 0.2, 0.3], (), 150, 10.0)]
+    found = {each.name: each for each in sharing._figures("C", runs, {"layers_share": 1.0})}
+    assert found["C, recompute, first token, P99"].value == pytest.approx(9000.0)
+    assert found["C, recompute, first token, P99"].n == 3
+    assert found["C, first token, P99, remap / recompute"].value == pytest.approx(0.3 / 9.0)
+    assert found["C, tokens/s, remap / recompute"].value == pytest.approx(1.5)
+    assert found["C, recompute, unfinished"].value == 1
+    assert found["C, layers of one model that were KV at once"].value == 3
+    assert found["C, remap (us: between tokens)"].detail["layers_share"] == 1.0
+
+
+@pytest.mark.slow
+def test_both_combinations_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) -> None:
+    needs("torch")
+    needs("transformers")
+    if not gpu.emulated:
+        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
+    command = [sys.executable, "-m", "bench.gpu", "--emulated", "--quick", "--only", "sharing*", "--out", str(tmp_path)]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "emulated.json").read_text())
+    assert (document["errors"], document["skipped"]) == ([], [])
+    found = {entry["name"]: entry for entry in document["results"]}
+    for name in ("C1", "C2"):
+        assert found[f"{name}, tokens/s, remap / recompute"]["value"] is None  # it has no speeds
+        # Counts are true: layers of sleeping models were KV, and both ways served the same requests.
+        assert found[f"{name}, layers of one model that were KV at once"]["value"] > 0
+        assert found[f"{name}, remap, first token, P99"]["n"] == found[f"{name}, recompute, first token, P99"]["n"] > 0
