@@ -50,6 +50,7 @@ class ActivationReport:
 
 def deactivate(session: Session, tenant: Tenant) -> None:
     """The tenant serves no pass until it is activated. Its live blocks stay; its unused KV and its layers may be lent."""
+    session._changes.cancel_draining(tenant)  # no step of its own would finish it
     tenant.active = False
 
 
@@ -60,7 +61,7 @@ def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationRepor
     session._activity.activated(tenant.name, time.monotonic())
     session._activations += 1
     tenant._last_use = session._activations
-    if not tenant.lent_pages:
+    if not any(map(tenant.lends, away)):
         tenant.active = True
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
     lent = sum(map(tenant.lends, away))

@@ -47,6 +47,8 @@ class Changes:
     @annotated("remap.apply")
     def apply(self, tenant: Tenant, plan: Plan) -> None:
         """Apply and publish. On an error nothing has changed (or the arena is broken, ArenaBroken)."""
+        # Finishing what an earlier plan deferred is an epoch of its own, and nothing that this plan was made from.
+        current = plan.epoch == self._arena.epoch
         if self._unsettled is not None:
             self.settle(self._unsettled)
         if self._executor.failed_points:
@@ -72,7 +74,7 @@ class Changes:
                 self._streams.order(stream, prefetcher.copy_stream)
             else:
                 prefetcher.drain()
-        core = _core.Plan(plan.epoch)
+        core = _core.Plan(self._arena.epoch if current else plan.epoch)
         freed = False
         for step in plan.steps:
             if isinstance(step, SetOwner):
@@ -258,9 +260,15 @@ class Changes:
         plan = plan_streamed(
             attachment.pages, self._arena.epoch, target, buffers, to=to, predicted_stall_s=stall, reason=reason
         )
+        self.refuse_homeless(tenant, plan.gained)
+        return plan
+
+    @staticmethod
+    def refuse_homeless(tenant: Tenant, gained: Sequence[int]) -> None:
+        """Raises InvalidArgument (fields pages, max_blocks) if one of these pages has no place in the tenant's KV region."""
         homeless = 0
-        if not tenant._attachment.stand_together(plan.gained):
-            homeless = sum(page not in attachment.index_of for page in plan.gained)
+        if not tenant._attachment.stand_together(gained):
+            homeless = sum(page not in tenant._attachment.index_of for page in gained)
         if homeless:
             raise InvalidArgument(
                 f"{homeless} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "
@@ -268,7 +276,6 @@ class Changes:
                 pages=homeless,
                 max_blocks=tenant.kv.max_blocks,
             )
-        return plan
 
     def _streamable(self, tenant: Tenant, layers: int, buffers: int, selection: str) -> tuple[int, ...]:
         """The set to stream, once every layer in it was looked at for writes since attach. Finds pin their layer."""
@@ -336,12 +343,12 @@ class Changes:
             usable=pool.usable_blocks,
         )
 
-    def continue_draining(self, tenant: Tenant) -> dict[int, int]:
-        """Finish a shrink whose blocks were still live when it was decided, if they are gone now."""
+    def continue_draining(self, tenant: Tenant, selection: str = "nested") -> dict[int, int]:
+        """Finish a shrink whose blocks were still live when it was decided, if they are gone now: chosen by `selection`."""
         target = tenant._attachment.draining_target
         if target is None or tenant.kv.pool.pending(tenant._attachment.draining):
             return {}
-        return self.restream(tenant, target[0], target[1], "nested", drain=True)
+        return self.restream(tenant, target[0], target[1], selection, drain=True)
 
     def cancel_draining(self, tenant: Tenant) -> None:
         """The blocks are needed after all."""

@@ -229,6 +229,11 @@ class Controller:
         """Blocks went back to another tenant's layers: growing again takes a demand that rose by more than sigma."""
         self._guard.arm(view.live_blocks + demand + self.sigma(view), self._headroom)
 
+    def fewer(self, view: TenantView) -> int:
+        """alpha after what would come home next: one layer less, or more where that would stall longer."""
+        self._learn(view.times)
+        return self._back_of(view)[0]
+
     def may_return(self, view: TenantView, holds: bool) -> Decision | None:
         """Whether one of the layers that others have comes home now: the same ski rental as for the tenant's own KV.
 

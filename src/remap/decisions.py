@@ -6,11 +6,11 @@ blocks have moved, so that a step that raises afterwards cannot lose it.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 from .controller import Decision, Demand
 from .errors import OutOfBlocks
+from .observe import then
 from .offers import surplus_of
 from .policy import free_pages_of
 from .slicing import reslice
@@ -52,7 +52,7 @@ def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decisi
             ).moved,
         )
     elif tenant._attachment.draining:
-        entry["moved"] = changes.continue_draining(tenant)
+        entry["moved"] = changes.continue_draining(tenant, _homewards(session, tenant))
     added = max(0, tenant.kv.usable_blocks - before)
     # What there is, not what was planned: written layers may have made it less.
     free = (wanted.free or 0) + added if pool.external else pool.free_blocks
@@ -122,7 +122,11 @@ def _reslice(session: Session, tenant: Tenant, decision: Decision) -> dict[int, 
 
 def _homewards(session: Session, tenant: Tenant) -> str:
     """How a tenant's layers are chosen when one comes home."""
-    if tenant._attachment.pages.lent or session._configs[tenant.name].selection == "auto":
+    if (
+        tenant._attachment.pages.lent
+        or tenant._attachment.reclaimed
+        or session._configs[tenant.name].selection == "auto"
+    ):
         return "inward"
     return "uniform" if session._configs[tenant.name].selection == "uniform" else "nested"
 
@@ -132,23 +136,27 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
     if lender._in_pass or lender._leaving or lender.remapped == 0:
         return
     lending, controllers = session._lending, session._controllers
-    lost = {session._tenants[name]: blocks for name, blocks in _claim(session, lender).items()}
+    view = session._view_of(lender, session._demands.get(lender.name))
+    fewer = controllers[lender.name].fewer(view)
+    lost = {session._tenants[name]: blocks for name, blocks in _claim(session, lender, fewer).items()}
     if any(holder._in_pass or holder._leaving for holder in lost):
         return
     holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())
-    view = session._view_of(lender, session._demands.get(lender.name))
     decision = controllers[lender.name].may_return(view, holds)
     if decision is None:
         return
-    result = lending.restream(
-        lender,
-        decision.remapped,
-        decision.buffers,
-        "inward",
-        predicted_stall_s=decision.predicted_stall_s,
-        reason=decision.reason,
-        drain=True,
-    )
+    try:
+        result = lending.restream(
+            lender,
+            decision.remapped,
+            decision.buffers,
+            "inward",
+            predicted_stall_s=decision.predicted_stall_s,
+            reason=decision.reason,
+            drain=True,
+        )
+    except OutOfBlocks:  # an engine with its own allocator holds other blocks than one could know: nothing has changed
+        return
     merge(report, lender, result.moved)
     report[lender.name].update(
         stall=decision.predicted_stall_s,
@@ -159,20 +167,15 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
         controllers[holder.name].has_lost(session._view_of(holder, wanted), wanted.blocks if wanted else 0)
 
 
-def _claim(session: Session, lender: Tenant) -> dict[str, int]:
-    """Tenant -> blocks that it would lose if one of the lender's layers came home. Asked in every step while anything is lent:
+def _claim(session: Session, lender: Tenant, fewer: int) -> dict[str, int]:
+    """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Asked in every step while anything is lent:
     looked up once per epoch, as long as no layer is pinned."""
-    epoch, order = session._arena.epoch, lender._attachment.order
+    key = (session._arena.epoch, lender._attachment.order, fewer)
     known = session._claims.get(lender.number)
-    if known is None or known[0] != epoch or known[1] is not order:
-        lending = session._lending
-        pages = lending.needed(lender, lender.remapped - 1, max(1, lender.buffers), "inward")
-        blocks = {
-            name: math.ceil(len(held) * session._tenants[name]._blocks_per_page) + 1
-            for name, held in lending.holders(lender, pages).items()
-        }
-        known = session._claims[lender.number] = (epoch, order, blocks)
-    return known[2]
+    if known is None or known[0] != key:
+        blocks = session._lending.losses(lender, fewer, max(1, lender.buffers), "inward")
+        known = session._claims[lender.number] = (key, blocks)
+    return known[1]
 
 
 def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
@@ -193,7 +196,4 @@ def merge(report: Entries, cause: Tenant, moved: dict[str, dict[int, int]]) -> N
         if entry is None:
             report[name] = moved_entry(moves, cause.name)
             continue
-        # Blocks that moved before may have moved on.
-        before = {old: moves.get(new, new) for old, new in entry["moved"].items()}
-        known = set(entry["moved"].values())
-        entry["moved"] = before | {old: new for old, new in moves.items() if old not in known}
+        entry["moved"] = then(entry["moved"], moves)

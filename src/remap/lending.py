@@ -14,10 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 from .changes import Changes
 from .errors import ArenaBroken, Error, OutOfBlocks
+from .kv import BlockPool
 from .planner import Plan, SetOwner, plan_free_pages, plan_streamed
 from .policy import free_pages_of
 from .tenant import Tenant
@@ -43,6 +45,7 @@ class Lending:
         self._changes = changes
         self._arena = arena
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
+        self._homes: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())  # of which tenants; their layers' pages
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -67,10 +70,21 @@ class Lending:
         some = {name: [page for page in held if page in pages] for name, held in known.items()}
         return {name: held for name, held in some.items() if held}
 
-    def needed(self, donor: Tenant, layers: int, buffers: int, selection: str) -> frozenset[int]:
-        """The lent pages that must come home before the donor can stream this set."""
+    def losses(self, donor: Tenant, layers: int, buffers: int, selection: str) -> dict[str, int]:
+        """Tenant -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
         pages = donor._attachment.pages
-        return pages.to_reclaim(donor.select(layers, buffers, selection), buffers) if pages.lent else frozenset()
+        target = donor.select(layers, buffers, selection)
+        lent = pages.to_reclaim(target, buffers)
+        plan = plan_streamed(replace(pages, lent=pages.lent - lent), self._arena.epoch, target, buffers)
+        own = [page for page in plan.lost if page not in lent and page not in donor._attachment.reclaimed]
+        found = {}
+        for name, held in {**self.holders(donor, lent), donor.name: own}.items():
+            if held:
+                tenant = self._tenants[name]
+                after = BlockPool(tenant.kv.geometry)
+                after.give(set(tenant.kv.pool.owned_slots()).difference(tenant.slots_of(held)))
+                found[name] = tenant.kv.usable_blocks - after.usable_blocks
+        return found
 
     # -- giving ----------------------------------------------------------------------------------------------------
 
@@ -88,6 +102,7 @@ class Lending:
 
         Fewer, or none, where layers turn out to be written.
         """
+        self._changes.cancel_draining(donor)  # what was to come home would be other layers than it was meant to be
         before = len(donor._attachment.pages.lent)
         pages = donor._attachment.pages
         buffers = donor.buffers or buffers  # another number would take pages out of live blocks
@@ -107,7 +122,7 @@ class Lending:
         Returns the pages freed.
         """
         wanted = -(-blocks * receiver.kv.spec.block_bytes // self._arena.page_bytes) + 1
-        slots = idle_slots(donor, receiver, wanted, surplus)
+        slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0
         pool = donor.kv.pool
@@ -124,6 +139,51 @@ class Lending:
             pool.give(slots)
             raise
         return len(pages)
+
+    def idle_slots(self, donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> list[int]:
+        """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most `wanted`.
+
+        Those given last go first. At most `surplus` blocks are lost; none that belongs to one of the donor's own layers, which
+        comes home with them; and its min_blocks stay in pages that are nobody's layer: others may be asked back any time.
+        """
+        pool, geometry = donor.kv.pool, donor.kv.geometry
+        if surplus <= 0 or donor._attachment.draining:
+            return []
+        own = donor._attachment.pages.kv_from_homes
+        homes = self._home_pages()
+        page_of = {slot: donor._attachment.giving[geometry.giving_index(slot)] for slot in pool.owned_slots()}
+        lasting = BlockPool(geometry)
+        lasting.give([slot for slot, page in page_of.items() if page not in homes])
+        spare = lasting.usable_blocks - donor.kv.spec.min_blocks
+        found: list[int] = []
+        lost: set[int] = set()
+        lost_for_good: set[int] = set()
+        for slot in reversed(page_of):
+            page = page_of[slot]
+            if page in own or page not in receiver._attachment.index_of:
+                continue
+            if not pool.external and pool.pending((slot,)):
+                continue
+            blocks = set(geometry.blocks_of_columns(slot % geometry.range_pages, slot % geometry.range_pages + 1))
+            if page not in homes:
+                if len(lost_for_good | blocks) > spare:
+                    continue
+                lost_for_good |= blocks
+            if len(lost | blocks) > surplus:
+                break
+            lost |= blocks
+            found.append(slot)
+            if len(found) >= wanted:
+                break
+        return sorted(found)
+
+    def _home_pages(self) -> frozenset[int]:
+        """Pages of all tenants' layers. As long as the same tenants are attached, the same."""
+        numbers = tuple(tenant.number for tenant in self._tenants.values())
+        if self._homes[0] != numbers:
+            every = (home for tenant in self._tenants.values() for home in tenant._attachment.pages.homes)
+            self._homes = (numbers, frozenset(chain.from_iterable(every)))
+        return self._homes[1]
 
     # -- coming home -----------------------------------------------------------------------------------------------
 
@@ -149,12 +209,12 @@ class Lending:
         for name in self.holders(donor, lent) if lent else ():
             self._tenants[name].refuse_pass()
         result = Returned()
-        if lent:
+        if pages.lent:
             there = replace(pages, lent=pages.lent - lent)
-            lost = plan_streamed(there, self._arena.epoch, target, buffers).lost
-            own = [page for page in lost if page not in lent and page not in donor._attachment.reclaimed]
-            self._require_room({donor.name: own, **self.holders(donor, lent)})
-            self._bring_home(donor, lent, result)
+            self._changes.refuse_homeless(donor, plan_streamed(there, self._arena.epoch, target, buffers).gained)
+            extra = self._require_room(donor, target, buffers, lent)
+            if lent or extra:
+                self._bring_home(donor, lent, extra, result)
             if result.problem:
                 return result
         try:
@@ -172,42 +232,87 @@ class Lending:
             result.moved[donor.name] = moves
         return result
 
-    def _require_room(self, held: Mapping[str, Sequence[int]]) -> None:
+    def _require_room(
+        self, donor: Tenant, target: Sequence[int], buffers: int, lent: frozenset[int]
+    ) -> dict[Tenant, Sequence[int]]:
+        """Free pages that tenants have to take first, so that all their live blocks have somewhere to go: no page twice, and
+        none that is to come home. Raises OutOfBlocks (field preempt) without enough of them. Engines with allocators of their
+        own are asked later, by withdrawing their blocks."""
         preempt: dict[str, tuple[int, ...]] = {}
-        room_of = {}
-        for name, pages in held.items():
-            if not pages:
-                continue
-            tenant = self._tenants[name]
-            slots = tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__))
-            pending = tenant.kv.pool.pending(slots)
-            room = 0 if tenant.kv.pool.external else self._changes._room(tenant, slots, self._spare(tenant, pages))
+        room_in_all = 0
+        extra: dict[Tenant, Sequence[int]] = {}
+        gone = set(lent)
+        held = {self._tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
+        for tenant in (*held, donor):
             if tenant.kv.pool.external:
-                continue  # its engine is asked by withdrawing them
-            if len(pending) > room:
-                preempt[name] = pending[room:]
-                room_of[name] = room
+                continue
+            free = [page for page in free_pages_of(self._arena, tenant) if page not in gone]
+            least, most = 0, len(free)
+            short = self._shortage(tenant, donor, held, target, buffers, lent, free)
+            if short[0] > 0:
+                preempt[tenant.name] = short[1][-short[0] :]
+                room_in_all += len(short[1]) - short[0]
+                continue
+            while least < most:  # more room the more pages there are: the fewest that do
+                middle = (least + most) // 2
+                if self._shortage(tenant, donor, held, target, buffers, lent, free[:middle])[0] > 0:
+                    least = middle + 1
+                else:
+                    most = middle
+            if least:
+                extra[tenant] = free[:least]
+                gone.update(free[:least])
         if preempt:
-            raise _out_of_room(preempt, sum(room_of.values()))
+            raise _out_of_room(preempt, room_in_all)
+        return extra
 
-    def _spare(self, tenant: Tenant, taken: Sequence[int]) -> Sequence[int]:
-        """Slots of the free pages that the tenant can have, to move its blocks to."""
-        gone = set(taken)
-        free = [page for page in free_pages_of(self._arena, tenant) if page not in gone]
-        return tenant.slots_of(free) if free else ()
+    def _shortage(
+        self,
+        tenant: Tenant,
+        donor: Tenant,
+        held: Mapping[Tenant, Sequence[int]],
+        target: Sequence[int],
+        buffers: int,
+        lent: frozenset[int],
+        extra: Sequence[int],
+    ) -> tuple[int, tuple[int, ...]]:
+        """(live blocks without a place once the tenant has the `extra` pages, all that are in the way). For the donor, by the
+        same two ways as in `Changes.restream`."""
+        more = tenant.slots_of(extra)
+        if tenant is not donor:
+            slots = tenant.slots_of(held[tenant])
+            pending = tenant.kv.pool.pending(slots)
+            return len(pending) - self._changes._room(tenant, slots, more), pending
+        pages = replace(donor._attachment.pages, lent=donor._attachment.pages.lent - lent)
+        outside = lent | donor._attachment.reclaimed  # in no pool
+        plan = plan_streamed(pages, self._arena.epoch, target, buffers)
+        slots = donor.slots_of([page for page in plan.lost if page not in outside])
+        pending = donor.kv.pool.pending(slots)
+        short = len(pending) - self._changes._room(donor, slots, more)
+        if short > 0 and plan.gained:
+            way = plan_streamed(pages, plan.epoch, sorted({*donor.streamed, *target}), min(buffers, donor.buffers))
+            there = replace(pages, streamed=way.streamed, ring=way.ring)
+            # From there another ring may be the best one, made of pages that are not at home.
+            if not way.lost and not there.to_reclaim(target, buffers):
+                after = plan_streamed(there, plan.epoch, target, buffers)
+                slots = donor.slots_of([page for page in after.lost if page not in outside])
+                pending = donor.kv.pool.pending(slots)
+                short = len(pending) - self._changes._room(donor, slots, (*more, *donor.slots_of(way.gained)))
+        return short, pending
 
-    def _bring_home(self, donor: Tenant, lent: frozenset[int], result: Returned) -> None:
+    def _bring_home(
+        self, donor: Tenant, lent: frozenset[int], extra: Mapping[Tenant, Sequence[int]], result: Returned
+    ) -> None:
         changes = self._changes
         vacated: list[tuple[Tenant, list[int], list[int], list[tuple[int, int]]]] = []
         held = self.holders(donor, lent)
+        for tenant, free in extra.items():
+            plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free, give=True)
+            changes.apply_and_settle(tenant, plan)
         for name, pages in held.items():
             tenant = self._tenants[name]
             slots = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
             try:
-                short = len(tenant.kv.pool.pending(slots)) - changes._room(tenant, slots)
-                if short > 0 and not tenant.kv.pool.external:
-                    free = [page for page in free_pages_of(self._arena, tenant) if page not in lent]
-                    changes.take_free_pages(tenant, free, short)
                 moves = changes._vacate(tenant, slots, False) or []
             except Error as error:
                 for each in reversed(vacated):
@@ -232,6 +337,8 @@ class Lending:
             vacated.pop(0)
             if moves:
                 result.moved[tenant.name] = dict(moves)
+        if not lent:
+            return
         try:
             self._reclaim(donor, lent)
         except ArenaBroken:
@@ -264,35 +371,6 @@ class Lending:
         )
         self._changes.apply_and_settle(donor, plan)
         attachment.reclaimed = attachment.reclaimed | lent
-
-
-def idle_slots(donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> list[int]:
-    """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most `wanted`.
-
-    Those given last go first. At most `surplus` blocks are lost; none that belongs to one of the donor's own layers, which
-    comes home with them.
-    """
-    pool, geometry = donor.kv.pool, donor.kv.geometry
-    if surplus <= 0 or donor._attachment.draining:
-        return []
-    own = donor._attachment.pages.kv_from_homes
-    borrowed_ok = receiver._attachment.index_of
-    found: list[int] = []
-    lost: set[int] = set()
-    for slot in reversed(pool.owned_slots()):
-        page = donor._attachment.giving[geometry.giving_index(slot)]
-        if page in own or page not in borrowed_ok:
-            continue
-        if not pool.external and pool.pending((slot,)):
-            continue
-        blocks = set(geometry.blocks_of_columns(slot % geometry.range_pages, slot % geometry.range_pages + 1))
-        if len(lost | blocks) > surplus:
-            break
-        lost |= blocks
-        found.append(slot)
-        if len(found) >= wanted:
-            break
-    return sorted(found)
 
 
 def _undo_vacate(tenant: Tenant, pages: Sequence[int], slots: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:

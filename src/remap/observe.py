@@ -12,7 +12,7 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["Log", "check_books", "make_report", "take_snapshot"]
+__all__ = ["Log", "check_books", "make_report", "take_snapshot", "then"]
 
 
 class Log:
@@ -95,6 +95,13 @@ def _tenant(session: Session, tenant: Tenant) -> TenantSnapshot:
     )
 
 
+def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
+    """Both moves of one tenant's blocks, {old: new}, one after the other: what moved first may have moved on."""
+    known = set(moves.values())
+    first = {old: later.get(new, new) for old, new in moves.items()}
+    return first | {old: new for old, new in later.items() if old not in known}
+
+
 def make_report(
     epoch: int,
     tenants: Mapping[str, Tenant],
@@ -107,10 +114,7 @@ def make_report(
     """
     moved = {name: entry["moved"] for name, entry in entries.items() if entry["moved"]}
     for name, moves in (untold or {}).items():
-        later = moved.get(name, {})
-        known = set(moves.values())
-        together = {old: later.get(new, new) for old, new in moves.items()}
-        moved[name] = together | {old: new for old, new in later.items() if old not in known}
+        moved[name] = then(moves, moved.get(name, {}))
     return StepReport(
         changed=bool(moved) or any(entry["added"] for entry in entries.values()),
         epoch=epoch,
@@ -130,7 +134,9 @@ def check_books(arena: Any, tenants: Mapping[str, Tenant]) -> None:
     owners, tenant_of = arena.owners(), arena.tenants()
     for tenant in tenants.values():
         for page in tenant._attachment.pages.lent:
-            if owners[page].name not in ("free", "kv", "quarantine") or tenant_of[page] == tenant.number:
+            if owners[page].name == "quarantine":
+                continue  # nobody's any more
+            if owners[page].name not in ("free", "kv") or tenant_of[page] == tenant.number:
                 raise AssertionError(f"{tenant.name!r}: page {page} is lent and belongs to {owners[page].name}")
         tenant.kv.pool.check()
         if arena.broken:

@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, cast
 
 from .donors.policy import Candidate, may_donate, rank
 from .donors.supply import Quote
-from .lending import idle_slots
-from .selection import inactive_cap
+from .schedule import RELATIVE_EPSILON, one_shot_delay
 from .views import Take
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["away_cap", "candidates_of", "offers_to", "surplus_of"]
 
 # Asked in every step while demand is unmet, of times that change only when the donor runs.
-_cap = functools.lru_cache(maxsize=64)(inactive_cap)
+_late = functools.lru_cache(maxsize=256)(one_shot_delay)
 
 
 def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]]:
@@ -65,22 +64,27 @@ def surplus_of(session: Session, donor: Tenant) -> int:
 
 
 def away_cap(session: Session, donor: Tenant) -> int:
-    """The most layers of an inactive tenant that may be away: what a short prefill of its own hides, and `ttft_budget_s` more.
+    """The most layers of an inactive tenant that may be away: as many as a short prefill of its own hides while all that is
+    streamed then, the ring's layers too, is loaded, and `ttft_budget_s` more.
 
-    One layer, and what the budget pays for, while no pass of it was measured. Never all of them: the ring's stay.
+    One layer, and what the budget pays for, while no pass of it was measured. Never all of them: the ring's stay, and one
+    more.
     """
     config = session._configs[donor.name]
-    attachment = donor._attachment
+    order = donor._attachment.order
     buffers = max(1, donor.buffers)
-    most = len(attachment.order) - buffers
+    most = min(len(order), donor.layers - 1) - buffers
+    if config.cap is not None:
+        most = min(most, config.cap)
     times = donor.prefill_times()
     if times is None:
         copy = donor.copy_seconds()
-        cap = 1 + (int(config.ttft_budget_s / copy) if copy > 0 else 0)
-    else:
-        cap = _cap(times.compute_s, times.transfer_s, slack_s=config.ttft_budget_s, buffers=buffers)
-    if config.cap is not None:
-        cap = min(cap, config.cap)
+        return max(0, min(most, 1 + (int(config.ttft_budget_s / copy) if copy > 0 else 0)))
+    bound = config.ttft_budget_s + RELATIVE_EPSILON * math.fsum(times.compute_s)
+    kind = donor.growing_by
+    cap = donor.remapped  # more is away only together with what is away now
+    while cap < most and _late(times.compute_s, times.transfer_s, donor.select(cap + 1, buffers, kind)) <= bound:
+        cap += 1
     return max(0, min(cap, most))
 
 
@@ -115,7 +119,8 @@ def _idle(session: Session, donor: Tenant, receiver: Tenant, need: int) -> list[
     surplus = surplus_of(session, donor)
     if surplus <= 0:
         return []
-    pages = len(idle_slots(donor, receiver, math.ceil(need / receiver._blocks_per_page) + 1, surplus))
+    wanted = math.ceil(need / receiver._blocks_per_page) + 1
+    pages = len(session._lending.idle_slots(donor, receiver, wanted, surplus))
     blocks = int(pages * receiver._blocks_per_page)
     return [Quote(donor.name, "idle_kv", blocks, 0.0, 0.0, Take(donor.name, "idle_kv", blocks))] if blocks else []
 
@@ -123,6 +128,8 @@ def _idle(session: Session, donor: Tenant, receiver: Tenant, need: int) -> list[
 def _of_inactive(session: Session, donor: Tenant, receiver: Tenant, need: int) -> list[Quote]:
     """Its layers one by one, until they cover the need or its cap is reached."""
     attachment = donor._attachment
+    if attachment.pages.tail_pages:
+        return []  # slices of all layers stream: none can go whole
     buffers = max(1, donor.buffers)
     kind = donor.growing_by
     last = sorted(attachment.order, reverse=True)[:buffers]
@@ -142,6 +149,8 @@ def _of_inactive(session: Session, donor: Tenant, receiver: Tenant, need: int) -
 
 
 def _of_active(session: Session, donor: Tenant, receiver: Tenant) -> list[Quote]:
+    if donor.slicing:
+        return []  # it counts in pages of every layer, which nobody else can use
     controller = session._controllers[donor.name]
     view = session._view_of(donor, session._demands.get(donor.name))
     scale = donor._attachment.pages.buffer_pages * receiver._blocks_per_page / view.blocks_per_layer

@@ -17,6 +17,7 @@ changes.py names the exceptions). attach, detach and close do wait, for this ses
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -33,7 +34,7 @@ from .kv_geometry import KVSpec
 from .lending import Lending
 from .locking import SessionLock
 from .nvtx import annotated
-from .observe import Log, check_books, make_report, take_snapshot
+from .observe import Log, check_books, make_report, take_snapshot, then
 from .ordering import Streams
 from .policy import view_of
 from .registered import Registered
@@ -116,7 +117,7 @@ class Session:
         self._activations = 0
         self._cursor = 0  # round robin: the donor after the last one comes first
         self._demands: Mapping[str, Demand] = {}  # of the last step
-        self._claims: dict[int, tuple[int, tuple[int, ...], dict[str, int]]] = {}  # see decisions.consider_return
+        self._claims: dict[int, tuple[tuple[object, ...], dict[str, int]]] = {}  # see decisions.consider_return
         self._untold: dict[str, dict[int, int]] = {}  # moves of a step that raised afterwards: the next report has them
         self._log = Log()
         self._registered = Registered(self._arena, self._tenants)
@@ -219,6 +220,9 @@ class Session:
             del self._tenants[name], self._controllers[name], self._configs[name]
             tenant._release()
             self._activity.forget(name)
+            self._claims.pop(tenant.number, None)
+            self._untold.pop(name, None)
+            self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
             self._host.give_back(tenant._attachment.host)
 
     def layer_address(self, name: str, layer: int) -> int:
@@ -284,6 +288,11 @@ class Session:
             for other in others:
                 deactivate(self, other)
             report = activate(self, tenant, partial)
+            if self._untold:  # of a step that raised before
+                untold, self._untold = self._untold, {}
+                names = {*untold, *report.moved}
+                together = {other: then(untold.get(other, {}), report.moved.get(other, {})) for other in names}
+                report = replace(report, moved=together)
             entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
             self._log.add(self._arena.epoch, {name: entry})
             return report

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .decisions import Entries, carry_out, consider_return
+from .observe import then
 from .policy import view_of
 from .views import Demand
 
@@ -25,7 +26,7 @@ def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
     Tenants of higher priority are served first, equal ones in the order of attaching. If the step raises, what had moved by
     then is kept for the next report (`Session._untold`): the engines have to hear of it.
     """
-    session._demands = demand
+    session._demands = dict(demand)  # the caller may use its own again
     entries: Entries = {}
     try:
         for name in demand if len(demand) < 2 else sorted(demand, key=lambda name: _precedence(session, name)):
@@ -40,7 +41,8 @@ def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
     except BaseException:
         # Whatever it was, an interrupt included. It goes on to the caller.
         for name, entry in entries.items():
-            session._untold.setdefault(name, {}).update(entry["moved"])
+            if entry["moved"]:
+                session._untold[name] = then(session._untold.get(name, {}), entry["moved"])
         raise
     return entries
 

@@ -1,0 +1,304 @@
+"""Three models share an arena and lend each other their layers: whoever is active computes the same bits as without remap.
+
+Free usable KV blocks are poisoned and live ones hold random bytes all the time, in pages that were somebody's weights a moment
+ago: a stale read of weights or a stray copy shows at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import threading
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from arena_worlds import PAGE, make_layers, make_spec  # noqa: E402
+from cuda_streams import Driver  # noqa: E402
+from models import (  # noqa: E402
+    LAYERS,
+    addresses_of,
+    ids_for,
+    kv_spec,
+    layers_of,
+    logits_of,
+    make,
+    minimum_bytes,
+    poison,
+    raw_block,
+    write_block,
+)
+
+import remap  # noqa: E402
+from remap import _core  # noqa: E402
+from remap.adapters.hooks import attach_hooks  # noqa: E402
+
+KINDS = {"one": "llama-odd", "two": "qwen3", "three": "opt"}
+SMALL = 16384
+
+
+def spec_for(model: Any, layout: str) -> remap.KVSpec:
+    return kv_spec(model, layout=layout, max_blocks=1600)  # so that there is a place for every page of the others
+
+
+class Served:
+    """One model with hooks, what it computes without remap, and live KV blocks with known bytes."""
+
+    def __init__(self, session: remap.Session, name: str, layout: str) -> None:
+        self.session, self.name, self.model = session, name, make(KINDS[name], seed=len(name))
+        self.batches = [ids_for(batch, tokens, seed=batch) for batch, tokens in ((2, 7), (1, 3))]
+        self.expected = [logits_of(self.model, ids) for ids in self.batches]
+        self.tenant = session.attach(self.model, kv=spec_for(self.model, layout), name=name)
+        self.kv = self.tenant.kv
+        self.hooks = attach_hooks(layers_of(self.model), self.tenant, model=self.model)
+        self.addresses = addresses_of(self.model)
+        self.live: dict[int, torch.Tensor] = {}
+
+    def fill(self, count: int, rng: random.Random) -> None:
+        for block in self.kv.allocate(count):
+            self.live[block] = write_block(self.kv, block, rng.getrandbits(30))
+
+    def drop(self, blocks: Any) -> None:
+        blocks = list(blocks)
+        self.kv.free(blocks)
+        for block in blocks:
+            del self.live[block]
+
+    def check(self) -> None:
+        assert set(self.live) == set(self.kv.pool.live_ids())
+        for block, data in self.live.items():
+            assert torch.equal(raw_block(self.kv, block), data), f"{self.name}: KV block {block} has changed"
+        poison(self.kv)
+        assert addresses_of(self.model) == self.addresses
+        if self.tenant.active:
+            for ids, expected in zip(self.batches, self.expected, strict=True):
+                assert torch.equal(logits_of(self.model, ids), expected), self.name
+
+
+def tell(served: dict[str, Served], moved: Any) -> None:
+    for name, moves in moved.items():
+        served[name].live = {moves.get(block, block): data for block, data in served[name].live.items()}
+
+
+def change(session: remap.Session, served: dict[str, Served], rng: random.Random) -> str:
+    """One change at random; what it was."""
+    name, other = rng.sample(sorted(served), 2)
+    one = served[name]
+    kind = rng.choice(["lend", "lend", "activate", "deactivate", "step", "step", "remap", "blocks", "blocks"])
+    if kind == "lend":
+        tell(served, session.lend(name, rng.randint(0, LAYERS - 1 - (one.tenant.buffers == 2)), to=other).moved)
+    elif kind == "activate":
+        alone, partial = rng.random() < 0.3, rng.random() < 0.4
+        report = session.activate(name, alone=alone, partial=partial)
+        tell(served, report.moved)
+        if not report.activated:
+            for holder, blocks in report.preempt.items():
+                served[holder].drop(blocks)
+            report = session.activate(name)
+            tell(served, report.moved)
+        assert report.activated
+    elif kind == "deactivate":
+        session.deactivate(name)
+    elif kind == "step":
+        wanted = {each: remap.Demand(rng.randint(0, 60)) for each, its in served.items() if its.tenant.active}
+        tell(served, session.step(wanted).moved)
+    elif kind == "remap":
+        buffers = rng.choice([1, 2])
+        how = rng.choice(["uniform", "nested"])
+        tell(served, session.remap(name, rng.randint(0, LAYERS - buffers), buffers, how).moved)
+    elif one.live and rng.random() < 0.5:
+        one.drop(rng.sample(sorted(one.live), rng.randint(1, len(one.live))))
+    elif one.kv.free_blocks:
+        one.fill(rng.randint(1, one.kv.free_blocks), rng)
+    return kind
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@pytest.mark.parametrize("seed", range(2))
+def test_active_models_compute_the_same_bits_at_every_moment(mode: str, seed: int) -> None:
+    rng = random.Random(f"{mode}{seed}")
+    layouts = {name: rng.choice(["block_major", "layer_major"]) for name in KINDS}
+    models = {name: make(kind) for name, kind in KINDS.items()}
+    least = sum(minimum_bytes(model, spec_for(model, layouts[name]), SMALL) for name, model in models.items())
+    config = remap.ControllerConfig(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
+    with remap.Session(least + 12 * SMALL, page_bytes=SMALL, mode=mode, controller=config) as session:
+        served = {name: Served(session, name, layouts[name]) for name in KINDS}
+        refused, lent, passes = 0, 0, 0
+        for _ in range(45):
+            try:
+                change(session, served, rng)
+            except remap.OutOfBlocks:
+                refused += 1
+            session.check()
+            for each in served.values():
+                each.check()
+                passes += each.tenant.active and bool(each.tenant.streamed)
+            lent += sum(seen.borrowed_pages for seen in session.snapshot().tenants.values())
+        assert lent > 100
+        assert passes > 10
+        for each in served.values():
+            each.drop(list(each.live))
+        for name, each in served.items():
+            assert session.activate(name).activated
+            session.remap(name, 0)
+            each.check()
+        assert not any(seen.lent_pages for seen in session.snapshot().tenants.values())
+        for each in served.values():
+            each.hooks.remove()
+    for each in served.values():
+        for ids, expected in zip(each.batches, each.expected, strict=True):
+            assert torch.equal(logits_of(each.model, ids), expected)
+
+
+class OnDevice:
+    """A tenant over plain bytes whose kernels are copies on a stream of its own: they read every layer and every live block."""
+
+    def __init__(
+        self, session: remap.Session, backend: Any, name: str, sizes: list[int], tag: int, stream: int
+    ) -> None:
+        self.session, self.backend, self.name, self.stream = session, backend, name, stream
+        self.layers = make_layers(sizes, tag)
+        self.tenant = session.attach_bytes(self.layers, name=name, kv=make_spec(len(sizes), max_blocks=300))
+        self.live: dict[int, int] = {}
+        self.reads: list[tuple[int, bytes, str]] = []
+
+    def a_pass(self) -> None:
+        """Enqueued; nobody waits for it here."""
+        with self.tenant.forward(stream=self.stream):
+            for layer, expected in enumerate(self.layers):
+                self.tenant.wait(layer)
+                self.read(self.session.layer_address(self.name, layer), expected, f"layer {layer}")
+                self.tenant.done(layer)
+            for block, value in self.live.items():
+                for offset, nbytes in self.tenant.kv.geometry.byte_ranges_of_block(block):
+                    self.read(self.tenant.kv.address + offset, bytes([value]) * nbytes, f"block {block}")
+
+    def read(self, address: int, expected: bytes, what: str) -> None:
+        to = self.backend.allocate_host(len(expected))
+        self.backend.copy(self.stream, to, address, len(expected))
+        self.reads.append((to, expected, what))
+
+    def fill(self, count: int, value: int) -> None:
+        for block in self.tenant.kv.allocate(count):
+            self.live[block] = value
+            for offset, nbytes in self.tenant.kv.geometry.byte_ranges_of_block(block):
+                self.backend.fill(self.stream, self.tenant.kv.address + offset, value, nbytes)
+
+    def drop(self, blocks: Any) -> None:
+        for block in list(blocks):
+            self.tenant.kv.free([block])
+            del self.live[block]
+
+    def compare(self) -> None:
+        for at, expected, what in self.reads:
+            got = ctypes.string_at(at, len(expected))
+            self.backend.free_host(at, len(expected))
+            assert got == expected, f"{self.name}: {what}"
+        self.reads.clear()
+
+
+def change_on_device(session: remap.Session, served: dict[str, OnDevice], rng: random.Random) -> None:
+    name, other = rng.sample(sorted(served), 2)
+    one = served[name]
+    kind = rng.choice(["lend", "lend", "activate", "activate", "deactivate", "step", "remap", "drop", "fill"])
+    moved: Any = {}
+    if kind == "lend":
+        moved = session.lend(name, rng.randint(0, one.tenant.layers - 2), to=other).moved
+    elif kind == "activate":
+        report = session.activate(name, partial=True)
+        moved = report.moved
+    elif kind == "deactivate":
+        session.deactivate(name)
+    elif kind == "step":
+        moved = session.step(
+            {each: remap.Demand(rng.randint(0, 40)) for each in served if served[each].tenant.active}
+        ).moved
+    elif kind == "remap":
+        moved = session.remap(name, rng.randint(0, one.tenant.layers - 2), rng.choice([1, 2]), "nested").moved
+    elif kind == "drop":
+        one.drop(rng.sample(sorted(one.live), len(one.live) // 2))
+    else:
+        one.fill(rng.randint(0, one.tenant.kv.free_blocks), rng.randint(1, 255))
+    for each, moves in moved.items():
+        served[each].live = {moves.get(block, block): value for block, value in served[each].live.items()}
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emulated: Any, mode: str) -> None:
+    """Each tenant computes on a stream of its own, and is often far behind: nobody waits for it between changes."""
+    emulated.configure(granularity=PAGE, memory=256 << 20, jitter_us=20)
+    rng = random.Random(f"device {mode}")
+    driver = Driver(emulated.path)
+    with ExitStack() as stack:
+        stack.callback(driver.close)
+        backend = _core.make_cuda_backend(library=emulated.path)
+        streams = [stack.enter_context(driver.stream()) for _ in range(3)]
+        config = remap.ControllerConfig(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
+        with remap.Session(60 * PAGE, page_bytes=PAGE, mode=mode, backend=backend, controller=config) as session:
+            shapes = {"a": [2] * 5, "b": [3, 2, 3, 3, 2, 3], "c": [1] * 4}
+            served = {
+                name: OnDevice(session, backend, name, sizes, tag, streams[tag - 1])
+                for tag, (name, sizes) in enumerate(shapes.items(), 1)
+            }
+            for each in served.values():
+                each.a_pass()
+            borrowed = 0
+            for turn in range(60):
+                if rng.random() < 0.3:  # far behind: what follows is enqueued, and runs later
+                    driver.hold(rng.choice(streams)).open_once(threading.Event(), 0.01)
+                try:
+                    change_on_device(session, served, rng)
+                except remap.OutOfBlocks:
+                    assert any(each.live for each in served.values())
+                session.check()
+                borrowed += sum(seen.borrowed_pages for seen in session.snapshot().tenants.values())
+                for each in served.values():
+                    if each.tenant.active and rng.random() < 0.7:
+                        each.a_pass()
+                if turn % 12 == 11:
+                    for stream in streams:
+                        driver.synchronize(stream)
+                    for each in served.values():
+                        each.compare()
+            assert borrowed > 60
+            driver.open_gates()
+            for stream in streams:
+                driver.synchronize(stream)
+            for each in served.values():
+                each.compare()
+        del session, backend, served, each, stream
+
+
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@pytest.mark.parametrize("by_step", [False, True])
+def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode: str, by_step: bool) -> None:
+    models = [make(kind) for kind in KINDS.values()]
+    least = sum(minimum_bytes(model, spec_for(model, "block_major"), SMALL) for model in models)
+    config = remap.ControllerConfig(min_idle=0.0, ttft_budget_s=1e9, headroom_blocks=0)
+    with remap.Session(least, page_bytes=SMALL, mode=mode, controller=config) as session:
+        served = {name: Served(session, name, "block_major") for name in KINDS}
+        one = served["one"]
+        with torch.no_grad():
+            next(layers_of(one.model)[LAYERS - 1].parameters()).mul_(1.5)
+        one.expected = [logits_of(one.model, ids) for ids in one.batches]
+        for name in ("one", "three"):
+            session.deactivate(name)
+        if by_step:
+            for _ in range(30):
+                two = served["two"]
+                two.fill(two.kv.free_blocks, random.Random(0))
+                session.step({"two": remap.Demand(3)})
+        else:
+            session.lend("one", 3, to="two")
+        assert LAYERS - 1 in one.tenant.pinned
+        assert len(one.tenant.streamed) >= 2 and LAYERS - 1 not in one.tenant.streamed
+        session.check()
+        served["two"].drop(list(served["two"].live))
+        assert session.activate("one").activated
+        for each in served.values():
+            each.check()
+            each.hooks.remove()

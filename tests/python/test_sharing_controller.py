@@ -1,0 +1,274 @@
+"""Who gives what to whom, and when it goes back: injected times, so that every decision is known beforehand.
+
+Every tenant has eight layers, so that a block is exactly a page.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from sharing_worlds import Engine, Shared, set_times, times_of
+
+import remap
+from remap import offers, schedule
+
+N = 8
+PLAIN: dict[str, Any] = {"headroom_blocks": 0, "hysteresis_blocks": 0, "min_idle": 0.0}
+HIDDEN = times_of(N, 1.0, 0.0)
+SLOW = times_of(N, 1.0, 100.0)  # nothing of it can be hidden
+
+
+def world_of(pages: dict[str, int], times: Any = HIDDEN, *, spare: int = 0, **config: Any) -> Shared:
+    world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=config_of(**config))
+    for engine in world.engines.values():
+        set_times(engine, times)
+        engine.tenant.copy_seconds = lambda: 0.0  # type: ignore[method-assign]
+    return world
+
+
+def config_of(**config: Any) -> remap.ControllerConfig:
+    return remap.ControllerConfig(**{**PLAIN, **config})
+
+
+def watch(world: Shared, name: str) -> list[Any]:
+    """All decisions for this tenant from now on."""
+    seen: list[Any] = []
+    controller = world.session._controllers[name]
+    decide = controller.decide
+
+    def watched(view: Any, demand: Any) -> Any:
+        seen.append(decide(view, demand))
+        return seen[-1]
+
+    controller.decide = watched  # type: ignore[method-assign]
+    return seen
+
+
+def sources(decision: Any) -> list[tuple[str, str]]:
+    """In the order in which they are asked: ("free", ""), ("idle_kv", donor), ("layers", donor), ("own", "")."""
+    found = [("free", "")] if decision.free_pool_blocks_to_take else []
+    return found + [(take.kind, take.donor) for take in decision.takes]
+
+
+def hold(engine: Engine, blocks: int) -> None:
+    engine.allocate_blind(min(blocks, engine.tenant.kv.free_blocks))
+
+
+def idle_until(engine: Engine, seconds: float) -> None:
+    """As if its last pass had been so long ago."""
+    engine.tenant._last_pass_s = time.monotonic() - seconds
+
+
+# -- from whom -----------------------------------------------------------------------------------------------------------
+
+
+def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None:
+    with world_of({"r": 1, "i": 2, "j": 2, "d": 2}, spare=9, policy="lru") as world:
+        r, d = world.engines["r"], world.engines["d"]
+        world.step(d=8)  # what it has above its two blocks will be unused
+        for name in ("j", "i"):
+            world.activate(name)
+        for name in ("i", "j"):
+            world.session.deactivate(name)
+        seen = watch(world, "r")
+        log: list[tuple[str, str]] = []
+        for _ in range(60):
+            hold(r, 99)
+            report = world.step(r=1, d=0)
+            for source in sources(seen[-1]) + ([("own", "")] if seen[-1].remapped and not seen[-1].takes else []):
+                if source not in log:
+                    log.append(source)
+            if report.unmet_blocks:
+                break
+        else:
+            pytest.fail("nothing was ever unmet")
+        # j was used before i: least recently used goes first.
+        assert log[:4] == [("free", ""), ("idle_kv", "d"), ("layers", "j"), ("layers", "i")]
+        assert set(log[4:]) == {("layers", "d"), ("own", "")}
+        for name in ("i", "j"):
+            assert (
+                world.engines[name].tenant.remapped == offers.away_cap(world.session, world.engines[name].tenant) == 6
+            )
+        assert d.tenant.kv.usable_blocks >= 2
+        # All are at their caps: the same is asked for in vain, and nothing changes any more.
+        owners, epoch = world.session._arena.owners(), world.session.snapshot().epoch
+        for _ in range(5):
+            assert world.step(r=1, d=0).unmet_blocks == {"r": 1}
+        assert (world.session._arena.owners(), world.session.snapshot().epoch) == (owners, epoch)
+        assert "1 blocks stay unmet" in world.session.snapshot().decisions[-1].reason
+        world.check()
+
+
+@pytest.mark.parametrize("policy", ["lru", "mru", "priority", "round_robin"])
+def test_the_policy_says_which_inactive_tenant_is_first(policy: str) -> None:
+    options = {"i": {"priority": 1}, "j": {"priority": 2}}
+    config = config_of(policy=policy)
+    with Shared({"r": (N, 1), "i": (N, 2), "j": (N, 2)}, config=config, options=options) as world:
+        for engine in world.engines.values():
+            set_times(engine, HIDDEN)
+        for name in ("i", "j"):
+            world.activate(name)
+            world.session.deactivate(name)
+        seen = watch(world, "r")
+        order = []
+        for _ in range(6):
+            hold(world.engines["r"], 99)
+            world.step(r=1)
+            order += [take.donor for take in seen[-1].takes]
+        expected = {"lru": "i", "mru": "j", "priority": "i", "round_robin": "i"}[policy]
+        assert order[0] == expected
+        if policy == "round_robin":  # one after the other
+            assert order == ["i", "j", "i", "j", "i", "j"][: len(order)] and len(order) >= 3
+        else:
+            assert set(order) == {expected}
+
+
+@pytest.mark.parametrize("budget", [0.0, 1.5, 4.0, 1e6])
+@pytest.mark.parametrize("transfer", [0.5, 1.0, 1.3, 3.0])
+@pytest.mark.parametrize("streamed", [0, 3], ids=["resident", "streaming already"])
+def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_late(
+    budget: float, transfer: float, streamed: int
+) -> None:
+    times = times_of(N, 1.0, transfer)
+    with world_of({"r": 1, "i": 3}, times, ttft_budget_s=budget, cap=None) as world:
+        i = world.engines["i"].tenant
+        world.session.remap("i", streamed, 1, "nested")
+        world.session.deactivate("i")
+        world.session._controllers["r"].config = config_of(cap=0)
+        for _ in range(30):
+            hold(world.engines["r"], 99)
+            if world.step(r=1).unmet_blocks:
+                break
+
+        def late(alpha: int) -> float:
+            missing = i.select(alpha, i.buffers or 1, i.growing_by)
+            return schedule.one_shot_delay(times.compute_s, times.transfer_s, missing)
+
+        given = i.remapped
+        assert given <= 6 and (given <= streamed or late(given) <= budget + 1e-9)
+        assert given == 6 or late(given + 1) > budget
+        lent = i.lent_pages
+        world.engines["r"].free(list(world.engines["r"].held))
+        report = world.activate("i")
+        assert report.activated
+        if not streamed and lent:
+            assert len(report.restored) == given + 1
+            assert report.predicted_stall_s <= budget + 1e-9, "what was promised when it gave"
+
+
+def test_an_inactive_tenant_gives_only_once_it_has_been_idle_for_long_enough() -> None:
+    with world_of({"r": 1, "i": 3}, min_idle=5.0, cap=None) as world:
+        i, r = world.engines["i"], world.engines["r"]
+        i.tenant.copy_seconds = lambda: 100.0  # type: ignore[method-assign]
+        world.session._controllers["r"].config = config_of(cap=0)
+        world.session.deactivate("i")
+        idle_until(i, 499.0)
+        hold(r, 99)
+        assert world.step(r=1).unmet_blocks == {"r": 1} and i.tenant.remapped == 0
+        idle_until(i, 501.0)
+        assert not world.step(r=1).unmet_blocks and i.tenant.remapped == 1
+
+
+def test_active_donors_give_where_it_stalls_least_and_within_their_slowdown() -> None:
+    with world_of({"r": 1, "cheap": 2, "dear": 2}, slowdown=0.5) as world:
+        set_times(world.engines["dear"], times_of(N, 1.0, 2.0))
+        set_times(world.engines["r"], SLOW)
+        seen = watch(world, "r")
+        for _ in range(40):
+            hold(world.engines["r"], 99)
+            if world.step(r=1).unmet_blocks:
+                break
+        donors = [take.donor for decision in seen for take in decision.takes]
+        assert (
+            donors[0] == "cheap"
+            and world.engines["cheap"].tenant.remapped == 7
+            and world.engines["r"].tenant.remapped == 0
+        )
+        first = donors.index("dear")
+        assert donors[:first] == ["cheap"] * first
+        dear = world.engines["dear"].tenant
+        stall = schedule.stall(
+            times_of(N, 1.0, 2.0).compute_s, times_of(N, 1.0, 2.0).transfer_s, dear.streamed, dear.buffers
+        )
+        assert dear.remapped > 0 and stall <= 0.5 * N * (1 + 1e-6)
+        world.check()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("active", [False, True])
+def test_slices_are_not_lent_as_if_they_were_layers(streams: bool, active: bool) -> None:
+    config = config_of(cap=0)
+    options = {"d": {"controller": config_of(selection="slices", slowdown=9.0)}}
+    with Shared({"r": (N, 1), "d": (N, 3)}, config=config, options=options) as world:
+        d = world.engines["d"]
+        for engine in world.engines.values():
+            set_times(engine, HIDDEN)
+        if streams:
+            world.session.remap("d", 2, 1, "slices")
+            d.allocate_blind(d.tenant.kv.free_blocks)
+        if not active:
+            world.session.deactivate("d")
+        before = d.tenant.alpha
+        seen = watch(world, "r")
+        hold(world.engines["r"], 99)
+        world.step(r=2)
+        assert not [take for take in seen[-1].takes if take.kind == "layers"] or not (streams or active)
+        assert d.tenant.alpha == before or not (streams or active)
+        world.check()
+
+
+def test_whoever_does_not_lend_is_left_alone() -> None:
+    options = {"i": {"controller": config_of(lends=False)}}
+    config = config_of(cap=0)
+    with Shared({"r": (N, 1), "i": (N, 2)}, spare=4, config=config, options=options) as world:
+        world.step(i=6)
+        world.session.deactivate("i")
+        set_times(world.engines["i"], HIDDEN)
+        before = world.engines["i"].tenant.kv.usable_blocks
+        hold(world.engines["r"], 99)
+        assert world.step(r=3).unmet_blocks
+        assert world.engines["i"].tenant.kv.usable_blocks == before and not world.engines["i"].tenant.streamed
+
+
+def test_an_active_donor_keeps_its_demand_headroom_hysteresis_and_its_own_blocks() -> None:
+    with world_of({"r": 1, "d": 1}, spare=30, cap=0) as world:
+        d = world.engines["d"]
+        world.session._controllers["d"].config = config_of(cap=0, headroom_blocks=4, hysteresis_blocks=2)
+        world.step(d=20)
+        hold(d, 5)
+        world.step(d=3)
+        for _ in range(40):
+            hold(world.engines["r"], 99)
+            if world.step(r=1, d=3).unmet_blocks:
+                break
+        assert d.tenant.kv.free_blocks == 3 + 4 + 2
+        world.step(d=0, r=1)  # nothing is wanted any more: three blocks fewer are kept
+        assert d.tenant.kv.free_blocks == 4 + 2 or world.engines["r"].tenant.kv.free_blocks
+        world.session.deactivate("d")
+        d.free(list(d.held))
+        for _ in range(40):
+            hold(world.engines["r"], 99)
+            if world.step(r=1).unmet_blocks:
+                break
+        assert d.tenant.kv.usable_blocks == 2, "min_blocks"
+        world.check()
+
+
+def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
+    """A holder gives away its unused KV: not that which would be left once the layers that it has borrowed are at home."""
+    with world_of({"h": 1, "i": 3, "r": 1}, spare=2, cap=0) as world:
+        h, r = world.engines["h"], world.engines["r"]
+        world.session.deactivate("i")
+        world.session.lend("i", 4, to="h")
+        h.allocate_blind(h.tenant.kv.free_blocks)
+        h.free(sorted(h.held)[:5])  # its own ones among them
+        world.session.deactivate("h")
+        for _ in range(20):
+            hold(r, 99)
+            if world.step(r=1).unmet_blocks:
+                break
+        world.activate("i")
+        assert h.tenant.kv.usable_blocks >= 2
+        world.check()

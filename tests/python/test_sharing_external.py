@@ -1,0 +1,223 @@
+"""Engines with their own allocators among several tenants: as holders of what others lend, and as lenders.
+
+Such an engine hears which ids are withdrawn and returns them at once, or later; which of its blocks are in use nobody else knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from arena_worlds import read_block, write_block
+from sharing_worlds import Shared, set_times, times_of
+
+import remap
+
+N = 8  # layers: a block is a page
+PLAIN: dict[str, Any] = {
+    "headroom_blocks": 0,
+    "hysteresis_blocks": 0,
+    "min_idle": 0.0,
+    "map_s": 0.0,
+    "contention": 9.0,
+    "dwell": 1,
+}
+
+
+class External:
+    """The allocator. prompt: withdrawn ids that are free go back from within the listener; otherwise by `give_back`."""
+
+    def __init__(self, world: Shared, name: str, prompt: bool = True) -> None:
+        self.world, self.name, self.prompt = world, name, prompt
+        self.tenant = world.engines[name].tenant
+        self.free: set[int] = set()
+        self.used: dict[int, int] = {}
+        self.leaving: set[int] = set()
+        self.tenant.kv.subscribe(self, external=True)
+
+    def __call__(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+        self.leaving -= set(added)
+        self.free |= set(added) - set(self.used)
+        self.free -= set(withdrawn)
+        self.leaving |= set(withdrawn)
+        if self.prompt:
+            self.give_back()
+
+    def give_back(self) -> None:
+        back = self.leaving - set(self.used)
+        self.leaving -= back
+        self.tenant.kv.returned(back)
+
+    def use(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.free.remove(block)
+            self.used[block] = block % 250 + 1
+            write_block(self.tenant, block, self.used[block])
+
+    def finish(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self.used[block]
+            if block not in self.leaving:
+                self.free.add(block)
+            elif self.prompt:
+                self.give_back()
+
+    def check(self) -> None:
+        """It and the pool mean the same blocks, and nobody has touched those in use."""
+        pool = self.tenant.kv.pool
+        assert self.free | (set(self.used) - self.leaving) == set(pool.open_ids())
+        assert len(self.leaving) == pool.withdrawn_live_blocks
+        for block, value in self.used.items():
+            assert read_block(self.tenant, block) == {value}
+
+    @property
+    def demand(self) -> Any:
+        return lambda blocks: remap.Demand(blocks, free=len(self.free))
+
+
+def world_of(pages: dict[str, int], *, spare: int = 0, **config: Any) -> Shared:
+    settings = remap.ControllerConfig(**{**PLAIN, **config})
+    world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=settings)
+    for engine in world.engines.values():
+        set_times(engine, times_of(N, 1.0, 0.1))
+    return world
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_a_holder_whose_blocks_are_in_use_keeps_them_and_no_step_raises(prompt: bool) -> None:
+    with world_of({"h": 1, "i": 2}) as world:
+        h = External(world, "h", prompt)
+        world.session.deactivate("i")
+        world.session.lend("i", 3, to="h")
+        highest = max(h.free)
+        h.use([highest])
+        for _ in range(6):  # enough are free, but not those
+            world.session.step({"h": h.demand(0)})
+            h.check()
+            h.give_back()
+            h.check()
+            world.check()
+        assert world.engines["i"].tenant.lent_pages > 0
+        h.finish([highest])
+        for _ in range(6):
+            world.session.step({"h": h.demand(0)})
+            h.check()
+        assert (world.engines["i"].tenant.lent_pages == 0) is prompt  # nobody waits for an engine that answers later
+        world.check()
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prompt: bool) -> None:
+    with world_of({"h": 1, "i": 2}) as world:
+        h = External(world, "h", prompt)
+        world.session.deactivate("i")
+        world.session.lend("i", 3, to="h")
+        h.use(sorted(h.free)[-4:])
+        owners = world.session._arena.owners()
+        report = world.session.activate("i")
+        assert not report.activated and set(h.used) <= set(report.preempt["h"])
+        assert world.session._arena.owners() == owners
+        h.check()
+        partial = world.session.activate("i", partial=True)
+        assert partial.activated and partial.streamed
+        h.check()
+        world.check()
+        h.finish(list(h.used))
+        report = world.session.activate("i")
+        assert report.activated is prompt
+        h.check()
+        world.check()
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("active", [True, False])
+def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(prompt: bool, active: bool) -> None:
+    with world_of({"e": 1, "r": 1}, spare=8, cap=0) as world:
+        e = External(world, "e", prompt)
+        world.session.step({"e": e.demand(9)})
+        before = e.tenant.kv.usable_blocks
+        assert before >= 9
+        e.use(sorted(e.free)[:2])
+        if not active:
+            world.session.deactivate("e")
+        demands = {"e": e.demand(1)} if active else {}
+        world.engines["r"].allocate_blind(world.engines["r"].tenant.kv.free_blocks)
+        world.session.step(demands)
+        report = world.session.step({**demands, "r": remap.Demand(4)})
+        e.check()
+        world.check()
+        if prompt:
+            assert not report.unmet_blocks and e.tenant.kv.usable_blocks < before
+            assert e.tenant.kv.usable_blocks >= 2 and (len(e.free) >= 1 or not active)
+        else:
+            assert report.unmet_blocks == {"r": 3} or e.tenant.kv.usable_blocks == before
+        e.give_back()
+        e.check()
+        world.check()
+
+
+def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
+    """Its engine still uses blocks of a layer that is to come home; then more layers of it are lent."""
+    with world_of({"e": 2, "h": 1}) as world:
+        e = External(world, "e")
+        world.session.step({"e": e.demand(8)})
+        assert e.tenant.remapped >= 2
+        e.use(sorted(e.free))
+        e.finish(sorted(e.used)[:-1])
+        for _ in range(3):
+            world.session.step({"e": e.demand(0)})
+        assert e.tenant._attachment.draining
+        remapped = e.tenant.remapped
+        world.session.lend("e", remapped + 2, to="h")
+        h = world.engines["h"]
+        h.allocate_blind(h.tenant.kv.free_blocks)
+        e.check()
+        for _ in range(4):
+            world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
+            e.check()
+            world.check()
+        e.finish(list(e.used))
+        for turn in range(60):
+            if turn == 6:
+                h.free(list(h.held))
+            world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
+            e.check()
+            world.check()
+        assert e.tenant.remapped == 0 and not e.tenant.lent_pages
+
+
+def test_a_drain_goes_on_by_the_way_it_began_while_layers_are_lent() -> None:
+    with world_of({"e": 2, "h": 1}, reversion=True) as world:
+        e, h = External(world, "e"), world.engines["h"]
+        world.session.lend("e", 2, to="h")
+        h.allocate_blind(h.tenant.kv.free_blocks)
+        world.session.remap("e", 4, 1, "nested")  # two lent, two its own
+        e.use(sorted(e.free))
+        e.finish(sorted(e.used)[:-1])
+        for _ in range(3):
+            world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
+            e.check()
+        e.finish(list(e.used))
+        h.free(list(h.held))
+        for _ in range(60):
+            world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
+            e.check()
+            world.check()
+        assert e.tenant.remapped == 0
+
+
+def test_who_is_deactivated_while_it_waits_for_blocks_takes_them_back() -> None:
+    with world_of({"e": 2, "r": 1}) as world:
+        e = External(world, "e")
+        world.session.step({"e": e.demand(8)})
+        e.use(sorted(e.free))
+        e.finish(sorted(e.used)[:-1])
+        for _ in range(3):
+            world.session.step({"e": e.demand(0)})
+        assert e.leaving
+        world.session.deactivate("e")
+        assert not e.leaving and world.session.snapshot().tenants["e"].withdrawn_blocks == 0
+        e.check()
+        assert world.session.activate("e").activated
+        world.check()

@@ -1,0 +1,246 @@
+"""When lent layers go home: by the controller (rarely enough), and by an activation (always). Injected times, as in
+test_sharing_controller.py: eight layers a tenant, a block is a page."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from sharing_worlds import Engine, times_of
+from test_sharing_controller import N, Shared, config_of, hold, world_of
+
+import remap
+
+
+def returns_in(world: Shared, name: str, before: int) -> int:
+    return max(0, before - world.engines[name].tenant.remapped)
+
+
+@pytest.mark.parametrize("active", [False, True])
+def test_layers_come_home_when_their_holders_can_spare_them_and_it_is_paid_for(active: bool) -> None:
+    with world_of({"r": 1, "i": 2}, times_of(N, 1.0, 0.5), contention=0.25, map_s=0.0, dwell=2, slowdown=9.0) as world:
+        r, i = world.engines["r"], world.engines["i"]
+        if not active:
+            world.session.deactivate("i")
+        world.session.lend("i", 3, to="r")
+        r.allocate_blind(r.tenant.kv.free_blocks)
+        for _ in range(50):
+            assert not world.step(r=0).changed  # nobody can spare anything
+        r.free(sorted(r.held)[2:])
+        steps = 0
+        while i.tenant.lent_pages and steps < 60:
+            before = i.tenant.remapped
+            world.step(r=0)
+            steps += 1
+            assert returns_in(world, "i", before) <= 1, "one at a time"
+            assert r.tenant.kv.free_blocks >= 0
+        assert i.tenant.lent_pages == 0
+        assert steps >= 3 * (2 if active else 4), "each was paid for first"
+        world.check()
+
+
+def test_without_reversion_nothing_comes_home_but_by_activation() -> None:
+    with world_of({"r": 1, "i": 2}, contention=9.0, dwell=1, reversion=False) as world:
+        world.session.deactivate("i")
+        world.session.lend("i", 3, to="r")
+        for _ in range(60):
+            assert not world.step(r=0).changed
+        assert world.engines["i"].tenant.remapped == 3
+        assert world.activate("i").activated and not world.engines["i"].tenant.streamed
+
+
+def test_after_a_layer_came_home_growth_takes_a_demand_that_rose_by_more_than_sigma() -> None:
+    with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1, hysteresis_blocks=3) as world:
+        r, i = world.engines["r"], world.engines["i"]
+        world.session.deactivate("i")
+        world.session.lend("i", 3, to="r")
+        hold(r, 3)
+        for _ in range(50):
+            if i.tenant.remapped <= 2:
+                break
+            world.step(r=0)
+        assert i.tenant.remapped == 2
+        live = len(r.held)
+        for wanted in (1, 3, 2, 3, 0, 3):
+            before = world.engines["i"].tenant.remapped
+            world.step(r=wanted)
+            assert i.tenant.remapped <= before and r.tenant.remapped == 0, f"{wanted} more than {live} is within sigma"
+        world.step(r=r.tenant.kv.free_blocks + 1)
+        assert r.tenant.kv.free_blocks > 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("headroom", [0, None])
+def test_nobody_thrashes_over_long_random_demand(seed: int, headroom: int | None) -> None:
+    """Ski rental, claim 1: in T steps a lender reloads at most T / s times, s = max(dwell, 1 / income)."""
+    rng = random.Random(seed)
+    steps, dwell = 200, 3
+    options: dict[str, Any] = {"contention": 0.2, "map_s": 0.0, "dwell": dwell, "hysteresis_blocks": 2}
+    with world_of({"a": 2, "b": 1, "i": 2}, times_of(N, 1.0, 0.1), **options, headroom_blocks=headroom) as world:
+        world.session.deactivate("i")
+        reloads = dict.fromkeys(world.engines, 0)
+        grown = dict.fromkeys(world.engines, 0)
+        demand = {"a": 0, "b": 0}
+        for step in range(steps):
+            calm = step % 50 > 30
+            for name in demand:
+                if calm:
+                    world.engines[name].free(list(world.engines[name].held))
+                demand[name] = 0 if calm else max(0, min(30, demand[name] + rng.choice([-9, -3, -1, 0, 0, 1, 3, 9])))
+            before = {name: engine.tenant.remapped for name, engine in world.engines.items()}
+            world.step(**demand)
+            for name, engine in world.engines.items():
+                reloads[name] += max(0, before[name] - engine.tenant.remapped)
+                grown[name] += max(0, engine.tenant.remapped - before[name])
+            if rng.random() < 0.3:
+                world.churn(rng)
+        assert any(reloads.values()) or headroom is None  # such demand may keep all that there is in reserve
+        for name in reloads:
+            assert reloads[name] <= steps // max(dwell, 5), f"{name}: {reloads[name]} reloads"
+            assert grown[name] <= reloads[name] + N - 1
+        world.check()
+
+
+# -- turns -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lender_that_is_crowded_out_serves_at_once_and_gets_everything_back() -> None:
+    with world_of({"a": 1, "b": 1, "i": 2}) as world:
+        a, b = world.engines["a"], world.engines["b"]
+        world.session.deactivate("i")
+        world.session.lend("i", 3, to="a")
+        world.session.lend("i", 7, to="b")
+        for engine in (a, b):
+            engine.allocate_blind(engine.tenant.kv.free_blocks)
+        report = world.session.activate("i", partial=True)
+        assert report.activated and not report.restored and set(report.preempt) <= {"a", "b"}
+        world.check()
+        report = world.session.activate("i")
+        assert not report.activated and set(report.preempt) == {"a", "b"}
+        for name, blocks in report.preempt.items():
+            world.engines[name].free(blocks)
+        report = world.tell(world.session.activate("i"))
+        assert report.activated and len(report.restored) == 8
+        world.check()
+
+
+def test_two_holders_do_not_count_on_the_same_free_page() -> None:
+    """One free page, and both have a block to move: one of them is named, and freeing it is enough."""
+    with world_of({"a": 1, "b": 1, "i": 1}, spare=1) as world:
+        a, b = world.engines["a"], world.engines["b"]
+        world.session.deactivate("i")
+        world.session.lend("i", 1, to="a")
+        world.session.lend("i", 2, to="b")
+        for engine in (a, b):
+            engine.allocate_blind(engine.tenant.kv.free_blocks)
+        before = world.session._arena.owners()
+        report = world.session.activate("i")
+        assert not report.activated and sum(map(len, report.preempt.values())) == 1
+        assert world.session._arena.owners() == before
+        for name, blocks in report.preempt.items():
+            world.engines[name].free(blocks)
+        assert world.tell(world.session.activate("i")).activated
+        world.check()
+
+
+def test_free_pages_that_are_to_come_home_are_no_room() -> None:
+    with world_of({"a": 1, "i": 2}) as world:
+        a = world.engines["a"]
+        world.session.deactivate("i")
+        world.session.lend("i", 1, to="a")
+        world.session.lend("i", 5)  # free, and the tenant's own
+        a.allocate_blind(a.tenant.kv.free_blocks)
+        before = world.session._arena.owners()
+        report = world.session.activate("i")
+        assert not report.activated and len(report.preempt["a"]) == 2
+        assert world.session._arena.owners() == before
+        a.free(report.preempt["a"])
+        assert world.tell(world.session.activate("i")).activated
+        world.check()
+
+
+def test_live_blocks_of_the_lender_itself_may_be_in_the_way() -> None:
+    """It has taken its own lent pages back as KV, and used them."""
+    with world_of({"a": 1, "i": 3}) as world:
+        i = world.engines["i"]
+        world.session.lend("i", 2, to="a")
+        world.session.lend("i", 4)
+        world.session._controllers["i"].config = config_of(cap=0)
+        world.step(i=6)  # all of one layer, and a part of the next
+        i.allocate_blind(i.tenant.kv.free_blocks)
+        before = world.session._arena.owners()
+        report = world.session.activate("i")
+        assert not report.activated and set(report.preempt) == {"i"}
+        assert world.session._arena.owners() == before
+        assert world.session.activate("i", partial=True).activated
+        i.free([block for block in report.preempt["i"] if block in i.held])
+        assert world.tell(world.session.activate("i")).activated
+        world.check()
+
+
+def test_every_decision_is_recorded_with_its_reason() -> None:
+    with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1) as world:
+        world.session.deactivate("i")
+        hold(world.engines["r"], 99)
+        world.step(r=2)
+        world.engines["r"].free(list(world.engines["r"].held))
+        for _ in range(20):
+            world.step(r=0)
+        world.activate("i")
+        records = world.session.snapshot().decisions
+        told = [(record.tenant, record.reason) for record in records]
+        assert any(name == "r" and "from layers of i" in reason for name, reason in told)
+        assert any(name == "i" and "come home" in reason for name, reason in told)
+        assert told[-1][0] == "i" and "nothing" in told[-1][1]
+        assert [record.epoch for record in records] == sorted(record.epoch for record in records)
+
+
+# -- what a name leaves behind ---------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_does_not_inherit_the_demand_or_the_moves_of_one_that_left() -> None:
+    with world_of({"r": 1, "d": 1}, spare=6) as world:
+        world.step(d=4)
+        world.session._untold["d"] = {0: 1}
+        world.session.detach("d")
+        world.engines["d"] = Engine(world.session, "d", N, 1, 7)
+        assert "d" not in world.session._demands
+        assert not world.step().moved
+
+
+def test_a_caller_may_reuse_its_dictionary() -> None:
+    with world_of({"r": 1, "d": 1}, spare=6) as world:
+        wanted = {"d": remap.Demand(4)}
+        world.session.step(wanted)
+        wanted.clear()
+        assert world.session._demands == {"d": remap.Demand(4)}
+
+
+# -- layers that must stay --------------------------------------------------------------------------------------------------
+
+
+def test_layers_declared_as_registered_are_not_lent_before_or_after() -> None:
+    with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1) as world:
+        i = world.engines["i"].tenant
+        address = world.session.layer_address("i", 7)
+        world.session.declare_registered(address, 100)
+        world.session.deactivate("i")
+        with pytest.raises(remap.InvalidArgument):
+            world.session.lend("i", 7, to="r")
+        world.session.lend("i", 3, to="r")
+        assert i.streamed == (3, 4, 5, 6) and i._attachment.pages.ring_layers == (6,)
+        world.session.withdraw_registered(address, 100)
+        hold(world.engines["r"], 99)
+        for _ in range(4):  # more of it goes, beside what is away
+            hold(world.engines["r"], 99)
+            world.step(r=1)
+        assert set(i.streamed) > {3, 4, 5, 6}
+        with pytest.raises(remap.InvalidState):
+            world.session.declare_registered(world.session.layer_address("i", i.streamed[0]), 100)
+        world.engines["r"].free(list(world.engines["r"].held))
+        for _ in range(30):
+            world.step(r=0)
+        assert not i.streamed
+        world.activate("i")
+        world.check()
