@@ -6,6 +6,8 @@ TORCH ?= torch==2.13.0
 # auto: PyTorch's CPU index if it answers, else pip's own configuration. Or give pip arguments yourself (may be empty).
 PIP_TORCH_ARGS ?= auto
 DEMO_ARGS ?=
+# Models that `make demo` serves on one arena: 1 to 3.
+TENANTS ?= 1
 GPU_ARGS ?=
 PYTEST_ARGS ?=
 # The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
@@ -53,7 +55,7 @@ help:
 	@echo 'make clean            remove build/ and out/;  make clean-all removes .venv as well'
 
 demo: $(STAMPS)/wheel
-	$(BIN)/remap demo $(DEMO_ARGS)
+	$(BIN)/remap demo --tenants $(TENANTS) $(DEMO_ARGS)
 
 test: $(STAMPS)/wheel cpp-tests
 	env -u REMAP_DEVICE -u REMAP_LIBCUDA REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PYTEST_ARGS)

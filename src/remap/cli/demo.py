@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,8 @@ from .demo_html import page
 from .demo_report import KINDS, DemoResult, RunResult, closing_sentence, table, to_json
 from .demo_run import DemoConfig
 from .demo_run import Progress as RunProgress
+from .demo_tenants import KV_SHARE, QUANTUM_S, model_name
+from .machine import machine_info
 
 __all__ = ["environment", "machine_info", "run_demo", "run_in_process", "write_reports"]
 
@@ -91,39 +91,6 @@ def run_in_process(kind: str, config: DemoConfig, on_progress: Callable[[RunProg
         return RunResult.from_dict(json.loads(result.read_text(encoding="utf-8"))) if kind != "prepare" else None
 
 
-def machine_info() -> dict[str, Any]:
-    """What the numbers depend on and the settings do not say."""
-
-    def lines(path: str) -> list[str]:
-        try:
-            return Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return []
-
-    def field(rows: list[str], name: str, separator: str) -> str:
-        values = (row.split(separator, 1)[1] for row in rows if row.startswith(name) and separator in row)
-        return next(values, "unknown").strip().strip('"')
-
-    def version(package: str) -> str:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return "not installed"
-
-    memory = field(lines("/proc/meminfo"), "MemTotal", ":").split()
-    return {
-        "cpu": field(lines("/proc/cpuinfo"), "model name", ":"),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory": show_size(int(memory[0]) * 1024) if memory[0].isdigit() else "unknown",
-        "os": field(lines("/etc/os-release"), "PRETTY_NAME", "="),
-        "kernel": platform.release(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "transformers": version("transformers"),
-        "remap": version("remap"),
-    }
-
-
 def _settings(config: DemoConfig) -> Mapping[str, Any]:
     shown = {
         **asdict(config),
@@ -132,6 +99,11 @@ def _settings(config: DemoConfig) -> Mapping[str, Any]:
         "sampling": "greedy",
         "arrival": "all at once",
     }
+    if config.tenants > 1:
+        shown["sharing"] = f"in turns of {QUANTUM_S:g} s"
+        del shown["weights_from_file"]
+        if not config.budget_bytes:
+            shown["budget_bytes"] = f"weights and {KV_SHARE:.0%} of them"
     return {name.removesuffix("_bytes").replace("_", " "): value for name, value in shown.items()}
 
 
@@ -167,8 +139,8 @@ def run_demo(config: DemoConfig, console: Console) -> DemoResult:
             state = f"{run.tokens_per_s:.1f} tokens/s, {run.preemptions} preempted"
             bars.update(task, completed=count, total=count, state=state)
     return DemoResult(
-        model=smollm2.MODEL_NAME,
-        budget_bytes=config.budget_bytes,
+        model=smollm2.MODEL_NAME if config.tenants == 1 else model_name(config.tenants),
+        budget_bytes=config.budget_bytes or runs["baseline"].capacity_bytes,
         machine={**machine_info(), "threads": config.threads},
         settings=_settings(config),
         **runs,

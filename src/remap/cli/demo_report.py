@@ -7,7 +7,7 @@ sentence is computed, and says so when remap was not better.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from remap.engine.metrics import Sample, percentile
@@ -51,6 +51,7 @@ class RunResult:
     stall_fraction: float  # time spent waiting for layers / wall_s
     tokens: tuple[tuple[int, ...], ...]  # per request: generated ids
     timeline: tuple[Sample, ...]
+    tenants: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # of several: each one's numbers
 
     @property
     def generated_tokens(self) -> int:
@@ -271,7 +272,27 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
             "identical requests",
             ["reference", *(f"{identical_requests(run, runs[0])} of {result.requests}" for run in runs[1:])],
         ),
+        *_tenant_rows(runs),
     ]
+
+
+def _tenant_rows(runs: Sequence[RunResult]) -> list[tuple[str, str, str, str, str]]:
+    """What each tenant had of it, where there are several."""
+
+    def row(
+        name: str, key: str, cells: list[str], each: Sequence[Mapping[str, float]]
+    ) -> tuple[str, str, str, str, str]:
+        change = _change(each[1][key], each[2][key])
+        return (name, cells[0], cells[1], cells[2], "" if change is None else f"{change:+.0%}")
+
+    rows = []
+    for name in runs[0].tenants:
+        each = [run.tenants[name] for run in runs]
+        blocks = [f"{one['kv_blocks_start']:,} to {one['kv_blocks_peak']:,}" for one in each]
+        rows.append(row(f"{name} KV blocks", "kv_blocks_peak", blocks, each))
+        for what, key in (("first token P99", "ttft_p99_s"), ("next token P99", "tbt_p99_s")):
+            rows.append(row(f"{name} {what}", key, [format_seconds(one[key]) for one in each], each))
+    return rows
 
 
 def table(result: DemoResult) -> Table:

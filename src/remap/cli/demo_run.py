@@ -46,6 +46,7 @@ class DemoConfig:
     page_bytes: int = 2 << 20
     threads: int = 1
     weights_from_file: bool = True  # master copy: the memory-mapped safetensors file; else a copy in memory
+    tenants: int = 1  # models on the arena; of several, budget_bytes 0 means their weights and a tenth of them
 
 
 def default_config() -> DemoConfig:
@@ -116,6 +117,10 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
 
     Raises what loading, attaching and serving raise; the session is closed in any case.
     """
+    if config.tenants > 1:
+        from .demo_tenants import run_tenants
+
+        return run_tenants(kind, config, report)
     import torch
 
     import remap

@@ -1,4 +1,4 @@
-"""The typer application: `remap demo` and `remap doctor`."""
+"""The typer application: `remap demo`, `remap bench` and `remap doctor`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from remap.errors import Error
 from remap.sizes import parse_size
 
 from .demo_run import DemoConfig, default_config
+from .demo_tenants import MOST_TENANTS
 
 __all__ = ["app"]
 
@@ -20,14 +21,20 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Measure on this machine, and put the paper's figures beside it.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 DEFAULTS = default_config()
 
 
 @app.command()
 def demo(
-    budget: Annotated[str, typer.Option(help="Memory for weights, KV cache and ring, such as 640MiB.")] = (
-        f"{DEFAULTS.budget_bytes >> 20}MiB"
-    ),
+    budget: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for weights, KV cache and ring, such as 640MiB.",
+            show_default=f"{DEFAULTS.budget_bytes >> 20}MiB; of several tenants their weights and a tenth of them",
+        ),
+    ] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = DEFAULTS.dtype,
     requests: Annotated[int, typer.Option(min=1, max=DEFAULTS.requests, help="Serve the first so many prompts.")] = (
         DEFAULTS.requests
@@ -40,6 +47,9 @@ def demo(
     ),
     block_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one KV block.")] = DEFAULTS.block_tokens,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, in all three runs.")] = DEFAULTS.threads,
+    tenants: Annotated[
+        int, typer.Option(min=1, max=MOST_TENANTS, help="Models on the arena: SmolLM2, and others with random weights.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
 ) -> None:
     """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
@@ -48,15 +58,43 @@ def demo(
     console = Console()
     try:
         config = DemoConfig(
-            budget_bytes=parse_size(budget, "budget"),
+            budget_bytes=_budget(budget, tenants),
             dtype=dtype,
             requests=requests,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,
             block_tokens=block_tokens,
             threads=threads,
+            tenants=tenants,
         )
         run(config, out, console)
+    except Error as error:
+        text = f"{type(error).__name__}: {error}"
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
+def _budget(text: str | None, tenants: int) -> int:
+    if text is not None:
+        return parse_size(text, "budget")
+    return DEFAULTS.budget_bytes if tenants == 1 else 0
+
+
+@bench.command()
+def ablations(
+    only: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small random models, short runs: minutes.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="Requests arrive for so long, in each run.")] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Runs of each side.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, the data and the charts.")] = Path(
+        "bench/results/ablations"
+    ),
+) -> None:
+    """Serve the same bursts in different ways: with and without remapping, and each choice of the design against others."""
+    from .ablations_run import run_all
+
+    try:
+        run_all(only or [], out, Console(), quick=quick, seconds=seconds, runs=runs)
     except Error as error:
         text = f"{type(error).__name__}: {error}"
         Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)

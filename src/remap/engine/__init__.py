@@ -12,6 +12,7 @@ one token for every sequence whose last known token was in the pass.
 | attention.py | attention over blocks that may lie anywhere in the KV region |
 | models.py | one forward for Llama, Qwen2, Qwen3 and one for OPT, from the modules' own weights |
 | runner.py | one pass on the CPU: flat token batch -> logits; sampling |
+| sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: what that cost |
 | engine.py | the loop. **remap is adopted in `LLMEngine.step` and `ModelRunner.forward`, about ten lines in all** |
 
 On a GPU, `gpu_runner` stands in the place of `runner`:
@@ -38,11 +39,13 @@ from typing import TYPE_CHECKING, Any
 from remap.engine.metrics import Metrics, Sample
 from remap.engine.request import Output, Request, SamplingParams
 from remap.engine.scheduler import Scheduler
+from remap.engine.shared_metrics import SharedResult
 
 if TYPE_CHECKING:
     from remap.engine.engine import LLMEngine, Result, StepOutput
     from remap.engine.gpu_runner import GpuRunner
     from remap.engine.runner import ModelRunner
+    from remap.engine.sharing import SharedEngines
 
 __all__ = [
     "GpuRunner",
@@ -55,6 +58,8 @@ __all__ = [
     "Sample",
     "SamplingParams",
     "Scheduler",
+    "SharedEngines",
+    "SharedResult",
     "StepOutput",
 ]
 
@@ -63,6 +68,7 @@ _LAZY = {
     "LLMEngine": "engine",
     "ModelRunner": "runner",
     "Result": "engine",
+    "SharedEngines": "sharing",
     "StepOutput": "engine",
 }
 

@@ -7,7 +7,8 @@ Everything that depends on the batch alone (where to write, which blocks to read
   scratch (`index_select` on rows of one block, three times faster here than indexing with a table), and one fused
   attention call serves the group. The query heads that share a KV head stand as *rows of the query* of that head
   (grouped-query attention without repeating K and V).
-* prefill: tiles of TILE tokens of one sequence, each over all tokens up to its end.
+* prefill: tiles of TILE tokens of one sequence, each over all tokens up to its end. Generated tokens that are recomputed
+  after a preemption are attended as they were when they were decoded, each for itself, so that they get the same values.
 
 Rounding in a matrix kernel may depend on the shape it is called with. So shapes here depend on a sequence's own length
 and position alone: a group's width is a function of the length (`padded`), tiles start at multiples of TILE (if the
@@ -84,11 +85,21 @@ class _Tile:
 
 
 @dataclass(frozen=True)
+class _Again:
+    """Rows [first, last) of the batch are generated tokens of one sequence, decoded before, of the same padded length."""
+
+    first: int
+    last: int
+    bias: torch.Tensor  # (rows, 1, 1, padded length): 0 or -inf
+
+
+@dataclass(frozen=True)
 class _Prefill:
-    """Tiles of one sequence, over the blocks in `table`."""
+    """Tokens of one sequence, over the blocks in `table`: tiles of the prompt, and what was generated before."""
 
     table: torch.Tensor
     tiles: tuple[_Tile, ...]
+    again: tuple[_Again, ...]
 
 
 class AttentionBatch:
@@ -135,14 +146,25 @@ def _group(chunks: Sequence[Chunk], row: int, width: int, block_tokens: int, dty
 
 
 def _prefill(chunk: Chunk, row: int, block_tokens: int, dtype: torch.dtype) -> _Prefill:
-    tiles = []
+    tiles, again = [], []
     start = chunk.start
-    while start < chunk.end:
-        end = min(start + TILE - start % TILE, chunk.end)
+    prompt = min(chunk.end, len(chunk.sequence.request.prompt))
+    while start < prompt:
+        end = min(start + TILE - start % TILE, prompt)
         later = torch.arange(end) > torch.arange(start, end)[:, None]
         tiles.append(_Tile(row + start - chunk.start, row + end - chunk.start, end, _bias(later, dtype)))
         start = end
-    return _Prefill(torch.tensor(chunk.sequence.blocks[: -(-chunk.end // block_tokens)]), tuple(tiles))
+    most = -(-chunk.end // block_tokens)
+    for width, group in groupby(range(start + 1, chunk.end + 1), key=padded):
+        lengths = torch.tensor(list(group))
+        blocks = -(-width // block_tokens)
+        hidden = torch.arange(blocks * block_tokens) >= lengths[:, None]
+        first = row + int(lengths[0]) - 1 - chunk.start
+        again.append(_Again(first, first + len(lengths), _bias(hidden, dtype)[:, None, None, :]))
+        most = max(most, blocks)
+    table = chunk.sequence.blocks[: -(-chunk.end // block_tokens)]
+    table += [table[0]] * (most - len(table))
+    return _Prefill(torch.tensor(table), tuple(tiles), tuple(again))
 
 
 def _bias(hidden: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -214,6 +236,17 @@ class PagedAttention:
                     enable_gqa=shared > 1,
                 )
                 out[tile.first : tile.last] = result[0].transpose(0, 1).reshape(-1, heads * head_dim)
+            for late in part.again:
+                rows = late.last - late.first
+                width = late.bias.shape[-1]
+                result = F.scaled_dot_product_attention(
+                    q[late.first : late.last].view(rows, self.kv_heads, shared, head_dim),
+                    keys[:, :, :width].expand(rows, -1, -1, -1),
+                    values[:, :, :width].expand(rows, -1, -1, -1),
+                    attn_mask=late.bias.expand(-1, 1, shared, -1),
+                    scale=scale,
+                )
+                out[late.first : late.last] = result.reshape(rows, heads * head_dim)
         return out
 
     def _gather(self, layer: int, table: torch.Tensor, rows: int, most: int) -> tuple[torch.Tensor, torch.Tensor]:

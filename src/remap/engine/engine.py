@@ -1,5 +1,6 @@
 """The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first three lines of
-`LLMEngine.step`.
+`LLMEngine.step`. Engines that share an arena are stepped together: see sharing.py, which calls `demand`, `follow` and
+`advance` instead.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
     from torch import nn
 
+    from remap.controller import Demand
     from remap.engine.gpu_runner import GpuRunner
 
 __all__ = ["LLMEngine", "Result", "StepOutput"]
@@ -123,8 +125,9 @@ class LLMEngine:
         if not isinstance(self.runner, ModelRunner):
             self.runner.prepare(None if batch_sizes is None else list(batch_sizes))
 
-    def reset_metrics(self) -> None:
-        now = self._clock()
+    def reset_metrics(self, now: float | None = None) -> None:
+        """Start measuring anew, at `now` on the engine's clock (default: the present)."""
+        now = self._clock() if now is None else now
         self.metrics = Metrics(started_s=now, ended_s=now, kv_blocks_start=self.tenant.kv.usable_blocks)
 
     @property
@@ -182,7 +185,36 @@ class LLMEngine:
         `step` may be called again.
         """
         begin = self._clock()
-        self._rebalance()
+        if self.session is not None:
+            report = self.session.step({self.tenant.name: self.demand()})
+            self.follow(report.moved.get(self.tenant.name, {}))
+        return self.advance(begin)
+
+    def demand(self) -> Demand:
+        """What to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
+        from remap.controller import Demand
+
+        return Demand(blocks=self.scheduler.demand())
+
+    def follow(self, moved: Mapping[int, int]) -> None:
+        """The session moved blocks (old id -> new id): patch the block tables. Before anything else touches the KV."""
+        self.scheduler.relocate(moved)
+
+    def preempt(self, blocks: Collection[int]) -> tuple[str, ...]:
+        """Free these blocks, between steps: the running requests that hold any of them lose their KV and are recomputed.
+
+        Returns the ids of those requests, youngest first. Blocks that no running request holds are left alone.
+        """
+        wanted = frozenset(blocks)
+        victims = [one for one in reversed(self.scheduler.running) if not wanted.isdisjoint(one.blocks)]
+        for victim in victims:
+            self.scheduler.preempt(victim, self.tenant.kv)
+        self.metrics.preemptions += len(victims)
+        return tuple(victim.request.id for victim in victims)
+
+    def advance(self, begin: float | None = None) -> StepOutput:
+        """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""
+        begin = self._clock() if begin is None else begin
         schedule = self.scheduler.schedule(self.tenant.kv)
         self.metrics.preemptions += len(schedule.preempted)
         tokens: list[tuple[str, int]] = []
@@ -225,15 +257,6 @@ class LLMEngine:
                 # Short naps: an idle engine still lets the session give pages back.
                 self._sleep(min(0.01, max(0.0, pending[-1].arrival_s - (self._clock() - self.metrics.started_s))))
         return Result(outputs, self.metrics)
-
-    def _rebalance(self) -> None:
-        """Tell the session what is wanted, and follow it if it moved blocks. All of remap that a scheduler needs."""
-        if self.session is None:
-            return
-        from remap.controller import Demand
-
-        report = self.session.step({self.tenant.name: Demand(blocks=self.scheduler.demand())})
-        self.scheduler.relocate(report.moved.get(self.tenant.name, {}))
 
     def _finish(self, sequence: Sequence, reason: str) -> Output:
         self.scheduler.finish(sequence, self.tenant.kv)

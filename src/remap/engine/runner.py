@@ -34,10 +34,10 @@ def min_rows(dtype: torch.dtype) -> int:
     """Rows that a batch is padded to, so that a row's values do not depend on how many others share the matrix product.
 
     Measured on x86 with MKL (fp32: other kernels for up to 3 rows, and with several threads for 9 to 11) and oneDNN
-    (bf16: none).
+    (bf16: another one for a single row, with some shapes: 2048 to 768 or to 1024).
     """
     if dtype is torch.bfloat16:
-        return 1
+        return 2
     return 8 if torch.get_num_threads() == 1 else 12
 
 
@@ -59,6 +59,7 @@ class ModelRunner:
     """Runs a transformers causal LM (Llama, Qwen2, Qwen3, OPT) over the tenant's paged KV, without gradients.
 
     tenant: `forward(phase, tokens)`, `wait(layer)`, `done(layer)`, and `kv.tensors`, one a layer.
+    If the tenant has one layer more than the model, that is the head (`attach(extra_layers=["lm_head"])`).
     Raises InvalidArgument if the KV tensors do not fit the model.
     """
 
@@ -66,6 +67,7 @@ class ModelRunner:
         self.decoder = decoder_of(model)
         self.tenant = tenant
         self.layers = len(self.decoder.layers)
+        self.head_streams = getattr(tenant, "layers", self.layers) > self.layers  # attach(extra_layers=["lm_head"])
         self.dtype = next(model.parameters()).dtype
         self.max_tokens = self.decoder.max_tokens
         check_fits(self.decoder, model, tenant)
@@ -103,10 +105,18 @@ class ModelRunner:
                 self.tenant.wait(layer)
                 hidden = self.decoder.layer(layer, hidden, rotary, partial(self.attention, layer, batch))
                 self.tenant.done(layer)
+            if samplers:
+                rows += [rows[-1]] * (rows_wanted - len(rows))
+            if self.head_streams:
+                self.tenant.wait(self.layers)
+                logits = self.decoder.head(hidden[rows]) if samplers else None
+                self.tenant.done(self.layers)
         if not samplers:
             return [], hidden.new_empty(0, 0)
-        rows += [rows[-1]] * (rows_wanted - len(rows))
-        return samplers, self.decoder.head(hidden[rows])[: len(samplers)]
+        if not self.head_streams:
+            logits = self.decoder.head(hidden[rows])
+        assert logits is not None
+        return samplers, logits[: len(samplers)]
 
 
 def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:

@@ -9,6 +9,7 @@ admitted only in a step without preemption and only when their whole prompt woul
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -76,7 +77,7 @@ class Scheduler:
     its values do not depend on where it was cut (attention.TILE). decode_cost: how many prompt tokens one decoding
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
-    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what was preempted is older than
+    Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
     the rest).
     """
 
@@ -176,7 +177,7 @@ class Scheduler:
             while not self._reserve(sequence, sequence.computed + count, pool):
                 # The youngest is last, never one that this step has already scheduled: those stand before `sequence`.
                 victim = self.running.pop()
-                self._preempt(victim, pool)
+                self._put_back(victim, pool)
                 preempted.append(victim)
                 if victim is sequence:
                     break
@@ -197,7 +198,8 @@ class Scheduler:
                 break
             self.waiting.popleft()
             sequence.state = State.RUNNING
-            self.running.append(sequence)
+            # At the end, unless `preempt` took out a sequence that is older than some that go on running.
+            insort(self.running, sequence, key=_order)
             chunks.append(Chunk(sequence, 0, count))
             budget -= count
             prompt -= count
@@ -208,6 +210,11 @@ class Scheduler:
         sequence = chunk.sequence
         sequence.computed = chunk.end
         sequence.high_water = max(sequence.high_water, chunk.end)
+
+    def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Take the KV of a running sequence away, whichever it is; it waits in the place of its age and is recomputed."""
+        self.running.remove(sequence)
+        self._put_back(sequence, pool)
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
@@ -241,14 +248,18 @@ class Scheduler:
                 return False
         return True
 
-    def _preempt(self, sequence: Sequence, pool: BlockPool) -> None:
+    def _put_back(self, sequence: Sequence, pool: BlockPool) -> None:
         self._release(sequence, pool)
         sequence.computed = 0
         sequence.preemptions += 1
         sequence.state = State.WAITING
-        self.waiting.appendleft(sequence)
+        insort(self.waiting, sequence, key=_order)
 
     def _release(self, sequence: Sequence, pool: BlockPool) -> None:
         if sequence.blocks:
             pool.free(sequence.blocks)
             sequence.blocks = []
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order

@@ -1,0 +1,194 @@
+"""The demo with several models on one arena, in turns: one run, in the process that demo_run made for it.
+
+SmolLM2 and Llamas with random weights (shared_world.py) share the demo's prompts, all of which arrive at once. The baseline is
+a static partition: each model has the KV cache that the budget left it, and preempts when that is full, while the others' KV
+and all of their weights lie idle. With remap the one whose turn it is takes both.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from remap.engine.metrics import Sample
+from remap.errors import InvalidArgument
+from remap.sizes import show_size
+
+from .demo_report import RunResult
+from .shared_world import LARGE, Wiring, World
+
+if TYPE_CHECKING:
+    from remap.engine import Request, SharedEngines, SharedResult
+    from remap.engine.engine import StepOutput
+
+    from .demo_run import DemoConfig, Progress
+
+__all__ = ["KV_SHARE", "MOST_TENANTS", "build_world", "model_name", "run_tenants"]
+
+MOST_TENANTS = len(LARGE.models)
+# Without a budget of the user's: KV as a share of the weights. Oneiros' combinations have 0.04 to 0.38.
+KV_SHARE = 0.1
+QUANTUM_S = 2.0
+PROGRESS_EVERY_S = 0.1
+
+
+def model_name(tenants: int) -> str:
+    """For titles."""
+    return f"SmolLM2-135M-Instruct and {tenants - 1} random Llama{'s' if tenants > 2 else ''} in turns"
+
+
+def build_world(config: DemoConfig) -> World:
+    """The models, and KV caches that together fill the budget (config.budget_bytes; 0: weights and a tenth of them).
+
+    Raises InvalidArgument (fields: tenants, or budget and least) if there are not so many models, or they do not fit.
+    """
+    if not 2 <= config.tenants <= MOST_TENANTS:
+        raise InvalidArgument(
+            f"tenants must be from 1 to {MOST_TENANTS}, got {config.tenants}; nothing was loaded",
+            tenants=config.tenants,
+        )
+    preset = replace(
+        LARGE,
+        dtype=config.dtype,
+        page_bytes=config.page_bytes,
+        block_tokens=config.block_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_batch_tokens=config.max_batch_tokens,
+        decode_cost=config.decode_cost,
+    )
+    world = World(preset, kv_share=KV_SHARE, tenants=config.tenants)
+    if config.budget_bytes:
+        weights = sum(map(world.weight_bytes, world.names))
+        # A page each may be lost to rounding.
+        spare = config.budget_bytes - weights - config.tenants * config.page_bytes
+        least = world.budget_bytes - round(0.8 * KV_SHARE * weights)
+        if config.budget_bytes < least:
+            raise InvalidArgument(
+                f"a budget of {show_size(config.budget_bytes)} is too small for {config.tenants} models, their weights take "
+                f"{show_size(weights)}; nothing was served, give at least {show_size(least)}",
+                budget=config.budget_bytes,
+                least=least,
+            )
+        world.start_blocks = {
+            name: int(spare * world.weight_bytes(name) / weights) // world.block_bytes(name) for name in world.names
+        }
+    return world
+
+
+def make_requests(world: World, config: DemoConfig) -> dict[str, list[Request]]:
+    """The demo's prompts, dealt out to the tenants in turn. A random model reads the same ids, as far as it has them."""
+    from remap.engine import Request
+
+    from . import smollm2
+    from .demo_run import make_requests as real_requests
+
+    _, tokenizer, _ = smollm2.load(config.dtype)
+    real = real_requests(tokenizer, config.requests, frozenset([tokenizer.eos_token_id]))
+    made: dict[str, list[Request]] = {name: [] for name in world.names}
+    for index, request in enumerate(real):
+        name = world.names[index % len(world.names)]
+        if index % len(world.names):
+            top = world.vocabulary(name)
+            sampling = replace(request.sampling, stop_token_ids=frozenset())
+            request = Request(request.id, tuple(token % top for token in request.prompt), sampling)
+        made[name].append(request)
+    return made
+
+
+def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:
+    """Serve all requests once, as `demo_run.run_one`, with all tenants' numbers added up."""
+    import torch
+
+    torch.set_num_threads(config.threads)
+    world = build_world(config)
+    requests = make_requests(world, config)
+    wiring = Wiring(controller={} if kind == "remap" else None)
+    result = world.serve(
+        requests,
+        wiring,
+        "temporal",
+        quantum_s=QUANTUM_S,
+        ample=kind == "unconstrained",
+        on_step=_reporter(requests, report),
+    )
+    return summed(kind, world, requests, result)
+
+
+def summed(kind: str, world: World, requests: Mapping[str, list[Request]], result: SharedResult) -> RunResult:
+    """One RunResult for all tenants. Blocks are counted as they are, though a block of one model is larger than another's."""
+    numbers = result.summary()
+    duration = numbers["duration_s"]
+    timeline = tuple(
+        Sample(
+            time_s=sample.time_s,
+            kv_used_blocks=sum(one.kv_used_blocks for one in sample.tenants.values()),
+            kv_usable_blocks=sum(one.kv_usable_blocks for one in sample.tenants.values()),
+            layers_remapped=sum(one.layers_remapped for one in sample.tenants.values()),
+            running=sum(one.running for one in sample.tenants.values()),
+            waiting=sum(one.waiting for one in sample.tenants.values()),
+            preemptions=sum(one.preemptions for one in sample.tenants.values()),
+            tokens=0,
+            step_s=0.0,
+        )
+        for sample in result.timeline
+    )
+    start = sum(one["kv_blocks_start"] for one in numbers["tenants"].values())
+    return RunResult(
+        kind=kind,
+        wall_s=duration,
+        preemptions=numbers["preemptions"],
+        recomputed_tokens=numbers["recomputed_tokens"],
+        ttft_s=tuple(value for one in result.metrics.values() for value in one.ttft_s),
+        tbt_s=tuple(value for one in result.metrics.values() for value in one.tbt_s),
+        capacity_bytes=world.last_capacity_bytes,
+        kv_blocks_start=start,
+        kv_blocks_peak=max((point.kv_usable_blocks for point in timeline), default=start),
+        layers=sum(map(world.layers, world.names)),
+        layers_remapped_peak=max((point.layers_remapped for point in timeline), default=0),
+        stall_fraction=numbers["stall_s"] / duration if duration > 0 else 0.0,
+        tokens=tuple(result.outputs[name][request.id].tokens for name in world.names for request in requests[name]),
+        timeline=timeline,
+        tenants={
+            name: {
+                key: one[key] for key in ("ttft_p99_s", "tbt_p99_s", "kv_blocks_start", "kv_blocks_peak", "preemptions")
+            }
+            for name, one in numbers["tenants"].items()
+        },
+    )
+
+
+def _reporter(
+    requests: Mapping[str, list[Request]], report: Callable[[Progress], None]
+) -> Callable[[SharedEngines, Mapping[str, StepOutput]], None]:
+    """As demo_run's, over all tenants."""
+    from .demo_run import Progress
+
+    limits = {(name, one.id): one.sampling.max_tokens for name, mine in requests.items() for one in mine}
+    done = {"generated": 0, "finished": 0, "total": sum(limits.values())}
+    last = time.perf_counter()
+
+    def on_step(shared: SharedEngines, steps: Mapping[str, Any]) -> None:
+        nonlocal last
+        for name, step in steps.items():
+            done["generated"] += len(step.tokens)
+            done["finished"] += len(step.finished)
+            done["total"] -= sum(limits[name, output.id] - len(output.tokens) for output in step.finished)
+        now = time.perf_counter()
+        if now - last < PROGRESS_EVERY_S and done["finished"] < len(limits):
+            return
+        last = now
+        tenants = shared.last_sample.tenants.values()
+        report(
+            Progress(
+                **done,
+                running=sum(one.running for one in tenants),
+                waiting=sum(one.waiting for one in tenants),
+                kv_blocks=sum(one.kv_usable_blocks for one in tenants),
+                layers_remapped=sum(one.layers_remapped for one in tenants),
+                preemptions=sum(one.preemptions for one in tenants),
+            )
+        )
+
+    return on_step

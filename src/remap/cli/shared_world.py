@@ -1,0 +1,305 @@
+"""Three models on one arena: what the ablations and the demo of several tenants run.
+
+SmolLM2-135M as it is, and two Llamas with random weights of a fixed seed that differ from it in depth and width, as the
+combinations of Oneiros' Table 1 do. `SMALL` are three small ones of the same shapes, for tests and quick runs.
+
+A `World` holds the models; each `serve` opens a session of its own, attaches them, serves, and takes them out again. The arena
+has room for all weights and for a KV cache of `kv_share` of each tenant's weights: Oneiros' combinations leave 0.04 (OPT-30b
+of C2) to 0.38 (OPT-13b of C1) of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .demo_run import default_config, model_pages
+
+if TYPE_CHECKING:
+    from remap import ControllerConfig, KVSpec, Session
+    from remap.engine import LLMEngine, Request, SharedEngines, SharedResult
+    from remap.sim.workload import Item, Lengths
+
+__all__ = ["LARGE", "SMALL", "ModelSpec", "Preset", "Wiring", "World"]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A Llama with random weights, or (layers = 0) SmolLM2-135M."""
+
+    name: str
+    layers: int = 0
+    hidden: int = 0
+    intermediate: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    vocabulary: int = 8192
+    positions: int = 2048
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Models, and what an engine of each is made with."""
+
+    name: str
+    models: tuple[ModelSpec, ...]
+    dtype: str
+    page_bytes: int
+    block_tokens: int = 16
+    max_num_seqs: int = 12
+    max_batch_tokens: int = 192
+    decode_cost: int = 5
+
+
+LARGE = Preset(
+    "large",
+    (
+        ModelSpec("SmolLM2"),
+        ModelSpec("wide", layers=16, hidden=768, intermediate=2048, heads=12, kv_heads=4),
+        ModelSpec("deep", layers=40, hidden=384, intermediate=1024, heads=6, kv_heads=2),
+    ),
+    dtype=default_config().dtype,
+    page_bytes=2 << 20,
+)
+SMALL = Preset(
+    "small",
+    (
+        ModelSpec("even", layers=8, hidden=192, intermediate=512, heads=6, kv_heads=2, vocabulary=512, positions=512),
+        ModelSpec("wide", layers=5, hidden=256, intermediate=640, heads=8, kv_heads=2, vocabulary=512, positions=512),
+        ModelSpec("deep", layers=12, hidden=128, intermediate=384, heads=4, kv_heads=2, vocabulary=512, positions=512),
+    ),
+    dtype="float32",
+    page_bytes=64 << 10,
+)
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """How a run is set up. controller: None for the recompute baseline, else what `ControllerConfig` gets. by_hand: layers
+    remapped before the first request, as a share of each tenant's layers, without any controller (then `controller` is None).
+    partial: see `SharedEngines`.
+    """
+
+    controller: Mapping[str, Any] | None = None
+    by_hand: float = 0.0
+    buffers: int = 2
+    partial: bool = True
+
+
+def build(spec: ModelSpec, dtype: str, seed: int) -> tuple[Any, Any]:
+    """(model in eval mode, where its weights file is or None)."""
+    import torch
+
+    if not spec.layers:
+        from . import smollm2
+
+        model, _, folder = smollm2.load(dtype)
+        return model, folder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    generator = torch.Generator().manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=spec.vocabulary,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.intermediate,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        max_position_embeddings=spec.positions,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            # As large as trained ones are: greedy tokens then vary, and every layer matters.
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 1.5 / spec.hidden**0.5, generator=generator)
+    return torch.nn.Module.to(model, dtype=getattr(torch, dtype)), None
+
+
+class World:
+    """The models of a preset (or the first `tenants` of them), and the memory that they share.
+
+    kv_share: KV cache of each tenant at the start, as a share of its weights. seed: of random weights and prompts.
+    """
+
+    def __init__(self, preset: Preset, *, kv_share: float = 0.1, tenants: int | None = None, seed: int = 0) -> None:
+        self.preset = preset
+        self.names = tuple(spec.name for spec in preset.models[:tenants])
+        self._seed = seed
+        self._models: dict[str, Any] = {}
+        self._files: dict[str, Any] = {}
+        self._weight_pages: dict[str, int] = {}
+        self.start_blocks: dict[str, int] = {}
+        self.last_capacity_bytes = 0
+        """The arena of the last run."""
+        self.copy_to_compute: dict[str, float] = {}
+        """Of the last run: seconds to copy all layers once / seconds to compute them in its last kind of pass."""
+        for index, spec in enumerate(preset.models[:tenants]):
+            model, file = build(spec, preset.dtype, seed + index)
+            pages = model_pages(model, preset.page_bytes)
+            self._models[spec.name], self._files[spec.name], self._weight_pages[spec.name] = model, file, pages
+            # Room for four of the shortest prompts at least, whatever the share.
+            self.start_blocks[spec.name] = max(
+                8, int(kv_share * pages * preset.page_bytes) // self.block_bytes(spec.name)
+            )
+
+    # -- sizes -----------------------------------------------------------------------------------------------------
+
+    def spec(self, name: str, start: int, most: int) -> KVSpec:
+        """The KV cache of a tenant."""
+        from remap import KVSpec
+
+        config = self._models[name].config
+        return KVSpec(
+            layers=config.num_hidden_layers,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+            block_tokens=self.preset.block_tokens,
+            dtype=self.preset.dtype,
+            min_blocks=start,
+            max_blocks=most,
+        )
+
+    def block_bytes(self, name: str) -> int:
+        """Bytes of one KV block of a tenant."""
+        return self.spec(name, 0, 1).block_bytes
+
+    def layers(self, name: str) -> int:
+        """Layers of a tenant's model."""
+        return int(self._models[name].config.num_hidden_layers)
+
+    def vocabulary(self, name: str) -> int:
+        """Token ids that a tenant's model knows."""
+        return int(self._models[name].config.vocab_size)
+
+    def weight_bytes(self, name: str) -> int:
+        """Bytes of a tenant's weights, in whole pages."""
+        return self._weight_pages[name] * self.preset.page_bytes
+
+    def capacity(self, blocks: Mapping[str, int]) -> int:
+        """Bytes of an arena with all weights and these KV blocks; each tenant's KV begins on a page of its own."""
+        page = self.preset.page_bytes
+        kv = sum(-(-blocks[name] * self.block_bytes(name) // page) for name in self.names)
+        return (sum(self._weight_pages.values()) + kv) * page
+
+    @property
+    def budget_bytes(self) -> int:
+        """The arena of every run but the unconstrained."""
+        return self.capacity(self.start_blocks)
+
+    def longest(self) -> int:
+        """Tokens of prompt and answer that a request may have, each: two such requests fit into the smallest KV cache."""
+        return max(8, min(self.start_blocks.values()) * self.preset.block_tokens // 4)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def lengths(self, lengths: Lengths, factor: float) -> Lengths:
+        """These lengths, scaled to models that hold less context, and cut to what fits."""
+        return lengths.scaled(factor, most=self.longest())
+
+    def requests(self, items: Sequence[Item], *, at_once: bool = False) -> dict[str, list[Request]]:
+        """Requests with random prompts, greedy, by tenant; the same for equal items. at_once: all arrive at time 0."""
+        from remap.engine import Request, SamplingParams
+
+        made: dict[str, list[Request]] = {name: [] for name in self.names}
+        for item in items:
+            mine = made[item.tenant]
+            rng = random.Random(f"{self._seed}:{item.tenant}:{len(mine)}")
+            top = self.vocabulary(item.tenant)
+            prompt = tuple(rng.randrange(3, top) for _ in range(item.prompt_tokens))
+            sampling = SamplingParams(max_tokens=item.output_tokens)
+            mine.append(Request(f"{len(mine):04d}", prompt, sampling, 0.0 if at_once else item.time_s))
+        return made
+
+    # -- serving ---------------------------------------------------------------------------------------------------
+
+    def serve(
+        self,
+        requests: Mapping[str, Sequence[Request]],
+        wiring: Wiring,
+        mode: str = "temporal",
+        *,
+        quantum_s: float = 1.0,
+        ample: bool = False,
+        max_num_seqs: int | None = None,
+        on_step: Callable[[SharedEngines, Mapping[str, Any]], None] | None = None,
+    ) -> SharedResult:
+        """One run in a session of its own. ample: memory for all requests at once, whatever the wiring (the reference).
+        max_num_seqs: of each engine; by default the preset's.
+
+        Raises what attaching and serving raise; the models are as before in any case.
+        """
+        from remap import Session
+        from remap.engine import SharedEngines
+
+        preset = self.preset
+        blocks = dict(self.start_blocks)
+        if ample:
+            for name, mine in requests.items():
+                need = sum(-(-request.max_kv_tokens // preset.block_tokens) for request in mine)
+                blocks[name] = max(blocks[name], need)
+        capacity = self.last_capacity_bytes = self.capacity(blocks)
+        config = None if wiring.controller is None or ample else self._controller(wiring.controller)
+        with Session(capacity=capacity, device="cpu", page_bytes=preset.page_bytes, controller=config) as session:
+            engines = self._attach(session, blocks, config is not None, max_num_seqs or preset.max_num_seqs)
+            if wiring.by_hand and not ample:
+                for name in self.names:
+                    buffers = min(wiring.buffers, self.layers(name) - 1)
+                    share = max(1, round(wiring.by_hand * self.layers(name)))
+                    session.remap(name, min(share, self.layers(name) - buffers), buffers)
+            self._warm_up(engines)
+            shared = SharedEngines(
+                session if config is not None else None, engines, mode, quantum_s=quantum_s, partial=wiring.partial
+            )
+            result = shared.run(requests, on_step)
+            self.copy_to_compute = {
+                name: sum(tenant.copy_times_s) / sum(tenant.compute_times_s)
+                for name, tenant in session.snapshot().tenants.items()
+                if tenant.copies and sum(tenant.compute_times_s) > 0
+            }
+            return result
+
+    def _controller(self, settings: Mapping[str, Any]) -> ControllerConfig:
+        from remap import ControllerConfig
+
+        return ControllerConfig(**settings)
+
+    def _attach(
+        self, session: Session, blocks: Mapping[str, int], remaps: bool, max_num_seqs: int
+    ) -> dict[str, LLMEngine]:
+        from remap.engine import LLMEngine
+
+        preset, engines = self.preset, {}
+        for name in self.names:
+            # Addresses for the whole arena, so that every page has its place in each KV region; addresses cost nothing.
+            most = max(1, -(-session.capacity_bytes // self.block_bytes(name)))
+            tenant = session.attach(
+                self._models[name],
+                layers=self._models[name].model.layers,
+                name=name,
+                kv=self.spec(name, blocks[name], most),
+                weights=self._files[name],
+            )
+            engines[name] = LLMEngine(
+                self._models[name],
+                tenant,
+                session=session if remaps else None,
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=preset.max_batch_tokens,
+                decode_cost=preset.decode_cost,
+            )
+        return engines
+
+    def _warm_up(self, engines: Mapping[str, LLMEngine]) -> None:
+        """First passes pay for thread pools and scratch memory: a prefill and some decode steps of each model, unmeasured."""
+        from remap.engine import Request, SamplingParams
+
+        for engine in engines.values():
+            prompt = tuple(range(3, 3 + self.preset.max_batch_tokens // 4))
+            for index in range(2):
+                engine.add_request(Request(f"warm-{index}", prompt[index:], SamplingParams(max_tokens=6)))
+            while engine.unfinished:
+                engine.advance()

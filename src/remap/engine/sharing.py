@@ -1,0 +1,317 @@
+"""Several engines on one arena: who runs when, one `session.step` for all of them, and what it cost.
+
+temporal   one tenant is active at a time, in turns: Oneiros, section 7.2. The others' layers may be KV of the active one
+           meanwhile (`session.activate(name, alone=True)`); what they had running keeps its KV and goes on later.
+spatial    all tenants are active, and each runs a pass in every round: Oneiros, section 7.3.
+
+Without a session this is the recompute baseline: each tenant has the KV cache that it was attached with, turns and rounds are
+the same, and nothing but requests moves.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, TenantSample
+from remap.errors import InvalidArgument, InvalidState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from remap.engine.engine import LLMEngine, StepOutput
+    from remap.engine.request import Output, Request
+
+__all__ = ["SharedEngines"]
+
+MODES = ("temporal", "spatial")
+
+
+@dataclass
+class _Turn:
+    """An activation that has not led to a pass yet."""
+
+    begun_s: float
+    seconds: float
+    entry: dict[str, Any] = field(default_factory=dict)
+
+
+class SharedEngines:
+    """Steps several engines in turns (`mode` "temporal") or in rounds ("spatial").
+
+    session: None, or the one that all engines were made with (`LLMEngine(..., session=session)`): its `step` is called once
+    a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a
+    temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
+    somebody else has work. Turns go round in the order of `engines`. partial: a turn begins at once, streaming the layers whose
+    place live blocks of others have taken; otherwise the requests that hold these blocks are preempted first, so that all layers
+    come home. clock: the engines' own.
+
+    Raises InvalidArgument for an unknown mode, no engines, a name that is not its tenant's, or an engine of another session.
+    """
+
+    def __init__(
+        self,
+        session: Any,
+        engines: Mapping[str, LLMEngine],
+        mode: str = "temporal",
+        *,
+        quantum_s: float = 1.0,
+        partial: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if mode not in MODES or not engines or not quantum_s >= 0:
+            raise InvalidArgument(
+                f"expected a mode of {', '.join(MODES)}, at least one engine and quantum_s >= 0, got {mode!r}, "
+                f"{len(engines)} engines and {quantum_s!r}; nothing was made",
+                mode=mode,
+                engines=len(engines),
+                quantum_s=quantum_s,
+            )
+        for name, engine in engines.items():
+            if engine.tenant.name != name or engine.session is not session:
+                raise InvalidArgument(
+                    f"engine {name!r} must be of the tenant of this name and of the shared session, it is of "
+                    f"{engine.tenant.name!r}; nothing was made; make it with LLMEngine(..., session=session)",
+                    engine=name,
+                    tenant=engine.tenant.name,
+                )
+        self.session = session
+        self.engines = dict(engines)
+        self.mode = mode
+        self.quantum_s = quantum_s
+        self.partial = partial
+        self._clock = clock
+        self._sleep = sleep
+        self._active: str | None = None  # temporal only; None before the first turn
+        self._turn_began = 0.0
+        self._idle_step = False  # the last step got nothing done
+        self._all_active = False  # spatial only: every tenant has been activated
+        self._pending_turn: _Turn | None = None
+        self._begin_measuring()
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> tuple[str, ...]:
+        """Who runs in the present turn: one tenant (none before the first), or all."""
+        if self.mode == "spatial":
+            return tuple(self.engines)
+        return () if self._active is None else (self._active,)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests of all tenants that have not finished."""
+        return sum(engine.unfinished for engine in self.engines.values())
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return self._clock() - self._started_s
+
+    @property
+    def last_sample(self) -> SharedSample:
+        """All tenants after the last step of the run."""
+        return self._timeline[-1]
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def step(self) -> dict[str, StepOutput]:
+        """One round: whoever's turn it is asks the session, in one call, and runs at most one pass each.
+
+        Returns what each of them did; nobody, if nobody has work: then only the session acted. What the model or the session
+        raises passes through, and `step` may be called again.
+        """
+        if self.mode == "spatial":
+            self._activate_all()
+        else:
+            self._take_turns()
+        self._rebalance()
+        done: dict[str, StepOutput] = {}
+        for name in self.active:
+            if self.engines[name].unfinished:
+                done[name] = self.engines[name].advance()
+        self._idle_step = bool(done) and not any(step.computed for step in done.values())
+        now = self._clock()
+        if self._pending_turn is not None and self._active in done and done[self._active].computed:
+            self._end_pending(now - self._pending_turn.begun_s)
+        self._record(now, tuple(done))
+        return done
+
+    def run(
+        self,
+        requests: Mapping[str, Iterable[Request]],
+        on_step: Callable[[SharedEngines, Mapping[str, StepOutput]], None] | None = None,
+    ) -> SharedResult:
+        """Serve every tenant's requests, each from its `arrival_s` on, until all are finished. Metrics start anew.
+
+        Raises InvalidArgument for an unknown tenant before anything runs, and what `LLMEngine.add_request` raises.
+        """
+        unknown = sorted(set(requests) - set(self.engines))
+        if unknown:
+            raise InvalidArgument(
+                f"no engine {unknown[0]!r}, there are {sorted(self.engines)}; nothing was run", tenant=unknown[0]
+            )
+        pending = [(request.arrival_s, name, request) for name, mine in requests.items() for request in mine]
+        pending.sort(key=lambda entry: entry[0], reverse=True)  # stable; the next one is last
+        self._begin_measuring()
+        outputs: dict[str, dict[str, Output]] = {name: {} for name in self.engines}
+        stalled = self._stalls()
+        while pending or self.unfinished:
+            now = self._clock() - self._started_s
+            while pending and pending[-1][0] <= now:
+                arrival, name, request = pending.pop()
+                self.engines[name].add_request(request, arrived_s=self._started_s + arrival)
+            done = self.step()
+            for name, step in done.items():
+                outputs[name].update((output.id, output) for output in step.finished)
+            if on_step is not None:
+                on_step(self, done)
+            if not self.unfinished and pending:
+                # Short naps: idle engines still let the session give pages back.
+                self._sleep(min(0.01, max(0.0, pending[-1][0] - (self._clock() - self._started_s))))
+        self._end_pending(None)
+        return SharedResult(
+            outputs=outputs,
+            metrics={name: engine.metrics for name, engine in self.engines.items()},
+            timeline=tuple(self._timeline),
+            activations=tuple(self._activations),
+            stall_s={name: value - stalled.get(name, 0.0) for name, value in self._stalls().items()},
+        )
+
+    # -- turns -----------------------------------------------------------------------------------------------------
+
+    def _take_turns(self) -> None:
+        """End the turn if it is over and somebody else waits; begin the next one."""
+        names = list(self.engines)
+        if self._active is None:
+            busy = [name for name in names if self.engines[name].unfinished]
+            if busy:
+                self._switch(busy[0])
+            return
+        over = not self.engines[self._active].unfinished or self._idle_step
+        if not over and self._clock() - self._turn_began < self.quantum_s:
+            return
+        place = names.index(self._active)
+        others = (name for name in (*names[place + 1 :], *names[:place]) if self.engines[name].unfinished)
+        follower = next(others, None)
+        if follower is not None:
+            self._switch(follower)
+        elif not over:
+            self._turn_began = self._clock()  # alone: a new turn of its own, without a switch
+
+    def _switch(self, name: str) -> None:
+        """Make `name` the active tenant. If that fails, the turn is the former one's again, or nobody's if that fails too."""
+        begun = self._clock()
+        entry: dict[str, Any] = {}
+        if self.session is not None:
+            try:
+                entry = self._activate(name, alone=True)
+            except Exception:
+                former, self._active = self._active, None  # an activation alone makes the others inactive first
+                if former is not None:
+                    self._activate(former, alone=True)
+                    self._active = former
+                raise
+        self._end_pending(None)
+        self._active, self._turn_began, self._idle_step = name, self._clock(), False
+        self._pending_turn = _Turn(begun, self._turn_began - begun, entry)
+
+    def _activate_all(self) -> None:
+        if self.session is None or self._all_active:
+            return
+        tenants = self.session.snapshot().tenants
+        for name in self.engines:
+            if not tenants[name].active:
+                self._activate(name, alone=False)
+        self._all_active = True
+
+    def _activate(self, name: str, alone: bool) -> dict[str, Any]:
+        """`session.activate`, and what it asks for: blocks that have to be freed first are, by preempting who holds them."""
+        moved = preempted = 0
+        for _ in range(len(self.engines) + 1):
+            report = self.session.activate(name, alone=alone, partial=self.partial)
+            moved += self._follow(report.moved)
+            if report.activated:
+                return {
+                    "moved_blocks": moved,
+                    "preempted_requests": preempted,
+                    "restored_layers": len(report.restored),
+                    "streamed_layers": len(report.streamed),
+                    "predicted_stall_s": report.predicted_stall_s,
+                }
+            victims = 0
+            for holder, blocks in report.preempt.items():
+                if holder in self.engines:
+                    victims += len(self.engines[holder].preempt(blocks))
+            preempted += victims
+            if not victims and not report.moved:
+                break
+        raise InvalidState(
+            f"tenant {name!r} could not be activated: {report.reason}; {preempted} requests were preempted and will be "
+            "recomputed; free memory of the others and try again",
+            tenant=name,
+            preempted=preempted,
+        )
+
+    def _end_pending(self, first_pass_s: float | None) -> None:
+        turn, self._pending_turn = self._pending_turn, None
+        if turn is None or self._active is None:
+            return
+        entry = {
+            "moved_blocks": 0,
+            "preempted_requests": 0,
+            "restored_layers": 0,
+            "predicted_stall_s": 0.0,
+            **turn.entry,
+        }
+        began = turn.begun_s - self._started_s
+        self._activations.append(Activation(began, self._active, turn.seconds, first_pass_s, **entry))
+
+    # -- the session -----------------------------------------------------------------------------------------------
+
+    def _rebalance(self) -> None:
+        """One call for all who are active; moves may concern anybody."""
+        if self.session is None or not self.active:
+            return
+        report = self.session.step({name: self.engines[name].demand() for name in self.active})
+        self._follow(report.moved)
+
+    def _follow(self, moved: Mapping[str, Mapping[int, int]]) -> int:
+        """Patch the block tables of whoever's blocks moved. How many did."""
+        for name, pairs in moved.items():
+            if name in self.engines:
+                self.engines[name].follow(pairs)
+        return sum(map(len, moved.values()))
+
+    def _stalls(self) -> dict[str, float]:
+        if self.session is None:
+            return dict.fromkeys(self.engines, 0.0)
+        tenants = self.session.snapshot().tenants
+        return {name: tenants[name].stall_s for name in self.engines}
+
+    # -- measuring -------------------------------------------------------------------------------------------------
+
+    def _begin_measuring(self) -> None:
+        self._started_s = self._clock()
+        for engine in self.engines.values():
+            engine.reset_metrics(self._started_s)
+        self._timeline: list[SharedSample] = []
+        self._activations: list[Activation] = []
+        self._turn_began = self._started_s
+        self._pending_turn = None
+
+    def _record(self, now: float, ran: Sequence[str]) -> None:
+        tenants = {}
+        for name, engine in self.engines.items():
+            scheduler = engine.scheduler
+            tenants[name] = TenantSample(
+                kv_used_blocks=scheduler.used_blocks,
+                kv_usable_blocks=engine.tenant.kv.usable_blocks,
+                layers_remapped=engine.tenant.remapped,
+                running=len(scheduler.running),
+                waiting=len(scheduler.waiting),
+                preemptions=engine.metrics.preemptions,
+            )
+        self._timeline.append(SharedSample(now - self._started_s, tuple(ran), tenants))

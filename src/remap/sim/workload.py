@@ -1,0 +1,299 @@
+"""Who asks for what, and when: arrivals in bursts and lengths of prompts and answers, for any number of tenants. Pure.
+
+    loads = [Load("chat", Arrivals(rate=2.0, cv=4.0), SHAREGPT.scaled(0.25)), Load("code", Arrivals(rate=0.5), ALPACA)]
+    for item in generate(loads, seconds=60, seed=1): ...
+
+Arrivals above a coefficient of variation of 1 are an interrupted Poisson process (a Poisson process that a two-state Markov
+chain switches on and off), the simplest that is as bursty as serving traces are: most seconds are empty, and what comes,
+comes together. Its gaps have the mean and the coefficient of variation that were asked for, exactly. With the on-rate h,
+the rates of leaving on and off w1 and w2, and s = w1 + w2 (derived from the renewal form of the process, Kuczura 1973):
+
+    rate = h w2 / s        cv^2 = 1 + 2 h w1 / s^2        duty = w2 / s
+
+so that s = 2 rate (1 - duty) / (duty (cv^2 - 1)). Speeding up a trace (as Oneiros, section 7.1, does) changes the rate and
+leaves cv and duty as they are. At most 1, gaps are gamma distributed (1: Poisson arrivals).
+
+Lengths are lognormal with a given mean, cut to a range. Every draw depends on the seed and on the tenant's name alone: the
+same seed gives the same work, whatever other tenants there are.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import heapq
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from remap.errors import InvalidArgument
+
+__all__ = [
+    "ALPACA",
+    "AZURE_CODE",
+    "AZURE_CONVERSATION",
+    "SHAREGPT",
+    "Arrivals",
+    "Item",
+    "Lengths",
+    "Load",
+    "Lognormal",
+    "Summary",
+    "generate",
+    "merge",
+    "read_trace",
+    "summary",
+]
+
+
+def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} must be {expected}, got {value!r}; nothing was made; correct {name}", field=name, value=value
+    )
+
+
+def _positive(name: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise _refuse(name, value, "a finite number above 0")
+
+
+@dataclass(frozen=True)
+class Item:
+    """One request: which tenant's, when it arrives (seconds from the start), tokens of prompt and answer (at least 1)."""
+
+    tenant: str
+    time_s: float
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """When requests come. rate: requests per second on average. cv: coefficient of variation of the gaps between them.
+
+    duty: share of the time in which anything comes at all; of meaning above cv = 1 only. Raises InvalidArgument (field).
+    """
+
+    rate: float
+    cv: float = 1.0
+    duty: float = 0.25
+
+    def __post_init__(self) -> None:
+        _positive("rate", self.rate)
+        _positive("cv", self.cv)
+        if not 0 < self.duty < 1:
+            raise _refuse("duty", self.duty, "above 0 and below 1")
+
+    @property
+    def burst_s(self) -> float:
+        """Mean length of a burst in seconds; infinite if there are none (cv <= 1)."""
+        return 1.0 / ((1.0 - self.duty) * self._switching) if self.cv > 1 else math.inf
+
+    @property
+    def silence_s(self) -> float:
+        """Mean time between two bursts in seconds; 0 if there are none."""
+        return 1.0 / (self.duty * self._switching) if self.cv > 1 else 0.0
+
+    @property
+    def burst_rate(self) -> float:
+        """Requests per second within a burst."""
+        return self.rate / self.duty if self.cv > 1 else self.rate
+
+    @property
+    def _switching(self) -> float:
+        return 2.0 * self.rate * (1.0 - self.duty) / (self.duty * (self.cv * self.cv - 1.0))
+
+    def at(self, rate: float) -> Arrivals:
+        """The same pattern sped up or slowed down to `rate`."""
+        return replace(self, rate=rate)
+
+    def times(self, seconds: float, rng: random.Random) -> Iterator[float]:
+        """Arrival times in [0, seconds), ascending. The process starts in its steady state."""
+        if self.cv <= 1:
+            shape = 1.0 / (self.cv * self.cv)
+            # The first arrival falls anywhere into its gap, and long gaps are hit more often: the gap that covers time 0 has
+            # the shape + 1 (length-biased gamma).
+            scale = 1.0 / (self.rate * shape)
+            now = rng.random() * rng.gammavariate(shape + 1.0, scale)
+            while now < seconds:
+                yield now
+                now += rng.gammavariate(shape, scale)
+            return
+        now, on = 0.0, rng.random() < self.duty
+        while now < seconds:
+            end = now + rng.expovariate(1.0 / (self.burst_s if on else self.silence_s))
+            while on:
+                now += rng.expovariate(self.burst_rate)
+                if now >= min(end, seconds):
+                    break
+                yield now
+            now, on = end, not on
+
+
+@dataclass(frozen=True)
+class Lognormal:
+    """Lengths in tokens: lognormal with this mean and this standard deviation of the logarithm, then cut to [least, most].
+
+    The cut lowers the mean where it bites (ShareGPT's prompts: from 161 to 134).
+    """
+
+    mean: float
+    sigma: float
+    least: int = 1
+    most: int = 1 << 20
+
+    def __post_init__(self) -> None:
+        _positive("mean", self.mean)
+        if not 0 <= self.sigma < math.inf:
+            raise _refuse("sigma", self.sigma, "a finite number of at least 0")
+        if not 1 <= self.least <= self.most:
+            raise _refuse("least", self.least, f"from 1 to most ({self.most})")
+
+    @property
+    def cut_mean(self) -> float:
+        """The mean after the cut, in closed form (but for rounding to whole tokens)."""
+        mu, sigma = math.log(self.mean) - self.sigma * self.sigma / 2.0, self.sigma
+        if sigma == 0:
+            return max(self.least, min(self.mean, self.most))
+
+        def below(length: int, shift: float = 0.0) -> float:
+            return 0.5 * math.erfc(-(math.log(length) - mu - shift) / (sigma * math.sqrt(2.0)))
+
+        inside = self.mean * (below(self.most, sigma * sigma) - below(self.least, sigma * sigma))
+        return self.least * below(self.least) + inside + self.most * (1.0 - below(self.most))
+
+    def draw(self, rng: random.Random) -> int:
+        """One length."""
+        length = rng.lognormvariate(math.log(self.mean) - self.sigma * self.sigma / 2.0, self.sigma)
+        return max(self.least, min(round(length), self.most))
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Prompts and answers, independent of each other."""
+
+    prompt: Lognormal
+    output: Lognormal
+
+    def scaled(self, factor: float, *, most: int | None = None) -> Lengths:
+        """Both `factor` times as long, the longest `most` tokens: for models that hold less context."""
+        _positive("factor", factor)
+
+        def one(lengths: Lognormal) -> Lognormal:
+            top = most if most is not None else max(1, round(lengths.most * factor))
+            return replace(lengths, mean=lengths.mean * factor, least=min(lengths.least, top), most=top)
+
+        return Lengths(one(self.prompt), one(self.output))
+
+
+# Means: vLLM (Kwon et al., SOSP 2023), Figure 11. Spread: prompt of ShareGPT, the standard deviation of the logarithm; the
+# others, ln(p90 / p50) / 1.2816 of the data set's own lengths. Cut at 2048 tokens in all, as vLLM's evaluation does.
+SHAREGPT = Lengths(Lognormal(161.31, 1.53, 4, 1024), Lognormal(337.99, 0.70, 4, 1024))
+"""Chats: short and long prompts, long answers."""
+ALPACA = Lengths(Lognormal(19.31, 0.56, 4, 256), Lognormal(58.45, 0.85, 1, 640))
+"""Instructions: short prompts, short answers."""
+
+# Azure LLM inference trace 2023 (Splitwise, Patel et al., ISCA 2024): rate and cv are those of its gaps. The duty is chosen so
+# that as many seconds are empty as in the trace (73 %); 10 s windows then come out at 60 % (trace: 56 %).
+AZURE_CODE = Arrivals(rate=2.567, cv=13.15, duty=0.25)
+"""What Oneiros, section 7.1, replays: silence, then 150 requests at once. `AZURE_CODE.at(rate)` is its rescaling."""
+AZURE_CONVERSATION = Arrivals(rate=5.530, cv=1.094, duty=0.6)
+"""The calm one: nearly Poisson."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """One tenant's requests: when and how long. begin_s, end_s: it is silent before and after (a phase of a longer run)."""
+
+    tenant: str
+    arrivals: Arrivals
+    lengths: Lengths
+    begin_s: float = 0.0
+    end_s: float = math.inf
+
+
+def generate(loads: Iterable[Load], seconds: float, seed: int = 0) -> tuple[Item, ...]:
+    """All requests that arrive within `seconds`, in order of time (of equal times: in order of `loads`).
+
+    A tenant may have several loads: peak and off-peak phases, or a mix of kinds. Raises InvalidArgument unless seconds > 0.
+    """
+    _positive("seconds", seconds)
+    streams: list[list[Item]] = []
+    seen: dict[str, int] = {}
+    for load in loads:
+        number = seen[load.tenant] = seen.get(load.tenant, -1) + 1
+        when, what = (random.Random(f"{seed}:{load.tenant}:{number}:{purpose}") for purpose in ("when", "what"))
+        length = min(seconds, load.end_s) - load.begin_s
+        times = load.arrivals.times(length, when) if length > 0 else ()
+        streams.append(
+            [
+                Item(load.tenant, load.begin_s + time, load.lengths.prompt.draw(what), load.lengths.output.draw(what))
+                for time in times
+            ]
+        )
+    return merge(*streams)
+
+
+def merge(*streams: Iterable[Item]) -> tuple[Item, ...]:
+    """Several streams, each ascending in time, as one. Equal times keep the order of the arguments."""
+    return tuple(heapq.merge(*streams, key=lambda item: item.time_s))
+
+
+def read_trace(path: str | Path, tenant: str, *, rate: float | None = None) -> tuple[Item, ...]:
+    """Requests from a CSV file (.gz or not) with the columns arrival_s, input_tokens, output_tokens, from time 0 on.
+
+    rate: compress or stretch time to so many requests per second; order and burstiness stay. Raises InvalidArgument for a
+    file without these columns or without rows; what opening the file raises passes through.
+    """
+    path = Path(path)
+    opened = gzip.open if path.suffix == ".gz" else open
+    with opened(path, "rt", encoding="utf-8") as stream:
+        reader = csv.DictReader(stream)
+        wanted = ("arrival_s", "input_tokens", "output_tokens")
+        if not set(wanted) <= set(reader.fieldnames or ()):
+            raise _refuse("path", path.name, f"a CSV file with the columns {', '.join(wanted)}")
+        rows = sorted((float(row[wanted[0]]), int(row[wanted[1]]), int(row[wanted[2]])) for row in reader)
+    if not rows:
+        raise _refuse("path", path.name, "a CSV file with at least one row")
+    first, span = rows[0][0], rows[-1][0] - rows[0][0]
+    factor = 1.0
+    if rate is not None:
+        _positive("rate", rate)
+        factor = (len(rows) - 1) / (rate * span) if span > 0 else 1.0
+    return tuple(Item(tenant, (time - first) * factor, max(1, i), max(1, o)) for time, i, o in rows)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a stream looks like. cv: of the gaps. empty_share: of whole 1 s windows from 0 to the last arrival."""
+
+    requests: int
+    rate: float
+    cv: float
+    peak_rate: float  # most arrivals in a 1 s window
+    empty_share: float
+    mean_prompt: float
+    mean_output: float
+
+
+def summary(items: Sequence[Item]) -> Summary:
+    """Of one tenant's or a merged stream, in order of time. All zero for fewer than two items."""
+    if len(items) < 2:
+        return Summary(len(items), 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    gaps = [b.time_s - a.time_s for a, b in zip(items, items[1:], strict=False)]
+    mean = math.fsum(gaps) / len(gaps)
+    variance = math.fsum((gap - mean) ** 2 for gap in gaps) / len(gaps)
+    windows = [0] * (int(items[-1].time_s) + 1)
+    for item in items:
+        windows[int(item.time_s)] += 1
+    return Summary(
+        requests=len(items),
+        rate=1.0 / mean if mean > 0 else math.inf,
+        cv=math.sqrt(variance) / mean if mean > 0 else 0.0,
+        peak_rate=float(max(windows)),
+        empty_share=windows.count(0) / len(windows),
+        mean_prompt=math.fsum(item.prompt_tokens for item in items) / len(items),
+        mean_output=math.fsum(item.output_tokens for item in items) / len(items),
+    )

@@ -1,0 +1,125 @@
+"""The demo with several models: who gets which prompts and how much memory, and how their runs are added up."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("typer")
+
+from test_demo_report import make_result, make_run
+from typer.testing import CliRunner
+
+from remap.cli import demo, demo_tenants, smollm2
+from remap.cli.demo_html import page
+from remap.cli.demo_report import RunResult, identical_requests, table_rows
+from remap.cli.demo_run import DemoConfig
+from remap.cli.main import app
+from remap.cli.shared_world import SMALL, Wiring, World
+from remap.errors import InvalidArgument
+from remap.sim.workload import ALPACA, Arrivals, Load, generate
+
+NUMBERS = {"ttft_p99_s": 2.0, "tbt_p99_s": 0.2, "kv_blocks_start": 40, "kv_blocks_peak": 40, "preemptions": 3}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """The demo's several models as three small random ones."""
+    monkeypatch.setattr(demo_tenants, "LARGE", SMALL)
+    return DemoConfig(tenants=3, budget_bytes=0, dtype="float32", page_bytes=SMALL.page_bytes, block_tokens=8)
+
+
+def test_a_budget_is_dealt_out_by_weight(small):
+    world = demo_tenants.build_world(small)
+    assert world.names == tuple(model.name for model in SMALL.models)
+    assert demo_tenants.build_world(replace(small, tenants=2)).names == world.names[:2]
+    weights = sum(map(world.weight_bytes, world.names))
+    assert weights < world.budget_bytes < 1.15 * weights
+    wide = demo_tenants.build_world(replace(small, budget_bytes=2 * weights))
+    assert 1.9 * weights < wide.budget_bytes <= 2 * weights
+    for name in wide.names:
+        kv = wide.start_blocks[name] * wide.block_bytes(name)
+        assert kv == pytest.approx(wide.weight_bytes(name), rel=0.1)
+
+
+def test_refusals(small):
+    weights = sum(map(demo_tenants.build_world(small).weight_bytes, ("even", "wide", "deep")))
+    with pytest.raises(InvalidArgument) as caught:
+        demo_tenants.build_world(replace(small, budget_bytes=weights))
+    assert caught.value.budget == weights < caught.value.least
+    demo_tenants.build_world(replace(small, budget_bytes=caught.value.least))
+    for tenants in (1, 4):
+        with pytest.raises(InvalidArgument) as caught:
+            demo_tenants.build_world(replace(small, tenants=tenants))
+        assert caught.value.tenants == tenants
+    assert CliRunner().invoke(app, ["demo", "--tenants", "4"]).exit_code == 2
+
+
+def test_runs_of_several_tenants_add_up(small):
+    world = World(SMALL, kv_share=0.06)
+    items = generate([Load(name, Arrivals(8.0), world.lengths(ALPACA, 1.0)) for name in world.names], 1.0, 3)
+    requests = world.requests(items, at_once=True)
+    reports = []
+    runs = {}
+    for kind in ("baseline", "remap"):
+        wiring = Wiring(controller={} if kind == "remap" else None)
+        on_step = demo_tenants._reporter(requests, reports.append)
+        result = world.serve(requests, wiring, quantum_s=0.05, on_step=on_step)
+        run = runs[kind] = demo_tenants.summed(kind, world, requests, result)
+        assert RunResult.from_dict(run.to_dict()) == run
+        assert run.generated_tokens == sum(item.output_tokens for item in items)
+        assert len(run.ttft_s) == len(run.tokens) == len(items)
+        assert len(run.tbt_s) == run.generated_tokens - len(items)
+        assert run.capacity_bytes == world.budget_bytes
+        assert run.kv_blocks_start == sum(world.start_blocks.values())
+        assert run.layers == sum(map(world.layers, world.names))
+        assert run.preemptions == sum(one["preemptions"] for one in run.tenants.values())
+        assert run.timeline[-1].preemptions == run.preemptions
+        assert reports[-1].generated == reports[-1].total == run.generated_tokens
+        assert reports[-1].finished == len(items)
+    assert identical_requests(runs["remap"], runs["baseline"]) == len(items)
+    assert runs["remap"].kv_blocks_peak > runs["baseline"].kv_blocks_peak == runs["baseline"].kv_blocks_start
+
+
+def test_each_tenant_has_rows_of_its_own():
+    alone = make_result()
+    tenants = {"SmolLM2": NUMBERS, "wide": {**NUMBERS, "tbt_p99_s": 0.0}}
+    better = {"SmolLM2": {**NUMBERS, "ttft_p99_s": 1.0, "kv_blocks_peak": 60}, "wide": tenants["wide"]}
+    result = replace(
+        alone,
+        unconstrained=replace(alone.unconstrained, tenants=tenants),
+        baseline=replace(alone.baseline, tenants=tenants),
+        remap=replace(alone.remap, tenants=better),
+    )
+    rows = table_rows(result)
+    assert rows[: -len(tenants) * 3] == table_rows(alone)
+    assert rows[-6] == ("SmolLM2 KV blocks", "40 to 40", "40 to 40", "40 to 60", "+50%")
+    assert rows[-5] == ("SmolLM2 first token P99", "2 s", "2 s", "1 s", "-50%")
+    assert rows[-1][-1] == ""  # nothing to compare with
+    assert "wide next token P99" in page(result)
+    assert make_run("remap").tenants == {}
+
+
+def test_settings_say_how_the_models_share():
+    shown = demo._settings(DemoConfig(tenants=3, budget_bytes=0))
+    assert shown["sharing"] == "in turns of 2 s"
+    assert shown["budget"] == "weights and 10% of them"
+    assert "sharing" not in demo._settings(DemoConfig())
+    assert demo_tenants.model_name(2) == "SmolLM2-135M-Instruct and 1 random Llama in turns"
+
+
+@pytest.mark.model
+def test_prompts_are_dealt_out_in_turn():
+    if importlib.util.find_spec(smollm2.PACKAGE) is None:
+        pytest.skip(f"the model's package is not installed: {smollm2.INSTALL}")
+    config = DemoConfig(tenants=3, budget_bytes=0, dtype="float32", requests=7)
+    world = demo_tenants.build_world(config)
+    requests = demo_tenants.make_requests(world, config)
+    assert [len(mine) for mine in requests.values()] == [3, 2, 2]
+    for name, mine in requests.items():
+        assert all(max(one.prompt) < world.vocabulary(name) for one in mine)
+        assert all(bool(one.sampling.stop_token_ids) == (name == "SmolLM2") for one in mine)
