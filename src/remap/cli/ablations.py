@@ -180,7 +180,12 @@ def _metrics(result: SharedResult, quiet: _Quiet | None) -> dict[str, float]:
     numbers["kv_blocks_peak"] = max(
         (sum(one.kv_usable_blocks for one in sample.tenants.values()) for sample in result.timeline), default=0
     )
-    numbers["layers_remapped_peak"] = sum(one["layers_remapped_peak"] for one in tenants.values())
+    samples = [sample.tenants.values() for sample in result.timeline]
+    numbers["layers_remapped_peak"] = max((sum(one.layers_remapped for one in each) for each in samples), default=0)
+    numbers["lent_pages_peak"] = max((sum(one.lent_pages for one in each) for each in samples), default=0)
+    numbers["kv_growth_peak"] = max(
+        (tenants[name]["kv_blocks_peak"] / max(1, one.kv_blocks_start) for name, one in result.metrics.items()), default=1.0
+    )
     if quiet is not None:
         gaps = quiet.gaps(result)
         numbers["quiet_tbt_p50_s"] = percentile(gaps, 0.50)

@@ -35,8 +35,10 @@ METRICS = {
     "preemptions": "preemptions",
     "recomputed_tokens": "tokens recomputed",
     "stall_share": "stall share",
-    "layers_remapped_peak": "own layers remapped (peak)",
-    "kv_blocks_peak": "KV blocks (peak)",
+    "layers_remapped_peak": "layers away, all models (peak)",
+    "lent_pages_peak": "pages lent to another model (peak)",
+    "kv_blocks_peak": "KV blocks, all models (peak)",
+    "kv_growth_peak": "KV blocks of one model, peak / start",
     "activation_p50_s": "activation to first pass P50",
     "activation_p99_s": "activation to first pass P99",
 }

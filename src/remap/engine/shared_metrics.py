@@ -18,7 +18,8 @@ __all__ = ["Activation", "SharedResult", "SharedSample", "TenantSample"]
 
 @dataclass(frozen=True)
 class TenantSample:
-    """One tenant after one step. Blocks are its own: those of another tenant may have another size."""
+    """One tenant after one step. Blocks are its own: those of another tenant may have another size. lent_pages: of its layers,
+    for other tenants."""
 
     kv_used_blocks: int
     kv_usable_blocks: int
@@ -26,6 +27,7 @@ class TenantSample:
     running: int
     waiting: int
     preemptions: int
+    lent_pages: int = 0
 
 
 @dataclass(frozen=True)

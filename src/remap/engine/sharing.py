@@ -313,5 +313,6 @@ class SharedEngines:
                 running=len(scheduler.running),
                 waiting=len(scheduler.waiting),
                 preemptions=engine.metrics.preemptions,
+                lent_pages=getattr(engine.tenant, "lent_pages", 0),
             )
         self._timeline.append(SharedSample(now - self._started_s, tuple(ran), tenants))
