@@ -290,6 +290,7 @@ def attach_layers(
         regions=tuple((arena.address(region), arena.region_bytes(region)) for region in all_regions),
         rest_address=rest_address,
         ring_address=ring_address,
+        lasting=first_pages,
         order=order,
         hosted=_hosted(homes, order, places),
         pinned=pinned,

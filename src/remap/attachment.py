@@ -28,6 +28,7 @@ class Attachment:
     regions: tuple[tuple[int, int], ...]  # address and bytes of every region: the layers' first
     rest_address: int
     ring_address: int
+    lasting: int  # places of the giving order that are the first min_blocks': pages that never leave
     order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
     hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
     pinned: set[int] = field(default_factory=set)

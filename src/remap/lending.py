@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import Any
 
 from .changes import Changes
@@ -45,7 +44,6 @@ class Lending:
         self._changes = changes
         self._arena = arena
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
-        self._homes: tuple[tuple[int, ...], frozenset[int]] = ((), frozenset())  # of which tenants; their layers' pages
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -144,31 +142,24 @@ class Lending:
         """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most `wanted`.
 
         Those given last go first. At most `surplus` blocks are lost; none that belongs to one of the donor's own layers, which
-        comes home with them; and its min_blocks stay in pages that are nobody's layer: others may be asked back any time.
+        comes home with them; and none of the pages that it got for its min_blocks when it was attached: those are nobody's
+        layer, and what it has borrowed may be asked back at any time.
         """
         pool, geometry = donor.kv.pool, donor.kv.geometry
         if surplus <= 0 or donor._attachment.draining:
             return []
         own = donor._attachment.pages.kv_from_homes
-        homes = self._home_pages()
-        page_of = {slot: donor._attachment.giving[geometry.giving_index(slot)] for slot in pool.owned_slots()}
-        lasting = BlockPool(geometry)
-        lasting.give([slot for slot, page in page_of.items() if page not in homes])
-        spare = lasting.usable_blocks - donor.kv.spec.min_blocks
+        giving, lasting = donor._attachment.giving, donor._attachment.lasting
         found: list[int] = []
         lost: set[int] = set()
-        lost_for_good: set[int] = set()
-        for slot in reversed(page_of):
-            page = page_of[slot]
-            if page in own or page not in receiver._attachment.index_of:
+        for slot in reversed(pool.owned_slots()):
+            place = geometry.giving_index(slot)
+            page = giving[place]
+            if place < lasting or page in own or page not in receiver._attachment.index_of:
                 continue
             if not pool.external and pool.pending((slot,)):
                 continue
             blocks = set(geometry.blocks_of_columns(slot % geometry.range_pages, slot % geometry.range_pages + 1))
-            if page not in homes:
-                if len(lost_for_good | blocks) > spare:
-                    continue
-                lost_for_good |= blocks
             if len(lost | blocks) > surplus:
                 break
             lost |= blocks
@@ -176,14 +167,6 @@ class Lending:
             if len(found) >= wanted:
                 break
         return sorted(found)
-
-    def _home_pages(self) -> frozenset[int]:
-        """Pages of all tenants' layers. As long as the same tenants are attached, the same."""
-        numbers = tuple(tenant.number for tenant in self._tenants.values())
-        if self._homes[0] != numbers:
-            every = (home for tenant in self._tenants.values() for home in tenant._attachment.pages.homes)
-            self._homes = (numbers, frozenset(chain.from_iterable(every)))
-        return self._homes[1]
 
     # -- coming home -----------------------------------------------------------------------------------------------
 
