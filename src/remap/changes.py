@@ -228,11 +228,22 @@ class Changes:
                 self.apply_and_settle(tenant, way)
             plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
             slots = list(tenant.slots_of(self._pooled(tenant, plan)))
-        moves = self._vacate(tenant, slots, drain)
+        moves = self.exchange(tenant, plan, slots, drain=drain)
         if moves is None:
             tenant._attachment.draining = tuple(slots)
             tenant._attachment.draining_target = (layers, buffers)
             return {}
+        return moves
+
+    def exchange(
+        self, tenant: Tenant, plan: Plan, slots: Sequence[int], *, drain: bool = False
+    ) -> dict[int, int] | None:
+        """Empty these slots of the KV region, apply and settle. The moves made; None, and nothing changed but that the blocks
+        are withdrawn, if live ones stay and `drain` is set (otherwise OutOfBlocks)."""
+        pool = tenant.kv.pool
+        moves = self._vacate(tenant, slots, drain)
+        if moves is None:
+            return None
         try:
             self.apply(tenant, plan)
         except Error:
@@ -244,7 +255,7 @@ class Changes:
         try:
             self.settle(tenant)
         except Error:
-            return dict(moves)
+            return dict(moves)  # tenant.forward() tries it again
         return dict(moves)
 
     @staticmethod

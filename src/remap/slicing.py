@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from .errors import Error, InvalidArgument
+from .errors import InvalidArgument
 from .slice_plan import alpha_of, giving_order, plan_slices, tail_for
 
 if TYPE_CHECKING:
@@ -70,20 +70,7 @@ def reslice(
             changes.apply_and_settle(tenant, way)
         plan = _plan(changes, tenant, plan.streamed, tail_pages, buffers, to, predicted_stall_s, reason)
         slots = _lost_slots(tenant, plan)
-    moves = changes._vacate(tenant, slots, False) or []
-    try:
-        changes.apply(tenant, plan)
-    except Error:
-        # The old blocks' bytes are untouched: taking the ids back is enough.
-        pool.give(slots)
-        if moves:
-            pool.commit_moves([(new, old) for old, new in moves])
-        raise
-    try:
-        changes.settle(tenant)
-    except Error:
-        return dict(moves)  # tenant.forward() tries it again
-    return dict(moves)
+    return changes.exchange(tenant, plan, slots) or {}
 
 
 def _lost_slots(tenant: Tenant, plan: Plan) -> list[int]:

@@ -184,7 +184,8 @@ def _metrics(result: SharedResult, quiet: _Quiet | None) -> dict[str, float]:
     numbers["layers_remapped_peak"] = max((sum(one.layers_remapped for one in each) for each in samples), default=0)
     numbers["lent_pages_peak"] = max((sum(one.lent_pages for one in each) for each in samples), default=0)
     numbers["kv_growth_peak"] = max(
-        (tenants[name]["kv_blocks_peak"] / max(1, one.kv_blocks_start) for name, one in result.metrics.items()), default=1.0
+        (tenants[name]["kv_blocks_peak"] / max(1, one.kv_blocks_start) for name, one in result.metrics.items()),
+        default=1.0,
     )
     if quiet is not None:
         gaps = quiet.gaps(result)
