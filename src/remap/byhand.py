@@ -76,7 +76,7 @@ def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, re
     pages = session._lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
     report[tenant.name] = moved_entry({}, tenant.name)
     report[tenant.name]["reason"] = f"{pages} pages of {layers} layers lent by hand"
-    if receiver is not None and pages:
+    if receiver is not None and tenant.lent_pages:
         before = receiver.kv.usable_blocks
         free = [page for page in free_pages_of(session._arena, receiver) if page in tenant._attachment.pages.lent]
         session._changes.take_free_pages(receiver, free, int(len(free) * receiver._blocks_per_page))

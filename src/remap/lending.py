@@ -108,9 +108,20 @@ class Lending:
             # The ring is made of the very last layers: they are the last to come home.
             last = tuple(sorted(donor._attachment.order)[::-1][:buffers])
             donor._attachment.pages = replace(pages, ring_preference=last)
-        self._changes.grow(
-            donor, layers, buffers, selection=selection, to="free", predicted_stall_s=predicted_stall_s, reason=reason
-        )
+        try:
+            self._changes.grow(
+                donor,
+                layers,
+                buffers,
+                selection=selection,
+                to="free",
+                predicted_stall_s=predicted_stall_s,
+                reason=reason,
+            )
+        finally:
+            # Growing for itself later, it is to find its ring where the ring's region shows it already.
+            now = donor._attachment.pages
+            donor._attachment.pages = replace(now, ring_preference=pages.ring_preference)
         return len(donor._attachment.pages.lent) - before
 
     def give_idle(self, donor: Tenant, blocks: int, receiver: Tenant, surplus: int) -> int:

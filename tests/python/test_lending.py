@@ -87,6 +87,30 @@ def test_an_active_tenant_lends_and_goes_on_serving() -> None:
         world.check()
 
 
+def test_what_is_lent_and_free_goes_to_whoever_is_named_later() -> None:
+    with Shared(SHAPES) as world:
+        world.session.deactivate("b")
+        world.session.lend("b", 3)
+        assert world.session.snapshot().pages.free == 9
+        report = world.session.lend("b", 3, to="a")
+        assert report.added_blocks["a"] > 0 and world.session.snapshot().pages.free == 0
+        world.check()
+
+
+def test_the_ring_of_a_tenant_that_has_lent_is_where_its_region_shows_it_again() -> None:
+    with Shared(SHAPES, trace=True) as world:
+        b = world.engines["b"].tenant
+        preference = b._attachment.pages.ring_preference
+        world.session.deactivate("b")
+        world.session.lend("b", 3)
+        assert b._attachment.pages.ring_layers == (7,)  # the last one comes home last
+        world.activate("b")
+        assert b._attachment.pages.ring_preference == preference
+        world.session.remap("b", 3, 1, "nested")
+        assert b._attachment.pages.ring_layers == preference[:1]
+        world.check()
+
+
 def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
     with Shared(SHAPES, spare=12) as world:
         world.session.deactivate("b")
