@@ -8,7 +8,8 @@ Everything that depends on the batch alone (where to write, which blocks to read
   attention call serves the group. The query heads that share a KV head stand as *rows of the query* of that head
   (grouped-query attention without repeating K and V).
 * prefill: tiles of TILE tokens of one sequence, each over all tokens up to its end. Generated tokens that are recomputed
-  after a preemption are attended as they were when they were decoded, each for itself, so that they get the same values.
+  after a preemption are attended as they were when they were decoded, each for itself, so that they get the same values
+  (with one compute thread; several may share a float32 product out otherwise).
 
 Rounding in a matrix kernel may depend on the shape it is called with. So shapes here depend on a sequence's own length
 and position alone: a group's width is a function of the length (`padded`), tiles start at multiples of TILE (if the
