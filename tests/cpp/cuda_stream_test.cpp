@@ -106,8 +106,13 @@ void waits_bind_to_the_last_recording() {
   CHECK(!backend->synchronize(event, std::chrono::milliseconds(3)));
   CHECK(!backend->synchronize(event, std::chrono::nanoseconds(-1)));
   CHECK_ERROR(ErrorKind::invalid_state, backend->elapsed(end, event));
-  gate.open();
-  CHECK(backend->synchronize(event, std::chrono::nanoseconds::max()));  // no deadline: asks the driver to wait
+  // No deadline: asks the driver to wait. The gate stays shut until it has been asked, or there would be nothing to wait for.
+  std::thread opener([&gate] {
+    for (int i = 0; i < 2000 && calls("cuEventSynchronize") == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    gate.open();
+  });
+  CHECK(backend->synchronize(event, std::chrono::nanoseconds::max()));
+  opener.join();
   CHECK(calls("cuEventSynchronize") == 1);
   CHECK(backend->elapsed(end, event) > 0);
   backend->destroy_stream(slow);
