@@ -84,6 +84,15 @@ def faults(made: dict[str, int]) -> Iterator[tuple[str, int, int, bool]]:
         yield name, 1, codes[turn % len(codes)], True
 
 
+@pytest.fixture(scope="module", autouse=True)
+def young_heap() -> Iterator[None]:
+    """What other test modules have left in memory is not looked through in each of some hundred collections."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 def left_alone(driver: Emulated, what: str) -> None:
     """The driver has nothing left of it, and no rule was broken."""
     if driver.live():
