@@ -53,7 +53,9 @@ def admit(
     attachment.host = host
     try:
         prefetcher = _core.Prefetcher(
-            session._backend, list(zip(attachment.addresses, source.master_addresses, source.layer_bytes))
+            session._backend,
+            list(zip(attachment.addresses, source.master_addresses, source.layer_bytes)),
+            keep=arena,
         )
         compute = ComputeStream(streams, session._device)
         mover = functools.partial(changes.move_bytes, compute)
