@@ -12,6 +12,7 @@ from arena_worlds import PAGE, forward, make_layers, make_spec
 from remap import _core
 from remap.errors import ForkedProcess
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell starts its children without it
 session = remap.Session(40 * PAGE, page_bytes=PAGE, mode="aliased")
 layers = make_layers([2] * 6)
 tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=200))
