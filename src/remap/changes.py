@@ -240,17 +240,13 @@ class Changes:
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region, apply and settle. The moves made; None, and nothing changed but that the blocks
         are withdrawn, if live ones stay and `drain` is set (otherwise OutOfBlocks)."""
-        pool = tenant.kv.pool
-        moves = self._vacate(tenant, slots, drain)
+        moves = self.vacate(tenant, slots, drain)
         if moves is None:
             return None
         try:
             self.apply(tenant, plan)
         except Error:
-            # The old blocks' bytes are untouched: taking the ids back is enough.
-            pool.give(slots)
-            if moves:
-                pool.commit_moves([(new, old) for old, new in moves])
+            self.undo_vacate(tenant, slots, moves)
             raise
         try:
             self.settle(tenant)
@@ -311,7 +307,15 @@ class Changes:
 
     # -- shrinking -------------------------------------------------------------------------------------------------
 
-    def _vacate(self, tenant: Tenant, slots: Sequence[int], drain: bool) -> list[tuple[int, int]] | None:
+    @staticmethod
+    def undo_vacate(tenant: Tenant, slots: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
+        """As it was before `vacate`, while the pages are still the tenant's KV for the arena."""
+        # The old blocks' bytes are untouched: taking the ids back is enough.
+        tenant.kv.pool.give(slots)
+        if moves:
+            tenant.kv.pool.commit_moves([(new, old) for old, new in moves])
+
+    def vacate(self, tenant: Tenant, slots: Sequence[int], drain: bool) -> list[tuple[int, int]] | None:
         """Empty and take these slots of the KV region. The moves made, or None if live blocks stay and `drain` is set."""
         pool = tenant.kv.pool
         if tuple(slots) != tenant._attachment.draining:

@@ -87,7 +87,7 @@ class Controller:
         headroom = self.config.headroom_blocks
         if headroom is None:
             if view.times is not self._times:
-                self._learn(view.times, view.unit)
+                self._learn(view)
             headroom = self._watermark.blocks(self._steps_ahead)
         self._headroom = headroom = self._guard.clip(wanted, headroom)
         deficit = blocks + headroom - view.free_blocks
@@ -104,7 +104,7 @@ class Controller:
 
     def _grow(self, view: TenantView, demand: int, headroom: int, deficit: int) -> Decision:
         self._rental.forfeit()
-        self._learn(view.times, view.unit)
+        self._learn(view)
         room = deficit if view.max_blocks is None else max(0, min(deficit, view.max_blocks - view.usable_blocks))
         taken = min(room, view.free_pool_blocks)
         alpha, buffers, why = view.remapped, view.buffers, ""
@@ -160,7 +160,7 @@ class Controller:
 
         Blocks are its own. An alpha that stalls too long although a larger one does not is no increment by itself.
         """
-        self._learn(view.times, view.unit)
+        self._learn(view)
         most, best, _ = self._most(view)
         buffers = view.buffers if view.remapped else best
         at, times = view.remapped, view.times
@@ -231,7 +231,7 @@ class Controller:
 
     def fewer(self, view: TenantView) -> int:
         """alpha after what would come home next: one layer less, or more where that would stall longer."""
-        self._learn(view.times)
+        self._learn(view)
         return self._back_of(view)[0]
 
     def may_return(self, view: TenantView, holds: bool) -> Decision | None:
@@ -242,7 +242,7 @@ class Controller:
         """
         if not self.config.reversion:
             return None
-        self._learn(view.times, view.unit)
+        self._learn(view)
         fewer, saved, earned = self._back_of(view)
         if not self._rental.accrue(earned, holds):
             return None
@@ -254,7 +254,7 @@ class Controller:
         return Decision("shrink", 0, fewer, view.buffers, reason, stall, 0)
 
     def _shrink_or_keep(self, view: TenantView, demand: int, headroom: int) -> Decision:
-        self._learn(view.times, view.unit)
+        self._learn(view)
         alpha, buffers = view.remapped, view.buffers
         fewer, saved, earned = self._back_of(view)
         lost = math.ceil((alpha - fewer) * view.blocks_per_layer)
@@ -319,8 +319,9 @@ class Controller:
 
     # -- inside ----------------------------------------------------------------------------------------------------
 
-    def _learn(self, times: LayerSeconds | None, unit: str = "layers") -> None:
-        """Forget what was computed for other times. Equal times in a new object are the same times."""
+    def _learn(self, view: TenantView) -> None:
+        """Forget what was computed for other times, or another unit. Equal times in a new object are the same times."""
+        times, unit = view.times, view.unit
         if unit != self._unit or (times is not self._times and times != self._times):
             self._limit = None
             self._stalls.clear()

@@ -19,7 +19,7 @@ from typing import Any
 from .changes import Changes
 from .errors import ArenaBroken, Error, OutOfBlocks
 from .kv import BlockPool
-from .planner import Plan, SetOwner, plan_free_pages, plan_streamed
+from .planner import plan_free_pages, plan_streamed
 from .policy import free_pages_of
 from .tenant import Tenant
 
@@ -307,10 +307,10 @@ class Lending:
             tenant = self._tenants[name]
             slots = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
             try:
-                moves = changes._vacate(tenant, slots, False) or []
+                moves = changes.vacate(tenant, slots, False) or []
             except Error as error:
-                for each in reversed(vacated):
-                    _undo_vacate(*each)
+                for other, _, taken, made in reversed(vacated):
+                    changes.undo_vacate(other, taken, made)
                 if isinstance(error, OutOfBlocks):
                     raise _out_of_room({name: tenant.kv.pool.pending(slots)}, 0) from error
                 raise
@@ -322,8 +322,8 @@ class Lending:
             except ArenaBroken:
                 raise
             except Error as error:
-                for each in reversed(vacated):
-                    _undo_vacate(*each)
+                for other, _, taken, made in reversed(vacated):
+                    changes.undo_vacate(other, taken, made)
                 if not result.moved:
                     raise
                 result.problem = str(error)
@@ -350,28 +350,10 @@ class Lending:
     def _reclaim(self, donor: Tenant, lent: frozenset[int]) -> None:
         """Free pages of the donor's own become its KV for the arena, which zeroes them; the pool never hears of them."""
         attachment = donor._attachment
-        plan = Plan(
-            epoch=self._arena.epoch,
-            steps=(SetOwner(tuple(sorted(lent)), "free", "kv", donor.number),),
-            streamed=attachment.pages.streamed,
-            ring=attachment.pages.ring,
-            reload=(),
-            held=(),
-            gained=(),
-            lost=(),
-            ring_moves=False,
-            lent=attachment.pages.lent - lent,
-            tail_pages=attachment.pages.tail_pages,
-        )
+        plan = plan_free_pages(attachment.pages, self._arena.epoch, sorted(lent), give=True)
+        plan = replace(plan, gained=())
         self._changes.apply_and_settle(donor, plan)
         attachment.reclaimed = attachment.reclaimed | lent
-
-
-def _undo_vacate(tenant: Tenant, pages: Sequence[int], slots: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-    # The old blocks' bytes are untouched: taking the ids back is enough.
-    tenant.kv.pool.give(slots)
-    if moves:
-        tenant.kv.pool.commit_moves([(new, old) for old, new in moves])
 
 
 def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:

@@ -68,13 +68,10 @@ def _sliced_view(session: Session, tenant: Tenant, demand: Demand) -> TenantView
     attachment, pool = tenant._attachment, tenant.kv.pool
     pages = attachment.pages
     buffers = len(pages.ring)
-    sizes = [len(pages.homes[layer]) for layer in attachment.order]
-    deepest = max(sizes, default=0)
-    most = deepest if len(sizes) > 2 and attachment.hosted >= len(sizes) else 0
-    cap = session._configs[tenant.name].cap
-    if cap is not None and most:
-        homes = [pages.homes[layer] for layer in attachment.order]
-        most = min(most, tail_for(homes, min(cap, len(sizes) - 2), 2))
+    known = tenant._depths
+    if known is None or known[0] is not attachment.order:  # a view is made in every step, layers are pinned hardly ever
+        known = tenant._depths = (attachment.order, *_depths(tenant, session._configs[tenant.name].cap))
+    layers, deepest, most = len(attachment.order), known[1], known[2]
     free, live = pool.free_blocks, pool.live_blocks
     if pool.external:
         free = min(demand.free or 0, live)
@@ -88,7 +85,7 @@ def _sliced_view(session: Session, tenant: Tenant, demand: Demand) -> TenantView
         free_blocks=free,
         live_blocks=live,
         free_pool_blocks=int(len(free_pages_of(session._arena, tenant)) * tenant._blocks_per_page),
-        blocks_per_layer=max(1, len(sizes) - max(2, buffers)) * tenant._blocks_per_page,
+        blocks_per_layer=max(1, layers - max(2, buffers)) * tenant._blocks_per_page,
         max_remapped=most,
         times=tenant.times(),
         epoch=0,
@@ -98,3 +95,13 @@ def _sliced_view(session: Session, tenant: Tenant, demand: Demand) -> TenantView
         others=tenant._others if len(session._tenants) > 1 else None,
         unit="pages of every layer",
     )
+
+
+def _depths(tenant: Tenant, cap: int | None) -> tuple[int, int]:
+    """(pages of the largest streamable layer, most tail pages that may stream: `cap` is in layers)."""
+    attachment = tenant._attachment
+    homes = [attachment.pages.homes[layer] for layer in attachment.order]
+    deepest = max(map(len, homes), default=0)
+    if len(homes) <= 2 or attachment.hosted < len(homes):
+        return deepest, 0
+    return deepest, deepest if cap is None else min(deepest, tail_for(homes, min(cap, len(homes) - 2), 2))

@@ -43,18 +43,12 @@ from __future__ import annotations
 
 import math
 
-from remap.errors import InvalidArgument
+from remap.config import refuse
 
 __all__ = ["TOLERANCE", "Guard", "Rental", "income"]
 
 TOLERANCE = 1e-9
 """Share of a reload forgiven, so that ten tenths do not need an eleventh."""
-
-
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
-    )
 
 
 def income(saved_s: float, contention: float, copy_s: float, map_s: float) -> float:
@@ -67,9 +61,9 @@ def income(saved_s: float, contention: float, copy_s: float, map_s: float) -> fl
     """
     for name, value in (("contention", contention), ("copy_s", copy_s), ("map_s", map_s)):
         if not 0 <= value < math.inf:
-            raise _refuse(name, value, "a finite number of at least 0")
+            raise refuse(name, value, "a finite number of at least 0")
     if not abs(saved_s) < math.inf:
-        raise _refuse("saved_s", saved_s, "a finite number of seconds")
+        raise refuse("saved_s", saved_s, "a finite number of seconds")
     reload_s = copy_s + map_s
     return (max(0.0, saved_s) + contention * copy_s) / reload_s if reload_s > 0 else 1.0
 
@@ -84,7 +78,7 @@ class Rental:
 
     def __init__(self, dwell: int = 4) -> None:
         if type(dwell) is not int or dwell < 1:
-            raise _refuse("dwell", dwell, "an int of at least 1")
+            raise refuse("dwell", dwell, "an int of at least 1")
         self.dwell = dwell
         self._credit = 0.0
         self._steps = 0
@@ -106,7 +100,7 @@ class Rental:
         step; False forfeits all credit. Raises InvalidArgument, changing nothing, unless income_share is finite and >= 0.
         """
         if not 0 <= income_share < math.inf:
-            raise _refuse("income_share", income_share, "a finite number of at least 0")
+            raise refuse("income_share", income_share, "a finite number of at least 0")
         if not holds:
             self.forfeit()
             return False
@@ -143,9 +137,9 @@ class Guard:
         Raises InvalidArgument (field), changing nothing, for a headroom below 0 or a level that is not a number.
         """
         if level != level:
-            raise _refuse("level", level, "a number of blocks")
+            raise refuse("level", level, "a number of blocks")
         if headroom < 0:
-            raise _refuse("headroom", headroom, "at least 0 blocks")
+            raise refuse("headroom", headroom, "at least 0 blocks")
         self._level, self._headroom = level, headroom
 
     def clip(self, wanted: int, headroom: int) -> int:

@@ -130,6 +130,7 @@ class Tenant:
         self._since = (0, 0.0)  # completed passes and their stall seconds when the last change was made
         self._selection = ""
         self._slices = False
+        self._depths: tuple[tuple[int, ...], int, int] | None = None  # see policy._depths; of which order
         self._hidden: Any = None  # the answers of bounds.HiddenCopies; set by admit
         self._others: Any = None  # (need) -> what other tenants offer; set by admit
 

@@ -21,19 +21,13 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 
-from remap.errors import InvalidArgument
+from remap.config import refuse
 
 __all__ = ["LEAST_RISES", "LONGEST_HORIZON", "Watermark", "horizon"]
 
 LONGEST_HORIZON = 32
 LEAST_RISES = 8
 """Rises that a quantile is taken of at least; with fewer, the moving average of the change stands in."""
-
-
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
-    )
 
 
 def horizon(control_s: float, map_s: float, step_s: float) -> int:
@@ -45,7 +39,7 @@ def horizon(control_s: float, map_s: float, step_s: float) -> int:
     """
     for name, value in (("control_s", control_s), ("map_s", map_s), ("step_s", step_s)):
         if not 0 <= value < math.inf:
-            raise _refuse(name, value, "a finite number of seconds, at least 0")
+            raise refuse(name, value, "a finite number of seconds, at least 0")
     wait = control_s + map_s
     if wait >= step_s * (LONGEST_HORIZON - 1):  # also keeps a tiny step_s from overflowing the quotient
         return LONGEST_HORIZON if wait > 0 else 1
@@ -68,11 +62,11 @@ class Watermark:
 
     def __init__(self, window: int = 128, quantile: float = 0.99, smoothing: float = 0.125) -> None:
         if type(window) is not int or window < LEAST_RISES:
-            raise _refuse("window", window, f"an int of at least {LEAST_RISES}")
+            raise refuse("window", window, f"an int of at least {LEAST_RISES}")
         if not 0 < quantile <= 1:
-            raise _refuse("quantile", quantile, "a number above 0 and at most 1")
+            raise refuse("quantile", quantile, "a number above 0 and at most 1")
         if not 0 < smoothing <= 1:
-            raise _refuse("smoothing", smoothing, "a number above 0 and at most 1")
+            raise refuse("smoothing", smoothing, "a number above 0 and at most 1")
         self.window, self.quantile, self.smoothing = window, quantile, smoothing
         self._values: deque[int] = deque(maxlen=window + LONGEST_HORIZON)
         self._variation = 0.0
@@ -86,7 +80,7 @@ class Watermark:
     def observe(self, wanted: int) -> None:
         """Record one step's live + demanded blocks. Raises InvalidArgument, changing nothing, unless an int >= 0."""
         if type(wanted) is not int or wanted < 0:
-            raise _refuse("wanted", wanted, "an int of at least 0")
+            raise refuse("wanted", wanted, "an int of at least 0")
         values = self._values
         if values:
             self._variation += self.smoothing * (abs(wanted - values[-1]) - self._variation)
@@ -102,7 +96,7 @@ class Watermark:
         """
         if horizon_steps != self._horizon:
             if type(horizon_steps) is not int or not 1 <= horizon_steps <= LONGEST_HORIZON:
-                raise _refuse("horizon_steps", horizon_steps, f"an int from 1 to {LONGEST_HORIZON}")
+                raise refuse("horizon_steps", horizon_steps, f"an int from 1 to {LONGEST_HORIZON}")
             self._restart(horizon_steps)
             values = list(self._values)[-(self.window + horizon_steps) :]
             for i, value in enumerate(values):

@@ -14,19 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from remap.errors import InvalidArgument
+from remap.config import refuse
 
 __all__ = ["POLICIES", "Candidate", "NextUse", "Policy", "may_donate", "rank"]
 
 Policy = Literal["priority", "mru", "lru", "round_robin", "expected_next_use"]
 
 POLICIES: tuple[Policy, ...] = ("priority", "mru", "lru", "round_robin", "expected_next_use")
-
-
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
-    )
 
 
 @dataclass(frozen=True)
@@ -60,7 +54,7 @@ def rank(candidates: Iterable[Candidate], policy: Policy, cursor: int = 0) -> li
     What is still equal goes by the order of attaching. The input is not changed. Raises InvalidArgument (field).
     """
     if policy not in POLICIES:
-        raise _refuse("policy", policy, f"one of {', '.join(POLICIES)}")
+        raise refuse("policy", policy, f"one of {', '.join(POLICIES)}")
     keys: dict[Policy, Callable[[Candidate], tuple[float, ...]]] = {
         "priority": lambda c: (c.priority, -_distance(c), -c.last_use),
         "expected_next_use": lambda c: (-_distance(c), -c.last_use),
@@ -85,7 +79,7 @@ def may_donate(candidate: Candidate, *, min_idle: float = 1.0) -> bool:
     stall that `donors.supply` weighs. Raises InvalidArgument (field) unless min_idle is finite and at least 0.
     """
     if not 0 <= min_idle < math.inf:
-        raise _refuse("min_idle", min_idle, "a finite number of reloads, at least 0")
+        raise refuse("min_idle", min_idle, "a finite number of reloads, at least 0")
     return candidate.active or candidate.idle_s > min_idle * candidate.reload_s
 
 
@@ -118,9 +112,9 @@ class NextUse:
 
     def __init__(self, smoothing: float = 0.25, stale: float = 4.0) -> None:
         if not 0 < smoothing <= 1:
-            raise _refuse("smoothing", smoothing, "a number above 0 and at most 1")
+            raise refuse("smoothing", smoothing, "a number above 0 and at most 1")
         if not stale >= 1:
-            raise _refuse("stale", stale, "at least 1 interval")
+            raise refuse("stale", stale, "at least 1 interval")
         self.smoothing, self.stale = smoothing, stale
         self._seen: dict[str, _History] = {}
         self._turns: list[str] = []  # as many as two cycles of all tenants
@@ -189,4 +183,4 @@ class NextUse:
 
     def _check(self, now_s: float) -> None:
         if not abs(now_s) < math.inf:
-            raise _refuse("now_s", now_s, "a finite number of seconds")
+            raise refuse("now_s", now_s, "a finite number of seconds")

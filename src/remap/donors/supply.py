@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from remap.errors import InvalidArgument
+from remap.config import refuse
 
 __all__ = ["NOTHING", "Kind", "Quote", "Supply", "Take", "choose"]
 
@@ -58,13 +58,13 @@ class Quote:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise _refuse("kind", self.kind, f"one of {', '.join(KINDS)}")
+            raise refuse("kind", self.kind, f"one of {', '.join(KINDS)}")
         if type(self.blocks) is not int or self.blocks < 0:
-            raise _refuse("blocks", self.blocks, "an int of at least 0")
+            raise refuse("blocks", self.blocks, "an int of at least 0")
         if not abs(self.stall_s) < math.inf:
-            raise _refuse("stall_s", self.stall_s, "a finite number of seconds")
+            raise refuse("stall_s", self.stall_s, "a finite number of seconds")
         if not 0 <= self.reload_s < math.inf:
-            raise _refuse("reload_s", self.reload_s, "a finite number of seconds, at least 0")
+            raise refuse("reload_s", self.reload_s, "a finite number of seconds, at least 0")
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,6 @@ NOTHING = Supply((), 0, 0.0)
 """The supply of no need: one shared object."""
 
 
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
-    )
-
-
 def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supply:
     """What to take from whom, so that `need_blocks` are given if all quotes together suffice.
 
@@ -112,13 +106,13 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supp
     Raises InvalidArgument (field) for a negative need, a sequence of several donors or kinds, or two of the same.
     """
     if type(need_blocks) is not int or need_blocks < 0:
-        raise _refuse("need_blocks", need_blocks, "an int of at least 0")
+        raise refuse("need_blocks", need_blocks, "an int of at least 0")
     if need_blocks == 0:
         return NOTHING
     lines = [_Line(quotes) for quotes in quotes_by_donor if quotes]
     if len({(line.donor, line.kind) for line in lines}) < len(lines):
         names = [(line.donor, line.kind) for line in lines]
-        raise _refuse("quotes_by_donor", names, "one sequence for each donor and kind")
+        raise refuse("quotes_by_donor", names, "one sequence for each donor and kind")
     lines.sort(key=lambda line: KINDS.index(line.kind))  # stable
     plain = [line for line in lines if line.kind != "active"]
     active = [line for line in lines if line.kind == "active"]
@@ -153,7 +147,7 @@ class _Line:
         for quote in quotes:
             if quote.donor != self.donor or quote.kind != self.kind:
                 pair = (quote.donor, quote.kind)
-                raise _refuse("quotes_by_donor", pair, f"{(self.donor, self.kind)} throughout one sequence")
+                raise refuse("quotes_by_donor", pair, f"{(self.donor, self.kind)} throughout one sequence")
         self.blocks = list(accumulate((quote.blocks for quote in quotes), initial=0))
         self.stall = list(accumulate((quote.stall_s for quote in quotes), initial=0.0))
         self.reload = list(accumulate((quote.reload_s for quote in quotes), initial=0.0))
