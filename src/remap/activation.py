@@ -83,7 +83,7 @@ def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationRepor
             reason = f"bringing layers home ended early: {result.problem}"
             return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
         tenant.active = True
-        tenant._predicted_stall_s = stall if not tenant.streamed else tenant._predicted_stall_s
+        _certify(tenant)
         reason = (
             f"{len(restored)} of {lent} lent layers come home and load in layer order, which delays the first prefill by "
             f"{stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
@@ -93,6 +93,15 @@ def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationRepor
     reason = f"{blocks} live blocks of {', '.join(sorted(preempt))} lie in the pages of {tenant.name}'s layers"
     if partial:
         tenant.active = True
+        _certify(tenant)
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
     return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")
+
+
+def _certify(tenant: Tenant) -> None:
+    """What streaming the layers that are not home will cost each pass: chosen for a reload, they may stall more than allowed."""
+    times = tenant.times()
+    if tenant.streamed and times is not None:
+        stall = schedule.stall(times.compute_s, times.transfer_s, tenant.streamed, tenant.buffers)
+        tenant._predicted_stall_s = stall

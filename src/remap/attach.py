@@ -257,7 +257,8 @@ def attach_layers(
                 if home_pages[layer] == buffer_pages:
                     arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
 
-        free_pages = [page for page in arena.free_pages() if page not in lent]
+        lent_now = set(lent)
+        free_pages = [page for page in arena.free_pages() if page not in lent_now]
         # The ring's first home comes last: while anything is streamed, these pages are the ring.
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
         if slices:

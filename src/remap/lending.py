@@ -122,6 +122,7 @@ class Lending:
             # Growing for itself later, it is to find its ring where the ring's region shows it already.
             now = donor._attachment.pages
             donor._attachment.pages = replace(now, ring_preference=pages.ring_preference)
+        donor._selection = selection
         return len(donor._attachment.pages.lent) - before
 
     def give_idle(self, donor: Tenant, blocks: int, receiver: Tenant, surplus: int) -> int:

@@ -24,7 +24,8 @@ class PageTotals:
 class TenantSnapshot:
     """One attached model.
 
-    remapped is alpha, in layers' worth; streamed holds alpha + buffers layers, or none. resident_bytes: parameters that
+    remapped is alpha in whole layers' worth, alpha itself is fractional in slices; streamed holds alpha + buffers layers, all
+    sliced ones, or none. resident_bytes: parameters that
     are on the device now. kv_bytes: pages that are KV now. Stall and copy figures count from attach on.
     """
 
@@ -35,6 +36,7 @@ class TenantSnapshot:
     layers: int
     remapped: int
     buffers: int
+    alpha: float
     selection: str  # how the streamed layers were chosen last; "" while none are
     streamed: tuple[int, ...]
     pinned: tuple[int, ...]  # layers that may not be streamed: something wrote into them after attach

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from arena_worlds import PAGE, read_block
-from sharing_worlds import Shared
+from sharing_worlds import Shared, set_times, times_of
 
 import remap
 
@@ -65,8 +65,12 @@ def test_partial_activation_depends_on_nobody() -> None:
         world.session.deactivate("b")
         world.session.lend("b", 7, to="a")
         a.allocate(a.tenant.kv.free_blocks)
+        set_times(world.engines["b"], times_of(8, 1.0, 2.0))
         report = world.session.activate("b", partial=True)
         assert report.activated and report.streamed and report.preempt
+        seen = world.session.snapshot().tenants["b"]
+        # All eight layers through one buffer: each waits for its copy of 2 s, since nothing computes between two of them.
+        assert (seen.alpha, seen.selection, seen.predicted_stall_s) == (7.0, "suffix", 16.0)
         world.check()
         a.free(sorted(a.held)[: len(a.held) // 2])
         report = world.tell(world.session.activate("b", partial=True))
