@@ -44,7 +44,9 @@ def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> 
         )
 
 
-def remap_by_hand(session: Session, tenant: Tenant, layers: float, buffers: int, selection: str) -> Entries:
+def remap_by_hand(
+    session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, drain: bool = False
+) -> Entries:
     """`Session.remap`, checked already. Returns the entries of its report."""
     before = tenant.kv.usable_blocks
     session._changes.cancel_draining(tenant)
@@ -52,7 +54,7 @@ def remap_by_hand(session: Session, tenant: Tenant, layers: float, buffers: int,
     if selection == "slices" or tenant._attachment.pages.tail_pages:
         result = _slice(session, tenant, layers, buffers, selection, reason)
     else:
-        result = session._lending.restream(tenant, int(layers), buffers, selection, reason=reason)
+        result = session._lending.restream(tenant, int(layers), buffers, selection, reason=reason, drain=drain)
     tenant._selection = selection if tenant.streamed else ""
     entry = {
         "added": max(0, tenant.kv.usable_blocks - before),

@@ -85,6 +85,12 @@ class KVCache:
             self._tensors = tensors
         return self._tensors
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """The KV region as bytes: uint8, one dimension, for engines that lay blocks out themselves. Block b of a block_major
+        region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). What holds for `tensors` holds here."""
+        return self._memory(self.address, self.geometry.region_bytes)
+
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.
 

@@ -325,22 +325,25 @@ class Session:
                 raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
             return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
 
-    def remap(self, name: str, layers: float, buffers: int = 1, selection: str = "uniform") -> StepReport:
+    def remap(
+        self, name: str, layers: float, buffers: int = 1, selection: str = "uniform", *, drain: bool = False
+    ) -> StepReport:
         """By hand: make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
 
         layers = 0 gives all of them back. selection: "uniform" (evenly spaced), "nested" (growing reloads nothing) or "slices":
         every layer streams the same number of its last pages, the fewest that free `layers` layers' worth, which may be a
         fraction then (from all resident, or from other slices only).
-        Live blocks in pages that go back are moved; the report says where (`moved`). Raises InvalidArgument (fields:
-        layers, buffers, maximum) if layers + buffers exceeds the streamable layers, OutOfBlocks if live blocks do not fit
-        into what remains, InvalidState inside a pass; nothing changes then.
+        Live blocks in pages that go back are moved; the report says where (`moved`). drain: those that an engine with its own
+        allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
+        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, OutOfBlocks if
+        live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
         """
         with self._lock:
             self._check_open()
             tenant = self._tenant(name)
             tenant.refuse_pass()
             check_by_hand(tenant, layers, buffers, selection)
-            return self._report(remap_by_hand(self, tenant, layers, buffers, selection))
+            return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
 
     # -- ranges that others have registered ------------------------------------------------------------------------
 

