@@ -49,9 +49,14 @@ def remap_by_hand(
 ) -> Entries:
     """`Session.remap`, checked already. Returns the entries of its report."""
     before = tenant.kv.usable_blocks
-    session._changes.cancel_draining(tenant)
     reason = f"{layers} layers by hand"
-    if selection == "slices" or tenant._attachment.pages.tail_pages:
+    draining = drain and tenant._attachment.draining_target == (layers, buffers)
+    if not draining:
+        session._changes.cancel_draining(tenant)
+    if draining:  # asked once more: what was withdrawn then may have been returned by now
+        moved = session._changes.continue_draining(tenant, selection)
+        result = Returned({tenant.name: moved} if moved else {})
+    elif selection == "slices" or tenant._attachment.pages.tail_pages:
         result = _slice(session, tenant, layers, buffers, selection, reason)
     else:
         result = session._lending.restream(tenant, int(layers), buffers, selection, reason=reason, drain=drain)

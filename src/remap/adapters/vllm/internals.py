@@ -246,17 +246,6 @@ def block_bytes(kv_cache_config: Any, layers: int) -> int:
     return int(bytes_each)
 
 
-def runs(ids: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Ascending ids as (first, stop) runs."""
-    found: list[tuple[int, int]] = []
-    for block in ids:
-        if found and found[-1][1] == block:
-            found[-1] = (found[-1][0], block + 1)
-        else:
-            found.append((block, block + 1))
-    return tuple(found)
-
-
 def refuse_whole_graphs(vllm_config: Any) -> None:
     """Unproven: needs a GPU. Layers wait on the host, between graphs: a graph of the whole pass has no place for that.
 

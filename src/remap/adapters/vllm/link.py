@@ -1,22 +1,14 @@
-"""The scheduler's way to the arenas of all ranks, and what it makes of their answers: block ids that open and ids that leave.
-
-A change is made on rank 0, which decides, then on the others, then shown to the scheduler. If a rank cannot follow, all are as
-they were before and the scheduler never hears of it. `collective_rpc` keeps the order of the steps on every rank.
-
-    step -> rank 0: session.step -> others: remap_follow -> all agree: Books.open_now -> vLLM's free queue
-                                                         -> one refuses: remap_back on all
-"""
+"""Between vLLM's scheduler and the ranks: which of its blocks are open, which have to leave, and how they do."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
+
+from remap.ranks import Group, Report, Runs
 
 from . import internals
 
 __all__ = ["Books", "Link"]
-
-logger = logging.getLogger("remap.vllm")
 
 
 class Books:
@@ -28,7 +20,7 @@ class Books:
         self.opened = set(range(len(self.pool.blocks)))
         self.leaving: set[int] = set()
 
-    def open_now(self, runs: tuple[tuple[int, int], ...]) -> list[int]:
+    def open_now(self, runs: Runs) -> list[int]:
         """Exactly these ids are open. Returns ids that have to leave and are in no use: they are parked."""
         wanted = {block for first, stop in runs for block in range(first, stop)}
         gone, new = self.opened - wanted, wanted - self.opened
@@ -43,8 +35,7 @@ class Books:
 
     def collect(self) -> list[int]:
         """Of the leaving ids, those that are in no use by now: they are parked."""
-        free = [block for block in self.leaving if self.pool.blocks[block].ref_cnt == 0]
-        internals.park(self.pool, free)
+        free = internals.park(self.pool, sorted(self.leaving))
         self.leaving.difference_update(free)
         self._show()
         return free
@@ -54,64 +45,56 @@ class Books:
 
 
 class Link:
-    """One engine's. Called by its scheduler, between steps."""
+    """One engine's ranks, asked by its scheduler between steps. moved: blocks that were moved so that others could leave."""
 
     def __init__(self, executor: Any, books: Books) -> None:
-        self._executor = executor
-        self.books = books
-        self.ranks = executor.parallel_config.world_size
-        wrapper = getattr(executor, "driver_worker", None)
-        # The worker itself where it lives in this process: what its arena changes for others' sake is heard at once.
-        self._local = getattr(wrapper, "worker", None) if self.ranks == 1 else None
-        first = self._ask("remap_report")[0]
-        books.open_now(first.open)  # what is parked now was never there
-        self.target: tuple[int, int] = first.target
-        self.refused = 0
-        self._ask("remap_subscribe", self._listen if self._local is not None else None)
-        self.may_move = all(self._ask("remap_may_move"))
+        self._executor, self.books, self.moved = executor, books, 0
+        ranks = executor.parallel_config.world_size
+        # The worker itself where it lives in this process: what happens in its arena for others' sake is heard at once.
+        self._local = getattr(getattr(executor, "driver_worker", None), "worker", None) if ranks == 1 else None
+        self.group = Group(self._ask, ranks)
+        books.open_now(self.group.opened)  # what is parked now was never there: nothing to return
+        self._ask("listen", self._heard if self._local is not None else None)
+        self.may_move = all(self._rpc("remap_may_move"))
 
-    def _listen(self, report: Any) -> list[int]:
+    def step(self, blocks: int, free: int) -> None:
+        """The ranks are where rank 0 wants them for this demand, and the pool knows."""
+        self._take(self.group.step(blocks, free))
+
+    def home(self) -> None:
+        """All layers come home. Where the ranks are other processes, they hear in between which blocks have left."""
+        self._take(self.group.home())
+        if self.group.target[0] and not self.books.leaving:
+            self._take(self.group.home())
+
+    def leave(self, spare: int) -> None:
+        """Blocks that have to leave: free ones go; the others move, if that leaves `spare` blocks free."""
+        self._give_back(self.books.collect())
+        leaving = sorted(self.books.leaving)
+        free = [block.block_id for block in self.books.pool.free_block_queue.get_all_free_blocks()] if leaving else []
+        if leaving and self.may_move and len(free) >= len(leaving) + spare:
+            moves = dict(zip(leaving, free))
+            self._rpc("remap_move", moves)
+            for used, unused in moves.items():
+                internals.exchange(self.books.pool, used, unused)
+            self.moved += len(moves)
+            self._give_back(self.books.collect())
+
+    def _heard(self, report: Report) -> list[int]:
         return self.books.open_now(report.open)
 
-    def step(self, blocks: int, free: int) -> Any:
-        """Rank 0's report, after every rank is where it is."""
-        return self._agree(self._ask("remap_step", blocks, free)[0])
-
-    def home(self) -> Any:
-        """As `step`: all layers come home."""
-        return self._agree(self._ask("remap_home")[0])
-
-    def left(self) -> None:
-        """Blocks that were to leave and are in no use by now."""
-        self._give_back(self.books.collect())
-
-    def move(self, moves: dict[int, int]) -> None:
-        """Contents and names of blocks, {used: free}, on all ranks and here; the old ids are free then, and leave."""
-        self._ask("remap_move", moves)
-        for used, free in moves.items():
-            internals.exchange(self.books.pool, used, free)
-        self.left()
-
-    def _agree(self, report: Any) -> Any:
-        if report.target != self.target and self.ranks > 1:
-            refusals = [answer for answer in self._ask("remap_follow", report.target) if answer]
-            if refusals:
-                self.refused += 1
-                logger.warning("%s; all ranks stay at %s layers", "; ".join(refusals), self.target[0])
-                report = self._ask("remap_back", self.target)[0]
-        self.target = report.target
-        self._take(report)
-        return report
-
-    def _take(self, report: Any) -> None:
-        if self._local is None:
+    def _take(self, report: Report | None) -> None:
+        if report is not None and self._local is None:
             self._give_back(self.books.open_now(report.open))
 
     def _give_back(self, ids: list[int]) -> None:
         if ids:
-            self._ask("remap_returned", ids)
+            self._ask("returned", ids)
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
+        return self._rpc("remap_call", method, *args)
+
+    def _rpc(self, method: str, *args: Any) -> list[Any]:
         if self._local is not None:
             return [getattr(self._local, method)(*args)]
         return list(self._executor.collective_rpc(method, args=args))

@@ -44,17 +44,17 @@ class Scheduler(AsyncScheduler):
         link = self.remap
         if link is not None:
             if link.books.leaving:
-                self._leave(link)
+                link.leave(self._reserve)
             wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
             # Between processes a question costs a round trip, which waits for the step under way: only where it may matter.
-            if link.ranks == 1 or link.target[0] or wanted + self._reserve > free:
-                self._ask(link, wanted, free)
+            if link.group.ranks == 1 or link.group.target[0] or wanted + self._reserve > free:
+                link.step(wanted, free)
         return super().schedule(*args, **kwargs)
 
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         link = self.remap
-        if link is not None and link.target[0] and not self.has_unfinished_requests():
+        if link is not None and link.group.target[0] and not self.has_unfinished_requests():
             link.home()
         return outputs
 
@@ -83,22 +83,5 @@ class Scheduler(AsyncScheduler):
         link = self.remap
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        self._ask(link, max(free + 1, self._missing(request, 1)), free)
+        link.step(max(free + 1, self._missing(request, 1)), free)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)
-
-    def _ask(self, link: Link, wanted: int, free: int) -> None:
-        # A pass of the last step may still use what it read, and on a device everything is ordered behind it: see worker.py.
-        link.step(wanted, free)
-
-    def _leave(self, link: Link) -> None:
-        """Blocks that have to leave: free ones have, others move where there is room to spare for all of them."""
-        link.left()
-        books = link.books
-        if not books.leaving or not link.may_move:
-            return
-        moves = {}
-        spare = [block.block_id for block in books.pool.free_block_queue.get_all_free_blocks()]
-        if len(spare) > len(books.leaving) + self._reserve:
-            moves = dict(zip(sorted(books.leaving), spare))
-        if moves:
-            link.move(moves)

@@ -5,15 +5,15 @@
     initialize_from_config   the weights move into the arena; vLLM's views of the KV cache are views of the tenant's region
     execute_model            one pass
 
-What the scheduler calls on it (`remap_...`, through `collective_rpc`) comes between passes, in the order of the steps.
+What the scheduler calls on it (`remap_call`, through `collective_rpc`) comes between passes, in the order of the steps.
 """
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -22,27 +22,19 @@ from vllm.platforms import current_platform
 
 import remap
 from remap.adapters.settings import Settings
-from remap.errors import Error, InvalidArgument, InvalidState
+from remap.errors import InvalidArgument, InvalidState
 from remap.footprint import footprint
+from remap.ranks import Rank
 
 from . import internals, metrics
 from .offloader import RemapOffloader
 
-__all__ = ["NAME", "Report", "worker_class"]
+__all__ = ["NAME", "worker_class"]
+
+logger = logging.getLogger("vllm.remap")  # vLLM shows what its own loggers say
 
 NAME = "vllm"
 PAGE_BYTES = 2**21
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a rank says after each call. open: the ids of blocks that may be handed out, as (first, stop) runs, ascending; other
-    ids have to leave. target: (alpha, buffers)."""
-
-    open: tuple[tuple[int, int], ...]
-    target: tuple[int, int]
-    unmet: int = 0
-    reason: str = ""
 
 
 class RemapWorker:
@@ -67,8 +59,7 @@ class RemapWorker:
         internals.refuse_whole_graphs(self.vllm_config)
         super().init_device()  # type: ignore[misc]
         self.remap_offloader = RemapOffloader()
-        self.remap_tenant: Any = None
-        self.remap_session: Any = None
+        self.remap_rank: Rank | None = None
         set_offloader(self.remap_offloader)  # the runner, just made, has set its own
 
     def load_model(self, **kwargs: Any) -> None:
@@ -114,7 +105,7 @@ class RemapWorker:
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._remap_attach(kv_cache_config)
         nbytes = kv_cache_config.kv_cache_tensors[0].size
-        memory = self.remap_tenant.kv.memory
+        memory = self.remap_rank.tenant.kv.memory
         if memory.numel() < nbytes:
             raise InvalidState(
                 f"the KV region has {memory.numel()} bytes, vLLM wants {nbytes}; the engine was not started",
@@ -135,40 +126,53 @@ class RemapWorker:
 
     def _remap_attach(self, kv_cache_config: Any) -> None:
         model, layers = self.model_runner.get_model(), self.remap_offloader.layers
-        block = internals.block_bytes(kv_cache_config, len(layers))
+        page, block = self._remap_page, internals.block_bytes(kv_cache_config, len(layers))
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages take its place on the device
-        pages = self._remap_first // self._remap_page  # whole ones: a part of a page is lost
-        self.remap_session = remap.Session(
-            capacity=self._remap_weights + pages * self._remap_page,
+        pages = self._remap_first // page  # whole ones: a part of a page is lost
+        first, most = min(pages * page // block, kv_cache_config.num_blocks), kv_cache_config.num_blocks
+        session = remap.Session(
+            capacity=self._remap_weights + pages * page,
             device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
-            page_bytes=self._remap_page,
+            page_bytes=page,
             controller=self._remap_settings.controller(),
         )
-        self.remap_tenant = self.remap_session.attach(
-            model,
-            layers,
-            name=NAME,
-            kv=remap.KVSpec(
-                layers=len(layers),
-                kv_heads=1,
-                head_dim=block // (2 * len(layers)),
-                block_tokens=1,
-                dtype="uint8",  # vLLM's own views say what lies in a block
-                min_blocks=min(pages * self._remap_page // block, kv_cache_config.num_blocks),
-                max_blocks=kv_cache_config.num_blocks,
-            ),
+        # vLLM's own views say what lies in a block: to us it is so many bytes.
+        kv = remap.KVSpec(
+            layers=len(layers),
+            kv_heads=1,
+            head_dim=block // (2 * len(layers)),
+            block_tokens=1,
+            dtype="uint8",
+            min_blocks=first,
+            max_blocks=most,
         )
-        if not self.remap_tenant._attachment.order:
-            raise InvalidState("no layer of the model can be streamed: nothing would move; the engine was not started")
-        self.remap_offloader.tenant = self.remap_tenant
+        tenant = session.attach(model, layers, name=NAME, kv=kv)
+        pinned = session.snapshot().tenants[NAME].pinned
+        if len(layers) - len(pinned) < 2:
+            raise InvalidState("fewer than two layers can be streamed: nothing would ever move; the engine was not started")
+        self.remap_offloader.tenant = tenant
+        self.remap_rank = Rank(session, tenant, self.rank)
         self._remap_gauges = metrics.Writer() if self.rank == 0 else None
+        self._remap_manifest = {
+            "device": session.device,
+            "capacity_bytes": session.capacity_bytes,
+            "page_bytes": page,
+            "layers": len(layers),
+            "layers_that_can_stream": len(layers) - len(pinned),
+            "weight_bytes": self._remap_weights,
+            "block_bytes": block,
+            "first_blocks": first,
+            "most_blocks": most,
+            "kv_cache_layout": self.cache_config.kv_cache_layout,
+        }
+        logger.info("remap: %s", self._remap_manifest)
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
     def execute_model(self, scheduler_output: Any) -> Any:
         tokens = scheduler_output.total_num_scheduled_tokens
-        if not tokens or self.remap_tenant is None:
+        if not tokens or self.remap_rank is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         decode = tokens == len(scheduler_output.num_scheduled_tokens)
         with self._remap_pass("decode" if decode else "prefill", tokens):
@@ -179,106 +183,34 @@ class RemapWorker:
             super().execute_dummy_batch()  # type: ignore[misc]
 
     def _remap_pass(self, phase: str, tokens: int) -> Any:
-        return _Pass(self, self.remap_tenant.forward(phase, tokens))
+        return _Pass(self, self.remap_rank.tenant.forward(phase, tokens))
 
     # -- what the scheduler asks for, between passes ---------------------------------------------------------------
 
-    def remap_subscribe(self, listener: Callable[[Report], Sequence[int]] | None) -> None:
-        """Rank 0's blocks belong to vLLM's scheduler from now on; the other ranks' follow. listener: called with what is open
-        whenever that changes, answers with the ids that have left and are not used; None where the scheduler is in another
-        process, which then calls `remap_returned`."""
-        if self.rank != 0:
-            return
-        kv = self.remap_tenant.kv
-
-        def changed(added: Sequence[int], withdrawn: Sequence[int]) -> None:
-            if listener is not None:
-                kv.returned(listener(self.remap_report()))
-            elif self._remap_undoing:
-                kv.returned(withdrawn)
-
-        self._remap_undoing = False
-        kv.subscribe(changed, external=True)
-
-    def remap_step(self, blocks: int, free: int) -> Report | None:
-        """Rank 0 decides and changes its own arena. The others are told by `remap_follow`."""
-        if self.rank != 0:
-            return None
-        before = self._remap_runs()
-        done = self.remap_session.step({NAME: remap.Demand(blocks, free)})
-        if done.changed:
-            self._remap_clear(before)
-        return self.remap_report(done.unmet_blocks.get(NAME, 0), done.reason.get(NAME, ""))
-
-    def remap_follow(self, target: tuple[int, int]) -> str:
-        """The same (alpha, buffers) here. Nothing has changed if it answers with the reason why not."""
-        if self.rank == 0:
-            return ""
-        before = self._remap_runs()
-        try:
-            self.remap_session.remap(NAME, target[0], max(1, target[1]), "nested")
-        except Error as error:
-            return f"rank {self.rank}: {error}"
-        self._remap_clear(before)
-        return ""
-
-    def remap_back(self, target: tuple[int, int]) -> Report | None:
-        """Undo: a rank could not follow. Those that did, and rank 0, are as they were."""
-        tenant = self.remap_tenant
-        if (tenant.remapped, tenant.buffers) != tuple(target):
-            self._remap_undoing = True
-            try:
-                self.remap_session.remap(NAME, target[0], max(1, target[1]), "nested", drain=True)
-            finally:
-                self._remap_undoing = False
-        return self.remap_report() if self.rank == 0 else None
-
-    def remap_home(self) -> Report | None:
-        """The engine is idle: all layers come home, as soon as the blocks that lie in their pages have left."""
-        if self.rank != 0:
-            return None
-        if self.remap_tenant.remapped:
-            self.remap_session.remap(NAME, 0, max(1, self.remap_tenant.buffers), "nested", drain=True)
-        return self.remap_report()
-
-    def remap_returned(self, ids: Sequence[int]) -> None:
-        """Blocks that had to leave are not used any more."""
-        if self.rank == 0:
-            self.remap_tenant.kv.returned(ids)
+    def remap_call(self, method: str, *args: Any) -> Any:
+        """One call of this rank's `remap.ranks.Rank`."""
+        return getattr(self.remap_rank, method)(*args)
 
     def remap_move(self, moves: dict[int, int]) -> None:
         """The contents of blocks, and every name of them on this rank."""
-        self.remap_tenant.kv.move(list(moves.items()))
+        self.remap_rank.tenant.kv.move(list(moves.items()))
         internals.rename_blocks(self.model_runner, moves)
 
     def remap_may_move(self) -> bool:
+        """Whether `remap_move` knows this model runner."""
         return internals.can_rename_blocks(self.model_runner)
 
-    def remap_snapshot(self) -> Any:
-        """`session.snapshot()` of this rank."""
-        return self.remap_session.snapshot()
+    def remap_snapshot(self) -> dict[str, Any]:
+        """`session.snapshot()` of this rank, as plain values: it may cross processes."""
+        return asdict(self.remap_rank.session.snapshot())
 
-    # -- inside ----------------------------------------------------------------------------------------------------
-
-    def _remap_runs(self) -> tuple[tuple[int, int], ...]:
-        return internals.runs(self.remap_tenant.kv.pool.open_ids())
-
-    def remap_report(self, unmet: int = 0, reason: str = "") -> Report:
-        """What is open on this rank now."""
-        tenant = self.remap_tenant
-        return Report(self._remap_runs(), (tenant.remapped, tenant.buffers), unmet, reason)
-
-    def _remap_clear(self, before: tuple[tuple[int, int], ...]) -> None:
-        """Blocks that are new hold what was there before: weights. vLLM expects finite numbers behind a sequence's end."""
-        known = {block for first, stop in before for block in range(first, stop)}
-        size = self.remap_tenant.kv.spec.block_bytes
-        memory = self.remap_tenant.kv.memory
-        for first, stop in internals.runs([b for b in self.remap_tenant.kv.pool.open_ids() if b not in known]):
-            memory[first * size : stop * size].zero_()
+    def remap_manifest(self) -> dict[str, Any]:
+        """What was moved where when the engine started."""
+        return dict(self._remap_manifest)
 
     def shutdown(self) -> None:
-        if self.remap_session is not None:
-            self.remap_session.close()
+        if self.remap_rank is not None:
+            self.remap_rank.session.close()
         super().shutdown()  # type: ignore[misc]
 
 
@@ -296,7 +228,7 @@ class _Pass:
         self._worker.remap_offloader.in_pass = False
         self._bracket.__exit__(*error)
         if self._worker._remap_gauges is not None:
-            self._worker._remap_gauges.write(self._worker.remap_tenant)
+            self._worker._remap_gauges.write(self._worker.remap_rank.tenant)
 
 
 def _to_host(model: Any) -> None:

@@ -1,0 +1,174 @@
+"""One model on several ranks (tensor parallelism): one decision, the same change everywhere, or nowhere.
+
+    Group.step -> rank 0: session.step (decides, changes its arena) -> the others: follow -> all agree: the engine hears of it
+                                                                    -> one refuses: back on all; nobody hears of it
+
+Every rank has a session with one tenant of the same layout, so that the same (alpha, buffers) opens the same block ids. Rank 0's
+blocks belong to the engine's own allocator; the others have no books of blocks, they do as rank 0 did. `Group` lives where the
+scheduler is and reaches the ranks by whatever the engine has for that (a function `ask`), between passes and in the order of the
+steps. An engine with one rank uses the same two classes, and then nothing has to be followed.
+
+Two-phase in the sense that matters here: no rank's change is visible to the engine, which alone could use it, before all have made
+theirs; and each can be undone until then, because growing keeps every weight's master copy and shrinking only takes back blocks
+that the engine has returned.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .controller import Demand
+from .errors import Error
+from .session import Session
+from .tenant import Tenant
+
+__all__ = ["Group", "Rank", "Report", "runs"]
+
+logger = logging.getLogger("remap.ranks")
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What rank 0 says after a change. open: the ids of the blocks that may be handed out, as ascending (first, stop) runs; all
+    others have to leave. target: (alpha, buffers). unmet: blocks of demand that no donor could meet."""
+
+    open: Runs
+    target: tuple[int, int]
+    unmet: int = 0
+    reason: str = ""
+
+
+def runs(ids: Iterable[int]) -> Runs:
+    """Ascending ids as (first, stop) runs."""
+    found: list[tuple[int, int]] = []
+    for each in ids:
+        if found and found[-1][1] == each:
+            found[-1] = (found[-1][0], each + 1)
+        else:
+            found.append((each, each + 1))
+    return tuple(found)
+
+
+class Rank:
+    """One rank's tenant. Its methods are called between passes."""
+
+    def __init__(self, session: Session, tenant: Tenant, rank: int) -> None:
+        self.session, self.tenant, self.rank = session, tenant, rank
+        self._left: Callable[[Report], Sequence[int]] | None = None
+        self._held: set[int] = set()  # withdrawn, and not returned by the engine yet
+        self._fresh: set[int] = set()  # opened by the change under way: the engine does not know of them
+        self._undoing = False
+
+    def listen(self, left: Callable[[Report], Sequence[int]] | None) -> None:
+        """The engine has the blocks of rank 0 from now on; zeroes what is open. left(report): called whenever other ids are open,
+        answers with those that have left and are in no use. None: the engine is in another process and calls `returned`."""
+        self._left = left
+        self.tenant.kv.subscribe(self._changed, external=self.rank == 0)
+
+    def report(self, unmet: int = 0, reason: str = "") -> Report:
+        """How things are now."""
+        return Report(runs(self.tenant.kv.pool.open_ids()), (self.tenant.remapped, self.tenant.buffers), unmet, reason)
+
+    def step(self, blocks: int, free: int) -> Report | None:
+        """Rank 0 decides (`Session.step`). None on the others, and where nothing has changed."""
+        if self.rank:
+            return None
+        self._fresh.clear()
+        done = self.session.step({self.tenant.name: Demand(blocks, free)})
+        if not done.changed:
+            return None
+        return self.report(done.unmet_blocks.get(self.tenant.name, 0), done.reason.get(self.tenant.name, ""))
+
+    def follow(self, target: tuple[int, int]) -> str:
+        """The same (alpha, buffers) as rank 0. "", or why not: then nothing has changed here."""
+        if not self.rank:
+            return ""
+        try:
+            self._go(target)
+        except Error as error:
+            return f"rank {self.rank}: {error}"
+        return ""
+
+    def back(self, target: tuple[int, int]) -> Report | None:
+        """As it was: another rank could not follow. Rank 0 reports."""
+        if (self.tenant.remapped, self.tenant.buffers) != tuple(target):
+            self._undoing = True
+            try:
+                self._go(target)
+            finally:
+                self._undoing = False
+        return None if self.rank else self.report()
+
+    def home(self) -> Report | None:
+        """All layers come home, as soon as the blocks that lie in their pages have left. Rank 0 decides."""
+        if self.rank or not self.tenant.remapped:
+            return None
+        self._fresh.clear()
+        self._go((0, 0))
+        return self.report()
+
+    def returned(self, ids: Sequence[int]) -> None:
+        """Blocks that had to leave are in no use any more."""
+        if not self.rank:
+            self._held.difference_update(ids)
+            self.tenant.kv.returned(ids)
+
+    def _go(self, target: tuple[int, int]) -> None:
+        self.session.remap(self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)
+
+    def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+        # What is new holds weights, or old KV. Attention kernels multiply what lies behind a sequence's end by zero, so it has
+        # to be finite. What was withdrawn while in use and is open again holds its requests' KV: it stays.
+        self._zero(runs(block for block in added if block not in self._held))
+        self._held.difference_update(added)
+        if self.rank:
+            return
+        self._fresh.update(added)
+        self._held.update(withdrawn)
+        if self._left is not None:
+            self.returned(self._left(self.report()))
+        elif self._undoing:
+            self.returned([block for block in withdrawn if block in self._fresh])
+
+    def _zero(self, new: Runs) -> None:
+        kv, size = self.tenant.kv, self.tenant.kv.spec.block_bytes
+        memory = kv.memory if new else None
+        for first, stop in new:
+            memory[first * size : stop * size].zero_()
+
+
+class Group:
+    """All ranks, as the scheduler sees them. ask(method, *args): call that method of `Rank` on every rank, answers in order."""
+
+    def __init__(self, ask: Callable[..., Sequence[Any]], ranks: int) -> None:
+        self._ask = ask
+        self.ranks = ranks
+        first: Report = ask("report")[0]
+        self.target = first.target
+        self.opened = first.open
+        self.refusals = 0  # changes that a rank could not follow
+
+    def step(self, blocks: int, free: int) -> Report | None:
+        """`Session.step` for all ranks. None if nothing has changed."""
+        return self._agree(self._ask("step", blocks, free)[0])
+
+    def home(self) -> Report | None:
+        """All layers come home on all ranks, as far as blocks have left."""
+        return self._agree(self._ask("home")[0])
+
+    def _agree(self, report: Report | None) -> Report | None:
+        if report is None:
+            return None
+        if self.ranks > 1 and report.target != self.target:
+            refusals = [answer for answer in self._ask("follow", report.target) if answer]
+            if refusals:
+                self.refusals += 1
+                logger.warning("%s; all ranks stay at %s layers", "; ".join(refusals), self.target[0])
+                report = self._ask("back", self.target)[0]
+        self.target, self.opened = report.target, report.open
+        return report
