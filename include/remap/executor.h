@@ -8,6 +8,9 @@
 //
 // Between apply() and commit() or rollback() no other plan can be applied.
 //
+// Beside a Prefetcher the order is: apply(); Prefetcher::configure(), with the layers of deferred steps as `held` (all of them
+// if Applied::points_deferred is not 0, none in strict mode); then commit(), since the worker may release a layer at once.
+//
 // Where computation runs on streams, Ordering and `after` (events recorded on them) say what a change comes behind; see each
 // call. What touches memory is ordered behind them by the device; the host waits only before it unmaps what somebody may
 // still use: in strict mode, for a ring whose buffers change pages, and for re-pointing that is not deferred. In aliased mode
@@ -45,6 +48,8 @@ class Executor {
 
   // Throws StalePlan, InvalidArgument or InvalidState (a region in a declared range) before any backend call.
   Applied apply(const Plan& plan, const Ordering& ordering = {});
+  // observer: told of each deferred step, by the worker's thread; kept until the last of them is done. It passes that on to who
+  // holds the layers. nullptr: nobody is told, so what a Prefetcher holds for the plan stays held.
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
   // copy into it), once for all steps of the plan. It lives until drain() has returned and no step of the plan has failed;
   // recorded anew before, it makes the worker wait for longer than needed.

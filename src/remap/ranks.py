@@ -112,6 +112,15 @@ class Rank:
         self._go((0, 0))
         return self.report()
 
+    def wake(self) -> None:
+        """The tenant serves passes again (`Session.activate`); what cannot come home at once is streamed until it can."""
+        if not self.tenant.active:
+            self.session.activate(self.tenant.name, partial=True)
+
+    def sleep(self) -> None:
+        """The tenant serves no pass until `wake`: other tenants of its session may have its layers."""
+        self.session.deactivate(self.tenant.name)
+
     def returned(self, ids: Sequence[int]) -> None:
         """Blocks that had to leave are in no use any more."""
         if not self.rank:

@@ -13,6 +13,7 @@ reaches all of them. Nothing is read unless REMAP_ENABLE is set: an installed pl
     REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
     REMAP_LINK=24GB           bytes per second from host to device, until copies have been measured
     REMAP_REVERSION=1         whether layers come home by themselves
+    REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Settings:
     buffers: int | Literal["auto"] = "auto"
     link: int | None = None
     reversion: bool = True
+    arena: str = ""
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings | None:
@@ -80,6 +82,7 @@ class Settings:
             buffers="auto" if buffers == "auto" else int(buffers),
             link=_size(environment, "REMAP_LINK"),
             reversion=_switch(environment, "REMAP_REVERSION", True),
+            arena=environment.get("REMAP_ARENA", ""),
         )
 
     def controller(self) -> ControllerConfig:

@@ -6,6 +6,7 @@ that a worker supports, `collective_rpc`, plugins for statistics. What follows i
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -144,6 +145,15 @@ def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
             nbytes=nbytes,
             asked=len(answered),
         )
+
+
+def own_rotary_tables(model: Any) -> None:
+    """Models of one process that rotate alike share one module for that: this one gets its own, to go where the model goes."""
+    copies: dict[int, Any] = {}
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if hasattr(child, "cos_sin_cache"):
+                setattr(module, name, copies.setdefault(id(child), copy.deepcopy(child)))
 
 
 def rename_blocks(runner: Any, moves: dict[int, int]) -> None:

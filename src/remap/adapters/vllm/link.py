@@ -56,13 +56,30 @@ class Link:
         books.open_now(self.group.opened)  # what is parked now was never there: nothing to return
         self._ask("listen", self._heard if self._local is not None else None)
         self.may_move = all(self._rpc("remap_may_move"))
+        self._sharing = bool(self._rpc("remap_manifest")[0]["arena"])
+        self._asleep = False
+        if self._sharing:
+            self.rest()  # until its first request
 
     def step(self, blocks: int, free: int) -> None:
         """The ranks are where rank 0 wants them for this demand, and the pool knows."""
         self._take(self.group.step(blocks, free))
 
-    def home(self) -> None:
-        """All layers come home. Where the ranks are other processes, they hear in between which blocks have left."""
+    def wake(self) -> None:
+        """There is work."""
+        if self._asleep:
+            self._ask("wake")
+            self._asleep = False
+
+    def rest(self) -> None:
+        """There is no work. The layers come home; in a shared arena others may have them instead."""
+        if self._sharing:
+            self._ask("sleep")
+            self._asleep = True
+            return
+        if not self.group.target[0]:
+            return
+        # Where the ranks are other processes, they hear in between which blocks have left.
         self._take(self.group.home())
         if self.group.target[0] and not self.books.leaving:
             self._take(self.group.home())

@@ -43,6 +43,7 @@ class Scheduler(AsyncScheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         link = self.remap
         if link is not None:
+            link.wake()
             if link.books.leaving:
                 link.leave(self._reserve)
             wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -54,8 +55,8 @@ class Scheduler(AsyncScheduler):
     def update_from_output(self, *args: Any, **kwargs: Any) -> Any:
         outputs = super().update_from_output(*args, **kwargs)
         link = self.remap
-        if link is not None and link.group.target[0] and not self.has_unfinished_requests():
-            link.home()
+        if link is not None and not self.has_unfinished_requests():
+            link.rest()
         return outputs
 
     @property

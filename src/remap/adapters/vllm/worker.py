@@ -14,6 +14,7 @@ import logging
 import os
 from contextlib import nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ class RemapWorker:
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
         page = settings.page_bytes or (size.page_size() if current_platform.is_cpu() else PAGE_BYTES)
         self._remap_page, self._remap_weights = page, size.pages(page) * page
-        first = settings.capacity - self._remap_weights
+        first = own if settings.arena else settings.capacity - self._remap_weights
         if first < page:
             raise InvalidArgument(
                 f"{settings.capacity} bytes are to hold weights of {self._remap_weights} bytes (in pages of {page}) and a KV cache; "
@@ -97,10 +98,11 @@ class RemapWorker:
                 capacity=settings.capacity,
                 weights=self._remap_weights,
             )
-        lendable = sorted(pages * page for pages in size.layer_pages(page))[:-1]
-        most = first + sum(lendable if settings.max_layers is None else lendable[::-1][: settings.max_layers])
         self._remap_first = first
-        return most
+        if settings.arena:
+            return settings.capacity - min(size.layer_pages(page)) * page  # all but the ring may become its KV cache
+        lendable = sorted(pages * page for pages in size.layer_pages(page))[:-1]
+        return first + sum(lendable if settings.max_layers is None else lendable[::-1][: settings.max_layers])
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._remap_attach(kv_cache_config)
@@ -131,12 +133,16 @@ class RemapWorker:
             _to_host(model)  # the session's pages take its place on the device
         pages = self._remap_first // page  # whole ones: a part of a page is lost
         first, most = min(pages * page // block, kv_cache_config.num_blocks), kv_cache_config.num_blocks
-        session = remap.Session(
-            capacity=self._remap_weights + pages * page,
+        settings = self._remap_settings
+        if settings.arena:
+            internals.own_rotary_tables(model)
+        self._remap_arena = arena = shared(settings.arena) if settings.arena else Arena()
+        session = arena.enter(
+            capacity=settings.capacity if settings.arena else self._remap_weights + pages * page,
             device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
             page_bytes=page,
-            controller=self._remap_settings.controller(),
         )
+        name = arena.name_for(self.vllm_config.model_config.model) if settings.arena else NAME
         # vLLM's own views say what lies in a block: to us it is so many bytes.
         kv = remap.KVSpec(
             layers=len(layers),
@@ -147,14 +153,15 @@ class RemapWorker:
             min_blocks=first,
             max_blocks=most,
         )
-        tenant = session.attach(model, layers, name=NAME, kv=kv)
-        pinned = session.snapshot().tenants[NAME].pinned
+        tenant = session.attach(model, layers, name=name, kv=kv, controller=settings.controller())
+        pinned = session.snapshot().tenants[name].pinned
         if len(layers) - len(pinned) < 2:
             raise InvalidState("fewer than two layers can be streamed: nothing would ever move; the engine was not started")
-        self.remap_offloader.tenant = tenant
         self.remap_rank = Rank(session, tenant, self.rank)
         self._remap_gauges = metrics.Writer() if self.rank == 0 else None
         self._remap_manifest = {
+            "tenant": name,
+            "arena": settings.arena,
             "device": session.device,
             "capacity_bytes": session.capacity_bytes,
             "page_bytes": page,
@@ -175,15 +182,17 @@ class RemapWorker:
         if not tokens or self.remap_rank is None:
             return super().execute_model(scheduler_output)  # type: ignore[misc]
         decode = tokens == len(scheduler_output.num_scheduled_tokens)
-        with self._remap_pass("decode" if decode else "prefill", tokens):
-            return super().execute_model(scheduler_output)  # type: ignore[misc]
+        with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens):
+            output = super().execute_model(scheduler_output)  # type: ignore[misc]
+        if self._remap_gauges is not None:
+            self._remap_gauges.write(self.remap_rank.tenant)
+        return output
 
     def execute_dummy_batch(self) -> None:
-        with self._remap_pass("decode", 1):
-            super().execute_dummy_batch()  # type: ignore[misc]
-
-    def _remap_pass(self, phase: str, tokens: int) -> Any:
-        return _Pass(self, self.remap_rank.tenant.forward(phase, tokens))
+        if self.remap_rank is None:
+            return super().execute_dummy_batch()  # type: ignore[misc]
+        with self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
+            return super().execute_dummy_batch()  # type: ignore[misc]
 
     # -- what the scheduler asks for, between passes ---------------------------------------------------------------
 
@@ -210,25 +219,51 @@ class RemapWorker:
 
     def shutdown(self) -> None:
         if self.remap_rank is not None:
-            self.remap_rank.session.close()
+            self._remap_arena.leave(self.remap_rank.tenant.name)
+            self.remap_rank = None
         super().shutdown()  # type: ignore[misc]
 
 
-class _Pass:
-    """Brackets a pass for the tenant and opens the offloader's operators."""
+class Arena:
+    """A session, and how many engines of this process are in it. The last one to leave closes it."""
 
-    def __init__(self, worker: Any, bracket: Any) -> None:
-        self._worker, self._bracket = worker, bracket
+    def __init__(self) -> None:
+        self.session: Any = None
+        self._users = 0
 
-    def __enter__(self) -> None:
-        self._bracket.__enter__()
-        self._worker.remap_offloader.in_pass = True
+    def enter(self, *, capacity: int, device: str, page_bytes: int) -> Any:
+        """The session: opened for the first engine, the same one for others (whose page size has to agree)."""
+        if self.session is None or self.session.closed:
+            self.session, self._users = remap.Session(capacity=capacity, device=device, page_bytes=page_bytes), 0
+        if self.session.snapshot().page_bytes != page_bytes or self.session.capacity_bytes != capacity:
+            raise InvalidArgument(
+                f"the arena has {self.session.capacity_bytes} bytes in pages of {self.session.snapshot().page_bytes}, this engine "
+                f"asks for {capacity} in pages of {page_bytes}; it was not started; give all REMAP_CAPACITY and REMAP_PAGE_BYTES",
+                capacity=capacity,
+                page_bytes=page_bytes,
+            )
+        self._users += 1
+        return self.session
 
-    def __exit__(self, *error: Any) -> None:
-        self._worker.remap_offloader.in_pass = False
-        self._bracket.__exit__(*error)
-        if self._worker._remap_gauges is not None:
-            self._worker._remap_gauges.write(self._worker.remap_rank.tenant)
+    def name_for(self, model: str) -> str:
+        """The model's own name, numbered if it is there already."""
+        base, taken = Path(model).name, self.session.snapshot().tenants
+        return next(name for name in (base, *(f"{base}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
+
+    def leave(self, tenant: str) -> None:
+        self._users -= 1
+        if self._users:
+            self.session.detach(tenant)
+        else:
+            self.session.close()
+
+
+_SHARED: dict[str, Arena] = {}
+
+
+def shared(name: str) -> Arena:
+    """The arena that engines of this process share under this name."""
+    return _SHARED.setdefault(name, Arena())
 
 
 def _to_host(model: Any) -> None:
