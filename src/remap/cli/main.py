@@ -101,6 +101,35 @@ def ablations(
         raise typer.Exit(1) from error
 
 
+@bench.command()
+def vllm(
+    model: Annotated[
+        str | None, typer.Option(help="Folder of the model; by default the demo's, from its cache.")
+    ] = None,
+    kv: Annotated[
+        str, typer.Option(help="KV cache of stock vLLM; remap gets the same memory, weights included.")
+    ] = "40MiB",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Requests arrive for so long, under each load.")] = 40.0,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, on both sides.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json.")] = Path("bench/results"),
+) -> None:
+    """Stock vLLM against vLLM on remap at the same memory, under three loads. Run it where vLLM is installed."""
+    from .bench_vllm import VllmBench, measure, model_folder
+    from .bench_vllm_report import write
+
+    console = Console(soft_wrap=True)
+    try:
+        settings = VllmBench(
+            model=model_folder(model), kv_bytes=parse_size(kv, "kv"), seconds=seconds, runs=runs, threads=threads
+        )
+        console.print(write(measure(settings, console.print), out), markup=False, highlight=False)
+    except Error as error:
+        text = f"{type(error).__name__}: {error}"
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,

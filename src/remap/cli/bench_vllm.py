@@ -1,0 +1,149 @@
+"""`remap bench vllm`: stock vLLM against vLLM on remap, at the same memory for weights and KV cache together.
+
+    settings -> calibrate (stock, ample KV: what this machine can serve) -> three loads -> runs of both sides, alternating -> report
+
+Each run is a fresh process (bench_vllm_engine.py) that serves all loads, one after the other. Both sides get the same requests at
+the same times. stock: as it ships. remap: the same command with REMAP_ENABLE=1; its capacity is what stock takes for weights and
+KV. Every answer of a side is counted as equal or not to that side's answer when nothing was short (`reference`): in bfloat16
+vLLM's rows depend on which others are in the batch, so neither side reaches all; tests/engines compares like with like.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from remap.errors import InvalidState
+from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
+
+__all__ = ["LOADS", "SIDES", "VllmBench", "measure"]
+
+SIDES = ("stock", "remap")
+LOADS = {"calm": 0.25, "edge": 0.7, "beyond": 1.2}
+"""Name -> requests per second, as a share of what stock vLLM serves with ample KV cache."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VllmBench:
+    """kv_bytes: stock's KV cache. seconds: requests arrive for so long, in each load. lengths: factor on ShareGPT's. cv: of the gaps
+    between arrivals. runs: of each side. threads: that compute, on both sides."""
+
+    model: str
+    dtype: str = "bfloat16"
+    kv_bytes: int = 40 * 2**20
+    block_tokens: int = 32
+    max_model_len: int = 1024
+    max_num_seqs: int = 24
+    max_batch_tokens: int = 512
+    seconds: float = 40.0
+    lengths: float = 0.5
+    cv: float = 3.0
+    runs: int = 2
+    threads: int = 1
+    seed: int = 0
+    vocabulary: int = 40_000
+    cpu_linear: str = "packed"
+
+
+def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
+    """All runs: {"settings", "rate", "reference": side -> load -> result, "runs": [{"side", "loads"}]}. Raises InvalidState if a run
+    fails, with what it wrote last."""
+    rate = _calibrate(bench)
+    say(f"stock vLLM with ample KV cache serves {rate:.2f} requests/s of these lengths here")
+    loads = {name: _items(bench, share * rate, name) for name, share in LOADS.items()}
+    closed = [[0.0, *item[1:]] for items in loads.values() for item in items]
+    reference = {}
+    for side in SIDES:
+        results = _run(bench, side, {"all": closed}, kv_bytes=bench.kv_bytes * 16)
+        reference[side] = results["loads"]["all"]["answers"]
+    runs = []
+    for number in range(bench.runs):
+        for side in SIDES if number % 2 == 0 else SIDES[::-1]:
+            results = _run(bench, side, loads)
+            first = 0
+            for name, result in results["loads"].items():
+                answers = result.pop("answers")
+                expected = reference[side][first : first + len(answers)]
+                result["same_answers"] = sum(mine == wanted for mine, wanted in zip(answers, expected))
+                first += len(answers)
+                say(
+                    f"{side} {name}: {result['tokens'] / result['seconds']:.1f} tokens/s, {result['preemptions']} preemptions, "
+                    f"{result['same_answers']} of {len(answers)} answers as the reference's"
+                )
+            runs.append({"side": side, **results})
+    return {"settings": asdict(bench), "rate": rate, "loads": LOADS, "runs": runs}
+
+
+def _items(bench: VllmBench, rate: float, name: str) -> list[list[float]]:
+    """[arrival in seconds, prompt tokens, output tokens, seed of the prompt] each."""
+    lengths = SHAREGPT.scaled(bench.lengths, most=bench.max_model_len // 2 - 1)
+    load = Load("vllm", Arrivals(rate=rate, cv=bench.cv), lengths)
+    first = bench.seed + sum(map(ord, name))
+    items = generate([load], bench.seconds, seed=first)
+    return [[item.time_s, item.prompt_tokens, item.output_tokens, 1000 * first + n] for n, item in enumerate(items)]
+
+
+def _calibrate(bench: VllmBench) -> float:
+    """Requests per second when they are all there at once and there is room for all."""
+    items = [[0.0, *item[1:]] for item in _items(bench, 2.0, "calibration")][: 2 * bench.max_num_seqs]
+    result = _run(bench, "stock", {"all": items}, kv_bytes=bench.kv_bytes * 16)["loads"]["all"]
+    return float(result["requests"] / result["seconds"])
+
+
+def _run(bench: VllmBench, side: str, loads: dict[str, Any], kv_bytes: int | None = None) -> dict[str, Any]:
+    spec = {
+        **asdict(bench),
+        "side": side,
+        "kv_bytes": kv_bytes or bench.kv_bytes,
+        "remap": {"cpu_linear": bench.cpu_linear},
+        "loads": [{"name": name, "items": items} for name, items in loads.items()],
+    }
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("REMAP_")},
+        "OMP_NUM_THREADS": str(bench.threads),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        **({"REMAP_ENABLE": "1"} if side == "remap" else {}),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "remap.cli.bench_vllm_engine"],
+        input=json.dumps(spec),
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines or not lines[-1].startswith("{"):
+        raise InvalidState(
+            f"the {side} engine ended with code {done.returncode}; nothing was written; its last words:\n{done.stderr[-3000:]}",
+            side=side,
+            code=done.returncode,
+        )
+    return dict(json.loads(lines[-1]))
+
+
+def model_folder(given: str | None) -> str:
+    """The model to serve: the one given, or SmolLM2 as it lies in the demo's cache (which the demo makes).
+
+    Raises InvalidState if there is none.
+    """
+    if given is not None:
+        return given
+    from .smollm2 import cache_root
+
+    found = sorted(Path(cache_root()).glob("SmolLM2-*-bfloat16-*/model.safetensors"))
+    if not found:
+        raise InvalidState(
+            "no model given, and the demo's is not in the cache; nothing was run; give --model, or run `remap demo` first"
+        )
+    return str(found[0].parent)

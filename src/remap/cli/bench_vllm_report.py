@@ -1,0 +1,104 @@
+"""The table of `remap bench vllm`, in markdown and as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from remap.engine.metrics import percentile
+from remap.sizes import show_size
+
+from .machine import machine_now
+
+__all__ = ["markdown", "summarise", "write"]
+
+ROWS = (
+    ("tokens_per_s", "tokens/s", "{:.1f}", "higher"),
+    ("ttft_p50_s", "TTFT P50, s", "{:.3f}", "lower"),
+    ("ttft_p99_s", "TTFT P99, s", "{:.3f}", "lower"),
+    ("tbt_p50_s", "TBT P50, s", "{:.4f}", "lower"),
+    ("tbt_p99_s", "TBT P99, s", "{:.4f}", "lower"),
+    ("preemptions", "preemptions", "{:.0f}", ""),
+    ("recomputed_tokens", "tokens recomputed", "{:.0f}", ""),
+    ("blocks_peak", "KV blocks, peak", "{:.0f}", ""),
+    ("alpha_peak", "layers remapped, peak", "{:.0f}", ""),
+    ("streamed_mb", "weights streamed, MB", "{:.0f}", ""),
+    ("stall_share", "stalled, share of computing", "{:.4f}", ""),
+)
+
+
+def summarise(result: dict[str, Any]) -> dict[str, float]:
+    """The metrics of one run under one load."""
+    return {
+        "tokens_per_s": result["tokens"] / result["seconds"],
+        "ttft_p50_s": percentile(result["ttft_s"], 0.5),
+        "ttft_p99_s": percentile(result["ttft_s"], 0.99),
+        "tbt_p50_s": percentile(result["tbt_s"], 0.5),
+        "tbt_p99_s": percentile(result["tbt_s"], 0.99),
+        "preemptions": result["preemptions"],
+        "recomputed_tokens": result["recomputed_tokens"],
+        "blocks_peak": result["blocks_peak"],
+        "alpha_peak": result["alpha_peak"],
+        "streamed_mb": result.get("copied_bytes", 0) / 1e6,
+        "stall_share": result.get("stall_s", 0.0) / max(result.get("compute_s", 0.0), 1e-9),
+        "requests": result["requests"],
+        "same_answers": result["same_answers"],
+    }
+
+
+def markdown(measured: dict[str, Any]) -> str:
+    """Both sides under each load: medians of the runs, their ranges, and the ratio of the medians."""
+    settings = measured["settings"]
+    machine = measured["machine"]
+    lines = [
+        "# vLLM with and without remap",
+        "",
+        f"{Path(settings['model']).name}, {settings['dtype']}; KV cache {show_size(settings['kv_bytes'])} at first; at most "
+        f"{settings['max_num_seqs']} requests at once; {settings['threads']} computing thread(s) on both sides; lengths "
+        f"{settings['lengths']} x ShareGPT's; gaps between arrivals with a coefficient of variation of {settings['cv']}; n = "
+        f"{settings['runs']} runs of each side, alternating; {machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']}.",
+    ]
+    for load, share in measured["loads"].items():
+        sides = {
+            side: [summarise(run["loads"][load]) for run in measured["runs"] if run["side"] == side]
+            for side in ("stock", "remap")
+        }
+        count = int(sides["stock"][0]["requests"])
+        lines += [
+            "",
+            f"## {load}: {share:g} of what stock serves with ample KV cache ({measured['rate'] * share:.2f} requests/s, {count} in all)",
+            "",
+            "| | stock | remap | remap / stock |",
+            "|---|---|---|---|",
+        ]
+        for name, title, form, better in ROWS:
+            stock, remap = ([run[name] for run in sides[side]] for side in ("stock", "remap"))
+            middle = [statistics.median(values) for values in (stock, remap)]
+            ratio = f"{middle[1] / middle[0]:.2f}" if better and middle[0] else ""
+            lines.append(f"| {title} | {_show(form, stock)} | {_show(form, remap)} | {ratio} |")
+        same = [f"{int(min(run['same_answers'] for run in sides[side]))} of {count}" for side in ("stock", "remap")]
+        lines.append(f"| answers as when nothing is short | {same[0]} | {same[1]} | |")
+    return "\n".join(lines) + "\n"
+
+
+def _show(form: str, values: list[float]) -> str:
+    middle = form.format(statistics.median(values))
+    low, high = form.format(min(values)), form.format(max(values))
+    return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def write(measured: dict[str, Any], out: Path) -> str:
+    """vllm.json (the runs without single times, the machine) and vllm.md in `out`. Returns the markdown."""
+    measured = {**measured, "machine": machine_now()}
+    measured["settings"] = {**measured["settings"], "model": Path(measured["settings"]["model"]).name}
+    text = markdown(measured)
+    runs = [
+        {"side": run["side"], "loads": {name: summarise(result) for name, result in run["loads"].items()}}
+        for run in measured["runs"]
+    ]
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "vllm.json").write_text(json.dumps({**measured, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    (out / "vllm.md").write_text(text, encoding="utf-8")
+    return text
