@@ -13,6 +13,7 @@ reaches all of them. Nothing is read unless REMAP_ENABLE is set: an installed pl
     REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
     REMAP_LINK=24GB           bytes per second from host to device, until copies have been measured
     REMAP_REVERSION=1         whether layers come home by themselves
+    REMAP_CPU_LINEAR=exact    exact or packed: how linear layers are computed on a CPU (vLLM; see its cpu_linear)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
 """
 
@@ -50,6 +51,7 @@ class Settings:
     link: int | None = None
     reversion: bool = True
     arena: str = ""
+    cpu_linear: Literal["exact", "packed"] = "exact"
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings | None:
@@ -70,6 +72,9 @@ class Settings:
         buffers = environment.get("REMAP_BUFFERS") or "auto"
         if buffers not in ("auto", "1", "2"):
             raise _refuse("REMAP_BUFFERS", buffers, "1, 2 or auto")
+        linear = environment.get("REMAP_CPU_LINEAR") or "exact"
+        if linear not in ("exact", "packed"):
+            raise _refuse("REMAP_CPU_LINEAR", linear, "exact or packed")
         capacity = _size(environment, "REMAP_CAPACITY")
         assert capacity is not None
         return cls(
@@ -83,6 +88,7 @@ class Settings:
             link=_size(environment, "REMAP_LINK"),
             reversion=_switch(environment, "REMAP_REVERSION", True),
             arena=environment.get("REMAP_ARENA", ""),
+            cpu_linear="packed" if linear == "packed" else "exact",
         )
 
     def controller(self) -> ControllerConfig:

@@ -1,0 +1,49 @@
+"""SGLang with remap: an entry point of the group `sglang.srt.plugins`, active only with REMAP_ENABLE=1 (see docs/sglang.md).
+
+SGLang calls `register` in each of its processes and then applies the hooks that were registered. It logs what a plugin raises
+and serves without it; so that nobody believes to be served by remap who is not, a refusal is also raised where the memory pool
+is allocated, which ends the start of the engine.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from remap.errors import Error
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Put the hooks in, if the environment says so. Raises InvalidArgument for settings that cannot be, InvalidState for another
+    version of SGLang than the tested one."""
+    from remap.adapters.settings import Settings
+
+    environment = os.environ
+    if not environment.get("REMAP_ENABLE"):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.version import __version__
+
+    from . import hooks, versions
+
+    try:
+        settings = Settings.read(environment)
+        if settings is None:
+            return
+        versions.refuse_version(__version__)
+    except Error as refusal:
+        HookRegistry.register(versions.TARGETS["around_alloc"][0], _raises(refusal), HookType.AROUND)
+        raise
+    hooks.configure(settings, applied=lambda target: target in HookRegistry._patched)
+    for name, targets in versions.TARGETS.items():
+        for target in targets:
+            HookRegistry.register(target, getattr(hooks, name), HookType.AROUND)
+
+
+def _raises(refusal: Error) -> Any:
+    def around(original: Any, *args: Any, **kwargs: Any) -> Any:
+        raise refusal
+
+    return around

@@ -1,0 +1,388 @@
+"""The hooks: SGLang's own calls, with the session asked before or after. What depends on the version is in versions.py.
+
+    alloc_memory_pool      attach the model; the pool's buffers are views of tenant.kv.tensors; its allocator gets the ids that
+                           are usable, all others stay parked
+    forward                one pass
+    get_next_batch_to_run  one session.step; ids come and go through the allocator's free list
+    evict_to_free_tokens   what is short after eviction is grown by, before the decode batch is retracted
+    check_prefill, ...     a request that is not admitted: grow, once, and ask again
+    on_idle                what withdrawn ids the prefix cache still holds is evicted
+
+All of them run on the scheduler's thread, between passes or around them. One model in a process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import remap
+from remap.adapters.held_ids import HeldIds
+from remap.adapters.hooks import attach_hooks
+from remap.adapters.settings import Settings
+from remap.errors import InvalidState
+from remap.footprint import footprint
+from remap.kv_geometry import KVGeometry
+from remap.modules import find_layers, resolve_layers
+
+from . import versions
+
+__all__ = ["Adapter", "configure", "current", *versions.TARGETS]
+
+NAME = "sglang"
+_CPU_PAGE, _GPU_PAGE = (
+    64 << 10,
+    2 << 20,
+)  # layer-major blocks come in groups of 2 x layers pages: small ones where they may be
+_PADDING = 0  # the page that padded tokens write into
+_NO_TOKEN = "NO_TOKEN"
+_TRIES = 3  # changes for one shortage, at most
+
+logger = logging.getLogger("remap.adapters.sglang")
+
+
+class Adapter:
+    """One ModelRunner's session, and the ids of its pool."""
+
+    def __init__(self, settings: Settings, runner: Any) -> None:
+        """Attach the runner's model. On an error the session is closed again and the model is as it was."""
+        versions.check_arguments(runner.server_args)
+        shape = versions.geometry_of(runner)
+        device = versions.device_of(runner)
+        page_bytes = settings.page_bytes or (_CPU_PAGE if device == "cpu" else _GPU_PAGE)
+        widest = remap.KVSpec(**shape, min_blocks=0, max_blocks=1, layout="layer_major")
+        blocks = settings.capacity // widest.block_bytes
+        if settings.max_tokens is not None:
+            blocks = min(blocks, settings.max_tokens // shape["block_tokens"])
+        shape |= {"layout": "layer_major", "max_blocks": max(1, blocks) + 1}  # and the padding page
+        geometry = KVGeometry(remap.KVSpec(**shape, min_blocks=0), page_bytes)
+        self.runner = runner
+        self.allocator: Any = None
+        self.scheduler: Any = None
+        self.pool: Any = None
+        self._wanted = 0  # blocks that the last iteration wanted to be able to allocate
+        self._refused = False  # growing was refused in this iteration already
+        layers = resolve_layers(runner.model, find_layers(runner.model))
+        self._unseen = set(range(len(layers)))
+        self._group = -(-page_bytes // geometry.unit_bytes)  # blocks that become usable together
+        weights = footprint(runner.model, layers).pages(page_bytes)
+        pages = min(max(0, settings.capacity // page_bytes - weights), geometry.region_pages)
+        first = geometry.blocks_for_pages(pages)  # all that is there: nothing is gained by leaving pages free
+        if first < 2:
+            raise InvalidState(
+                f"REMAP_CAPACITY is {settings.capacity} bytes, the weights take {weights * page_bytes} in whole pages, and a "
+                f"KV cache grows by {geometry.ranges * page_bytes}; nothing was attached; raise REMAP_CAPACITY, or lower "
+                "REMAP_PAGE_BYTES",
+                capacity=settings.capacity,
+                weights=weights * page_bytes,
+            )
+        self.session = remap.Session(settings.capacity, device, page_bytes=page_bytes, controller=_controller(settings))
+        try:
+            spec = remap.KVSpec(**shape, min_blocks=first)
+            self.tenant = self.session.attach(runner.model, name=NAME, kv=spec)
+            self._watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
+            self._hooks = attach_hooks(layers, self.tenant)
+        except BaseException:  # whatever it was; it goes on to the caller
+            self.session.close()
+            raise
+        if settings.link is not None:
+            self.tenant.calibrate_link(settings.link)
+        self.spec = spec
+        self.held = HeldIds(reserved=[_PADDING])
+
+    # -- the pool --------------------------------------------------------------------------------------------------
+
+    @property
+    def most_tokens(self) -> int:
+        """What the KV region has addresses for, without the padding page."""
+        return (self.spec.max_blocks - 1) * self.spec.block_tokens
+
+    @property
+    def tokens(self) -> int:
+        """What the allocator holds now: free, in use, or in use and to be given back."""
+        return self.held.held * self.spec.block_tokens
+
+    def buffers(self, pool: Any) -> tuple[list[Any], list[Any]]:
+        """(keys, values), each a tensor a layer of shape (pool.size + page_size, kv_heads, head_dim)."""
+        versions.check_pool(pool, self.spec)
+        rows = pool.size + pool.page_size
+        flat = [[half.flatten(0, 1)[:rows] for half in tensor] for tensor in self.tenant.kv.tensors]
+        self.pool = pool
+        return [keys for keys, _ in flat], [values for _, values in flat]
+
+    def bind(self, allocator: Any) -> None:
+        """Take the allocator over: from now on it has the ids that are usable, and no others."""
+        if self.pool is None or allocator.get_kvcache() is not self.pool:
+            raise InvalidState(
+                "SGLang's KV pool was built without asking for its buffers, so nothing of it lies in remap's memory; unset "
+                "REMAP_ENABLE to serve this model",
+                pool=type(allocator.get_kvcache()).__name__,
+            )
+        self.allocator = allocator
+        self.held = HeldIds(reserved=[_PADDING], limit=self.pool.size // self.spec.block_tokens + 1)
+        versions.replace_free(allocator, [])
+        self.tenant.kv.subscribe(self._changed, external=True)
+        self._publish()
+
+    def restart(self) -> None:
+        """The allocator was cleared."""
+        versions.replace_free(
+            self.allocator, self.held.restart(self.tenant.kv.pool.open_ids(), self.tenant.kv.returned)
+        )
+        self._publish()
+
+    def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+        new = self.held.changed(added, withdrawn)
+        if new:
+            versions.append_free(self.allocator, new)
+        declined = self.held.declined()
+        if declined:
+            self.tenant.kv.returned(declined)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Give back what was withdrawn and is free now."""
+        if self.held.leaving:
+            gone = self.held.leave(versions.take_free(self.allocator, self.held.leaving))
+            if gone:
+                self.tenant.kv.returned(gone)
+
+    def _publish(self) -> None:
+        versions.set_sizes(self.runner, self.scheduler, self.tokens)
+
+    # -- deciding --------------------------------------------------------------------------------------------------
+
+    def begin(self, scheduler: Any) -> None:
+        """One scheduler iteration begins: decide, with what the last one wanted."""
+        if scheduler is not self.scheduler:
+            self.scheduler = scheduler
+            self._publish()
+        self._refused = False
+        # A prompt that is being prefilled in chunks was promised room for all of it: nothing of that may go home in between.
+        promised = -(-versions.promised(scheduler) // self.spec.block_tokens)
+        wanted, self._wanted = max(promised, self._wanted), 0
+        self._step(wanted, self._free(scheduler.tree_cache))
+
+    def grow(self, tokens: int, tree_cache: Any, *, urgent: bool = False) -> bool:
+        """`tokens` more than there are, free or evictable, are wanted now. Whether there are more than before.
+
+        urgent: ask even if the controller has refused in this iteration.
+        """
+        before = free = self._free(tree_cache)
+        short = -(-tokens // self.spec.block_tokens)
+        wanted = free + short
+        self._wanted = max(self._wanted, wanted)
+        if self._refused and not urgent:
+            return False
+        # Blocks come in groups of 2 x layers pages: whole groups are asked for, and what a change leaves of one is the start of
+        # the next change's.
+        whole = free - (-short // self._group) * self._group
+        for _ in range(_TRIES):
+            if free < wanted:
+                self._step(whole, free)
+                free = self._free(tree_cache)
+        self._refused = free < wanted
+        return free > before
+
+    def drain(self, tree_cache: Any) -> None:
+        """Nothing runs: what keeps withdrawn ids is the prefix cache."""
+        self._sweep()
+        leaving, cached = len(self.held.leaving) * self.spec.block_tokens, versions.evictable(tree_cache)
+        if leaving and cached:
+            versions.evict(tree_cache, min(leaving, cached))
+            self._sweep()
+            self._publish()
+
+    def _free(self, tree_cache: Any) -> int:
+        """Blocks that requests could have now."""
+        tokens = self.allocator.available_size() + versions.evictable(tree_cache)
+        return max(0, int(tokens) // self.spec.block_tokens - len(self.held.leaving))
+
+    def _step(self, wanted: int, free: int) -> None:
+        self._sweep()
+        held, layers = self.held.held, self.tenant.remapped
+        report = self.session.step({NAME: remap.Demand(blocks=wanted, free=free)})
+        self._publish()
+        if self.held.held != held or self.tenant.remapped != layers:
+            why = report.reason.get(NAME, "")
+            copied = self.session.snapshot().tenants[NAME].copied_bytes
+            logger.info(
+                "remapped layers %d, tokens %d, bytes streamed %d: %s", self.tenant.remapped, self.tokens, copied, why
+            )
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _seen(self, layer: int) -> Callable[[Any, Any], None]:
+        def hook(module: Any, args: Any) -> None:
+            self._unseen.discard(layer)
+
+        return hook
+
+    def after_first_pass(self) -> None:
+        """A model that does not call its layers as modules runs past the hooks, which would be wrong tokens later on."""
+        if self._unseen:
+            raise InvalidState(
+                f"layers {sorted(self._unseen)} ran past their hooks in the first pass; unset REMAP_ENABLE to serve this model",
+                layers=sorted(self._unseen),
+            )
+        for watch in self._watches:
+            watch.remove()
+        self._watches = []
+
+
+def _controller(settings: Settings) -> remap.ControllerConfig:
+    """Without REMAP_HEADROOM nothing is kept free: SGLang's admission reserves what running requests may still need itself."""
+    config = settings.controller()
+    return replace(config, headroom_blocks=0) if config.headroom_blocks is None else config
+
+
+# -- the one adapter of this process ---------------------------------------------------------------------------------
+
+_settings: Settings | None = None
+_applied: Callable[[str], bool] | None = None
+_adapter: Adapter | None = None
+
+
+def configure(settings: Settings, applied: Callable[[str], bool]) -> None:
+    """What `around_alloc` attaches with. applied(target): whether SGLang has put that hook in."""
+    global _settings, _applied
+    _settings, _applied = settings, applied
+
+
+def current() -> Adapter | None:
+    """The adapter that serves in this process."""
+    return _adapter
+
+
+def _bound(allocator: Any) -> Adapter | None:
+    return _adapter if _adapter is not None and _adapter.allocator is allocator else None
+
+
+def around_alloc(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    global _adapter
+    assert _settings is not None and _applied is not None
+    missing = [target for targets in versions.TARGETS.values() for target in targets if not _applied(target)]
+    if missing or _adapter is not None:
+        raise InvalidState(
+            f"SGLang did not apply the hooks {missing}" if missing else "a second model in one process is not served",
+            missing=missing,
+        )
+    _adapter = Adapter(_settings, runner)
+    result = original(runner, *args, **kwargs)
+    _adapter.bind(runner.token_to_kv_pool_allocator)
+    logger.info(
+        "%d layers attached, %d tokens usable, %d at most",
+        _adapter.tenant.layers,
+        _adapter.tokens,
+        _adapter.most_tokens,
+    )
+    return result
+
+
+def around_profile(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
+    """The bytes are remap's: what is free beside them says nothing."""
+    if _adapter is None:
+        return original(configurator, *args, **kwargs)
+    return _adapter.spec.max_blocks * _adapter.spec.block_bytes
+
+
+def around_budget(original: Any, configurator: Any, budget: int, *, cap_tokens: int | None = None) -> Any:
+    if _adapter is not None:
+        cap_tokens = min(cap_tokens or _adapter.most_tokens, _adapter.most_tokens)
+    return original(configurator, budget, cap_tokens=cap_tokens)
+
+
+def around_post_capture(original: Any, *args: Any, **kwargs: Any) -> bool:
+    """SGLang's own reservation is sized once, after graphs were captured."""
+    return False
+
+
+def around_buffers(original: Any, pool: Any) -> None:
+    if _adapter is None:
+        original(pool)
+        return
+    pool.k_buffer, pool.v_buffer = _adapter.buffers(pool)
+
+
+def around_clear(original: Any, allocator: Any) -> None:
+    original(allocator)
+    adapter = _bound(allocator)
+    if adapter is not None:
+        adapter.restart()
+
+
+def around_forward(original: Any, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    adapter = _adapter
+    if adapter is None or runner is not adapter.runner:
+        return original(runner, batch, *args, **kwargs)
+    phase, tokens = versions.phase_of(batch)
+    with adapter.tenant.forward(phase=phase, tokens=tokens):
+        output = original(runner, batch, *args, **kwargs)
+    if adapter._watches and tokens:
+        adapter.after_first_pass()
+    return output
+
+
+def around_next_batch(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    adapter = _bound(scheduler.token_to_kv_pool_allocator)
+    if adapter is not None:
+        adapter.begin(scheduler)
+    return original(scheduler, *args, **kwargs)
+
+
+def around_idle(original: Any, scheduler: Any) -> None:
+    adapter = _bound(scheduler.token_to_kv_pool_allocator)
+    if adapter is not None and scheduler.is_fully_idle():
+        adapter.drain(scheduler.tree_cache)
+    original(scheduler)
+
+
+def around_evict(original: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> Any:
+    """Before anybody is retracted: `check_decode_capacity` asks here, the retract loop asks that, and prefills allocate behind
+    it. What could be evicted has been evicted when the original returns."""
+    result = original(allocator, tree_cache, num_tokens)
+    adapter = _bound(allocator)
+    if adapter is not None:
+        short = num_tokens - int(allocator.available_size())
+        if short > 0:
+            adapter.grow(short, tree_cache, urgent=True)
+    return result
+
+
+def around_admission(original: Any, budget: Any, *, total_tokens: int, **kwargs: Any) -> Any:
+    """A request that does not fit beside what the running ones may still need."""
+    result = original(budget, total_tokens=total_tokens, **kwargs)
+    adapter = _bound(budget.allocator)
+    if result[0] or adapter is None:
+        return result
+    if not adapter.grow(int(total_tokens - budget.remaining_total) + 1, budget.tree_cache):
+        return result
+    return original(budget, total_tokens=total_tokens, **kwargs)
+
+
+def around_admission_ignore_eos(original: Any, adder: Any, request: Any) -> Any:
+    """The same for requests of a known length, whose rule looks at when the others will end."""
+    result = original(adder, request)
+    adapter = _bound(adder.memory_budget.allocator)
+    if adapter is None or result.name != _NO_TOKEN or request in adder.can_run_list:
+        return result
+    needed = len(request.full_untruncated_fill_ids) - request.prefix_len + request.sampling_params.max_new_tokens
+    if not adapter.grow(needed, adder.memory_budget.tree_cache):
+        return result
+    adder.req_states = None  # it holds this request already, and is built again from the running ones
+    return original(adder, request)
+
+
+def around_state(original: Any, adder: Any) -> Any:
+    """Whether more can be admitted in this iteration: grow only if more are waiting."""
+    result = original(adder)
+    adapter = _bound(adder.memory_budget.allocator)
+    if adapter is None or result.name != _NO_TOKEN or len(adder.can_run_list) >= adder.waiting_queue_len:
+        return result
+    budget = adder.memory_budget
+    short = 1 - int(min(budget.remaining_total, budget.remaining_current))
+    if short <= 0 or not adapter.grow(short, budget.tree_cache):
+        return result
+    return original(adder)

@@ -1,0 +1,242 @@
+"""All that depends on SGLang's version: where its sizes are kept, what its free lists look like, which settings are refused.
+
+Read in the source of 0.5.23. Another version is refused until somebody has read it again: a hook on a method that has moved is
+skipped by SGLang with a log line, and half of the hooks would be worse than none.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from remap.errors import InvalidState
+
+__all__ = [
+    "ALLOCATORS",
+    "TARGETS",
+    "TESTED",
+    "append_free",
+    "check_arguments",
+    "check_pool",
+    "device_of",
+    "evict",
+    "evictable",
+    "geometry_of",
+    "phase_of",
+    "promised",
+    "refuse_version",
+    "replace_free",
+    "set_sizes",
+    "take_free",
+]
+
+TESTED = "0.5.23"
+
+_ALLOCATOR = "sglang.srt.mem_cache.allocator"
+ALLOCATORS = (f"{_ALLOCATOR}.token.TokenToKVPoolAllocator", f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator")
+
+# name of the hook (hooks.py) -> what it is put around
+TARGETS: dict[str, tuple[str, ...]] = {
+    "around_alloc": ("sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool",),
+    "around_forward": ("sglang.srt.model_executor.model_runner.ModelRunner.forward",),
+    "around_profile": ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes",),
+    "around_budget": ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator.config_from_budget",),
+    "around_post_capture": (
+        "sglang.srt.model_executor.model_runner_components.kv_pool_runtime.is_post_capture_kv_active",
+    ),
+    "around_buffers": ("sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._create_buffers_normal",),
+    "around_clear": tuple(f"{name}.clear" for name in ALLOCATORS),
+    "around_evict": (f"{_ALLOCATOR}.base.BaseTokenToKVPoolAllocator.evict_to_free_tokens",),
+    "around_admission": ("sglang.srt.mem_cache.prefill_budget.PrefillBudget.check_prefill",),
+    "around_admission_ignore_eos": ("sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req_ignore_eos",),
+    "around_state": ("sglang.srt.managers.schedule_policy.PrefillAdder.budget_state",),
+    "around_next_batch": ("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",),
+    "around_idle": ("sglang.srt.managers.scheduler.Scheduler.on_idle",),
+}
+
+# Argument -> the values that are served, and why others are not.
+_SERVED: dict[str, tuple[tuple[object, ...], str]] = {
+    "tp_size": ((1,), "every rank schedules for itself, and all of them would have to grow in the same step"),
+    "pp_size": ((1,), "a stage has only some of the layers"),
+    "dcp_size": ((1,), "block ids are not rows of the pool then"),
+    "speculative_algorithm": ((None,), "the draft model has a pool of its own"),
+    "enable_lora": ((None, False), "adapters are merged around the layers' modules"),
+    "enable_memory_saver": ((False,), "it unmaps the memory that layers lie in"),
+    "enable_weights_cpu_backup": ((False,), "it unmaps the memory that layers lie in"),
+    "enable_unified_memory": ((False,), "its pool hands out other ids"),
+    "enable_hierarchical_cache": ((False,), "it copies KV by addresses that it keeps"),
+    "enable_hisparse": ((False,), "its pool hands out other ids"),
+    "enable_kv_cache_sharding": ((False,), "its pool hands out other ids"),
+    "enable_page_major_kv_layout": ((False,), "the KV region is laid out layer by layer"),
+    "prefill_only_disable_kv_cache": ((False,), "there is no KV cache"),
+    "disaggregation_mode": (("null",), "the other side keeps addresses and sizes of the pool"),
+    "enable_pd_role_switch": ((False,), "the other side keeps addresses and sizes of the pool"),
+    "enable_two_batch_overlap": ((False,), "layers do not run one after the other"),
+    "enable_single_batch_overlap": ((False,), "layers do not run one after the other"),
+    "enable_pdmux": ((False,), "passes run at the same time"),
+    "dllm_algorithm": ((None,), "passes are not what layers are timed by"),
+    "enable_torch_compile": ((False,), "hooks of layers are compiled away"),
+    "enable_nvidia_megakernel": ((False,), "layers are one kernel"),
+    "cpu_offload_gb": ((0,), "SGLang's own offloader moves the same weights"),
+    "offload_group_size": ((-1, 0, None), "SGLang's own offloader moves the same weights"),
+    "startup_weight_load_mode": (("serial",), "weights arrive after they were taken over"),
+    "enable_eplb": ((False,), "experts are rewritten while serving"),
+    "elastic_ep_backend": ((None,), "experts are rewritten while serving"),
+}
+
+
+def refuse_version(version: str) -> None:
+    """Raises InvalidState (fields: version, tested) for any version that the hooks were not read and tested against."""
+    if version != TESTED:
+        raise InvalidState(
+            f"remap's hooks were tested with SGLang {TESTED}, this is {version}; nothing was attached; install that version, or "
+            "unset REMAP_ENABLE to serve without remap",
+            version=version,
+            tested=TESTED,
+        )
+
+
+def check_arguments(arguments: Any) -> None:
+    """Raises InvalidState (fields: argument, value) for a server argument that does not go together with remap."""
+    for name, (served, why) in _SERVED.items():
+        value = getattr(arguments, name, served[0])
+        if value not in served:
+            raise _unserved(name, value, why)
+    graphs = getattr(arguments, "cuda_graph_config", None)
+    for phase in ("decode", "prefill"):
+        part = graphs.get(phase) if isinstance(graphs, dict) else getattr(graphs, phase, None)
+        backend = part.get("backend") if isinstance(part, dict) else getattr(part, "backend", None)
+        backend = getattr(backend, "value", backend)
+        if backend not in (None, "disabled") and not getattr(arguments, "disable_cuda_graph", False):
+            raise _unserved(
+                f"cuda_graph_config.{phase}", backend, "a graph does not call layers' hooks when it is replayed"
+            )
+
+
+def _unserved(name: str, value: object, why: str) -> InvalidState:
+    return InvalidState(
+        f"remap does not serve {name}={value!r}: {why}; nothing was attached; change it, or unset REMAP_ENABLE",
+        argument=name,
+        value=value,
+    )
+
+
+def device_of(runner: Any) -> str:
+    """The session's device for a ModelRunner."""
+    kind = str(runner.device).split(":", 1)[0]
+    return kind if kind == "cpu" else f"{kind}:{runner.gpu_id}"
+
+
+def geometry_of(runner: Any) -> dict[str, Any]:
+    """What a KVSpec needs of a ModelRunner before it has a pool: layers, kv_heads, head_dim, block_tokens, dtype.
+
+    Raises InvalidState for a model whose KV cache is not keys and values of all layers.
+    """
+    config = runner.model_config
+    for name in ("use_mla_backend", "is_hybrid_swa", "is_draft_worker"):
+        if getattr(runner, name):
+            raise _unserved(name, True, "its KV cache is not one range of keys and values a layer")
+    if config.head_dim != config.v_head_dim:
+        raise _unserved("v_head_dim", config.v_head_dim, f"keys have {config.head_dim}")
+    dtype = runner.kv_cache_dtype
+    if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise _unserved("kv_cache_dtype", str(dtype), "quantised caches have scales beside them")
+    others = {param.dtype for param in runner.model.parameters()} - {dtype}
+    if runner.page_size > 1 and others:
+        raise _unserved(
+            "page_size",
+            runner.page_size,
+            f"kernels read whole pages, and bytes of {others} weights may be NaN as {dtype}",
+        )
+    return {
+        "layers": runner.layer_info.num_effective_layers,
+        "kv_heads": config.get_num_kv_heads(1),
+        "head_dim": config.head_dim,
+        "block_tokens": runner.page_size,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+
+
+def check_pool(pool: Any, spec: Any) -> None:
+    """Raises InvalidState if the pool that SGLang builds is not the one that was attached for."""
+    found = (pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim, pool.page_size, str(pool.store_dtype)[6:])
+    expected = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim, spec.block_tokens, spec.dtype)
+    if type(pool).__name__ != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd" or found != expected:
+        raise InvalidState(
+            f"SGLang builds a {type(pool).__name__} of layout {pool.kv_cache_layout!r} with (layers, heads, key and value sizes, "
+            f"page, dtype) = {found}, remap reserved {expected}; unset REMAP_ENABLE to serve this model",
+            found=found,
+            expected=expected,
+        )
+
+
+# -- the free list: tensors of page ids, some of them waiting to be sorted in -------------------------------------------
+
+
+def append_free(allocator: Any, ids: list[int]) -> None:
+    """Pages that may be handed out from now on; last in the list."""
+    new = torch.tensor(ids, dtype=torch.int64, device=allocator.device)
+    allocator.free_pages = torch.cat((allocator.free_pages, new))
+
+
+def take_free(allocator: Any, wanted: frozenset[int]) -> list[int]:
+    """Take the free ones of the wanted pages out of the list; which they were. The order of the others stays."""
+    allocator.merge_and_sort_free()
+    pages = allocator.free_pages
+    leaving = torch.isin(pages, torch.tensor(sorted(wanted), dtype=pages.dtype, device=pages.device))
+    found: list[int] = pages[leaving].tolist()
+    if found:
+        allocator.free_pages = pages[~leaving]
+    return found
+
+
+def replace_free(allocator: Any, ids: list[int]) -> None:
+    """Exactly these pages are free (behind the allocator's own `clear`)."""
+    allocator.free_pages = torch.tensor(ids, dtype=torch.int64, device=allocator.device)
+
+
+# -- sizes ------------------------------------------------------------------------------------------------------------
+
+
+def set_sizes(runner: Any, scheduler: Any, tokens: int) -> None:
+    """Every copy of max_total_num_tokens that is read while serving. tokens: what the allocator holds, free or in use.
+
+    Left alone: the allocator's `size` and `num_pages` and the pool's `size` (they bound the ids, and `clear` builds a list from
+    them), MemoryPoolConfig, max_req_len (a request must fit into what is there without remapping), and what is logged or exported
+    once at the start.
+    """
+    runner.max_total_num_tokens = tokens
+    if scheduler is None:
+        return
+    scheduler.max_total_num_tokens = tokens
+    for name in ("pool_stats_observer", "invariant_checker", "load_inquirer", "kv_events_publisher"):
+        part = getattr(scheduler, name)
+        object.__setattr__(part, "max_total_num_tokens", tokens)  # frozen dataclasses, some of them
+
+
+def promised(scheduler: Any) -> int:
+    """Tokens that a request already admitted will allocate without asking whether there is room: the rest of its prompt."""
+    request = scheduler.chunked_req
+    return 0 if request is None else int(request.seqlen - request.prefix_len) + scheduler.page_size
+
+
+def evictable(tree_cache: Any) -> int:
+    """Tokens that the prefix cache holds and would give up."""
+    return int(tree_cache.evictable_size()) if tree_cache is not None else 0
+
+
+def evict(tree_cache: Any, tokens: int) -> None:
+    """Let the prefix cache give up so many tokens."""
+    from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # the engine's own, there when this runs
+
+    tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))
+
+
+def phase_of(batch: Any) -> tuple[str, int]:
+    """(phase, tokens) of a ForwardBatch, for `tenant.forward`."""
+    mode = batch.forward_mode
+    tokens = int(batch.input_ids.shape[0]) if batch.input_ids is not None else 1
+    if mode.is_decode():
+        return "decode", tokens
+    return ("mixed" if mode.is_mixed() else "prefill"), tokens

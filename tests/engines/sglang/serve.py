@@ -1,0 +1,52 @@
+"""One engine, some rounds of requests, greedy: python serve.py '{"engine": {...}, "rounds": [...]}' OUT.json
+
+A round: {"prompts": [[ids]], "new": tokens of each, "idle": seconds to wait afterwards, "flush": whether to flush the cache}.
+OUT: {"tokens": of each round and request, "capacity": tokens of the KV cache, at the end of each round's idle time}.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+CPU = {
+    "device": "cpu",
+    "dtype": "float32",
+    "attention_backend": "torch_native",
+    "sampling_backend": "pytorch",
+    "grammar_backend": "none",
+    "disable_overlap_schedule": True,
+    "skip_server_warmup": True,
+    "skip_tokenizer_init": True,
+    "mem_fraction_static": 0.1,
+    "decode_log_interval": 1,
+    "random_seed": 1,
+    "log_level": "info",
+}
+
+
+def main() -> None:
+    import sglang
+
+    job = json.loads(sys.argv[1])
+    engine = sglang.Engine(**CPU | job["engine"])
+    result: dict[str, list[object]] = {"tokens": [], "capacity": []}
+    try:
+        for each in job["rounds"]:
+            sampling = {"temperature": 0, "max_new_tokens": each["new"]}
+            answers = engine.generate(input_ids=each["prompts"], sampling_params=[sampling] * len(each["prompts"]))
+            result["tokens"].append([answer["output_ids"] for answer in answers])
+            time.sleep(each.get("idle", 0))
+            if each.get("flush"):
+                engine.flush_cache()
+                time.sleep(0.2)
+            result["capacity"].append(engine.get_server_info()["internal_states"][0]["memory_usage"]["token_capacity"])
+        Path(sys.argv[2]).write_text(json.dumps(result))
+    finally:
+        engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Settings of engine plugins: what the environment may say, and that nothing else is taken for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from remap import ControllerConfig, InvalidArgument
+from remap.adapters.settings import Settings, enabled
+
+ON = {"REMAP_ENABLE": "1", "REMAP_CAPACITY": "600MiB"}
+
+
+def test_nothing_is_read_unless_it_is_switched_on():
+    nonsense = {"REMAP_CAPACITY": "much", "REMAP_SLOWDOWN": "x"}
+    assert Settings.read({}) is None
+    for off in ("", "0", "false", "No", "OFF"):
+        assert Settings.read({**nonsense, "REMAP_ENABLE": off}) is None
+        assert not enabled({"REMAP_ENABLE": off})
+    for on in ("1", "true", "Yes", "ON"):
+        assert enabled({"REMAP_ENABLE": on})
+
+
+def test_every_variable_reaches_its_field():
+    settings = Settings.read(
+        {
+            **ON,
+            "REMAP_SLOWDOWN": "0.5",
+            "REMAP_MAX_LAYERS": "3",
+            "REMAP_MAX_TOKENS": "4096",
+            "REMAP_HEADROOM": "7",
+            "REMAP_PAGE_BYTES": "65536",
+            "REMAP_BUFFERS": "2",
+            "REMAP_LINK": "24GB",
+            "REMAP_REVERSION": "0",
+            "REMAP_UNKNOWN": "is somebody else's",
+        }
+    )
+    assert settings == Settings(
+        capacity=600 * 2**20,
+        slowdown=0.5,
+        max_layers=3,
+        max_tokens=4096,
+        headroom=7,
+        page_bytes=65536,
+        buffers=2,
+        link=24 * 10**9,
+        reversion=False,
+    )
+    assert settings.controller() == ControllerConfig(slowdown=0.5, cap=3, headroom_blocks=7, buffers=2, reversion=False)
+
+
+def test_what_is_not_set_or_empty_is_as_the_controller_has_it():
+    bare = Settings.read(ON)
+    assert bare == Settings(capacity=600 * 2**20)
+    assert bare.controller() == ControllerConfig()
+    empty = dict.fromkeys(("REMAP_SLOWDOWN", "REMAP_MAX_LAYERS", "REMAP_MAX_TOKENS", "REMAP_PAGE_BYTES"), "")
+    assert Settings.read({**ON, **empty, "REMAP_BUFFERS": "", "REMAP_LINK": ""}) == bare
+
+
+def test_a_layer_count_of_zero_is_a_cap_of_zero():
+    assert Settings.read({**ON, "REMAP_MAX_LAYERS": "0"}).controller().cap == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("REMAP_ENABLE", "maybe"),
+        ("REMAP_CAPACITY", ""),
+        ("REMAP_CAPACITY", "0"),
+        ("REMAP_CAPACITY", "-5"),
+        ("REMAP_CAPACITY", "24 gigabytes"),
+        ("REMAP_SLOWDOWN", "-0.1"),
+        ("REMAP_SLOWDOWN", "nan"),
+        ("REMAP_SLOWDOWN", "inf"),
+        ("REMAP_SLOWDOWN", "fast"),
+        ("REMAP_MAX_LAYERS", "-1"),
+        ("REMAP_MAX_LAYERS", "2.5"),
+        ("REMAP_MAX_LAYERS", "²"),
+        ("REMAP_MAX_TOKENS", "0"),
+        ("REMAP_HEADROOM", "some"),
+        ("REMAP_PAGE_BYTES", "0"),
+        ("REMAP_BUFFERS", "3"),
+        ("REMAP_LINK", "fast"),
+        ("REMAP_REVERSION", "sometimes"),
+    ],
+)
+def test_a_value_that_cannot_be_names_its_variable(name: str, value: str):
+    with pytest.raises(InvalidArgument) as caught:
+        Settings.read({**ON, name: value})
+    assert caught.value.name == name
+    assert caught.value.value == (value or None)
+    assert name in str(caught.value)
+
+
+def test_the_capacity_is_required():
+    with pytest.raises(InvalidArgument) as caught:
+        Settings.read({"REMAP_ENABLE": "1"})
+    assert caught.value.name == "REMAP_CAPACITY"

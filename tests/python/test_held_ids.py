@@ -1,0 +1,134 @@
+"""Ids between a tenant's pool and an engine's own allocator: against the pool itself, with an engine that does as it likes."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from remap.adapters.held_ids import HeldIds
+from remap.kv import BlockPool, KVGeometry, KVSpec
+
+
+def test_new_ids_are_handed_over_and_reserved_ones_are_not():
+    held = HeldIds(reserved=[0], limit=6)
+    assert held.changed(range(8), ()) == [1, 2, 3, 4, 5]
+    assert held.held == 5
+
+
+def test_an_id_in_use_leaves_when_it_is_free():
+    held = HeldIds()
+    held.changed([1, 2, 3], ())
+    assert held.changed((), [2, 3]) == []
+    assert held.leave([3]) == [3]
+    assert (held.held, held.leaving) == (2, {2})
+    assert held.leave([1]) == []
+    assert held.leave([2, 1]) == [2]
+    assert (held.held, held.leaving) == (1, frozenset())
+
+
+def test_an_id_that_comes_back_before_it_left_is_not_handed_over_twice():
+    held = HeldIds()
+    held.changed([1, 2], ())
+    held.changed((), [1, 2])
+    held.leave([2])
+    assert held.changed([1, 2], ()) == [2]
+    assert (held.held, held.leaving) == (2, frozenset())
+
+
+def test_ids_without_a_row_are_declined_once():
+    held = HeldIds(reserved=[0], limit=3)
+    held.changed(range(5), ())
+    held.changed((), [2, 3, 4])
+    assert held.declined() == [3, 4]
+    assert held.declined() == []
+    assert held.leaving == {2}
+
+
+def test_restart_gives_back_what_was_leaving():
+    held = HeldIds(reserved=[0])
+    held.changed(range(5), ())
+    held.changed((), [3])
+    given: list[int] = []
+    assert held.restart([0, 1, 2, 4], given.extend) == [1, 2, 4]
+    assert given == [3]
+    assert (held.held, held.leaving) == (3, frozenset())
+
+
+PAGES = 6
+
+
+class AnEngineWithAFreeList(RuleBasedStateMachine):
+    """An allocator with a free list over a real pool whose pages come and go. One block a page; block 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spec = KVSpec(layers=1, kv_heads=1, head_dim=4, block_tokens=4, dtype="float32", min_blocks=0, max_blocks=PAGES)
+        self.pool = BlockPool(KVGeometry(spec, spec.block_bytes))
+        self.held = HeldIds(reserved=[0], limit=PAGES - 1)
+        self.free: list[int] = []
+        self.used: list[int] = []
+        self.given = {0}
+        self.pool.give([0])
+        self.pool.subscribe(self.listen, external=True)
+
+    def listen(self, added, withdrawn) -> None:
+        self.free += self.held.changed(added, withdrawn)
+        declined = self.held.declined()
+        if declined:
+            self.pool.returned(declined)
+        self.sweep()
+
+    def sweep(self) -> None:
+        gone = self.held.leave(self.free)
+        self.free = [block for block in self.free if block not in gone]
+        if gone:
+            self.pool.returned(gone)
+
+    @rule(page=st.integers(1, PAGES - 1))
+    def page_comes_or_goes(self, page: int) -> None:
+        if page not in self.given:
+            self.pool.give([page])
+            self.given.add(page)
+        elif page in self.pool.open_ids():
+            self.pool.withdraw([page])
+        elif not self.pool.pending([page]):
+            self.pool.take([page])
+            self.given.discard(page)
+
+    @rule(page=st.integers(1, PAGES - 1))
+    def withdrawal_is_undone(self, page: int) -> None:
+        if page in self.given and page not in self.pool.open_ids():
+            self.pool.unwithdraw([page])
+
+    @rule(count=st.integers(1, 3))
+    def use(self, count: int) -> None:
+        self.used += self.free[:count]
+        self.free = self.free[count:]
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        if self.used:
+            self.free.append(self.used.pop(data.draw(st.integers(0, len(self.used) - 1))))
+
+    @rule()
+    def look(self) -> None:
+        self.sweep()
+
+    @rule()
+    def clear(self) -> None:
+        self.used = []
+        self.free = self.held.restart(self.pool.open_ids(), self.pool.returned)
+
+    @invariant()
+    def every_id_is_in_one_place(self) -> None:
+        ours = [*self.free, *self.used]
+        assert len(set(ours)) == len(ours) == self.held.held
+        open_ids = {block for block in self.pool.open_ids() if 0 < block < PAGES - 1}
+        assert set(ours) == open_ids | self.held.leaving  # nothing usable is lost, nothing else is used
+        assert not open_ids & self.held.leaving
+        self.pool.check()
+
+
+TestAnEngineWithAFreeList = AnEngineWithAFreeList.TestCase
+TestAnEngineWithAFreeList.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,445 @@
+"""The SGLang adapter without SGLang: its hooks around stand-ins that keep ids the way SGLang's allocators do.
+
+What they do inside the engine is tested in tests/engines/sglang.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import models  # noqa: E402
+
+import remap  # noqa: E402
+from remap.adapters.settings import Settings  # noqa: E402
+from remap.adapters.sglang import hooks, versions  # noqa: E402
+
+PAGE = 4096
+LAYERS = 6
+SHAPE = {"kv_heads": 2, "head_dim": 16}
+
+
+class MHATokenToKVPool:
+    """The name is what the adapter looks at."""
+
+    kv_cache_layout = "nhd"
+
+    def __init__(self, size: int, page_size: int, **other: Any) -> None:
+        self.size, self.page_size = size, page_size
+        self.layer_num, self.head_num, self.head_dim, self.v_head_dim = LAYERS, 2, 16, 16
+        self.store_dtype = torch.float32
+        self.k_buffer: list[Any] = []
+        self.v_buffer: list[Any] = []
+        self.__dict__.update(other)
+        hooks.around_buffers(lambda pool: None, self)
+
+
+class Allocator:
+    """Ids from 1 on; 0 is padding."""
+
+    device = "cpu"
+
+    def __init__(self, pool: Any) -> None:
+        self.pool, self.page_size, self.num_pages = pool, pool.page_size, pool.size // pool.page_size
+        self.clear_all()
+
+    def clear_all(self) -> None:
+        self.free_pages = torch.arange(1, self.num_pages + 1)
+
+    def merge_and_sort_free(self) -> None:
+        self.free_pages = torch.sort(self.free_pages)[0]
+
+    def get_kvcache(self) -> Any:
+        return self.pool
+
+    def available_size(self) -> int:
+        return len(self.free_pages) * self.page_size
+
+    def alloc(self, pages: int) -> list[int]:
+        assert pages <= len(self.free_pages)
+        ids = self.free_pages[:pages].tolist()
+        self.free_pages = self.free_pages[pages:]
+        return ids
+
+    def free(self, ids: list[int]) -> None:
+        self.free_pages = torch.cat((self.free_pages, torch.tensor(ids, dtype=torch.int64)))
+
+
+class Tree:
+    """A prefix cache: ids that it would give up, oldest first."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def evictable_size(self) -> int:
+        return len(self.ids)
+
+
+def runner_of(page_size: int = 1, **arguments: Any) -> Any:
+    model = models.make("llama")
+    config = SimpleNamespace(head_dim=16, v_head_dim=16, get_num_kv_heads=lambda tp: 2)
+    return SimpleNamespace(
+        model=model,
+        model_config=config,
+        server_args=SimpleNamespace(tp_size=1, **arguments),
+        use_mla_backend=False,
+        is_hybrid_swa=False,
+        is_draft_worker=False,
+        kv_cache_dtype=torch.float32,
+        layer_info=SimpleNamespace(num_effective_layers=LAYERS),
+        page_size=page_size,
+        device="cpu",
+        gpu_id=0,
+        max_total_num_tokens=0,
+    )
+
+
+class World:
+    """A runner whose memory was allocated through the hook, and a scheduler around it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, page_size: int = 1, capacity: int = 1600 << 10, **more: Any
+    ) -> None:
+        monkeypatch.setattr(hooks, "_adapter", None)
+        monkeypatch.setattr(hooks, "_settings", None)
+        monkeypatch.setattr(hooks, "_applied", None)
+        # A reload of these small layers costs next to nothing beside mapping them; here it is paid for at once.
+        config = remap.ControllerConfig(slowdown=1000.0, headroom_blocks=0, contention=1e9, dwell=1)
+        monkeypatch.setattr(hooks, "_controller", lambda settings: config)
+        hooks.configure(
+            Settings(capacity=capacity, page_bytes=PAGE, slowdown=1000.0, **more), applied=lambda target: True
+        )
+        self.runner = runner_of(page_size)
+        hooks.around_alloc(self.allocate, self.runner)
+        adapter = hooks.current()
+        assert adapter is not None
+        self.adapter, self.tenant, self.allocator = adapter, adapter.tenant, self.runner.token_to_kv_pool_allocator
+        self.tree = Tree()
+        parts = ("pool_stats_observer", "invariant_checker", "load_inquirer", "kv_events_publisher")
+        self.scheduler = SimpleNamespace(
+            tree_cache=self.tree,
+            token_to_kv_pool_allocator=self.allocator,
+            chunked_req=None,
+            page_size=page_size,
+            max_total_num_tokens=0,
+            **{part: SimpleNamespace(max_total_num_tokens=0) for part in parts},
+        )
+        self.used: list[int] = []
+
+    def allocate(self, runner: Any) -> None:
+        adapter = hooks.current()
+        size = adapter.most_tokens
+        assert hooks.around_profile(None, None) >= size * adapter.spec.block_bytes // adapter.spec.block_tokens
+        assert hooks.around_budget(lambda configurator, budget, cap_tokens: cap_tokens, None, 1) == size
+        pool = MHATokenToKVPool(size, runner.page_size)
+        runner.token_to_kv_pool_allocator = Allocator(pool)
+
+    def iterate(self) -> None:
+        hooks.around_next_batch(lambda scheduler: None, self.scheduler)
+        self.check()
+
+    def evict(self, tokens: int) -> None:
+        hooks.around_evict(lambda allocator, tree, wanted: None, self.allocator, self.tree, tokens)
+        self.check()
+
+    def forward(self) -> Any:
+        ids = torch.tensor([[1, 2, 3]])
+        mode = SimpleNamespace(is_decode=lambda: False, is_mixed=lambda: False)
+        batch = SimpleNamespace(forward_mode=mode, input_ids=ids[0])
+        with torch.no_grad():
+            return hooks.around_forward(lambda runner, batch: runner.model(ids).logits, self.runner, batch)
+
+    def check(self) -> None:
+        """Every id is free, in use or cached; sizes agree everywhere; the library's own books hold."""
+        ours = [*self.allocator.free_pages.tolist(), *self.used, *self.tree.ids]
+        assert len(set(ours)) == len(ours)
+        assert 0 not in ours
+        tokens = len(ours) * self.allocator.page_size
+        assert self.adapter.tokens == tokens == self.runner.max_total_num_tokens
+        if self.adapter.scheduler is not None:
+            parts = (self.scheduler, self.scheduler.load_inquirer, self.scheduler.kv_events_publisher)
+            more = (self.scheduler.invariant_checker, self.scheduler.pool_stats_observer)
+            assert {part.max_total_num_tokens for part in (*parts, *more)} == {tokens}
+        usable = set(self.tenant.kv.pool.open_ids()) | self.adapter.held.leaving
+        assert set(ours) == usable - {0}
+        self.adapter.session.check()
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch):
+    made = World(monkeypatch)
+    yield made
+    made.adapter.session.close()
+
+
+def test_the_pool_lies_in_the_arena_and_its_rows_are_the_ids(world: World):
+    pool = world.allocator.pool
+    rows = pool.size + pool.page_size
+    assert len(pool.k_buffer) == len(pool.v_buffer) == LAYERS
+    for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer)):
+        assert keys.shape == values.shape == (rows, 2, 16)
+        assert keys.is_contiguous()
+        assert values.is_contiguous()
+        tensor = world.tenant.kv.tensors[layer]
+        block = world.allocator.free_pages[-1].item()
+        assert keys[block].data_ptr() == tensor[0, block].data_ptr()
+        assert values[block].data_ptr() == tensor[1, block].data_ptr()
+        values[block] = layer + 1.0
+        assert tensor[1, block, 0].eq(layer + 1.0).all()
+    assert pool.k_buffer[0][0].eq(0).all()  # padding is there, though it is nobody's
+
+
+def test_all_that_fits_beside_the_weights_is_usable_at_once_and_no_more(world: World):
+    snapshot = world.adapter.session.snapshot()
+    assert snapshot.pages.free < 2 * LAYERS  # less than one group
+    assert world.adapter.tokens < world.adapter.most_tokens
+    world.iterate()
+    assert world.tenant.remapped == 0
+
+
+def test_what_is_short_after_eviction_is_grown_by_and_tokens_stay_the_same(world: World):
+    expected = world.forward()
+    before = world.adapter.tokens
+    world.used = world.allocator.alloc(before)
+    world.iterate()
+    world.evict(1)
+    assert world.allocator.available_size() >= 1
+    assert world.adapter.tokens > before
+    assert world.tenant.remapped >= 1
+    assert torch.equal(world.forward(), expected)
+
+
+def test_nothing_grows_where_nothing_is_short(world: World):
+    world.evict(world.allocator.available_size())
+    assert world.tenant.remapped == 0
+
+
+def test_layers_come_home_when_what_they_gave_is_free(world: World):
+    world.forward()
+    start = world.adapter.tokens
+    world.used = world.allocator.alloc(start)
+    world.evict(5)
+    grown = world.allocator.available_size()
+    world.used += world.allocator.alloc(grown)
+    late, world.used = world.used[start:], world.used[:start]
+    world.allocator.free(world.used)
+    world.used = late
+    for _ in range(60):
+        world.iterate()
+        world.forward()
+    assert world.tenant.remapped >= 1  # its blocks are in use
+    world.allocator.free(world.used)
+    world.used = []
+    for _ in range(60):
+        world.iterate()
+    assert world.tenant.remapped == 0
+    assert world.adapter.tokens == start
+
+
+def test_the_rest_of_a_chunked_prompt_keeps_its_room(world: World):
+    world.forward()
+    world.used = world.allocator.alloc(world.adapter.tokens)
+    world.evict(5)
+    world.allocator.free(world.used)
+    world.used = []
+    everything = world.adapter.tokens
+    world.scheduler.chunked_req = SimpleNamespace(seqlen=everything, prefix_len=1)
+    for _ in range(60):
+        world.iterate()
+        world.forward()
+    assert world.tenant.remapped >= 1
+    assert world.allocator.available_size() >= everything - 1
+    world.scheduler.chunked_req = None
+    for _ in range(60):
+        world.iterate()
+    assert world.tenant.remapped == 0
+
+
+def test_when_idle_the_prefix_cache_gives_up_what_is_on_its_way_home(world: World, monkeypatch: pytest.MonkeyPatch):
+    def give_up(tree: Tree, tokens: int) -> None:
+        ids, tree.ids = tree.ids[:tokens], tree.ids[tokens:]
+        world.allocator.free(ids)
+
+    monkeypatch.setattr(versions, "evict", give_up)
+    world.forward()
+    world.used = world.allocator.alloc(world.adapter.tokens)
+    start = world.adapter.tokens
+    world.evict(5)
+    world.tree.ids = [*world.used, *world.allocator.alloc(world.allocator.available_size())]
+    world.used = []
+    world.scheduler.is_fully_idle = lambda: True
+    for _ in range(200):
+        world.iterate()
+        hooks.around_idle(lambda scheduler: world.check(), world.scheduler)
+    assert world.tenant.remapped == 0
+    assert world.adapter.tokens == start
+    assert world.adapter.held.leaving == frozenset()
+
+
+def test_a_flush_gives_every_usable_id_back_and_no_other(world: World):
+    world.forward()
+    world.used = world.allocator.alloc(world.adapter.tokens)
+    world.evict(3)
+    world.used = []
+    hooks.around_clear(Allocator.clear_all, world.allocator)
+    world.check()
+    assert world.allocator.available_size() == world.adapter.tokens < world.adapter.most_tokens
+
+
+def test_pages_of_several_tokens(monkeypatch: pytest.MonkeyPatch):
+    world = World(monkeypatch, page_size=8)
+    world.forward()
+    world.used = world.allocator.alloc(world.adapter.tokens // 8)
+    world.evict(9)
+    assert world.allocator.available_size() >= 16
+    world.adapter.session.close()
+
+
+def test_most_tokens_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    world = World(monkeypatch, max_tokens=200)
+    assert world.adapter.most_tokens == 200
+    world.forward()
+    world.used = world.allocator.alloc(world.adapter.tokens)
+    world.evict(10_000)
+    assert world.adapter.tokens == 200
+    world.adapter.session.close()
+
+
+# -- admission ---------------------------------------------------------------------------------------------------------
+
+
+class Budget:
+    """total_offset is what running requests may still need."""
+
+    def __init__(self, world: World, offset: int) -> None:
+        self.allocator, self.tree_cache, self.offset = world.allocator, world.tree, offset
+
+    @property
+    def remaining_total(self) -> int:
+        return self.allocator.available_size() - self.offset
+
+    remaining_current = remaining_total
+
+    def check_prefill(self, *, total_tokens: int, **other: Any) -> tuple[bool, int | None]:
+        return (True, 7) if total_tokens < self.remaining_total else (False, None)
+
+
+def test_a_request_that_does_not_fit_is_asked_about_again_after_growing(world: World):
+    world.forward()
+    budget = Budget(world, offset=10)
+    needed = world.adapter.tokens
+    ask = {"total_tokens": needed, "chunk_limit": 7}
+    assert not budget.check_prefill(**ask)[0]
+    assert hooks.around_admission(Budget.check_prefill, budget, **ask) == (True, 7)
+    world.check()
+    assert budget.remaining_total > needed
+
+
+def test_a_request_that_can_never_fit_is_refused_once_an_iteration(world: World):
+    world.forward()
+    world.iterate()
+    budget = Budget(world, offset=0)
+    ask = {"total_tokens": 10**6, "chunk_limit": 7}
+    for _ in range(5):
+        assert hooks.around_admission(Budget.check_prefill, budget, **ask) == (False, None)
+    world.check()
+    assert len(world.adapter.session.snapshot().decisions) == 3  # one shortage is asked about three times at most
+
+
+def test_room_for_more_is_made_only_if_more_are_waiting(world: World):
+    world.forward()
+    no = SimpleNamespace(name="NO_TOKEN")
+    yes = SimpleNamespace(name="CONTINUE")
+    adder = SimpleNamespace(
+        memory_budget=Budget(world, offset=world.adapter.tokens), can_run_list=[1], waiting_queue_len=1
+    )
+
+    def state(adder: Any) -> Any:
+        return yes if adder.memory_budget.remaining_total > 0 else no
+
+    assert hooks.around_state(state, adder) is no
+    assert world.tenant.remapped == 0
+    adder.waiting_queue_len = 2
+    assert hooks.around_state(state, adder) is yes
+    assert world.tenant.remapped >= 1
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_do_not_go_together_with_it_are_named():
+    versions.check_arguments(SimpleNamespace(tp_size=1, speculative_algorithm=None))
+    for name, value in (("tp_size", 2), ("speculative_algorithm", "EAGLE"), ("enable_memory_saver", True)):
+        with pytest.raises(remap.InvalidState) as caught:
+            versions.check_arguments(SimpleNamespace(**{name: value}))
+        assert (caught.value.argument, caught.value.value) == (name, value)
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_graphs_are_refused_unless_they_are_off(as_dict: bool):
+    def config(decode: str) -> Any:
+        parts = {"decode": {"backend": decode}, "prefill": {"backend": "disabled"}}
+        return parts if as_dict else SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
+
+    versions.check_arguments(SimpleNamespace(cuda_graph_config=config("disabled")))
+    versions.check_arguments(SimpleNamespace(cuda_graph_config=config("full"), disable_cuda_graph=True))
+    with pytest.raises(remap.InvalidState) as caught:
+        versions.check_arguments(SimpleNamespace(cuda_graph_config=config("full"), disable_cuda_graph=False))
+    assert caught.value.argument == "cuda_graph_config.decode"
+
+
+def test_other_versions_are_refused():
+    versions.refuse_version(versions.TESTED)
+    with pytest.raises(remap.InvalidState) as caught:
+        versions.refuse_version("0.6.0")
+    assert (caught.value.version, caught.value.tested) == ("0.6.0", versions.TESTED)
+
+
+def test_a_capacity_without_room_for_a_cache_is_refused_with_numbers(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(remap.InvalidState) as caught:
+        World(monkeypatch, capacity=600 << 10)
+    assert caught.value.capacity == 600 << 10
+    assert caught.value.weights > 600 << 10
+
+
+def test_a_hook_that_was_not_applied_is_an_error(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(hooks, "_adapter", None)
+    gone = versions.TARGETS["around_clear"][0]
+    hooks.configure(Settings(capacity=1), applied=lambda target: target != gone)
+    with pytest.raises(remap.InvalidState) as caught:
+        hooks.around_alloc(None, runner_of())
+    assert caught.value.missing == [gone]
+
+
+def test_a_pool_that_did_not_ask_for_its_buffers_is_an_error(monkeypatch: pytest.MonkeyPatch, world: World):
+    other = Allocator(SimpleNamespace(size=8, page_size=1))
+    with pytest.raises(remap.InvalidState):
+        world.adapter.bind(other)
+
+
+def test_a_pool_of_another_shape_is_an_error(world: World):
+    for wrong in ({"head_num": 4}, {"store_dtype": torch.bfloat16}, {"kv_cache_layout": "hnd"}):
+        with pytest.raises(remap.InvalidState):
+            MHATokenToKVPool(32, 1, **wrong)
+
+
+def test_layers_that_run_past_their_hooks_are_found_in_the_first_pass(world: World):
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_decode=lambda: True, is_mixed=lambda: False), input_ids=torch.zeros(1)
+    )
+
+    def bypass(runner: Any, batch: Any) -> None:
+        for index in range(LAYERS):
+            if index != 2:
+                world.tenant.wait(index)
+                world.adapter._unseen.discard(index)
+                world.tenant.done(index)
+
+    with pytest.raises(remap.InvalidState) as caught:
+        hooks.around_forward(bypass, world.runner, batch)
+    assert caught.value.layers == [2]
