@@ -108,16 +108,17 @@ def make_report(
     tenants: Mapping[str, Tenant],
     entries: Mapping[str, Mapping[str, Any]],
     untold: Mapping[str, Mapping[int, int]] | None = None,
+    resized: bool = False,
 ) -> StepReport:
     """What a step did to each tenant that it touched: added, moved, unmet, stall, reason.
 
-    untold: moves of a step before it that raised.
+    untold: moves of a step before it that raised. resized: whether somebody has more or fewer layers remapped than before.
     """
     moved = {name: entry["moved"] for name, entry in entries.items() if entry["moved"]}
     for name, moves in (untold or {}).items():
         moved[name] = then(moves, moved.get(name, {}))
     return StepReport(
-        changed=bool(moved) or any(entry["added"] for entry in entries.values()),
+        changed=bool(moved) or resized or any(entry["added"] for entry in entries.values()),
         epoch=epoch,
         remapped={name: tenants[name].remapped for name in entries},
         added_blocks={name: entry["added"] for name, entry in entries.items()},

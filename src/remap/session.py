@@ -260,7 +260,12 @@ class Session:
     def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
         untold, self._untold = self._untold, {}
         self._log.add(self._arena.epoch, entries)
-        return make_report(self._arena.epoch, self._tenants, entries, untold)
+        resized = False
+        for name in entries:
+            tenant = self._tenants[name]
+            resized = resized or tenant.alpha != tenant._told_alpha
+            tenant._told_alpha = tenant.alpha
+        return make_report(self._arena.epoch, self._tenants, entries, untold, resized)
 
     def _view_of(self, tenant: Tenant, wanted: Demand | None) -> TenantView:
         return view_of(self, tenant, wanted or _NO_DEMAND)

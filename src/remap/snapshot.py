@@ -91,7 +91,8 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one `session.step` did. `changed` is False (and all else empty) in the usual case.
+    """What one `session.step` did. `changed` is False (and all else empty) in the usual case; where something was decided but
+    nothing has come of it yet, such as blocks that are to leave first, it is False too, and the reason says so.
 
     moved: tenant -> {old block id: new block id}: the engine patches its block tables before it uses any of them.
     remapped: tenant -> alpha after the step. unmet_blocks: demand that no donor could meet. reason: one sentence a tenant.

@@ -93,6 +93,7 @@ class Tenant:
         self._cost = CostModel(attachment.layer_bytes)
         self._unsettled: tuple[Plan, bool] | None = None  # applied, not settled; whether the ring's pages changed
         pages_a_layer = attachment.pages.buffer_pages
+        self._told_alpha = 0.0  # as of the last report
         self._blocks_per_page = kv.geometry.page_bytes / kv.spec.block_bytes
         self._blocks_per_layer = pages_a_layer * self._blocks_per_page
         self._shrink_blocks = math.ceil(self._blocks_per_layer) + 1  # blocks that straddle both ends
