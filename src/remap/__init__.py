@@ -5,7 +5,7 @@ Importing this package loads neither torch nor an inference engine. See `Session
 
 from __future__ import annotations
 
-from . import schedule
+from . import entry, schedule
 from .controller import ControllerConfig, Demand
 from .errors import (
     ArenaBroken,
@@ -25,6 +25,9 @@ from .snapshot import Snapshot, StepReport, TenantSnapshot
 from .tenant import Tenant
 
 __version__ = "0.1.0"
+
+# After the imports, which bind the module of that name.
+attach = entry.attach
 
 __all__ = [
     "ArenaBroken",
@@ -46,5 +49,6 @@ __all__ = [
     "Tenant",
     "TenantSnapshot",
     "__version__",
+    "attach",
     "schedule",
 ]

@@ -177,8 +177,8 @@ def serving(ctx: Context) -> Iterator[Figure]:
     """The same burst three times: baseline, by hand (an eighth of the layers), controller."""
     import torch
 
-    from remap.cli.demo_run import model_pages
     from remap.engine import LLMEngine
+    from remap.footprint import footprint
 
     shape = choose(ctx)
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
@@ -186,7 +186,7 @@ def serving(ctx: Context) -> Iterator[Figure]:
     block_bytes = 2 * shape.layers * BLOCK_TOKENS * shape.hidden * shape.itemsize
     kv_pages = -(-shape.kv_tokens // BLOCK_TOKENS * block_bytes // PAGE)
     # Weights and the first blocks, and not a page more: what lies free would be the first donor.
-    capacity = (model_pages(model, PAGE) + kv_pages) * PAGE
+    capacity = (footprint(model, None).pages(PAGE) + kv_pages) * PAGE
     spec = remap.KVSpec(
         layers=shape.layers,
         kv_heads=shape.heads,

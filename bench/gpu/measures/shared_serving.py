@@ -223,12 +223,12 @@ class Arena:
 
 def _pages(shape: ModelShape, device: str, case: Combination) -> int:
     """Of the weights: all layers are alike, so a model of one layer and one of two tell."""
-    from remap.cli.demo_run import model_pages
+    from remap.footprint import footprint
 
     few = []
     for layers in (1, 2):
         model = make_model(replace(shape, layers=layers), device, case.dtype)
-        few.append(model_pages(model, case.page_bytes))
+        few.append(footprint(model, None).pages(case.page_bytes))
         del model
     return few[0] + (shape.layers - 1) * (few[1] - few[0])
 

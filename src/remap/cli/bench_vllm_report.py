@@ -58,7 +58,7 @@ def markdown(measured: dict[str, Any]) -> str:
         f"{Path(settings['model']).name}, {settings['dtype']}; KV cache {show_size(settings['kv_bytes'])} at first; at most "
         f"{settings['max_num_seqs']} requests at once; {settings['threads']} computing thread(s) on both sides; lengths "
         f"{settings['lengths']} x ShareGPT's; gaps between arrivals with a coefficient of variation of {settings['cv']}; n = "
-        f"{settings['runs']} runs of each side, alternating; {machine['cpu']}, {machine['cores']} cores, load {machine['load_1min']}.",
+        f"{settings['runs']} runs of each side, alternating; {machine['cpu']}, {machine['cores']} cores.",
     ]
     for load, share in measured["loads"].items():
         sides = {
@@ -66,9 +66,10 @@ def markdown(measured: dict[str, Any]) -> str:
             for side in ("stock", "remap")
         }
         count = int(sides["stock"][0]["requests"])
+        rate = f"{measured['rate'] * share:.2f} requests/s, {count} in all"
         lines += [
             "",
-            f"## {load}: {share:g} of what stock serves with ample KV cache ({measured['rate'] * share:.2f} requests/s, {count} in all)",
+            f"## {load}: {share:g} of what stock serves with ample KV cache ({rate})",
             "",
             "| | stock | remap | remap / stock |",
             "|---|---|---|---|",

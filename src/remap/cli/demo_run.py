@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remap.footprint import footprint
+
 from .demo_prompts import PROMPTS
 from .demo_report import RunResult
 
@@ -88,15 +90,6 @@ def make_requests(tokenizer: Any, count: int, stop: frozenset[int]) -> list[Requ
     return requests
 
 
-def model_pages(model: Any, page_bytes: int) -> int:
-    """Pages that the weights need: every layer begins on a page of its own, and so does all that is not in a layer."""
-    from remap import layout, tensors
-
-    path = tensors.find_layers(model)
-    packed = layout.build(tensors.collect(model, path), layers=len(tensors.resolve_layers(model, path)))
-    return sum(max(1, -(-layer.nbytes // page_bytes)) for layer in packed.layers) + -(-packed.rest.nbytes // page_bytes)
-
-
 def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int, wanted: int) -> tuple[int, int, int]:
     """(arena bytes, blocks at the start, most blocks ever). `wanted`: blocks if no request ever had to wait.
 
@@ -146,7 +139,7 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
             max_blocks=most,
         )
 
-    weight_pages = model_pages(model, config.page_bytes)
+    weight_pages = footprint(model, None).pages(config.page_bytes)
     capacity, start, most = kv_limits(kind, config, weight_pages, spec(0, 1).block_bytes, wanted)
     with remap.Session(capacity=capacity, device="cpu", page_bytes=config.page_bytes) as session:
         tenant = session.attach(

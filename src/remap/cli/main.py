@@ -101,8 +101,8 @@ def ablations(
         raise typer.Exit(1) from error
 
 
-@bench.command()
-def vllm(
+@bench.command("vllm")
+def bench_vllm(
     model: Annotated[
         str | None, typer.Option(help="Folder of the model; by default the demo's, from its cache.")
     ] = None,
@@ -133,6 +133,9 @@ def vllm(
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
+    vllm: Annotated[
+        bool, typer.Option("--vllm", help="Also: whether the vLLM that is installed here can be entered.")
+    ] = False,
 ) -> None:
     """Check what this machine offers: host memory, GPUs and their driver, and what the demo lacks."""
     import json
@@ -142,6 +145,10 @@ def doctor(
 
     seen = look()
     found = list(inspection.findings(seen))
+    if vllm:
+        from . import doctor_vllm
+
+        found += doctor_vllm.findings()
     if as_json:
         typer.echo(json.dumps(inspection.report(seen, found), indent=2))
     else:

@@ -15,7 +15,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .demo_run import default_config, model_pages
+from remap.footprint import footprint
+
+from .demo_run import default_config
 
 if TYPE_CHECKING:
     from remap import ControllerConfig, KVSpec, Session
@@ -139,7 +141,7 @@ class World:
         """Of the last run: seconds to copy all layers once / seconds to compute them in its last kind of pass."""
         for index, spec in enumerate(preset.models[:tenants]):
             model, file = build(spec, preset.dtype, seed + index)
-            pages = model_pages(model, preset.page_bytes)
+            pages = footprint(model, None).pages(preset.page_bytes)
             self._models[spec.name], self._files[spec.name], self._weight_pages[spec.name] = model, file, pages
             # Room for four of the shortest prompts at least, whatever the share.
             self.start_blocks[spec.name] = max(

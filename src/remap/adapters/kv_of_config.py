@@ -1,0 +1,103 @@
+"""What KV cache a transformers model needs, read off its configuration and its attention modules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    get_layer_types_and_kwargs,
+)
+
+from remap.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["KVShape", "kv_shape"]
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """windows: for each decoder layer its sliding window in tokens, or None for all tokens."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    windows: tuple[int | None, ...]
+
+
+def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) -> KVShape:
+    """The KV cache of `model`, whose decoder layers are `layers`. dtype: of the cache, by default the model's. Reads only.
+
+    Raises InvalidArgument (fields: what, and found or layer) if one KVSpec cannot describe it: an encoder-decoder, layers that
+    keep a state instead of keys and values, layers that share them, layers with other numbers of heads or head dimensions.
+    """
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise _refused(type(model).__name__, "has no transformers configuration", what="config")
+    if getattr(config, "is_encoder_decoder", False):
+        raise _refused(type(model).__name__, "is an encoder-decoder, which has two caches", what="encoder_decoder")
+    config = config.get_text_config(decoder=True)
+    name = type(model).__name__
+    types, kwargs = get_layer_types_and_kwargs(config)
+    classes = [DYNAMIC_LAYER_TYPE_MAPPING.get(kind) for kind in types]
+    if (found := sorted({kind for kind, cls in zip(types, classes) if cls not in _KNOWN})) != []:
+        raise _refused(
+            name, f"has layers of the types {found}, which keep more than keys and values", what="layer_types"
+        )
+    if len(types) != len(layers):
+        raise _refused(
+            name,
+            f"caches {len(types)} of {len(layers)} layers: some share keys and values",
+            what="shared",
+            layers=len(types),
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise _refused(name, "has latent attention, whose keys and values differ in size", what="kv_lora_rank")
+    heads = [_of(each, "num_key_value_heads") or each.num_attention_heads for each in config.per_layer_config]
+    dims = [_of(each, "head_dim") or each.hidden_size // each.num_attention_heads for each in config.per_layer_config]
+    if len({*zip(heads, dims)}) != 1:
+        raise _refused(
+            name, f"has layers of unlike KV heads or head dimensions, {sorted({*zip(heads, dims)})}", what="heads"
+        )
+    for index, layer in enumerate(layers):
+        _check_projections(name, index, layer, heads[0] * dims[0])
+    windows = tuple(each.get("sliding_window") for each in kwargs)
+    return KVShape(len(layers), heads[0], dims[0], dtype or str(model.dtype).removeprefix("torch."), windows)
+
+
+_KNOWN = (DynamicLayer, DynamicSlidingWindowLayer)
+
+
+def _of(config: Any, name: str) -> int | None:
+    return getattr(config, name, None)
+
+
+def _check_projections(name: str, index: int, layer: nn.Module, width: int) -> None:
+    """The modules have the last word: configurations name such things in many ways, and new ones every month."""
+    for path, module in layer.named_modules():
+        width_here = getattr(module, "out_features", width)
+        if path.rpartition(".")[2] in ("k_proj", "v_proj") and width_here != width:
+            raise _refused(
+                name,
+                f"has {path} of {width_here} outputs in layer {index} where the configuration says {width}",
+                what="heads",
+                layer=index,
+                found=width_here,
+                expected=width,
+            )
+
+
+def _refused(name: str, why: str, **fields: object) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} {why}; nothing was attached; such a model can be attached with remap.Session and adapters.hooks, its cache "
+        "outside of the arena",
+        model=name,
+        **fields,
+    )

@@ -1,0 +1,333 @@
+"""A `transformers` cache whose keys and values live in the blocks of a tenant's KV pool.
+
+Before a pass the cache's owner calls `prepare(rows, tokens)`, outside of the pass: the session is told the demand, blocks are
+allocated, and each layer's `update` then only writes and reads. Attention in transformers takes dense keys and values of
+shape (batch, kv_heads, tokens, head_dim), so a layer's blocks are gathered into a workspace that all layers share. A
+`DynamicCache` copies as much, for it concatenates; it keeps what it copied, in memory of its own.
+
+Layers with a sliding window hold all tokens here (a block has room for every layer) and show the window's, as
+`DynamicSlidingWindowLayer` does; cropping is always possible, therefore.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from remap.errors import InvalidArgument, InvalidState
+
+if TYPE_CHECKING:
+    from remap.kv_cache import KVCache
+
+    from .block_tables import BlockTable, Growth
+
+__all__ = ["BlockLayer", "BlockStore", "PagedCache"]
+
+
+class BlockStore:
+    """The KV region of one tenant (block_major) and the workspace into which it is gathered, for all of its caches.
+
+    The region is seen as rows of head_dim elements: a row is one head's key or value of one token in one layer. Reading and
+    writing a layer is then one call with row numbers, and what is read is in the order in which attention takes it.
+    """
+
+    def __init__(self, kv: KVCache) -> None:
+        spec, first = kv.spec, kv.tensors[0]
+        self.spec, self.device, self.dtype = spec, first.device, first.dtype
+        self._layer_rows = 2 * spec.block_tokens * spec.kv_heads
+        rows = kv.max_blocks * spec.layers * self._layer_rows
+        with torch.inference_mode(False):  # inference tensors could not be written outside of that mode
+            self._region = torch.empty(0, dtype=first.dtype, device=first.device)
+            shape, stride = (rows, spec.head_dim), (spec.head_dim, 1)
+            self._region.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
+            self._workspace = torch.empty(0, dtype=first.dtype, device=first.device)
+            # Of a token's first row, those of (keys or values, head), shape (2, 1, kv_heads, 1).
+            heads = torch.arange(spec.kv_heads, device=first.device).view(1, 1, -1, 1)
+            kinds = torch.arange(2, device=first.device).view(2, 1, 1, 1)
+            self._inner = heads + kinds * (spec.block_tokens * spec.kv_heads)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the workspace, which is memory beside the session's: the longest batch's keys and values of one layer."""
+        return int(self._workspace.numel() * self._workspace.element_size())
+
+    def rows(self, blocks: torch.Tensor, first: int, tokens: int) -> torch.Tensor:
+        """Layer 0's rows of tokens [first, first + tokens), shape (2, sequences, kv_heads, tokens); blocks: ids a sequence."""
+        size = self.spec.block_tokens
+        position = torch.arange(first, first + tokens, device=self.device)
+        block = blocks[:, position // size] * (self.spec.layers * self._layer_rows)
+        token = block + position % size * self.spec.kv_heads
+        return token.view(1, len(blocks), 1, tokens) + self._inner
+
+    def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """keys, values: (sequences, kv_heads, tokens, head_dim), to rows of that shape (see `rows`)."""
+        for where, what in zip(rows + layer * self._layer_rows, (keys, values)):
+            self._region.index_copy_(0, where.reshape(-1), what.reshape(-1, self.spec.head_dim))
+
+    def read(self, layer: int, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """What is in `rows`, shape (2, sequences, kv_heads, tokens, head_dim), dense. out: where to; by default the workspace,
+        which the next call overwrites."""
+        shape = (*rows.shape, self.spec.head_dim)
+        needed = rows.numel() * self.spec.head_dim
+        if out is None:
+            if needed > self._workspace.numel():
+                with torch.inference_mode(False):  # room for some tokens more: every pass adds one
+                    self._workspace = self._workspace.new_empty(needed + needed // 4)
+            out = self._workspace[:needed].view(shape)
+        where = (rows + layer * self._layer_rows).view(-1)
+        torch.index_select(self._region, 0, where, out=out.view(-1, self.spec.head_dim))
+        return out
+
+
+class Batch:
+    """What the layers of one cache share. Not the cache itself: a cycle would keep its blocks until a garbage collection."""
+
+    def __init__(self, store: BlockStore, table: BlockTable) -> None:
+        self.store = store
+        self.table = table
+        self.slots: tuple[int, int] | None = None  # (first, count) of the tokens of the pass that was prepared
+        self._version = -1
+        self._blocks: torch.Tensor | None = None
+        self._rows: dict[tuple[int, int], torch.Tensor] = {}
+
+    def rows(self, first: int, tokens: int) -> torch.Tensor:
+        """`BlockStore.rows` of the table as it is: computed once a pass, for all layers that show the same tokens."""
+        if self._blocks is None or self._version != self.table.version:
+            self._blocks = torch.tensor(self.table.rows, dtype=torch.long, device=self.store.device)
+            self._version = self.table.version
+            self._rows.clear()
+        found = self._rows.get((first, tokens))
+        if found is None:
+            found = self._rows[first, tokens] = self.store.rows(self._blocks, first, tokens)
+        return found
+
+    def forget_rows(self) -> None:
+        """Those of one pass are of no use to the next."""
+        self._rows.clear()
+
+
+class BlockLayer(CacheLayerMixin):
+    """One decoder layer's keys and values. Its bytes are in the table's blocks; `keys` and `values` gather a copy of them."""
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, batch: Batch, layer: int, window: int | None) -> None:
+        # Not the base's __init__, which sets keys and values: here they are computed.
+        self._batch = batch
+        self._layer = layer
+        self.tokens = 0
+        self.is_sliding = window is not None
+        self.sliding_window = window
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.tokens > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """A copy of all keys, shape (batch, kv_heads, tokens, head_dim); None without tokens."""
+        return self._copy(0)
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """A copy of all values, shape (batch, kv_heads, tokens, head_dim); None without tokens."""
+        return self._copy(1)
+
+    @property
+    def batch_size(self) -> int:
+        return len(self._batch.table.rows) or -1
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do: the memory is there."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the tokens of this pass, and show those that attention may see, (batch, kv_heads, tokens, head_dim).
+
+        What is shown lies in the workspace: it is valid until another layer's update. Raises InvalidState outside of a pass
+        for which the cache was prepared, or if gradients would be lost; InvalidArgument (fields expected, keys, values) for
+        shapes or a dtype that the KV pool was not made for. Nothing was written then.
+        """
+        batch, count = self._batch, self._checked(key_states, value_states)
+        batch.store.write(self._layer, batch.rows(self.tokens, count), key_states, value_states)
+        shown = self.tokens if self.sliding_window is None else min(self.tokens, self.sliding_window - 1)
+        both = batch.store.read(self._layer, batch.rows(self.tokens - shown, shown + count))
+        self.tokens += count
+        return both[0], both[1]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(tokens that `update` will show, the position of the first of them)."""
+        if self.sliding_window is None:
+            return self.tokens + query_length, 0
+        shown = min(self.tokens, self.sliding_window - 1)
+        return shown + query_length, self.tokens - shown
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def offload(self) -> None:
+        """Nothing: where the blocks are is the session's business."""
+
+    def prefetch(self) -> None:
+        """Nothing: where the blocks are is the session's business."""
+
+    def reset(self) -> None:
+        """Forget the tokens. The blocks are freed when the whole cache is reset."""
+        self.tokens = 0
+
+    # The batch belongs to the table, which all layers share: see the methods of `PagedCache`.
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        raise _of_the_cache("reorder_cache")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        raise _of_the_cache("crop")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        raise _of_the_cache("batch_repeat_interleave")
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        raise _of_the_cache("batch_select_indices")
+
+    def _copy(self, which: int) -> torch.Tensor | None:
+        if not self.tokens:
+            return None
+        batch = self._batch
+        rows = batch.rows(0, self.tokens)
+        out = torch.empty(*rows.shape, batch.store.spec.head_dim, dtype=batch.store.dtype, device=batch.store.device)
+        return batch.store.read(self._layer, rows, out)[which]
+
+    def _checked(self, keys: torch.Tensor, values: torch.Tensor) -> int:
+        """How many tokens they are."""
+        spec, slots = self._batch.store.spec, self._batch.slots
+        if slots is None or slots != (self.tokens, keys.shape[-2]):
+            raise InvalidState(
+                f"layer {self._layer} got {keys.shape[-2]} tokens after {self.tokens}, and no pass was prepared for them; "
+                "nothing was written; call the attached model itself (not a part of it), and each layer once a pass",
+                layer=self._layer,
+                tokens=int(keys.shape[-2]),
+                held=self.tokens,
+            )
+        expected = (len(self._batch.table.rows), spec.kv_heads, slots[1], spec.head_dim)
+        dtype = self._batch.store.dtype
+        if (
+            tuple(keys.shape) != expected
+            or tuple(values.shape) != expected
+            or keys.dtype != dtype
+            or values.dtype != dtype
+        ):
+            raise InvalidArgument(
+                f"layer {self._layer} gave keys {tuple(keys.shape)} and values {tuple(values.shape)} of {keys.dtype}, the KV "
+                f"pool takes {expected} of {dtype}; nothing was written; models whose layers differ in KV heads or head "
+                "dimension do not fit one KVSpec; for another dtype pass attach(dtype=)",
+                layer=self._layer,
+                expected=expected,
+                keys=tuple(keys.shape),
+                values=tuple(values.shape),
+                dtype=str(keys.dtype),
+            )
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise InvalidState(
+                "keys and values require gradients, which a KV pool cannot keep; nothing was written; call the model under "
+                "torch.no_grad(), or with use_cache=False to train",
+                layer=self._layer,
+            )
+        return slots[1]
+
+
+class PagedCache(Cache):
+    """The cache of one batch. Made by `Attached.cache()`; its blocks are freed by `reset()`, or once it is gone.
+
+    windows: for each layer its sliding window, or None. ready(growth): tells the session what is wanted, between passes, and
+    moves blocks to where it says. copy([(from, to)]): copies the bytes of blocks.
+    """
+
+    def __init__(
+        self,
+        store: BlockStore,
+        table: BlockTable,
+        windows: Sequence[int | None],
+        ready: Callable[[BlockTable, int, int], Growth],
+        copy: Callable[[Sequence[tuple[int, int]]], None],
+    ) -> None:
+        self.table = table
+        self._batch = Batch(store, table)
+        self._ready, self._copy = ready, copy
+        self._layers = [BlockLayer(self._batch, index, window) for index, window in enumerate(windows)]
+        super().__init__(layers=list(self._layers))
+
+    def prepare(self, rows: int, tokens: int) -> None:
+        """Make room for `tokens` more tokens of each of `rows` sequences. Outside of a pass.
+
+        Raises OutOfBlocks (fields requested, free, usable) if no layer's memory may be given any more, InvalidState for
+        another number of sequences; the cache has not changed then.
+        """
+        growth = self._ready(self.table, rows, tokens)
+        copies = self.table.extend(growth)
+        if copies:
+            self._copy(copies)
+        self._batch.forget_rows()
+        self._batch.slots = (self.table.tokens, tokens)
+
+    def finish(self, completed: bool) -> None:
+        """After a pass. One that was not completed leaves the tokens as they were before it."""
+        slots, self._batch.slots = self._batch.slots, None
+        if slots is None:
+            return
+        first, count = slots
+        if completed and all(layer.tokens == first + count for layer in self._layers):
+            self.table.tokens = first + count
+            return
+        for layer in self._layers:
+            layer.tokens = first
+        if completed:
+            raise InvalidState(
+                f"a pass did not write {count} tokens into all {len(self.layers)} layers of the cache; its tokens are "
+                "forgotten; models that share keys and values between layers do not fit",
+                layers=len(self.layers),
+                tokens=count,
+            )
+
+    def reset(self) -> None:
+        """Forget everything; the blocks are free."""
+        self.table.clear()
+        self._set(0)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last -n tokens (n < 0) of each sequence; n > 0: keep n tokens. Whole blocks behind them are free."""
+        held = self.table.tokens
+        keep = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
+        if keep < held:
+            self.table.crop(max(0, keep))
+            self._set(self.table.tokens)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence i goes on from what sequence beam_idx[i] was. No bytes are copied before they differ."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep these sequences only (indices, or one boolean a sequence)."""
+        if not self.table.rows:
+            return
+        chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+        self.table.select([int(index) for index in chosen.tolist()])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every sequence `repeats` times, one after another."""
+        self.table.select([row for row in range(len(self.table.rows)) for _ in range(repeats)])
+
+    def _set(self, tokens: int) -> None:
+        self._batch.slots = None
+        for layer in self._layers:
+            layer.tokens = tokens
+
+
+def _of_the_cache(call: str) -> InvalidState:
+    return InvalidState(f"{call} of one layer: all layers share their blocks; nothing changed; call it on the cache")

@@ -1,0 +1,343 @@
+"""Three lines for a user of transformers: weights and KV cache share one arena, and plain `generate()` uses it.
+
+    with remap.attach(model, capacity="600MiB") as attached:
+        out = model.generate(**inputs, max_new_tokens=200)
+
+Every call of the model is a pass. Before it the cache says how many blocks the new tokens take, and `session.step` decides
+which layers' memory that costs; when tokens are gone, the next passes (or `attached.step()`) let layers come home.
+
+What is hooked: the instance's `forward` (the bracket of a pass, with `hooks.attach_hooks`) and, for calls of `generate()`
+without a cache of their own, the instance's `_prepare_cache_for_generation`, where transformers would make a DynamicCache. The
+latter is not a public name; `attach(implicit=False)` does without it, and `past_key_values=attached.cache()` says it by hand.
+`generate_batch` has a paged cache of its own: see `continuous_batching`.
+
+Outside of the arena: activations, and one workspace of the longest batch's keys and values of one layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from remap.config import ControllerConfig
+from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.kv_geometry import KVSpec
+from remap.modules import find_layers, resolve_layers
+from remap.session import Session
+from remap.snapshot import StepReport, TenantSnapshot
+from remap.tenant import Tenant
+from remap.views import Demand
+
+from .block_tables import BlockTable, Growth, SharedBlocks
+from .hooks import attach_hooks
+from .kv_of_config import kv_shape
+from .paged_cache import BlockStore, PagedCache
+
+if TYPE_CHECKING:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+__all__ = ["Attached", "attach"]
+
+# generate() cannot preempt a sequence: a slower pass is better than none.
+_PATIENT = ControllerConfig(slowdown=100.0)
+_LEAST = 2  # blocks: what the padding of generate_batch takes
+_FACTORY = "_prepare_cache_for_generation"
+
+
+def attach(
+    model: Any,
+    capacity: int | str | None = None,
+    device: str | None = None,
+    *,
+    session: Session | None = None,
+    name: str = "model",
+    layers: Any = None,
+    block_tokens: int = 16,
+    min_tokens: int = 0,
+    max_tokens: int | None = None,
+    dtype: str | None = None,
+    implicit: bool = True,
+    controller: ControllerConfig | None = None,
+    session_options: Mapping[str, Any] | None = None,
+    **attach_options: Any,
+) -> Attached:
+    """Put a transformers model's weights and KV cache into one arena.
+
+    model: a decoder of transformers, or a peft model around one (its adapters loaded: what comes later is outside of the
+    arena). capacity, device, session_options: of the `Session` that is made; or `session`, an open one, for several models.
+    min_tokens: KV tokens that are there whatever happens; max_tokens: the most there can ever be (of addresses, not memory), by
+    default what the capacity could hold. dtype: of the cache, by default the model's. implicit: whether `generate()` without
+    a cache uses this one. controller: by default one that rather slows down than refuses, since `generate()` cannot preempt.
+    attach_options: of `Session.attach` (weights, mutable, priority, embedding, ...).
+
+    Raises InvalidArgument for a model that does not fit one KVSpec (`kv_of_config`), tensors that cannot be moved (tensor
+    subclasses of quantisers, say) or a bad option, InvalidState if the model's forward was replaced on the instance, OutOfMemory
+    (field minimum_bytes). Nothing has changed then.
+    """
+    inner = _inner(model)
+    if (session is None) == (capacity is None):
+        raise InvalidArgument(
+            "attach takes a capacity, of which it makes a session, or an open session; nothing was attached",
+            capacity=capacity,
+        )
+    if session is not None and (device is not None or session_options):
+        raise InvalidArgument("device and session_options are of a session that attach makes; nothing was attached")
+    for taken in ("forward", _FACTORY):
+        if taken in inner.__dict__:
+            raise InvalidState(f"model.{taken} was replaced on this instance (attached already?); nothing was attached")
+    if implicit and not callable(getattr(inner, _FACTORY, None)):
+        raise InvalidState(
+            f"{type(inner).__name__} has no {_FACTORY}, where generate() makes its cache; nothing was attached; pass "
+            "implicit=False, and past_key_values=attached.cache() to generate()",
+            missing=_FACTORY,
+        )
+    modules = resolve_layers(inner, find_layers(inner) if layers is None else layers)
+    shape = kv_shape(inner, modules, dtype)
+    home = session or Session(capacity or 0, device, **dict(session_options or {}))
+    attached = None
+    try:
+        one = KVSpec(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.head_dim,
+            dtype=shape.dtype,
+            block_tokens=block_tokens,
+            min_blocks=0,
+            max_blocks=1,
+        )
+        least = max(_LEAST, _blocks("min_tokens", min_tokens, block_tokens))
+        most = home.capacity_bytes // one.block_bytes
+        if max_tokens is not None:
+            most = _blocks("max_tokens", max_tokens, block_tokens)
+        spec = replace(one, min_blocks=least, max_blocks=max(least, most))
+        tenant = home.attach(
+            inner, list(modules), name=name, kv=spec, controller=controller or _PATIENT, **attach_options
+        )
+        attached = Attached(home, tenant, session is None, inner, modules, shape.windows, implicit)
+    finally:
+        if attached is None:
+            _abandon(home, name, owned=session is None)
+    return attached
+
+
+class Attached:
+    """A model in an arena, until `close()` or the end of the `with` block. Its methods belong to the model's thread.
+
+    session, tenant: what it is made of; `session.snapshot()` tells which layers are streamed. `snapshot` is the tenant's.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        tenant: Tenant,
+        owned: bool,
+        model: Any,
+        layers: Any,
+        windows: tuple[int | None, ...],
+        implicit: bool,
+    ) -> None:
+        self.session, self.tenant, self.model = session, tenant, model
+        self.name = tenant.name
+        self.blocks = SharedBlocks(tenant.kv)
+        self._owned, self.windows = owned, windows
+        self._store = BlockStore(self.tenant.kv)
+        self._hooks = attach_hooks(layers, self.tenant, model=model)
+        # Around the bracket of attach_hooks, which takes both away: step() is refused inside of a pass.
+        object.__setattr__(model, "forward", self._before_pass(model.forward))
+        if implicit:
+            object.__setattr__(model, _FACTORY, self._factory(getattr(model, _FACTORY)))
+        self._implicit = implicit
+        _AT.setdefault(session, weakref.WeakValueDictionary())[self.name] = self
+        self.closed = False
+
+    def cache(self) -> PagedCache:
+        """A new cache for one batch: pass it as `past_key_values`. Its blocks are freed by `reset()`, or when it is gone."""
+        self._check_open()
+        return PagedCache(self._store, self.blocks.table(), self.windows, self._room, self.tenant.kv.move)
+
+    def step(self) -> StepReport:
+        """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come home.
+
+        Passes do this by themselves. An idle server calls it now and then; how many steps a layer takes to come home is the
+        controller's decision (`ControllerConfig`: a reload has to be paid for first).
+        """
+        return self._step(0)
+
+    def continuous_batching(self, **options: Any) -> ContinuousBatchingConfig:
+        """A configuration for `model.generate_batch(prompts, continuous_batching_config=...)` over this model's blocks.
+
+        options: of `ContinuousBatchingConfig`, such as max_batch_tokens (256 by default). Raises InvalidArgument for options that
+        are not to be chosen, and for models that a paged cache lays out in another way (sliding windows): see
+        `continuous_batching`, which says why. InvalidState for a transformers whose paged cache is another one.
+        """
+        self._check_open()
+        try:
+            from . import continuous_batching
+        except ImportError as error:
+            raise InvalidState(
+                "the paged cache of this version of transformers is another one; nothing changed; use generate(), or "
+                "transformers 5.19",
+                missing=error.name,
+            ) from error
+        self._measure()  # not later: generate_batch exchanges the model's attention
+        return continuous_batching.configuration(self, **options)
+
+    def ask(self, blocks: int) -> StepReport:
+        """A step with a demand, between passes: for engines that take blocks from `blocks` themselves. See `session.step`."""
+        return self._step(blocks)
+
+    @property
+    def snapshot(self) -> TenantSnapshot:
+        """The tenant's part of `session.snapshot()`: alpha, streamed layers, blocks, copies, stall."""
+        return self.session.snapshot().tenants[self.name]
+
+    def close(self) -> None:
+        """Take the hooks out and the model back to ordinary memory. Caches must not be used any more. Idempotent.
+
+        Raises what `Session.detach` raises; it can be called again then.
+        """
+        if self.closed:
+            return
+        if self._owned:
+            self.session.close()
+        elif not self.session.closed:
+            self.session.detach(self.name)
+        self._hooks.remove()
+        if self._implicit and _FACTORY in self.model.__dict__:
+            object.__delattr__(self.model, _FACTORY)
+        if (batching := sys.modules.get(f"{__package__}.continuous_batching")) is not None:
+            batching.withdraw(self)
+        if (peers := _AT.get(self.session)) is not None:
+            peers.pop(self.name, None)
+        self.closed = True
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise InvalidState("detached already; nothing was made; attach the model again", tenant=self.name)
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- passes ----------------------------------------------------------------------------------------------------
+
+    def _before_pass(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def prepared(*args: Any, **kwargs: Any) -> Any:
+            cache = _cache_of(args, kwargs)
+            if cache is None:
+                # generate_batch has indexed its blocks by now; its scheduler has taken the step.
+                if kwargs.get("cache") is None:
+                    self._step(0)
+                return forward(*args, **kwargs)
+            cache.prepare(*_shape(args, kwargs))
+            completed = False
+            try:
+                out = forward(*args, **kwargs)
+                completed = True
+            finally:
+                cache.finish(completed)
+            return out
+
+        return prepared
+
+    def _room(self, table: BlockTable, rows: int, tokens: int) -> Growth:
+        wanted, kv = table.plan(rows, tokens).blocks, self.tenant.kv
+        self._step(wanted)
+        if wanted > kv.free_blocks and self._measure():
+            self._step(wanted)
+        if wanted > kv.free_blocks:
+            raise OutOfBlocks(
+                f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.block_tokens} tokens; "
+                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not changed; "
+                "attach with more capacity, use smaller batches, or let go of other caches",
+                requested=wanted,
+                free=kv.free_blocks,
+                usable=kv.usable_blocks,
+            )
+        return table.plan(rows, tokens)  # the same, by the ids after the step's moves
+
+    def _measure(self) -> bool:
+        """A pass of one token, if there was none: before it has seen one, the controller gives no more than one layer."""
+        if self.tenant.times() is not None:
+            return False
+        with torch.no_grad():
+            self.model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=self.model.device), use_cache=False)
+        return True
+
+    def _step(self, blocks: int) -> StepReport:
+        peers = dict(_AT.get(self.session, {}))
+        for peer in peers.values():
+            peer.blocks.collect()
+        report = self.session.step({self.name: Demand(blocks)})
+        for name, moved in report.moved.items():
+            if name in peers:
+                peers[name].blocks.relocate(moved)
+        return report
+
+    def _factory(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(prepare)
+        def prepared(
+            generation_config: GenerationConfig, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+        ) -> Any:
+            ours = generation_config.use_cache is not False and generation_config.cache_implementation in (
+                None,
+                "dynamic",
+            )
+            if ours and model_kwargs.get("past_key_values") is None:
+                model_kwargs["past_key_values"] = self.cache()
+                return None
+            return prepare(generation_config, model_kwargs, *args, **kwargs)
+
+        return prepared
+
+
+# Who is attached to which session: a step may move the blocks of any of them.
+_AT: weakref.WeakKeyDictionary[Session, weakref.WeakValueDictionary[str, Attached]] = weakref.WeakKeyDictionary()
+
+
+def _abandon(session: Session, name: str, owned: bool) -> None:
+    """What attach began goes away again."""
+    if owned:
+        session.close()
+    elif name in session.snapshot().tenants and name not in _AT.get(session, {}):
+        session.detach(name)
+
+
+def _inner(model: Any) -> Any:
+    """The transformers model that is called in the end: of a peft model, the one inside."""
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedCache | None:
+    given = kwargs.get("past_key_values")
+    if given is None:
+        given = next((value for value in args if isinstance(value, PagedCache)), None)
+    return given if isinstance(given, PagedCache) else None
+
+
+def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """(sequences, tokens) of a call: of input_ids, else inputs_embeds, else the first tensor given."""
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
+        shape = getattr(value, "shape", None)
+        if shape is not None and len(shape) >= 2:
+            return int(shape[0]), int(shape[1])
+    raise InvalidArgument("the call has neither input_ids nor inputs_embeds; nothing was computed; pass one of them")
+
+
+def _blocks(name: str, tokens: int, block_tokens: int) -> int:
+    if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 0:
+        raise InvalidArgument(f"{name} must be an int of at least 0, got {tokens!r}; nothing was attached", field=name)
+    return -(-tokens // block_tokens)

@@ -1,0 +1,91 @@
+"""`remap doctor --vllm`: whether the vLLM that is installed here can be entered, and how."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import Any
+
+from remap.errors import Error
+
+from .finding import Finding
+
+__all__ = ["findings"]
+
+PLUGINS = (("vllm.general_plugins", "remap"), ("vllm.stat_logger_plugins", "remap"))
+
+
+def findings() -> Iterator[Finding]:
+    """What is there of vLLM, what of it the adapter touches and whether that is as expected, and what to type. Imports vLLM."""
+    from remap.adapters.vllm import SCHEDULER, WORKER, internals
+
+    found = internals.installed_version()
+    if found is None:
+        yield Finding("bad", "vllm", "not installed", "pip install 'remap[vllm]'")
+        return
+    try:
+        internals.check_version()
+    except Error as error:
+        yield Finding("bad", "vllm", found, str(error))
+        return
+    yield Finding("ok", "vllm", f"{found}, a version that the adapter is written for")
+    yield _plugins()
+    if importlib.util.find_spec("vllm") is None:
+        yield Finding("bad", "vllm package", "the distribution is installed, the package cannot be found")
+        return
+    missing = [f"{module}:{name}" for module, name in internals.TOUCHED if not _has(module, name)]
+    if missing:
+        fix = "this vLLM is patched, or broken: serve without remap, and report what is missing"
+        yield Finding("bad", "what the adapter touches", f"missing: {', '.join(missing)}", fix)
+        return
+    yield Finding("ok", "what the adapter touches", f"{len(internals.TOUCHED)} names in vLLM, all there")
+    yield from _platform()
+    on = " (REMAP_ENABLE is set now)" if os.environ.get("REMAP_ENABLE") else ""
+    yield Finding(
+        "ok",
+        "how to enter",
+        f"REMAP_ENABLE=1 vllm serve MODEL{on}, or --worker-cls {WORKER} --scheduler-cls {SCHEDULER}",
+    )
+
+
+def _plugins() -> Finding:
+    missing = [group for group, name in PLUGINS if not any(point.name == name for point in entry_points(group=group))]
+    if missing:
+        fix = (
+            "install remap with pip: from a source tree that is only on the path, use --worker-cls and --scheduler-cls"
+        )
+        return Finding("note", "entry points", f"not registered: {', '.join(missing)}", fix)
+    return Finding("ok", "entry points", ", ".join(group for group, _ in PLUGINS))
+
+
+def _has(module: str, name: str) -> bool:
+    """Whether `name` (dotted: an attribute of a class) is in `module`."""
+    try:
+        value: Any = import_module(module)
+    except ImportError:
+        return False
+    for part in name.split("."):
+        if not hasattr(value, part):
+            return False
+        value = getattr(value, part)
+    return True
+
+
+def _platform() -> Iterator[Finding]:
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        yield Finding(
+            "ok", "platform", "CPU: model runner V1, eager or compiled; REMAP_CPU_LINEAR: how linear layers compute"
+        )
+    else:
+        fix = "give --enforce-eager, or piecewise graphs split at remap's operators: vllm::wait_prefetch, vllm::start_prefetch"
+        yield Finding(
+            "note", "platform", f"{current_platform.device_type}: written against the interfaces, not proven", fix
+        )
+    if importlib.util.find_spec("torchvision") is not None and current_platform.is_cpu():
+        fix = "if models fail to load with 'operator torchvision::nms does not exist': pip uninstall torchvision torchaudio"
+        yield Finding("note", "torchvision", "installed beside a CPU vLLM", fix)

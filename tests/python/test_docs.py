@@ -1,0 +1,27 @@
+"""Pages under docs/: the lines of code that they quote are there, and what they link to exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "examples/cpp/README.md"]
+
+
+def test_the_lines_that_the_adoption_page_quotes_are_in_the_reference_engine() -> None:
+    text = (ROOT / "docs/adopt.md").read_text(encoding="utf-8")
+    quotes = re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(quotes) == 5  # one a call
+    for file, code in quotes:
+        source = (ROOT / file).read_text(encoding="utf-8").splitlines()
+        found = [source.index(line) for line in code.splitlines()]  # ValueError names a line that is not there
+        assert found == sorted(found), file
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target

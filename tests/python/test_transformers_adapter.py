@@ -1,0 +1,400 @@
+"""remap.attach: generate() gives the tokens of the bare model while layers go and come by pressure alone."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from attached_models import EAGER, PAGE, llama, prompts, watched  # noqa: E402
+from transformers import DynamicCache  # noqa: E402
+
+import remap  # noqa: E402
+from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory  # noqa: E402
+
+LONG, SHORT = 60, 3
+GREEDY = {"max_new_tokens": LONG, "do_sample": False}
+BRIEF = {"max_new_tokens": SHORT, "do_sample": False}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+WAYS = {
+    "greedy": GREEDY,
+    "sampled": {"max_new_tokens": LONG, "do_sample": True, "temperature": 1.3, "top_k": 20},
+    "beams": {"max_new_tokens": 24, "do_sample": False, "num_beams": 3},
+    "beams-returned": {"max_new_tokens": 24, "do_sample": False, "num_beams": 3, "num_return_sequences": 3},
+    "sampled-beams": {"max_new_tokens": 50, "do_sample": True, "num_beams": 2},
+    "returned": {"max_new_tokens": 30, "do_sample": True, "num_return_sequences": 2},
+    "chunked-prefill": {"max_new_tokens": LONG, "do_sample": False, "prefill_chunk_size": 4},
+}
+
+
+def _generate(model, given, **how):
+    torch.manual_seed(11)
+    return model.generate(**given, **how)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_tokens_are_the_bare_models_while_layers_go_and_come(way):
+    model, given = llama(), prompts(3, 9, padded=4)
+    expected, brief = _generate(model, given, **WAYS[way]), _generate(model, given, **BRIEF)
+    # Beams share what they have in common: less room makes as much pressure.
+    with watched(model, spare=32 if "beams" in way else 52) as rig:
+        assert rig.tenant.remapped == 0
+        assert torch.equal(_generate(model, given, **WAYS[way]), expected)
+        rig.assert_moved()
+        rig.assert_home(lambda: model.generate(**given, **BRIEF))
+        # Once more, from where the first one left it.
+        assert torch.equal(_generate(model, given, **BRIEF), brief)
+        assert torch.equal(_generate(model, given, **WAYS[way]), expected)
+    assert torch.equal(_generate(model, given, **WAYS[way]), expected), "the model came back changed"
+
+
+@pytest.mark.parametrize("how", ["lookup", "assistant"])
+def test_assisted_decoding_crops(how):
+    model, given = llama(), prompts(1, 12)
+    helper = {"prompt_lookup_num_tokens": 3} if how == "lookup" else {"assistant_model": llama(seed=0, layers=2)}
+    more = {"max_new_tokens": 200, "do_sample": False}
+    expected = model.generate(**given, **more, **helper)
+    with watched(model) as rig:
+        assert torch.equal(model.generate(**given, **more, **helper), expected)
+        rig.assert_moved()
+
+
+def test_logits_and_keys_are_bit_identical_to_those_of_a_dynamic_cache():
+    model, given = llama(), prompts(3, 9, padded=2)
+    asked = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected = model.generate(**given, **asked)
+    with watched(model) as rig:
+        got = model.generate(**given, **asked)
+        rig.assert_moved()
+        assert all(torch.equal(one, other) for one, other in zip(got.logits, expected.logits))
+        for layer, other in zip(got.past_key_values.layers, expected.past_key_values.layers):
+            assert torch.equal(layer.keys, other.keys)
+            assert torch.equal(layer.values, other.values)
+        held = rig.attached.snapshot.live_blocks
+        assert held == 3 * -(-(9 + LONG - 1) // 4)
+        del got, layer
+        rig.attached.step()
+        assert rig.attached.snapshot.live_blocks == 0
+
+
+def test_a_conversation_goes_on_in_one_cache_between_others():
+    """Two caches live at once, each goes on where it was, though blocks move and layers come and go in between."""
+    model = llama()
+    first, second = prompts(2, 7, seed=1), prompts(3, 5, seed=2)
+
+    def turns(cache_of):
+        caches = [cache_of(), cache_of()]
+        texts = [first["input_ids"], second["input_ids"]]
+        for _ in range(3):
+            for which in (0, 1):
+                texts[which] = model.generate(
+                    texts[which], attention_mask=torch.ones_like(texts[which]), past_key_values=caches[which],
+                    max_new_tokens=12, do_sample=False,
+                )  # fmt: skip
+        return texts
+
+    expected = turns(lambda: DynamicCache(config=model.config))
+    with watched(model) as rig:
+        got = turns(rig.attached.cache)
+        assert all(torch.equal(one, other) for one, other in zip(got, expected))
+        rig.assert_moved()
+        rig.assert_home(lambda: model.generate(**first, **BRIEF))
+
+
+def test_blocks_move_when_layers_come_home_under_a_live_cache():
+    """The long cache's blocks end where the layers' pages are; when it is gone, those of the other one have to move."""
+    model, given = llama(), prompts(2, 6)
+    kept, expected = DynamicCache(config=model.config), None
+    expected = model.generate(**given, **BRIEF, past_key_values=kept)
+    further = model.generate(expected, attention_mask=torch.ones_like(expected), past_key_values=kept, **GREEDY)
+    with watched(model) as rig:
+        filler = rig.attached.cache()
+        model.generate(**prompts(6, 40), max_new_tokens=20, do_sample=False, past_key_values=filler)
+        rig.assert_moved(2)
+        cache = rig.attached.cache()
+        ours = model.generate(**given, **BRIEF, past_key_values=cache)
+        assert torch.equal(ours, expected)
+        before = [list(row) for row in cache.table.rows]
+        filler.reset()
+        for _ in range(60):
+            rig.attached.step()
+        assert rig.tenant.remapped == 0
+        assert [list(row) for row in cache.table.rows] != before, "no block has moved: the test shows nothing"
+        got = model.generate(ours, attention_mask=torch.ones_like(ours), past_key_values=cache, **GREEDY)
+        assert torch.equal(got, further)
+
+
+def test_crop_select_repeat_and_reset_are_those_of_a_dynamic_cache():
+    model, given = llama(), prompts(3, 10)["input_ids"]
+    reference = DynamicCache(config=model.config)
+    with watched(model) as rig, torch.no_grad():
+        cache = rig.attached.cache()
+
+        def both(step):
+            return [step(each) for each in (cache, reference)]
+
+        def passed(ids):
+            def run(each):
+                held = each.get_seq_length()
+                mask = torch.ones(len(ids), held + ids.shape[1], dtype=torch.long)
+                return model(ids, past_key_values=each, attention_mask=mask).logits
+
+            one, other = both(run)
+            assert torch.equal(one, other)
+
+        passed(given)
+        both(lambda each: each.crop(-3))
+        passed(given[:, :6])
+        both(lambda each: each.batch_repeat_interleave(2))
+        passed(given.repeat(2, 1)[:, :1])
+        both(lambda each: each.batch_select_indices(torch.tensor([5, 0, 0, 3])))
+        passed(torch.arange(20, 28).view(4, 2))
+        both(lambda each: each.reorder_cache(torch.tensor([1, 1, 0, 2])))
+        passed(torch.arange(30, 34).view(4, 1))
+        both(lambda each: each.crop(5))
+        passed(torch.arange(40, 60).view(4, 5))
+        assert [layer.get_seq_length() for layer in cache.layers] == [10] * 6
+        for layer, other in zip(cache.layers, reference.layers):
+            assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+        both(lambda each: each.reset())
+        assert rig.attached.snapshot.live_blocks == 0
+        passed(given)
+        assert cache.is_croppable and not cache.is_compileable and cache.get_seq_length() == 10
+
+
+def test_the_first_call_of_all_may_need_many_layers():
+    """Without a measurement the controller gives one layer at most; the prompt of the first call needs three."""
+    model, given = llama(), prompts(3, 150)
+    expected = model.generate(**given, **BRIEF)
+    with watched(model, spare=20) as rig:
+        assert torch.equal(model.generate(**given, **BRIEF), expected)
+        rig.assert_moved(3)
+
+
+def test_out_of_blocks_changes_nothing_and_the_cache_goes_on():
+    model, given = llama(), prompts(2, 6)
+    expected = model.generate(**given, **GREEDY)
+    with watched(model) as rig:
+        cache = rig.attached.cache()
+        start = model.generate(**given, **BRIEF, past_key_values=cache)
+        live = rig.attached.snapshot.live_blocks
+        with torch.no_grad(), pytest.raises(OutOfBlocks) as failed:
+            model(prompts(2, 2000)["input_ids"], past_key_values=cache)
+        after = rig.attached.snapshot
+        assert (failed.value.requested, failed.value.free) == (2 * 500, after.free_blocks)
+        assert after.live_blocks == live and cache.get_seq_length() == 8
+        got = model.generate(start, attention_mask=torch.ones_like(start), past_key_values=cache, max_new_tokens=57,
+                             do_sample=False)  # fmt: skip
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(error):
+    model, given = llama(), prompts(2, 6)
+    expected = model.generate(**given, **GREEDY)
+    with watched(model) as rig:
+        cache = rig.attached.cache()
+        start = model.generate(**given, **BRIEF, past_key_values=cache)
+
+        def fail(*args):
+            raise error("stop")
+
+        hook = model.model.layers[3].mlp.register_forward_pre_hook(fail)
+        with torch.no_grad(), pytest.raises(error):
+            model(prompts(2, 11)["input_ids"], past_key_values=cache)
+        hook.remove()
+        assert [layer.get_seq_length() for layer in cache.layers] == [8] * 6
+        got = model.generate(start, attention_mask=torch.ones_like(start), past_key_values=cache, max_new_tokens=57,
+                             do_sample=False)  # fmt: skip
+        assert torch.equal(got, expected)
+
+
+def test_two_models_share_a_session():
+    models = [llama(seed=0), llama(seed=1)]
+    given = [prompts(3, 9, seed=3), prompts(3, 9, seed=4)]
+    expected = [model.generate(**ids, **GREEDY) for model, ids in zip(models, given)]
+    size = 620 * PAGE
+    with remap.Session(size, page_bytes=PAGE, controller=EAGER) as session:
+        options = {"session": session, "block_tokens": 4, "controller": EAGER}
+        with remap.attach(models[0], name="a", **options) as a, remap.attach(models[1], name="b", **options) as b:
+            hog, caches = b.cache(), [a.cache(), b.cache()]
+            models[1].generate(**prompts(6, 40), **BRIEF, past_key_values=hog)
+            half = [
+                model.generate(**ids, max_new_tokens=30, do_sample=False, past_key_values=cache)
+                for model, ids, cache in zip(models, given, caches)
+            ]
+            assert a.snapshot.remapped + b.snapshot.remapped + a.snapshot.lent_pages + b.snapshot.lent_pages > 0
+            hog.reset()
+            for _ in range(60):
+                a.step()
+                b.step()
+            got = [
+                model.generate(
+                    text,
+                    attention_mask=torch.ones_like(text),
+                    max_new_tokens=30,
+                    do_sample=False,
+                    past_key_values=cache,
+                )
+                for model, text, cache in zip(models, half, caches)
+            ]
+            assert all(torch.equal(one, other) for one, other in zip(got, expected))
+            session.check()
+        assert session.snapshot().tenants == {}
+    assert all(torch.equal(m.generate(**ids, **GREEDY), e) for m, ids, e in zip(models, given, expected))
+
+
+def test_a_step_of_one_model_tells_the_other_one_which_blocks_moved(monkeypatch):
+    with remap.Session(620 * PAGE, page_bytes=PAGE) as session:
+        options = {"session": session, "block_tokens": 4}
+        with remap.attach(llama(), name="a", **options) as a, remap.attach(llama(), name="b", **options) as b:
+            cache = b.cache()
+            cache.prepare(1, 8)
+            cache.finish(False)
+            first, second = cache.table.rows[0]
+            report = remap.StepReport(changed=True, moved={"b": {first: 400}})
+            monkeypatch.setattr(session, "step", lambda demand: report)
+            a.step()
+            assert cache.table.rows == [[400, second]]
+            monkeypatch.undo()
+            b.blocks.relocate({400: first})  # it was the test's own report
+            assert cache.table.rows == [[first, second]]
+
+
+def test_a_cache_by_hand_and_calls_without_one():
+    model, given = llama(), prompts(3, 6)
+    expected = model.generate(**given, **GREEDY)
+    with watched(model, implicit=False) as rig:
+        assert "_prepare_cache_for_generation" not in model.__dict__
+        assert torch.equal(model.generate(**given, **GREEDY), expected)  # transformers' own cache, outside of the arena
+        assert rig.peak == 0
+        assert torch.equal(model.generate(**given, **GREEDY, past_key_values=rig.attached.cache()), expected)
+        rig.assert_moved()
+        assert torch.equal(model.generate(**given, **GREEDY, use_cache=False), expected)
+
+
+def test_what_is_refused_changes_nothing():
+    model, given = llama(), prompts(2, 6)
+    tensors = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
+    with pytest.raises(InvalidArgument):
+        remap.attach(model)
+    with pytest.raises(InvalidArgument):
+        remap.attach(model, "64MiB", min_tokens=-1)
+    with pytest.raises(OutOfMemory):
+        remap.attach(model, 2 * PAGE, session_options={"page_bytes": PAGE})
+    with pytest.raises(InvalidArgument):
+        remap.attach(torch.nn.Sequential(torch.nn.Linear(3, 3)), "64MiB", implicit=False, layers="0")
+    assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == tensors
+    assert "forward" not in model.__dict__
+    with watched(model) as rig:
+        with pytest.raises(InvalidState):
+            remap.attach(model, "64MiB")
+        cache = rig.attached.cache()
+        with pytest.raises(InvalidState, match="gradients"):
+            model(**given, past_key_values=cache)
+        with torch.no_grad():
+            with pytest.raises(InvalidState, match="no pass was prepared"):
+                cache.update(torch.zeros(2, 2, 1, 16), torch.zeros(2, 2, 1, 16), 0)
+            model(**given, past_key_values=cache)
+            with pytest.raises(InvalidState, match="sequences"):
+                model(prompts(3, 1)["input_ids"], past_key_values=cache)
+            with pytest.raises(InvalidState):
+                cache.layers[0].crop(-1)
+        assert cache.get_seq_length() == 6
+    with pytest.raises(InvalidState):
+        rig.attached.cache()
+    rig.attached.close()
+
+
+def test_a_cache_of_another_shape_than_the_configuration_says_is_refused():
+    model, given = llama(), prompts(2, 6)
+    with watched(model) as rig, torch.no_grad():
+        cache = rig.attached.cache()
+        hook = model.model.layers[2].self_attn.v_proj.register_forward_hook(lambda module, args, out: out[..., :16])
+        with pytest.raises((InvalidArgument, RuntimeError)):
+            model(**given, past_key_values=cache)
+        hook.remove()
+        assert cache.get_seq_length() == 0
+        cache.prepare(2, 1)
+        with pytest.raises(InvalidArgument) as refused:
+            cache.update(torch.zeros(2, 2, 1, 8), torch.zeros(2, 2, 1, 8), 0)
+        assert (refused.value.expected, refused.value.keys) == ((2, 2, 1, 16), (2, 2, 1, 8))
+        cache.finish(False)
+
+
+def test_a_model_that_nobody_closes_is_collected():
+    model = llama()
+    attached = remap.attach(model, "8MiB", session_options={"page_bytes": PAGE})
+    model.generate(**prompts(2, 6), **BRIEF)
+    session = weakref.ref(attached.session)
+    del attached, model
+    gc.collect()
+    assert session() is None
+
+
+@pytest.mark.model
+@pytest.mark.slow
+def test_smollm2_answers_as_before_under_pressure():
+    from remap.cli import smollm2
+
+    if smollm2.importlib.util.find_spec(smollm2.PACKAGE) is None:
+        pytest.skip(f"the model's package is not installed: {smollm2.INSTALL}")
+    model, tokenizer, folder = smollm2.load("bfloat16")
+    chats = [
+        "What is the capital of France?",
+        "Write a poem about the sea.",
+        "Count to thirty.",
+        "Who was Ada Lovelace?",
+    ]
+    texts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": chat}], add_generation_prompt=True, tokenize=False)
+        for chat in chats
+    ] * 4
+    tokenizer.padding_side = "left"
+    given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    given.pop("token_type_ids", None)
+    how = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+    expected = model.generate(**given, **how)
+    assert "Paris" in tokenizer.decode(expected[0])
+    # 16 sequences of some 80 tokens take 30 MiB of KV cache; beside the weights there are 8.
+    with remap.attach(model, capacity="304MiB", weights=folder) as attached:
+        out = model.generate(**given, **how, return_dict_in_generate=True)
+        snapshot = attached.snapshot
+        assert torch.equal(out.sequences, expected)
+        assert snapshot.remapped >= 2 and snapshot.copies > 0
+        attached.session.check()
+
+
+def test_the_example_runs():
+    example = Path(__file__).resolve().parents[2] / "examples" / "transformers_generate.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0] == "tokens identical: True"
+    assert int(lines[1].split()[0]) >= 1, "no layer has become KV cache"
+    assert lines[2] == "generate_batch: [8, 8] tokens"
+    assert lines[3].startswith("0 layers are away")
+
+
+def test_importing_remap_loads_neither_torch_nor_the_adapter():
+    code = (
+        "import sys, remap; remap.attach; print(sorted({'torch', 'transformers', 'remap.adapters'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,271 @@
+"""remap.attach over families of models, adapters of peft, quantised weights; and what does not fit is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from attached_models import SHAPE, llama, prompts, randomised, watched  # noqa: E402
+from torch import nn  # noqa: E402
+
+import remap  # noqa: E402
+from remap.errors import InvalidArgument  # noqa: E402
+
+GREEDY = {"max_new_tokens": 60, "do_sample": False}
+BRIEF = {"max_new_tokens": 2, "do_sample": False}
+OPT = {
+    **{name: value for name, value in SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")},
+    "ffn_dim": 160, "word_embed_proj_dim": 64,
+}  # fmt: skip
+GEMMA = {**SHAPE, "head_dim": 16, "sliding_window": 16}
+GPT2 = {
+    "vocab_size": 101,
+    "n_positions": 256,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SHAPE)),
+    "llama-tied": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SHAPE, tie_word_embeddings=True)),
+    "qwen2": lambda t: t.Qwen2ForCausalLM(t.Qwen2Config(**SHAPE)),
+    "qwen3": lambda t: t.Qwen3ForCausalLM(t.Qwen3Config(**SHAPE, head_dim=24)),
+    "opt": lambda t: t.OPTForCausalLM(t.OPTConfig(**OPT)),
+    "gemma2": lambda t: t.Gemma2ForCausalLM(t.Gemma2Config(**GEMMA)),
+    "gemma3": lambda t: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 6})),
+    "mistral": lambda t: t.MistralForCausalLM(t.MistralConfig(**SHAPE, sliding_window=20)),
+    "mixtral": lambda t: t.MixtralForCausalLM(t.MixtralConfig(**SHAPE, num_local_experts=4)),
+    "phi3": lambda t: t.Phi3ForCausalLM(t.Phi3Config(**SHAPE)),
+    "gpt2": lambda t: t.GPT2LMHeadModel(t.GPT2Config(**GPT2)),
+}
+# Where every head has keys of its own a token takes more; a mixture's layers are large, and so is what has to be free before
+# one comes home.
+SIZES = {"opt": {"batch": 4}, "gpt2": {"batch": 4}, "mixtral": {"spare": 95}}
+WINDOWS = {"gemma2": {16, None}, "gemma3": {16, None}, "mistral": {20}}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def _make(family):
+    torch.manual_seed(0)
+    return randomised(FAMILIES[family](transformers))
+
+
+def _same_under_pressure(model, batch=8, spare=70):
+    """Greedy and beam tokens of the attached model are those of before, though layers go and come."""
+    given = prompts(batch, 9, padded=3)
+    beams = {"max_new_tokens": 20, "do_sample": False, "num_beams": 2}
+    expected = [model.generate(**given, **how) for how in (GREEDY, beams)]
+    with watched(model, spare=spare) as rig:
+        assert torch.equal(model.generate(**given, **GREEDY), expected[0])
+        rig.assert_moved()
+        assert torch.equal(model.generate(**given, **beams), expected[1])
+        rig.assert_home(lambda: model.generate(**prompts(1, 2), **BRIEF))
+        assert torch.equal(model.generate(**given, **GREEDY), expected[0])
+        windows = rig.attached.windows
+    assert torch.equal(model.generate(**given, **GREEDY), expected[0])
+    return windows
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tokens_of_a_family(family):
+    windows = _same_under_pressure(_make(family), **SIZES.get(family, {}))
+    assert set(windows) == WINDOWS.get(family, {None})
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_attention_implementations_see_what_a_dynamic_cache_shows(implementation):
+    model = _make("gemma2")
+    model.set_attn_implementation(implementation)
+    _same_under_pressure(model)
+
+
+def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
+    model = _make("llama").to(torch.bfloat16)
+    given = prompts(6, 9)
+    expected = model.generate(**given, **GREEDY)
+    with watched(model, spare=30) as rig:
+        assert rig.tenant.kv.spec.dtype == "bfloat16"
+        assert torch.equal(model.generate(**given, **GREEDY), expected)
+        rig.assert_moved()
+    with watched(model, dtype="float32") as rig, pytest.raises(InvalidArgument, match="dtype"):
+        model.generate(**given, **GREEDY)
+
+
+REFUSED = {
+    "gemma4": (lambda t: t.Gemma4ForCausalLM(t.Gemma4TextConfig(**GEMMA)), "heads"),
+    "qwen3-next": (lambda t: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**SHAPE)), "layer_types"),
+    "deepseek": (
+        lambda t: t.DeepseekV3ForCausalLM(
+            t.DeepseekV3Config(**{**SHAPE, "num_key_value_heads": 4, "n_routed_experts": 8})
+        ),
+        "kv_lora_rank",
+    ),
+    "t5": (
+        lambda t: t.T5ForConditionalGeneration(t.T5Config(vocab_size=101, d_model=64, num_layers=2)),
+        "encoder_decoder",
+    ),
+}
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_one_kv_spec_cannot_describe_is_refused(family):
+    torch.manual_seed(0)
+    make, what = REFUSED[family]
+    model = make(transformers).eval()
+    layers = "decoder.block" if family == "t5" else None
+    with pytest.raises(InvalidArgument) as refused:
+        remap.attach(model, "64MiB", layers=layers)
+    assert refused.value.what == what
+    assert "forward" not in model.__dict__
+
+
+def test_projections_have_the_last_word():
+    model = _make("llama")
+    model.config.num_key_value_heads = 4
+    with pytest.raises(InvalidArgument) as refused:
+        remap.attach(model, "64MiB")
+    assert (refused.value.found, refused.value.expected, refused.value.layer) == (32, 64, 0)
+
+
+# -- adapters ---------------------------------------------------------------------------------------------------------
+
+
+def _lora(model):
+    peft = pytest.importorskip("peft", reason="peft is not installed (pip install 'remap[test-transformers]')")
+    torch.manual_seed(5)
+    made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"])).eval()
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter) * 0.2)
+    return made
+
+
+def test_lora_adapters_stream_with_their_layers():
+    bare = llama(layers=4)
+    without = bare.generate(**prompts(8, 9, padded=3), **GREEDY)
+    model = _lora(bare)
+    assert not torch.equal(model.generate(**prompts(8, 9, padded=3), **GREEDY), without), "the adapter does nothing"
+    _same_under_pressure(model)
+
+
+def test_a_lora_adapter_is_switched_off_and_on_while_attached():
+    model, given = _lora(llama(layers=4)), prompts(8, 9)
+    with model.disable_adapter():
+        off = model.generate(**given, **GREEDY)
+    on = model.generate(**given, **GREEDY)
+    with watched(model, spare=70) as rig:
+        with model.disable_adapter():
+            assert torch.equal(model.generate(**given, **GREEDY), off)
+        assert torch.equal(model.generate(**given, **GREEDY), on)
+        with torch.no_grad():  # a direct call goes around the inner model's __call__
+            cache = rig.attached.cache()
+            logits = model(given["input_ids"], past_key_values=cache).logits
+            assert cache.get_seq_length() == 9
+        rig.assert_moved()
+    with torch.no_grad():
+        assert torch.equal(model(given["input_ids"]).logits, logits)
+
+
+def test_a_merged_lora_adapter_is_a_model_like_any_other():
+    _same_under_pressure(_lora(llama(layers=4)).merge_and_unload())
+
+
+# -- quantised weights ------------------------------------------------------------------------------------------------
+
+
+class Int8Linear(nn.Module):
+    """Weight-only int8 with one scale a row: buffers, no parameters."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("quantised", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale.to(torch.float32))
+        self.out_features = linear.out_features
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.quantised.to(x.dtype) * self.scale.to(x.dtype))
+
+
+def test_int8_buffers_move_with_their_layer():
+    model = llama(layers=6)
+    full = model.generate(**prompts(8, 9, padded=3), **GREEDY)
+    for layer in model.model.layers:
+        for path, module in list(layer.named_modules()):
+            if isinstance(module, nn.Linear):
+                parent, _, name = path.rpartition(".")
+                setattr(layer.get_submodule(parent), name, Int8Linear(module))
+    assert not torch.equal(model.generate(**prompts(8, 9, padded=3), **GREEDY), full), "the weights are not quantised"
+    with watched(model) as rig:
+        written = {tensor.dtype for tensor in model.model.layers[0].buffers()}
+        assert torch.int8 in written
+        # A quarter of the bytes: a layer is some 12 KiB of int8 here.
+        assert max(rig.tenant._attachment.layer_bytes) < 60_000
+    _same_under_pressure(model, batch=3, spare=56)
+
+
+def test_tensor_subclasses_of_a_quantiser_are_refused_and_named():
+    """A wrapper subclass keeps its bytes in inner tensors, which cannot be moved by exchanging `.data`."""
+    from torch.utils._python_dispatch import return_and_correct_aliasing
+
+    class Wrapped(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner, scale):
+            return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+        def __init__(self, inner, scale):
+            self.inner, self.scale = inner, scale
+
+        def __tensor_flatten__(self):
+            return ["inner", "scale"], None
+
+        @classmethod
+        def __tensor_unflatten__(cls, inner, meta, size, stride):
+            return cls(inner["inner"], inner["scale"])
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.detach.default:
+                return return_and_correct_aliasing(func, args, kwargs or {}, cls(args[0].inner, args[0].scale))
+            plain = [each.inner.float() * each.scale if isinstance(each, Wrapped) else each for each in args]
+            return func(*plain, **(kwargs or {}))
+
+    model = llama(layers=4)
+    given = prompts(2, 5)
+    projection = model.model.layers[2].mlp.down_proj
+    weight = projection.weight.detach()
+    projection.weight = nn.Parameter(Wrapped((weight * 100).round().to(torch.int8), 0.01), requires_grad=False)
+    expected = model.generate(**given, **GREEDY)
+    with pytest.raises(InvalidArgument) as refused:
+        remap.attach(model, "64MiB")
+    assert refused.value.path == "model.layers.2.mlp.down_proj.weight"
+    assert "unwrap it" in str(refused.value)
+    assert torch.equal(model.generate(**given, **GREEDY), expected)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (pip install torchao)"
+)
+def test_torchao_weights_are_refused_and_named():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = llama(layers=4)
+    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("q_proj"))
+    model.generate(**prompts(2, 5), **BRIEF)
+    with pytest.raises(InvalidArgument) as refused:
+        remap.attach(model, "64MiB")
+    assert refused.value.path == "model.layers.0.self_attn.q_proj.weight"
