@@ -28,7 +28,7 @@ PURE = (
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
 # The wiring, which makes devices, sessions and changes, and the doctor, which asks the driver: nobody else knows the C++ core.
-CORE_IMPORTERS = ("session", "tenancy", "attach", "changes", "devices", "cli.doctor_cuda", "cli.doctor_link")
+CORE_IMPORTERS = ("session", "tenancy", "attaching", "changes", "devices", "cli.doctor_cuda", "cli.doctor_link")
 # Loaded on request only.
 LAZY = ("adapters", "cli", "engine")
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.

@@ -5,8 +5,9 @@ Importing this package loads neither torch nor an inference engine. See `Session
 
 from __future__ import annotations
 
-from . import entry, schedule
+from . import schedule
 from .controller import ControllerConfig, Demand
+from .entry import attach
 from .errors import (
     ArenaBroken,
     DriverError,
@@ -25,9 +26,6 @@ from .snapshot import Snapshot, StepReport, TenantSnapshot
 from .tenant import Tenant
 
 __version__ = "0.1.0"
-
-# After the imports, which bind the module of that name.
-attach = entry.attach
 
 __all__ = [
     "ArenaBroken",

@@ -14,7 +14,7 @@ import math
 from typing import TYPE_CHECKING
 
 from . import schedule, selection
-from .attach import MAX_BUFFERS
+from .attaching import MAX_BUFFERS
 from .config import ControllerConfig
 from .views import LayerSeconds
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from .attach import MAX_BUFFERS
+from .attaching import MAX_BUFFERS
 from .decisions import Entries, merge, moved_entry
 from .errors import InvalidArgument
 from .lending import Returned

@@ -23,7 +23,7 @@ from typing import Any
 
 from . import _core, devices
 from .activation import ActivationReport, activate, deactivate
-from .attach import model_source, raw_source
+from .attaching import model_source, raw_source
 from .byhand import check_by_hand, lend_by_hand, remap_by_hand
 from .changes import Changes
 from .controller import Controller, ControllerConfig, Demand

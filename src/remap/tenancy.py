@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import _core
-from .attach import LayerSource, attach_layers
+from .attaching import LayerSource, attach_layers
 from .bounds import HiddenCopies
 from .controller import Controller, ControllerConfig
 from .host_memory import HostMemory

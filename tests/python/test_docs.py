@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted((ROOT / "docs").glob("*.md")) + [ROOT / "examples/cpp/README.md"]
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/cpp/README.md"]
 
 
 def test_the_lines_that_the_adoption_page_quotes_are_in_the_reference_engine() -> None:

@@ -1,6 +1,6 @@
 """`remap bench vllm`: stock vLLM against vLLM on remap, at the same memory for weights and KV cache together.
 
-    settings -> calibrate (stock, ample KV: what the machine can serve) -> three loads -> runs of both sides, alternating -> report
+    settings -> calibrate (stock, ample KV: what the machine serves) -> three loads -> runs of both sides, alternating -> report
 
 Each run is a fresh process (bench_vllm_engine.py) that serves all loads, one after the other. Both sides get the same requests at
 the same times. stock: as it ships. remap: the same command with REMAP_ENABLE=1; its capacity is what stock takes for weights and
@@ -52,8 +52,8 @@ class VllmBench:
 
 
 def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
-    """All runs: {"settings", "rate", "loads", "runs": [{"side", "loads": name -> result}]}. Raises InvalidState if a run fails, with
-    what it wrote last."""
+    """All runs: {"settings", "rate", "loads", "runs": [{"side", "loads": name -> result}]}. Raises InvalidState if one fails,
+    with what it wrote last."""
     rate = _calibrate(bench)
     say(f"stock vLLM with ample KV cache serves {rate:.2f} requests/s of these lengths here")
     loads = {name: _items(bench, share * rate, name) for name, share in LOADS.items()}
