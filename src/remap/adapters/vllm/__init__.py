@@ -23,7 +23,7 @@ from remap.adapters.settings import enabled
 
 if TYPE_CHECKING:
     from .scheduler import Scheduler as Scheduler
-    from .worker import Worker as Worker
+    from .worker import RemapWorker as Worker
 
 __all__ = ["SCHEDULER", "WORKER", "Scheduler", "Worker", "register"]
 
@@ -38,8 +38,10 @@ def register() -> None:
     """
     if enabled(os.environ):
         from .internals import check_version, enter_without_flags
+        from .metrics import file
 
         check_version()
+        file()  # named before the engine's process starts, which writes it
         enter_without_flags(WORKER, SCHEDULER)
 
 

@@ -1,4 +1,5 @@
-"""On a CPU, vLLM packs the weights of its linear layers into memory of oneDNN's own, which no tensor shows and no page of ours holds.
+"""On a CPU, vLLM packs the weights of its linear layers into memory of oneDNN's own, which no tensor shows and no page of ours
+holds.
 
 Two ways to keep them where they are, by the setting REMAP_CPU_LINEAR:
 
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 
+from remap.errors import InvalidState
+
 __all__ = ["weights_left_in_place"]
 
 
@@ -24,8 +27,10 @@ __all__ = ["weights_left_in_place"]
 def weights_left_in_place(packed: bool) -> Iterator[None]:
     """PATCH, on a CPU, while a model is loaded: vLLM's choice of a kernel for each linear layer, which would move its weights.
 
-    Layers whose weights vLLM itself leaves in place (an lm_head, tied or not) are left to it.
+    Layers whose weights vLLM itself leaves in place (an lm_head, tied or not) are left to it. Raises InvalidState for a layer
+    of 8-bit weights that oneDNN is to compute: it keeps the addresses of their scales, and other bytes would be there.
     """
+    import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as utils
 
     original = utils.dispatch_cpu_unquantized_gemm
@@ -43,11 +48,18 @@ def weights_left_in_place(packed: bool) -> Iterator[None]:
                 layer.bias.data = layer.bias.to(torch.float32)
             layer.cpu_linear = _multiply
 
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise InvalidState(
+            "on this CPU vLLM computes 8-bit linear layers by oneDNN, which keeps their weights to itself: they "
+            "cannot be remapped; the engine was not started; serve weights of 4, 16 or 32 bits, or without remap"
+        )
+
+    scaled, ops.create_onednn_scaled_mm = ops.create_onednn_scaled_mm, refuse
     utils.dispatch_cpu_unquantized_gemm = dispatch
     try:
         yield
     finally:
-        utils.dispatch_cpu_unquantized_gemm = original
+        utils.dispatch_cpu_unquantized_gemm, ops.create_onednn_scaled_mm = original, scaled
 
 
 def _packable(weight: torch.Tensor) -> bool:

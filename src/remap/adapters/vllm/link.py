@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from remap.ranks import Group, Report, Runs
+from remap.ranks import Group, Report, Runs, ids
 
 from . import internals
 
@@ -22,7 +22,7 @@ class Books:
 
     def open_now(self, runs: Runs) -> list[int]:
         """Exactly these ids are open. Returns ids that have to leave and are in no use: they are parked."""
-        wanted = {block for first, stop in runs for block in range(first, stop)}
+        wanted = ids(runs)
         gone, new = self.opened - wanted, wanted - self.opened
         back = self.leaving & new  # still with their requests: nothing to unpark
         self.leaving -= back
@@ -61,9 +61,9 @@ class Link:
         if self._sharing:
             self.rest()  # until its first request
 
-    def step(self, blocks: int, free: int) -> None:
-        """The ranks are where rank 0 wants them for this demand, and the pool knows."""
-        self._take(self.group.step(blocks, free))
+    def step(self, blocks: int, free: int, anyway: bool = False) -> None:
+        """The ranks are where rank 0 wants them for this demand, and the pool knows. anyway: see `Rank.step`."""
+        self._take(self.group.step(blocks, free, anyway))
 
     def wake(self) -> None:
         """There is work."""
@@ -73,16 +73,17 @@ class Link:
 
     def rest(self) -> None:
         """There is no work. The layers come home; in a shared arena others may have them instead."""
+        if self._asleep:
+            return
+        self._give_back(self.books.collect())
         if self._sharing:
             self._ask("sleep")
             self._asleep = True
-            return
-        if not self.group.target[0]:
-            return
-        # Where the ranks are other processes, they hear in between which blocks have left.
-        self._take(self.group.home())
-        if self.group.target[0] and not self.books.leaving:
+        elif self.group.target[0]:
             self._take(self.group.home())
+            # Where the ranks are other processes, they have heard only now which blocks have left.
+            if self.group.target[0] and not self.books.leaving:
+                self._take(self.group.home())
 
     def leave(self, spare: int) -> None:
         """Blocks that have to leave: free ones go; the others move, if that leaves `spare` blocks free."""
@@ -104,9 +105,9 @@ class Link:
         if report is not None and self._local is None:
             self._give_back(self.books.open_now(report.open))
 
-    def _give_back(self, ids: list[int]) -> None:
-        if ids:
-            self._ask("returned", ids)
+    def _give_back(self, blocks: list[int]) -> None:
+        if blocks:
+            self._ask("returned", blocks)
 
     def _ask(self, method: str, *args: Any) -> list[Any]:
         return self._rpc("remap_call", method, *args)

@@ -10,6 +10,7 @@ fields of two passes that follow each other, never a torn one.
 
 from __future__ import annotations
 
+import atexit
 import mmap
 import os
 import struct
@@ -43,9 +44,11 @@ _FORMAT = struct.Struct(f"{len(FIELDS)}d")
 
 
 def file() -> Path:
-    """The file of this engine. The first to ask names it, for itself and for the processes it starts."""
+    """The file of this engine. The first to ask names it, for itself and for the processes it starts, and removes it."""
     if VARIABLE not in os.environ:
-        os.environ[VARIABLE] = str(Path(tempfile.gettempdir()) / f"remap-vllm-{os.getpid()}.metrics")
+        path = Path(tempfile.gettempdir()) / f"remap-vllm-{os.getpid()}.metrics"
+        os.environ[VARIABLE] = str(path)
+        atexit.register(path.unlink, missing_ok=True)
     return Path(os.environ[VARIABLE])
 
 
@@ -53,9 +56,9 @@ class Writer:
     """Rank 0's."""
 
     def __init__(self) -> None:
-        path = file()
-        path.write_bytes(bytes(_FORMAT.size))
-        with path.open("r+b") as stream:
+        # Not cut: another engine of this process may have it mapped.
+        with os.fdopen(os.open(file(), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as stream:
+            stream.truncate(_FORMAT.size)
             self._memory = mmap.mmap(stream.fileno(), _FORMAT.size)
 
     def write(self, tenant: Any) -> None:
@@ -70,6 +73,8 @@ def read() -> dict[str, float]:
     try:
         content = file().read_bytes()
     except FileNotFoundError:
+        return {}
+    if len(content) != _FORMAT.size:  # made this moment
         return {}
     return dict(zip((name for name, _, _ in FIELDS), _FORMAT.unpack(content)))
 

@@ -40,8 +40,8 @@ class RemapOffloader(BaseOffloader):
                 self._tenant = None
         if self._waited != len(self.layers):
             raise InvalidState(
-                f"a pass waited for {self._waited} of {len(self.layers)} layers: another engine of this process took its place, or "
-                "the model left layers out; its results are wrong; serve it without remap",
+                f"a pass waited for {self._waited} of {len(self.layers)} layers: another engine of this process took "
+                "its place, or the model left layers out; its results are wrong; serve it without remap",
                 waited=self._waited,
                 layers=len(self.layers),
             )
@@ -84,4 +84,4 @@ def _bracket(module: nn.Module, index: int) -> None:
         torch.ops.vllm.start_prefetch(output[0] if isinstance(output, tuple) else output, index)
         return output
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward

@@ -1,8 +1,8 @@
 """vLLM's scheduler, which asks for layers before it preempts and gives them back when it can.
 
-    schedule            what running and waiting requests need -> `Link.step`; blocks that leave have drained, or are moved
-    allocation fails    the same, for what is missing; vLLM tries once more, and only then preempts
-    last request ends   everything comes home
+schedule            what running and waiting requests need -> `Link.step`; blocks that leave have drained, or are moved
+allocation fails    the same, for what is missing; vLLM tries once more, and only then preempts
+last request ends   everything comes home
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-
-from remap.errors import InvalidState
 
 from . import internals
 from .link import Books, Link
@@ -31,10 +29,6 @@ class Scheduler(AsyncScheduler):
 
     def bind(self, executor: Any) -> None:
         """The engine is complete: park the blocks that are not there yet, and listen."""
-        if self.connector is not None:
-            raise InvalidState(
-                "remap's vLLM adapter and a KV connector both decide which blocks are used; the engine was not started; use one"
-            )
         self.remap = Link(executor, Books(self))
         internals.on_failed_allocation(self, self._grow)
 
@@ -42,7 +36,7 @@ class Scheduler(AsyncScheduler):
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         link = self.remap
-        if link is not None:
+        if link is not None and self.has_unfinished_requests():
             link.wake()
             if link.books.leaving:
                 link.leave(self._reserve)
@@ -80,9 +74,11 @@ class Scheduler(AsyncScheduler):
         return max(0, whole * len(self.kv_cache_config.kv_cache_groups) - internals.blocks_held(self, request))
 
     def _grow(self, request: Any, num_new_tokens: int) -> bool:
-        """vLLM lacks blocks for this request. Whether there are more now."""
+        """vLLM lacks blocks for this request. Whether there are more now. If it is the only one, waiting longer or preempting it
+        would gain nothing, and it was accepted because it fits into the largest cache: then it gets that."""
         link = self.remap
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
-        link.step(max(free + 1, self._missing(request, 1)), free)
+        alone = all(each is request for each in self.running)
+        link.step(max(free + 1, self._missing(request, 1)), free, alone)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from remap.footprint import footprint
 from remap.ranks import Rank
 
 from . import internals, metrics
+from .cpu_linear import weights_left_in_place
 from .offloader import RemapOffloader
 
 __all__ = ["NAME", "worker_class"]
@@ -50,26 +51,40 @@ class RemapWorker:
 
     def init_device(self) -> None:
         internals.check_version()
-        parallel = self.vllm_config.parallel_config
-        if parallel.pipeline_parallel_size > 1 or self.vllm_config.speculative_config is not None:
+        scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
+        if not hasattr(scheduler, "bind"):
             raise InvalidState(
-                "remap's vLLM adapter serves neither pipeline parallelism nor speculative decoding yet; the engine was not started; "
-                "use tensor parallelism, no drafter, or unset REMAP_ENABLE",
-                pipeline_parallel_size=parallel.pipeline_parallel_size,
+                f"remap's worker needs remap's scheduler, which hands out only blocks that are there; this one is {scheduler}; "
+                "the engine was not started; give --scheduler-cls remap.adapters.vllm.Scheduler, or no --worker-cls",
+                scheduler=str(scheduler),
+            )
+        parallel = self.vllm_config.parallel_config
+        unserved = {
+            "pipeline parallelism": parallel.pipeline_parallel_size > 1,
+            "speculative decoding": self.vllm_config.speculative_config is not None,
+            "a KV connector": self.vllm_config.kv_transfer_config is not None,
+        }
+        found = [name for name, used in unserved.items() if used]
+        if found:
+            raise InvalidState(
+                f"remap's vLLM adapter does not serve {' or '.join(found)} yet; the engine was not started; start it without, or "
+                "unset REMAP_ENABLE",
+                unserved=tuple(found),
             )
         internals.refuse_whole_graphs(self.vllm_config)
         super().init_device()  # type: ignore[misc]
         self.remap_offloader = RemapOffloader()
-        self.remap_rank: Rank | None = None
+        self.remap_rank: Any = None  # a Rank, once it is attached
         set_offloader(self.remap_offloader)  # the runner, just made, has set its own
 
     def load_model(self, **kwargs: Any) -> None:
-        with internals.weights_left_in_place() if current_platform.is_cpu() else nullcontext():
+        packed = self._remap_read(1).cpu_linear == "packed"
+        with weights_left_in_place(packed) if current_platform.is_cpu() else nullcontext():
             super().load_model(**kwargs)  # type: ignore[misc]
         if not self.remap_offloader.layers:
             raise InvalidState(
-                f"{self.vllm_config.model_config.model} does not build its layers with vLLM's make_layers: nothing can be remapped, "
-                "the engine was not started; serve it without remap"
+                f"{self.vllm_config.model_config.model} does not build its layers with vLLM's make_layers: nothing "
+                "can be remapped, the engine was not started; serve it without remap"
             )
 
     def get_supported_kv_cache_layouts(self) -> list[str]:
@@ -91,10 +106,12 @@ class RemapWorker:
         page = settings.page_bytes or (size.page_size() if current_platform.is_cpu() else PAGE_BYTES)
         self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else settings.capacity - self._remap_weights
+        if self.vllm_config.parallel_config.world_size > 1:  # what one rank opens the others open too
+            first = _least(first)
         if first < page:
             raise InvalidArgument(
-                f"{settings.capacity} bytes are to hold weights of {self._remap_weights} bytes (in pages of {page}) and a KV cache; "
-                "the engine was not started; raise REMAP_CAPACITY, or lower REMAP_PAGE_BYTES",
+                f"{settings.capacity} bytes are to hold weights of {self._remap_weights} bytes (in pages of {page}) "
+                "and a KV cache; the engine was not started; raise REMAP_CAPACITY, or lower REMAP_PAGE_BYTES",
                 capacity=settings.capacity,
                 weights=self._remap_weights,
             )
@@ -121,7 +138,9 @@ class RemapWorker:
         """The environment, and what --additional-config adds. capacity: if none is given, what vLLM itself would use."""
         given = self.vllm_config.additional_config
         more = given.get("remap", {}) if isinstance(given, dict) else {}
-        merged = {**os.environ, "REMAP_ENABLE": "1"} | {f"REMAP_{name.upper()}": str(value) for name, value in more.items()}
+        merged = {**os.environ, "REMAP_ENABLE": "1"} | {
+            f"REMAP_{name.upper()}": str(value) for name, value in more.items()
+        }
         settings = Settings.read({**merged, "REMAP_CAPACITY": merged.get("REMAP_CAPACITY") or str(capacity)})
         assert settings is not None
         return settings
@@ -129,13 +148,16 @@ class RemapWorker:
     def _remap_attach(self, kv_cache_config: Any) -> None:
         model, layers = self.model_runner.get_model(), self.remap_offloader.layers
         page, block = self._remap_page, internals.block_bytes(kv_cache_config, len(layers))
+        internals.own_rotary_tables(model)
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages take its place on the device
-        pages = self._remap_first // page  # whole ones: a part of a page is lost
-        first, most = min(pages * page // block, kv_cache_config.num_blocks), kv_cache_config.num_blocks
+        # Whole pages, and none left over: ranks would differ in who takes them.
+        first, most = (
+            min(self._remap_first // page * page // block, kv_cache_config.num_blocks),
+            kv_cache_config.num_blocks,
+        )
+        pages = -(-first * block // page)
         settings = self._remap_settings
-        if settings.arena:
-            internals.own_rotary_tables(model)
         self._remap_arena = arena = shared(settings.arena) if settings.arena else Arena()
         session = arena.enter(
             capacity=settings.capacity if settings.arena else self._remap_weights + pages * page,
@@ -153,10 +175,15 @@ class RemapWorker:
             min_blocks=first,
             max_blocks=most,
         )
-        tenant = session.attach(model, layers, name=name, kv=kv, controller=settings.controller())
-        pinned = session.snapshot().tenants[name].pinned
-        if len(layers) - len(pinned) < 2:
-            raise InvalidState("fewer than two layers can be streamed: nothing would ever move; the engine was not started")
+        with ExitStack() as undo:
+            undo.callback(arena.leave, name)
+            tenant = session.attach(model, layers, name=name, kv=kv, controller=settings.controller())
+            pinned = session.snapshot().tenants[name].pinned
+            if len(layers) - len(pinned) < 2:
+                raise InvalidState(
+                    "fewer than two layers can be streamed: nothing would ever move; the engine was not started"
+                )
+            undo.pop_all()
         self.remap_rank = Rank(session, tenant, self.rank)
         self._remap_gauges = metrics.Writer() if self.rank == 0 else None
         self._remap_manifest = {
@@ -184,8 +211,7 @@ class RemapWorker:
         decode = tokens == len(scheduler_output.num_scheduled_tokens)
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode" if decode else "prefill", tokens):
             output = super().execute_model(scheduler_output)  # type: ignore[misc]
-        if self._remap_gauges is not None:
-            self._remap_gauges.write(self.remap_rank.tenant)
+        self._remap_show()
         return output
 
     def execute_dummy_batch(self) -> None:
@@ -198,7 +224,13 @@ class RemapWorker:
 
     def remap_call(self, method: str, *args: Any) -> Any:
         """One call of this rank's `remap.ranks.Rank`."""
-        return getattr(self.remap_rank, method)(*args)
+        answer = getattr(self.remap_rank, method)(*args)
+        self._remap_show()
+        return answer
+
+    def _remap_show(self) -> None:
+        if self._remap_gauges is not None and self.remap_rank is not None:
+            self._remap_gauges.write(self.remap_rank.tenant)
 
     def remap_move(self, moves: dict[int, int]) -> None:
         """The contents of blocks, and every name of them on this rank."""
@@ -216,6 +248,14 @@ class RemapWorker:
     def remap_manifest(self) -> dict[str, Any]:
         """What was moved where when the engine started."""
         return dict(self._remap_manifest)
+
+    def reload_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Raises InvalidState: new weights would reach the layers that are in the arena now, and not their master copies."""
+        raise InvalidState(
+            "remap streams weights from copies that this does not reach; nothing changed; restart the engine"
+        )
+
+    start_weight_update = reload_weights
 
     def shutdown(self) -> None:
         if self.remap_rank is not None:
@@ -237,8 +277,9 @@ class Arena:
             self.session, self._users = remap.Session(capacity=capacity, device=device, page_bytes=page_bytes), 0
         if self.session.snapshot().page_bytes != page_bytes or self.session.capacity_bytes != capacity:
             raise InvalidArgument(
-                f"the arena has {self.session.capacity_bytes} bytes in pages of {self.session.snapshot().page_bytes}, this engine "
-                f"asks for {capacity} in pages of {page_bytes}; it was not started; give all REMAP_CAPACITY and REMAP_PAGE_BYTES",
+                f"the arena has {self.session.capacity_bytes} bytes in pages of "
+                f"{self.session.snapshot().page_bytes}, this engine asks for {capacity} in pages of {page_bytes}; "
+                "it was not started; give all REMAP_CAPACITY and REMAP_PAGE_BYTES",
                 capacity=capacity,
                 page_bytes=page_bytes,
             )
@@ -252,10 +293,10 @@ class Arena:
 
     def leave(self, tenant: str) -> None:
         self._users -= 1
-        if self._users:
-            self.session.detach(tenant)
-        else:
+        if not self._users:
             self.session.close()
+        elif tenant in self.session.snapshot().tenants:
+            self.session.detach(tenant)
 
 
 _SHARED: dict[str, Arena] = {}
@@ -264,6 +305,15 @@ _SHARED: dict[str, Arena] = {}
 def shared(name: str) -> Arena:
     """The arena that engines of this process share under this name."""
     return _SHARED.setdefault(name, Arena())
+
+
+def _least(value: int) -> int:
+    """The least of all ranks' values."""
+    from vllm.distributed.parallel_state import get_world_group
+
+    found = torch.tensor([value])
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, get_world_group().cpu_group)
+    return int(found)
 
 
 def _to_host(model: Any) -> None:

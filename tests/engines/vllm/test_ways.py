@@ -1,0 +1,121 @@
+"""The ways into an engine: as a plugin without flags in processes of their own, two ranks, compiled, adapters, 8-bit weights, a
+real model; and two engines of one process that share an arena."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import Vllm
+from test_tokens import BURST, LITTLE, SETTINGS, answers, assert_remapped, remap, stock
+
+SHORT = BURST[::2] + BURST[-1:]  # enough to need more than there is, when all arrive at once
+SUBPROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+
+
+@pytest.fixture(scope="module")
+def one(vllm: Vllm) -> Any:
+    """Engines one after the other in one process."""
+    compiled = {"enforce_eager": False, "compilation_config": {"mode": 3, "compile_sizes": []}}
+    lora = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+    mixed = [{**request, "lora": "tiny-lora"} if i % 2 else request for i, request in enumerate(SHORT)]
+    bfloat, little = {"dtype": "bfloat16"}, {"kv_cache_memory_bytes": 6 << 20}
+    four, eight = {"model": "tiny-int4"}, {"model": "tiny-int8"}
+    return vllm.serve(
+        [
+            stock("plenty", [SHORT]),
+            remap("compiled", [SHORT], **compiled),
+            stock("plenty, adapter", [mixed], **lora),
+            remap("adapter", [mixed], **lora),
+            {**stock("plenty, 4 bits", [BURST], **bfloat), **four},
+            {**stock("little, 4 bits", [BURST], **bfloat, **little), **four},
+            {**remap("4 bits", [BURST], **bfloat, **little), **four},
+            {**remap("8 bits", [], **bfloat, **little), **eight, "refused": True},
+        ],
+        VLLM_CACHE_ROOT=str(vllm.folder / "cache"),
+    )
+
+
+def test_as_a_plugin_without_flags_in_another_process(vllm: Vllm, one: Any):
+    plugin = {**SUBPROCESS, "REMAP_ENABLE": "1", "REMAP_SLOWDOWN": "1000"}
+    run = {"name": "remap", "remap": True, "engine": LITTLE, "rounds": [SHORT, SHORT]}
+    found = vllm.serve([run], **plugin)["remap"]
+    assert_remapped(found)
+    assert answers(found) == answers(one["plenty"]) * 2
+
+
+def test_two_ranks(vllm: Vllm, one: Any):
+    """Half of each layer and of each block is on each rank: what changes on one changes on the other."""
+    half = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 4 << 20}
+    found = vllm.serve([remap("remap", [SHORT, SHORT], **half)], **SUBPROCESS)["remap"]
+    assert_remapped(found)
+    assert answers(found) == answers(one["plenty"]) * 2
+    first, second = found["ranks"]
+    assert first == second
+    assert any("reload 1 layers" in reason for reason in found["decisions"])
+
+
+def test_compiled(one: Any):
+    assert_remapped(one["compiled"])
+    assert answers(one["compiled"]) == answers(one["plenty"])
+
+
+def test_with_an_adapter(one: Any):
+    """Every second request with a LoRA adapter."""
+    assert_remapped(one["adapter"])
+    assert answers(one["adapter"]) == answers(one["plenty, adapter"])
+    for i, (found, other) in enumerate(zip(answers(one["adapter"])[0], answers(one["plenty"])[0])):
+        assert i % 2 == 0 or found != other  # it matters
+
+
+def test_quantised_weights(one: Any):
+    """In 4 bits they are tensors that kernels read. In 8 bits oneDNN keeps them, unless the CPU has AMX: then remap refuses."""
+    assert one["little, 4 bits"]["preempted"] > 0
+    assert_remapped(one["4 bits"])
+    assert answers(one["4 bits"]) == answers(one["plenty, 4 bits"])
+    eight = one["8 bits"]
+    if "error" in eight:
+        assert eight["error"] == "InvalidState" and "8-bit" in eight["text"]
+    else:
+        assert torch.cpu._is_amx_tile_supported()
+
+
+def test_two_engines_of_one_process_share_an_arena(vllm: Vllm):
+    """The idle one lends; when it is asked it gets its layers back. Each has room for half of the burst alone."""
+    capacity = 2 * (26 + 9) << 20
+    settings = {**SETTINGS, "arena": "one", "capacity": capacity}
+
+    def engine(name: str) -> dict[str, Any]:
+        return {**remap(name, []), "settings": settings, "keep": True}
+
+    names = ("first", "second")
+
+    run = vllm.serve(
+        [
+            stock("plenty", [BURST]),
+            engine("first"),
+            engine("second"),
+            *({"name": f"{name} {n}", "use": name, "remap": True, "rounds": [BURST]} for n in "12" for name in names),
+        ]
+    )
+    for name in (f"{name} {n}" for n in "12" for name in names):
+        assert run[name]["preempted"] == 0
+        assert answers(run[name]) == answers(run["plenty"])
+        assert run[name]["shared"]["lent"] > 0
+
+
+def test_a_real_model(vllm: Vllm):
+    """SmolLM2-135M in bfloat16: 20 MB of KV cache hold half of what 12 requests need."""
+    bfloat = {"dtype": "bfloat16", "max_model_len": 512}
+    burst = [{"prompt": list(range(1000 + 50 * i, 1020 + 53 * i)), "new": 100} for i in range(12)]
+    real = {"model": vllm.smollm2()}
+    run = vllm.serve(
+        [
+            {**stock("plenty", [burst], **bfloat), **real},
+            {**remap("remap", [burst], **bfloat, kv_cache_memory_bytes=20 << 20), **real},
+        ]
+    )
+    assert_remapped(run["remap"])
+    assert max(run["remap"]["rounds"][0]["alphas"]) >= 2
+    assert answers(run["remap"]) == answers(run["plenty"])
