@@ -109,7 +109,7 @@ def bench_vllm(
     kv: Annotated[
         str, typer.Option(help="KV cache of stock vLLM; remap gets the same memory, weights included.")
     ] = "40MiB",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Requests arrive for so long, under each load.")] = 40.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Requests arrive for so long, under each load.")] = 45.0,
     runs: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 2,
     threads: Annotated[int, typer.Option(min=1, help="Threads that compute, on both sides.")] = 1,
     out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json.")] = Path("bench/results"),

@@ -27,6 +27,7 @@ TOUCHED = (
     ("vllm.model_executor.offloader.base", "BaseOffloader._start_prefetch"),
     ("vllm.model_executor.offloader.prefetch_ops", "register_prefetch_offloader_ops"),
     ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
+    ("vllm._custom_ops", "create_onednn_scaled_mm"),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
     ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
     ("vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block"),
@@ -243,6 +244,11 @@ def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> No
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def bytes_of_tokens(specs: dict[str, Any], tokens: int) -> int:
+    """Bytes of whole blocks of that many tokens, in all layers. specs: of each layer's KV cache, as the worker has them."""
+    return sum(-(-tokens // spec.block_size) * spec.page_size_bytes for spec in specs.values())
 
 
 def block_bytes(kv_cache_config: Any, layers: int) -> int:

@@ -14,7 +14,6 @@ import logging
 import os
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from vllm.model_executor.offloader import set_offloader
 from vllm.platforms import current_platform
 
 import remap
+from remap.adapters.arenas import shared
 from remap.adapters.settings import Settings
 from remap.errors import InvalidArgument, InvalidState
 from remap.footprint import footprint
@@ -116,10 +116,15 @@ class RemapWorker:
                 weights=self._remap_weights,
             )
         self._remap_first = first
+        lendable = sorted(size.layer_pages(page))[:-1]
+        most = first + page * sum(lendable if settings.max_layers is None else lendable[::-1][: settings.max_layers])
         if settings.arena:
-            return settings.capacity - min(size.layer_pages(page)) * page  # all but the ring may become its KV cache
-        lendable = sorted(pages * page for pages in size.layer_pages(page))[:-1]
-        return first + sum(lendable if settings.max_layers is None else lendable[::-1][: settings.max_layers])
+            most = settings.capacity - min(size.layer_pages(page)) * page  # all but the ring may become its KV cache
+        if settings.max_tokens is not None:
+            most = min(
+                most, max(first, internals.bytes_of_tokens(self.model_runner.get_kv_cache_spec(), settings.max_tokens))
+            )
+        return most
 
     def initialize_from_config(self, kv_cache_config: Any) -> None:
         self._remap_attach(kv_cache_config)
@@ -152,13 +157,11 @@ class RemapWorker:
         if not current_platform.is_cpu():
             _to_host(model)  # the session's pages take its place on the device
         # Whole pages, and none left over: ranks would differ in who takes them.
-        first, most = (
-            min(self._remap_first // page * page // block, kv_cache_config.num_blocks),
-            kv_cache_config.num_blocks,
-        )
+        most = kv_cache_config.num_blocks
+        first = min(self._remap_first // page * page // block, most)
         pages = -(-first * block // page)
         settings = self._remap_settings
-        self._remap_arena = arena = shared(settings.arena) if settings.arena else Arena()
+        self._remap_arena = arena = shared(settings.arena)
         session = arena.enter(
             capacity=settings.capacity if settings.arena else self._remap_weights + pages * page,
             device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
@@ -184,6 +187,8 @@ class RemapWorker:
                     "fewer than two layers can be streamed: nothing would ever move; the engine was not started"
                 )
             undo.pop_all()
+        if settings.link is not None:
+            tenant.calibrate_link(settings.link)
         self.remap_rank = Rank(session, tenant, self.rank)
         self._remap_gauges = metrics.Writer() if self.rank == 0 else None
         self._remap_manifest = {
@@ -262,49 +267,6 @@ class RemapWorker:
             self._remap_arena.leave(self.remap_rank.tenant.name)
             self.remap_rank = None
         super().shutdown()  # type: ignore[misc]
-
-
-class Arena:
-    """A session, and how many engines of this process are in it. The last one to leave closes it."""
-
-    def __init__(self) -> None:
-        self.session: Any = None
-        self._users = 0
-
-    def enter(self, *, capacity: int, device: str, page_bytes: int) -> Any:
-        """The session: opened for the first engine, the same one for others (whose page size has to agree)."""
-        if self.session is None or self.session.closed:
-            self.session, self._users = remap.Session(capacity=capacity, device=device, page_bytes=page_bytes), 0
-        if self.session.snapshot().page_bytes != page_bytes or self.session.capacity_bytes != capacity:
-            raise InvalidArgument(
-                f"the arena has {self.session.capacity_bytes} bytes in pages of "
-                f"{self.session.snapshot().page_bytes}, this engine asks for {capacity} in pages of {page_bytes}; "
-                "it was not started; give all REMAP_CAPACITY and REMAP_PAGE_BYTES",
-                capacity=capacity,
-                page_bytes=page_bytes,
-            )
-        self._users += 1
-        return self.session
-
-    def name_for(self, model: str) -> str:
-        """The model's own name, numbered if it is there already."""
-        base, taken = Path(model).name, self.session.snapshot().tenants
-        return next(name for name in (base, *(f"{base}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
-
-    def leave(self, tenant: str) -> None:
-        self._users -= 1
-        if not self._users:
-            self.session.close()
-        elif tenant in self.session.snapshot().tenants:
-            self.session.detach(tenant)
-
-
-_SHARED: dict[str, Arena] = {}
-
-
-def shared(name: str) -> Arena:
-    """The arena that engines of this process share under this name."""
-    return _SHARED.setdefault(name, Arena())
 
 
 def _least(value: int) -> int:

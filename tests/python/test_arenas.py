@@ -1,0 +1,53 @@
+"""Sessions that engines of one process share."""
+
+from __future__ import annotations
+
+import pytest
+from byte_world import spec
+
+import remap
+from remap.adapters.arenas import SharedSession, shared
+
+SIZE = {"capacity": 4 << 20, "device": "cpu", "page_bytes": 1 << 16}
+
+
+def attach(arena, name):
+    layers = [bytes([i + 1]) * 5000 for i in range(8)]
+    return arena.session.attach_bytes(layers, name=name, kv=spec())
+
+
+def test_the_first_opens_and_the_last_closes():
+    arena = shared("test_arenas")
+    assert shared("test_arenas") is arena
+    first = arena.enter(**SIZE)
+    assert arena.enter(**SIZE) is first
+    names = []
+    for _ in range(3):
+        names.append(arena.name_for("models/llama"))
+        attach(arena, names[-1])
+    assert names == ["llama", "llama-2", "llama-3"]
+    arena.leave("llama")
+    assert set(first.snapshot().tenants) == {"llama-2", "llama-3"}
+    arena.leave("llama-2")
+    assert first.closed
+    with pytest.raises(remap.InvalidArgument):
+        _ = arena.session
+    again = arena.enter(**SIZE)
+    assert again is not first and not again.closed
+    arena.leave("nobody")
+    assert again.closed
+
+
+def test_another_size_is_refused_and_does_not_count():
+    arena = SharedSession()
+    session = arena.enter(**SIZE)
+    for other in ({"capacity": 8 << 20}, {"page_bytes": 1 << 17}):
+        with pytest.raises(remap.InvalidArgument) as refused:
+            arena.enter(**{**SIZE, **other})
+        assert refused.value.capacity == {**SIZE, **other}["capacity"]
+    arena.leave("nobody")
+    assert session.closed
+
+
+def test_without_a_name_nothing_is_shared():
+    assert shared("") is not shared("")
