@@ -16,12 +16,13 @@ blocks that the engine has returned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from .controller import Demand
-from .errors import Error, InvalidState
+from .errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from .session import Session
 from .tenant import Tenant
 
@@ -82,18 +83,22 @@ class Rank:
 
     def step(self, blocks: int, free: int, anyway: bool = False) -> Report | None:
         """Rank 0 decides (`Session.step`). None on the others, and where nothing has changed. anyway: nothing else can run until
-        there are so many blocks, so as many layers go as that takes, whatever it costs."""
+        there are so many blocks, so as many layers go as that takes, whatever it costs.
+
+        A change that fails is logged, and the engine goes on with what there is. Raises ArenaBroken only."""
         if self.rank:
             return None
         self._fresh.clear()
         target, self._told = self._target, False
-        done = self.session.step({self.tenant.name: Demand(blocks, free)})
-        unmet = done.unmet_blocks.get(self.tenant.name, 0)
-        if anyway and unmet:
-            unmet = self._insist(unmet)
+        unmet, reason = 0, ""
+        with self._serving_on():
+            done = self.session.step({self.tenant.name: Demand(blocks, free)})
+            unmet, reason = done.unmet_blocks.get(self.tenant.name, 0), done.reason.get(self.tenant.name, "")
+            if anyway and unmet:
+                unmet = self._insist(unmet)
         if not self._told and self._target == target:
             return None
-        return self.report(unmet, done.reason.get(self.tenant.name, ""))
+        return self.report(unmet, reason)
 
     def follow(self, target: tuple[int, int], opened: Runs) -> str:
         """The same (alpha, buffers) as rank 0, and all that is open there is open here. "", or why not: then nothing has changed
@@ -122,11 +127,12 @@ class Rank:
         return None if self.rank else self.report()
 
     def home(self) -> Report | None:
-        """All layers come home, as soon as the blocks that lie in their pages have left. Rank 0 decides."""
+        """All layers come home, as soon as the blocks that lie in their pages have left. Rank 0 decides. Fails as `step` does."""
         if self.rank or not self.tenant.remapped:
             return None
         self._fresh.clear()
-        self._go((0, 0))
+        with self._serving_on():
+            self._go((0, 0))
         return self.report()
 
     def wake(self) -> None:
@@ -144,13 +150,23 @@ class Rank:
             self._held.difference_update(ids)
             self.tenant.kv.returned(ids)
 
+    @contextmanager
+    def _serving_on(self) -> Iterator[None]:
+        """A change that fails has changed nothing: no reason to end an engine that can preempt instead."""
+        try:
+            yield
+        except ArenaBroken:
+            raise
+        except Error as error:
+            logger.warning("rank 0: %s; serving goes on with %s layers remapped", error, self.tenant.remapped)
+
     def _insist(self, blocks: int) -> int:
         """Layer by layer, until there are so many more blocks. How many are lacking in the end."""
         enough = self.tenant.kv.usable_blocks + blocks
         while self.tenant.kv.usable_blocks < enough:
             try:
                 self._go((self.tenant.remapped + 1, 1))
-            except Error:  # that was the last one
+            except InvalidArgument:  # that was the last one
                 break
         return max(0, enough - self.tenant.kv.usable_blocks)
 

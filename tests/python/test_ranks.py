@@ -209,6 +209,32 @@ def test_a_rank_whose_driver_fails_leaves_all_as_they_were(worlds: Any) -> None:
     world.check()
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("anyway", [False, True])
+def test_rank_0_whose_driver_fails_serves_on(worlds: Any, caplog: Any, count: int, anyway: bool) -> None:
+    world = worlds(count, mode="strict", local=count == 1)
+    world.use(FIRST)
+    world.faults[0].arm_any(1, True, _core.ErrorKind.driver)
+    assert world.step(4, anyway=anyway) is None
+    world.faults[0].disarm()
+    assert "serving goes on with 0 layers" in caplog.text
+    assert world.group.target == (0, 0) and len(world.opened) == FIRST
+    world.check()
+    world.step(4)
+    grown = world.group.target
+    assert grown[0] > 0
+    world.check()
+    world.faults[0].arm_any(1, True, _core.ErrorKind.driver)
+    world.take(world.group.home())
+    world.faults[0].disarm()
+    assert world.group.target == grown
+    world.check()
+    world.take(world.group.home())
+    world.take(world.group.home())
+    assert world.group.target[0] == 0
+    world.check()
+
+
 def test_a_rank_cannot_have_what_rank_0_has(worlds: Any) -> None:
     """Rank 1 may stream fewer layers: there is no growing beyond that, and no block that only rank 0 has."""
     world = worlds(2)
