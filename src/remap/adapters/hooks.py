@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.hooks import RemovableHandle
 
-__all__ = ["AttachedHooks", "Tenant", "attach_hooks"]
+__all__ = ["AttachedHooks", "Tenant", "attach_hooks", "call_shape"]
 
 
 class Tenant(Protocol):
@@ -110,17 +110,17 @@ def _after(tenant: Tenant, index: int) -> Callable[[nn.Module, Any, Any], None]:
 def _bracket(forward: Callable[..., Any], tenant: Tenant) -> Callable[..., Any]:
     @functools.wraps(forward)
     def bracketed(*args: Any, **kwargs: Any) -> Any:
-        batch, length = _shape(args, kwargs)
+        batch, length = call_shape(args, kwargs) or (1, 1)
         with tenant.forward(phase="decode" if length == 1 else "prefill", tokens=batch * length):
             return forward(*args, **kwargs)
 
     return bracketed
 
 
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """(sequences, positions) of a call: of `input_ids`, else `inputs_embeds`, else the first tensor given."""
+def call_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """(sequences, positions) of a model's call: of `input_ids`, else `inputs_embeds`, else the first tensor of two dimensions."""
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()):
         shape = getattr(value, "shape", None)
         if shape is not None and len(shape) >= 2:
             return int(shape[0]), int(shape[1])
-    return 1, 1
+    return None

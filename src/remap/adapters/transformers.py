@@ -36,7 +36,7 @@ from remap.tenant import Tenant
 from remap.views import Demand
 
 from .block_tables import BlockTable, Growth, SharedBlocks
-from .hooks import attach_hooks
+from .hooks import attach_hooks, call_shape
 from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
 
@@ -241,7 +241,12 @@ class Attached:
                 if kwargs.get("cache") is None:
                     self._step(0)
                 return forward(*args, **kwargs)
-            cache.prepare(*_shape(args, kwargs))
+            shape = call_shape(args, kwargs)
+            if shape is None:
+                raise InvalidArgument(
+                    "the call has neither input_ids nor inputs_embeds; nothing was computed; pass one of them"
+                )
+            cache.prepare(*shape)
             completed = False
             try:
                 out = forward(*args, **kwargs)
@@ -326,15 +331,6 @@ def _cache_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> PagedCache | Non
     if given is None:
         given = next((value for value in args if isinstance(value, PagedCache)), None)
     return given if isinstance(given, PagedCache) else None
-
-
-def _shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """(sequences, tokens) of a call: of input_ids, else inputs_embeds, else the first tensor given."""
-    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args):
-        shape = getattr(value, "shape", None)
-        if shape is not None and len(shape) >= 2:
-            return int(shape[0]), int(shape[1])
-    raise InvalidArgument("the call has neither input_ids nor inputs_embeds; nothing was computed; pass one of them")
 
 
 def _blocks(name: str, tokens: int, block_tokens: int) -> int:

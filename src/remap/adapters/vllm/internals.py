@@ -165,15 +165,16 @@ def own_rotary_tables(model: Any) -> None:
 
 def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
     """In the block tables of the (V1) model runner: blocks that have moved have their new ids."""
+    import numpy as np  # here, since `remap doctor --vllm` reads this file where there may be neither
+
     for request in runner.requests.values():
         for ids in request.block_ids:
             ids[:] = [moves.get(block, block) for block in ids]
     for table in runner.input_batch.block_table.block_tables:
-        rows, counts = table.block_table.np, table.num_blocks_per_row
-        for row in range(len(counts)):
-            held = rows[row, : counts[row]]
-            for old, new in moves.items():
-                held[held == old] = new
+        rows = table.block_table.np
+        names = np.arange(max(rows.max(), *moves) + 1, dtype=rows.dtype)
+        names[list(moves)] = list(moves.values())
+        rows[:] = names[rows]  # what lies behind a row's end is not read
 
 
 def can_rename_blocks(runner: Any) -> bool:

@@ -88,13 +88,14 @@ class Link:
     def leave(self, spare: int) -> None:
         """Blocks that have to leave: free ones go; the others move, if that leaves `spare` blocks free."""
         self._give_back(self.books.collect())
-        leaving = sorted(self.books.leaving)
-        free = [block.block_id for block in self.books.pool.free_block_queue.get_all_free_blocks()] if leaving else []
-        if leaving and self.may_move and len(free) >= len(leaving) + spare:
+        leaving, pool = sorted(self.books.leaving), self.books.pool
+        # Counted before they are listed: this is asked in every step while blocks are leaving.
+        if leaving and self.may_move and pool.get_num_free_blocks() >= len(leaving) + spare:
+            free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
             moves = dict(zip(leaving, free))
             self._rpc("remap_move", moves)
             for used, unused in moves.items():
-                internals.exchange(self.books.pool, used, unused)
+                internals.exchange(pool, used, unused)
             self.moved += len(moves)
             self._give_back(self.books.collect())
 

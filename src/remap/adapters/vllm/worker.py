@@ -230,7 +230,8 @@ class RemapWorker:
     def remap_call(self, method: str, *args: Any) -> Any:
         """One call of this rank's `remap.ranks.Rank`."""
         answer = getattr(self.remap_rank, method)(*args)
-        self._remap_show()
+        if answer is not None:  # a step that changes nothing shows nothing: passes do
+            self._remap_show()
         return answer
 
     def _remap_show(self) -> None:
