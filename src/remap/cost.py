@@ -85,6 +85,10 @@ class Ewma:
         self._value = number
         self._high_streak = 0
 
+    def continue_streak(self, other: Ewma) -> None:
+        """Samples above the ceiling in a row count on from where `other` is."""
+        self._high_streak = other._high_streak
+
     def update(self, sample: float) -> bool:
         """Take one sample. False, and no change of the estimate, if it is negative or not finite."""
         number = _finite(sample)
@@ -167,6 +171,53 @@ def bucket_of(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
+class _Bucket:
+    """The estimate of one (phase, bucket of tokens).
+
+    Passes are nearly always known as a whole. While that is so, all layers move alike: each keeps its share, and one estimate
+    of the sum stands for all of them, so that learning costs the same however many layers there are. From the first pass that
+    is known layer by layer, each layer has an estimate of its own.
+    """
+
+    __slots__ = ("_constant", "_layers", "_shares", "_whole", "passes")
+
+    def __init__(self, constant: float, seconds: Sequence[float] | None = None, layers: int = 0) -> None:
+        """seconds: of each layer, to start from; otherwise nothing is known of `layers` layers."""
+        self._constant = constant
+        self.passes = 0
+        self._layers: list[Ewma] | None = None
+        self._whole = Ewma(constant)
+        self._shares = [1.0 / layers] * layers if layers else []
+        if seconds is not None:
+            whole = math.fsum(seconds)
+            self._shares = [value / whole if whole > 0.0 else 1.0 / len(seconds) for value in seconds]
+            self._whole.seed(whole)
+
+    def values(self) -> tuple[float, ...]:
+        if self._layers is not None:
+            return tuple(layer.value or 0.0 for layer in self._layers)
+        whole = self._whole.value or 0.0
+        return tuple([share * whole for share in self._shares])
+
+    def update_whole(self, seconds: float) -> None:
+        if self._layers is None:
+            self._whole.update(seconds)
+            return
+        values = self.values()
+        whole = math.fsum(values)
+        for layer, value in zip(self._layers, values, strict=True):
+            layer.update(seconds * value / whole if whole > 0.0 else seconds / len(values))
+
+    def update_layers(self, seconds: Sequence[float]) -> None:
+        if self._layers is None:
+            known = self._whole.samples > 0 or self._whole.value is not None
+            self._layers = [Ewma(self._constant, value if known else None) for value in self.values()]
+            for layer in self._layers:
+                layer.continue_streak(self._whole)
+        for layer, value in zip(self._layers, seconds, strict=True):
+            layer.update(value)
+
+
 class CostModel:
     """Estimates of one tenant's per-layer times. Not thread-safe; `snapshot()` and `LayerTimes` are frozen."""
 
@@ -184,8 +235,7 @@ class CostModel:
                 layer_bytes=self._layer_bytes,
             )
         self._time_constant = time_constant
-        self._compute: dict[tuple[Phase, int], list[Ewma]] = {}
-        self._passes: dict[tuple[Phase, int], int] = {}
+        self._compute: dict[tuple[Phase, int], _Bucket] = {}
         self._s_per_byte = Ewma(time_constant)
         self._copies = self._bytes = self._rejected = 0
 
@@ -230,13 +280,13 @@ class CostModel:
             )
         if phase is not None and tokens is not None and compute_s is not None:
             key = self._key(phase, tokens)
-            seconds = self._split(key, compute_s)
-            if seconds is None:
+            given_s = self._checked(compute_s)
+            if given_s is None:
                 raise InvalidArgument(
                     "compute_s must be finite and >= 0; nothing changed; correct the measurement", compute_s=compute_s
                 )
-            self._compute[key] = [Ewma(self._time_constant, value) for value in seconds]
-            self._passes[key] = 0
+            seconds = given_s if isinstance(given_s, list) else self._shared_out(key, given_s)
+            self._compute[key] = _Bucket(self._time_constant, seconds)
         if bytes_per_s is not None:
             self._s_per_byte.seed(1.0 / float(bytes_per_s))
 
@@ -265,19 +315,20 @@ class CostModel:
                 raise InvalidArgument(
                     f"{name} must be an integer >= 0, got {count!r}; nothing changed; correct it", **{name: count}
                 )
-        seconds = self._split(key, compute_s)
+        seconds = self._checked(compute_s)
         taken = True
         if seconds is None:
             self._rejected += 1
             taken = False
         else:
-            layers = self._compute.get(key)
-            if layers is None:
-                layers = self._compute[key] = [Ewma(self._time_constant) for _ in self._layer_bytes]
-                self._passes[key] = 0
-            for layer, value in zip(layers, seconds, strict=True):
-                layer.update(value)
-            self._passes[key] += 1
+            bucket = self._compute.get(key)
+            if bucket is None:
+                bucket = self._compute[key] = _Bucket(self._time_constant, layers=self.layers)
+            if isinstance(seconds, list):
+                bucket.update_layers(seconds)
+            else:
+                bucket.update_whole(seconds)
+            bucket.passes += 1
         if copies and bytes_copied:
             busy = _finite(copy_s)
             if not busy:  # zero seconds for some bytes is a broken timer too
@@ -308,7 +359,7 @@ class CostModel:
         def distance(known: tuple[Phase, int]) -> tuple[bool, int, int]:
             return known[0] != phase, abs(known[1].bit_length() - key[1].bit_length()), known[1]
 
-        compute = self._values(min(self._compute, key=distance))
+        compute = self._compute[min(self._compute, key=distance)].values()
         per_byte = self._s_per_byte.value
         return LayerTimes(compute, tuple(size * per_byte for size in self._layer_bytes))
 
@@ -317,7 +368,7 @@ class CostModel:
         per_byte = self._s_per_byte.value
         return CostSnapshot(
             layer_bytes=self._layer_bytes,
-            buckets=MappingProxyType({key: BucketCost(self._values(key), self._passes[key]) for key in self._compute}),
+            buckets=MappingProxyType({key: BucketCost(b.values(), b.passes) for key, b in self._compute.items()}),
             bytes_per_s=1.0 / per_byte if per_byte else None,
             copies=self._copies,
             bytes_copied=self._bytes,
@@ -331,25 +382,23 @@ class CostModel:
             )
         return phase, bucket_of(tokens)
 
-    def _values(self, key: tuple[Phase, int]) -> tuple[float, ...]:
-        return tuple(layer.value or 0.0 for layer in self._compute[key])
+    def _checked(self, compute_s: float | Sequence[float]) -> list[float] | float | None:
+        """Seconds of each layer, or of all of them; None if any is negative or not finite."""
+        if not isinstance(compute_s, Iterable):
+            return _finite(compute_s)
+        given = [_finite(value) for value in compute_s]
+        if len(given) != self.layers:
+            raise InvalidArgument(
+                f"compute_s must be one number or {self.layers} of them, got {len(given)}; nothing changed; "
+                "give one for each layer",
+                layers=self.layers,
+                given=len(given),
+            )
+        return None if None in given else [value for value in given if value is not None]
 
-    def _split(self, key: tuple[Phase, int], compute_s: float | Sequence[float]) -> list[float] | None:
-        """Seconds of each layer; None if any is negative or not finite."""
-        if isinstance(compute_s, Iterable):
-            given = [_finite(value) for value in compute_s]
-            if len(given) != self.layers:
-                raise InvalidArgument(
-                    f"compute_s must be one number or {self.layers} of them, got {len(given)}; nothing changed; "
-                    "give one for each layer",
-                    layers=self.layers,
-                    given=len(given),
-                )
-            return None if None in given else [value for value in given if value is not None]
-        total = _finite(compute_s)
-        if total is None:
-            return None
-        shares = self._values(key) if key in self._compute else ()
+    def _shared_out(self, key: tuple[Phase, int], total: float) -> list[float]:
+        """A pass's seconds as the bucket's layers have shared them so far, equally at first."""
+        shares = self._compute[key].values() if key in self._compute else ()
         whole = math.fsum(shares)
         if whole <= 0.0:
             return [total / self.layers] * self.layers

@@ -227,3 +227,33 @@ def test_an_estimate_feeds_the_schedule() -> None:
     model.calibrate("decode", 8, 0.040, bytes_per_s=1_000_000 / 0.004)  # r = 4
     times = model.estimate("decode", 8)
     assert max_remapped(times.compute_s, times.transfer_s) == (8, 2)
+
+
+# -- whole passes and single layers ------------------------------------------------------------------------------------
+
+observations = st.lists(
+    st.one_of(
+        st.floats(0.0, 10.0),
+        st.lists(st.floats(0.0, 10.0), min_size=3, max_size=3),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(observations)
+def test_whole_passes_and_layers_teach_what_one_average_a_layer_would_learn(passes: list[float | list[float]]) -> None:
+    """The slow way: an average for each layer, always; a whole pass is shared out as the layers have shared passes so far."""
+    model = CostModel([1, 1, 1], time_constant=4.0)
+    slow = [Ewma(4.0) for _ in range(3)]
+    for seconds in passes:
+        model.observe_pass("decode", 1, seconds)
+        if isinstance(seconds, float):
+            values = [layer.value or 0.0 for layer in slow]
+            whole = math.fsum(values)
+            seconds = [seconds * value / whole if whole > 0.0 else seconds / 3 for value in values]
+        for layer, value in zip(slow, seconds, strict=True):
+            layer.update(value)
+    learnt = model.snapshot().buckets["decode", 1]
+    assert learnt.passes == len(passes)
+    assert learnt.compute_s == pytest.approx([layer.value for layer in slow], rel=1e-9, abs=1e-12)
