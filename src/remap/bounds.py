@@ -110,11 +110,14 @@ class HiddenCopies:
         compute, transfer = times.compute_s, times.transfer_s
         limit = (1.0 + self._slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
         streamable = len(self._tenant._attachment.order)
+        # Of alpha + beta streamed layers at least alpha + 1 are copied in every pass, whichever they are.
+        least = min(transfer)
+        most = streamable if least * streamable <= limit else int(limit / least) - 1
         best = (0, self._buffers[0])
         for buffers in self._buffers:
             # Not monotone in alpha (see schedule.max_remapped), so from the largest down. A copy engine that is busy for
             # longer than the pass may last settles most of them without the exact period.
-            for alpha in range(streamable - buffers, best[0], -1):
+            for alpha in range(min(most, streamable - buffers), best[0], -1):
                 for kind in self._kinds:
                     if kind == "best" and min(transfer) * (alpha + buffers) > limit:
                         continue
