@@ -12,7 +12,7 @@ namespace {
 template <typename Result, typename... Arguments>
 auto looking(Result (Arena::*look)(Arguments...) const) {
   return [look](const Arena& arena, Arguments... arguments) {
-    const bool streams = arena.backend().device().kind != DeviceInfo::Kind::host;
+    const bool streams = arena.backend().device().kind == DeviceInfo::Kind::cuda;
     return beside_streams(streams, [&] { return (arena.*look)(arguments...); });
   };
 }

@@ -7,13 +7,29 @@
 #include "common.h"
 #include "remap/backends.h"
 #include "remap/decorators.h"
+#include "remap/sim.h"
 
 namespace remap::python {
 namespace {
 
 constexpr std::chrono::milliseconds kSignalInterval{50};
 
+const char* kind_name(DeviceInfo::Kind kind) {
+  switch (kind) {
+    case DeviceInfo::Kind::host: return "host";
+    case DeviceInfo::Kind::cuda: return "cuda";
+    case DeviceInfo::Kind::sim: return "sim";
+  }
+  return "host";
+}
+
 bool synchronize(Backend& backend, EventHandle event, double timeout_s) {
+  if (backend.device().kind == DeviceInfo::Kind::sim) {
+    // Virtual time passes at once, and the timeout is in it: nothing to interrupt, and slices of it would not end by our clock.
+    const double most = std::chrono::duration<double>(std::chrono::nanoseconds::max()).count() / 2;
+    const std::chrono::duration<double> timeout(std::fmin(std::fmax(timeout_s, 0.0), most));
+    return backend.synchronize(event, std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
+  }
   const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
   while (true) {
     {
@@ -49,9 +65,10 @@ void bind_contract(py::module_& module) {
       .def_property_readonly("can_exchange", &Backend::can_exchange)
       .def_property_readonly("new_pages_are_zero", &Backend::new_pages_are_zero)
       .def("usage", &usage)
-      .def_property_readonly("device_kind", [](const Backend& b) { return b.device().kind == DeviceInfo::Kind::cuda ? "cuda" : "host"; })
+      .def_property_readonly("device_kind", [](const Backend& b) { return kind_name(b.device().kind); })
       .def_property_readonly("device_index", [](const Backend& b) { return b.device().index; })
       .def_property_readonly("host_addressable", [](const Backend& b) { return b.device().host_addressable; })
+      .def_property_readonly("simulator", &Backend::simulator)
       .def("reserve", [](Backend& b, std::size_t bytes, std::size_t align) { return to_int(b.reserve(bytes, align)); }, ReleaseGil())
       .def("release", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.release(to_address(at), bytes); }, ReleaseGil())
       .def("create_page", &Backend::create_page, ReleaseGil())

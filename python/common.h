@@ -12,6 +12,7 @@ namespace remap::python {
 void bind_errors(py::module_& module);
 void bind_memory(py::module_& module);      // tensors over addresses: DLPack
 void bind_backend(py::module_& module);     // the contract and its decorators, for tests and tools
+void bind_sim(py::module_& module);         // the backend in virtual time; after bind_backend
 void bind_arena(py::module_& module);       // Arena, Plan, Executor
 void bind_prefetcher(py::module_& module);  // Prefetcher
 

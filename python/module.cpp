@@ -5,6 +5,7 @@ PYBIND11_MODULE(_core, module) {
   remap::python::bind_errors(module);
   remap::python::bind_memory(module);
   remap::python::bind_backend(module);
+  remap::python::bind_sim(module);
   remap::python::bind_arena(module);
   remap::python::bind_prefetcher(module);
 }

@@ -23,6 +23,7 @@ class Forward : public Base {
   bool can_exchange() const noexcept override { return inner_->can_exchange(); }
   Usage usage() const override { return inner_->usage(); }
   DeviceInfo device() const override { return inner_->device(); }
+  std::shared_ptr<SimBackend> simulator() override { return inner_->simulator(); }
 
   std::byte* reserve(std::size_t bytes, std::size_t alignment) override { return inner_->reserve(bytes, alignment); }
   void release(std::byte* address, std::size_t bytes) override { inner_->release(address, bytes); }

@@ -282,6 +282,12 @@ void Prefetcher::State::enter(LayerId layer, StreamHandle reader) {
   if ((get(layer) & kStreamed) != 0) slots[schedule.buffer_of(position[layer])].open.push_back(reader);
 }
 
+bool Prefetcher::State::early(LayerId layer, StreamHandle reader) {
+  if (!simulator || released_s[layer] == 0) return false;
+  if (released_s[layer] <= simulator->now()) released_s[layer] = 0;  // for good: time does not go back
+  return reader != 0 && released_s[layer] > simulator->stream_end(reader);
+}
+
 bool Prefetcher::State::any_open() const noexcept {
   for (std::uint32_t s = 0; s < slots.size(); ++s) {
     if (schedule.open(s) != LayerSchedule::kNone) return true;

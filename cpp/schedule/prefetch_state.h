@@ -38,6 +38,7 @@
 #include <utility>
 
 #include "remap/prefetcher.h"
+#include "remap/sim.h"
 #include "schedule/layer_schedule.h"
 #include "schedule/pass_timer.h"
 
@@ -120,6 +121,9 @@ struct Prefetcher::State {
   std::vector<Slot> slots;
   std::vector<Reload> reloads;           // not yet seen complete, by layer and byte; of exactly the layers with kReload
   std::vector<std::exception_ptr> errors;  // by layer; valid where kFailed
+  // In virtual time the worker is on a clock of its own: when a layer was released by that, by layer. Empty in real time.
+  std::vector<double> released_s;
+  std::shared_ptr<SimBackend> simulator;
 
   std::vector<std::unique_ptr<Ticket>> pool;
   std::vector<Ticket*> free;
@@ -177,6 +181,8 @@ struct Prefetcher::State {
   // The layer may be read. Only a streamed layer has a use that must be closed.
   void enter(LayerId layer, StreamHandle reader);
   bool any_open() const noexcept;
+  // In virtual time: whether the stream comes to the layer before its region shows what it should. wait() then holds it.
+  bool early(LayerId layer, StreamHandle reader);
   void validate(const StreamConfiguration& c) const;
   void validate_slices(const StreamConfiguration& c) const;
   // What is still to be loaded at home under the new configuration. Tickets are shared with `reloads`: one of both must go.

@@ -17,6 +17,8 @@ Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory
   s.states = states_.get();
   s.position.resize(count_);
   s.errors.resize(count_);
+  s.simulator = s.backend->simulator();
+  if (s.simulator) s.released_s.resize(count_);
   s.timer = std::make_unique<PassTimer>(*s.backend, s.stats);
   s.stream.store(s.backend->create_stream(), std::memory_order_relaxed);
 }
@@ -49,6 +51,7 @@ void Prefetcher::released(LayerId layer) noexcept {
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   s.errors[layer] = nullptr;  // re-pointing failed before, and was tried again
+  if (s.simulator) s.released_s[layer] = s.simulator->now();
   s.set(layer, static_cast<std::uint8_t>(s.get(layer) & ~(kHeld | kFailed)));
   s.pump();
   s.changed.notify_all();
@@ -131,7 +134,8 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
     if (bits == 0) return true;
 
     s.bring(layer);
-    if (s.awaited.empty()) {
+    const bool early = s.early(layer, stream);
+    if (s.awaited.empty() && !early) {
       s.enter(layer, stream);
       stalled.over();
       s.pump();
@@ -140,6 +144,7 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
     if (stream != 0) {
       if (measured) stalled.mark();
       for (Ticket* ticket : s.awaited) s.backend->stream_wait(stream, ticket->end);
+      if (early) s.simulator->hold(stream, s.released_s[layer]);
       s.enter(layer, stream);
       stalled.over();
       s.pump();

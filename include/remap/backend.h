@@ -1,7 +1,8 @@
 // The backend contract: everything that the core asks of a device, and nothing else.
 //
-// Implementations: host (memfd; CPU inference), cuda (driver VMM, loaded with dlopen), sim (later), and the decorators fault,
-// limit and trace, which wrap any of them. One conformance suite (tests/python/test_backend_contract*.py) runs over every implementation.
+// Implementations: host (memfd; CPU inference), cuda (driver VMM, loaded with dlopen), sim (a virtual clock, sim.h), and the
+// decorators fault, limit and trace, which wrap any of them. One conformance suite (tests/python/test_backend_contract*.py)
+// runs over every implementation.
 //
 // Rules for all calls
 //   * A call either has its full effect or throws remap::Error and has none.
@@ -76,13 +77,16 @@ struct Usage {
 
 // Which device the pages are on, as a tensor library has to be told.
 struct DeviceInfo {
-  enum class Kind : std::uint8_t { host, cuda };
+  enum class Kind : std::uint8_t { host, cuda, sim };
   Kind kind = Kind::host;
   int index = 0;
-  // Whether the processor can read and write mapped pages by itself: always on the host, on cuda with the emulated driver.
+  // Whether the processor can read and write mapped pages by itself: always on the host, on cuda with the emulated driver, on
+  // sim if it is backed.
   // Tensors over such pages are CPU tensors, and computations on them are the caller's thread's, not a stream's.
   bool host_addressable = true;
 };
+
+class SimBackend;
 
 class Backend {
  public:
@@ -92,6 +96,8 @@ class Backend {
   virtual std::size_t granularity() const noexcept = 0;
   virtual Usage usage() const = 0;
   virtual DeviceInfo device() const { return {}; }
+  // The virtual clock that this backend, or the one it decorates, runs by; null where time is real.
+  virtual std::shared_ptr<SimBackend> simulator() { return nullptr; }
 
   // ---- regions -------------------------------------------------------------------------------------------------
   // Reserves `bytes` (aligned) of addresses, aligned to `alignment` (a power of two >= granularity). No page stands

@@ -65,6 +65,27 @@ struct CudaProbe {
 // What is there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be loaded.
 CudaProbe probe_cuda(const std::string& library = {});
 
+// A device in virtual time (sim.h). Seconds, bytes and bytes per second.
+struct SimOptions {
+  std::string machine = "custom";          // the name that a session shows
+  std::size_t capacity_bytes = 0;          // create_page beyond it is out_of_memory
+  std::size_t granularity = std::size_t{2} << 20;  // a power of two, at least an OS page
+  double h2d_bytes_per_s = 0;              // of the link, host to device
+  double d2h_bytes_per_s = 0;
+  double hbm_bytes_per_s = 0;              // of the device's memory
+  double duplex = 1;                       // the part of a direction's bandwidth that is left while the other one is busy
+  double copy_setup_s = 0;                 // of each copy over the link, before its first byte
+  double create_page_s = 0;                // driver calls, of the calling thread's time: per page,
+  double map_s = 0;
+  double unmap_s = 0;
+  double set_access_s = 0;                 // and per call, which is one contiguous range
+  bool contention = true;                  // copies over the link slow the kernels beside them
+  bool backed = false;                     // pages hold bytes, and all have `granularity` bytes
+};
+// Throws invalid_argument (field `field`) for a capacity below one page, a bandwidth that is not above 0, a time below 0, a duplex
+// outside of (0, 1], and, with contention, for links that together are not slower than the device's memory.
+std::shared_ptr<SimBackend> make_sim_backend(const SimOptions& options);
+
 // One logged call. Addresses, handles and sizes are those of the traced backend; `replay` (decorators.h) translates them.
 struct TraceRecord {
   Call call = Call::reserve;

@@ -13,7 +13,6 @@ ring: activation then depends on nobody else and always succeeds at once.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -58,7 +57,7 @@ def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationRepor
     """The lent layers come home. Called with the session's lock held; refusals have been made."""
     arena, lending = session._arena, session._lending
     away = tenant.streamed
-    session._activity.activated(tenant.name, time.monotonic())
+    session._activity.activated(tenant.name, session.clock())
     session._activations += 1
     tenant._last_use = session._activations
     if not any(map(tenant.lends, away)):

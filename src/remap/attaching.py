@@ -92,6 +92,7 @@ def model_source(
 
     host: page-locked memory for the master copies, where the device needs that. extra, embedding: see `Session.attach`.
     """
+    device.require_bytes()
     import torch
 
     from . import layout as packing

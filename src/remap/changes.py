@@ -41,6 +41,7 @@ class Changes:
         self._owners = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: Tenant | None = None
+        self._simulator: Any = streams.simulator
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ class Changes:
         ):
             # Copies in flight write into pages that are about to belong to somebody else. Never the case while growing. The
             # worker first: when it is done with a region it starts the copy that waits for that.
-            self._executor.drain()
+            self.await_worker()
             if self._executor.failed_points:
                 self._executor.retry_failed()
             if stream and not ring_moves:
@@ -98,6 +99,12 @@ class Changes:
         self._unsettled = tenant
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
+
+    def await_worker(self) -> None:
+        """Block until the re-pointing worker has done all that was committed."""
+        self._executor.drain()
+        if self._simulator is not None:
+            self._simulator.join()  # it is done in real time already; the virtual time that it took is the host's wait
 
     def _ring_is_pointed(self, plan: Plan) -> bool:
         """Whether apply() unmaps what stands behind the ring's addresses, at which copies may still be writing."""
@@ -136,6 +143,10 @@ class Changes:
             slices.parts,
         )
         self._executor.commit(prefetcher, after)
+        if self._simulator is not None:
+            # In virtual time the worker is on its own clock, so letting it finish here takes none of the host's. And as no two
+            # threads ever run at once, the same calls come in the same order in every run, and all times are the same bits.
+            self._executor.drain()
         if plan.held or plan.reload:
             stats = prefetcher.stats()
             tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
@@ -402,6 +413,7 @@ class Changes:
                 tenant._absent.update(tenant._unsettled[0].reload, tenant._unsettled[0].held)
             self._executor.commit(None)
             self._unsettled = tenant._unsettled = None
+        self.await_worker()
         self._executor.forget(tenant.number)
         if prefetcher.in_pass:
             prefetcher.end_pass()

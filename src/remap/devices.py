@@ -4,6 +4,9 @@
 "cuda", "cuda:N"    pages are device memory; "cuda" is "cuda:0"
 cuda, emulated      pages of the emulated driver (tests): the processor reads and writes them, so tensors are CPU tensors
                     and computations are the calling thread's, unless a pass is given a stream
+"sim:NAME"          a named machine in virtual time (include/remap/sim.h): pages are numbers, computations are what
+                    `SimBackend.compute` enqueues, and a pass names the stream that it enqueues them on. Such memory has no bytes,
+                    hence no tensors, unless the backend was made with `backed=True`
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 import os
 import re
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,20 +27,26 @@ from .streams import LEGACY_DEFAULT_STREAM
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["SHAREABLE", "Device", "DeviceName", "default_name", "parse", "resolve"]
+    from .sim.hardware import Machine
+
+__all__ = ["SHAREABLE", "Device", "DeviceName", "default_name", "parse", "resolve", "simulated"]
 
 SHAREABLE = ("none", "posix_fd", "fabric")
+_SIM = re.compile(r"sim:([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
 _CUDA = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
 
 
 @dataclass(frozen=True)
 class DeviceName:
-    """A parsed name. index: as the driver counts devices (CUDA_VISIBLE_DEVICES applies); 0 on the CPU."""
+    """A parsed name. index: as the driver counts devices (CUDA_VISIBLE_DEVICES applies); 0 on the CPU. machine: of "sim"."""
 
-    kind: str  # "cpu" or "cuda"
+    kind: str  # "cpu", "cuda" or "sim"
     index: int = 0
+    machine: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "sim":
+            return f"sim:{self.machine}"
         return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
 
 
@@ -45,13 +56,16 @@ def default_name() -> str:
 
 
 def parse(device: object) -> DeviceName:
-    """Raises InvalidArgument (field device) unless it is "cpu", "cuda" or "cuda:N"."""
+    """Raises InvalidArgument (field device) unless it is "cpu", "cuda", "cuda:N" or "sim:NAME" (of whatever machine)."""
     if device == "cpu":
         return DeviceName("cpu")
+    simulated = _SIM.fullmatch(device) if isinstance(device, str) else None
+    if simulated is not None:
+        return DeviceName("sim", machine=simulated.group(1))
     found = _CUDA.fullmatch(device) if isinstance(device, str) else None
     if found is None:
         raise InvalidArgument(
-            f"device must be 'cpu', 'cuda' or 'cuda:N', got {device!r}; nothing was created", device=device
+            f"device must be 'cpu', 'cuda', 'cuda:N' or 'sim:NAME', got {device!r}; nothing was created", device=device
         )
     return DeviceName("cuda", int(found.group(1) or 0))
 
@@ -60,23 +74,40 @@ class Device:
     """What a session asks about its backend's device. `name` is what `Session.device` shows."""
 
     def __init__(self, backend: Any) -> None:
-        kind = "cuda" if backend.device_kind == "cuda" else "cpu"
-        self.name = DeviceName(kind, backend.device_index if kind == "cuda" else 0)
+        kind = backend.device_kind if backend.device_kind in ("cuda", "sim") else "cpu"
+        # The virtual clock behind the backend, or None: then time is real.
+        self.simulator: Any = backend.simulator if kind == "sim" else None
+        machine: str = "" if self.simulator is None else self.simulator.machine
+        self.name = DeviceName(kind, backend.device_index if kind == "cuda" else 0, machine)
         self.cuda = kind == "cuda"
         self.host_addressable: bool = backend.host_addressable
+        self.clock: Callable[[], float] = time.monotonic if self.simulator is None else self.simulator.read_clock
 
     @property
     def torch_device(self) -> str:
         """Where tensors over the pages are, and an attached model's tensors with them."""
-        return "cpu" if self.host_addressable else str(self.name)
+        return "cpu" if self.host_addressable or self.simulator is not None else str(self.name)
 
     def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
-        """A 1-D uint8 tensor over device memory, on `torch_device`; keeps `owner` alive."""
+        """A 1-D uint8 tensor over device memory, on `torch_device`; keeps `owner` alive.
+
+        Raises InvalidArgument (field device) for simulated memory without bytes.
+        """
+        self.require_bytes()
         from torch.utils.dlpack import from_dlpack
 
         if self.host_addressable:
             return from_dlpack(_core.BytesView(address, nbytes, owner))
         return from_dlpack(_core.BytesView(address, nbytes, owner, self.name.kind, self.name.index))
+
+    def require_bytes(self) -> None:
+        """Raises InvalidArgument (field device) where pages are numbers only."""
+        if self.simulator is not None and not self.host_addressable:
+            raise InvalidArgument(
+                f"simulated memory of {self.name} has no bytes, so there are no tensors over it; nothing changed; attach with "
+                "attach_bytes, or give the session a backend made with backed=True",
+                device=str(self.name),
+            )
 
     @staticmethod
     def host_tensor(address: int, nbytes: int, owner: Any) -> torch.Tensor:
@@ -89,18 +120,28 @@ class Device:
         """The stream on which a pass computes if its caller names none; None if that is the calling thread.
 
         On a GPU that is torch's current stream there. Without torch in the process nothing else than the driver's
-        default stream is current, so torch need not be loaded for the answer.
+        default stream is current, so torch need not be loaded for the answer. A simulated device has none: see `require_stream`.
         """
-        if self.host_addressable:
+        if self.host_addressable or self.simulator is not None:
             return None
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return LEGACY_DEFAULT_STREAM
         return torch.cuda.current_stream(self.name.index)
 
+    def require_stream(self) -> None:
+        """For a pass that names no stream: raises InvalidArgument (field device) where the calling thread cannot compute either,
+        since its computations would take real time and all else virtual time."""
+        if self.simulator is not None:
+            raise InvalidArgument(
+                f"a pass on {self.name} computes in virtual time, on a stream; no pass was begun; give forward(stream=) one that "
+                "the session's backend has made (create_stream)",
+                device=str(self.name),
+            )
+
     def wait_for_torch(self) -> None:
         """Block until what torch enqueued on its current stream of a GPU is done: set-up and tear-down only."""
-        if not self.host_addressable:
+        if self.torch_device != "cpu":
             import torch
 
             torch.cuda.current_stream(self.name.index).synchronize()
@@ -119,8 +160,9 @@ def resolve(
 ) -> tuple[Any, Device]:
     """(backend, device) of a session of `capacity` bytes; arguments as `Session` takes them. A ready backend is kept.
 
-    Raises InvalidArgument for a bad name, for another device than the ready backend's, and for options that the device
-    does not have; DriverError on cuda without a usable driver.
+    On a simulated machine, `capacity` may be a part of its memory; OutOfMemory comes when pages are made beyond that. Raises
+    InvalidArgument for a bad name, an unknown machine, for another device than the ready backend's, and for options that
+    the device does not have; DriverError on cuda without a usable driver.
     """
     if backend is None:
         name = parse(default_name() if device is None else device)
@@ -180,4 +222,29 @@ def _make_backend(
             raise InvalidArgument(
                 f"{option} is for device 'cuda', this is {name}; nothing was created; leave it out", device=str(name)
             )
+    if name.kind == "sim":
+        from .sim.hardware import machine
+
+        return simulated(machine(name.machine))
     return _core.make_host_backend(capacity - capacity % page_bytes, page_bytes, copy_threads)
+
+
+def simulated(machine: Machine, *, contention: bool = True, backed: bool = False) -> Any:
+    """A backend (`_core.SimBackend`) in virtual time with the memory, the link and the driver of `machine`. It uses no real
+    memory, unless it is `backed`. contention: copies over the link slow the kernels that run beside them.
+    """
+    return _core.make_sim_backend(
+        machine=machine.name,
+        capacity_bytes=machine.hbm_bytes,
+        hbm_bytes_per_s=machine.hbm_bytes_per_s,
+        h2d_bytes_per_s=machine.h2d_bytes_per_s,
+        d2h_bytes_per_s=machine.d2h_bytes_per_s,
+        duplex=machine.duplex,
+        copy_setup_s=machine.copy_setup_s,
+        create_page_s=machine.create_page_s,
+        map_s=machine.map_page_s,
+        set_access_s=machine.set_access_s,
+        unmap_s=machine.unmap_page_s,
+        contention=contention,
+        backed=backed,
+    )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -38,7 +37,7 @@ def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]
         for name, tenant in session._tenants.items()
         if tenant is not receiver and session._configs[name].lends and not (tenant._in_pass or tenant._leaving)
     ]
-    now = time.monotonic()
+    now = session.clock()
     inactive = _ranked(session, [tenant for tenant in others if not tenant.active], now)
     active = [tenant for tenant in others if tenant.active]
     lists = [_idle(session, donor, receiver, need) for donor in (*inactive, *active)]

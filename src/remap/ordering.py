@@ -23,8 +23,9 @@ _FOREVER_S = 3600.0
 class Streams:
     """A session's own streams, the callers' streams that it uses, and its events. All released by `close`."""
 
-    def __init__(self, backend: Any) -> None:
+    def __init__(self, backend: Any, simulator: Any = None) -> None:
         self.backend = backend
+        self.simulator = simulator  # the virtual clock behind it, if there is one
         self._adopted: set[int] = set()
         self._mover = 0  # the session's own: for copies that the host waits for, made on first use
         self._keep: Any = None  # owns what copies on it may be reading
@@ -159,6 +160,8 @@ class ComputeStream:
         given = self._device.default_stream() if stream is None else stream
         if given is not None:
             self._use(given)
+        elif self._device.simulator is not None:
+            self._device.require_stream()
         elif self.handle:
             self.wait()
             self._native, self._given, self.handle = 0, None, 0

@@ -54,10 +54,11 @@ _NO_DEMAND = Demand(0)
 class Session:
     """One arena of physical pages on one device, holding weights and KV cache of any number of tenants.
 
-    capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda" or "cuda:N"; by
-    default the environment variable REMAP_DEVICE, else "cpu". mode: "aliased" (growth without driver calls) or "strict" (only
-    what is owned is mapped: a stray access faults). page_bytes: a multiple of the backend's granularity. backend: a ready
-    backend instead of `device` (decorators, tests). copy_threads: on the CPU, threads that share one copy.
+    capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda", "cuda:N" or "sim:NAME"
+    (a named machine in virtual time, see devices.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
+    "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults). page_bytes: a
+    multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests). copy_threads: on
+    the CPU, threads that share one copy.
 
     On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
     of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
@@ -65,6 +66,8 @@ class Session:
 
     Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had,
     DriverError if the device has no driver or one too old.
+
+    `clock()` gives the seconds that idle times and uses are measured in: time.monotonic, or a simulated device's virtual time.
     """
 
     def __init__(
@@ -105,7 +108,8 @@ class Session:
         self.capacity_bytes = size
         self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))
         self._executor = _core.Executor(self._arena)
-        self._streams = Streams(self._backend)
+        self.clock = self._device.clock
+        self._streams = Streams(self._backend, self._device.simulator)
         self._changes = Changes(self._streams, self._arena, self._executor)
         self._host = HostMemories(self._backend, self._device)
         self._config = controller or ControllerConfig()
@@ -387,7 +391,7 @@ class Session:
             if self._executor.failed_points:
                 self._executor.retry_failed()
             if tenant is None:
-                self._executor.drain()
+                self._changes.await_worker()
 
     # -- looking ---------------------------------------------------------------------------------------------------
 

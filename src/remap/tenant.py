@@ -13,7 +13,6 @@ on a stream they make that stream wait; in a pass of the calling thread they blo
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -106,7 +105,8 @@ class Tenant:
         self._prepared_age = _PREPARE_EVERY
         self._in_pass = False
         self.active = True
-        self._last_pass_s = time.monotonic()  # when the last pass ended
+        self._clock = session.clock
+        self._last_pass_s = self._clock()  # when the last pass ended
         self._last_use = 0  # the session's count of activations at the last one
         self._leaving = False  # being detached, which has failed: only trying it again is allowed
         self._detached = False
@@ -177,7 +177,7 @@ class Tenant:
             if not completed:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {self.name!r}: the session was closed inside of the pass", tenant=self.name)
-        self._last_pass_s = time.monotonic()
+        self._last_pass_s = self._clock()
         number = self._prefetcher.end_pass()
         if completed:
             self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))

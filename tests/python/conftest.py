@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 
-@pytest.fixture(params=["host", "trace", "limit", "fault", "stacked", "cuda", "cuda-stacked"])
+@pytest.fixture(params=["host", "trace", "limit", "fault", "stacked", "cuda", "cuda-stacked", "sim", "sim-stacked"])
 def backend_name(request: pytest.FixtureRequest) -> str:
     """The backend that `backend` is."""
     name: str = request.param

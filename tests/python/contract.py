@@ -1,7 +1,8 @@
 """What the two halves of the backend conformance suite share: the backends, and things made in them and taken back.
 
-The cuda backend runs on the emulated driver, with pages of 64 KiB. With REMAP_TEST_CUDA=1 it runs on a GPU, and pages have
-its granularity, 2 MiB: not yet run on a GPU.
+The sim backend has bytes behind its pages here; test_sim_backend.py tests what it does without. The cuda backend runs on the
+emulated driver, with pages of 64 KiB. With REMAP_TEST_CUDA=1 it runs on a GPU, and pages have its granularity, 2 MiB: not yet
+run on a GPU.
 """
 
 from __future__ import annotations
@@ -46,6 +47,24 @@ def cuda() -> Any:
     return _core.make_cuda_backend(library=driver().path)
 
 
+def sim() -> Any:
+    """A device in virtual time whose pages hold bytes: 16 of them. Driver calls and copies take time."""
+    return _core.make_sim_backend(
+        capacity_bytes=PAGES * PAGE,
+        granularity=PAGE,
+        h2d_bytes_per_s=20e9,
+        d2h_bytes_per_s=15e9,
+        hbm_bytes_per_s=1e12,
+        duplex=0.8,
+        copy_setup_s=1e-6,
+        create_page_s=2e-4,
+        map_s=1e-6,
+        set_access_s=4e-5,
+        unmap_s=3e-5,
+        backed=True,
+    )
+
+
 def limited(inner: Any) -> Any:
     return _core.make_limit_backend(
         inner,
@@ -70,6 +89,8 @@ BACKENDS: dict[str, Callable[[], Any]] = {
     "stacked": lambda: stacked(host()),
     "cuda": cuda,
     "cuda-stacked": lambda: stacked(cuda()),
+    "sim": sim,
+    "sim-stacked": lambda: stacked(sim()),
 }
 # Those with room for 16 pages exactly.
 BOUNDED = set(BACKENDS) - ({"cuda"} if ON_GPU else set())

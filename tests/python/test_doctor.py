@@ -233,6 +233,13 @@ def test_a_device_name_that_means_nothing_is_bad(name: str) -> None:
     assert (found.level, found.fix) == ("bad", "set it to cpu, cuda, or cuda:N")
 
 
+def test_a_simulated_device_serves_nobody() -> None:
+    found = by_subject(seen(environment={"REMAP_DEVICE": "sim:GH200-96GB"}))["device of a session"]
+    assert (
+        found.level == "note" and found.found.startswith("sim:GH200-96GB (REMAP_DEVICE)") and "virtual" in found.found
+    )
+
+
 def test_a_device_that_is_not_there_is_bad_and_the_others_are_named() -> None:
     found = by_subject(seen(environment={"REMAP_DEVICE": "cuda:1"}))["device of a session"]
     assert (found.level, found.found) == ("bad", "REMAP_DEVICE=cuda:1, but usable devices are: cuda:0")

@@ -220,6 +220,13 @@ def _choice(seen: Seen) -> Finding:
     except InvalidArgument:
         return Finding("bad", what, f"REMAP_DEVICE={chosen!r} names no device", "set it to cpu, cuda, or cuda:N")
     usable = [f"cuda:{device['index']}" for device in seen.devices if device["vmm"]]
+    if name.kind == "sim":
+        return Finding(
+            "note",
+            what,
+            f"{name} ({source}): in virtual time, nothing is computed",
+            "to serve, set it to cpu or cuda:N",
+        )
     if name.kind == "cpu":
         fix = f"for the GPU: Session(device='{usable[0]}'), or REMAP_DEVICE={usable[0]}" if usable else ""
         return Finding("ok", what, f"cpu ({source})", fix)

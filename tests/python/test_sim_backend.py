@@ -1,0 +1,297 @@
+"""The sim backend without bytes behind its pages: its times against arithmetic by hand, and its threads (see sim_world.py)."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from sim_world import PAGE, World, on_a_thread
+
+from remap import _core
+from remap.errors import InvalidArgument, InvalidState, OutOfMemory
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+
+def test_one_copy_at_a_time_in_the_order_of_enqueuing() -> None:
+    world = World(copy_setup_s=0.25)
+    first, second = world.stream(), world.stream()
+    assert world.down(first, 1) == 1.25
+    assert world.down(second, 2) == 1.25 + 2.25
+    assert world.down(first, 1) == 3.5 + 1.25
+    assert world.backend.now == 0.0  # nobody waited
+    assert world.backend.traffic() == {
+        "h2d": {"copies": 3, "bytes": 4 * PAGE, "busy_s": 4.75},
+        "d2h": {"copies": 0, "bytes": 0, "busy_s": 0.0},
+        "d2d": {"copies": 0, "bytes": 0, "busy_s": 0.0},
+    }
+
+
+def test_each_direction_has_an_engine_of_its_own() -> None:
+    world = World()
+    assert world.down(world.stream(), 2) == 2.0
+    assert world.up(world.stream(), 1) == 2.0
+    assert world.backend.traffic()["d2h"] == {"copies": 1, "bytes": PAGE, "busy_s": 2.0}
+
+
+def test_a_copy_starts_no_earlier_than_the_host_enqueues_it() -> None:
+    world = World()
+    world.backend.advance(3.0)
+    stream = world.stream()
+    assert world.down(stream, 1) == 4.0
+    world.backend.advance(0.5)
+    assert world.down(stream, 1) == 5.0
+
+
+def test_a_copy_that_waits_does_not_keep_others_back() -> None:
+    world = World()
+    assert world.down(world.stream(after=5.0), 1) == 6.0
+    assert world.down(world.stream(), 2) == 2.0  # before it
+    assert world.down(world.stream(), 4) == 10.0  # the gap from 2 to 5 is too short
+    assert world.down(world.stream(), 3) == 5.0  # and exactly right for this one
+    assert world.down(world.stream(), 1) == 11.0
+    assert world.down(world.stream(after=5.5), 0) == 5.5  # nothing to move, nothing to wait for
+
+
+def test_a_gap_is_filled_with_the_setup_time_too() -> None:
+    world = World(copy_setup_s=0.5)
+    assert world.down(world.stream(after=3.0), 1) == 4.5
+    assert world.down(world.stream(), 2.75) == 7.75
+    assert world.down(world.stream(), 2.5) == 3.0
+
+
+def test_both_directions_at_once_are_slower() -> None:
+    world = World(duplex=0.5)
+    assert world.down(world.stream(), 4) == 4.0
+    # A quarter of a page a second until 4, half a page after that.
+    assert world.up(world.stream(), 2) == 6.0
+    world = World(duplex=0.5)
+    world.down(world.stream(after=2.0), 2)
+    assert world.up(world.stream(), 2) == 2.0 + 2.0 + 1.0  # 1 page, half a page, half a page
+    assert world.up(world.stream(after=20.0), 1) == 22.0
+
+
+def test_while_it_is_set_up_a_copy_does_not_slow_the_other_direction() -> None:
+    world = World(duplex=0.5, copy_setup_s=1.0)
+    assert world.down(world.stream(), 1) == 2.0
+    assert world.up(world.stream(after=0.0), 0.25) == 2.0  # from 1 to 2, at half of its rate
+    world = World(duplex=0.5, copy_setup_s=1.0)
+    assert world.down(world.stream(after=1.0), 1) == 3.0
+    assert world.up(world.stream(), 0.5) == 2.0  # from 1 to 2, while the other one is only set up
+
+
+def test_inside_the_device_the_link_is_not_used() -> None:
+    world = World(copy_setup_s=9.0)
+    stream, backend = world.stream(), world.backend
+    backend.copy(stream, world.at, world.at + 8 * PAGE, 4 * PAGE)
+    assert backend.stream_end(stream) == 1.0
+    backend.fill(stream, world.at, 0, 4 * PAGE)
+    assert backend.stream_end(stream) == 1.5
+    assert world.down(world.stream(), 1) == 10.0
+    assert backend.traffic()["d2d"] == {"copies": 1, "bytes": 4 * PAGE, "busy_s": 1.0}
+
+
+def test_host_memory_to_host_memory_goes_by_the_engine_to_the_device() -> None:
+    world = World()
+    stream = world.stream()
+    world.backend.copy(stream, world.host, world.host + PAGE, PAGE)
+    assert world.backend.stream_end(stream) == 1.0
+    assert world.backend.traffic()["h2d"]["copies"] == 1
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_kernel_takes_its_time() -> None:
+    world = World()
+    stream = world.stream()
+    assert world.backend.compute(stream, 2.0) == 2.0
+    assert world.backend.compute(stream, 0.0) == 2.0
+    world.backend.advance(3.0)
+    assert world.backend.compute(stream, 0.5) == 3.5
+
+
+def test_copies_take_their_share_of_the_devices_memory_from_kernels() -> None:
+    world = World()
+    world.down(world.stream(), 2)  # an eighth, until 2
+    assert world.backend.compute(world.stream(), 4.0) == 2.0 + (4.0 - 2.0 * 7 / 8)
+    world.up(world.stream(), 0.5)  # a sixteenth, until 1
+    assert world.backend.compute(world.stream(), 4.0) == 2.0 + (4.0 - 13 / 16 - 7 / 8)
+    assert world.backend.compute(world.stream(after=1.5), 0.25) == 1.5 + 0.25 / (7 / 8)  # over before the copy is
+    assert world.backend.compute(world.stream(after=2.0), 1.0) == 3.0
+
+
+def test_the_setup_of_a_copy_and_later_copies_leave_kernels_alone() -> None:
+    world = World(copy_setup_s=1.0)
+    kernels = world.stream()
+    world.down(world.stream(), 1)
+    assert world.backend.compute(kernels, 1.0) == 1.0
+    assert world.backend.compute(kernels, 7 / 8) == 2.0
+    world.down(world.stream(), 1)
+    assert world.backend.stream_end(kernels) == 2.0
+
+
+def test_without_contention_kernels_are_alone() -> None:
+    world = World(contention=False)
+    world.down(world.stream(), 2)
+    assert world.backend.compute(world.stream(), 4.0) == 4.0
+
+
+# -- the host's time ---------------------------------------------------------------------------------------------------
+
+
+def test_driver_calls_take_the_callers_time() -> None:
+    backend = World(create_page_s=2.0, map_s=0.25, set_access_s=0.5, unmap_s=0.125).backend
+    assert backend.now == 64 * 2.0 + 64 * 0.25 + 0.5
+    page = backend.reserve(2 * PAGE, PAGE)
+    with pytest.raises(OutOfMemory):
+        backend.create_page(PAGE)
+    assert backend.now == 144.5  # refused, or free
+    backend.release(page, 2 * PAGE)
+    world = World(unmap_s=0.125)
+    world.backend.unmap(world.at, 10 * PAGE)
+    assert world.backend.now == 1.25
+
+
+def test_waiting_moves_the_host_and_only_as_far_as_the_timeout() -> None:
+    world = World()
+    backend, stream = world.backend, world.stream()
+    world.down(stream, 8)
+    event = world.event(stream)
+    assert not backend.query(event)
+    assert backend.synchronize(event, 0.0) is False and backend.now == 0.0
+    assert backend.synchronize(event, 2.5) is False and backend.now == 2.5
+    assert backend.synchronize(event, -1.0) is False and backend.now == 2.5
+    assert backend.synchronize(event, 5.5) is True and backend.now == 8.0
+    assert backend.synchronize(event, 5.5) is True and backend.now == 8.0
+    world.down(stream, 1)
+    assert backend.synchronize(world.event(stream), math.inf) is True and backend.now == 9.0
+    assert backend.synchronize(backend.create_event(), 1e300) is True and backend.now == 9.0
+
+
+def test_events_stand_for_a_moment() -> None:
+    world = World()
+    backend, stream = world.backend, world.stream()
+    backend.advance(1.0)
+    begin = world.event(stream)  # of an idle stream: now
+    assert backend.query(begin)
+    world.down(stream, 2)
+    end = world.event(stream)
+    with pytest.raises(InvalidState) as early:
+        backend.elapsed(begin, end)
+    assert early.value.event == end
+    backend.finish(stream)
+    assert backend.now == 3.0 and backend.elapsed(begin, end) == 2.0 and backend.elapsed(end, begin) == -2.0
+    waiting = world.stream()
+    backend.stream_wait(waiting, end)
+    backend.record(end, stream)  # anew: the wait is for the recording before
+    assert backend.stream_end(waiting) == 3.0
+
+
+def test_time_goes_forward_only() -> None:
+    world = World()
+    backend = world.backend
+    backend.advance_to(2.0)
+    backend.advance_to(1.0)
+    assert backend.now == 2.0
+    for wrong in (-1.0, math.nan, math.inf):
+        stream = world.stream()
+        for call in (
+            backend.advance,
+            backend.advance_to,
+            lambda s: backend.compute(stream, s),  # noqa: B023  called at once
+            lambda s: backend.hold(stream, s),  # noqa: B023
+        ):
+            with pytest.raises(InvalidArgument):
+                call(wrong)
+    assert backend.now == 2.0
+
+
+def test_destroying_a_stream_waits_for_it() -> None:
+    world = World()
+    stream = world.stream()
+    world.down(stream, 3)
+    world.backend.destroy_stream(stream)
+    assert world.backend.now == 3.0
+    with pytest.raises(InvalidArgument):
+        world.backend.finish(stream)
+
+
+# -- threads -----------------------------------------------------------------------------------------------------------
+
+
+def test_another_thread_is_on_a_clock_of_its_own() -> None:
+    world = World(unmap_s=0.5)
+    backend, stream = world.backend, world.stream()
+    backend.advance(1.0)
+    world.down(stream, 4)
+    event = world.event(stream)
+
+    def beside() -> tuple[float, ...]:
+        first = backend.now
+        assert backend.synchronize(event, 60.0) and backend.query(event)
+        waited = backend.now
+        backend.unmap(world.at, 2 * PAGE)
+        return first, waited, backend.now
+
+    assert on_a_thread(beside) == (1.0, 5.0, 6.0)
+    assert backend.now == 1.0 and not backend.query(event)  # the host has not waited
+    backend.join()
+    assert backend.now == 6.0 and backend.query(event)
+
+
+def test_what_another_thread_enqueues_starts_in_its_time_and_what_it_maps_is_there_from_then_on() -> None:
+    world = World(contention=False)
+    backend = world.backend
+    event = world.event(world.stream(after=3.0))
+    own = world.event(world.stream(after=2.0))
+    stream, late = world.stream(), world.stream(after=3.0)
+
+    def beside() -> bool:
+        backend.synchronize(event, 60.0)
+        world.down(stream, 1)
+        backend.set_access(world.at, PAGE, _core.Access.read_write)
+        backend.synchronize(own, 60.0)
+        backend.synchronize(event, 0.0)
+        return bool(backend.query(own))
+
+    assert not on_a_thread(beside)  # not for everybody, though 2 s have passed for this thread
+    assert backend.stream_end(stream) == 4.0
+    assert world.down(world.stream(), 1) == 5.0  # through the page that was mapped at 3
+    other = world.stream()
+    backend.copy(other, world.at + PAGE, world.host, PAGE)
+    assert backend.stream_end(other) == 1.0  # through another one
+    assert backend.now == 0.0
+    backend.finish(late)
+    assert world.down(world.stream(), 1) == 6.0
+
+
+def test_whoever_makes_time_pass_is_the_host() -> None:
+    world = World()
+    on_a_thread(lambda: world.backend.advance(2.0))
+    assert world.backend.now == 2.0
+    stream = world.stream()
+    world.down(stream, 1)
+    on_a_thread(lambda: world.backend.finish(stream))
+    assert world.backend.now == 3.0
+
+
+# -- again and again ------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_calls_give_the_same_bits() -> None:
+    def run() -> tuple[float, ...]:
+        world = World(duplex=0.7, copy_setup_s=1e-3, map_s=0.1)
+        kernels, copies, back = world.stream(), world.stream(), world.stream()
+        for turn in range(50):
+            event = world.event(kernels)
+            world.backend.stream_wait(copies, event)
+            world.down(copies, 0.3 + turn / 7)
+            world.up(back, 0.1 + turn / 11)
+            world.backend.compute(kernels, 0.37)
+            on_a_thread(lambda: world.backend.unmap(world.at + (63 - turn) * PAGE, PAGE))  # noqa: B023
+        world.backend.finish(copies)
+        ends = tuple(map(world.backend.stream_end, (kernels, copies, back)))
+        return (world.backend.now, *ends)
+
+    assert run() == run()
