@@ -27,10 +27,18 @@ PURE = (
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
-# The wiring, which makes devices, sessions and changes, and the doctor, which asks the driver: nobody else knows the C++ core.
-CORE_IMPORTERS = ("session", "tenancy", "attaching", "changes", "devices", "cli.doctor_cuda", "cli.doctor_link")
-# Loaded on request only.
-LAZY = ("adapters", "cli", "engine")
+# The wiring, which makes devices, sessions and changes, the doctor, which asks the driver, and the copies of `bench machine`:
+# nobody else knows the C++ core.
+CORE_IMPORTERS = (
+    *("session", "tenancy", "attaching", "changes", "devices"),
+    *("cli.doctor_cuda", "cli.doctor_link", "cli.bench_machine_copies"),
+)
+# Loaded on request only. Of the simulator, what serves: it runs the reference engine's scheduler and turns.
+SIMULATOR = (
+    *("engine", "paper", "paper_list", "passes", "running", "scheduling", "sequences", "serving", "timeline", "worlds"),
+    *("calibrated",),
+)
+LAZY = ("adapters", "cli", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
@@ -42,6 +50,7 @@ CPP_LAYERS = ("backend", "core", "schedule")
 PUBLIC_HEADERS = {
     "remap/backend.h": "backend",
     "remap/backends.h": "backend",
+    "remap/sim.h": "backend",
     "remap/plan.h": "core",
     "remap/arena.h": "core",
     "remap/executor.h": "core",

@@ -1,4 +1,4 @@
-"""The typer application: `remap demo`, `remap bench` and `remap doctor`."""
+"""The typer application: `remap demo`, `plan`, `simulate`, `fit`, `bench` and `doctor`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from rich.console import Console
 from remap.errors import Error
 from remap.sizes import parse_size
 
+from .bench_machine import bench_machine, fit_command
 from .demo_run import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
+from .plan import plan
 
 __all__ = ["app"]
 
@@ -23,6 +25,9 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure on this machine, and put the paper's figures beside it.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.command("plan")(plan)
+app.command("fit")(fit_command)
+bench.command("machine")(bench_machine)
 DEFAULTS = default_config()
 
 

@@ -1,0 +1,193 @@
+"""`remap plan`: what remapping would do on a machine for a model, with the arithmetic. The numbers are `remap.sim.planning`'s."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from remap.errors import Error
+from remap.sim.hardware import machine as machine_of
+from remap.sim.hardware import model as model_of
+from remap.sim.planning import Plan, memory_of
+from remap.sim.planning import plan as make_plan
+from remap.sim.planning_numbers import Donor, Reload
+from remap.sizes import show_size
+
+__all__ = ["plan", "show"]
+
+
+def plan(
+    machine: Annotated[str, typer.Option(help="Such as GH200, H200-SXM, A100, 4090.")],
+    model: Annotated[str, typer.Option(help="Such as llama-3-8b, OPT-13b.")],
+    memory: Annotated[
+        str | None,
+        typer.Option(help="For weights and KV cache: 40% of the device, or 24GiB.", show_default="90%"),
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="Tokens that a decoding request has on average.")] = 512,
+    batch: Annotated[int | None, typer.Option(min=1, help="Show this many requests at once, too.")] = None,
+    donors: Annotated[
+        str, typer.Option(help="Idle models on the same machine, as OPT-13b,Llama-3-8b.", show_default="none")
+    ] = "",
+    tables: Annotated[
+        Path | None, typer.Option(help="JSON with machines and models of your own, as `remap fit` writes it.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
+) -> None:
+    """How much KV cache a model would gain on a machine, what is hidden, and what to set, with the arithmetic shown."""
+    try:
+        on = machine_of(machine, tables)
+        found = make_plan(
+            on,
+            model_of(model, tables),
+            memory_bytes=memory_of(memory, on),
+            context=context,
+            batch=batch,
+            donors=[model_of(name.strip(), tables) for name in donors.split(",") if name.strip()],
+        )
+    except Error as error:
+        text = f"{type(error).__name__}: {error}"
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
+    else:
+        show(found, Console(soft_wrap=True))
+
+
+def show(found: Plan, console: Console) -> None:
+    """Prints the plan: the answer first, then the tables, then the arithmetic and the sources."""
+
+    def say(text: str = "", style: str | None = None) -> None:
+        console.print(text, style=style, markup=False, highlight=False)
+
+    best = found.balance
+    say(
+        f"{found.model.name} on {found.machine.name}, {show_size(found.memory_bytes)} for weights and KV cache, "
+        f"{found.context} tokens a request",
+        style="bold",
+    )
+    say(
+        f"KV cache {found.kv_tokens:,} tokens, {best.rows_before} requests at once. Each remapped layer adds "
+        f"{found.tokens_per_layer:,.0f} tokens."
+    )
+    if best.remapped or best.slices:
+        say(
+            f"Free of stalls with the cache full: {best.remapped} whole layers ({best.rows} requests, {_times(best.speedup)}), "
+            f"or {best.slices:.3g} layers' worth in slices ({best.slices_rows} requests, {_times(best.slices_speedup)})."
+        )
+    for text in found.advice.why:
+        say(text)
+    say()
+    console.print(_limits(found))
+    say()
+    console.print(_what_if(found))
+    say()
+    console.print(_reloads([found.reload, *(donor.reload for donor in found.donors)]))
+    if found.donors:
+        say()
+        console.print(_donors(found.donors))
+    say()
+    say("What to set: remap.ControllerConfig(", style="bold")
+    for setting in found.advice.settings:
+        say(f"    {setting.name}={setting.value!r},  # {setting.reason}")
+    say(")")
+    say()
+    say("The arithmetic", style="bold")
+    for step in found.steps:
+        say(f"  {step.what}: {step.formula}")
+        say(f"      {step.numbers}")
+    say()
+    say(
+        "Figures of the machine, by grade (P paper, S public page, L measured, D data sheet, V fitted, A assumed)",
+        style="bold",
+    )
+    shown: dict[str, list[str]] = {}
+    for name, source in found.machine.sources.items():
+        shown.setdefault(source, []).append(name.removeprefix("roofline."))
+    for source, names in shown.items():
+        say(f"  {', '.join(names)}: {source}")
+
+
+def _times(speedup: float) -> str:
+    return f"{speedup:.2f}x tokens/s" if math.isfinite(speedup) else "instead of none"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _limits(found: Plan) -> Table:
+    table = _table(
+        f"Layers hidden by a decode pass; copying one takes {found.limits[0].copy_s * 1e3:.3f} ms",
+        *("tokens", "batch", "layer ms", "whole", "by", "slices", "Eq. 5", "fits"),
+    )
+    for each in found.limits:
+        mark = "bold" if each.rows == found.batch and each.context == found.context else None
+        table.add_row(
+            str(each.context),
+            str(each.rows),
+            f"{each.layer_s * 1e3:.3f}",
+            f"{each.remapped} ({each.remapped / found.model.layers:.0%})",
+            f"{each.selection} {each.buffers}" if each.remapped else "",
+            f"{each.slices:.2f}",
+            str(each.paper),
+            "yes" if each.fits else "no",
+            style=mark,
+        )
+    return table
+
+
+def _what_if(found: Plan) -> Table:
+    table = _table(
+        "With so many layers remapped and the KV cache full", "layers", "requests", "ms a token", "stall ms", "tokens/s"
+    )
+    for each in found.what_if:
+        table.add_row(
+            str(each.remapped),
+            str(each.rows),
+            f"{each.iteration_s * 1e3:.1f}",
+            f"{each.stall_s * 1e3:.1f}",
+            f"{each.speedup:.2f}x" if math.isfinite(each.speedup) else "-",
+        )
+    return table
+
+
+def _reloads(reloads: Sequence[Reload]) -> Table:
+    sizes = [str(tokens) for tokens, _ in reloads[0].hidden]
+    title = f"Loading back: layers hidden by a prefill of {' or '.join(sizes)} tokens; how late it is if half are away"
+    columns = [column for size in sizes for column in (size, "late ms")]
+    table = _table(title, "model", "of", "layer ms", "all ms", *columns)
+    for each in reloads:
+        cells = [
+            cell
+            for (_, hidden), (_, late) in zip(each.hidden, each.late_s, strict=True)
+            for cell in (f"{hidden} ({hidden / each.layers:.0%})", f"{late * 1e3:.3g}")
+        ]
+        table.add_row(each.model, str(each.layers), f"{each.layer_s * 1e3:.2f}", f"{each.all_s * 1e3:.0f}", *cells)
+    return table
+
+
+def _donors(donors: Sequence[Donor]) -> Table:
+    table = _table(
+        "What idle models give: what a prefill of 512 tokens hides the reload of, and half",
+        *("donor", "layers", "KV tokens", "half", "KV tokens"),
+    )
+    for each in donors:
+        table.add_row(
+            each.model,
+            str(each.layers_free),
+            f"{each.tokens_free:,}",
+            str(each.layers_half),
+            f"{each.tokens_half:,}",
+        )
+    return table

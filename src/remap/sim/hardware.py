@@ -1,0 +1,314 @@
+"""Named machines and models: what the simulator and `remap plan` reckon with. Pure; facts with their sources, as JSON.
+
+    machine("GH200-96GB").h2d_bytes_per_s           # 4.19e11
+    machine("my-box", extra="my-box.json")          # a table of one's own, of the same form; `remap fit` writes one
+    machine("H200").with_(h2d_bytes_per_s=40e9)     # what if
+
+A name is looked up whatever its case: the full name, an alias of the table, or a beginning that fits one name only.
+
+The form of a table, of which `tables/machines.json` and `tables/models.json` are the built-in ones:
+
+    {"machines": {"my-box": {"like": "H100-SXM", "figures": {"h2d_bytes_per_s": {"value": 4.0e10, "source": "measured"}},
+                             "roofline": {"eff_bw": 0.9}}},
+     "models": {"my-model": {"like": "Llama-3-8b", "layers": 16}}}
+
+A figure is a number, or an object with `value`, `source` and `grade`. What an entry leaves out is taken from the entry
+that it is `like`; an entry with the name of a built-in one changes that one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ._tables import Extra, refuse, resolve, table_of
+
+__all__ = ["Extra", "Machine", "Model", "RooflineConstants", "machine", "machines", "model", "models"]
+
+
+def _number(name: str, value: object, *, least: float = 0.0, above: bool = True, most: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise refuse(name, value, "a finite number")
+    if value < least or (above and value == least) or value > most:
+        limit = f" and at most {most:g}" if most < math.inf else ""
+        raise refuse(name, value, f"{'above' if above else 'at least'} {least:g}{limit}")
+    return float(value)
+
+
+def _count(name: str, value: object, least: int = 1) -> int:
+    number = _number(name, value, least=least, above=False)
+    if number != int(number):
+        raise refuse(name, value, f"a whole number of at least {least}")
+    return int(number)
+
+
+@dataclass(frozen=True)
+class RooflineConstants:
+    """How near operators come to a machine's limits. Raises InvalidArgument (field) for values out of range.
+
+    An operator that moves `bytes` and computes `flop` takes ((bytes / (eff_bw * bandwidth))^p + (flop / (eff_flops *
+    flops))^p)^(1/p) + op_overhead_s. eff_bw, eff_flops: shares of the nominal figures, above 0 and at most 1.2. p: at
+    least 1; the larger, the sharper the knee. attn_decode_eff: share of the memory bandwidth at which decode attention reads
+    the KV cache; attn_prefill_eff: share of the FLOP/s that prefill attention reaches. other_ops_s: norms, rotary embedding,
+    activation, sums and cache writes of one layer; other_ops_s_per_token_per_khidden: what they take more for each
+    token and each 1000 of the hidden size.
+    """
+
+    eff_bw: float
+    eff_flops: float
+    p: float
+    op_overhead_s: float
+    attn_decode_eff: float
+    attn_decode_overhead_s: float
+    attn_prefill_eff: float
+    other_ops_s: float
+    other_ops_s_per_token_per_khidden: float
+
+    def __post_init__(self) -> None:
+        for name in ("eff_bw", "eff_flops", "attn_decode_eff", "attn_prefill_eff"):
+            object.__setattr__(self, name, _number(f"roofline.{name}", getattr(self, name), most=1.2))
+        object.__setattr__(self, "p", _number("roofline.p", self.p, least=1.0, above=False, most=100.0))
+        for name in (
+            *("op_overhead_s", "attn_decode_overhead_s", "other_ops_s"),
+            "other_ops_s_per_token_per_khidden",
+        ):
+            object.__setattr__(self, name, _number(f"roofline.{name}", getattr(self, name), above=False))
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One accelerator and its link to host memory. Bytes, bytes/s, FLOP/s, seconds. Raises InvalidArgument (field).
+
+    hbm_bytes: device memory as the driver shows it. hbm_bytes_per_s, flops: nominal. link: its kind, in words.
+    h2d_bytes_per_s, d2h_bytes_per_s: what large copies reach, alone. duplex: the share of a direction's bandwidth that is
+    left while the other one is busy too. copy_setup_s: of each copy. create_page_s, map_page_s, set_access_s,
+    unmap_page_s: driver calls for one 2 MiB page. iteration_gap_s: between two iterations of an engine. sources: figure ->
+    "grade: source"; it is read only, and two machines with the same figures are equal whatever it says.
+    """
+
+    name: str
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    flops: float
+    link: str
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    duplex: float
+    copy_setup_s: float
+    create_page_s: float
+    map_page_s: float
+    set_access_s: float
+    unmap_page_s: float
+    iteration_gap_s: float
+    roofline: RooflineConstants
+    sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("name", "link"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise refuse(name, getattr(self, name), "text that is not empty")
+        object.__setattr__(self, "hbm_bytes", _count("hbm_bytes", self.hbm_bytes))
+        for name in ("hbm_bytes_per_s", "flops", "h2d_bytes_per_s", "d2h_bytes_per_s"):
+            object.__setattr__(self, name, _number(name, getattr(self, name)))
+        object.__setattr__(self, "duplex", _number("duplex", self.duplex, most=1.0))
+        for name in _SECONDS:
+            object.__setattr__(self, name, _number(name, getattr(self, name), above=False))
+        if not isinstance(self.roofline, RooflineConstants):
+            raise refuse("roofline", self.roofline, "RooflineConstants")
+
+    def with_(self, **changes: Any) -> Machine:
+        """A machine with other figures, those of the roofline included. Raises InvalidArgument (field) for unknown names
+        and bad values. The changed figures' sources say so."""
+        constants = {f.name for f in dataclasses.fields(RooflineConstants)}
+        own = {f.name for f in dataclasses.fields(Machine)} - {"sources"}
+        for name in changes:
+            if name not in own | constants:
+                raise refuse("name of a figure", name, f"one of {', '.join(sorted(own | constants))}")
+        inner = {name: value for name, value in changes.items() if name in constants}
+        outer: dict[str, Any] = {name: value for name, value in changes.items() if name in own}
+        if inner:
+            outer["roofline"] = dataclasses.replace(outer.get("roofline", self.roofline), **inner)
+        told = {name: "changed by the caller" for name in changes if name not in ("name", "link")}
+        told |= {f"roofline.{name}": told.pop(name) for name in inner}
+        return dataclasses.replace(self, **outer, sources={**self.sources, **told})
+
+    @property
+    def ratio(self) -> float:
+        """R: memory bandwidth over host-to-device bandwidth, the figure that decides whether active layers can stream."""
+        return self.hbm_bytes_per_s / self.h2d_bytes_per_s
+
+    def copy_s(self, size: int, copies: int = 1) -> float:
+        """Seconds to bring `size` bytes in from the host, alone on the link."""
+        return copies * self.copy_setup_s + size / self.h2d_bytes_per_s
+
+
+_SECONDS = ("copy_setup_s", "create_page_s", "map_page_s", "set_access_s", "unmap_page_s", "iteration_gap_s")
+_FIGURES = ("hbm_bytes", "hbm_bytes_per_s", "flops", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex", *_SECONDS)
+_CONSTANTS = tuple(f.name for f in dataclasses.fields(RooflineConstants))
+
+
+@dataclass(frozen=True)
+class Model:
+    """One model's sizes. Raises InvalidArgument (field) for values out of range.
+
+    layer_bytes: weights of one layer. resident_bytes: embeddings, head and final norm, which are never remapped.
+    linear_ops: (name, k, n) of each matrix of one layer, k inputs and n outputs. head: (k, n). context: most tokens of a
+    request. experts, active_experts, expert_ops: a mixture of experts has `experts` copies of each operator named
+    in expert_ops, and each token uses `active_experts` of them; otherwise 1, 1 and ().
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    dtype_bytes: int
+    layer_bytes: int
+    resident_bytes: int
+    linear_ops: tuple[tuple[str, int, int], ...]
+    head: tuple[int, int]
+    context: int
+    experts: int = 1
+    active_experts: int = 1
+    expert_ops: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise refuse("name", self.name, "text that is not empty")
+        for name in (*_MODEL_COUNTS, "experts", "active_experts"):
+            object.__setattr__(self, name, _count(name, getattr(self, name), 0 if name == "resident_bytes" else 1))
+        object.__setattr__(self, "linear_ops", _operators(self.linear_ops))
+        pair = self.head
+        if isinstance(pair, (str, Mapping)) or not isinstance(pair, Iterable) or len(tuple(pair)) != 2:
+            raise refuse("head", pair, "two numbers, inputs and outputs")
+        object.__setattr__(self, "head", tuple(_count("head", size) for size in pair))
+        object.__setattr__(self, "expert_ops", tuple(self.expert_ops))
+        unknown = [op for op in self.expert_ops if op not in {name for name, _, _ in self.linear_ops}]
+        if unknown:
+            raise refuse("expert_ops", self.expert_ops, f"names of linear_ops; {unknown} are none")
+        if self.active_experts > self.experts:
+            raise refuse("active_experts", self.active_experts, f"at most experts, {self.experts}")
+
+    @property
+    def kv_bytes_per_token_layer(self) -> int:
+        """Keys and values of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one token in all layers."""
+        return self.layers * self.kv_bytes_per_token_layer
+
+    @property
+    def weight_bytes(self) -> int:
+        """All weights: layers, embeddings, head and final norm."""
+        return self.layers * self.layer_bytes + self.resident_bytes
+
+
+_MODEL_COUNTS = (
+    *("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "dtype_bytes", "layer_bytes", "resident_bytes"),
+    "context",
+)
+_MODEL_FIELDS = (*_MODEL_COUNTS, "linear_ops", "head", "experts", "active_experts", "expert_ops")
+
+
+def _operators(value: object) -> tuple[tuple[str, int, int], ...]:
+    if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
+        raise refuse("linear_ops", value, "a list of [name, inputs, outputs]")
+    found: list[tuple[str, int, int]] = []
+    for item in value:
+        if isinstance(item, str) or not isinstance(item, Iterable):
+            raise refuse("linear_ops", item, "a list of [name, inputs, outputs]")
+        parts = tuple(item)
+        if len(parts) != 3 or not isinstance(parts[0], str):
+            raise refuse("linear_ops", item, "a list of [name, inputs, outputs]")
+        found.append((parts[0], _count("linear_ops", parts[1]), _count("linear_ops", parts[2])))
+    if not found or len({name for name, _, _ in found}) != len(found):
+        raise refuse("linear_ops", value, "at least one operator, each with a name of its own")
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------------------------------- look-ups
+
+
+def machines(extra: Extra = None) -> tuple[str, ...]:
+    """The names of the known machines, those of `extra` last. Raises InvalidArgument for a malformed `extra`."""
+    return tuple(table_of("machines", extra))
+
+
+def models(extra: Extra = None) -> tuple[str, ...]:
+    """The names of the known models, those of `extra` last. Raises InvalidArgument for a malformed `extra`."""
+    return tuple(table_of("models", extra))
+
+
+def machine(name: str, extra: Extra = None) -> Machine:
+    """The machine of that name. Raises InvalidArgument: an unknown or ambiguous name (fields: name, known), a malformed
+    table (field: the offending one)."""
+    table = table_of("machines", extra)
+    found = resolve("machine", name, table)
+    entry = table[found]
+    figures, constants = dict(_part(entry, "figures", found)), dict(_part(entry, "roofline", found))
+    sources: dict[str, str] = {}
+    told = {key: constants.pop(key, None) for key in ("source", "grade")}
+    values = {key: _value(figures, key, found, sources) for key in _FIGURES}
+    for key in figures:
+        if key not in _FIGURES:
+            raise refuse(f"{found}.figures", key, f"made of {', '.join(_FIGURES)}")
+    for key in constants:
+        if key not in _CONSTANTS:
+            raise refuse(f"{found}.roofline", key, f"made of {', '.join(_CONSTANTS)}, source and grade")
+    inner = {key: _value(constants, key, found, {}) for key in _CONSTANTS}
+    sources |= {f"roofline.{key}": _source(told["grade"], told["source"]) for key in _CONSTANTS}
+    return Machine(
+        name=found,
+        link=entry.get("link", ""),
+        roofline=RooflineConstants(**inner),
+        sources=sources,
+        **values,
+    )
+
+
+def model(name: str, extra: Extra = None) -> Model:
+    """The model of that name. Raises InvalidArgument as `machine` does."""
+    table = table_of("models", extra)
+    found = resolve("model", name, table)
+    entry = dict(table[found])
+    for key in ("aliases", "source", "grade", "parameters", "like"):
+        entry.pop(key, None)
+    for key in entry:
+        if key not in _MODEL_FIELDS:
+            raise refuse(found, key, f"made of {', '.join(_MODEL_FIELDS)}, aliases, source and grade")
+    for key in _MODEL_FIELDS[:-3]:
+        if key not in entry:
+            raise refuse(f"{found}.{key}", None, "given (or `like` must name a model to take it from)")
+    return Model(name=found, **entry)
+
+
+def _part(entry: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
+    value = entry.get(part)
+    if not isinstance(value, Mapping):
+        raise refuse(f"{name}.{part}", value, "an object of figures by name")
+    return value
+
+
+def _value(figures: Mapping[str, Any], key: str, name: str, sources: dict[str, str]) -> Any:
+    """The figure's number; its source goes to `sources`."""
+    if key not in figures:
+        raise refuse(f"{name}.{key}", None, "given (or `like` must name a machine to take it from)")
+    figure = figures[key]
+    if not isinstance(figure, Mapping):
+        sources[key] = "user's table"
+        return figure
+    if "value" not in figure:
+        raise refuse(f"{name}.{key}", dict(figure), "a number, or an object with `value`")
+    sources[key] = _source(figure.get("grade"), figure.get("source"))
+    return figure["value"]
+
+
+def _source(grade: object, source: object) -> str:
+    return f"{grade or 'user'}: {source or 'no source given'}"

@@ -1,0 +1,346 @@
+"""What remapping would do on a machine for a model, before anything is installed: `remap plan`. Pure.
+
+    found = plan(machine("GH200"), model("OPT-13b"), memory_bytes=35_918_813_593, context=512)
+    found.balance.remapped, found.balance.rows        # 6 layers, 32 requests at once instead of 23
+
+Layer times come from the roofline, copies from the machine's link, what can be hidden from `remap.schedule` and
+`remap.selection`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing, and
+that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
+
+The batch and what it hides depend on each other: more layers remapped make room for more requests, whose pass is longer and
+hides more. `Balance` is the largest number of layers that the batch which it makes possible still hides.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from remap import schedule, selection
+from remap.errors import InvalidArgument
+from remap.sizes import parse_size
+
+from .hardware import Machine, Model
+from .planning_advice import Advice, Step, advise, arithmetic
+from .planning_numbers import KINDS, Balance, Donor, Limit, Numbers, Reload, Selection, WhatIf
+from .roofline import Roofline, prefill_pairs
+
+__all__ = [
+    "ACTIVATION_BYTES",
+    "PAGE_BYTES",
+    "Balance",
+    "Donor",
+    "Limit",
+    "Numbers",
+    "Plan",
+    "Reload",
+    "WhatIf",
+    "balance",
+    "kv_tokens",
+    "limit",
+    "memory_of",
+    "plan",
+]
+
+ACTIVATION_BYTES = 500_000_000
+"""Left out of the KV cache for activations and the engine's own buffers: an assumption."""
+PAGE_BYTES = 2 << 20
+MOST_ROWS = 256  # requests at once, at most: vLLM's default
+BATCHES = (1, 4, 16, 64, 128, 256)
+PREFILLS = (512, 2048)
+WHAT_IF = (0, 2, 4, 8, 15)
+
+
+@dataclass(frozen=True)
+class Plan(Numbers):
+    """The answer. steps: each number with its formula and what was put in. advice: whether streaming active layers pays here,
+    and which settings follow, each with its reason."""
+
+    steps: tuple[Step, ...]
+    advice: Advice
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON; what is not finite (a speed-up from nothing) is None."""
+        found: dict[str, Any] = _finite(asdict(self))
+        return found
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def memory_of(text: str | int | None, machine: Machine) -> int:
+    """Bytes of "40%" of the machine's device memory, or of a size such as "24GiB"; None: 90 %. Raises InvalidArgument."""
+    share = "90%" if text is None else text
+    if not isinstance(share, str) or not share.strip().endswith("%"):
+        return parse_size(share, "memory")
+    try:
+        percent = float(share.strip()[:-1])
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent <= 100:
+        raise InvalidArgument(
+            f"memory must be a share above 0% and at most 100%, or a size such as '24GiB', got {text!r}; "
+            "nothing was computed; correct memory",
+            field="memory",
+            value=text,
+        )
+    return int(percent / 100 * machine.hbm_bytes)
+
+
+def kv_tokens(model: Model, memory_bytes: int, activation_bytes: int = ACTIVATION_BYTES) -> int:
+    """Tokens of KV cache beside the weights; 0 if the weights leave no room."""
+    return max(0, (memory_bytes - model.weight_bytes - activation_bytes) // model.kv_bytes_per_token)
+
+
+# ---------------------------------------------------------------------------------------------- what a pass hides
+
+
+def limit(roof: Roofline, rows: int, context: int, kv_tokens: int | None = None) -> Limit:
+    """What a decode pass hides. kv_tokens: of the KV cache without remapping, for `fits`; None: it always fits."""
+    machine, model = roof.machine, roof.model
+    n = model.layers
+    layer_s, copy_s = roof.layer_s(0, 0, rows, rows * context), machine.copy_s(model.layer_bytes)
+    remapped, buffers, kind = 0, 1, KINDS[0]
+    for each in KINDS:
+        order = schedule.nested(n)
+        select = None if each == "uniform" else lambda n, a, b, order=order: order[: a + b]
+        found = schedule.max_remapped(layer_s, copy_s, layers=n, select=select)
+        if found[0] > remapped:
+            (remapped, buffers), kind = found, each
+    slices = _slices(roof, layer_s)
+    paper = max(0, min(n - 2, int(n * layer_s / copy_s * (1 + schedule.RELATIVE_EPSILON)) - 2))
+    room = math.inf if kv_tokens is None else kv_tokens + max(remapped, slices) * _per_layer(model)
+    return Limit(rows, context, layer_s, copy_s, remapped, buffers, kind, slices, paper, rows * context <= room)
+
+
+def _per_layer(model: Model) -> float:
+    return model.layer_bytes / model.kv_bytes_per_token
+
+
+def _sliced_s(roof: Roofline, layer_s: float, tail: int) -> float:
+    """Seconds of a pass that streams the last `tail` pages of every layer through two slots."""
+    n = roof.model.layers
+    if tail == 0 or n < 3:
+        return n * layer_s
+    size = min(tail * PAGE_BYTES, roof.model.layer_bytes)
+    return schedule.period(layer_s, roof.machine.copy_s(size), range(n), 2, layers=n)
+
+
+def _pages(model: Model) -> int:
+    return -(-model.layer_bytes // PAGE_BYTES)
+
+
+def _slices(roof: Roofline, layer_s: float) -> float:
+    """The most layers' worth that whole pages of every layer free without a stall. The period grows with the pages."""
+    model = roof.model
+    bound = model.layers * layer_s * (1 + schedule.RELATIVE_EPSILON)
+    low, high = 0, _pages(model)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if _sliced_s(roof, layer_s, middle) <= bound:
+            low = middle
+        else:
+            high = middle - 1
+    return max(0, selection.slices_freed(low, [_pages(model)] * model.layers, 2)) / _pages(model)
+
+
+def _period(roof: Roofline, layer_s: float, remapped: int) -> tuple[float, int, Selection]:
+    """(seconds of a pass, buffers, selection): the least that whole layers take. The first that stalls for nothing wins."""
+    n = roof.model.layers
+    best: tuple[float, int, Selection] = (n * layer_s if remapped == 0 else math.inf, 1, KINDS[0])
+    if remapped == 0:
+        return best
+    copy_s = roof.machine.copy_s(roof.model.layer_bytes)
+    for buffers in (1, 2):
+        for kind in KINDS:
+            if remapped + buffers > n:
+                continue
+            chosen: Sequence[int] = schedule.uniform(n, remapped, buffers)
+            if kind == "nested":
+                chosen = schedule.nested(n)[: remapped + buffers]
+            seconds = schedule.period(layer_s, copy_s, chosen, buffers, layers=n)
+            if seconds < best[0] * (1 - schedule.RELATIVE_EPSILON):
+                best = (seconds, buffers, kind)
+    return best
+
+
+def _rows(tokens: float, context: int) -> int:
+    return min(MOST_ROWS, int(tokens // context))
+
+
+def _iteration_s(roof: Roofline, rows: int, pass_s: float) -> float:
+    return pass_s + roof.ends_s(rows, rows) + roof.machine.iteration_gap_s
+
+
+def _rate(roof: Roofline, rows: int, context: int, pass_s: float | None = None) -> float:
+    """Tokens per second of `rows` decoding requests; pass_s: of the layers, None: without any waiting."""
+    if rows == 0:
+        return 0.0
+    if pass_s is None:
+        pass_s = roof.model.layers * roof.layer_s(0, 0, rows, rows * context)
+    return rows / _iteration_s(roof, rows, pass_s)
+
+
+def _over(rate: float, base: float) -> float:
+    return rate / base if base else math.inf if rate else 1.0
+
+
+def balance(roof: Roofline, kv_tokens: int, context: int) -> Balance:
+    """The self-consistent limit with the KV cache full. Exact, fixed slots; see the module's text."""
+    model = roof.model
+    before = _rows(kv_tokens, context)
+    base = _rate(roof, before, context)
+    remapped, buffers, kind, rows = 0, 1, KINDS[0], before
+    copy_s = roof.machine.copy_s(model.layer_bytes)
+    for alpha in range(model.layers - 1, 0, -1):
+        batch = _rows(kv_tokens + alpha * _per_layer(model), context)
+        layer_s = roof.layer_s(0, 0, batch, batch * context)
+        allowed = model.layers * layer_s * (1 + schedule.RELATIVE_EPSILON)
+        if batch == 0 or alpha * copy_s > allowed:  # at least alpha layers are copied in a pass
+            continue
+        seconds, found, chosen = _period(roof, layer_s, alpha)
+        if seconds <= allowed:
+            remapped, buffers, kind, rows = alpha, found, chosen, batch
+            break
+    slices, sliced = _sliced_balance(roof, kv_tokens, context)
+    return Balance(
+        remapped=remapped,
+        buffers=buffers,
+        selection=kind,
+        kv_tokens_before=kv_tokens,
+        rows_before=before,
+        kv_tokens=int(kv_tokens + remapped * _per_layer(model)),
+        rows=rows,
+        speedup=_over(_rate(roof, rows, context), base),
+        slices=slices,
+        slices_rows=sliced,
+        slices_speedup=_over(_rate(roof, sliced, context), base),
+    )
+
+
+def _sliced_balance(roof: Roofline, kv_tokens: int, context: int) -> tuple[float, int]:
+    """(layers' worth, rows): the largest tail of every layer that the batch which it makes possible hides. More pages may be
+    hidden where fewer are not (a batch grows in whole requests), so all are tried, from the largest that any batch hides."""
+    model = roof.model
+    pages = _pages(model)
+    for tail in range(pages, 0, -1):
+        freed = max(0, selection.slices_freed(tail, [pages] * model.layers, 2)) / pages
+        rows = _rows(kv_tokens + freed * _per_layer(model), context)
+        layer_s = roof.layer_s(0, 0, rows, rows * context)
+        size = min(tail * PAGE_BYTES, model.layer_bytes)
+        allowed = model.layers * layer_s * (1 + schedule.RELATIVE_EPSILON)
+        if rows and model.layers * roof.machine.copy_s(size) <= allowed and _sliced_s(roof, layer_s, tail) <= allowed:
+            return freed, rows
+    return 0.0, _rows(kv_tokens, context)
+
+
+def _what_if(roof: Roofline, kv_tokens: int, context: int, counts: Iterable[int]) -> tuple[WhatIf, ...]:
+    model = roof.model
+    base = _rate(roof, _rows(kv_tokens, context), context)
+    found = []
+    for alpha in sorted({count for count in counts if 0 <= count <= model.layers - 2}):
+        rows = _rows(kv_tokens + alpha * _per_layer(model), context)
+        if rows == 0:
+            continue
+        layer_s = roof.layer_s(0, 0, rows, rows * context)
+        seconds = _period(roof, layer_s, alpha)[0]
+        rate = _rate(roof, rows, context, seconds)
+        stall_s = max(0.0, seconds - model.layers * layer_s)
+        found.append(WhatIf(alpha, rows, _iteration_s(roof, rows, seconds), stall_s, _over(rate, base)))
+    return tuple(found)
+
+
+# ---------------------------------------------------------------------------------------------- waking up
+
+
+def _reload(machine: Machine, model: Model, prefills: Iterable[int] = PREFILLS) -> Reload:
+    roof = Roofline(machine, model)
+    n, copy_s = model.layers, machine.copy_s(model.layer_bytes)
+    hidden, late = [], []
+    for tokens in prefills:
+        compute = [roof.layer_s(tokens, prefill_pairs(tokens), 0, 0)] * n
+        delays = [selection.suffix_delay(compute, copy_s, away + 1) for away in range(n - 1)]
+        in_time = sum(delay <= schedule.RELATIVE_EPSILON * n * compute[0] for delay in delays)  # they only grow
+        hidden.append((tokens, max(0, in_time - 1)))
+        late.append((tokens, delays[n // 2] if n > 2 else 0.0))
+    return Reload(model.name, n, copy_s, n * copy_s, tuple(hidden), tuple(late))
+
+
+def _donor(machine: Machine, giver: Model, taker: Model) -> Donor:
+    reload = _reload(machine, giver)
+    free, half = reload.hidden[0][1], giver.layers // 2
+
+    def tokens(layers: int) -> int:
+        return layers * giver.layer_bytes // taker.kv_bytes_per_token
+
+    return Donor(giver.name, reload, free, tokens(free), half, tokens(half))
+
+
+# ---------------------------------------------------------------------------------------------- all of it
+
+
+def plan(
+    machine: Machine,
+    model: Model,
+    *,
+    memory_bytes: int | None = None,
+    context: int = 512,
+    batch: int | None = None,
+    donors: Sequence[Model] = (),
+    activation_bytes: int = ACTIVATION_BYTES,
+) -> Plan:
+    """What remapping would do. memory_bytes: for weights and KV cache, by default 90 % of the device's. context: tokens that a
+    decoding request has on average. batch: one more row of the table. donors: other models on the machine that are idle.
+
+    Raises InvalidArgument (field): context outside 1 to the model's, batch < 1, memory that holds no weights and one token.
+    """
+    memory = memory_of(None, machine) if memory_bytes is None else memory_bytes
+    for name, value, most in (("context", context, model.context), ("batch", batch, 1 << 20)):
+        if value is not None and not (type(value) is int and 1 <= value <= most):
+            raise InvalidArgument(
+                f"{name} must be from 1 to {most} for {model.name}, got {value!r}; nothing was computed; correct {name}",
+                field=name,
+                value=value,
+            )
+    tokens = kv_tokens(model, memory, activation_bytes)
+    if tokens == 0:
+        least = model.weight_bytes + activation_bytes + model.kv_bytes_per_token
+        raise InvalidArgument(
+            f"{model.name} needs at least {least / 1e9:.1f} GB (weights {model.weight_bytes / 1e9:.1f} GB, activations "
+            f"{activation_bytes / 1e9:.1f} GB, one token), memory is {memory / 1e9:.1f} GB of the "
+            f"{machine.hbm_bytes / 1e9:.1f} GB of {machine.name}; nothing was computed; give more memory or another model",
+            field="memory",
+            value=memory,
+            needed=least,
+        )
+    roof = Roofline(machine, model)
+    contexts = sorted({context, min(2048, model.context)})
+    batches = sorted({*BATCHES, *([batch] if batch else [])})
+    limits = tuple(limit(roof, rows, each, tokens) for each in contexts for rows in batches)
+    found = balance(roof, tokens, context)
+    counts = {*WHAT_IF, found.remapped, model.layers // 2}
+    numbers = Numbers(
+        machine=machine,
+        model=model,
+        memory_bytes=memory,
+        context=context,
+        batch=batch,
+        activation_bytes=activation_bytes,
+        most_rows=MOST_ROWS,
+        kv_tokens=tokens,
+        tokens_per_layer=_per_layer(model),
+        limits=limits,
+        balance=found,
+        what_if=_what_if(roof, tokens, context, counts),
+        reload=_reload(machine, model),
+        donors=tuple(_donor(machine, each, model) for each in donors),
+    )
+    values = {each.name: getattr(numbers, each.name) for each in fields(numbers)}
+    return Plan(**values, steps=arithmetic(numbers), advice=advise(numbers, PAGE_BYTES))

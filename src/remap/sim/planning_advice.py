@@ -1,0 +1,307 @@
+"""What follows from a plan's numbers: whether to stream active layers, what to set, and the arithmetic behind each. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from remap.config import ControllerConfig
+
+from .planning_numbers import Donor, Numbers
+from .roofline import Roofline, prefill_pairs
+
+__all__ = ["Advice", "Setting", "Step", "advise", "arithmetic"]
+
+WORTH_IT = 1.1
+"""Streaming active layers is called worth it from so much more throughput on: below, it is about the error of the roofline."""
+SHORT_RELOAD_S = 0.1
+"""A model that is back within this is lent as soon as it has been idle for one reload."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One number: what it is, its formula, and the formula with the numbers put in, the result last."""
+
+    what: str
+    formula: str
+    numbers: str
+    value: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of `ControllerConfig`, and why."""
+
+    name: str
+    value: float | int | str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Advice:
+    """active: whether streaming layers of a model that runs pays here; donors: whether lending those of idle ones does.
+    why: in sentences. settings: what to give to ControllerConfig; what is not named keeps its default."""
+
+    active: bool
+    donors: bool
+    why: tuple[str, ...]
+    settings: tuple[Setting, ...]
+
+    def config(self) -> ControllerConfig:
+        """The settings as the controller takes them."""
+        values: dict[str, Any] = {setting.name: setting.value for setting in self.settings}
+        return ControllerConfig(**values)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e9:.0f} GB/s" if rate >= 1e10 else f"{rate / 1e9:.1f} GB/s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"
+
+
+def _times(speedup: float) -> str:
+    return f"{speedup:.2f}x tokens/s" if speedup < math.inf else "instead of no request at all"
+
+
+def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
+    """Each number of the plan, with its formula and what was put in."""
+    machine, model, balance, reload = numbers.machine, numbers.model, numbers.balance, numbers.reload
+    memory_bytes, activation_bytes, most_rows = numbers.memory_bytes, numbers.activation_bytes, numbers.most_rows
+    context, kv_tokens, tokens_per_layer = numbers.context, numbers.kv_tokens, numbers.tokens_per_layer
+    n, copy_s = model.layers, machine.copy_s(model.layer_bytes)
+    roof = Roofline(machine, model)
+    share = (memory_bytes - activation_bytes - model.weight_bytes) / model.weight_bytes
+    rows = max(1, balance.rows)
+    layer_s = roof.layer_s(0, 0, rows, rows * context)
+    closed = n * (1 + share) / machine.ratio - 2
+    steps = [
+        Step(
+            "KV cache without remapping",
+            "(memory - weights - activations) / KV bytes per token",
+            f"({_gb(memory_bytes)} - {_gb(model.weight_bytes)} - {_gb(activation_bytes)}) / "
+            f"{model.kv_bytes_per_token:,} B = {kv_tokens:,} tokens",
+            kv_tokens,
+            "tokens",
+        ),
+        Step(
+            "KV cache for one remapped layer",
+            "bytes of a layer / KV bytes per token",
+            f"{model.layer_bytes / 1e6:.1f} MB / {model.kv_bytes_per_token:,} B = {tokens_per_layer:,.1f} tokens",
+            tokens_per_layer,
+            "tokens",
+        ),
+        Step(
+            "ratio R of memory to link",
+            "memory bandwidth / host-to-device bandwidth",
+            f"{_rate(machine.hbm_bytes_per_s)} / {_rate(machine.h2d_bytes_per_s)} = {machine.ratio:.1f}",
+            machine.ratio,
+            "",
+        ),
+        Step(
+            "copying in one layer",
+            "set-up + bytes of a layer / link",
+            f"{machine.copy_setup_s * 1e6:.3g} us + {model.layer_bytes / 1e6:.1f} MB / {_rate(machine.h2d_bytes_per_s)} "
+            f"= {_ms(copy_s)}",
+            copy_s,
+            "s",
+        ),
+        Step(
+            f"computing one layer, {rows} requests decoding at {context} tokens",
+            "roofline: linear + other operators + attention",
+            f"{_ms(layer_s)}; a pass of {n} layers {_ms(n * layer_s)}",
+            layer_s,
+            "s",
+        ),
+        Step(
+            "rule of thumb: layers hidden with all memory in use",
+            "n (1 + KV bytes / weight bytes) / R - 2",
+            f"{n} x (1 + {share:.2f}) / {machine.ratio:.1f} - 2 = {closed:.1f}",
+            closed,
+            "layers",
+        ),
+        Step(
+            "layers hidden by that pass, as Eq. 5 of Oneiros has it",
+            "n x computing / copying - 2",
+            f"{n} x {_ms(layer_s)} / {_ms(copy_s)} - 2 = {n * layer_s / copy_s - 2:.1f}",
+            n * layer_s / copy_s - 2,
+            "layers",
+        ),
+        Step(
+            "KV cache with the layers that a full batch hides",
+            "KV tokens + layers x tokens per layer",
+            f"{kv_tokens:,} + {balance.remapped} x {tokens_per_layer:,.1f} = {balance.kv_tokens:,} tokens, "
+            f"{balance.rows} requests of {context} instead of {balance.rows_before}"
+            + (f" (at most {most_rows} at once)" if balance.rows == most_rows else ""),
+            balance.kv_tokens,
+            "tokens",
+        ),
+        Step(
+            "loading the whole model back",
+            "n x copying",
+            f"{n} x {_ms(copy_s)} = {_ms(reload.all_s)}",
+            reload.all_s,
+            "s",
+        ),
+    ]
+    for tokens, hidden in reload.hidden:
+        prefill_s = roof.layer_s(tokens, prefill_pairs(tokens), 0, 0)
+        steps.append(
+            Step(
+                f"layers whose reload a prefill of {tokens} tokens hides",
+                "the last ones and the ring's: (away + 1) x copying <= (n - 1) x computing",
+                f"{n - 1} x {_ms(prefill_s)} / {_ms(copy_s)} - 1 = {(n - 1) * prefill_s / copy_s - 1:.1f}: {hidden}",
+                hidden,
+                "layers",
+            )
+        )
+    for donor in numbers.donors:
+        size = donor.layers_half * donor.tokens_half and donor.tokens_half / donor.layers_half
+        steps.append(
+            Step(
+                f"KV cache from half of {donor.model}, idle",
+                "layers x bytes of its layer / KV bytes per token of the taker",
+                f"{donor.layers_half} x {size:,.1f} = {donor.tokens_half:,} tokens",
+                donor.tokens_half,
+                "tokens",
+            )
+        )
+    return tuple(steps)
+
+
+def advise(numbers: Numbers, page_bytes: int) -> Advice:
+    """The verdict and the settings. page_bytes: of the arena, for what mapping costs."""
+    model, balance, donors = numbers.model, numbers.balance, numbers.donors
+    sliced = balance.slices_speedup > balance.speedup + 1e-9
+    gain = max(balance.speedup, balance.slices_speedup)
+    most = max(float(balance.remapped), balance.slices)
+    full = balance.rows_before >= numbers.most_rows
+    active = gain >= WORTH_IT and not full
+    lendable = bool(donors) and any(donor.tokens_half for donor in donors)
+    why = [_why_active(numbers, active=active, full=full, gain=gain, most=most)]
+    if model.experts > 1:
+        why.append(
+            f"A layer of {model.name} holds {model.experts} experts ({_gb(model.layer_bytes)}): whole layers are a coarse "
+            "unit here."
+        )
+    why.append(_why_donors(donors))
+    return Advice(
+        active=active,
+        donors=lendable or not donors,
+        why=tuple(why),
+        settings=_settings(numbers, active=active, sliced=sliced, page_bytes=page_bytes),
+    )
+
+
+def _why_active(numbers: Numbers, *, active: bool, full: bool, gain: float, most: float) -> str:
+    machine, model, balance = numbers.machine, numbers.model, numbers.balance
+    if full:
+        return (
+            f"Streaming active layers gains nothing at {numbers.context} tokens: the KV cache holds {balance.rows_before} "
+            "requests already, as many as run at once."
+        )
+    if active:
+        return (
+            f"Streaming active layers pays: up to {most:.3g} of {model.layers} layers are hidden by the batch that they make "
+            f"room for, {_times(gain)}."
+        )
+    tail = ""
+    worse = next((each for each in numbers.what_if if each.remapped == 2), None)
+    if worse is not None and worse.speedup < 1:
+        tail = (
+            f" Two layers all the same would take an iteration from {_ms(numbers.what_if[0].iteration_s)} to "
+            f"{_ms(worse.iteration_s)}, {_times(worse.speedup)}."
+        )
+    found = f"hides {most:.2g} layers' worth, {_times(gain)}" if most else "hides none"
+    return (
+        f"Streaming active layers does not pay here: a full batch {found}. R is {machine.ratio:.0f}: while a decode pass reads "
+        f"all weights once, the link brings 1/{machine.ratio:.0f} of them.{tail}"
+    )
+
+
+def _why_donors(donors: Sequence[Donor]) -> str:
+    if not donors:
+        return (
+            "Idle models on the same machine would be the donors (name them to see what they give): they cost only their "
+            "reload."
+        )
+    total = sum(donor.tokens_half for donor in donors)
+    worst = max((donor.reload for donor in donors), key=lambda each: each.all_s)
+    late = max(each.reload.late_s[0][1] for each in donors)
+    return (
+        f"Half of the idle donors' layers give {total:,} tokens of KV cache. Waking costs at most {_ms(worst.all_s)} of copying "
+        f"({worst.model}, all of it); with half of it away its first prefill of {worst.hidden[0][0]} tokens is late by up to "
+        f"{_ms(late)}."
+    )
+
+
+def _settings(numbers: Numbers, *, active: bool, sliced: bool, page_bytes: int) -> tuple[Setting, ...]:
+    machine, model, balance = numbers.machine, numbers.model, numbers.balance
+    pages = -(-model.layer_bytes // page_bytes)
+    map_s = pages * (machine.map_page_s + machine.unmap_page_s) + machine.set_access_s
+    share = machine.h2d_bytes_per_s / (machine.hbm_bytes_per_s * machine.roofline.eff_bw)
+    found = [
+        Setting(
+            "contention",
+            round(share, 4),
+            f"a copy takes {_rate(machine.h2d_bytes_per_s)} of the {_rate(machine.hbm_bytes_per_s)} x "
+            f"{machine.roofline.eff_bw:g} that the computation reaches",
+        ),
+        Setting(
+            "map_s",
+            round(map_s, 6),
+            f"{pages} pages x ({machine.map_page_s * 1e6:.3g} + {machine.unmap_page_s * 1e6:.3g}) us + "
+            f"{machine.set_access_s * 1e6:.3g} us for access: one layer",
+        ),
+    ]
+    if active:
+        unit = "slices" if sliced else "nested" if balance.selection == "nested" else "auto"
+        reason = (
+            f"{balance.slices:.3g} layers' worth in slices against {balance.remapped} whole layers"
+            if sliced
+            else f"whole layers are enough: {balance.remapped}"
+            + (", and growing along the nested order reloads the least" if unit == "nested" else ", evenly spaced")
+        )
+        found += [
+            Setting("slowdown", 0.02, "2 % of stall at most: less than the model of the machine is off by"),
+            Setting("selection", unit, reason),
+            Setting("buffers", 2 if sliced else "auto", "slices need two slots" if sliced else "whichever hides more"),
+        ]
+    else:
+        found.append(
+            Setting("slowdown", 0.0, "no stall is worth it: growth of a running model then comes from donors, or waits")
+        )
+    givers = [donor.reload for donor in numbers.donors] or [numbers.reload]
+    slowest = max(each.all_s for each in givers)
+    late = max(each.late_s[0][1] for each in givers)
+    quick = slowest <= SHORT_RELOAD_S
+    found += [
+        Setting(
+            "ttft_budget_s",
+            round(late, 3) if late > 0 else 0.0,
+            "by so much a first prefill of 512 tokens is late if half of the donor's layers are away; less lends fewer",
+        ),
+        Setting(
+            "min_idle",
+            1.0 if quick else 4.0,
+            f"a reload takes up to {_ms(slowest)}: "
+            + (
+                "short, so one reload's time of idleness is enough"
+                if quick
+                else "so that reloading takes at most a fifth of a pause and its end"
+            ),
+        ),
+    ]
+    if len(numbers.donors) > 1:
+        found.append(
+            Setting("policy", "expected_next_use", "several donors: first the one whose next use is farthest away")
+        )
+    return tuple(found)

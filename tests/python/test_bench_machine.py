@@ -1,0 +1,186 @@
+"""`remap bench machine` on the CPU: every group is measured and fits; wrong results and devices are refused."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+torch = pytest.importorskip("torch", reason="the operators are torch's")
+
+from remap.cli import bench_machine as bench  # noqa: E402
+from remap.cli.bench_machine_copies import backend_of, low, measure_copies, measure_pages  # noqa: E402
+from remap.cli.bench_machine_operators import Operators, flops_of  # noqa: E402
+from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory  # noqa: E402
+from remap.sim.fit import GROUPS, PAGE_CALLS, fit  # noqa: E402
+from remap.sim.hardware import machine, model  # noqa: E402
+from remap.sim.planning import plan  # noqa: E402
+
+MIB = 1 << 20
+SMALL = replace(
+    bench.CPU_QUICK,
+    shapes=((64, 96), (128, 64), (256, 256)),
+    tokens=(1, 16, 64),
+    decode=((1, 64), (4, 256)),
+    prefill=(32, 64),
+    other=(1, 32),
+    heads=4,
+    head_dim=16,
+    cache_bytes=MIB,
+    stream_bytes=4 * MIB,
+    least_s=0.001,
+)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "CPU_QUICK", SMALL)
+    monkeypatch.setattr(bench, "COPY_SIZES", {True: (1, 2, 4)})
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_every_group_is_measured_and_fits(small: None, dtype: str | None) -> None:
+    told: list[str] = []
+    found = bench.measure("cpu", quick=True, dtype=dtype, say=told.append)
+    json.dumps(found, allow_nan=False)
+    assert found["dtype"] == (dtype or "float32")
+    assert found["dtype_bytes"] == (2 if dtype else 4)
+    for group, names in GROUPS.items():
+        assert found[group], group
+        assert all(set(names) == set(point) and all(value > 0 for value in point.values()) for point in found[group])
+    assert [(p["k"], p["n"], p["tokens"]) for p in found["linear"]] == [
+        (k, n, t) for k, n in SMALL.shapes for t in SMALL.tokens
+    ]
+    assert [point["bytes"] for point in found["h2d"]] == [MIB, 2 * MIB, 4 * MIB]
+    assert set(found["pages"]) == set(PAGE_CALLS)
+    assert found["flops"] == flops_of(found["linear"])
+    assert "cores" in found["about"] and "date" in found["about"]
+    assert len(told) >= 6
+    # What the smallest operators took, a busy machine decides; that it is in the form of a fit, it does not.
+    for group in ("decode_attention", "prefill_attention", "h2d", "d2h"):
+        for index, point in enumerate(found[group]):
+            point["seconds"] += index * 1e-3
+    assert machine("here", fit(found, "here").document()).hbm_bytes == found["memory_bytes"]
+
+
+def test_the_real_sizes_fit_what_they_are_for() -> None:
+    for sizes in (bench.CPU_QUICK, bench.CPU_FULL, bench.CUDA_QUICK, bench.CUDA_FULL):
+        assert len(sizes.shapes) * len(sizes.tokens) >= 15
+        assert max(sizes.tokens) >= 256 and min(sizes.tokens) == 1
+        assert len(sizes.decode) >= 3 and len(sizes.prefill) >= 2 and len(sizes.other) >= 3
+        assert sizes.cache_bytes >= 96 * MIB, "more than a cache holds"
+
+
+def test_a_wrong_result_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators = Operators("cpu", "float32", SMALL)
+    with monkeypatch.context() as patch:
+        real = torch.nn.functional.linear
+        patch.setattr(torch.nn.functional, "linear", lambda x, w: real(x, w) + 1)
+        with pytest.raises(DriverError, match="linear"):
+            operators.linear()
+    with monkeypatch.context() as patch:
+        attention = torch.nn.functional.scaled_dot_product_attention
+        patch.setattr(
+            torch.nn.functional,
+            "scaled_dot_product_attention",
+            lambda q, k, v, **named: attention(q, k, v, **named) + 1,
+        )
+        with pytest.raises(DriverError, match="decode attention"):
+            operators.decode_attention()
+        with pytest.raises(DriverError, match="prefill attention"):
+            operators.prefill_attention()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight: x)
+        with pytest.raises(DriverError, match="norm"):
+            operators.other_ops()
+
+
+class Forgetful:
+    """A backend that loses one byte of each copy to the host."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def copy(self, stream: Any, to: int, source: int, size: int) -> None:
+        self.inner.copy(stream, to, source, size - 1)
+
+
+def test_copies_are_verified_and_give_everything_back() -> None:
+    backend = backend_of("cpu", 16 * MIB)
+    assert set(measure_pages(backend, 8)) == set(PAGE_CALLS)
+    with pytest.raises(OutOfMemory):
+        measure_pages(backend, 9)
+    for _ in range(5):  # 2 x 4 MiB of 16: more would not fit if anything stayed
+        groups = measure_copies(backend, [MIB, 4 * MIB], repeats=3)
+        assert [point["bytes"] for point in groups["d2h"]] == [MIB, 4 * MIB]
+        assert all(point["seconds"] > 0 for point in (*groups["h2d"], *groups["d2h"]))
+        assert all(point["h2d_seconds"] > 0 and point["d2h_seconds"] > 0 for point in groups["both_ways"])
+    with pytest.raises(DriverError, match="different"):
+        measure_copies(Forgetful(backend), [MIB], repeats=1)
+    assert all(0 < seconds < 1 for seconds in measure_pages(backend, 8).values())
+
+
+def test_copies_and_driver_calls_of_a_cuda_device(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the emulated driver: the calls are right, and their times are not a GPU's."""
+    monkeypatch.setenv("REMAP_LIBCUDA", emulated.path)
+    backend = backend_of("cuda:0", 16 * MIB)
+    groups = measure_copies(backend, [MIB, 3 * MIB], repeats=3)
+    assert [point["bytes"] for point in groups["both_ways"]] == [MIB, 3 * MIB]
+    assert set(measure_pages(backend, 4)) == set(PAGE_CALLS)
+    assert emulated.pageable() == 0, "the copies were of page-locked memory"
+    assert not {"pages", "mappings", "registrations", "streams", "events", "reservations"} & set(emulated.live())
+
+
+def test_the_low_quartile() -> None:
+    assert low([5.0]) == 5.0
+    assert low([9.0, 1.0, 2.0, 8.0]) == 1.0
+    assert low(float(i) for i in range(9)) == 2.0
+
+
+def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        bench.measure("cpu", quick=True, dtype="int8")
+    assert caught.value.field == "dtype"
+    with pytest.raises(InvalidArgument):
+        bench.measure("gpu", quick=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InvalidState, match="GPU"):
+        bench.measure("cuda:0", quick=True)
+
+
+def test_the_commands_end_to_end(small: None, tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command("bench")(bench.bench_machine)
+    app.command("fit")(bench.fit_command)
+    out = tmp_path / "new" / "m.json"
+    done = CliRunner().invoke(app, ["bench", "--out", str(out), "--quick", "--threads", "1"])
+    assert done.exit_code == 0, done.output
+    assert "remap fit" in done.output.replace("\n", " ")
+    assert json.loads(out.read_text())["kind"] == "remap machine"
+    done = CliRunner().invoke(app, ["bench", "--out", str(out), "--device", "tpu"])
+    assert done.exit_code == 1 and "device must be" in done.output
+    (tmp_path / "file").write_text("")
+    done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / "file" / "m.json"), "--quick"])
+    assert done.exit_code == 1 and "cannot be written" in done.output
+
+
+def test_a_plan_can_be_made_for_a_fitted_machine() -> None:
+    """From a measurement of a machine of two cores, in the form that the command writes."""
+    entry = {
+        "hbm_bytes": 25 << 30,
+        "hbm_bytes_per_s": 2e10,
+        "flops": 8e10,
+        "h2d_bytes_per_s": 1.3e10,
+        "d2h_bytes_per_s": 2e10,
+    }
+    table = {"machines": {"here": {"like": "L40S", "figures": entry}}}
+    found = plan(machine("here", table), model("Llama-3-8b"), memory_bytes=20 << 30)
+    assert found.balance.remapped >= 1, "slow computing hides copies"

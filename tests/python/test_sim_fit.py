@@ -1,0 +1,227 @@
+"""Fitting a machine: constants that made the points come back, and what is not a measurement is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from remap.cli.bench_machine import fit_command
+from remap.errors import InvalidArgument
+from remap.sim._least_squares import line, minimise
+from remap.sim.fit import GROUPS, fit
+from remap.sim.hardware import Machine, Model, machine, model
+from remap.sim.roofline import Roofline, prefill_pairs
+
+SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096), (8192, 8192))
+TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
+ALIKE = 0.02
+
+
+def shaped(heads: int, kv_heads: int, head_dim: int, hidden: int) -> Model:
+    return model(
+        "shape",
+        {
+            "models": {
+                "shape": {
+                    "like": "OPT-13b",
+                    "heads": heads,
+                    "kv_heads": kv_heads,
+                    "head_dim": head_dim,
+                    "hidden": hidden,
+                }
+            }
+        },
+    )
+
+
+def measured(of: Machine, noise: float = 0.0) -> dict[str, Any]:
+    """What `remap bench machine` would write on that machine, by its own roofline."""
+    rng = random.Random(3)
+    roof = Roofline(of, shaped(32, 8, 128, 4096))
+    constants = of.roofline
+
+    def seen(seconds: float) -> float:
+        return seconds * (1 + noise * rng.uniform(-1, 1))
+
+    def decode(rows: int, context: int) -> float:
+        return roof.layer_s(0, 0, rows, rows * context) - roof.layer_s(rows, 0, 0, 0) + constants.op_overhead_s
+
+    def prefill(tokens: int) -> float:
+        return roof.layer_s(tokens, prefill_pairs(tokens), 0, 0) - roof._linear[tokens]
+
+    sizes = [1 << power for power in range(18, 29)]
+    return {
+        "kind": "remap machine",
+        "version": 1,
+        "dtype_bytes": 2,
+        "memory_bytes": of.hbm_bytes,
+        "link": of.link,
+        "memory_bytes_per_s": of.hbm_bytes_per_s,
+        "flops": of.flops,
+        "about": {"device": "a made-up one"},
+        "linear": [
+            {"k": k, "n": n, "tokens": t, "seconds": seen(roof.op_s(k, n, t))} for k, n in SHAPES for t in TOKENS
+        ],
+        "h2d": [{"bytes": size, "seconds": seen(of.copy_s(size))} for size in sizes],
+        "d2h": [{"bytes": size, "seconds": seen(of.copy_setup_s + size / of.d2h_bytes_per_s)} for size in sizes],
+        "both_ways": [
+            {
+                "bytes": size,
+                "h2d_seconds": seen(of.copy_s(size) / of.duplex),
+                "d2h_seconds": seen((of.copy_setup_s + size / of.d2h_bytes_per_s) / of.duplex),
+            }
+            for size in sizes[-3:]
+        ],
+        "decode_attention": [
+            {"rows": rows, "context": context, "kv_heads": 8, "head_dim": 128, "seconds": seen(decode(rows, context))}
+            for rows in (1, 8, 64)
+            for context in (512, 2048)
+        ],
+        "prefill_attention": [
+            {"tokens": tokens, "heads": 32, "head_dim": 128, "seconds": seen(prefill(tokens))}
+            for tokens in (512, 1024, 2048)
+        ],
+        "other_ops": [
+            {
+                "tokens": tokens,
+                "hidden": 4096,
+                "seconds": seen(
+                    constants.other_ops_s + constants.other_ops_s_per_token_per_khidden * tokens * 4096 / 1000
+                ),
+            }
+            for tokens in (1, 64, 1024)
+        ],
+        "pages": {
+            "create_page_s": of.create_page_s,
+            "map_page_s": of.map_page_s,
+            "set_access_s": of.set_access_s,
+            "unmap_page_s": of.unmap_page_s,
+        },
+    }
+
+
+@pytest.mark.parametrize("name", ["H100-SXM", "A100-80GB-SXM", "GH200-96GB", "RTX-4090"])
+def test_constants_come_back_from_points_that_they_made(name: str) -> None:
+    of = machine(name)
+    found = fit(measured(of), "back")
+    assert all(error < 0.01 for error in found.errors.values()), found.errors
+    assert found.points["linear"] == len(SHAPES) * len(TOKENS)
+    back = machine("back", found.document())
+    for figure in (
+        *("hbm_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex", "copy_setup_s", "create_page_s", "map_page_s"),
+        *("set_access_s", "unmap_page_s", "hbm_bytes_per_s", "flops"),
+    ):
+        assert getattr(back, figure) == pytest.approx(getattr(of, figure), rel=ALIKE), figure
+    for constant, value in vars(of.roofline).items():
+        assert getattr(back.roofline, constant) == pytest.approx(value, rel=ALIKE), constant
+    assert back.link == of.link
+    assert back.sources["h2d_bytes_per_s"] == "L: measured by remap bench machine on a made-up one"
+    assert back.sources["iteration_gap_s"].startswith("A: not measured")
+    layer = Roofline(back, model("Llama-3-8b")).layer_s(0, 0, 16, 16 * 512)
+    assert layer == pytest.approx(Roofline(of, model("Llama-3-8b")).layer_s(0, 0, 16, 16 * 512), rel=0.01)
+
+
+def test_noise_of_five_percent_moves_layer_times_little() -> None:
+    of = machine("H100")
+    found = fit(measured(of, noise=0.05), "noisy")
+    assert 0.005 < found.errors["linear"] < 0.05
+    for rows in (1, 16, 256):
+        layer = Roofline(machine("noisy", found.document()), model("OPT-13b")).layer_s(0, 0, rows, rows * 512)
+        assert layer == pytest.approx(Roofline(of, model("OPT-13b")).layer_s(0, 0, rows, rows * 512), rel=0.04)
+
+
+def test_operators_beyond_the_nominal_figures_raise_them() -> None:
+    """A bandwidth measured too low must not give efficiencies above 1."""
+    points = measured(machine("H100"))
+    points["memory_bytes_per_s"] = points["flops"] = 1.0
+    back = machine("b", fit(points, "b").document())
+    assert back.roofline.eff_bw <= 1 and back.roofline.eff_flops <= 1
+    assert back.hbm_bytes_per_s * back.roofline.eff_bw == pytest.approx(0.95 * 3350e9, rel=ALIKE)
+
+
+def test_what_was_not_measured_comes_from_a_named_machine() -> None:
+    of = machine("GH200")
+    points = measured(of)
+    for group in ("d2h", "both_ways", "decode_attention", "prefill_attention", "other_ops", "pages", "link"):
+        del points[group]
+    assert "--like" in str(refused("d2h", points, "x"))
+    back = machine("x", fit(points, "x", like="gh200").document())
+    assert back.d2h_bytes_per_s == of.d2h_bytes_per_s
+    assert back.sources["d2h_bytes_per_s"] == "P: not measured, as GH200-96GB: Pie Fig 1"
+    assert back.roofline.attn_decode_eff == of.roofline.attn_decode_eff
+    assert "attn_decode_eff" in back.sources["roofline.eff_bw"]
+    assert back.link == of.link
+    assert refused("machine", points, "x", like="nobody").known
+
+
+def refused(field: str, measurements: Any, name: Any = "x", **named: Any) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as caught:
+        fit(measurements, name, **named)
+    assert caught.value.field == field, str(caught.value)
+    return caught.value
+
+
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bad", ["text", {}, [3], [{}], "zero", "nan", "text inside"])
+def test_malformed_groups_are_refused_by_name(group: str, bad: Any) -> None:
+    points = measured(machine("H100"))
+    if bad in ("zero", "nan", "text inside"):
+        value = {"zero": 0, "nan": float("nan"), "text inside": "1"}[str(bad)]
+        points[group][1][GROUPS[group][-1]] = value
+    else:
+        points[group] = bad
+    refused(group, points)
+
+
+@pytest.mark.parametrize("field", ["dtype_bytes", "memory_bytes", "memory_bytes_per_s", "flops"])
+def test_malformed_figures_are_refused_by_name(field: str) -> None:
+    refused(field, {**measured(machine("H100")), field: -1})
+
+
+def test_other_bad_input_is_refused() -> None:
+    points = measured(machine("H100"))
+    refused("measurements", [])
+    refused("name", points, "  ")
+    refused("pages", {**points, "pages": 3})
+    refused("map_page_s", {**points, "pages": {"map_page_s": 0}})
+    refused("linear", {**points, "linear": points["linear"][:7]})
+    refused("linear and h2d", {**points, "h2d": []}, like="H100")
+    backwards = copy.deepcopy(points)
+    for point, seconds in zip(backwards["h2d"], reversed([each["seconds"] for each in points["h2d"]]), strict=True):
+        point["seconds"] = seconds
+    refused("h2d", backwards)
+
+
+def test_lines_and_minima() -> None:
+    assert line([(x, 3 + 2 * x) for x in (0.0, 1.0, 5.0)]) == pytest.approx((3, 2))
+    assert line([(1.0, 2.0), (2.0, 3.9)])[0] == pytest.approx(0.1)
+    assert line([(1.0, 2.0), (2.0, 4.4)]) == (0.0, pytest.approx(2.1, rel=0.05))
+    assert line([(4.0, 8.0)]) == (0.0, 2.0)
+    found = minimise(lambda v: [10 * (v[1] - v[0] ** 2), 1 - v[0]], [(-1.2, 1.0)])
+    assert found == pytest.approx([1, 1], rel=1e-5)
+    assert minimise(lambda v: [v[0] - 2, 0.0], [(0.0, 7.0)]) == pytest.approx([2, 7])
+
+
+def test_the_command_writes_a_table_that_the_others_read(tmp_path: Path) -> None:
+    app = typer.Typer()
+    app.command()(fit_command)
+    (tmp_path / "m.json").write_text(json.dumps(measured(machine("A100"))))
+    done = CliRunner().invoke(app, [str(tmp_path / "m.json"), "--name", "mine", "--out", str(tmp_path / "mine.json")])
+    assert done.exit_code == 0, done.output
+    assert "linear" in done.output and "%" in done.output
+    back = machine("mine", tmp_path / "mine.json")
+    assert back.h2d_bytes_per_s == pytest.approx(25e9, rel=ALIKE)
+    for text in ("{", "[]"):
+        (tmp_path / "bad.json").write_text(text)
+        done = CliRunner().invoke(app, [str(tmp_path / "bad.json"), "--name", "x", "--out", str(tmp_path / "x.json")])
+        assert done.exit_code == 1 and "nothing was fitted" in done.output
+        assert not (tmp_path / "x.json").exists()
+    done = CliRunner().invoke(app, [str(tmp_path / "no.json"), "--name", "x", "--out", str(tmp_path / "x.json")])
+    assert done.exit_code == 1 and "cannot be read" in done.output

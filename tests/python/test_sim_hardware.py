@@ -1,0 +1,231 @@
+"""The tables of machines and models: what is in them, how names are looked up, and what a user's own table may do."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import pickle
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remap.errors import InvalidArgument
+from remap.sim.hardware import Machine, Model, machine, machines, model, models
+
+MACHINES = (
+    *("GH200-96GB", "GB200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "RTX-4090", "L40S", "MI300X"),
+)
+# Totals of the published checkpoints, which the layers and the rest must add up to.
+PARAMETERS = {
+    "OPT-6.7b": 6_658_473_984,
+    "OPT-13b": 12_853_473_280,
+    "OPT-30b": 29_974_540_288,
+    "OPT-66b": 65_719_701_504,
+    "Llama-2-7b": 6_738_415_616,
+    "Llama-2-13b": 13_015_864_320,
+    "Llama-2-70b": 68_976_648_192,
+    "Llama-3-8b": 8_030_261_248,
+    "Llama-3.1-70B": 70_553_706_496,
+    "Qwen2.5-14B": 14_770_033_664,
+    "Qwen2.5-72B": 72_706_203_648,
+    "Mixtral-8x7B": 46_702_792_704,
+}
+
+
+def refused(field: str, call: Any, *arguments: Any, **named: Any) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as caught:
+        call(*arguments, **named)
+    assert caught.value.field == field, str(caught.value)
+    return caught.value
+
+
+def test_the_tables_hold_what_they_are_known_for() -> None:
+    assert machines() == MACHINES
+    assert set(models()) == set(PARAMETERS)
+    gh200 = machine("GH200-96GB")
+    assert gh200.hbm_bytes == 97871 << 20
+    assert (gh200.h2d_bytes_per_s, gh200.d2h_bytes_per_s) == (419e9, 371e9)
+    assert gh200.ratio == pytest.approx(9.547, abs=1e-3)
+    assert gh200.duplex == pytest.approx(366 / 427, abs=1e-3)
+    assert gh200.copy_s(41_900_000_000, copies=10) == pytest.approx(0.1 + 10 * gh200.copy_setup_s)
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_every_figure_of_a_machine_has_a_source_and_a_grade(name: str) -> None:
+    found = machine(name)
+    figures = {f.name for f in dataclasses.fields(Machine)} - {"name", "link", "roofline", "sources"}
+    constants = {f"roofline.{f.name}" for f in dataclasses.fields(type(found.roofline))}
+    assert set(found.sources) == figures | constants
+    for source in found.sources.values():
+        grade, _, text = source.partition(": ")
+        assert grade in "PSLDVA" and len(text) > 3
+
+
+@pytest.mark.parametrize("kind", ["machines", "models"])
+def test_grades_are_explained_and_entries_have_sources(kind: str) -> None:
+    table = json.loads((resources.files("remap.sim") / "tables" / f"{kind}.json").read_text(encoding="utf-8"))
+    for entry in table[kind].values():
+        figures = (
+            [entry] if kind == "models" else [*entry["figures"].values(), *entry["also"].values(), entry["roofline"]]
+        )
+        for figure in figures:
+            assert figure["grade"] in table["grades"]
+            assert figure["source"]
+
+
+@pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
+def test_a_models_bytes_are_those_of_its_checkpoint(name: str, parameters: int) -> None:
+    found = model(name)
+    assert found.weight_bytes == parameters * found.dtype_bytes
+    matrices = sum(k * n * (found.experts if op in found.expert_ops else 1) for op, k, n in found.linear_ops)
+    assert 0 < found.layer_bytes - matrices * found.dtype_bytes < 0.001 * found.layer_bytes + 200_000
+    assert found.head == (found.hidden, found.vocab)
+
+
+def test_kv_bytes_are_the_published_ones() -> None:
+    assert model("OPT-13b").kv_bytes_per_token == 800 << 10  # Pie
+    assert model("Qwen2.5-14B").kv_bytes_per_token == 192 << 10  # KunServe
+    assert model("OPT-30b").kv_bytes_per_token * 16 * 1024 == 21 << 30  # HybridServe, figure 3b: batch 16 x 1024
+    assert model("Llama-3-8b").layer_bytes // model("Llama-3-8b").kv_bytes_per_token == 3328
+
+
+@pytest.mark.parametrize(
+    ("asked", "found"),
+    [
+        *(("h200", "H200-SXM"), ("GH200", "GH200-96GB"), ("a100", "A100-80GB-SXM"), ("H100", "H100-SXM")),
+        *(("4090", "RTX-4090"), (" gh200-96gb ", "GH200-96GB"), ("mi3", "MI300X"), ("h100-p", "H100-PCIe")),
+    ],
+)
+def test_machines_are_found_by_alias_and_by_a_unique_beginning(asked: str, found: str) -> None:
+    assert machine(asked).name == found
+
+
+def test_unknown_names_list_the_known_ones() -> None:
+    error = refused("machine", machine, "H900")
+    assert error.known == MACHINES and all(name in str(error) for name in MACHINES)
+    error = refused("model", model, "llama-9")
+    assert all(name in str(error) for name in PARAMETERS)
+    for nothing in ("", None, 3):
+        refused("machine", machine, nothing)
+    error = refused("model", model, "llama-3")
+    assert error.candidates == ("Llama-3-8b", "Llama-3.1-70B")
+    assert model("LLAMA-3-8B").name == "Llama-3-8b"
+
+
+def test_a_users_table_adds_and_overrides(tmp_path: Path) -> None:
+    table = {
+        "machines": {
+            "my-box": {
+                "aliases": ["Mine"],
+                "like": "H100",
+                "figures": {"h2d_bytes_per_s": {"value": 4e10, "source": "measured", "grade": "L"}},
+            },
+            "gh200-96gb": {"figures": {"h2d_bytes_per_s": 3.46e11}, "roofline": {"attn_decode_eff": 0.7}},
+        },
+        "models": {"half": {"like": "Llama-3-8b", "layers": 16}},
+    }
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(table))
+    for extra in (table, path, str(path)):
+        mine, base = machine("MY-BOX", extra), machine("H100-SXM")
+        assert machines(extra) == (*MACHINES, "my-box")
+        assert mine == base.with_(name="my-box", h2d_bytes_per_s=4e10)
+        assert mine == machine("mine", extra)
+        assert mine.sources["h2d_bytes_per_s"] == "L: measured"
+        assert mine.sources["flops"] == base.sources["flops"]
+        changed = machine("GH200", extra)
+        assert changed == machine("GH200").with_(h2d_bytes_per_s=3.46e11, attn_decode_eff=0.7)
+        assert changed.sources["h2d_bytes_per_s"] == "user's table"
+        assert model("half", extra).layers == 16
+        assert models(extra)[-1] == "half"
+    assert machine("H100").name == "H100-SXM", "an alias is not inherited, and nothing built in has changed"
+    assert machine("GH200").h2d_bytes_per_s == 419e9
+
+
+@pytest.mark.parametrize(
+    ("field", "table"),
+    [
+        ("machines", {"machines": []}),
+        ("machines.x", {"machines": {"x": 3}}),
+        ("machines.3", {"machines": {3: {}}}),
+        ("x.aliases", {"machines": {"x": {"like": "H200", "aliases": 7}}}),
+        ("x.aliases", {"machines": {"x": {"like": "H200", "aliases": [7]}}}),
+        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": float("nan")}}}}),
+        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": float("inf")}}}}),
+        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": None}}}}),
+        ("x.figures", {"machines": {"x": {"link": "l"}}}),
+        ("x.hbm_bytes", {"machines": {"x": {"figures": {}, "roofline": {}}}}),
+        ("x.like", {"machines": {"x": {"like": 3}}}),
+        ("machine", {"machines": {"x": {"like": "nobody"}}}),
+        ("x.figures", {"machines": {"x": {"like": "H200", "figures": {"warp": 9}}}}),
+        ("x.figures", {"machines": {"x": {"like": "H200", "figures": 9}}}),
+        ("x.roofline", {"machines": {"x": {"like": "H200", "roofline": {"warp": 9}}}}),
+        ("x.flops", {"machines": {"x": {"like": "H200", "figures": {"flops": {"source": "?"}}}}}),
+        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": "many"}}}}),
+        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": 0}}}}),
+        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": float("nan")}}}}),
+        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": True}}}}),
+        ("duplex", {"machines": {"x": {"like": "H200", "figures": {"duplex": 1.5}}}}),
+        ("copy_setup_s", {"machines": {"x": {"like": "H200", "figures": {"copy_setup_s": -1}}}}),
+        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": 1.5}}}}),
+        ("roofline.p", {"machines": {"x": {"like": "H200", "roofline": {"p": 0.5}}}}),
+        ("roofline.eff_bw", {"machines": {"x": {"like": "H200", "roofline": {"eff_bw": 0}}}}),
+        ("link", {"machines": {"x": {"like": "H200", "link": ""}}}),
+    ],
+)
+def test_a_malformed_machine_is_refused_by_its_field(field: str, table: Any) -> None:
+    refused(field, machine, "x", table)
+
+
+@pytest.mark.parametrize(
+    ("field", "entry"),
+    [
+        ("x.layers", {}),
+        ("x", {"like": "OPT-13b", "wheels": 4}),
+        ("layers", {"like": "OPT-13b", "layers": 0}),
+        ("kv_heads", {"like": "OPT-13b", "kv_heads": 2.5}),
+        ("linear_ops", {"like": "OPT-13b", "linear_ops": "qkv"}),
+        ("linear_ops", {"like": "OPT-13b", "linear_ops": []}),
+        ("linear_ops", {"like": "OPT-13b", "linear_ops": [["qkv", 3]]}),
+        ("linear_ops", {"like": "OPT-13b", "linear_ops": [["a", 3, 3], ["a", 3, 3]]}),
+        ("linear_ops", {"like": "OPT-13b", "linear_ops": [3]}),
+        ("head", {"like": "OPT-13b", "head": [1]}),
+        ("head", {"like": "OPT-13b", "head": 7}),
+        ("expert_ops", {"like": "OPT-13b", "expert_ops": ["nobody"]}),
+        ("active_experts", {"like": "OPT-13b", "active_experts": 2}),
+    ],
+)
+def test_a_malformed_model_is_refused_by_its_field(field: str, entry: Any) -> None:
+    refused(field, model, "x", {"models": {"x": entry}})
+
+
+def test_unreadable_tables_are_refused(tmp_path: Path) -> None:
+    refused("extra", machine, "H200", tmp_path / "missing.json")
+    for text in ("{", "[]", '{"something": 1}'):
+        (tmp_path / "bad.json").write_text(text)
+        refused("extra", machine, "H200", tmp_path / "bad.json")
+    refused("extra", machine, "H200", 3)
+
+
+def test_with_changes_figures_and_says_so() -> None:
+    base = machine("H200")
+    changed = base.with_(name="slow", h2d_bytes_per_s=1e9, p=2.0)
+    assert (changed.name, changed.h2d_bytes_per_s, changed.roofline.p) == ("slow", 1e9, 2.0)
+    assert changed.roofline.eff_bw == base.roofline.eff_bw
+    assert changed.sources["h2d_bytes_per_s"] == changed.sources["roofline.p"] == "changed by the caller"
+    assert base.with_() == base and base != changed
+    assert "h2d" in refused("name of a figure", base.with_, h2d=1).args[0]
+    refused("h2d_bytes_per_s", base.with_, h2d_bytes_per_s=0)
+    refused("roofline.p", base.with_, p=0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        base.flops = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("thing", [machine("GH200"), model("Mixtral")])
+def test_entries_can_be_hashed_copied_and_sent_to_another_process(thing: Machine | Model) -> None:
+    assert pickle.loads(pickle.dumps(thing)) == thing == copy.deepcopy(thing)
+    assert hash(thing) == hash(copy.deepcopy(thing))
+    assert dataclasses.asdict(thing)["name"] == thing.name

@@ -1,0 +1,369 @@
+"""`remap plan`: capacities and limits against published and independently computed ones, and what the command prints."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from remap import schedule, selection
+from remap.cli.plan import plan as command
+from remap.config import ControllerConfig
+from remap.errors import InvalidArgument
+from remap.sim import planning
+from remap.sim.hardware import machine, model
+from remap.sim.planning import MOST_ROWS, PAGE_BYTES, balance, kv_tokens, limit, memory_of, plan
+from remap.sim.roofline import Roofline, prefill_pairs
+
+GH200 = machine("GH200")
+
+# An independent calculation for the memory shares of Oneiros, on 97871 MiB less 0.5 GB: KV tokens without remapping (rounded),
+# tokens per layer, context, requests before, the self-consistent limit by Eq. 5, requests with it.
+SHARES = [
+    ("OPT-13b", "35%", 11_855, 768, 512, 23, 6, 32),
+    ("OPT-13b", "35%", 11_855, 768, 2048, 5, 6, 8),
+    ("Llama-2-13b", "35%", 11_459, 774, 512, 22, 6, 31),
+    ("Llama-2-13b", "35%", 11_459, 774, 2048, 5, 6, 7),
+    ("Llama-3-8b", "20%", 30_247, 3328, 512, 59, 6, 98),
+    ("Llama-3-8b", "20%", 30_247, 3328, 2048, 14, 5, 22),
+    ("OPT-30b", "65%", 4_547, 896, 512, 8, 5, 17),
+    ("OPT-30b", "65%", 4_547, 896, 2048, 2, 5, 4),
+    ("OPT-6.7b", "15%", 3_008, 768, 512, 5, 4, 11),
+    ("OPT-6.7b", "15%", 3_008, 768, 2048, 1, 3, 2),
+]
+# Where the exact answer is another one than Eq. 5's, and which. Eq. 5 assumes rotating slots, and copies that fit on average
+# (alpha + 2) T_T <= n T_c. Our slots are fixed: with two of them and seven streamed layers, the last and the first share one,
+# so that the first layer's copy waits for the last one's computation, and the gap around the end of the pass must hold a copy.
+EXACT = {("Llama-3-8b", 2048): 4}
+# Layers of an idle model that a prefill of 512 and of 2048 tokens hides by N T_T <= n T_p, at most n - 1.
+HIDDEN = [
+    *(("OPT-13b", "GH200", 17, 39), ("OPT-13b", "H100-SXM", 2, 8), ("OPT-13b", "H100-PCIe", 3, 10)),
+    *(("OPT-13b", "H200", 2, 7), ("Llama-2-13b", "GH200", 17, 39), ("Llama-3-8b", "GH200", 14, 31)),
+    *(("Llama-3-8b", "H100-SXM", 1, 6), ("Llama-3-8b", "H100-PCIe", 2, 8), ("Llama-3-8b", "H200", 1, 6)),
+    *(("OPT-30b", "GH200", 19, 47), ("OPT-30b", "H100-SXM", 2, 9), ("OPT-30b", "H200", 2, 8)),
+    *(("OPT-6.7b", "GH200", 14, 31), ("OPT-6.7b", "H100-SXM", 2, 6), ("OPT-6.7b", "H200", 1, 6)),
+]
+
+
+def refused(field: str, call: Any, *arguments: Any, **named: Any) -> InvalidArgument:
+    with pytest.raises(InvalidArgument) as caught:
+        call(*arguments, **named)
+    assert caught.value.field == field, str(caught.value)
+    return caught.value
+
+
+def rows_of(name: str, tokens: int, alpha: float, context: int) -> int:
+    found = model(name)
+    return int((tokens + alpha * found.layer_bytes / found.kv_bytes_per_token) // context)
+
+
+@pytest.mark.parametrize(("name", "share", "tokens", "per_layer", "context", "before", "paper", "after"), SHARES)
+def test_capacities_and_limits_of_the_papers_shares(
+    name: str, share: str, tokens: int, per_layer: int, context: int, before: int, paper: int, after: int
+) -> None:
+    found = model(name)
+    memory = memory_of(share, GH200)
+    assert round((memory - found.weight_bytes - 500e6) / found.kv_bytes_per_token) == tokens
+    kv = kv_tokens(found, memory)
+    assert tokens - 1 <= kv <= tokens, "whole tokens: rounded down"
+    assert found.layer_bytes // found.kv_bytes_per_token == per_layer
+    roof = Roofline(GH200, found)
+
+    def eq5_holds(alpha: int) -> bool:
+        rows = rows_of(name, kv, alpha, context)
+        copy_s = found.layer_bytes / GH200.h2d_bytes_per_s
+        return (alpha + 2) * copy_s <= found.layers * roof.layer_s(0, 0, rows, rows * context)
+
+    assert max(alpha for alpha in range(found.layers - 1) if alpha == 0 or eq5_holds(alpha)) == paper
+    assert rows_of(name, kv, paper, context) == after
+
+    ours = balance(roof, kv, context)
+    assert ours.rows_before == before
+    assert ours.remapped == EXACT.get((name, context), paper)
+    assert ours.rows == rows_of(name, kv, ours.remapped, context)
+    assert ours.slices > paper, "slices copy only what they free, and two slots of them"
+    assert ours.speedup > 1.1 or ours.rows == before
+
+
+def test_the_balance_is_the_largest_without_a_stall() -> None:
+    """By brute force, with the schedule's own period: every alpha, both selections, one and two buffers."""
+    found = model("OPT-13b")
+    roof = Roofline(GH200, found)
+    kv, n = 11_855, found.layers
+    free = [0]
+    for alpha in range(1, n - 2):
+        rows = rows_of("OPT-13b", kv, alpha, 512)
+        layer_s, copy_s = roof.layer_s(0, 0, rows, rows * 512), GH200.copy_s(found.layer_bytes)
+        for buffers in (1, 2):
+            for chosen in (schedule.uniform(n, alpha, buffers), schedule.nested(n)[: alpha + buffers]):
+                if schedule.stall(layer_s, copy_s, chosen, buffers, layers=n) == 0:
+                    free.append(alpha)
+    assert balance(roof, kv, 512).remapped == max(free) == 6
+
+
+def test_slices_in_the_balance_stall_for_nothing_and_more_would() -> None:
+    found = model("OPT-13b")
+    roof = Roofline(GH200, found)
+    ours = balance(roof, 11_855, 512)
+    pages = -(-found.layer_bytes // PAGE_BYTES)
+    tail = round(ours.slices * pages / (found.layers - 2))
+
+    def stall(tail: int) -> float:
+        freed = selection.slices_freed(tail, [pages] * found.layers, 2) / pages
+        rows = rows_of("OPT-13b", 11_855, freed, 512)
+        copy_s = GH200.copy_s(tail * PAGE_BYTES)
+        return schedule.stall(roof.layer_s(0, 0, rows, rows * 512), copy_s, range(found.layers), 2, layers=found.layers)
+
+    assert selection.slices_freed(tail, [pages] * found.layers, 2) / pages == ours.slices
+    assert stall(tail) == 0 < stall(tail + 1)
+    assert 8 < ours.slices < 9
+
+
+@pytest.mark.parametrize(("name", "on", "short", "long"), HIDDEN)
+def test_layers_hidden_by_a_prefill(name: str, on: str, short: int, long: int) -> None:
+    """Eq. 5's counterpart for a model that wakes, and ours. Ours is never more, and less by the ring: the layer whose memory is
+    the ring is loaded too, and the first layer that is away cannot hide behind itself, nor behind those after it."""
+    where, what = machine(on), model(name)
+    roof, n = Roofline(where, what), what.layers
+    copy_s = what.layer_bytes / where.h2d_bytes_per_s
+    reload = plan(where, what, memory_bytes=where.hbm_bytes, context=512).reload
+    assert [tokens for tokens, _ in reload.hidden] == [512, 2048]
+    for (tokens, hidden), papers in zip(reload.hidden, (short, long), strict=True):
+        layer_s = roof.layer_s(tokens, prefill_pairs(tokens), 0, 0)
+        assert min(n - 1, int(n * layer_s / copy_s)) == papers
+        assert papers - 2 <= hidden <= papers
+        late = [
+            schedule.one_shot_delay([layer_s] * n, where.copy_s(what.layer_bytes), range(n - away - 1, n))
+            for away in range(n - 1)
+        ]
+        assert hidden == max([away for away in range(n - 1) if late[away] == 0], default=0)
+    for (tokens, late), (_, hidden) in zip(reload.late_s, reload.hidden, strict=True):
+        layer_s = roof.layer_s(tokens, prefill_pairs(tokens), 0, 0)
+        exact = max(0.0, (n // 2 + 1) * where.copy_s(what.layer_bytes) - (n - 1) * layer_s)
+        assert late == pytest.approx(exact, abs=1e-9)
+        assert (late == 0) == (hidden >= n // 2)
+
+
+def test_throughput_at_and_past_the_limit() -> None:
+    """OPT-13b at 35 %, 512 tokens: another's figures for max(n T_c, (alpha + 2) T_T) + 1 ms, relative to alpha = 0.
+
+    Past the limit ours are better where one buffer is: it copies alpha + 1 layers, (alpha + 1) (T_T + T_c) a pass, which over
+    a slow link is less than (alpha + 2) T_T.
+    """
+    expected = {
+        419e9: {2: 1.09, 4: 1.18, 6: 1.26, 8: 1.23, 15: 0.96, 20: 0.88},
+        55e9: {2: 0.31, 4: 0.23, 6: 0.20, 8: 0.17, 15: 0.13, 20: 0.12},
+    }
+    found = model("OPT-13b")
+    for link, curve in expected.items():
+        where = GH200.with_(h2d_bytes_per_s=link)
+        roof = Roofline(where, found)
+        ours = {each.remapped: each for each in planning._what_if(roof, 11_855, 512, [0, *curve])}
+        assert ours[0].speedup == 1 and ours[0].stall_s == 0
+        base = 23 / (40 * roof.layer_s(0, 0, 23, 23 * 512) + 1e-3)
+        assert ours[0].iteration_s == pytest.approx(13e-3, rel=0.03)
+        for alpha, speedup in curve.items():
+            rows = rows_of("OPT-13b", 11_855, alpha, 512)
+            assert ours[alpha].rows == rows
+            layer_s, copy_s = roof.layer_s(0, 0, rows, rows * 512), found.layer_bytes / link
+            double = max(40 * layer_s, (alpha + 2) * copy_s)
+            assert rows / (double + 1e-3) / base == pytest.approx(speedup, abs=0.006)
+            best = min(double, max(40 * layer_s, (alpha + 1) * (copy_s + layer_s)))
+            assert ours[alpha].speedup == pytest.approx(rows / (best + 1e-3) / base, abs=0.02)
+            assert (ours[alpha].stall_s > 0) == (link < 1e11 or alpha > 6)
+
+
+def test_limits_agree_with_the_schedule() -> None:
+    roof = Roofline(GH200, model("Llama-3-8b"))
+    for rows in (1, 16, 128):
+        found = limit(roof, rows, 512, kv_tokens=30_000)
+        n = roof.model.layers
+        by_kind = {
+            "uniform": schedule.max_remapped(found.layer_s, found.copy_s, layers=n),
+            "nested": schedule.max_remapped(
+                found.layer_s, found.copy_s, layers=n, select=lambda n, a, b: schedule.nested(n)[: a + b]
+            ),
+        }
+        assert (found.remapped, found.buffers) == by_kind[found.selection] == max(by_kind.values())
+        assert found.fits == (rows * 512 <= 30_000 + max(found.remapped, found.slices) * 3328.125)
+        assert abs(found.paper - found.remapped) <= 2
+        continuous = selection.slices_max_alpha(found.layer_s, found.copy_s, 2, layers=n)
+        assert found.slices == pytest.approx(continuous, abs=0.4), "whole pages, and a set-up time that does not shrink"
+    assert limit(roof, 1 << 20, 512).fits
+
+
+@pytest.mark.parametrize(
+    ("on", "what", "memory", "active", "selection_set"),
+    [
+        *(("GH200", "OPT-13b", "35%", True, "slices"), ("GH200", "Llama-3-8b", "20%", True, "slices")),
+        *(("H100", "OPT-13b", "40%", False, None), ("H200", "llama-3-8b", "16%", False, None)),
+        *(("A100", "OPT-13b", "40%", False, None), ("4090", "Llama-2-7b", None, False, None)),
+        # More requests than run at once have room already, on any link.
+        *(("H200", "llama-3-8b", "90%", False, None), ("GH200", "llama-3-8b", "90%", False, None)),
+    ],
+)
+def test_the_advice(on: str, what: str, memory: str | None, active: bool, selection_set: str | None) -> None:
+    where = machine(on)
+    found = plan(
+        where, model(what), memory_bytes=memory_of(memory, where), donors=[model("OPT-6.7b"), model("OPT-13b")]
+    )
+    assert found.advice.active is active
+    assert found.advice.donors
+    values = {setting.name: setting.value for setting in found.advice.settings}
+    assert values.get("selection") == selection_set
+    assert values["slowdown"] == (0.02 if active else 0.0)
+    assert values["min_idle"] == (1.0 if on == "GH200" else 4.0)
+    assert values["policy"] == "expected_next_use"
+    assert values["contention"] == pytest.approx(
+        where.h2d_bytes_per_s / (where.hbm_bytes_per_s * where.roofline.eff_bw), abs=1e-4
+    )
+    config = found.advice.config()
+    assert isinstance(config, ControllerConfig)
+    assert config.ttft_budget_s == pytest.approx(max(donor.reload.late_s[0][1] for donor in found.donors), abs=1e-3)
+    assert all(setting.reason for setting in found.advice.settings)
+
+
+# By an independent calculation, rounded: KV tokens for the taker from half of each donor's layers.
+HALVES = [
+    ("OPT-13b", "35%", ("Llama-2-13b", "Llama-3-8b"), 24_008),
+    ("Llama-2-13b", "35%", ("OPT-13b", "Llama-3-8b"), 23_883),
+    ("Llama-3-8b", "20%", ("OPT-13b", "Llama-2-13b"), 192_823),
+    ("OPT-30b", "65%", ("OPT-6.7b",), 4_682),
+    ("OPT-6.7b", "15%", ("OPT-30b",), 56_457),
+]
+
+
+@pytest.mark.parametrize(("name", "share", "donors", "tokens"), HALVES)
+def test_donors_give_what_half_of_their_layers_hold(
+    name: str, share: str, donors: tuple[str, ...], tokens: int
+) -> None:
+    found = plan(GH200, model(name), memory_bytes=memory_of(share, GH200), donors=[model(each) for each in donors])
+    assert tokens - len(donors) <= sum(donor.tokens_half for donor in found.donors) <= tokens, "each rounded down"
+    assert [donor.layers_half for donor in found.donors] == [model(each).layers // 2 for each in donors]
+    for donor in found.donors:
+        assert donor.layers_free == donor.reload.hidden[0][1]
+        assert donor.reload.all_s == pytest.approx(donor.reload.layers * donor.reload.layer_s)
+
+
+@pytest.mark.parametrize(("name", "share", "tokens", "per_layer", "context", "before", "paper", "after"), SHARES)
+def test_over_pcie_no_whole_layer_is_hidden(
+    name: str, share: str, tokens: int, per_layer: int, context: int, before: int, paper: int, after: int
+) -> None:
+    """The same shares behind the link of an H100 SXM: nothing by Eq. 5, nothing by ours; slices free a layer or so."""
+    slow = GH200.with_(h2d_bytes_per_s=machine("H100-SXM").h2d_bytes_per_s)
+    found = balance(Roofline(slow, model(name)), kv_tokens(model(name), memory_of(share, GH200)), context)
+    assert (found.remapped, found.rows) == (0, before)
+    assert 0 < found.slices < 2
+
+
+def test_the_arithmetic_is_shown_with_its_numbers() -> None:
+    found = plan(GH200, model("OPT-13b"), memory_bytes=memory_of("35%", GH200), donors=[model("Llama-3-8b")])
+    steps = {step.what: step for step in found.steps}
+    kv = steps["KV cache without remapping"]
+    assert kv.value == found.kv_tokens == 11_855
+    assert all(part in kv.numbers for part in ("35.92 GB", "25.71 GB", "0.50 GB", "819,200", "11,855"))
+    assert steps["ratio R of memory to link"].value == pytest.approx(4000 / 419)
+    assert steps["loading the whole model back"].value == found.reload.all_s
+    assert steps["KV cache from half of Llama-3-8b, idle"].value == found.donors[0].tokens_half
+    assert all(step.formula and step.numbers for step in found.steps)
+
+
+def test_a_mixture_of_experts_is_told_that_its_layers_are_large() -> None:
+    found = plan(GH200, model("Mixtral"), memory_bytes=GH200.hbm_bytes)
+    assert any("experts" in text for text in found.advice.why)
+    assert found.balance.rows == MOST_ROWS
+
+
+def test_no_request_before_and_some_after() -> None:
+    """A cache of fewer tokens than one request: the speed-up is from nothing, and JSON says null."""
+    memory = model("OPT-13b").weight_bytes + 500_000_000 + 300 * 819_200
+    found = plan(GH200, model("OPT-13b"), memory_bytes=memory, context=512)
+    assert (found.balance.rows_before, found.kv_tokens) == (0, 300)
+    assert found.balance.rows > 0 and found.balance.speedup == math.inf
+    assert found.advice.active
+    assert found.as_dict()["balance"]["speedup"] is None
+    assert "inf" not in " ".join(found.advice.why)
+
+
+@pytest.mark.parametrize("text", ["0%", "101%", "x%", "-1%", "nan%", "24 apples", -1, 1.5])
+def test_bad_memory_is_refused(text: Any) -> None:
+    with pytest.raises(InvalidArgument):
+        memory_of(text, GH200)
+
+
+def test_memory_is_a_share_or_a_size() -> None:
+    assert memory_of("50%", GH200) == GH200.hbm_bytes // 2
+    assert memory_of("24GiB", GH200) == 24 << 30
+    assert memory_of(None, GH200) == int(0.9 * GH200.hbm_bytes)
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    error = refused("memory", plan, machine("4090"), model("OPT-13b"))
+    assert error.needed > machine("4090").hbm_bytes
+    refused("context", plan, GH200, model("OPT-13b"), context=2049)
+    refused("context", plan, GH200, model("OPT-13b"), context=0)
+    refused("batch", plan, GH200, model("OPT-13b"), batch=0)
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+app = typer.Typer()
+app.command()(command)
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+
+
+def test_the_command_prints_answer_tables_settings_and_arithmetic() -> None:
+    found = run(
+        "--machine", "GH200", "--model", "opt-13b", "--memory", "35%", "--batch", "24", "--donors", "llama-3-8b"
+    )
+    assert found.exit_code == 0, found.output
+    for text in (
+        "11,855 tokens",
+        "6 whole layers",
+        "8.33 layers",
+        "selection='slices'",
+        "35.92 GB",
+        "P: Pie Fig 1",
+        "8,520",
+    ):
+        assert text in found.output, text
+    plain = [line for line in found.output.splitlines() if "│ " in line and " 24 " in line]
+    assert plain, "the batch that was asked for has a row"
+
+
+def test_the_command_prints_json() -> None:
+    found = run("--machine", "h200", "--model", "Llama-3-8b", "--memory", "24GiB", "--json")
+    assert found.exit_code == 0, found.output
+    read = json.loads(found.output)
+    assert read["machine"]["name"] == "H200-SXM"
+    assert read["memory_bytes"] == 24 << 30
+    assert read["advice"]["active"] is False
+    assert read["machine"]["sources"]["h2d_bytes_per_s"].startswith("A")
+    assert [each["rows"] for each in read["limits"] if each["context"] == 512] == [1, 4, 16, 64, 128, 256]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--machine", "H9", "--model", "OPT-13b"), "GH200-96GB, GB200"),
+        (("--machine", "H100-", "--model", "OPT-13b"), "H100-SXM or H100-PCIe"),
+        (("--machine", "H100", "--model", "gpt"), "OPT-6.7b, OPT-13b"),
+        (("--machine", "H100", "--model", "OPT-13b", "--donors", "gpt"), "OPT-6.7b, OPT-13b"),
+        (("--machine", "H100", "--model", "OPT-13b", "--memory", "9 lives"), "memory"),
+        (("--machine", "H100", "--model", "OPT-13b", "--context", "4096"), "context"),
+        (("--machine", "H100", "--model", "OPT-66b"), "needs at least"),
+        (("--machine", "H100", "--model", "OPT-13b", "--tables", "/nonexistent.json"), "cannot be read"),
+    ],
+)
+def test_the_command_refuses_with_a_message(arguments: tuple[str, ...], text: str) -> None:
+    found = run(*arguments)
+    assert found.exit_code == 1
+    assert text in found.output
+    assert "Traceback" not in found.output
