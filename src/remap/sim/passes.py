@@ -1,0 +1,201 @@
+"""How long a simulated pass takes, and what it does on the device while it lasts.
+
+    SessionPass   on a stream of the sim backend, through `tenant.forward`: what the production path does on a GPU. Streamed
+                  layers are waited for and given back layer by layer; the copies, and how long they hold the computation up,
+                  are the prefetcher's and the backend's, not a formula's.
+    PiePass       Pie's pipeline in closed form (see there): it has no counterpart in the library.
+
+Computation is layer by layer from the roofline; the embedding comes before the first layer, the norm and the head after the last.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from remap.sim.hardware import Machine, Model
+from remap.sim.roofline import Roofline
+from remap.sim.sequences import Batch
+
+__all__ = ["Pass", "PiePass", "PieTimes", "SessionPass", "phase_of"]
+
+
+def phase_of(batch: Batch) -> str:
+    """As the reference engine's runner names a pass."""
+    if not batch.prefills:
+        return "decode"
+    return "mixed" if batch.rows else "prefill"
+
+
+class Pass(Protocol):
+    """Starts passes. `slow` >= 1: how many times as long computation takes because others compute beside it."""
+
+    compute_s: float  # of all passes so far, without stalls
+    copied_bytes: int  # of whole requests or KV layers, both directions; parameters are not in it
+
+    def start(self, batch: Batch, slow: float) -> float:
+        """Enqueue the pass. Returns the virtual time when it ends."""
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which passes have waited for copies, as far as is known."""
+
+
+class SessionPass:
+    """Passes of an attached tenant, on a stream of its own.
+
+    swap_address: host memory for whole requests that are swapped, 0 without. Swapping is copied on the compute stream before
+    the pass, a copy a block: a block of all layers lies together here.
+    """
+
+    def __init__(self, backend: Any, tenant: Any, roofline: Roofline, model: Model, swap_address: int = 0) -> None:
+        self._backend = backend
+        self._tenant = tenant
+        self._roofline = roofline
+        self._layers = model.layers
+        self._swap_address = swap_address
+        self.stream: int = backend.create_stream()
+        self.compute_s = 0.0
+        self.copied_bytes = 0
+
+    @property
+    def stall_s(self) -> float:
+        return float(self._tenant._prefetcher.stats().stall_s)
+
+    def start(self, batch: Batch, slow: float) -> float:
+        tokens = batch.prefill_tokens
+        rows = len(batch.rows)
+        layer_s = slow * self._roofline.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
+        ends_s = slow * self._roofline.ends_s(tokens + rows, len(batch.prefills) + rows)
+        backend, tenant, stream = self._backend, self._tenant, self.stream
+        if batch.swapped_in or batch.swapped_out:
+            self._swap(batch)
+        with tenant.forward(phase=phase_of(batch), tokens=tokens + rows, stream=stream):
+            if not tenant.streaming:
+                backend.compute(stream, self._layers * layer_s + ends_s)
+            else:
+                self._layer_by_layer(layer_s, ends_s)
+        self.compute_s += self._layers * layer_s + ends_s
+        return float(backend.stream_end(stream))
+
+    def _layer_by_layer(self, layer_s: float, ends_s: float) -> None:
+        # Layers that are in place need no waiting: they are computed together with what follows them.
+        backend, tenant, stream = self._backend, self._tenant, self.stream
+        ready, wait, done = tenant._prefetcher.ready, tenant.wait, tenant.done
+        pending = 0.0
+        for layer in range(self._layers):
+            if ready(layer):
+                pending += layer_s
+                continue
+            if pending:
+                backend.compute(stream, pending)
+            wait(layer)
+            backend.compute(stream, layer_s)
+            done(layer)
+            pending = 0.0
+        backend.compute(stream, pending + ends_s)
+
+    def _swap(self, batch: Batch) -> None:
+        tenant, backend = self._tenant, self._backend
+        nbytes = tenant.kv.spec.block_bytes
+        for _ in range(batch.swapped_out):
+            backend.copy(self.stream, self._swap_address, tenant.kv.address, nbytes)
+        for _ in range(batch.swapped_in):
+            backend.copy(self.stream, tenant.kv.address, self._swap_address, nbytes)
+        self.copied_bytes += nbytes * (batch.swapped_in + batch.swapped_out)
+
+
+@dataclass(frozen=True)
+class PieTimes:
+    """One pass with m of n layers' KV in host memory: seconds of computation, of each direction's copies, and of the whole."""
+
+    compute_s: float
+    copies_s: float  # of the slower direction
+    pass_s: float
+
+    @property
+    def stall_s(self) -> float:
+        return self.pass_s - self.compute_s
+
+
+class PiePass:
+    """Pie (section 3): the KV of m layers is in host memory at any time; before a layer runs its KV is copied in, and that of the
+    layer last used is copied out. Copies are in first in, first out order over m + 2 layers, so a pass copies m + 2 layers' KV in
+    and as many out:
+
+        pass = max(computation, (m + 2) t_in, (m + 2) t_out)
+
+    which is the exact period of that pipeline for equal layers, as is `remap.schedule.period` with two buffers (Eq. 5 of Oneiros
+    has the same form). t = setup + bytes of one layer's KV in use / bandwidth, and both directions run at once, so each has the
+    share `duplex` of its bandwidth. While copies run they take their share of the device memory's bandwidth from the computation,
+    as the sim backend charges it.
+    """
+
+    def __init__(
+        self,
+        now: Callable[[], float],
+        machine: Machine,
+        model: Model,
+        roofline: Roofline,
+        used_tokens: Callable[[], int],
+        swapped_layers: Callable[[], int],
+    ) -> None:
+        self._now = now
+        self._machine = machine
+        self._model = model
+        self._roofline = roofline
+        self._used_tokens = used_tokens
+        self._swapped_layers = swapped_layers
+        self.compute_s = 0.0
+        self.copied_bytes = 0
+        self._stall_s = 0.0
+        self.last = PieTimes(0.0, 0.0, 0.0)  # of the last pass that only decoded
+
+    @property
+    def stall_s(self) -> float:
+        return self._stall_s
+
+    def times(self, layer_s: float, ends_s: float, used_tokens: int, swapped: int) -> PieTimes:
+        """A pass with `swapped` = m layers' KV in host memory and KV of `used_tokens` tokens in all. Pure."""
+        machine, n = self._machine, self._model.layers
+        compute = n * layer_s + ends_s
+        if swapped == 0:
+            return PieTimes(compute, 0.0, compute)
+        nbytes = used_tokens * self._model.kv_bytes_per_token_layer
+        moved = min(swapped + 2, n)
+        rate_in, rate_out = machine.h2d_bytes_per_s * machine.duplex, machine.d2h_bytes_per_s * machine.duplex
+        copy_in = moved * (machine.copy_setup_s + nbytes / rate_in)
+        copy_out = moved * (machine.copy_setup_s + nbytes / rate_out)
+        taken = (rate_in + rate_out) / machine.hbm_bytes_per_s
+        beside = min(compute / (1.0 - taken), min(copy_in, copy_out))
+        slowed = compute + beside * taken
+        copies = max(copy_in, copy_out)
+        return PieTimes(slowed, copies, max(slowed, copies))
+
+    def start(self, batch: Batch, slow: float) -> float:
+        tokens, rows = batch.prefill_tokens, len(batch.rows)
+        layer_s = slow * self._roofline.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
+        ends_s = slow * self._roofline.ends_s(tokens + rows, len(batch.prefills) + rows)
+        swapped = self._swapped_layers()
+        # A pass of prompts alone reads nobody's KV: only what it makes is copied, and out. Charged as if both ways.
+        used = self._used_tokens() if rows else tokens
+        times = self.times(layer_s, ends_s, used, swapped)
+        if not tokens:
+            self.last = times
+        self.compute_s += times.compute_s
+        self._stall_s += times.stall_s
+        if swapped:
+            moved = min(swapped + 2, self._model.layers)
+            self.copied_bytes += 2 * moved * used * self._model.kv_bytes_per_token_layer
+        return self._now() + times.pass_s
+
+    def hidden(self, used_tokens: int, most: int, slack: float = 0.0) -> int:
+        """The largest m <= most whose copies the last decoding pass would have hidden, with KV of `used_tokens` in use:
+        (m + 2) max(t_in, t_out) <= computation (1 + slack)."""
+        machine = self._machine
+        nbytes = used_tokens * self._model.kv_bytes_per_token_layer
+        rate = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s) * machine.duplex
+        copy = machine.copy_setup_s + nbytes / rate
+        return max(0, min(most, math.floor(self.last.compute_s * (1.0 + slack) / copy) - 2))

@@ -1,0 +1,187 @@
+"""The policies that a simulation can compare, by name. Pure.
+
+    recompute     KV of the size that the reservation leaves; what does not fit is preempted and recomputed (vLLM)
+    swap          the same, but preempted requests keep their KV in host memory (vLLM V0's swapping, whole requests)
+    pie           KV of some layers lies in host memory and is swapped layer by layer, both ways; adaptive expansion (Pie);
+                  "pie:1.6": a fixed expansion
+    static:X      a fixed X of the layers (default 10 %) is streamed from the start, as vLLM's prefetch offloader; "static:6" or
+                  "static:10%"
+    remap         the production controller with its defaults
+    remap:A       one of its ablations (below), or settings of ControllerConfig: "remap:selection=slices+buffers=2"
+
+A name may carry several settings, joined by "+": "remap:uniform+lru".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
+from typing import Any
+
+from remap.config import ControllerConfig
+from remap.errors import InvalidArgument
+
+__all__ = ["ABLATIONS", "POLICIES", "UNBOUNDED", "Policy", "find", "known"]
+
+UNBOUNDED = 1e6
+"""As slowdown: demand decides alone."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How memory is managed. kind: "recompute", "swap", "pie", "static" or "remap".
+
+    controller: settings of ControllerConfig that are not its defaults. static: layers, or a share of them below 1; of Pie the
+    expansion, 0 if it is adaptive. pooled: the
+    share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
+    `SharedEngines`.
+    """
+
+    name: str
+    about: str
+    kind: str
+    controller: Mapping[str, Any] = field(default_factory=dict)
+    static: float = 0.0
+    pooled: float = 1.0
+    partial: bool = True
+
+    @property
+    def config(self) -> ControllerConfig:
+        return ControllerConfig(**self.controller)
+
+
+def _policy(name: str, about: str, kind: str, **settings: Any) -> Policy:
+    return Policy(name, about, kind, **settings)
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {
+        one.name: one
+        for one in (
+            _policy("recompute", "preempt and recompute (vLLM)", "recompute"),
+            _policy("swap", "preempt, whole requests go to host memory and come back (vLLM V0)", "swap"),
+            _policy("pie", "KV of some layers in host memory, swapped both ways, adaptive (Pie)", "pie"),
+            _policy(
+                "static", "a fixed share of the layers streamed from the start (default 10 %)", "static", static=0.1
+            ),
+            _policy("remap", "the production controller", "remap"),
+        )
+    }
+)
+
+ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        # What the paper has: evenly spaced layers, the most recently used donor first.
+        "oneiros": ("evenly spaced layers, MRU, two buffers", {"selection": "uniform", "policy": "mru", "buffers": 2}),
+        "uniform": ("evenly spaced layers", {"selection": "uniform"}),
+        "nested": ("nested sets of layers (the default)", {"selection": "nested"}),
+        "slices": ("a slice of every layer", {"selection": "slices"}),
+        "auto": ("the selection of least stall", {"selection": "auto"}),
+        "single": ("one ring buffer, m = alpha + 1", {"buffers": 1}),
+        "double": ("two ring buffers, m = alpha + 2", {"buffers": 2}),
+        "no-reversion": ("layers never come home", {"reversion": False}),
+        "eager-reversion": ("a layer comes home as soon as there is room", {"contention": 1e6, "dwell": 1}),
+        "uncapped": ("no bound on the stall", {"slowdown": UNBOUNDED}),
+        "mru": ("the most recently used inactive tenant gives first", {"policy": "mru"}),
+        "lru": ("the least recently used one", {"policy": "lru"}),
+        "round-robin": ("in turns", {"policy": "round_robin"}),
+        "self": ("no tenant gives layers to another", {"lends": False}),
+    }
+)
+# Settings that are the simulation's, not the controller's.
+_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
+    {
+        "pool": ("three quarters of every KV reservation are everybody's", {"pooled": 0.25}),
+        "preempt": ("what lies in a waking tenant's pages is preempted, not streamed around", {"partial": False}),
+    }
+)
+_TYPES = {one.name: one.type for one in fields(ControllerConfig)}
+
+
+def known() -> tuple[str, ...]:
+    """All names, ablations included."""
+    return (*POLICIES, *(f"remap:{name}" for name in (*ABLATIONS, *_OWN)))
+
+
+def find(name: str) -> Policy:
+    """The policy of this name. Raises InvalidArgument that lists the known ones, or names the setting that is wrong."""
+    base, _, rest = name.partition(":")
+    policy = POLICIES.get(base)
+    if policy is None or (rest and base not in ("static", "remap", "pie")):
+        raise InvalidArgument(
+            f"no policy {name!r}; there are {', '.join(known())}, static:6, static:10%, pie:1.6, and remap:SETTING=VALUE; "
+            "nothing was run",
+            policy=name,
+        )
+    if not rest:
+        return policy
+    if base == "static":
+        return replace(policy, name=name, static=_layers(name, rest))
+    if base == "pie":
+        return replace(policy, name=name, static=_expansion(name, rest))
+    controller: dict[str, Any] = {}
+    own: dict[str, Any] = {}
+    abouts = []
+    for part in rest.split("+"):
+        setting, equals, value = part.partition("=")
+        if equals:
+            controller[setting] = _value(name, setting, value)
+            abouts.append(part)
+        elif part in ABLATIONS:
+            about, settings = ABLATIONS[part]
+            controller.update(settings)
+            abouts.append(about)
+        elif part in _OWN:
+            about, settings = _OWN[part]
+            own.update(settings)
+            abouts.append(about)
+        else:
+            raise InvalidArgument(
+                f"remap has no ablation {part!r}; there are {', '.join((*ABLATIONS, *_OWN))}, and SETTING=VALUE of "
+                f"{', '.join(sorted(_TYPES))}; nothing was run",
+                policy=name,
+                ablation=part,
+            )
+    ControllerConfig(**controller)  # refuses values out of range
+    return replace(policy, name=name, about="; ".join(abouts), controller=controller, **own)
+
+
+def _layers(name: str, text: str) -> float:
+    try:
+        value = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1000 or (not text.endswith("%") and value != int(value)):
+        raise InvalidArgument(
+            f"static takes a number of layers or a percentage, as static:6 or static:10%, got {name!r}; nothing was run",
+            policy=name,
+        )
+    return value
+
+
+def _expansion(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 10:
+        raise InvalidArgument(
+            f"pie takes an expansion from 1 to 10, as pie:1.6, got {name!r}; nothing was run", policy=name
+        )
+    return value
+
+
+def _value(name: str, setting: str, text: str) -> Any:
+    if setting not in _TYPES:
+        raise InvalidArgument(
+            f"the controller has no setting {setting!r}; there are {', '.join(sorted(_TYPES))}; nothing was run",
+            policy=name,
+            setting=setting,
+        )
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return {"true": True, "false": False, "none": None}.get(text.lower(), text)

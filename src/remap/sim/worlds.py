@@ -1,0 +1,223 @@
+"""From a setup and a policy to something that runs: the session with its tenants attached, one engine each, and who runs them.
+
+recompute, swap and static   tenants of a session on the sim backend whose memory nobody changes while they serve
+remap                        the same session, asked before every pass: `session.step`
+pie                          pools that count, and a clock (Pie has no counterpart in the library)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from remap.errors import InvalidArgument
+from remap.kv_geometry import KVGeometry, KVSpec
+from remap.sim.clock import VirtualClock
+from remap.sim.engine import SimEngine
+from remap.sim.hardware import Model
+from remap.sim.passes import Pass, PiePass, SessionPass
+from remap.sim.policies import Policy
+from remap.sim.pools import PiePool
+from remap.sim.roofline import Roofline
+from remap.sim.running import Concurrent, Progress, Turns
+from remap.sim.scheduling import Scheduling, make_scheduling
+from remap.sim.sequences import Batch
+from remap.sim.sequences import Sequence as Request
+from remap.sim.timeline import Timeline
+
+if TYPE_CHECKING:
+    from remap.sim.serving import Setup, TenantSetup
+
+__all__ = ["Runner", "World", "make_world"]
+
+
+class Runner(Protocol):
+    """Serves requests until all have finished."""
+
+    timeline: Timeline
+    iterations: int
+    decisions: int
+
+    def serve(self, requests: Sequence[Request], progress: Progress | None = None) -> None: ...
+
+
+@dataclass
+class World:
+    """One run's: close it afterwards."""
+
+    clock: Any
+    engines: dict[str, SimEngine]
+    runner: Runner
+    session: Any = None
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+def make_world(setup: Setup, policy: Policy) -> World:
+    """Everything attached and ready, at some virtual time. On an error nothing stays behind."""
+    if policy.kind == "swap" and setup.scheduler != "prefill-first":
+        raise InvalidArgument(
+            f"the policy {policy.name!r} is of the prefill-first scheduler (vLLM V0), not of {setup.scheduler!r}; nothing was "
+            "run; leave it out or change the scheduler",
+            policy=policy.name,
+            scheduler=setup.scheduler,
+        )
+    return _pie_world(setup, policy) if policy.kind == "pie" else _session_world(setup, policy)
+
+
+def _session_world(setup: Setup, policy: Policy) -> World:
+    import remap
+    from remap.devices import simulated
+    from remap.sim.masters import masters
+
+    specs = [_spec(setup, tenant, policy) for tenant in setup.tenants]
+    pages = 0
+    for tenant, (spec, reserved) in zip(setup.tenants, specs):
+        pages += tenant.model.layers * -(-tenant.model.layer_bytes // setup.page_bytes)
+        pages += KVGeometry(spec, setup.page_bytes).pages_for_blocks(reserved)
+    capacity = pages * setup.page_bytes
+    backend = simulated(setup.machine)
+    session = remap.Session(capacity, backend=backend, page_bytes=setup.page_bytes, controller=policy.config)
+    try:
+        managed = session if policy.kind == "remap" else None
+        engines: dict[str, SimEngine] = {}
+        for tenant, (spec, _) in zip(setup.tenants, specs):
+            attached = session.attach_bytes(
+                masters([tenant.model.layer_bytes] * tenant.model.layers),
+                name=tenant.name,
+                priority=tenant.priority,
+                kv=spec,
+            )
+            host = backend.allocate_host(spec.block_bytes) if policy.kind == "swap" else 0
+            roofline = Roofline(setup.machine, tenant.model)
+            passes = SessionPass(backend, attached, roofline, tenant.model, host)
+            if policy.kind == "static":
+                _stream_from_the_start(session, tenant.name, tenant.model, policy)
+            most = spec.max_blocks if managed is not None else attached.kv.usable_blocks
+            scheduler = _scheduling(setup, tenant, policy.kind == "swap")
+            engines[tenant.name] = _engine(setup, tenant, attached, scheduler, passes, backend, managed, most)
+    except BaseException:
+        session.close()
+        raise
+    runner = _runner(setup, managed, engines, backend, policy.partial)
+    return World(backend, engines, runner, session, session.close)
+
+
+def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, int]:
+    """(the KV cache, blocks of the whole reservation). The region has room for whatever the arena has."""
+    model, reserved = tenant.model, setup.kv_blocks(tenant)
+    block_bytes = setup.block_tokens * model.kv_bytes_per_token
+    most = reserved
+    if policy.kind in ("remap", "static"):
+        most = max(reserved, sum(one.memory_bytes for one in setup.tenants) // block_bytes)
+    spec = KVSpec(
+        layers=model.layers,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_dim,
+        block_tokens=setup.block_tokens,
+        dtype={1: "int8", 2: "bfloat16", 4: "float32"}[model.dtype_bytes],
+        min_blocks=max(1, int(policy.pooled * reserved)) if policy.kind == "remap" else reserved,
+        max_blocks=most,
+    )
+    return spec, reserved
+
+
+def _stream_from_the_start(session: Any, name: str, model: Model, policy: Policy) -> None:
+    share = policy.static
+    layers = max(1, round(share * model.layers)) if share < 1 else int(share)
+    session.remap(name, layers, 2, "uniform")
+
+
+def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False) -> Scheduling:
+    return make_scheduling(setup.scheduler, block_tokens=setup.block_tokens, context=tenant.model.context, swap=swap)
+
+
+def _engine(
+    setup: Setup,
+    tenant: TenantSetup,
+    attached: Any,
+    scheduler: Scheduling,
+    passes: Pass,
+    clock: Any,
+    session: Any,
+    most: int,
+    kind: type[SimEngine] = SimEngine,
+) -> SimEngine:
+    return kind(
+        attached,
+        scheduler,
+        passes,
+        clock,
+        session=session,
+        gap_s=setup.gap,
+        most_blocks=most,
+        context=tenant.model.context,
+    )
+
+
+def _runner(setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool = True) -> Runner:
+    if setup.sharing == "temporal":
+        return Turns(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
+    return Concurrent(session, engines, clock, gap_s=setup.gap)
+
+
+# -- Pie ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _PieTenant:
+    """What engines and timelines ask of a tenant."""
+
+    name: str
+    kv: PiePool
+    remapped: int = 0
+    alpha: float = 0.0
+    lent_pages: int = 0
+
+
+class PieEngine(SimEngine):
+    """Adaptive expansion (Pie, section 3.3): one layer's KV more goes to host memory while more blocks are wanted and its copies
+    would be hidden; one less while passes wait for copies. Decided by decoding passes: prompts hide more than what follows.
+
+    The paper leaves the ratio of violations open; waiting for less than 2 % of the computation is forgiven, as the controller's
+    `slowdown` does.
+    """
+
+    FORGIVEN = 0.02
+
+    def launch(self) -> tuple[Batch | None, float]:
+        pool, passes = self.tenant.kv, self.passes
+        if isinstance(pool, PiePool) and isinstance(passes, PiePass) and not pool.fixed:
+            last, swapped = passes.last, pool.swapped
+            if swapped and last.stall_s > self.FORGIVEN * last.compute_s:
+                pool.set(swapped - 1)
+            elif swapped + 1 < pool.layers and self.scheduler.demand(self._most_blocks) > pool.free_blocks:
+                tokens = pool.block_tokens * min(
+                    pool.blocks_at(swapped + 1), pool.live_blocks + self.scheduler.demand(self._most_blocks)
+                )
+                if passes.hidden(tokens, swapped + 1, self.FORGIVEN) > swapped:
+                    pool.set(swapped + 1)
+        return super().launch()
+
+
+def _pie_world(setup: Setup, policy: Policy) -> World:
+    clock = VirtualClock()
+    engines: dict[str, SimEngine] = {}
+    for tenant in setup.tenants:
+        model = tenant.model
+        pool = PiePool(setup.kv_blocks(tenant), setup.block_tokens, model.layers)
+        if policy.static:
+            pool.fix(policy.static)
+        scheduler = _scheduling(setup, tenant)
+        passes = PiePass(
+            lambda: clock.now,
+            setup.machine,
+            model,
+            Roofline(setup.machine, model),
+            used_tokens=lambda pool=pool: pool.live_blocks * pool.block_tokens,  # type: ignore[misc]
+            swapped_layers=lambda pool=pool: pool.swapped,  # type: ignore[misc]
+        )
+        stand_in = _PieTenant(tenant.name, pool)
+        most = pool.usable_blocks if pool.fixed else pool.blocks_at(model.layers - 2)
+        engines[tenant.name] = _engine(setup, tenant, stand_in, scheduler, passes, clock, None, most, PieEngine)
+    return World(clock, engines, _runner(setup, None, engines, clock))
