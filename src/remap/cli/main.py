@@ -15,6 +15,7 @@ from .bench_machine import bench_machine, fit_command
 from .demo_run import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .plan import plan
+from .simulate import simulate
 
 __all__ = ["app"]
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure on this machine, and put the paper's figures beside it.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 app.command("plan")(plan)
+app.command("simulate")(simulate)
 app.command("fit")(fit_command)
 bench.command("machine")(bench_machine)
 DEFAULTS = default_config()

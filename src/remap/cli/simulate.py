@@ -1,0 +1,269 @@
+"""`remap simulate`: serve the same requests under several policies in virtual time, and put them beside each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from remap.errors import Error, InvalidArgument
+
+from .simulate_report import table, write_json
+
+if TYPE_CHECKING:
+    from remap.sim.results import PolicyResult
+    from remap.sim.serving import Setup
+    from remap.sim.workload import Item
+
+__all__ = ["Options", "Prepared", "prepare", "run", "simulate"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says, with its names. rate: "4" (of all tenants together) or "3,1" (of each)."""
+
+    machine: str
+    tenants: str
+    arrivals: str = "azure-code"
+    lengths: str = "sharegpt"
+    rate: str = "4"
+    requests: int = 1000
+    policies: str = "recompute,pie,remap"
+    sharing: str = "temporal"
+    scheduler: str = "prefill-first"
+    seed: int = 0
+    quantum: float = 1.0
+    models_file: Path | None = None
+    machines_file: Path | None = None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """All that is checked before anything runs."""
+
+    setup: Setup
+    items: tuple[Item, ...]
+    policies: tuple[str, ...]
+    configuration: dict[str, Any]
+    title: str
+
+
+def _names(text: str, field: str) -> list[str]:
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    if not names:
+        raise InvalidArgument(f"{field} is empty; nothing was run; give at least one name", field=field, value=text)
+    return names
+
+
+def _rates(text: str) -> list[float]:
+    try:
+        return [float(part) for part in _names(text, "rate")]
+    except ValueError:
+        raise InvalidArgument(
+            f"rate must be a number, or one for each tenant as 3,1, got {text!r}; nothing was run",
+            field="rate",
+            value=text,
+        ) from None
+
+
+def prepare(options: Options) -> Prepared:
+    """Look everything up and draw the requests. Raises InvalidArgument for the first thing that is wrong; of a name that is not
+    known it lists those that are.
+    """
+    from remap.sim import hardware, loads, policies, serving
+
+    machine = hardware.machine(options.machine, options.machines_file)
+    try:
+        tenants = serving.tenants(options.tenants, machine, options.models_file)
+    except InvalidArgument as error:
+        # A word alone may have been meant as a combination.
+        if any(mark in options.tenants for mark in ":,"):
+            raise
+        raise InvalidArgument(
+            f"{error}; combinations: {', '.join(serving.COMBINATIONS)}", **{"tenants": options.tenants, **error.fields}
+        ) from error
+    if not 0 < options.quantum < math.inf:
+        raise InvalidArgument(
+            f"quantum must be above 0 and finite, got {options.quantum}; nothing was run",
+            field="quantum",
+            value=options.quantum,
+        )
+    setup = serving.Setup(
+        machine, tenants, sharing=options.sharing, scheduler=options.scheduler, quantum_s=options.quantum
+    )
+    chosen = tuple(policies.find(name).name for name in _names(options.policies, "policies"))
+    twice = [name for name in dict.fromkeys(chosen) if chosen.count(name) > 1]
+    if twice:
+        raise InvalidArgument(
+            f"policies has {twice[0]!r} twice; nothing was run; name each once",
+            field="policies",
+            value=options.policies,
+        )
+    rates = _rates(options.rate)
+    items = loads.load(
+        [tenant.name for tenant in tenants],
+        requests=options.requests,
+        rate=rates,
+        arrivals=_names(options.arrivals, "arrivals"),
+        lengths=_names(options.lengths, "lengths"),
+        seed=options.seed,
+        context={tenant.name: tenant.model.context for tenant in tenants},
+    )
+    return Prepared(setup, items, chosen, _configuration(options, setup, items), _title(options, setup, rates))
+
+
+def _title(options: Options, setup: Setup, rates: Sequence[float]) -> str:
+    return (
+        f"{options.tenants} on {setup.machine.name}: {options.requests:,} requests, "
+        f"{', '.join(f'{rate:g}' for rate in rates)}/s, {options.arrivals} arrivals, {options.lengths} lengths"
+    )
+
+
+def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dict[str, Any]:
+    """Everything that decides the result, so that the file stands alone."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        ours = version("remap")
+    except PackageNotFoundError:
+        ours = "unknown"
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
+    machine = asdict(setup.machine)
+    machine.pop("sources", None)
+    return {
+        **given,
+        "machine": setup.machine.name,
+        "machine_figures": machine,
+        "tenants_memory": [
+            {
+                "tenant": tenant.name,
+                "model": tenant.model.name,
+                "memory_bytes": tenant.memory_bytes,
+                "kv_blocks": setup.kv_blocks(tenant),
+                "requests": sum(item.tenant == tenant.name for item in items),
+            }
+            for tenant in setup.tenants
+        ],
+        "block_tokens": setup.block_tokens,
+        "mean_prompt_tokens": math.fsum(item.prompt_tokens for item in items) / len(items),
+        "mean_output_tokens": math.fsum(item.output_tokens for item in items) / len(items),
+        "remap_version": ours,
+    }
+
+
+def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
+    """One result a policy, in their order, with a bar each on `progress`."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    from remap.sim import serving
+
+    results = []
+    wide = max(map(len, prepared.policies))
+    columns = (
+        *(TextColumn(f"{{task.description:<{wide}}}"), BarColumn(), MofNCompleteColumn(), TextColumn("requests")),
+        *(TimeElapsedColumn(), TimeRemainingColumn()),
+    )
+    with Progress(*columns, console=progress) as bars:
+        tasks = [bars.add_task(policy, total=len(prepared.items), start=False) for policy in prepared.policies]
+        for policy, task in zip(prepared.policies, tasks):
+            bars.start_task(task)
+
+            def advance(finished: int, total: int, task: Any = task) -> None:
+                bars.update(task, completed=finished, total=total)
+
+            result = serving.simulate(prepared.setup, prepared.items, policy, on_progress=advance)
+            bars.update(task, completed=result.requests_finished)
+            bars.stop_task(task)
+            results.append(result)
+    return results
+
+
+def simulate(
+    machine: Annotated[str, typer.Option(help="Such as GH200-96GB; the tables of the package, and --machines-file.")],
+    tenants: Annotated[
+        str, typer.Option(help="C1, C2, one model, or models with shares as 'OPT-13b:35%,Llama-3-8b:20%'.")
+    ],
+    arrivals: Annotated[
+        str,
+        typer.Option(
+            help="azure-code, azure-conv, poisson, bursty, bursty:CV:DUTY, burstgpt-like, or a CSV file with arrival_s; "
+            "one for all tenants, or one each: a,b."
+        ),
+    ] = Options.arrivals,
+    lengths: Annotated[
+        str,
+        typer.Option(
+            help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens; one for all "
+            "tenants, or one each: a,b."
+        ),
+    ] = Options.lengths,
+    rate: Annotated[
+        str, typer.Option(help="Requests per second: of all tenants together, or of each: 3,1.")
+    ] = Options.rate,
+    requests: Annotated[int, typer.Option(min=1, help="Requests of all tenants together.")] = Options.requests,
+    policies: Annotated[
+        str, typer.Option(help="Such as recompute,swap,pie,static:10%,remap,remap:slices; the first is compared with.")
+    ] = Options.policies,
+    sharing: Annotated[str, typer.Option(help="temporal, spatial or mig.")] = Options.sharing,
+    scheduler: Annotated[str, typer.Option(help="prefill-first or chunked.")] = Options.scheduler,
+    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = Options.seed,
+    quantum: Annotated[
+        float, typer.Option(help="Seconds of a tenant's turn, under temporal sharing.")
+    ] = Options.quantum,
+    models_file: Annotated[Path | None, typer.Option(help="JSON with models of your own.")] = None,
+    machines_file: Annotated[Path | None, typer.Option(help="JSON with machines of your own.")] = None,
+    as_json: Annotated[Path | None, typer.Option("--json", help="Write configuration and results there.")] = None,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with table and plots there; needs matplotlib.")
+    ] = None,
+) -> None:
+    """Serve the same requests under several policies on a machine that need not be here, and compare them."""
+    options = Options(
+        machine=machine,
+        tenants=tenants,
+        arrivals=arrivals,
+        lengths=lengths,
+        rate=rate,
+        requests=requests,
+        policies=policies,
+        sharing=sharing,
+        scheduler=scheduler,
+        seed=seed,
+        quantum=quantum,
+        models_file=models_file,
+        machines_file=machines_file,
+    )
+    try:
+        if html is not None:
+            from .simulate_plots import need_matplotlib
+
+            need_matplotlib()  # said before the minutes of a simulation, not after
+        prepared = prepare(options)
+        results = run(prepared, Console(stderr=True))
+        console = Console()
+        console.print(table(results, prepared.title), markup=False, highlight=False)
+        if as_json is not None:
+            write_json(as_json, prepared.configuration, results)
+            console.print(f"results: {as_json}", markup=False, highlight=False, soft_wrap=True)
+        if html is not None:
+            from .simulate_html import page
+
+            html.parent.mkdir(parents=True, exist_ok=True)
+            html.write_text(page(prepared.configuration, results, prepared.title), encoding="utf-8")
+            console.print(f"page: {html}", markup=False, highlight=False, soft_wrap=True)
+    except (Error, OSError) as error:
+        text = f"{type(error).__name__}: {error}"
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        raise typer.Exit(2 if isinstance(error, InvalidArgument) else 1) from error

@@ -1,0 +1,142 @@
+"""What `remap simulate` says: the table of all policies beside each other, and the JSON file. Pure but for writing files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remap.sim.results import PolicyResult, TenantResult, percentile, report, weighted_percentile
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["METRICS", "Metric", "change", "seconds", "table", "table_rows", "tenant_rows", "write_json"]
+
+
+def seconds(value: float) -> str:
+    """Microseconds, milliseconds or seconds with three significant digits; a dash for nan."""
+    if math.isnan(value):
+        return "–"
+    if value == 0:
+        return "0 s"
+    for unit, factor in (("µs", 1e6), ("ms", 1e3)):
+        if abs(value) * factor < 999.5:
+            return f"{value * factor:.3g} {unit}"
+    return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}"
+
+
+def _small(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 1000 or value == int(value) else f"{value:.3g}"
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row. key: the property of PolicyResult. compared: the change from the first policy is worth a percentage."""
+
+    key: str
+    name: str
+    show: Callable[[float], str]
+    compared: bool = True
+
+
+METRICS = (
+    Metric("tokens_per_s", "tokens/s", _small),
+    Metric("ttft_p50_s", "TTFT P50", seconds),
+    Metric("ttft_p99_s", "TTFT P99", seconds),
+    Metric("ttft_mean_s", "TTFT mean", seconds),
+    Metric("tbt_p50_s", "TBT P50", seconds),
+    Metric("tbt_p99_s", "TBT P99", seconds),
+    Metric("tbt_mean_s", "TBT mean", seconds),
+    Metric("tpot_p99_s", "TPOT P99", seconds),
+    Metric("preemptions", "preemptions", _count),
+    Metric("kv_blocks_peak", "KV blocks, peak", _count),
+    Metric("layers_remapped_peak", "layers remapped, peak", _small, compared=False),
+    Metric("stall_fraction", "stalled", lambda value: f"{value:.1%}", compared=False),
+    Metric("requests_finished", "requests finished", _count, compared=False),
+    Metric("virtual_s", "served in", seconds, compared=False),
+    Metric("decisions", "plans applied", _count, compared=False),
+    Metric("wall_s", "simulated in", seconds, compared=False),
+)
+"""TTFT: from arrival to the first token, queueing included. TBT: between two tokens of a request. TPOT: the mean of
+one request's. Peaks: sums of the tenants'."""
+
+
+def change(before: float, after: float) -> str:
+    """The relative change: "-45 %", "+1.2 %", "x 12" from three times on; nothing where there is nothing to compare."""
+    if not before or math.isnan(before) or math.isnan(after):
+        return ""
+    relative = after / before - 1.0
+    if relative >= 2.0:
+        return f"x {after / before:.3g}"
+    if abs(relative) < 0.0005:
+        return "="
+    return f"{relative:+.0%}".replace("%", " %") if abs(relative) >= 0.0995 else f"{relative * 100:+.1f} %"
+
+
+def table_rows(results: Sequence[PolicyResult]) -> list[tuple[str, list[str], list[str]]]:
+    """(name of the metric, value of each policy, its change from the first policy) for each metric."""
+    rows = []
+    for metric in METRICS:
+        values = [float(getattr(result, metric.key)) for result in results]
+        changes = [change(values[0], value) if metric.compared else "" for value in values]
+        changes[0] = ""
+        rows.append((metric.name, [metric.show(value) for value in values], changes))
+    return rows
+
+
+def table(results: Sequence[PolicyResult], title: str) -> Table:
+    """For a terminal: a row a metric, a column a policy."""
+    from rich.table import Table
+
+    made = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+    made.add_column("")
+    for result in results:
+        made.add_column(result.policy, justify="right", no_wrap=True)
+    for name, values, changes in table_rows(results):
+        cells = [f"{value} ({moved})" if moved else value for value, moved in zip(values, changes)]
+        made.add_row(name, *cells)
+    if len(results) > 1:
+        made.caption = f"in brackets: against {results[0].policy}"
+    return made
+
+
+TENANT_HEAD = (
+    *("tenant", "requests", "finished", "tokens", "TTFT P50", "TTFT P99", "TBT P50", "TBT P99", "preemptions"),
+    *("KV blocks", "peak", "layers remapped", "stalled"),
+)
+"""The columns of `tenant_rows`."""
+
+
+def tenant_rows(result: PolicyResult) -> list[list[str]]:
+    """A row a tenant of one policy, with the columns of `TENANT_HEAD`."""
+    return [_tenant(tenant) for tenant in result.tenants]
+
+
+def _tenant(tenant: TenantResult) -> list[str]:
+    return [
+        tenant.tenant,
+        _count(tenant.requests),
+        _count(tenant.finished),
+        _count(tenant.output_tokens),
+        *(seconds(percentile(tenant.ttft_s, q)) for q in (0.5, 0.99)),
+        *(seconds(weighted_percentile(tenant.tbt, q)) for q in (0.5, 0.99)),
+        _count(tenant.preemptions),
+        _count(tenant.kv_blocks_start),
+        _count(tenant.kv_blocks_peak),
+        _small(tenant.layers_remapped_peak),
+        f"{tenant.stall_fraction:.1%}",
+    ]
+
+
+def write_json(path: Path, configuration: Mapping[str, Any], results: Sequence[PolicyResult]) -> None:
+    """The report of `remap.sim.results`, in a folder that is made if it is missing. What writing raises passes through."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report(configuration, results), allow_nan=False) + "\n", encoding="utf-8")

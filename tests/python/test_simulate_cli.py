@@ -1,0 +1,415 @@
+"""`remap simulate` with an engine that only pretends: what is asked of it, table, JSON, page, pictures, refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Callable, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer", reason="the command line needs typer")
+pytest.importorskip("rich", reason="the command line needs rich")
+
+import typer
+from typer.testing import CliRunner
+
+from remap.cli import simulate_plots
+from remap.cli.simulate import Options, prepare, simulate
+from remap.cli.simulate_report import change, seconds, table_rows
+from remap.errors import InvalidArgument, InvalidState
+from remap.sim import serving
+from remap.sim.results import HEADLINE, PolicyResult, Sample, TenantResult, ascending, from_report
+from remap.sim.workload import Item
+
+
+def pretend(
+    setup: serving.Setup,
+    items: Sequence[Item],
+    policy: str,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> PolicyResult:
+    """Something of the shape of a result. "recompute" has preemptions and a tail, others have remapped layers instead."""
+    rng = random.Random(policy)
+    slow = policy == "recompute"
+    tenants, timeline = [], []
+    end = items[-1].time_s + 20.0
+    for number, tenant in enumerate(setup.tenants):
+        mine = [item for item in items if item.tenant == tenant.name]
+        blocks = setup.kv_blocks(tenant)
+        gaps: dict[float, int] = {}
+        for _ in range(2000):
+            gap = (
+                round(rng.lognormvariate(-4.2, 0.25), 5)
+                if rng.random() > 0.02 * slow
+                else round(rng.uniform(0.5, 9.0), 3)
+            )
+            gaps[gap] = gaps.get(gap, 0) + rng.randint(1, 8)
+        peak, preemptions, stall = 0.0, 0, 0.0
+        for step in range(600):
+            busy = max(0.0, min(1.0, 0.5 + 0.5 * rng.uniform(-1, 1) + 0.3 * (step // 100 % 2)))
+            alpha = 0.0 if slow else float((step // 60) % 5)
+            peak = max(peak, alpha)
+            usable = blocks + int(alpha * 48)
+            preemptions += int(slow and busy > 0.98)
+            stall += 0.002 * alpha
+            used = int(usable * busy)
+            timeline.append(
+                Sample(
+                    end * step / 600, tenant.name, usable, used, alpha, used // 40, int(9 * busy), preemptions, stall
+                )
+            )
+        ttft = tuple(rng.lognormvariate(0.5 if slow else -1.0, 1.2) for _ in mine)
+        tenants.append(
+            TenantResult(
+                tenant.name, len(mine), len(mine), sum(item.output_tokens for item in mine), ttft, ascending(gaps),
+                preemptions, 100 * preemptions, 0, blocks, blocks + int(peak * 48), peak, 30.0 + number, stall, 5000,
+            )
+        )  # fmt: skip
+        if on_progress:
+            on_progress(sum(len(t.ttft_s) for t in tenants), len(items))
+    timeline.sort(key=lambda sample: sample.time_s)
+    return PolicyResult(policy, tuple(tenants), tuple(timeline), end, 1.5, 15000, 0 if slow else 40)
+
+
+@pytest.fixture
+def engine(monkeypatch) -> list[tuple[Any, ...]]:
+    """The pretended engine in the place of the real one; the list gets what each call was asked."""
+    calls: list[tuple[Any, ...]] = []
+
+    def called(setup, items, policy, on_progress=None):
+        calls.append((setup, tuple(items), policy))
+        return pretend(setup, items, policy, on_progress)
+
+    monkeypatch.setattr(serving, "simulate", called)
+    return calls
+
+
+app = typer.Typer(pretty_exceptions_enable=False)
+app.command()(simulate)
+
+
+def invoke(*arguments: str):
+    return CliRunner().invoke(app, ["--machine", "GH200-96GB", "--tenants", "C1", "--requests", "90", *arguments])
+
+
+def test_every_policy_serves_the_same_requests(engine, tmp_path) -> None:
+    result = invoke("--rate", "3", "--seed", "5", "--quantum", "0.5", "--json", str(tmp_path / "new" / "out.json"))
+    assert result.exit_code == 0, result.output
+    assert [policy for _, _, policy in engine] == ["recompute", "pie", "remap"]
+    assert len({items for _, items, _ in engine}) == 1
+    setup, items, _ = engine[0]
+    assert len(items) == 90
+    assert [tenant.name for tenant in setup.tenants] == ["OPT-13b", "Llama-2-13b", "Llama-3-8b"]
+    assert {item.tenant for item in items} == {tenant.name for tenant in setup.tenants}
+    assert (setup.machine.name, setup.sharing, setup.scheduler, setup.quantum_s) == (
+        *("GH200-96GB", "temporal", "prefill-first", 0.5),
+    )
+    assert items[-1].time_s < 30.0
+    for word in ("recompute", "pie", "remap", "TTFT P99", "stalled", "90"):
+        assert word in result.output
+
+
+def test_the_file_has_the_configuration_and_the_promised_figures(engine, tmp_path) -> None:
+    path = tmp_path / "out.json"
+    assert invoke("--policies", "recompute,remap:slices+lru", "--json", str(path)).exit_code == 0
+    data = json.loads(path.read_text())
+    assert list(data["policies"]) == ["recompute", "remap:slices+lru"]
+    for name, entry in data["policies"].items():
+        expected = pretend(engine[0][0], engine[0][1], name)
+        assert {key: entry[key] for key in HEADLINE} == expected.headline()
+    configuration, results = from_report(data)
+    assert results[0] == pretend(engine[0][0], engine[0][1], "recompute")
+    assert configuration["machine"] == "GH200-96GB"
+    assert configuration["machine_figures"]["h2d_bytes_per_s"] > 1e11
+    assert configuration["arrivals"] == "azure-code" and configuration["requests"] == 90 and configuration["seed"] == 0
+    assert [one["model"] for one in configuration["tenants_memory"]] == ["OPT-13b", "Llama-2-13b", "Llama-3-8b"]
+    assert sum(one["requests"] for one in configuration["tenants_memory"]) == 90
+    # The file says all that is needed to draw the same requests again.
+    again = prepare(Options(**{name: configuration[name] for name in Options.__dataclass_fields__}))
+    assert again.items == engine[0][1]
+
+
+def test_options_reach_the_setup_and_the_loads(engine) -> None:
+    assert (
+        invoke(
+            *("--sharing", "spatial", "--scheduler", "chunked", "--policies", "remap", "--rate", "3,2,1"),
+            *("--arrivals", "poisson,bursty:5:0.3,azure-conv", "--lengths", "fixed:40:7,alpaca,short"),
+        ).exit_code
+        == 0
+    )
+    setup, items, _ = engine[0]
+    assert (setup.sharing, setup.scheduler) == ("spatial", "chunked")
+    by_tenant = {tenant.name: [item for item in items if item.tenant == tenant.name] for tenant in setup.tenants}
+    assert [len(mine) for mine in by_tenant.values()] == [45, 30, 15]
+    assert {(item.prompt_tokens, item.output_tokens) for item in by_tenant["OPT-13b"]} == {(40, 7)}
+    assert all(266 <= item.prompt_tokens <= 326 for item in by_tenant["Llama-3-8b"])
+
+
+def test_no_request_is_longer_than_its_models_context(tmp_path) -> None:
+    path = tmp_path / "l.csv"
+    path.write_text("input_tokens,output_tokens\n9000,100\n3000,10000\n")
+    prepared = prepare(Options("GH200-96GB", "OPT-13b", lengths=str(path), requests=10))
+    assert {(item.prompt_tokens, item.output_tokens) for item in prepared.items} == {(1948, 100), (1, 2047)}
+
+
+def test_machines_and_models_of_ones_own(engine, tmp_path) -> None:
+    machines, models = tmp_path / "machines.json", tmp_path / "models.json"
+    machines.write_text(
+        json.dumps({"machines": {"mine": {"like": "H100-SXM", "figures": {"h2d_bytes_per_s": 4.2e10}}}})
+    )
+    models.write_text(json.dumps({"models": {"half": {"like": "Llama-3-8b", "layers": 16}}}))
+    result = CliRunner().invoke(
+        app,
+        [
+            *("--machine", "mine", "--tenants", "half", "--requests", "5", "--policies", "remap"),
+            *("--machines-file", str(machines), "--models-file", str(models)),
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    setup = engine[0][0]
+    assert (setup.machine.name, setup.machine.h2d_bytes_per_s, setup.tenants[0].model.layers) == ("mine", 4.2e10, 16)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "known"),
+    [
+        (("--machine", "GH9000"), "GH200-96GB"),
+        (("--tenants", "GPT-9"), "OPT-13b"),
+        (("--tenants", "C7"), "C1, C2"),
+        (("--tenants", "OPT-13b:35%,GPT-9:20%"), "Llama-3-8b"),
+        (("--policies", "oracle"), "recompute"),
+        (("--policies", "remap:magic"), "slices"),
+        (("--policies", "remap,remap"), "once"),
+        (("--policies", ","), "empty"),
+        (("--arrivals", "azure"), "azure-code"),
+        (("--lengths", "gpt"), "sharegpt"),
+        (("--sharing", "none"), "temporal"),
+        (("--scheduler", "fair"), "prefill-first"),
+        (("--rate", "fast"), "number"),
+        (("--rate", "0"), "above 0"),
+        (("--rate", "1,2"), "3 tenants"),
+        (("--quantum", "0"), "above 0"),
+        (("--requests", "2"), "at least one a tenant"),
+        (("--requests", "0"), "requests"),
+        (("--machines-file", "/nowhere/m.json"), "/nowhere/m.json"),
+        (("--arrivals", "/nowhere/t.csv"), "/nowhere/t.csv"),
+    ],
+)
+def test_what_is_unknown_lists_the_known_and_exits_with_2(engine, arguments, known) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2, result.output
+    assert known in result.output.replace("\n", " ")
+    assert "Traceback" not in result.output and isinstance(result.exception, SystemExit)
+    assert not engine
+
+
+def test_the_real_engine_serves_them_all(tmp_path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ("--policies", "recompute,remap", "--lengths", "fixed:100:20", "--rate", "30", "--json", str(path))
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    _, results = from_report(json.loads(path.read_text()))
+    assert [one.policy for one in results] == ["recompute", "remap"]
+    for one in results:
+        assert one.requests_finished == one.requests == len(one.ttft_s) == 90
+        assert one.output_tokens == 90 * 20
+        assert sum(count for _, count in one.tbt) == 90 * 19
+        assert one.virtual_s > 0.9 * 90 / 30 - 1 and one.tbt_p50_s > 1e-3
+
+
+def test_errors_while_running_are_told_without_a_traceback(monkeypatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise InvalidState("the engine broke")
+
+    monkeypatch.setattr(serving, "simulate", fails)
+    result = invoke()
+    assert result.exit_code == 1
+    assert "InvalidState: the engine broke" in result.output and "Traceback" not in result.output
+
+
+def test_without_matplotlib_the_page_is_refused_before_anything_runs(engine, monkeypatch, tmp_path) -> None:
+    real = simulate_plots.import_module
+
+    def missing(name: str) -> Any:
+        if name.startswith("matplotlib"):
+            raise ModuleNotFoundError(name=name)
+        return real(name)
+
+    monkeypatch.setattr(simulate_plots, "import_module", missing)
+    result = invoke("--html", str(tmp_path / "out.html"))
+    assert result.exit_code == 1 and "remap[bench]" in result.output
+    assert not engine and not (tmp_path / "out.html").exists()
+    with pytest.raises(InvalidState) as caught:
+        simulate_plots.ttft_cdf([])
+    assert caught.value.extra == "bench"
+    # Table and JSON need none of it.
+    assert invoke("--json", str(tmp_path / "out.json")).exit_code == 0
+
+
+class Links(HTMLParser):
+    """Collects what a page would fetch, its text, and whether its elements are closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.ids: list[str] = []
+        self.text = ""
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "path", "use", "link", "br"):
+            self.open.append(tag)
+        for name, value in attrs:
+            if name in ("src", "href", "xlink:href", "data", "srcset") and not (value or "").startswith("#"):
+                self.fetched.append(f"{tag} {name}={value}")
+        assert tag not in ("script", "link", "img", "iframe")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("meta", "path", "use", "link", "br"):
+            return
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_is_one_file_that_fetches_nothing(engine, tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "deep" / "out.html"
+    result = invoke("--policies", "recompute,pie,remap", "--html", str(path), "--lengths", "fixed:5:5")
+    assert result.exit_code == 0, result.output
+    text = path.read_text()
+    seen = Links()
+    seen.feed(text)
+    assert seen.fetched == [] and seen.open == []
+    assert not re.search(r"url\((?!#)|@import", text)
+    assert text.count("<svg") == 5
+    for word in ("recompute", "pie", "remap", "Llama-3-8b", "TTFT P99", "h2d_bytes_per_s", "fixed:5:5"):
+        assert word in seen.text
+    assert len(text) < 3_000_000
+    # The same runs give the same page.
+    again = tmp_path / "again.html"
+    invoke("--policies", "recompute,pie,remap", "--html", str(again), "--lengths", "fixed:5:5")
+    assert again.read_text() == text
+
+
+def test_what_users_name_is_escaped(engine, tmp_path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    path = tmp_path / "out.html"
+    assert invoke("--tenants", "<b>x&y=OPT-13b:40%", "--html", str(path)).exit_code == 0
+    assert "<b>x" not in path.read_text() and "&lt;b&gt;x&amp;y" in path.read_text()
+
+
+# -- pictures -------------------------------------------------------------------------------------------------------------
+
+
+def results_of(policies: Sequence[str], tenants: str = "C2") -> list[PolicyResult]:
+    prepared = prepare(Options("GH200-96GB", tenants, requests=60))
+    return [pretend(prepared.setup, prepared.items, policy) for policy in policies]
+
+
+def test_pictures_hold_every_policy_and_tenant(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    results = results_of(["recompute", "remap", "remap:slices"])
+    for draw in (simulate_plots.ttft_cdf, simulate_plots.tbt_cdf, simulate_plots.stall_over_time):
+        figure = draw(results)
+        assert len(figure.axes) == 2
+        assert all(len(axis.get_lines()) >= 3 for axis in figure.axes)
+    figure = simulate_plots.alpha_over_time(results)
+    assert [axis.get_title(loc="left") for axis in figure.axes] == ["OPT-30b", "OPT-6.7b"]
+    assert all(len(axis.get_lines()) == 3 for axis in figure.axes)
+    figure = simulate_plots.kv_over_time(results)
+    assert [axis.get_title(loc="left") for axis in figure.axes[:3]] == ["recompute", "remap", "remap:slices"]
+    assert [axis.get_ylabel() for axis in figure.axes[::3]] == ["OPT-30b", "OPT-6.7b"]
+    assert all(len(axis.get_lines()) == 1 == len(axis.collections) for axis in figure.axes)
+    simulate_plots.png(figure, tmp_path / "x.png")
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_lines_are_the_distribution(tmp_path: Path) -> None:
+    """The drawn points lie on the exact curve, and no visible stretch of it is left out."""
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    result = results_of(["recompute"])[0]
+    left, right = simulate_plots.tbt_cdf([result]).axes
+    xs, shares = left.get_lines()[0].get_data()
+    total = sum(count for _, count in result.tbt)
+    exact = {}
+    seen = 0
+    for value, count in result.tbt:
+        seen += count
+        exact[value] = seen / total
+    assert all(share == pytest.approx(exact[x]) for x, share in zip(xs, shares))
+    assert shares[-1] == 1.0
+    assert max(b - a for a, b in zip([0.0, *shares], shares)) < 0.02
+    xs, above = right.get_lines()[0].get_data()
+    assert all(rest == pytest.approx(1 - exact[x], abs=1e-12) for x, rest in zip(xs[1:], above[1:]))
+    assert (above[0], above[-1]) == (1.0, 0.0)
+
+
+def test_time_lines_end_where_the_run_does_and_reach_their_peaks() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    result = results_of(["remap"], "OPT-13b")[0]
+    usable = [sample.kv_usable_blocks for sample in result.timeline]
+    line = simulate_plots.kv_over_time([result]).axes[0].get_lines()[0]
+    xs, ys = line.get_data()
+    assert xs[-1] == result.timeline[-1].time_s and max(ys) == max(usable) and min(ys) == min(usable)
+    stalls = simulate_plots.stall_over_time([result]).axes[0].get_lines()[0].get_data()[1]
+    assert stalls[-1] == pytest.approx(result.timeline[-1].stall_s)
+
+
+def test_pictures_of_runs_in_which_nothing_happened() -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    tenant = TenantResult("a", 1, 0, 0, (), (), 0, 0, 0, 5, 5, 0.0, 0.0, 0.0, 0)
+    nothing = PolicyResult("remap", (tenant,), (), 0.0, 0.0, 0, 0)
+    for draw in ("ttft_cdf", "tbt_cdf", "kv_over_time", "alpha_over_time", "stall_over_time"):
+        assert "<svg" in simulate_plots.svg(getattr(simulate_plots, draw)([nothing]))
+
+
+def test_policies_have_colours_of_their_own() -> None:
+    names = ["recompute", "swap", "pie", "static", "remap", *(f"remap:{number}" for number in range(8))]
+    painted = simulate_plots.colours(names)
+    assert len(set(painted.values())) == len(names)
+    assert painted["remap"] == simulate_plots.colours(["remap"])["remap"]
+
+
+# -- numbers in words -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.0, "0 s"), (2.5e-5, "25 µs"), (0.0123, "12.3 ms"), (0.9999, "1 s"), (12.34, "12.3 s"), (1234.4, "1,234 s")],
+)
+def test_seconds(value, text) -> None:
+    assert seconds(value) == text
+    assert seconds(float("nan")) == "–"
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text"),
+    [
+        *((10, 5, "-50 %"), (10, 10.3, "+3.0 %"), (10, 29, "+190 %"), (10, 31, "x 3.1")),
+        *((10, 10.001, "="), (0, 4, ""), (4, 0, "-100 %")),
+    ],
+)
+def test_changes(before, after, text) -> None:
+    assert change(before, after) == text
+
+
+def test_the_table_compares_with_the_first_policy() -> None:
+    results = results_of(["recompute", "remap"])
+    rows = {name: (values, changes) for name, values, changes in table_rows(results)}
+    values, changes = rows["preemptions"]
+    assert values == [f"{results[0].preemptions:,}", "0"] and changes == ["", "-100 %"]
+    assert rows["TTFT P99"][1] == ["", change(results[0].ttft_p99_s, results[1].ttft_p99_s)]
+    assert rows["simulated in"][1] == ["", ""]
+
+
+def test_the_first_thing_that_is_wrong_is_named() -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        prepare(Options("GH200-96GB", "C1", rate=""))
+    assert caught.value.field == "rate"
