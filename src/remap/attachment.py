@@ -102,4 +102,6 @@ class Attachment:
             return ()
         if places == list(range(places[0], places[0] + len(places))):
             return geometry.giving_slots(places[0], len(places))
+        if geometry.ranges == 1:  # a page stands where it was given
+            return places
         return [geometry.giving_slot(place) for place in places]

@@ -21,7 +21,6 @@ from typing import Any
 
 from . import _core
 from .errors import Error, InvalidArgument, OutOfBlocks
-from .kv import BlockPool
 from .nvtx import annotated
 from .ordering import ComputeStream, Streams
 from .planner import Plan, Point, SetOwner, plan_free_pages, plan_streamed
@@ -352,11 +351,9 @@ class Changes:
         return moves
 
     def _room(self, tenant: Tenant, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
-        """How many live blocks can move out of these lost slots of the KV region, once those are gained. O(region pages)."""
+        """How many live blocks can move out of these lost slots of the KV region, once those are gained."""
         pool = tenant.kv.pool
-        after = BlockPool(tenant.kv.geometry)
-        after.give({*pool.owned_slots(), *gained}.difference(lost))
-        return after.usable_blocks - (pool.live_blocks - len(pool.pending(lost)))
+        return pool.usable_with(lost, gained) - (pool.live_blocks - len(pool.pending(lost)))
 
     def _no_room(self, tenant: Tenant, slots: Sequence[int], room: int) -> OutOfBlocks:
         pool = tenant.kv.pool

@@ -19,7 +19,7 @@ run costs a few microseconds plus a memset and a memchr. One pool is used by one
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
@@ -248,6 +248,20 @@ class BlockPool:
     def pending(self, slots: Iterable[int]) -> tuple[int, ...]:
         """The live ids that touch these pages, ascending: empty means that withdrawn pages may be taken."""
         return self._live_in(self._slots.runs(slots))
+
+    def vacant(self, slots: Iterable[int]) -> Iterator[int]:
+        """Those of these slots that no live block touches, in the order given. While nothing else changes."""
+        geometry, state = self.geometry, self._state
+        page, unit, columns, most = geometry.page_bytes, geometry.unit_bytes, geometry.range_pages, len(state)
+        for slot in slots:
+            column = slot % columns
+            low, high = column * page // unit, min(-(-(column + 1) * page // unit), most)
+            if state.find(_LIVE, low, high) < 0 and state.find(_DRAINING, low, high) < 0:
+                yield slot
+
+    def usable_with(self, lost: Iterable[int] = (), gained: Iterable[int] = ()) -> int:
+        """`usable_blocks` if the pages at these slots were not owned, or were. Changes nothing."""
+        return self._slots.whole_blocks(lost, gained)
 
     def take(self, slots: Iterable[int]) -> None:
         """The pages at these slots are the tenant's no longer; their blocks become unusable.

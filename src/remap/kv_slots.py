@@ -21,6 +21,8 @@ ABSENT, CLOSED, OPEN = range(3)
 
 Runs = list[tuple[int, int]]
 
+_HELD = bytes.maketrans(bytes((ABSENT, CLOSED, OPEN)), bytes((0, 1, 1)))
+
 
 class SlotMap:
     """The state of each slot of a region, and of each column. All slots start ABSENT."""
@@ -44,6 +46,28 @@ class SlotMap:
             if not absent:
                 found.extend(range(first, stop))
         return tuple(found)
+
+    def whole_blocks(self, lost: Iterable[int] = (), gained: Iterable[int] = ()) -> int:
+        """How many blocks would have all of their pages if these slots were not owned, or were. Changes nothing.
+
+        A slot in both is lost. As many looks as there are runs of owned pages, besides one for each slot named.
+        """
+        slot = self.slot[:]
+        for place in gained:
+            slot[place] = OPEN
+        for place in lost:
+            slot[place] = ABSENT
+        pages, unit = self._geometry.range_pages, self._geometry.unit_bytes
+        if self._geometry.ranges > 1:
+            columns = [slot[column::pages] for column in range(pages)]
+            slot = bytearray(ABSENT if ABSENT in states else OPEN for states in columns)
+        held = slot.translate(_HELD)
+        found, stop, page, most = 0, 0, self._geometry.page_bytes, self._geometry.spec.max_blocks
+        while (first := held.find(1, stop)) >= 0:
+            stop = held.find(0, first)
+            stop = len(held) if stop < 0 else stop
+            found += max(0, min(stop * page // unit, most) - -(-first * page // unit))
+        return found
 
     def runs(self, slots: Iterable[int]) -> Runs:
         """`slots`, in any order, as runs. Raises InvalidArgument (field: slot) outside the region or named twice."""

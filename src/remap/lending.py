@@ -12,13 +12,13 @@ What may move is found out before anything changes: OutOfBlocks names, in its fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .changes import Changes
 from .errors import ArenaBroken, Error, OutOfBlocks
-from .kv import BlockPool
 from .planner import plan_free_pages, plan_streamed
 from .policy import free_pages_of
 from .tenant import Tenant
@@ -79,9 +79,7 @@ class Lending:
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
             if held:
                 tenant = self._tenants[name]
-                after = BlockPool(tenant.kv.geometry)
-                after.give(set(tenant.kv.pool.owned_slots()).difference(tenant.slots_of(held)))
-                found[name] = tenant.kv.usable_blocks - after.usable_blocks
+                found[name] = tenant.kv.usable_blocks - tenant.kv.pool.usable_with(tenant.slots_of(held))
         return found
 
     # -- giving ----------------------------------------------------------------------------------------------------
@@ -162,16 +160,19 @@ class Lending:
             return []
         own = donor._attachment.pages.kv_from_homes
         giving, lasting = donor._attachment.giving, donor._attachment.lasting
+        places = receiver._attachment.index_of
+        index, columns = geometry.giving_index, geometry.range_pages
         found: list[int] = []
         lost: set[int] = set()
-        for slot in reversed(pool.owned_slots()):
-            place = geometry.giving_index(slot)
+        owned: Iterable[int] = reversed(pool.owned_slots())
+        if geometry.ranges == 1:  # a page stands where it was given: below `lasting` there is nothing to look at
+            owned = itertools.takewhile(lasting.__le__, owned)
+        for slot in owned if pool.external else pool.vacant(owned):
+            place = index(slot)
             page = giving[place]
-            if place < lasting or page in own or page not in receiver._attachment.index_of:
+            if place < lasting or page in own or page not in places:
                 continue
-            if not pool.external and pool.pending((slot,)):
-                continue
-            blocks = set(geometry.blocks_of_columns(slot % geometry.range_pages, slot % geometry.range_pages + 1))
+            blocks = set(geometry.blocks_of_columns(slot % columns, slot % columns + 1))
             if len(lost | blocks) > surplus:
                 break
             lost |= blocks

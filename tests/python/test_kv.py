@@ -459,3 +459,23 @@ def test_check_notices_corruption() -> None:
         setattr(pool, damage, getattr(pool, damage) + 1)
         with pytest.raises(AssertionError):
             pool.check()
+
+
+@given(st.data(), st.sampled_from(("block_major", "layer_major")), st.integers(1, 5))
+def test_usable_with_and_vacant_are_what_a_pool_of_these_pages_would_have(
+    data: st.DataObject, layout: str, heads: int
+) -> None:
+    spec = KVSpec(layers=2, kv_heads=heads, head_dim=16, block_tokens=16, min_blocks=0, max_blocks=23, layout=layout)
+    geometry = KVGeometry(spec, 1024)
+    every = range(geometry.region_pages)
+    subset = st.sets(st.sampled_from(every))
+    owned, lost, gained = data.draw(subset), data.draw(subset), data.draw(subset)
+    pool = BlockPool(geometry)
+    pool.give(owned)
+    pool.allocate(data.draw(st.integers(0, pool.free_blocks)))
+    other = BlockPool(geometry)
+    other.give((owned | gained) - lost)
+    assert pool.usable_with(lost, gained) == other.usable_blocks
+    order = data.draw(st.permutations(sorted(owned)))
+    assert list(pool.vacant(order)) == [slot for slot in order if not pool.pending((slot,))]
+    pool.check()
