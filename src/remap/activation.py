@@ -13,6 +13,7 @@ ring: activation then depends on nobody else and always succeeds at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -53,8 +54,12 @@ def deactivate(session: Session, tenant: Tenant) -> None:
     tenant.active = False
 
 
-def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationReport:
-    """The lent layers come home. Called with the session's lock held; refusals have been made."""
+def activate(session: Session, tenant: Tenant, partial: bool | float) -> ActivationReport:
+    """The lent layers come home. Called with the session's lock held; refusals have been made.
+
+    partial: whether what cannot come home is streamed meanwhile; a number: as far as a pass waits for no more than this share of
+    its computation.
+    """
     arena, lending = session._arena, session._lending
     away = tenant.streamed
     session._activity.activated(tenant.name, session.clock())
@@ -66,8 +71,9 @@ def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationRepor
     lent = sum(map(tenant.lends, away))
     keep = max(0, len(away) - lent - tenant.buffers)
     preempt: Mapping[str, tuple[int, ...]] = {}
-    # With partial as many layers as there is room for, the first ones first; otherwise all or nothing.
-    for remapped in range(keep, tenant.remapped if partial else keep + 1):
+    most = _most_streamed(tenant, keep, partial)
+    # As many layers as there is room for, the first ones first. What is away now need not be tried.
+    for remapped in range(keep, min(most, tenant.remapped - 1) + 1):
         try:
             result = lending.restream(tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated")
         except OutOfBlocks as error:
@@ -78,7 +84,7 @@ def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationRepor
         restored = tuple(layer for layer in away if layer not in tenant.streamed)
         times = tenant.prefill_times()
         stall = schedule.one_shot_delay(times.compute_s, times.transfer_s, restored) if times and restored else 0.0
-        if result.problem and not partial and tenant.lent_pages:
+        if result.problem and partial is not True and tenant.remapped > most:
             reason = f"bringing layers home ended early: {result.problem}"
             return ActivationReport(False, arena.epoch, result.moved, reason=reason, streamed=tenant.streamed)
         tenant.active = True
@@ -90,12 +96,27 @@ def activate(session: Session, tenant: Tenant, partial: bool) -> ActivationRepor
         return ActivationReport(True, arena.epoch, result.moved, {}, restored, tenant.streamed, stall, reason)
     blocks = sum(map(len, preempt.values()))
     reason = f"{blocks} live blocks of {', '.join(sorted(preempt))} lie in the pages of {tenant.name}'s layers"
-    if partial:
+    if most >= tenant.remapped:
         tenant.active = True
         _certify(tenant)
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
     return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")
+
+
+def _most_streamed(tenant: Tenant, keep: int, partial: bool | float) -> int:
+    """alpha that may stay: `keep` (what the tenant gave its own KV), or more with `partial`."""
+    if isinstance(partial, bool):
+        return tenant.remapped if partial else keep
+    times, buffers = tenant.times(), tenant.buffers
+    if times is None:  # nothing was measured: a pass may cost anything
+        return keep
+    allowed = partial * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
+    for remapped in range(tenant.remapped, keep, -1):
+        streamed = tenant.streamed if remapped == tenant.remapped else tenant.select(remapped, buffers, "inward")
+        if schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) <= allowed:
+            return remapped
+    return keep
 
 
 def _certify(tenant: Tenant) -> None:

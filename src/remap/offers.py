@@ -1,8 +1,8 @@
 """What the other tenants could give to one that needs blocks: one list of increments a donor, dearest kinds last.
 
     unused KV of others    blocks above min_blocks that nobody uses (an active donor keeps its headroom and hysteresis)
-    inactive tenants       their last layers, in the policy's order, each up to what the first prefill hides
-    active tenants         their layers, within their own slowdown; the receiver's own are beside them (Controller.offers)
+    idle tenants           their last layers, in the policy's order, each up to what the first prefill hides and ttft_budget_s
+    active, paused ones    their layers, within their own slowdown; the receiver's own are beside them (Controller.offers)
 
 Asked for only when free pages do not do. Sources: Oneiros section 5.1 (inactive models first, by priority, then the active
 ones); that unused KV comes before both, the exact cap and the minimum-idle rule are ours.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .session import Session
     from .tenant import Tenant
 
-__all__ = ["away_cap", "candidates_of", "offers_to", "surplus_of"]
+__all__ = ["away_cap", "candidates_of", "offers_to", "paused", "surplus_of"]
 
 # Asked in every step while demand is unmet, of times that change only when the donor runs.
 _late = functools.lru_cache(maxsize=256)(one_shot_delay)
@@ -38,15 +38,25 @@ def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]
         if tenant is not receiver and session._configs[name].lends and not (tenant._in_pass or tenant._leaving)
     ]
     now = session.clock()
-    inactive = _ranked(session, [tenant for tenant in others if not tenant.active], now)
-    active = [tenant for tenant in others if tenant.active]
-    lists = [_idle(session, donor, receiver, need) for donor in (*inactive, *active)]
+    idle = _ranked(session, [tenant for tenant in others if not tenant.active and not paused(tenant)], now)
+    busy = [tenant for tenant in others if tenant.active or paused(tenant)]
+    lists = [_idle(session, donor, receiver, need) for donor in (*idle, *busy)]
     config = session._config
-    for donor in inactive:
+    for donor in idle:
         if may_donate(_candidate(session, donor, now), min_idle=config.min_idle):
             lists.append(_of_inactive(session, donor, receiver, need))
-    lists.extend(_of_active(session, donor, receiver) for donor in active)
+    lists.extend(_of_active(session, donor, receiver) for donor in busy)
     return [quotes for quotes in lists if quotes]
+
+
+def paused(tenant: Tenant) -> bool:
+    """Whether an inactive tenant has requests that have begun: it waits for its turn, and is not idle.
+
+    What it lends holds live blocks of others by then, who wait for their turns in turn, so it would not come home but be
+    streamed in every pass. So a paused tenant gives what an active one does, within `slowdown`, and no more. Of an engine with
+    its own allocator nobody knows which blocks are live: it counts as idle while it is inactive.
+    """
+    return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
 
 
 def surplus_of(session: Session, donor: Tenant) -> int:

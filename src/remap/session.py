@@ -277,13 +277,14 @@ class Session:
     # -- whose turn it is ------------------------------------------------------------------------------------------
 
     @annotated("remap.activate")
-    def activate(self, name: str, *, alone: bool = False, partial: bool = False) -> ActivationReport:
+    def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> ActivationReport:
         """The tenant serves passes from now on: what it has lent comes home first (see activation.py). Between passes.
 
         alone: all other tenants become inactive (temporal sharing); otherwise they stay as they are (spatial sharing). Where
         live blocks of others lie in the way and have no room elsewhere, nothing changes but who is inactive, and the report
         names them (`preempt`): free them and call again. partial: serve at once all the same; what cannot come home is streamed
-        through the ring, and comes home when it can.
+        through the ring, and comes home when it can. A number: only as far as a pass then waits for at most this share of its
+        computation; blocks in the way of more than that are in `preempt`.
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass of a tenant concerned; nothing changes then.
         """

@@ -272,3 +272,57 @@ def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
         world.activate("i")
         assert h.tenant.kv.usable_blocks >= 2
         world.check()
+
+
+def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
+    """Its requests have begun, so it will run while others live in what it gave: a reload budget promises nothing then."""
+    times = times_of(N, 1.0, 1.5)
+    with world_of({"r": 1, "i": 3}, times, ttft_budget_s=1e6) as world:
+        i, r = world.engines["i"], world.engines["r"]
+        most, _ = world.session._controllers["i"]._bound(times)
+        world.session._controllers["r"].config = config_of(cap=0)
+        hold(i, 1)
+        world.session.deactivate("i")
+        assert offers.paused(i.tenant)
+        for _ in range(2 * N):
+            hold(r, 99)
+            if world.step(r=1).unmet_blocks:
+                break
+        assert i.tenant.remapped == most and 0 < most < N - 2
+        i.free(list(i.held))  # its last request is gone: it is idle
+        assert not offers.paused(i.tenant)
+        hold(r, 99)
+        assert not world.step(r=1).unmet_blocks and i.tenant.remapped == most + 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 2.0, 100.0])
+def test_a_waking_tenant_streams_as_much_as_its_caller_allows(share: float) -> None:
+    times = times_of(N, 1.0, 3.0)
+    with world_of({"r": 1, "i": 3}, times, ttft_budget_s=1e6) as world:
+        i, r = world.engines["i"], world.engines["r"]
+        world.session._controllers["r"].config = config_of(cap=0)
+        world.session.deactivate("i")
+        for _ in range(2 * N):
+            hold(r, 99)
+            if world.step(r=1).unmet_blocks:
+                break
+        lent = i.tenant.remapped
+        assert lent == N - 2
+
+        def stall(streamed: tuple[int, ...]) -> float:
+            return schedule.stall(times.compute_s, times.transfer_s, streamed, i.tenant.buffers) if streamed else 0.0
+
+        allowed = share * N + 1e-6
+        report = world.session.activate("i", partial=share)
+        assert report.activated == (stall(i.tenant.streamed) <= allowed), (
+            "all of r's blocks live, so nothing can come home"
+        )
+        if not report.activated:
+            assert i.tenant.remapped == lent and not i.tenant.active
+            asked = report.preempt["r"]
+            assert set(asked) <= set(r.held)
+            r.free(list(asked))
+            report = world.session.activate("i", partial=share)
+            assert report.activated and not report.preempt
+        assert stall(i.tenant.streamed) <= allowed
+        world.check()

@@ -57,7 +57,7 @@ class SharedEngines:
         mode: str = "temporal",
         *,
         quantum_s: float = 1.0,
-        partial: bool = True,
+        partial: bool | float = True,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:

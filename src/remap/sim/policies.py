@@ -35,7 +35,7 @@ class Policy:
     controller: settings of ControllerConfig that are not its defaults. static: layers, or a share of them below 1; of Pie the
     expansion, 0 if it is adaptive. pooled: the
     share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
-    `SharedEngines`.
+    `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5".
     """
 
     name: str
@@ -44,7 +44,7 @@ class Policy:
     controller: Mapping[str, Any] = field(default_factory=dict)
     static: float = 0.0
     pooled: float = 1.0
-    partial: bool = True
+    partial: bool | float = True
 
     @property
     def config(self) -> ControllerConfig:
@@ -96,6 +96,7 @@ _OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "preempt": ("what lies in a waking tenant's pages is preempted, not streamed around", {"partial": False}),
     }
 )
+_SHARES = ("partial", "pooled")
 _TYPES = {one.name: one.type for one in fields(ControllerConfig)}
 
 
@@ -125,7 +126,10 @@ def find(name: str) -> Policy:
     abouts = []
     for part in rest.split("+"):
         setting, equals, value = part.partition("=")
-        if equals:
+        if setting in _SHARES and equals:
+            own[setting] = _share(name, setting, value)
+            abouts.append(part)
+        elif equals:
             controller[setting] = _value(name, setting, value)
             abouts.append(part)
         elif part in ABLATIONS:
@@ -145,6 +149,18 @@ def find(name: str) -> Policy:
             )
     ControllerConfig(**controller)  # refuses values out of range
     return replace(policy, name=name, about="; ".join(abouts), controller=controller, **own)
+
+
+def _share(name: str, setting: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9 or (setting == "pooled" and not 0 < value <= 1):
+        raise InvalidArgument(
+            f"{setting} takes a share, as {setting}=0.25, got {text!r} in {name!r}; nothing was run", policy=name
+        )
+    return value
 
 
 def _layers(name: str, text: str) -> float:

@@ -45,7 +45,7 @@ class Turns(SharedEngines):
     """Temporal sharing. clock: `now`, `advance`, `advance_to`."""
 
     def __init__(
-        self, session: Any, engines: Mapping[str, SimEngine], clock: Any, *, quantum_s: float, partial: bool = True
+        self, session: Any, engines: Mapping[str, SimEngine], clock: Any, *, quantum_s: float, partial: bool | float = True
     ) -> None:
         self.timeline = Timeline()
         self.decisions = self.iterations = 0
@@ -65,7 +65,7 @@ class Turns(SharedEngines):
     def serve(self, requests: Sequence[Request], progress: Progress | None = None) -> None:
         """All requests, each from its arrival on. Raises what the session raises, and InvalidState if nothing gets on."""
         begun = self._started_s = self._ticks.now
-        pending = sorted(requests, key=lambda one: one.arrival_s, reverse=True)
+        pending = _latest_first(requests)
         finished = 0
         while pending or self.unfinished:
             while pending and begun + pending[-1].arrival_s <= self._ticks.now:
@@ -119,7 +119,7 @@ class Concurrent:
     def serve(self, requests: Sequence[Request], progress: Progress | None = None) -> None:
         """As `Turns.serve`."""
         begun = self._clock.now
-        pending = sorted(requests, key=lambda one: one.arrival_s, reverse=True)
+        pending = _latest_first(requests)
         # When each engine's host is ready for its next step; those without work are not in it. Equal times: in the order made.
         due: list[tuple[float, int, str]] = []
         flying: dict[str, Batch] = {}
@@ -183,6 +183,11 @@ class Concurrent:
             self.engines[name].follow(moved)
         self.decisions += bool(report.changed)
         return bool(report.changed)
+
+
+def _latest_first(requests: Sequence[Request]) -> list[Request]:
+    """Taken from the end: by arrival, and of those that arrive together in the order of the items."""
+    return sorted(requests, key=lambda one: (one.arrival_s, one.order), reverse=True)
 
 
 def _stuck(engines: Mapping[str, Any]) -> InvalidState:

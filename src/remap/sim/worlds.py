@@ -16,7 +16,7 @@ from remap.kv_geometry import KVGeometry, KVSpec
 from remap.sim.clock import VirtualClock
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import Model
-from remap.sim.passes import Pass, PiePass, SessionPass
+from remap.sim.passes import Cost, Pass, PiePass, SessionPass
 from remap.sim.policies import Policy
 from remap.sim.pools import PiePool
 from remap.sim.roofline import Roofline
@@ -89,8 +89,7 @@ def _session_world(setup: Setup, policy: Policy) -> World:
                 kv=spec,
             )
             host = backend.allocate_host(spec.block_bytes) if policy.kind == "swap" else 0
-            roofline = Roofline(setup.machine, tenant.model)
-            passes = SessionPass(backend, attached, roofline, tenant.model, host)
+            passes = SessionPass(backend, attached, _cost(setup, tenant), tenant.model, host)
             if policy.kind == "static":
                 _stream_from_the_start(session, tenant.name, tenant.model, policy)
             most = spec.max_blocks if managed is not None else attached.kv.usable_blocks
@@ -122,6 +121,10 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
     return spec, reserved
 
 
+def _cost(setup: Setup, tenant: TenantSetup) -> Cost:
+    return Roofline(setup.machine, tenant.model) if tenant.cost is None else tenant.cost
+
+
 def _stream_from_the_start(session: Any, name: str, model: Model, policy: Policy) -> None:
     share = policy.static
     layers = max(1, round(share * model.layers)) if share < 1 else int(share)
@@ -129,7 +132,13 @@ def _stream_from_the_start(session: Any, name: str, model: Model, policy: Policy
 
 
 def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False) -> Scheduling:
-    return make_scheduling(setup.scheduler, block_tokens=setup.block_tokens, context=tenant.model.context, swap=swap)
+    return make_scheduling(
+        setup.scheduler,
+        block_tokens=setup.block_tokens,
+        context=tenant.model.context,
+        swap=swap,
+        **setup.scheduling,
+    )
 
 
 def _engine(
@@ -155,7 +164,7 @@ def _engine(
     )
 
 
-def _runner(setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool = True) -> Runner:
+def _runner(setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float = True) -> Runner:
     if setup.sharing == "temporal":
         return Turns(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
     return Concurrent(session, engines, clock, gap_s=setup.gap)
@@ -213,7 +222,7 @@ def _pie_world(setup: Setup, policy: Policy) -> World:
             lambda: clock.now,
             setup.machine,
             model,
-            Roofline(setup.machine, model),
+            _cost(setup, tenant),
             used_tokens=lambda pool=pool: pool.live_blocks * pool.block_tokens,  # type: ignore[misc]
             swapped_layers=lambda pool=pool: pool.swapped,  # type: ignore[misc]
         )
