@@ -36,7 +36,7 @@ CORE_IMPORTERS = (
 # Loaded on request only. Of the simulator, what serves: it runs the reference engine's scheduler and turns.
 SIMULATOR = (
     *("engine", "paper", "paper_list", "passes", "running", "scheduling", "sequences", "serving", "timeline", "worlds"),
-    *("calibrated",),
+    *("calibrated", "reckoning", "reckoning_special"),
 )
 LAZY = ("adapters", "cli", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.

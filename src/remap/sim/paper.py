@@ -1,0 +1,227 @@
+"""What `remap bench paper` compares: figures of two papers, and how a simulation is held against them. Pure description.
+
+    headlines()["oneiros-04"].value       # 54.4, in the unit of the entry
+    EXPERIMENTS["fig8-c1"].panels         # what is served, by which policies, and which headlines it answers
+
+A panel is one load on one setup, at a grid of request rates. The papers do not state their rates; the grid is the same for all
+panels of a group and is not chosen after results: shares of the rate c at which the panel's setup is saturated under
+`recompute` (see `Panel`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+
+from remap.errors import InvalidArgument
+from remap.sim.hardware import Machine, model
+from remap.sim.serving import Setup, TenantSetup, tenants
+
+__all__ = [
+    "BASELINE",
+    "FACTORS",
+    "LOWEST",
+    "OURS",
+    "PAPERS_OWN",
+    "SATURATED",
+    "Comparison",
+    "Experiment",
+    "Headline",
+    "Panel",
+    "Reckoning",
+    "check",
+    "headlines",
+    "select",
+    "setup_of",
+]
+
+BASELINE = "recompute"
+OURS = "remap"
+PAPERS_OWN = "remap:oneiros"
+"""Evenly spaced layers, the most recently used donor first, two buffers: what Oneiros describes."""
+
+FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0)
+"""Request rates, as shares of the saturation rate. Bursts fill the memory far below it."""
+LOWEST = 3
+"""If the baseline still preempts at the lowest rate of the grid, it is halved, at most so many times."""
+SATURATED = (1.0, 1.5, 2.0, 3.0, 5.0)
+"""Where only throughput at a full memory is asked for."""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One figure of a paper. value: a number, or (lowest, highest). kind: "quant" (a number to compare) or "shape" (a direction
+    or a turning point). left_out: why it is not compared, if it is not."""
+
+    id: str
+    paper: str
+    figure: str
+    config: str
+    metric: str
+    value: float | tuple[float, float]
+    unit: str
+    kind: str
+    note: str = ""
+    left_out: str = ""
+
+    @property
+    def least(self) -> float:
+        """The number, or the lower end of the range."""
+        return self.value[0] if isinstance(self.value, tuple) else self.value
+
+
+@cache
+def headlines() -> Mapping[str, Headline]:
+    """All of the table that comes with the package, by id."""
+    text = (resources.files("remap.sim") / "tables" / "headlines.json").read_text(encoding="utf-8")
+    found = {}
+    for entry in json.loads(text)["headlines"]:
+        value = entry["value"]
+        entry["value"] = (float(value[0]), float(value[1])) if isinstance(value, list) else float(value)
+        found[entry["id"]] = Headline(**entry)
+    return MappingProxyType(found)
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One load on one setup. tenants: as `serving.tenants` takes them. kv_bytes: of one tenant, instead of a share of the
+    machine; 0 without. lengths: for all tenants, or one each. shares: of the rate, tenant by tenant; equal if there are none.
+
+    Rates are `factors` times c: what `recompute` serves a second when all requests are there at once (its tokens a second,
+    divided by the tokens of a mean answer). like: the panel whose c is taken, so that several setups get equal requests.
+    fixed: rates in requests per second that are run besides. quiet: if not 0, every rate r is followed by a second part at
+    quiet x r, which begins when all requests of the first have been served; only its gaps between tokens count.
+    requests: a factor on the number of requests of a run.
+    """
+
+    name: str
+    tenants: str
+    lengths: tuple[str, ...]
+    arrivals: str = "azure-code"
+    sharing: str = "temporal"
+    shares: tuple[float, ...] = ()
+    kv_bytes: int = 0
+    like: str = ""
+    factors: tuple[float, ...] = FACTORS
+    fixed: tuple[float, ...] = ()
+    quiet: float = 0.0
+    requests: float = 1.0
+
+
+@dataclass(frozen=True)
+class Reckoning:
+    """How a headline is reckoned. metric: of `reckoning.METRICS`. tests: each against `base`, on its own.
+
+    how: "mean" (over the panels, at each rate), "most" (the largest over panels and rates: the paper says "up to"), or the name
+    of one of `reckoning.SPECIAL`. panels: all of the experiment's, if none are named.
+    """
+
+    headline: str
+    metric: str
+    base: str = BASELINE
+    tests: tuple[str, ...] = (PAPERS_OWN, OURS)
+    how: str = "mean"
+    panels: tuple[str, ...] = ()
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two policies at the same rates and memory, in the metrics that the difference is for."""
+
+    test: str
+    base: str
+    metrics: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One figure. stated: what the paper says of the setup. assumed: what it does not, and what was taken.
+
+    factors: those of its panels' rates at which it is run; all if there are none. group: "paper", or "beyond" for what the
+    papers do not have.
+    """
+
+    id: str
+    figure: str
+    title: str
+    panels: tuple[Panel, ...]
+    policies: tuple[str, ...] = (BASELINE, PAPERS_OWN, OURS)
+    reckonings: tuple[Reckoning, ...] = ()
+    comparisons: tuple[Comparison, ...] = ()
+    stated: str = ""
+    assumed: str = ""
+    factors: tuple[float, ...] = ()
+    group: str = "paper"
+
+    def panels_of(self, reckoning: Reckoning) -> tuple[Panel, ...]:
+        wanted = reckoning.panels or tuple(panel.name for panel in self.panels)
+        return tuple(panel for panel in self.panels if panel.name in wanted)
+
+
+def setup_of(panel: Panel, machine: Machine) -> Setup:
+    """The panel's setup on this machine. Raises InvalidArgument for unknown models or too little memory."""
+    made = tenants(panel.tenants, machine)
+    if panel.kv_bytes:
+        found = model(panel.tenants)
+        bare = Setup(machine, (TenantSetup(found.name, found, machine.hbm_bytes),), sharing=panel.sharing)
+        pages = -(-found.layer_bytes // bare.page_bytes) * found.layers
+        memory = pages * bare.page_bytes + found.resident_bytes + bare.activation_bytes + panel.kv_bytes
+        made = (TenantSetup(found.name, found, memory),)
+    return Setup(machine, made, sharing=panel.sharing)
+
+
+def select(experiments: Mapping[str, Experiment], only: Sequence[str] = ()) -> tuple[Experiment, ...]:
+    """Those whose id matches one of the patterns ("fig8*"), in their order; all without patterns.
+
+    Raises InvalidArgument for a pattern that matches none, with the ids.
+    """
+    for pattern in only:
+        if not any(fnmatchcase(name, pattern) for name in experiments):
+            raise InvalidArgument(
+                f"no experiment matches {pattern!r}; there are {', '.join(experiments)}; nothing was run",
+                field="only",
+                value=pattern,
+                known=tuple(experiments),
+            )
+    return tuple(
+        experiment
+        for name, experiment in experiments.items()
+        if not only or any(fnmatchcase(name, pattern) for pattern in only)
+    )
+
+
+def check(experiments: Iterable[Experiment], metrics: Iterable[str], special: Iterable[str]) -> list[str]:
+    """What is wrong with a description: headlines that are unknown, in use twice, or neither in use nor left out; unknown
+    metrics, panels and ways to reckon; policies that are compared but not run. Empty if nothing is."""
+    known, metrics, special = headlines(), set(metrics), {"mean", "most", *special}
+    used: list[str] = []
+    wrong: list[str] = []
+    panels: dict[str, Panel] = {}
+    for experiment in experiments:
+        for panel in experiment.panels:
+            if panels.setdefault(panel.name, panel) != panel:
+                wrong.append(f"two panels are called {panel.name!r}")
+        names = {panel.name for panel in experiment.panels}
+        for one in experiment.reckonings:
+            used.append(one.headline)
+            if one.headline not in known:
+                wrong.append(f"{experiment.id}: no headline {one.headline!r}")
+            if one.metric not in metrics or one.how not in special or not set(one.panels) <= names:
+                wrong.append(f"{experiment.id}: {one}")
+            if not {one.base, *one.tests} <= set(experiment.policies):
+                wrong.append(f"{experiment.id}: {one.headline} compares policies that are not run")
+        for pair in experiment.comparisons:
+            if not set(pair.metrics) <= metrics or not {pair.test, pair.base} <= set(experiment.policies):
+                wrong.append(f"{experiment.id}: {pair}")
+    for name, headline in known.items():
+        if bool(headline.left_out) == (name in used):
+            wrong.append(f"{name} is {'left out and in use' if headline.left_out else 'neither in use nor left out'}")
+    wrong += [f"{name} is reckoned twice" for name in {name for name in used if used.count(name) > 1}]
+    wrong += [f"no panel {one.like!r}" for one in panels.values() if one.like and one.like not in panels]
+    return wrong

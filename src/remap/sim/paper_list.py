@@ -1,0 +1,405 @@
+"""The experiments of `remap bench paper`. Pure description; what the fields mean is in `remap.sim.paper`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from remap.sim.paper import (
+    BASELINE,
+    OURS,
+    PAPERS_OWN,
+    SATURATED,
+    Comparison,
+    Experiment,
+    Panel,
+    Reckoning,
+)
+
+__all__ = ["EXPANSIONS", "EXPERIMENTS"]
+
+EXPANSIONS = tuple(f"pie:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
+"""Static expansions of Pie; 1.0 is `recompute`."""
+
+MANY = 3.0
+"""Alpaca's answers are six times as short as ShareGPT's: a run needs more of them, or it is all beginning and end."""
+
+_TBT, _TTFT, _RATE = "tbt_p99_reduction", "ttft_p99_reduction", "throughput_gain"
+_AZURE = "Arrivals of the Azure code trace, rescaled; request rates are not stated."
+_TURNS = "Turns of 1 s (the paper: round robin, no length of a turn), equal rates."
+_OWN_LRU = f"{PAPERS_OWN}+lru"
+_OWN_STAYS = f"{PAPERS_OWN}+no-reversion"
+_OWN_UNCAPPED = f"{PAPERS_OWN}+uncapped"
+
+
+def _pair(name: str, tenants: str, sharing: str = "temporal") -> tuple[Panel, Panel]:
+    where = "" if sharing == "temporal" else f", {sharing}"
+    return (
+        Panel(f"{name} Alpaca{where}", tenants, ("alpaca",), sharing=sharing, requests=MANY),
+        Panel(f"{name} ShareGPT{where}", tenants, ("sharegpt",), sharing=sharing),
+    )
+
+
+def _three(tbt: str, ttft: str, rate: str, base: str = BASELINE) -> tuple[Reckoning, ...]:
+    return Reckoning(tbt, _TBT, base), Reckoning(ttft, _TTFT, base), Reckoning(rate, _RATE, base)
+
+
+C1, C2 = _pair("C1", "C1"), _pair("C2", "C2")
+C1_MPS, C1_MIG = _pair("C1", "C1", "spatial"), _pair("C1", "C1", "mig")
+UNEQUAL = tuple(
+    Panel(f"C2 ShareGPT, rates {a:g}:{b:g}", "C2", ("sharegpt",), shares=(a, b)) for a, b in ((4.0, 1.0), (1.0, 4.0))
+)
+LONG_SHORT = tuple(
+    Panel(f"C2 {a} + {b}", "C2", (a, b), requests=0.5) for a, b in (("long", "short"), ("short", "long"))
+)
+ALONE = Panel("OPT-13b Alpaca", "OPT-13b:35%", ("alpaca",), fixed=(1.0, 10.0), requests=MANY)
+ALONE_CHAT = Panel("OPT-13b ShareGPT", "OPT-13b:35%", ("sharegpt",))
+PEAK_QUIET = Panel(
+    "OPT-13b Alpaca, peak, then a fifth of it",
+    "OPT-13b:35%",
+    ("alpaca",),
+    factors=(0.3, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0),
+    quiet=0.2,
+    requests=MANY,
+)
+TEN_ONE = Panel(
+    "OPT-13b Alpaca, 10 requests a second, then 1",
+    "OPT-13b:35%",
+    ("alpaca",),
+    factors=(),
+    fixed=(10.0,),
+    quiet=0.1,
+    requests=MANY,
+)
+
+
+def _pie(model: str, lengths: str, gigabytes: int, **changes: object) -> Panel:
+    name = {"alpaca": "Alpaca", "sharegpt": "ShareGPT"}[lengths]
+    return Panel(
+        f"{model} {name}, KV {gigabytes} GB",
+        model,
+        (lengths,),
+        arrivals="poisson",
+        kv_bytes=gigabytes * 10**9,
+        requests=MANY if lengths == "alpaca" else 1.0,
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+_OVER = (
+    0.3,
+    0.5,
+    0.7,
+    0.85,
+    1.0,
+    1.25,
+    1.5,
+    2.0,
+    3.0,
+    5.0,
+)  # without bursts there is nothing to see far below saturation
+PIE_30 = tuple(_pie("OPT-30b", lengths, 3, factors=_OVER) for lengths in ("alpaca", "sharegpt"))
+PIE_LLAMA = _pie("Llama-2-13b", "alpaca", 3, factors=SATURATED)
+PIE_13 = _pie("OPT-13b", "sharegpt", 3, factors=SATURATED)
+_ALPACA = _pie("OPT-13b", "alpaca", 3, factors=SATURATED)
+_MORE = (5, 7, 9, 12)
+# All sizes get the requests of the smallest one.
+SIZES_CHAT = (PIE_13, *(_pie("OPT-13b", "sharegpt", size, factors=SATURATED, like=PIE_13.name) for size in _MORE))
+SIZES_ALPACA = (_ALPACA, *(_pie("OPT-13b", "alpaca", size, factors=SATURATED, like=_ALPACA.name) for size in _MORE))
+PIE_13_7 = SIZES_CHAT[2]
+
+_LIST = (
+    Experiment(
+        id="fig4",
+        figure="Oneiros, Fig 4",
+        title="Computation of a pass against the loading of layers",
+        panels=(),
+        reckonings=(Reckoning("oneiros-fig4", "hidden_layers", tests=("arithmetic",), how="hidden_by_batch"),),
+        policies=("arithmetic", BASELINE),
+        stated="OPT-13b, ShareGPT requests, batches on the horizontal axis.",
+        assumed="4b only: computation on the CPU (4a) is not simulated. Contexts of 512 tokens. Arithmetic, nothing is served.",
+    ),
+    Experiment(
+        id="fig8-c1",
+        figure="Oneiros, Fig 8",
+        title="Three models take turns (C1)",
+        panels=C1,
+        reckonings=_three("oneiros-04", "oneiros-05", "oneiros-06"),
+        stated="OPT-13b 35 %, Llama-2-13b 35 %, Llama-3-8b 20 % of a GH200; Alpaca and ShareGPT. " + _AZURE,
+        assumed=_TURNS,
+    ),
+    Experiment(
+        id="fig8-c2",
+        figure="Oneiros, Fig 8",
+        title="Two models take turns (C2)",
+        panels=C2,
+        reckonings=_three("oneiros-07", "oneiros-08", "oneiros-09"),
+        stated="OPT-30b 65 %, OPT-6.7b 15 % of a GH200; Alpaca and ShareGPT. " + _AZURE,
+        assumed=_TURNS,
+    ),
+    Experiment(
+        id="fig9",
+        figure="Oneiros, Fig 9",
+        title="Different rates for the two models",
+        panels=UNEQUAL,
+        reckonings=_three("oneiros-10", "oneiros-11", "oneiros-12"),
+        stated="C2. " + _AZURE,
+        assumed="Rates 4:1 and 1:4, ShareGPT lengths: the paper states neither. Turns of 1 s.",
+    ),
+    Experiment(
+        id="fig10",
+        figure="Oneiros, Fig 10",
+        title="Long requests for one model, short ones for the other",
+        panels=LONG_SHORT,
+        reckonings=_three("oneiros-13", "oneiros-14", "oneiros-15"),
+        stated="C2; requests of 1734 and of 634 tokens on average. " + _AZURE,
+        assumed="Answers of 338 tokens on average in both, the rest is the prompt's. Turns of 1 s, equal rates.",
+    ),
+    Experiment(
+        id="fig11",
+        figure="Oneiros, Fig 11",
+        title="Which inactive model gives: the most or the least recently used",
+        panels=C1,
+        policies=(BASELINE, PAPERS_OWN, _OWN_LRU),
+        reckonings=(Reckoning("oneiros-22", "tail_reduction", _OWN_LRU, (PAPERS_OWN,), how="most"),),
+        stated="C1, round robin; up to 22 % less tail latency.",
+        assumed="Tail latency: the larger cut of P99 TBT and P99 TTFT. " + _TURNS,
+        factors=(0.2, 0.5, 0.7, 1.0, 1.5),
+    ),
+    Experiment(
+        id="fig12",
+        figure="Oneiros, Fig 12",
+        title="Models that compute side by side (MPS)",
+        panels=C1_MPS,
+        reckonings=_three("oneiros-16", "oneiros-17", "oneiros-18"),
+        stated="C1, all models active. " + _AZURE,
+        assumed="Passes that overlap share the device evenly (processor sharing).",
+    ),
+    Experiment(
+        id="fig13",
+        figure="Oneiros, Fig 13",
+        title="Partitions of their own (MIG)",
+        panels=C1_MIG,
+        reckonings=_three("oneiros-19", "oneiros-20", "oneiros-21"),
+        stated="C1, strict isolation. " + _AZURE,
+        assumed="A partition has the same part of computation, memory bandwidth and link as of the reserved memory.",
+    ),
+    Experiment(
+        id="fig14",
+        figure="Oneiros, Fig 14",
+        title="Against swapping the KV cache (Pie)",
+        panels=(ALONE,),
+        policies=(BASELINE, "pie", PAPERS_OWN, OURS),
+        reckonings=_three("oneiros-23", "oneiros-24", "oneiros-25", "pie"),
+        stated="OPT-13b with 35 % of a GH200, Alpaca. " + _AZURE,
+        assumed="One model alone, so nobody lends: only its own layers can be streamed. Pie is its pipeline in closed form, "
+        "without a cost for synchronizing copies with computation, which Oneiros names as Pie's overhead.",
+    ),
+    Experiment(
+        id="fig15",
+        figure="Oneiros, Fig 15",
+        title="One ring buffer or two",
+        panels=(ALONE,),
+        policies=(BASELINE, "remap:uniform+single", "remap:uniform+double", "remap:uniform"),
+        reckonings=(
+            Reckoning("oneiros-26", "throughput_loss", "remap:uniform+double", ("remap:uniform+single",), how="most"),
+        ),
+        stated="OPT-13b, Alpaca; m = alpha + 1 loses up to 12.7 % of throughput against m = alpha + 2.",
+        assumed="Azure code arrivals.",
+    ),
+    Experiment(
+        id="fig16",
+        figure="Oneiros, Fig 16",
+        title="Layers come home when the peak is over",
+        panels=(ALONE, PEAK_QUIET, TEN_ONE),
+        policies=(BASELINE, PAPERS_OWN, _OWN_STAYS, OURS, "remap:no-reversion"),
+        reckonings=(
+            Reckoning("oneiros-27", "tbt_p50_reduction", _OWN_STAYS, (PAPERS_OWN,), panels=(PEAK_QUIET.name,)),
+            Reckoning("oneiros-28", "tbt_p50_reduction", _OWN_STAYS, (PAPERS_OWN,), "about_zero", (ALONE.name,)),
+            Reckoning(
+                "oneiros-37", "tbt_p50_increase", PAPERS_OWN, (_OWN_STAYS,), "most", (PEAK_QUIET.name, TEN_ONE.name)
+            ),
+        ),
+        stated="OPT-13b, Alpaca; 10 requests a second at the peak, 1 off it.",
+        assumed="Azure code arrivals. Off the peak: from when all its requests are served; gaps since then.",
+    ),
+    Experiment(
+        id="fig17",
+        figure="Oneiros, Fig 17",
+        title="The remapped share capped or not",
+        panels=(ALONE,),
+        policies=(BASELINE, PAPERS_OWN, _OWN_UNCAPPED, OURS, "remap:uncapped"),
+        reckonings=(
+            Reckoning("oneiros-29", _TBT, _OWN_UNCAPPED, (PAPERS_OWN,)),
+            Reckoning("oneiros-30", "tbt_p50_reduction", _OWN_UNCAPPED, (PAPERS_OWN,)),
+        ),
+        stated="OPT-13b, Alpaca, 10 requests a second: P99 58 % and P50 44 % lower with the cap.",
+        assumed="Latency: TBT. Azure code arrivals.",
+    ),
+    Experiment(
+        id="oneiros-all",
+        figure="Oneiros, abstract",
+        title="The ranges over all experiments",
+        panels=(),
+        reckonings=(
+            Reckoning("oneiros-01", _TBT, how="range"),
+            Reckoning("oneiros-02", _TTFT, how="range"),
+            Reckoning("oneiros-03", _RATE, how="range"),
+        ),
+        stated="Lowest and highest of the averages of Figs 8-10, 12 and 13.",
+    ),
+    Experiment(
+        id="pie-fig6",
+        figure="Pie, Fig 6",
+        title="Throughput against the expansion",
+        panels=(*PIE_30, PIE_13, PIE_13_7, PIE_LLAMA),
+        policies=(BASELINE, *EXPANSIONS),
+        reckonings=(
+            Reckoning("pie-01", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_30[1].name,)),
+            Reckoning("pie-02", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_30[0].name,)),
+            Reckoning(
+                "pie-03", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_13.name, PIE_13_7.name)
+            ),
+            Reckoning("pie-04", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_LLAMA.name,)),
+            Reckoning("pie-05", "expansion", tests=EXPANSIONS, how="best_expansion", panels=(PIE_13.name,)),
+            Reckoning("pie-06", "expansion", tests=EXPANSIONS, how="best_expansion", panels=(PIE_13_7.name,)),
+        ),
+        stated="OPT-13B, OPT-30B, Llama-13B on a GH200; KV of 3 and 7 GB for OPT-13B; Poisson arrivals.",
+        assumed="KV of 3 GB where the text gives none; Llama-2-13b for Llama-13B; rates from saturation on.",
+        factors=SATURATED,
+    ),
+    Experiment(
+        id="pie-fig7",
+        figure="Pie, Fig 7",
+        title="From 3 to 12 GB of KV",
+        panels=(*SIZES_ALPACA, *SIZES_CHAT),
+        policies=(BASELINE, "pie", PAPERS_OWN, OURS),
+        reckonings=(
+            Reckoning(
+                "pie-08",
+                "throughput_ratio",
+                tests=("pie", OURS),
+                how="most",
+                panels=tuple(panel.name for panel in SIZES_ALPACA),
+            ),
+            Reckoning(
+                "pie-09",
+                "throughput_ratio",
+                tests=("pie", OURS),
+                how="most",
+                panels=tuple(panel.name for panel in SIZES_CHAT),
+            ),
+            Reckoning(
+                "pie-10",
+                "throughput_ratio",
+                tests=("pie", OURS),
+                how="about_one",
+                panels=(SIZES_ALPACA[-1].name, SIZES_CHAT[-1].name),
+            ),
+            Reckoning("pie-22", "host_gb", tests=("pie",), how="host_gb"),
+        ),
+        stated="3 to 12 GB of KV, Alpaca and ShareGPT, one request rate for all sizes; Poisson arrivals.",
+        assumed="OPT-13b; rates from the saturation of 3 GB on.",
+    ),
+    Experiment(
+        id="pie-fig8",
+        figure="Pie, Fig 8",
+        title="Throughput over the request rate",
+        panels=PIE_30,
+        policies=(BASELINE, "pie", PAPERS_OWN, OURS),
+        reckonings=(
+            Reckoning("pie-11", "throughput_ratio", tests=("pie", OURS), how="most", panels=(PIE_30[0].name,)),
+            Reckoning("pie-12", "throughput_ratio", tests=("pie", OURS), how="most", panels=(PIE_30[1].name,)),
+            Reckoning("pie-13", "rate", tests=("pie",), how="gain_begins", panels=(PIE_30[0].name,)),
+            Reckoning("pie-14", "rate", tests=("pie",), how="gain_begins", panels=(PIE_30[1].name,)),
+        ),
+        comparisons=(Comparison(OURS, "pie", (_TBT, _TTFT, _RATE, "preemptions_cut")),),
+        stated="OPT-30B, KV of 3 GB, Alpaca and ShareGPT, Poisson arrivals, rates on the axis.",
+        assumed="A gain begins at 5 %.",
+    ),
+    Experiment(
+        id="pie-fig9",
+        figure="Pie, Fig 9",
+        title="Adaptive expansion against the best fixed one",
+        panels=(PIE_13,),
+        policies=(BASELINE, "pie", *EXPANSIONS),
+        reckonings=(
+            Reckoning("pie-15", "overhead", tests=("pie",), how="adaptive_overhead"),
+            Reckoning("pie-16", "expansion", tests=("pie",), how="adaptive_expansion"),
+            Reckoning("pie-17", "expansion", tests=EXPANSIONS, how="expansion_that_blocks"),
+        ),
+        stated="Adaptive within 2 % of the best fixed expansion; 2.08 best, 2.2 too much.",
+        assumed="OPT-13b, ShareGPT, KV of 3 GB: the paper states none for this figure.",
+        factors=SATURATED,
+    ),
+)
+
+_SOME = (0.3, 0.7, 1.0, 1.5)
+_BEYOND = (
+    Experiment(
+        id="beyond-lending",
+        figure="remap",
+        title="Models that lend each other layers and KV, against every model for itself",
+        panels=(*C1, *C2),
+        policies=(BASELINE, OURS, "remap:self"),
+        comparisons=(Comparison(OURS, "remap:self", (_TBT, _TTFT, _RATE, "preemptions_cut")),),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-slices",
+        figure="remap",
+        title="A slice of every layer, and nested sets of layers, against evenly spaced layers",
+        panels=(ALONE, ALONE_CHAT),
+        policies=(BASELINE, "remap:uniform", "remap:nested", "remap:slices", "remap:auto"),
+        comparisons=tuple(
+            Comparison(test, "remap:uniform", (_TBT, _TTFT, _RATE, "stall_cut"))
+            for test in ("remap:slices", "remap:nested", "remap:auto")
+        ),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-certificate",
+        figure="remap",
+        title="Growth bounded by the stall that it would cause, against growth as asked",
+        panels=(ALONE, ALONE_CHAT),
+        policies=(BASELINE, OURS, "remap:uncapped"),
+        comparisons=(Comparison(OURS, "remap:uncapped", (_TBT, "tbt_p50_reduction", _TTFT, _RATE, "stall_cut")),),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-reversion",
+        figure="remap",
+        title="Layers come home when their rent is paid, against at once and against never",
+        panels=(PEAK_QUIET,),
+        policies=(BASELINE, OURS, "remap:eager-reversion", "remap:no-reversion"),
+        comparisons=tuple(
+            Comparison(OURS, base, ("tbt_p50_reduction", "tbt_mean_reduction", _TBT, "decisions_cut"))
+            for base in ("remap:eager-reversion", "remap:no-reversion")
+        ),
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-pool",
+        figure="remap",
+        title="Three quarters of the KV reservations as a pool, against reservations of one's own",
+        panels=(C1[1], C2[1]),
+        policies=(BASELINE, OURS, "remap:pool"),
+        comparisons=(Comparison("remap:pool", OURS, (_TBT, _TTFT, _RATE, "preemptions_cut")),),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-around",
+        figure="remap",
+        title="A waking model streams around what lies in its pages, against preempting it",
+        panels=C1,
+        policies=(BASELINE, OURS, "remap:preempt"),
+        comparisons=(Comparison(OURS, "remap:preempt", (_TBT, _TTFT, _RATE, "preemptions_cut", "stall_cut")),),
+        factors=_SOME,
+        group="beyond",
+    ),
+)
+EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType({one.id: one for one in (*_LIST, *_BEYOND)})

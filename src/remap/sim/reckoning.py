@@ -1,0 +1,279 @@
+"""From the points of a benchmark to what stands beside a paper's figure. Pure.
+
+A point is one run: its figures by name (`POINT`). A cell is a panel at one rate: its key is "x0.7" for a share of the saturation
+rate and "10/s" for a rate in requests per second; it holds the points of all policies there, one a seed.
+
+Which rates an average is taken over: those at which the baseline preempts, and still serves all requests within twice the time in
+which they came (`counts`). Below, memory is not scarce; far above, every policy only works off a queue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from remap.sim.paper import BASELINE, Headline, Panel, Reckoning
+from remap.sim.results import PolicyResult, weighted_percentile
+
+__all__ = [
+    "ALONE",
+    "METRICS",
+    "POINT",
+    "Finding",
+    "Points",
+    "compare",
+    "counts",
+    "curve",
+    "figures",
+    "later_gaps",
+    "mean_of",
+    "places",
+    "quantiles",
+]
+
+Point = Mapping[str, float]
+
+POINT = (
+    "rate",
+    "requests",
+    "requests_finished",
+    "arrive_s",
+    "virtual_s",
+    "tokens_per_s",
+    "ttft_p50_s",
+    "ttft_p99_s",
+    "tbt_p50_s",
+    "tbt_p99_s",
+    "tbt_mean_s",
+    "preemptions",
+    "recomputed_tokens",
+    "kv_blocks_start",
+    "kv_blocks_peak",
+    "layers_remapped_peak",
+    "stall_fraction",
+    "decisions",
+)
+"""The figures of one run. rate: requests a second asked for; arrive_s: from the first arrival to the last."""
+
+STILL_FINISHES = 2.0
+
+
+def figures(result: PolicyResult, rate: float, arrive_s: float) -> dict[str, float]:
+    """One run as a point, to five digits: more would only fill files."""
+    values = {
+        **{name: getattr(result, name) for name in POINT if hasattr(result, name)},
+        "rate": rate,
+        "arrive_s": arrive_s,
+        "recomputed_tokens": sum(tenant.recomputed_tokens for tenant in result.tenants),
+        "kv_blocks_start": sum(tenant.kv_blocks_start for tenant in result.tenants),
+    }
+    return {name: _short(values[name]) for name in POINT}
+
+
+def _short(value: float) -> float:
+    if isinstance(value, int):
+        return value
+    if math.isnan(value):
+        return 0.0
+    return float(f"{value:.5g}")
+
+
+def later_gaps(whole: PolicyResult, first: PolicyResult) -> tuple[tuple[float, int], ...]:
+    """The gaps between tokens of `whole` that are not in `first`: pairs (seconds, how many), ascending.
+
+    `first` served the beginning of what `whole` served and was done when the rest came: until then both did the same. Ends of
+    the same gap can differ in the last bit; to a nanosecond they are the same.
+    """
+    counts: dict[float, int] = {}
+    for sign, result in ((1, whole), (-1, first)):
+        for seconds, number in result.tbt:
+            key = round(seconds, 9)
+            counts[key] = counts.get(key, 0) + sign * number
+    return tuple(sorted((seconds, number) for seconds, number in counts.items() if number > 0))
+
+
+@dataclass
+class Points:
+    """All points: panel -> rate key -> policy -> one point a seed. c: panel -> saturation rate, requests a second."""
+
+    cells: dict[str, dict[str, dict[str, list[dict[str, float]]]]] = field(default_factory=dict)
+    c: dict[str, float] = field(default_factory=dict)
+
+    def add(self, panel: str, key: str, policy: str, points: Sequence[Mapping[str, float]]) -> None:
+        self.cells.setdefault(panel, {}).setdefault(key, {})[policy] = [dict(point) for point in points]
+
+    def at(self, panel: str, key: str, policy: str) -> list[dict[str, float]]:
+        """Its points, one a seed; none if it was not run there."""
+        return self.cells.get(panel, {}).get(key, {}).get(policy, [])
+
+    def keys(self, panel: str, *policies: str) -> list[str]:
+        """Rates at which all these policies were run, ascending."""
+        found = [key for key, cell in self.cells.get(panel, {}).items() if all(cell.get(name) for name in policies)]
+        return sorted(found, key=lambda key: next(iter(self.cells[panel][key].values()))[0]["rate"])
+
+
+def counts(base: Sequence[Point]) -> bool:
+    """Whether averages are taken over this rate, by the points of `BASELINE`, one a seed."""
+    return all(
+        point["preemptions"] > 0
+        and point["requests_finished"] > 0
+        and point["virtual_s"] <= STILL_FINISHES * point["arrive_s"]
+        for point in base
+    )
+
+
+# -- metrics -----------------------------------------------------------------------------------------------------------
+
+
+def _cut(name: str) -> Callable[[Point, Point], float]:
+    def metric(test: Point, base: Point) -> float:
+        return 100.0 * (1.0 - test[name] / base[name]) if base[name] else 0.0
+
+    return metric
+
+
+def _tail(test: Point, base: Point) -> float:
+    return max(_cut("tbt_p99_s")(test, base), _cut("ttft_p99_s")(test, base))
+
+
+@dataclass(frozen=True)
+class Metric:
+    """about: what the number says. of(test, base): more is better, except where a paper counts a loss."""
+
+    about: str
+    unit: str
+    of: Callable[[Point, Point], float]
+
+
+METRICS: Mapping[str, Metric] = {
+    "tbt_p99_reduction": Metric("P99 TBT lower", "%", _cut("tbt_p99_s")),
+    "tbt_p50_reduction": Metric("P50 TBT lower", "%", _cut("tbt_p50_s")),
+    "tbt_mean_reduction": Metric("mean TBT lower", "%", _cut("tbt_mean_s")),
+    "ttft_p99_reduction": Metric("P99 TTFT lower", "%", _cut("ttft_p99_s")),
+    "tail_reduction": Metric("P99 TBT or TTFT lower", "%", _tail),
+    "throughput_gain": Metric("tokens/s more", "%", lambda t, b: 100.0 * (t["tokens_per_s"] / b["tokens_per_s"] - 1.0)),
+    "throughput_loss": Metric("tokens/s less", "%", _cut("tokens_per_s")),
+    "throughput_ratio": Metric("tokens/s", "x", lambda t, b: t["tokens_per_s"] / b["tokens_per_s"]),
+    "tbt_p50_increase": Metric("P50 TBT higher", "%", lambda t, b: -_cut("tbt_p50_s")(t, b)),
+    "preemptions_cut": Metric("preemptions fewer", "%", _cut("preemptions")),
+    "stall_cut": Metric(
+        "share of passes spent waiting, less",
+        "points",
+        lambda t, b: 100.0 * (b["stall_fraction"] - t["stall_fraction"]),
+    ),
+    "decisions_cut": Metric("changes of memory fewer", "%", _cut("decisions")),
+    # Of ALONE.
+    "hidden_layers": Metric("layers that a decoding pass hides, largest / smallest batch", "x", lambda t, b: math.nan),
+    "expansion": Metric("expansion", "x", lambda t, b: math.nan),
+    "rate": Metric("requests a second below which nothing is gained", "req/s", lambda t, b: math.nan),
+    "overhead": Metric("tokens/s less than the best fixed expansion", "%", lambda t, b: math.nan),
+    "host_gb": Metric("host memory in use", "GB", lambda t, b: math.nan),
+}
+
+ALONE = frozenset({"hidden_layers", "expansion", "rate", "overhead", "host_gb"})
+"""Metrics that compare nothing; how they are reckoned is in `remap.sim.reckoning_special`."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What stands beside one figure, for one policy. value: ours, the mean of the seeds, from low to high; None if nothing was
+    run.
+
+    at: (panel, requests a second) of all panels that it is of. reached: whether the paper's number is reached or passed.
+    mean: over the rates that count, `rates` of them, at `better` of which the test is better. direction: "yes", "at some rates",
+    "no"; "" if it cannot be told.
+    """
+
+    headline: str
+    test: str
+    base: str
+    value: float | None = None
+    low: float = 0.0
+    high: float = 0.0
+    key: str = ""
+    at: tuple[tuple[str, float], ...] = ()
+    reached: bool = False
+    mean: float | None = None
+    rates: int = 0
+    better: int = 0
+    direction: str = ""
+
+
+def curve(
+    points: Points, panels: Sequence[Panel], test: str, base: str, metric: str
+) -> list[tuple[str, tuple[float, ...]]]:
+    """(rate key, the metric of each seed, averaged over the panels), at the rates that all panels have."""
+    if not panels:
+        return []
+    keys = [set(points.keys(panel.name, test, base)) for panel in panels]
+    found = []
+    for key in points.keys(panels[0].name, test, base):
+        if all(key in one for one in keys):
+            rows = [
+                [METRICS[metric].of(t, b) for t, b in zip(points.at(p.name, key, test), points.at(p.name, key, base))]
+                for p in panels
+            ]
+            found.append((key, tuple(math.fsum(values) / len(values) for values in zip(*rows))))
+    return found
+
+
+def mean_of(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def places(points: Points, panels: Sequence[Panel], key: str, test: str) -> tuple[tuple[str, float], ...]:
+    return tuple((panel.name, points.at(panel.name, key, test)[0]["rate"]) for panel in panels)
+
+
+def compare(points: Points, headline: Headline, reckoning: Reckoning, panels: Sequence[Panel], test: str) -> Finding:
+    """The finding for one policy. Of the rates at which the paper's number is reached it takes the lowest; if there is none, the
+    rate that comes nearest. A panel counts only where the baseline preempts: elsewhere all policies do the same (if it preempts
+    nowhere, all of them count)."""
+    metric, base = reckoning.metric, reckoning.base
+    groups = [[panel] for panel in panels] if reckoning.how == "most" else [list(panels)]
+    best: Finding | None = None
+    averaged: list[float] = []
+    for group in groups:
+        seen: list[tuple[str, list[Panel], tuple[float, ...]]] = []
+        for key, everybody in curve(points, group, test, base, metric):
+            scarce = [
+                panel for panel in group if any(one["preemptions"] for one in points.at(panel.name, key, BASELINE))
+            ]
+            if scarce:
+                seen.append((key, scarce, dict(curve(points, scarce, test, base, metric))[key]))
+                finishing = [panel for panel in scarce if counts(points.at(panel.name, key, BASELINE))]
+                if finishing:
+                    averaged.append(mean_of(dict(curve(points, finishing, test, base, metric))[key]))
+            elif not any(_preempts(points, panel) for panel in group):
+                seen.append((key, group, everybody))
+        if not seen:
+            continue
+        reached = [one for one in seen if mean_of(one[2]) >= headline.least]
+        first = bool(reached) and reckoning.how == "mean"
+        key, of, values = reached[0] if first else max(seen, key=lambda one: mean_of(one[2]))
+        at = places(points, of, key, test)
+        value = mean_of(values)
+        if best is None or value > (best.value or 0.0):
+            best = Finding(headline.id, test, base, value, min(values), max(values), key, at, bool(reached))
+    if best is None:
+        return Finding(headline.id, test, base)
+    neutral = 1.0 if METRICS[metric].unit == "x" else 0.0
+    better = sum(value > neutral for value in averaged)
+    mean = mean_of(averaged) if averaged else None
+    direction = "no"
+    if best.value is not None and best.value > neutral:
+        mostly = 2 * better > len(averaged) or (reckoning.how == "most" and mean is not None and mean > neutral)
+        direction = "yes" if mostly else "at some rates"
+    return replace(best, mean=mean, rates=len(averaged), better=better, direction=direction)
+
+
+def _preempts(points: Points, panel: Panel) -> bool:
+    return any(
+        one["preemptions"] for key in points.keys(panel.name, BASELINE) for one in points.at(panel.name, key, BASELINE)
+    )
+
+
+def quantiles(pairs: Sequence[tuple[float, int]], steps: int = 40) -> list[float]:
+    """A distribution as its quantiles 0, 1/steps, ..., 1."""
+    return [_short(weighted_percentile(pairs, index / steps)) for index in range(steps + 1)] if pairs else []
