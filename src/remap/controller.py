@@ -256,11 +256,11 @@ class Controller:
     def _shrink_or_keep(self, view: TenantView, demand: int, headroom: int) -> Decision:
         self._learn(view)
         alpha, buffers = view.remapped, view.buffers
-        fewer, saved, earned = self._back_of(view)
+        sigma = self.sigma(view)
+        fewer, saved, earned = self._repaired(view, view.free_blocks - demand - headroom - sigma)
         lost = math.ceil((alpha - fewer) * view.blocks_per_layer)
         if fewer == alpha - 1 and view.shrink_blocks is not None:
             lost = view.shrink_blocks
-        sigma = self.sigma(view)
         holds = view.free_blocks >= demand + headroom + lost + sigma
         steps = self._rental.steps + 1
         if not self._rental.accrue(earned, holds):
@@ -284,6 +284,27 @@ class Controller:
                 step = (view.remapped - 1, 0.0, self._rent(view.times, 0.0, 1))
             self._back[key] = step
         return step
+
+    def _repaired(self, view: TenantView, spare: int) -> tuple[int, float, float]:
+        """As `_back_of`; but where passes stall for longer than allowed (batches have become smaller, or the link is shared),
+        as many layers as it takes to end that, and as `spare` blocks allow, come home together: one by one, each after its
+        dwell, the stall would last for long."""
+        step = self._back_of(view)
+        times, alpha, buffers = view.times, view.remapped, view.buffers
+        if times is None:
+            return step
+        allowed, now = self._allowed(times), self._stall_of(times, alpha, buffers)
+        best, least = step[0], self._stall_of(times, step[0], buffers)
+        if now <= allowed or least <= allowed:
+            return step
+        for fewer in range(best - 1, -1, -1):
+            if math.ceil((alpha - fewer) * view.blocks_per_layer) > spare or least <= allowed:
+                break
+            stall = self._stall_of(times, fewer, buffers)
+            if stall < least:
+                best, least = fewer, stall
+        saved = max(0.0, now - least)
+        return best, saved, self._rent(times, saved, alpha - best)
 
     def _rent(self, times: LayerSeconds | None, saved: float, layers: int) -> float:
         if times is None:

@@ -271,6 +271,19 @@ def test_stall_saved_counts_towards_the_reload() -> None:
     assert [d.action for d in held] == ["none"] * 3 + ["shrink"]
 
 
+@pytest.mark.parametrize(("free", "fewer"), [(200, 3), (74, 3), (73, 4), (55, 5), (45, 6), (34, 7)])
+def test_a_stall_beyond_what_is_allowed_ends_in_one_change_if_there_are_blocks(free: int, fewer: int) -> None:
+    """20 layers of 1 ms hide 5 copies of 4 ms: 3 layers through 2 buffers. 10 were remapped when a pass took twice as long."""
+    policy = controller(headroom_blocks=0, hysteresis_blocks=4, dwell=1)
+    slow = replace(times_of(), compute_s=(2.4e-3,) * 20)
+    at = {"remapped": 10, "buffers": 2, "free_blocks": free, "usable_blocks": 200 + free, "live_blocks": 200}
+    assert policy.decide(view(**at, times=slow), Demand(0)).action == "none", "nothing stalls: rent is not due yet"
+    decision = policy.decide(view(**at), Demand(0))
+    assert (decision.action, decision.remapped) == ("shrink", fewer)
+    assert (10 - fewer) * 10 + 4 <= free
+    assert decision.predicted_stall_s == closed_form(times_of(), fewer, 2)
+
+
 def test_credit_is_forfeited_when_the_condition_fails() -> None:
     policy = controller(headroom_blocks=5, hysteresis_blocks=5)
     run(policy, 12, free_blocks=20)  # 0 + 5 + 10 + 5

@@ -199,13 +199,15 @@ SHARES = st.sampled_from([0.0, 0.5, 1.0])
 @given(POOLS, st.lists(st.tuples(st.integers(0, 150), st.integers(1, 6), HEADROOMS, SHARES), max_size=25))
 def test_growing_after_a_shrink_takes_demand_that_rose(pool: Pool, course: list[tuple[int, int, int, float]]) -> None:
     at_shrink: int | None = None
+    highest = 0  # since then: once it has risen the guard is off, and the headroom may ask for what it likes
     for wanted, steps, headroom, share in course:
         for step in range(steps):
+            highest = max(highest, wanted)
             what, _ = pool.step(wanted, share, headroom + 7 * step)
             if what == "shrink":
-                at_shrink = wanted
+                at_shrink = highest = wanted
             elif what == "grow":
-                assert at_shrink is None or wanted > at_shrink + pool.sigma
+                assert at_shrink is None or highest > at_shrink + pool.sigma
                 at_shrink = None
 
 
