@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -102,6 +103,46 @@ def ablations(
 
     try:
         run_all(only or [], out, Console(), quick=quick, seconds=seconds, runs=runs)
+    except Error as error:
+        text = f"{type(error).__name__}: {error}"
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
+@bench.command("paper")
+def bench_paper(
+    only: Annotated[
+        list[str] | None, typer.Option(help='Only these experiments, such as "fig8*"; may be given several times.')
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests and rates.")] = False,
+    requests: Annotated[
+        int | None, typer.Option(min=20, help="Requests of a run; three times as many of Alpaca's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each point, each with requests of its own.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = (
+        os.cpu_count() or 1
+    ),
+    again: Annotated[bool, typer.Option("--again", help="Run experiments that the file has results of, too.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/paper.json")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/paper-vs-ours.md")] = None,
+) -> None:
+    """Figures of Oneiros and Pie beside those of a simulation. What is in the file already is not run again."""
+    from .bench_paper import Settings
+    from .bench_paper_run import run_paper
+
+    try:
+        # Other settings begin the file anew, so quick runs have one of their own.
+        run_paper(
+            only or [],
+            results or Path("out/paper.json" if quick else "bench/results/paper.json"),
+            page or Path("out/paper.md" if quick else "docs/paper-vs-ours.md"),
+            Console(),
+            settings=Settings(requests=requests or (100 if quick else 500), seeds=seeds, quick=quick),
+            jobs=jobs,
+            again=again,
+            report_only=report_only,
+        )
     except Error as error:
         text = f"{type(error).__name__}: {error}"
         Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)

@@ -96,7 +96,7 @@ class Panel:
     divided by the tokens of a mean answer). like: the panel whose c is taken, so that several setups get equal requests.
     fixed: rates in requests per second that are run besides. quiet: if not 0, every rate r is followed by a second part at
     quiet x r, which begins when all requests of the first have been served; only its gaps between tokens count.
-    requests: a factor on the number of requests of a run.
+    requests: a factor on the number of requests of a run. quantum_s: a turn, in temporal sharing.
     """
 
     name: str
@@ -111,6 +111,7 @@ class Panel:
     fixed: tuple[float, ...] = ()
     quiet: float = 0.0
     requests: float = 1.0
+    quantum_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,7 @@ def setup_of(panel: Panel, machine: Machine) -> Setup:
         pages = -(-found.layer_bytes // bare.page_bytes) * found.layers
         memory = pages * bare.page_bytes + found.resident_bytes + bare.activation_bytes + panel.kv_bytes
         made = (TenantSetup(found.name, found, memory),)
-    return Setup(machine, made, sharing=panel.sharing)
+    return Setup(machine, made, sharing=panel.sharing, quantum_s=panel.quantum_s)
 
 
 def select(experiments: Mapping[str, Experiment], only: Sequence[str] = ()) -> tuple[Experiment, ...]:

@@ -25,6 +25,7 @@ MANY = 3.0
 """Alpaca's answers are six times as short as ShareGPT's: a run needs more of them, or it is all beginning and end."""
 
 _TBT, _TTFT, _RATE = "tbt_p99_reduction", "ttft_p99_reduction", "throughput_gain"
+_TPOT = "tpot_p99_reduction"
 _AZURE = "Arrivals of the Azure code trace, rescaled; request rates are not stated."
 _TURNS = "Turns of 1 s (the paper: round robin, no length of a turn), equal rates."
 _OWN_LRU = f"{PAPERS_OWN}+lru"
@@ -51,6 +52,10 @@ UNEQUAL = tuple(
 )
 LONG_SHORT = tuple(
     Panel(f"C2 {a} + {b}", "C2", (a, b), requests=0.5) for a, b in (("long", "short"), ("short", "long"))
+)
+TURNS = tuple(
+    Panel(f"C1 ShareGPT, turns of {turn:g} s", "C1", ("sharegpt",), quantum_s=turn, like=C1[1].name)
+    for turn in (0.1, 0.02)
 )
 ALONE = Panel("OPT-13b Alpaca", "OPT-13b:35%", ("alpaca",), fixed=(1.0, 10.0), requests=MANY)
 ALONE_CHAT = Panel("OPT-13b ShareGPT", "OPT-13b:35%", ("sharegpt",))
@@ -86,18 +91,8 @@ def _pie(model: str, lengths: str, gigabytes: int, **changes: object) -> Panel:
     )
 
 
-_OVER = (
-    0.3,
-    0.5,
-    0.7,
-    0.85,
-    1.0,
-    1.25,
-    1.5,
-    2.0,
-    3.0,
-    5.0,
-)  # without bursts there is nothing to see far below saturation
+# Without bursts there is nothing to see far below saturation.
+_OVER = tuple(percent / 100 for percent in (30, 50, 70, 85, 100, 125, 150, 200, 300, 500))
 PIE_30 = tuple(_pie("OPT-30b", lengths, 3, factors=_OVER) for lengths in ("alpaca", "sharegpt"))
 PIE_LLAMA = _pie("Llama-2-13b", "alpaca", 3, factors=SATURATED)
 PIE_13 = _pie("OPT-13b", "sharegpt", 3, factors=SATURATED)
@@ -343,6 +338,26 @@ _BEYOND = (
         panels=(*C1, *C2),
         policies=(BASELINE, OURS, "remap:self"),
         comparisons=(Comparison(OURS, "remap:self", (_TBT, _TTFT, _RATE, "preemptions_cut")),),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-turns",
+        figure="remap",
+        title="Turns of 1 s, 0.1 s and 0.02 s: how much of the time between tokens is waiting for one's turn",
+        panels=(C1[1], *TURNS),
+        policies=(BASELINE, OURS),
+        comparisons=(Comparison(OURS, BASELINE, (_TBT, _TPOT, _TTFT, _RATE, "preemptions_cut")),),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-budget",
+        figure="remap",
+        title="Idle models whose next first token may be 0.1 s late, against none that may be late",
+        panels=(*C1, *C2),
+        policies=(BASELINE, OURS, "remap:ttft_budget_s=0"),
+        comparisons=(Comparison(OURS, "remap:ttft_budget_s=0", (_TBT, _TPOT, _TTFT, _RATE, "preemptions_cut")),),
         factors=_SOME,
         group="beyond",
     ),

@@ -41,6 +41,7 @@ POINT = (
     "arrive_s",
     "virtual_s",
     "tokens_per_s",
+    "tpot_p99_s",
     "ttft_p50_s",
     "ttft_p99_s",
     "tbt_p50_s",
@@ -148,6 +149,7 @@ class Metric:
 
 METRICS: Mapping[str, Metric] = {
     "tbt_p99_reduction": Metric("P99 TBT lower", "%", _cut("tbt_p99_s")),
+    "tpot_p99_reduction": Metric("P99 of requests' mean TBT lower", "%", _cut("tpot_p99_s")),
     "tbt_p50_reduction": Metric("P50 TBT lower", "%", _cut("tbt_p50_s")),
     "tbt_mean_reduction": Metric("mean TBT lower", "%", _cut("tbt_mean_s")),
     "ttft_p99_reduction": Metric("P99 TTFT lower", "%", _cut("ttft_p99_s")),
