@@ -68,6 +68,7 @@ class BlockPool:
         self._listeners: list[Listener] = []
         self._news: deque[tuple[Sequence[int], Sequence[int]]] = deque()
         self._telling = False
+        self.changes = 0  # grows whenever anything that can be asked may have changed
 
     # -- what there is ---------------------------------------------------------------------------------------------
 
@@ -146,6 +147,7 @@ class BlockPool:
         self._hint = block + 1
         self._free -= count
         self._live += count
+        self.changes += 1
         return ids
 
     def free(self, ids: Iterable[int]) -> None:
@@ -168,6 +170,7 @@ class BlockPool:
         """
         runs = self._slots.runs(slots)
         self._slots.require(runs, ABSENT, "is owned already")
+        self.changes += 1
         columns = self._slots.mark(runs, OPEN)
         added: list[range] = []
         opened = _LIVE if self._external else _FREE
@@ -197,6 +200,7 @@ class BlockPool:
         """
         runs = self._slots.runs(slots)
         self._slots.require(runs, OPEN, "is not owned, or withdrawn already")
+        self.changes += 1
         columns = self._slots.mark(runs, CLOSED)
         closed: list[range] = []
         for first, stop in columns:
@@ -227,6 +231,7 @@ class BlockPool:
         """
         runs = self._slots.runs(slots)
         self._slots.require(runs, CLOSED, "is not withdrawn")
+        self.changes += 1
         columns = self._slots.mark(runs, OPEN)
         reopened: list[range] = []
         for first, stop in columns:
@@ -279,6 +284,7 @@ class BlockPool:
                 live=len(live),
                 blocks=live,
             )
+        self.changes += 1
         for first, stop in self._slots.mark(runs, ABSENT):
             blocks = self.geometry.blocks_of_columns(first, stop)
             self._withdrawn -= self._state.count(_EMPTY, blocks.start, blocks.stop)
@@ -317,6 +323,7 @@ class BlockPool:
             self._state[new] = _LIVE
         self._free -= len(news)
         self._live += len(news)
+        self.changes += 1
 
     # -- engines with their own allocator --------------------------------------------------------------------------
 
@@ -343,6 +350,7 @@ class BlockPool:
             )
         if external:
             self._external = True
+            self.changes += 1
             self._state = self._state.translate(bytes.maketrans(bytes([_FREE]), bytes([_LIVE])))
             self._live, self._free = self._free, 0
         self._listeners.append(listener)
@@ -411,6 +419,7 @@ class BlockPool:
     def _release(self, block: int) -> None:
         """A live block is live no more. (In external mode only withdrawn blocks come here.)"""
         self._live -= 1
+        self.changes += 1
         if self._state[block] == _DRAINING:
             self._state[block] = _EMPTY
             self._withdrawn_live -= 1

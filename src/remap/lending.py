@@ -44,6 +44,8 @@ class Lending:
         self._changes = changes
         self._arena = arena
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
+        # (donor, receiver) -> what it was found for, unused pages in the order in which they go, whether these are all
+        self._idle: dict[tuple[int, int], tuple[tuple[int, int, int], list[int], bool]] = {}
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -155,9 +157,21 @@ class Lending:
         comes home with them; and none of the pages that it got for its min_blocks when it was attached: those are nobody's
         layer, and what it has borrowed may be asked back at any time.
         """
-        pool, geometry = donor.kv.pool, donor.kv.geometry
+        pool = donor.kv.pool
         if surplus <= 0 or donor._attachment.draining:
             return []
+        # Asked in every step while demand is unmet, and by tenants whose donors do nothing meanwhile.
+        key = (self._arena.epoch, pool.changes, surplus)
+        known = self._idle.get((donor.number, receiver.number))
+        if known is None or known[0] != key or (len(known[1]) < wanted and not known[2]):
+            found, all_of_them = self._find_idle(donor, receiver, wanted, surplus)
+            known = self._idle[donor.number, receiver.number] = (key, found, all_of_them)
+        return sorted(known[1][:wanted])
+
+    @staticmethod
+    def _find_idle(donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> tuple[list[int], bool]:
+        """(the first `wanted` of what `idle_slots` may give, in the order in which they go; whether there are no more)."""
+        pool, geometry = donor.kv.pool, donor.kv.geometry
         own = donor._attachment.pages.kv_from_homes
         giving, lasting = donor._attachment.giving, donor._attachment.lasting
         places = receiver._attachment.index_of
@@ -165,21 +179,25 @@ class Lending:
         found: list[int] = []
         lost: set[int] = set()
         owned: Iterable[int] = reversed(pool.owned_slots())
+        # Whether live blocks touch a page costs more to find out than all the rest: asked last.
         if geometry.ranges == 1:  # a page stands where it was given: below `lasting` there is nothing to look at
-            owned = itertools.takewhile(lasting.__le__, owned)
+            above = itertools.takewhile(lasting.__le__, owned)
+            owned = [slot for slot in above if (page := giving[slot]) in places and page not in own]
+        else:
+            owned = [
+                slot
+                for slot in owned
+                if (place := index(slot)) >= lasting and (page := giving[place]) in places and page not in own
+            ]
         for slot in owned if pool.external else pool.vacant(owned):
-            place = index(slot)
-            page = giving[place]
-            if place < lasting or page in own or page not in places:
-                continue
             blocks = set(geometry.blocks_of_columns(slot % columns, slot % columns + 1))
             if len(lost | blocks) > surplus:
-                break
+                return found, True
             lost |= blocks
             found.append(slot)
             if len(found) >= wanted:
-                break
-        return sorted(found)
+                return found, False
+        return found, True
 
     # -- coming home -----------------------------------------------------------------------------------------------
 

@@ -56,6 +56,16 @@ class PoolMachine(RuleBasedStateMachine):
             return ordered[first : first + data.draw(st.integers(1, len(ordered)))]
         return data.draw(st.lists(st.sampled_from(ordered), unique=True))
 
+    @invariant()
+    def whatever_changes_is_counted(self) -> None:
+        """Callers keep answers as long as `changes` stays."""
+        if not hasattr(self, "pool"):
+            return
+        now = (bytes(self.pool._state), bytes(self.pool._slots.slot))
+        before, count = getattr(self, "seen", (now, -1))
+        assert now == before or self.pool.changes > count
+        self.seen = (now, self.pool.changes)
+
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
         slots = self.pick(data, set(range(self.pool.geometry.region_pages)) - self.model.owned)

@@ -221,6 +221,16 @@ def test_tokens_are_the_same_whatever_is_lent_moved_and_preempted(mode, seed):
     assert result.stall_s == {"a": 0.0, "b": 0.0, "c": 0.0}  # the double's stalls do not grow
 
 
+def test_requests_that_come_at_one_time_are_served_in_the_order_given():
+    shared = SharedEngines(None, engines_for(tenants_for(80, names="a"), max_num_seqs=1), "spatial")
+    finished = []
+    shared.run(
+        requests_for(1, names="a", spread=0.0),
+        on_step=lambda _, done: finished.extend(out.id for step in done.values() for out in step.finished),
+    )
+    assert finished == ["r0", "r1", "r2", "r3", "r4"]
+
+
 def test_an_activation_preempts_exactly_those_who_hold_what_it_needs():
     requests = requests_for(3, count=4, names="ab")
     tenants = tenants_for(9, max_blocks=80, names="ab")

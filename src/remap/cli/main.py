@@ -149,6 +149,19 @@ def bench_paper(
         raise typer.Exit(1) from error
 
 
+@bench.command("twin")
+def bench_twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] = Path("bench/results")) -> None:
+    """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
+    from .bench_twin import twin
+
+    try:
+        twin(DEFAULTS, out, Console(soft_wrap=True))
+    except Error as error:
+        text = f"{type(error).__name__}: {error}"
+        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
 @bench.command("vllm")
 def bench_vllm(
     model: Annotated[

@@ -154,7 +154,10 @@ class SharedEngines:
                 f"no engine {unknown[0]!r}, there are {sorted(self.engines)}; nothing was run", tenant=unknown[0]
             )
         pending = [(request.arrival_s, name, request) for name, mine in requests.items() for request in mine]
-        pending.sort(key=lambda entry: entry[0], reverse=True)  # stable; the next one is last
+        pending.reverse()
+        pending.sort(
+            key=lambda entry: entry[0], reverse=True
+        )  # stable; the next one is last, of equal times the first given
         self._begin_measuring()
         outputs: dict[str, dict[str, Output]] = {name: {} for name in self.engines}
         stalled = self._stalls()

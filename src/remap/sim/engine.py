@@ -83,7 +83,8 @@ class SimEngine:
         sequence = Sequence(self._orders, request.tenant, arrived_s, prompt, 1)
         sequence.end = min(request.end - request.prompt + prompt, self._context)
         self._orders += 1
-        if -(-sequence.end // self.tenant.kv.block_tokens) > self._most_blocks:
+        # The last token is never fed back, so it needs no place.
+        if -(-(sequence.end - 1) // self.tenant.kv.block_tokens) > self._most_blocks:
             self.refused += 1
             return
         self.unfinished += 1

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from remap.sim.hardware import Machine, Model
-from remap.sim.roofline import Roofline
 from remap.sim.sequences import Batch
 
-__all__ = ["Pass", "PiePass", "PieTimes", "SessionPass", "phase_of"]
+__all__ = ["Cost", "Pass", "PiePass", "PieTimes", "SessionPass", "phase_of"]
 
 
 def phase_of(batch: Batch) -> str:
@@ -27,6 +26,16 @@ def phase_of(batch: Batch) -> str:
     if not batch.prefills:
         return "decode"
     return "mixed" if batch.rows else "prefill"
+
+
+class Cost(Protocol):
+    """What computing takes: `Roofline`, or something measured."""
+
+    def layer_s(self, prefill_tokens: int, prefill_pairs: int, decode_rows: int, decode_context: int) -> float:
+        """Seconds of one layer over one batch."""
+
+    def ends_s(self, tokens: int, sampled_rows: int) -> float:
+        """Seconds of what no layer holds."""
 
 
 class Pass(Protocol):
@@ -50,10 +59,10 @@ class SessionPass:
     the pass, a copy a block: a block of all layers lies together here.
     """
 
-    def __init__(self, backend: Any, tenant: Any, roofline: Roofline, model: Model, swap_address: int = 0) -> None:
+    def __init__(self, backend: Any, tenant: Any, cost: Cost, model: Model, swap_address: int = 0) -> None:
         self._backend = backend
         self._tenant = tenant
-        self._roofline = roofline
+        self._cost = cost
         self._layers = model.layers
         self._swap_address = swap_address
         self.stream: int = backend.create_stream()
@@ -67,8 +76,8 @@ class SessionPass:
     def start(self, batch: Batch, slow: float) -> float:
         tokens = batch.prefill_tokens
         rows = len(batch.rows)
-        layer_s = slow * self._roofline.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
-        ends_s = slow * self._roofline.ends_s(tokens + rows, len(batch.prefills) + rows)
+        layer_s = slow * self._cost.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
+        ends_s = slow * self._cost.ends_s(tokens + rows, len(batch.prefills) + rows)
         backend, tenant, stream = self._backend, self._tenant, self.stream
         if batch.swapped_in or batch.swapped_out:
             self._swap(batch)
@@ -127,10 +136,12 @@ class PiePass:
 
         pass = max(computation, (m + 2) t_in, (m + 2) t_out)
 
-    which is the exact period of that pipeline for equal layers, as is `remap.schedule.period` with two buffers (Eq. 5 of Oneiros
-    has the same form). t = setup + bytes of one layer's KV in use / bandwidth, and both directions run at once, so each has the
-    share `duplex` of its bandwidth. While copies run they take their share of the device memory's bandwidth from the computation,
-    as the sim backend charges it.
+    (Eq. 5 of Oneiros has the same form.) Where copies are hidden that is exact. Where they are not, Pie's protocol, run event by
+    event, takes a little longer, at most about n / (n - 1) of it: what is simulated is on Pie's side.
+
+    t = setup + bytes of one layer's KV in use / bandwidth, and both directions run at once, so each has the share `duplex` of its
+    bandwidth. While copies run they take their share of the device memory's bandwidth from the computation, as the sim backend
+    charges it.
     """
 
     def __init__(
@@ -138,20 +149,22 @@ class PiePass:
         now: Callable[[], float],
         machine: Machine,
         model: Model,
-        roofline: Roofline,
+        cost: Cost,
         used_tokens: Callable[[], int],
         swapped_layers: Callable[[], int],
     ) -> None:
         self._now = now
         self._machine = machine
         self._model = model
-        self._roofline = roofline
+        self._cost = cost
         self._used_tokens = used_tokens
         self._swapped_layers = swapped_layers
         self.compute_s = 0.0
         self.copied_bytes = 0
         self._stall_s = 0.0
-        self.last = PieTimes(0.0, 0.0, 0.0)  # of the last pass that only decoded
+        # Of the last pass that only decoded; and its computation if nothing were copied.
+        self.last = PieTimes(0.0, 0.0, 0.0)
+        self._alone_s = 0.0
 
     @property
     def stall_s(self) -> float:
@@ -176,14 +189,14 @@ class PiePass:
 
     def start(self, batch: Batch, slow: float) -> float:
         tokens, rows = batch.prefill_tokens, len(batch.rows)
-        layer_s = slow * self._roofline.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
-        ends_s = slow * self._roofline.ends_s(tokens + rows, len(batch.prefills) + rows)
+        layer_s = slow * self._cost.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
+        ends_s = slow * self._cost.ends_s(tokens + rows, len(batch.prefills) + rows)
         swapped = self._swapped_layers()
         # A pass of prompts alone reads nobody's KV: only what it makes is copied, and out. Charged as if both ways.
         used = self._used_tokens() if rows else tokens
         times = self.times(layer_s, ends_s, used, swapped)
         if not tokens:
-            self.last = times
+            self.last, self._alone_s = times, self._model.layers * layer_s + ends_s
         self.compute_s += times.compute_s
         self._stall_s += times.stall_s
         if swapped:
@@ -193,9 +206,10 @@ class PiePass:
 
     def hidden(self, used_tokens: int, most: int, slack: float = 0.0) -> int:
         """The largest m <= most whose copies the last decoding pass would have hidden, with KV of `used_tokens` in use:
-        (m + 2) max(t_in, t_out) <= computation (1 + slack)."""
+        (m + 2) max(t_in, t_out) <= computation (1 + slack), as slow as it is while copies run."""
         machine = self._machine
         nbytes = used_tokens * self._model.kv_bytes_per_token_layer
         rate = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s) * machine.duplex
         copy = machine.copy_setup_s + nbytes / rate
-        return max(0, min(most, math.floor(self.last.compute_s * (1.0 + slack) / copy) - 2))
+        taken = (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s) * machine.duplex / machine.hbm_bytes_per_s
+        return max(0, min(most, math.floor(self._alone_s / (1.0 - taken) * (1.0 + slack) / copy) - 2))

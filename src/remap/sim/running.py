@@ -45,7 +45,13 @@ class Turns(SharedEngines):
     """Temporal sharing. clock: `now`, `advance`, `advance_to`."""
 
     def __init__(
-        self, session: Any, engines: Mapping[str, SimEngine], clock: Any, *, quantum_s: float, partial: bool | float = True
+        self,
+        session: Any,
+        engines: Mapping[str, SimEngine],
+        clock: Any,
+        *,
+        quantum_s: float,
+        partial: bool | float = True,
     ) -> None:
         self.timeline = Timeline()
         self.decisions = self.iterations = 0

@@ -12,6 +12,7 @@ asked for when one is needed, which treats the baseline better than it was.
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 from collections.abc import Mapping
 from typing import Protocol
@@ -130,12 +131,14 @@ class PrefillFirst:
         while self.waiting and len(self.running) < self.max_num_seqs:
             sequence = self.waiting[0]
             blocks = -(-sequence.length // tokens)
-            if sequence.length > budget or pool.free_blocks - blocks < spare:
+            # Alone, a sequence may have everything: else a long one would wait for ever. (V0 gives such a request up.)
+            if sequence.length > budget or pool.free_blocks - blocks < (spare if self.running else 0):
                 return
             sequence.blocks = pool.allocate(blocks)
             sequence.state = State.RUNNING
             self.waiting.popleft()
-            self.running.append(sequence)
+            # At the end, unless `preempt` took out a sequence that is older than some that go on running.
+            insort(self.running, sequence, key=_order)
             batch.prefills.append((sequence, 0, sequence.length))
             budget -= sequence.length
 
@@ -191,9 +194,13 @@ class PrefillFirst:
             sequence.blocks = pool.allocate(blocks)
             batch.swapped_in += sequence.swapped
             sequence.swapped = 0
-            self.running.append(sequence)
+            insort(self.running, sequence, key=_order)
             batch.rows.append(sequence)
             batch.decode_context += sequence.length
+
+
+def _order(sequence: Sequence) -> int:
+    return sequence.order
 
 
 def _insert(queue: deque[Sequence], sequence: Sequence) -> None:
@@ -232,7 +239,8 @@ class Chunked:
         batch = Batch(preempted=len(chosen.preempted))
         for chunk in chosen.chunks:
             sequence: Sequence = chunk.sequence  # type: ignore[assignment]
-            if chunk.count == 1 and sequence.length - sequence.computed == 1 and sequence.computed:
+            # The last token of a prompt is prefill even if it is alone, as the reference engine's runner has it.
+            if chunk.count == 1 and sequence.length - chunk.start == 1 and chunk.start >= sequence.prompt:
                 batch.rows.append(sequence)
                 batch.decode_context += sequence.length
             else:
@@ -252,15 +260,23 @@ class Chunked:
         self._inner.finish(sequence, pool)  # type: ignore[arg-type]
 
 
-def make_scheduling(kind: str, *, block_tokens: int, context: int, swap: bool = False) -> Scheduling:
-    """By name. context: the longest sequence, in tokens. Raises InvalidArgument for an unknown name, and for `swap` with chunks
-    (vLLM V1 has none)."""
+def make_scheduling(kind: str, *, block_tokens: int, context: int, swap: bool = False, **settings: int) -> Scheduling:
+    """By name. context: the longest sequence, in tokens. settings: of the scheduler, instead of vLLM's defaults (`PrefillFirst`;
+    `remap.engine.scheduler.Scheduler` for chunks). Raises InvalidArgument for an unknown name or setting, and for `swap` with
+    chunks (vLLM V1 has none)."""
     if kind not in SCHEDULERS or (swap and kind != "prefill-first"):
         raise InvalidArgument(
             f"scheduler must be one of {', '.join(SCHEDULERS)}, and swapping whole requests is of prefill-first alone; got "
             f"{kind!r}; nothing was made",
             scheduler=kind,
         )
-    if kind == "chunked":
-        return Chunked(block_tokens=block_tokens)
-    return PrefillFirst(block_tokens=block_tokens, max_batch_tokens=max(BATCH_TOKENS, context), swap=swap)
+    try:
+        if kind == "chunked":
+            return Chunked(block_tokens=block_tokens, **settings)
+        whole = {"max_batch_tokens": max(BATCH_TOKENS, context), **settings}
+        return PrefillFirst(block_tokens=block_tokens, swap=swap, **whole)
+    except TypeError as error:
+        raise InvalidArgument(
+            f"{kind} has no such settings, got {dict(settings)}; nothing was made; see its class",
+            scheduling=dict(settings),
+        ) from error

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from remap.errors import InvalidArgument
 from remap.sim import policies
 from remap.sim.hardware import Machine, Model, model
+from remap.sim.passes import Cost
 from remap.sim.policies import POLICIES, Policy
 from remap.sim.results import PolicyResult, TenantResult
 from remap.sim.scheduling import SCHEDULERS
@@ -39,12 +40,18 @@ ALONE = 0.9
 
 @dataclass(frozen=True)
 class TenantSetup:
-    """One tenant: weights, activations and KV in `memory_bytes`. name: as in the items. priority: see `Session.attach`."""
+    """One tenant: weights, activations and KV in `memory_bytes`. name: as in the items. priority: see `Session.attach`.
+
+    kv_blocks: of its reservation, as they are; None: what `memory_bytes` leaves. cost: seconds of computation, with the two
+    methods of `Roofline`; None: the roofline of the machine. Only the latter knows the part of a device that "mig" gives.
+    """
 
     name: str
     model: Model
     memory_bytes: int
     priority: int = 0
+    kv_blocks: int | None = None
+    cost: Cost | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,8 @@ class Setup:
     sharing: "temporal" (one tenant computes at a time, in turns of `quantum_s`), "spatial" (all compute, and passes that overlap
     share the device) or "mig" (every tenant has a partition of its own: memory as reserved, and of computation, memory bandwidth
     and link the same part of what all have). scheduler: "prefill-first" or "chunked". gap_s: between two passes of a
-    tenant; None: the machine's. activation_bytes: taken by each engine besides weights and KV.
+    tenant; None: the machine's. activation_bytes: taken by each engine besides weights and KV. scheduling: the scheduler's
+    settings that are not vLLM's defaults, see `make_scheduling`.
 
     Raises InvalidArgument for unknown names, no tenants, two of one name, or a reservation that leaves no KV.
     """
@@ -68,6 +76,7 @@ class Setup:
     gap_s: float | None = None
     activation_bytes: int = 500_000_000
     page_bytes: int = 2 << 20
+    scheduling: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.sharing not in SHARINGS or self.scheduler not in SCHEDULERS:
@@ -108,7 +117,9 @@ class Setup:
         return self.machine.iteration_gap_s if self.gap_s is None else self.gap_s
 
     def kv_blocks(self, tenant: TenantSetup) -> int:
-        """Blocks of KV that the reservation leaves, layers in whole pages."""
+        """Blocks of KV that the reservation leaves, layers in whole pages, or that were given."""
+        if tenant.kv_blocks is not None:
+            return tenant.kv_blocks
         pages = -(-tenant.model.layer_bytes // self.page_bytes) * tenant.model.layers
         left = tenant.memory_bytes - pages * self.page_bytes - tenant.model.resident_bytes - self.activation_bytes
         return left // (self.block_tokens * tenant.model.kv_bytes_per_token)

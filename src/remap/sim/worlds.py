@@ -164,7 +164,9 @@ def _engine(
     )
 
 
-def _runner(setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float = True) -> Runner:
+def _runner(
+    setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float = True
+) -> Runner:
     if setup.sharing == "temporal":
         return Turns(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
     return Concurrent(session, engines, clock, gap_s=setup.gap)
@@ -189,7 +191,8 @@ class PieEngine(SimEngine):
     would be hidden; one less while passes wait for copies. Decided by decoding passes: prompts hide more than what follows.
 
     The paper leaves the ratio of violations open; waiting for less than 2 % of the computation is forgiven, as the controller's
-    `slowdown` does.
+    `slowdown` does. A request that has the engine to itself and still does not fit gets layer after layer until it does: it would
+    wait for ever otherwise.
     """
 
     FORGIVEN = 0.02
@@ -198,7 +201,9 @@ class PieEngine(SimEngine):
         pool, passes = self.tenant.kv, self.passes
         if isinstance(pool, PiePool) and isinstance(passes, PiePass) and not pool.fixed:
             last, swapped = passes.last, pool.swapped
-            if swapped and last.stall_s > self.FORGIVEN * last.compute_s:
+            if swapped + 2 < pool.layers and self._head_cannot_run(pool):
+                pool.set(swapped + 1)
+            elif swapped and last.stall_s > self.FORGIVEN * last.compute_s:
                 pool.set(swapped - 1)
             elif swapped + 1 < pool.layers and self.scheduler.demand(self._most_blocks) > pool.free_blocks:
                 tokens = pool.block_tokens * min(
@@ -207,6 +212,12 @@ class PieEngine(SimEngine):
                 if passes.hidden(tokens, swapped + 1, self.FORGIVEN) > swapped:
                     pool.set(swapped + 1)
         return super().launch()
+
+    def _head_cannot_run(self, pool: PiePool) -> bool:
+        scheduler = self.scheduler
+        if scheduler.running or not scheduler.waiting:
+            return False
+        return -(-scheduler.waiting[0].length // pool.block_tokens) > pool.usable_blocks
 
 
 def _pie_world(setup: Setup, policy: Policy) -> World:

@@ -1,0 +1,163 @@
+"""`remap bench twin` without a model: a "real" run that is itself simulated, so that its twin must be the same."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from remap.cli import bench_twin
+from remap.cli.demo_run import DemoConfig
+from remap.errors import InvalidState
+from remap.sim.calibrated import CalibratedCost, Recording, Rerun, rerun
+from remap.sim.engine import SimEngine
+from remap.sim.hardware import Model
+
+MIB = 1 << 20
+COST = CalibratedCost(8, 0.04, 0.001, 2e-6, 0.003, 3e-6, 0.0005)
+CONFIG = DemoConfig(dtype="bfloat16", requests=20)
+KNOWN = {
+    "scheduling": {"max_num_seqs": 8, "max_batch_tokens": 128, "chunk_align": 32, "decode_cost": 3},
+    "shape": {"hidden": 512, "heads": 8, "kv_heads": 8, "vocab": 32000, "intermediate": 1536, "context": 1024},
+    "layer_bytes": [16 * MIB] * 8,
+    "capacity_bytes": (8 * 8 + 10) * 2 * MIB,
+    "kv_blocks": 80,
+    "warm": [[100, 4], [99, 4]],
+    "requests": [[40 + 50 * (i % 9), 20 + 17 * (i % 7)] for i in range(20)],
+}
+
+
+def recording() -> Recording:
+    return Recording(
+        model=Model(
+            name="SmolLM2-135M-Instruct",
+            layers=8,
+            hidden=512,
+            heads=8,
+            kv_heads=8,
+            head_dim=64,
+            vocab=32000,
+            dtype_bytes=2,
+            layer_bytes=16 * MIB,
+            resident_bytes=0,
+            linear_ops=(("all", 512, 16384),),
+            head=(512, 32000),
+            context=1024,
+        ),
+        capacity_bytes=KNOWN["capacity_bytes"],  # type: ignore[arg-type]
+        kv_blocks=80,
+        block_tokens=16,
+        page_bytes=2 * MIB,
+        warm=((100, 4), (99, 4)),
+        requests=tuple(map(tuple, KNOWN["requests"])),  # type: ignore[arg-type]
+        passes=(),
+        gap_s=0.001,
+        copy_bytes_per_s=4e9,
+        scheduling=KNOWN["scheduling"],  # type: ignore[arg-type]
+    )
+
+
+def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Rerun]:
+    """What the real side would have written of a simulated run."""
+    rows: list[dict[str, Any]] = []
+    launch = SimEngine.launch
+
+    def watched(self: SimEngine) -> Any:
+        before = self.passes.stall_s
+        batch, end = launch(self)
+        if batch is not None:
+            seconds = end - self._clock.now
+            rows.append(
+                {
+                    "prefill_tokens": batch.prefill_tokens,
+                    "prefill_pairs": batch.prefill_pairs,
+                    "decode_rows": len(batch.rows),
+                    "decode_context": batch.decode_context,
+                    "sampled_rows": len(batch.prefills) + len(batch.rows),
+                    "seconds": seconds,
+                    "stall_s": self.passes.stall_s - before,
+                    "copied_bytes": 0,
+                }
+            )
+        return batch, end
+
+    monkeypatch.setattr(SimEngine, "launch", watched)
+    found = rerun(recording(), bench_twin.blank_machine(), COST, bench_twin.KINDS[kind])
+    monkeypatch.undo()
+    timeline = [
+        {
+            "time_s": step.end_s,
+            "step_s": step.seconds,
+            "tokens": step.tokens,
+            "kv_usable_blocks": step.usable_blocks,
+            "layers_remapped": step.alpha,
+        }
+        for step in found.steps
+    ]
+    real = {
+        **KNOWN,
+        "passes": rows[-len(found.steps) :],
+        "timeline": timeline,
+        "copy_s": 2.0,
+        "copy_bytes": 8e9,
+        "duration_s": found.duration_s,
+        "generated_tokens": found.output_tokens,
+        "preemptions": found.preemptions,
+        "recomputed_tokens": found.recomputed_tokens,
+        "ttft_s": list(found.ttft_s),
+    }
+    return json.loads(json.dumps(real)), found
+
+
+@pytest.mark.parametrize("kind", ["remap", "baseline"])
+def test_the_twin_of_a_simulated_run_is_that_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, found = pretended(kind, monkeypatch)
+    entry, rows = bench_twin.reckoned(kind, CONFIG, real)
+    assert rows["steps_alike"]["twin"] == len(found.steps) > 100
+    for name in ("step_mean_s", "step_p50_s", "step_p99_s", "tokens_per_s", "ttft_p50_s", "ttft_p99_s", "alpha_mean"):
+        assert rows[name]["twin"] == pytest.approx(rows[name]["real"], rel=0.01), name
+    for name in ("preemptions", "recomputed_tokens", "kv_blocks_peak", "alpha_peak"):
+        assert rows[name]["twin"] == rows[name]["real"], name
+    assert (rows["preemptions"]["real"] > 0) == (kind == "baseline") == (rows["alpha_peak"]["real"] == 0)
+    assert entry["within"] == {"step_mean_s": True, "step_p99_s": True}
+    assert entry["calibrated"]["gap_s"] == pytest.approx(0.001, rel=1e-6)
+    assert entry["calibrated"]["fit"]["mean_abs_error"] < 0.02
+    json.dumps(entry, allow_nan=False)
+
+
+def test_the_table_says_what_is_beyond_its_bound() -> None:
+    rows = {
+        "step_mean_s": {"real": 1.0, "twin": 1.2, "ratio": 1.2},
+        "step_p99_s": {"real": 1.0, "twin": 0.8, "ratio": 0.8},
+        "preemptions": {"real": 0.0, "twin": 0.0, "ratio": float("nan")},
+    }
+    head, mean, tail, none = bench_twin.table(rows).splitlines()
+    assert head.split() == ["real", "twin", "ratio"]
+    assert (
+        mean.endswith("1.200  beyond 10%")
+        and tail.endswith("0.800  within 25%")
+        and none.split() == ["preemptions", "0", "0"]
+    )
+
+
+def test_both_runs_are_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    reals = {kind: pretended(kind, monkeypatch)[0] for kind in bench_twin.KINDS}
+    monkeypatch.setattr(bench_twin, "measure", lambda kind, config: reals[kind])
+    console = Console(record=True, width=100)
+    written = bench_twin.twin(CONFIG, tmp_path / "new", console)
+    assert json.loads((tmp_path / "new" / "twin.json").read_text(encoding="utf-8")) == json.loads(json.dumps(written))
+    assert list(written["runs"]) == ["remap", "baseline"] and written["config"] == asdict(CONFIG)
+    assert {"cpu", "cores", "load_1min", "threads"} <= set(written["machine"])
+    said = console.export_text()
+    assert "remap\n" in said and "baseline\n" in said and "steps_alike" in said
+
+
+def test_a_real_run_that_fails_says_why() -> None:
+    with pytest.raises(InvalidState, match="the real remap run ended with exit status 1") as caught:
+        bench_twin.measure("remap", DemoConfig(dtype="int3"))
+    assert caught.value.fields == {"kind": "remap", "status": 1}

@@ -1,0 +1,487 @@
+"""Who runs in a simulated pass: vLLM V0's order by hand and by a slow model, V1's against the engine that really runs."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remap.engine.request import Request as RealRequest
+from remap.engine.request import SamplingParams, State
+from remap.engine.request import Sequence as RealSequence
+from remap.engine.scheduler import Scheduler
+from remap.errors import InvalidArgument, OutOfBlocks
+from remap.sim.clock import VirtualClock
+from remap.sim.engine import SimEngine
+from remap.sim.pools import CountedPool
+from remap.sim.scheduling import Chunked, PrefillFirst, make_scheduling
+from remap.sim.sequences import Batch
+from remap.sim.sequences import Sequence as Request
+
+BLOCK = 4  # tokens
+
+
+def first(pool_blocks: int, **options: Any) -> tuple[PrefillFirst, CountedPool]:
+    return PrefillFirst(block_tokens=BLOCK, **options), CountedPool(pool_blocks, BLOCK)
+
+
+def ask(scheduler: Any, *lengths: tuple[int, int]) -> list[Request]:
+    """Requests of (prompt, output) tokens, all queued."""
+    made = [Request(order, "t", 0.0, prompt, output) for order, (prompt, output) in enumerate(lengths)]
+    for one in made:
+        scheduler.add(one)
+    return made
+
+
+def land(scheduler: Any, pool: CountedPool, batch: Batch) -> None:
+    """The pass is over: every sampled sequence has a token more."""
+    for sequence, start, count in batch.prefills:
+        sequence.computed = start + count
+        sequence.high_water = max(sequence.high_water, start + count)
+    for sequence in batch.rows:
+        sequence.computed = sequence.length
+        sequence.high_water = max(sequence.high_water, sequence.length)
+    for sequence in [one for one, start, count in batch.prefills if start + count == one.length] + batch.rows:
+        sequence.length += 1
+        if sequence.length >= sequence.end:
+            scheduler.finish(sequence, pool)
+
+
+def step(scheduler: Any, pool: CountedPool) -> tuple[list[tuple[int, int]], list[int]]:
+    """One pass, run: ([(order, prompt tokens)], orders that decoded)."""
+    batch = scheduler.schedule(pool)
+    seen = [(one.order, count) for one, _, count in batch.prefills], [one.order for one in batch.rows]
+    land(scheduler, pool, batch)
+    return seen
+
+
+# -- V0, by hand -------------------------------------------------------------------------------------------------------
+
+
+def test_whole_prompts_come_before_decoding_as_many_as_the_budget_takes() -> None:
+    scheduler, pool = first(100, max_batch_tokens=16, watermark=0.0)
+    ask(scheduler, (8, 4), (8, 4), (5, 4), (12, 2))
+    assert step(scheduler, pool) == ([(0, 8), (1, 8)], [])  # 16 tokens
+    assert step(scheduler, pool) == ([(2, 5)], [])  # 5 + 12 are too many; whoever waits goes before who decodes
+    assert step(scheduler, pool) == ([(3, 12)], [])
+    assert step(scheduler, pool) == ([], [0, 1, 2, 3])  # the last one has its two tokens
+    assert step(scheduler, pool) == ([], [0, 1, 2])
+    assert step(scheduler, pool) == ([], [0, 1, 2])
+    assert pool.live_blocks == 0 and not scheduler.running
+
+
+def test_the_head_of_the_queue_is_not_overtaken() -> None:
+    scheduler, pool = first(6, watermark=0.0)
+    ask(scheduler, (8, 9), (20, 4), (4, 4))
+    assert step(scheduler, pool) == ([(0, 8)], [])
+    assert step(scheduler, pool) == ([], [0])  # 5 blocks do not fit beside 2; that one more would is of no use
+    assert [one.order for one in scheduler.waiting] == [1, 2]
+
+
+@pytest.mark.parametrize(("blocks", "admitted"), [(102, True), (101, False)])
+def test_an_admission_leaves_the_watermark_free(blocks: int, admitted: bool) -> None:
+    """100 blocks for the two, and 1 % of the pool, rounded down: 1 block."""
+    scheduler, pool = first(blocks)
+    ask(scheduler, (200, 4), (204, 4))
+    assert step(scheduler, pool)[0] == ([(0, 200), (1, 204)] if admitted else [(0, 200)])
+
+
+def test_alone_a_prompt_may_have_the_watermark_too() -> None:
+    """Else it would wait for ever: nothing that could end makes room for it."""
+    scheduler, pool = first(100)
+    ask(scheduler, (400, 1))
+    assert step(scheduler, pool) == ([(0, 400)], [])
+
+
+def test_no_more_sequences_than_allowed() -> None:
+    scheduler, pool = first(100, max_num_seqs=2)
+    ask(scheduler, (4, 2), (4, 3), (4, 2))
+    assert step(scheduler, pool) == ([(0, 4), (1, 4)], [])
+    assert step(scheduler, pool) == ([], [0, 1])
+    assert step(scheduler, pool) == ([(2, 4)], [])
+
+
+def test_the_latest_is_preempted_and_comes_first_again_with_all_its_tokens() -> None:
+    scheduler, pool = first(5, watermark=0.0)
+    a, b, c = ask(scheduler, (8, 6), (7, 6), (4, 6))
+    assert step(scheduler, pool) == ([(0, 8), (1, 7), (2, 4)], [])  # all five blocks
+    # 0 has 9 tokens and needs a third block: 2 goes, which has 5; 1 writes its eighth token into its second block.
+    assert step(scheduler, pool) == ([], [0, 1])
+    assert (c.preemptions, c.blocks, c.computed, c.high_water) == (1, [], 0, 4)
+    assert [one.order for one in scheduler.waiting] == [2] and c.state is State.WAITING
+    # Now 1 needs a third block, and nobody is later than itself. (2 needs two blocks, none is free.)
+    assert step(scheduler, pool) == ([], [0])
+    assert [one.order for one in scheduler.waiting] == [1, 2]
+    # 1 has 7 + 2 tokens, three blocks: 3 + 3 > 5. It waits until 0 is done.
+    for _ in range(3):
+        assert step(scheduler, pool) == ([], [0])
+    assert pool.live_blocks == 0
+    assert step(scheduler, pool) == ([(1, 9), (2, 5)], [])  # what they had generated is computed again
+    assert (a.preemptions, b.preemptions) == (0, 1)
+
+
+def test_swapped_sequences_come_back_oldest_first_before_anything_new() -> None:
+    scheduler, pool = first(5, watermark=0.0, swap=True)
+    _, b, c = ask(scheduler, (8, 6), (7, 6), (4, 6))
+    step(scheduler, pool)
+    batch = scheduler.schedule(pool)
+    assert (batch.preempted, batch.swapped_out, batch.swapped_in) == (1, 1, 0)
+    land(scheduler, pool, batch)
+    assert (c.swapped, c.computed, c.high_water, list(scheduler.swapped)) == (1, 4, 4, [c])
+    batch = scheduler.schedule(pool)
+    assert (batch.preempted, batch.swapped_out, batch.rows) == (1, 2, [scheduler.running[0]])
+    land(scheduler, pool, batch)
+    assert [one.order for one in scheduler.swapped] == [1, 2]
+    scheduler.add(Request(3, "t", 0.0, 4, 2))
+    for _ in range(3):
+        assert step(scheduler, pool) == ([], [0])  # 3 would fit, but whoever was swapped out goes before it
+    batch = scheduler.schedule(pool)
+    assert not batch.prefills and [one.order for one in batch.rows] == [1, 2]
+    assert batch.swapped_in == 3  # two blocks and one; each needs one more now, which comes with nothing in it
+    assert (len(b.blocks), len(c.blocks)) == (3, 2) and batch.decode_context == 9 + 5
+    land(scheduler, pool, batch)
+    assert step(scheduler, pool) == ([], [1, 2])  # 3 needs a block, none is free
+    assert not scheduler.swapped and (b.high_water, c.high_water) == (10, 6)
+
+
+def test_the_session_may_take_anybody_who_comes_back_in_the_place_of_his_age() -> None:
+    scheduler, pool = first(100)
+    one, two, three = ask(scheduler, (8, 9), (8, 9), (8, 9))
+    step(scheduler, pool)
+    scheduler.preempt(one, pool)
+    assert list(scheduler.waiting) == [one] and pool.live_blocks == 4
+    scheduler.preempt(three, pool)
+    assert list(scheduler.waiting) == [one, three]
+    assert step(scheduler, pool) == ([(0, 9), (2, 9)], [])
+    assert scheduler.running == [one, two, three]  # the latest is still the last
+
+
+def test_relocated_blocks() -> None:
+    scheduler, pool = first(10)
+    (one,) = ask(scheduler, (12, 4))
+    step(scheduler, pool)
+    one.blocks = [3, 7, 1]
+    scheduler.relocate({7: 2, 5: 9})
+    assert one.blocks == [3, 2, 1]
+
+
+# -- V0, anything ------------------------------------------------------------------------------------------------------
+
+
+class SlowModel:
+    """What V0 does, without a pool and in one long function: who has KV is written down, everything else is counted from it."""
+
+    def __init__(self, blocks: int, budget: int, most: int, spare: int) -> None:
+        self.blocks, self.budget, self.most, self.spare = blocks, budget, most, spare
+        self.tokens: dict[int, int] = {}  # known tokens of everybody unfinished
+        self.ends: dict[int, int] = {}
+        self.held: dict[int, int] = {}  # order -> blocks of who runs, in order
+        self.existed: dict[int, int] = {}  # tokens whose KV ever existed
+        self.preempted = self.recomputed = 0
+
+    def add(self, order: int, prompt: int, output: int) -> None:
+        self.tokens[order], self.ends[order], self.existed[order] = prompt, prompt + output, 0
+
+    def _free(self) -> int:
+        return self.blocks - sum(self.held.values())
+
+    def step(self) -> tuple[list[tuple[int, int]], list[int]]:
+        prefills: list[tuple[int, int]] = []
+        for order in sorted(set(self.tokens) - set(self.held)):
+            need = -(-self.tokens[order] // BLOCK)
+            full = sum(count for _, count in prefills) + self.tokens[order] > self.budget
+            spare = self.spare if self.held else 0
+            if len(self.held) >= self.most or full or self._free() - need < spare:
+                break
+            self.held[order] = need
+            prefills.append((order, self.tokens[order]))
+            self.recomputed += min(self.tokens[order], self.existed[order])
+        rows: list[int] = []
+        if not prefills:
+            for order in sorted(self.held):
+                while order in self.held and -(-self.tokens[order] // BLOCK) > self.held[order]:
+                    if self._free():
+                        self.held[order] += 1
+                    else:
+                        del self.held[max(self.held)]
+                        self.preempted += 1
+            rows = sorted(self.held)
+        for order in [order for order, _ in prefills] + rows:
+            self.existed[order] = max(self.existed[order], self.tokens[order])
+            self.tokens[order] += 1
+            if self.tokens[order] >= self.ends[order]:
+                del self.held[order], self.tokens[order]
+        return prefills, rows
+
+
+lengths = st.lists(st.tuples(st.integers(1, 24), st.integers(1, 20)), min_size=1, max_size=12)
+gaps = st.lists(st.integers(0, 6), min_size=12, max_size=12)  # passes between two arrivals
+
+
+@given(lengths, gaps, st.integers(11, 30), st.integers(1, 6), st.sampled_from([44, 60]), st.sampled_from([0.0, 0.1]))
+@settings(max_examples=150, deadline=None)
+def test_every_pass_is_that_of_the_slow_model(
+    requests: list[tuple[int, int]], waits: list[int], blocks: int, most: int, budget: int, watermark: float
+) -> None:
+    scheduler, pool = first(blocks, max_num_seqs=most, max_batch_tokens=budget, watermark=watermark)
+    slow = SlowModel(blocks, budget, most, int(watermark * blocks))
+    recomputed = preempted = 0
+    arriving = deque(Request(order, "t", 0.0, *one) for order, one in enumerate(requests))
+    everybody = list(arriving)
+    admitted: list[int] = []
+    next_at = 0
+    for at in range(4000):
+        while arriving and at >= next_at:
+            one = arriving.popleft()
+            next_at += waits[one.order]
+            scheduler.add(one)
+            slow.add(one.order, one.prompt, one.end - one.prompt)
+        before = list(scheduler.running)
+        batch = scheduler.schedule(pool)
+        preempted += batch.preempted
+        lost = [one for one in before if one not in scheduler.running]
+        assert all(kept.order < gone.order for gone in lost for kept in scheduler.running)
+        # Blocks: what is held is what is live, and each has exactly what its tokens take.
+        assert pool.live_blocks == sum(len(one.blocks) for one in everybody) <= blocks
+        computed = [one for one, _, _ in batch.prefills] + batch.rows
+        assert all(len(one.blocks) == -(-one.length // BLOCK) for one in computed)
+        assert scheduler.used_blocks == pool.live_blocks
+        recomputed += sum(min(count, one.high_water) for one, _, count in batch.prefills)
+        admitted += [one.order for one, _, _ in batch.prefills if one.preemptions == 0]
+        seen = [(one.order, count) for one, _, count in batch.prefills], [one.order for one in batch.rows]
+        assert batch.decode_context == sum(one.length for one in batch.rows)
+        land(scheduler, pool, batch)
+        assert seen == slow.step()
+        if not arriving and not scheduler.running and not scheduler.waiting:
+            break
+    assert all(one.state is State.FINISHED and one.length == one.end for one in everybody)
+    assert admitted == sorted(admitted)  # first come, first served
+    assert (preempted, recomputed) == (slow.preempted, slow.recomputed) and pool.live_blocks == 0
+
+
+@given(lengths, st.integers(11, 30), st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_nothing_that_is_swapped_is_computed_twice(requests: list[tuple[int, int]], blocks: int, most: int) -> None:
+    scheduler, pool = first(blocks, max_num_seqs=most, swap=True, watermark=0.05)
+    everybody = ask(scheduler, *requests)
+    out = back = 0
+    computed = dict.fromkeys(range(len(everybody)), 0)
+    for _ in range(4000):
+        batch = scheduler.schedule(pool)
+        out, back = out + batch.swapped_out, back + batch.swapped_in
+        away = sum(one.swapped for one in everybody)
+        assert away == out - back == sum(one.swapped for one in scheduler.swapped)
+        assert pool.live_blocks == scheduler.used_blocks
+        for one, start, count in batch.prefills:
+            assert start == computed[one.order] == 0
+            computed[one.order] += count
+        for one in batch.rows:
+            computed[one.order] += 1
+            assert len(one.blocks) == -(-one.length // BLOCK)
+        assert list(scheduler.swapped) == sorted(scheduler.swapped, key=lambda one: one.order)
+        land(scheduler, pool, batch)
+        if not scheduler.running and not scheduler.waiting and not scheduler.swapped:
+            break
+    assert out == back and pool.live_blocks == 0
+    assert all(computed[one.order] == one.end - 1 for one in everybody)  # the last token is never fed back
+
+
+# -- demand ------------------------------------------------------------------------------------------------------------
+
+
+@given(lengths, st.integers(11, 30), st.integers(1, 6), st.integers(0, 12))
+@settings(max_examples=100, deadline=None)
+def test_demand_is_the_production_schedulers(
+    requests: list[tuple[int, int]], blocks: int, most: int, passes: int
+) -> None:
+    """At any point of a run, with the same sequences in it."""
+    scheduler, pool = first(blocks, max_num_seqs=most)
+    ask(scheduler, *requests)
+    for _ in range(passes):
+        production = Scheduler(block_tokens=BLOCK, max_num_seqs=most)
+        production.waiting, production.running = scheduler.waiting, scheduler.running  # type: ignore[assignment]
+        whole = production.demand()
+        assert scheduler.demand(10**9) == whole
+        assert scheduler.demand(5) == min(whole, 5)
+        step(scheduler, pool)
+
+
+def test_demand_counts_who_was_swapped_out_first() -> None:
+    scheduler, pool = first(5, watermark=0.0, swap=True, max_num_seqs=2)
+    ask(scheduler, (8, 6), (7, 6), (40, 6))
+    for _ in range(3):
+        step(scheduler, pool)
+    assert [one.order for one in scheduler.swapped] == [1]
+    # 0: 3 blocks for 11 tokens, one ahead; 1: 9 tokens, 3 blocks and one; 2 could not run besides.
+    assert scheduler.running[0].length == 11 and scheduler.swapped[0].length == 9
+    assert scheduler.demand(100) == 1 + (3 + 1)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+class Numbered(CountedPool):
+    """As the reference engine's tests have it: ids that mean something."""
+
+
+class ShapesOnly:
+    """A runner that computes nothing: it says which tokens of whom it was given."""
+
+    max_tokens = 10_000
+
+    def __init__(self) -> None:
+        self.passes: list[tuple[tuple[int, int, int], ...]] = []
+
+    def run(self, chunks: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        self.passes.append(tuple((one.sequence.order, one.start, one.count) for one in chunks))
+        samplers = [one for one in chunks if one.samples]
+        return samplers, [7] * len(samplers)
+
+
+def production_engine(pool: CountedPool, clock: VirtualClock, **scheduling: int) -> Any:
+    """`LLMEngine` with a runner that needs no model: made without its constructor, which would ask for one."""
+    pytest.importorskip("torch")
+    from remap.engine import LLMEngine
+
+    class NoTensors:
+        shape = (2, pool.usable_blocks)
+
+    pool.tensors = [NoTensors()]  # type: ignore[attr-defined]
+    engine = LLMEngine.__new__(LLMEngine)
+    engine.tenant = SimpleNamespace(name="t", kv=pool, remapped=0, alpha=0.0)
+    engine.session = None
+    engine.runner = ShapesOnly()  # type: ignore[assignment]
+    engine.scheduler = Scheduler(block_tokens=BLOCK, **scheduling)  # type: ignore[arg-type]
+    engine._clock, engine._sleep, engine._probe = (lambda: clock.now), clock.advance, None
+    engine._live, engine._orders, engine._stuck = {}, 0, 0
+    engine.reset_metrics()
+    return engine
+
+
+class Watched(Chunked):
+    """Notes what a pass computes, as the runner above."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.passes: list[tuple[tuple[int, int, int], ...]] = []
+
+    def schedule(self, pool: Any) -> Batch:
+        batch = super().schedule(pool)
+        chunks = [(one.order, start, count) for one, start, count in batch.prefills]
+        chunks += [(one.order, one.length - 1, 1) for one in batch.rows]
+        if chunks:
+            self.passes.append(tuple(sorted(chunks)))
+        return batch
+
+
+class Instant:
+    """Passes that take no time."""
+
+    compute_s = stall_s = 0.0
+    copied_bytes = 0
+
+    def start(self, batch: Batch, slow: float) -> float:
+        return 0.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 60), st.integers(1, 25), st.integers(0, 20)), min_size=1, max_size=10),
+    st.integers(22, 50),
+    st.sampled_from([{}, {"decode_cost": 3}, {"chunk_align": 8}, {"max_num_seqs": 2}, {"max_batch_tokens": 70}]),
+)
+@settings(max_examples=100, deadline=None)
+def test_chunks_are_those_of_the_production_engine(
+    requests: list[tuple[int, int, int]], blocks: int, given_settings: dict[str, int]
+) -> None:
+    """The same requests at the same steps: the same batches, preemptions and recomputed tokens, pass by pass."""
+    options = {"max_num_seqs": 4, "max_batch_tokens": 32, "chunk_align": 4, "decode_cost": 0, **given_settings}
+    clock, pool = VirtualClock(), CountedPool(blocks, BLOCK)
+    real = production_engine(CountedPool(blocks, BLOCK), VirtualClock(), **options)
+    scheduler = Watched(block_tokens=BLOCK, **options)
+    tenant = SimpleNamespace(name="t", kv=pool, remapped=0, alpha=0.0)
+    engine = SimEngine(tenant, scheduler, Instant(), clock, session=None, gap_s=0.0, most_blocks=blocks, context=1000)
+    for at in range(3000):
+        for number, (prompt, output, when) in enumerate(requests):
+            if when == at:
+                sampling = SamplingParams(max_tokens=output)
+                real.add_request(RealRequest(str(number), tuple(range(prompt)), sampling))
+                engine.add_request(Request(0, "t", 0.0, prompt, output), arrived_s=0.0)
+        if real.unfinished:
+            real.step()
+        if engine.unfinished:
+            engine.advance()
+        assert real.unfinished == engine.unfinished
+        assert real.scheduler.demand() == engine.scheduler.demand(10**9)
+        if at > 20 and not real.unfinished:
+            break
+    assert scheduler.passes == [tuple(sorted(one)) for one in real.runner.passes]
+    found = engine.result()
+    assert (found.preemptions, found.recomputed_tokens) == (real.metrics.preemptions, real.metrics.recomputed_tokens)
+    assert found.output_tokens == real.metrics.generated_tokens == sum(output for _, output, _ in requests)
+    assert found.finished == len(requests) and pool.live_blocks == 0
+
+
+def test_the_last_token_of_a_prompt_is_prefill_even_alone() -> None:
+    scheduler = Chunked(block_tokens=BLOCK, max_batch_tokens=4, chunk_align=4)
+    pool = CountedPool(20, BLOCK)
+    ask(scheduler, (5, 3))
+    shapes = []
+    for _ in range(3):
+        batch = scheduler.schedule(pool)
+        shapes.append((batch.prefill_tokens, batch.prefill_pairs, len(batch.rows)))
+        land(scheduler, pool, batch)
+    assert shapes == [(4, 10, 0), (1, 5, 0), (0, 0, 1)]
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def test_schedulers_by_name() -> None:
+    plain = make_scheduling("prefill-first", block_tokens=16, context=8192)
+    assert isinstance(plain, PrefillFirst)
+    assert (plain.max_batch_tokens, plain.max_num_seqs, plain.watermark, plain.swap) == (8192, 256, 0.01, False)
+    assert make_scheduling("prefill-first", block_tokens=16, context=100, swap=True).swap  # type: ignore[attr-defined]
+    few = make_scheduling("prefill-first", block_tokens=16, context=100, max_num_seqs=3, max_batch_tokens=500)
+    assert isinstance(few, PrefillFirst) and (few.max_num_seqs, few.max_batch_tokens) == (3, 500)
+    chunked = make_scheduling("chunked", block_tokens=16, context=8192, decode_cost=2)
+    assert isinstance(chunked, Chunked)
+    assert (chunked._inner.max_batch_tokens, chunked._inner.decode_cost, chunked._inner.chunk_align) == (2048, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "swap", "settings_given", "fields"),
+    [
+        ("fifo", False, {}, {"scheduler": "fifo"}),
+        ("chunked", True, {}, {"scheduler": "chunked"}),
+        ("chunked", False, {"budget": 3}, {"scheduling": {"budget": 3}}),
+        ("prefill-first", False, {"decode_cost": 3}, {"scheduling": {"decode_cost": 3}}),
+        ("chunked", False, {"decode_cost": -1}, {"decode_cost": -1}),
+    ],
+)
+def test_wrong_schedulers(kind: str, swap: bool, settings_given: dict[str, int], fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        make_scheduling(kind, block_tokens=16, context=2048, swap=swap, **settings_given)
+    assert caught.value.fields == fields
+
+
+def test_a_pool_gives_all_or_nothing() -> None:
+    pool = CountedPool(3, BLOCK)
+    held = pool.allocate(2)
+    with pytest.raises(OutOfBlocks) as caught:
+        pool.allocate(2)
+    assert caught.value.fields == {"requested": 2, "free": 1, "usable": 3} and pool.live_blocks == 2
+    pool.free(held)
+    assert pool.free_blocks == 3
+
+
+def test_sequences_have_what_the_production_scheduler_uses() -> None:
+    real = RealSequence.of(RealRequest("a", (1, 2, 3)), 4)
+    ours = Request(4, "t", 0.0, 3, 16)
+    for name in ("order", "computed", "high_water", "blocks", "preemptions", "state"):
+        assert getattr(ours, name) == getattr(real, name)
+    assert len(ours.tokens) == len(real.tokens)

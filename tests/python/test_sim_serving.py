@@ -1,0 +1,482 @@
+"""Whole simulated runs: repeatable, nothing lost, equal memory for all policies, and who computes when."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from remap.errors import InvalidArgument, InvalidState
+from remap.sim.calibrated import CalibratedCost, MeasuredPass, Recording, calibrate, rerun
+from remap.sim.engine import SimEngine
+from remap.sim.hardware import Machine, Model, machine
+from remap.sim.policies import ABLATIONS, POLICIES, find
+from remap.sim.results import PolicyResult
+from remap.sim.sequences import Sequence as Request
+from remap.sim.serving import COMBINATIONS, SHARINGS, Setup, TenantSetup, simulate, tenants
+from remap.sim.workload import Arrivals, Item, Lengths, Load, Lognormal, generate
+from remap.sim.worlds import make_world
+
+MIB = 1 << 20
+FAST = replace(machine("GH200-96GB"), iteration_gap_s=0.001)
+# A machine on which what small models compute takes as long as copying does: the constants are of no machine.
+SMALL = FAST.with_(
+    name="small", hbm_bytes=2 << 30, hbm_bytes_per_s=100e9, flops=5e12, h2d_bytes_per_s=45e9, d2h_bytes_per_s=40e9
+)
+
+
+def tiny(name: str = "tiny", layers: int = 8) -> Model:
+    """16 MiB a layer; a block of 16 tokens is 256 KiB with 8 layers."""
+    return Model(
+        name=name,
+        layers=layers,
+        hidden=512,
+        heads=8,
+        kv_heads=8,
+        head_dim=64,
+        vocab=32000,
+        dtype_bytes=2,
+        layer_bytes=16 * MIB,
+        resident_bytes=0,
+        linear_ops=(("all", 512, 16384),),
+        head=(512, 32000),
+        context=1024,
+    )
+
+
+def two(sharing: str = "temporal", scheduler: str = "prefill-first", on: Machine = SMALL, **options: Any) -> Setup:
+    """Two tenants of 8 layers and 96 blocks each."""
+    memory = 8 * 16 * MIB + 24 * MIB
+    settings = {"quantum_s": 0.05, "activation_bytes": 0, **options}
+    return Setup(
+        on, (TenantSetup("a", tiny(), memory), TenantSetup("b", tiny(), memory)), sharing, scheduler, **settings
+    )
+
+
+def work(rate: float, seconds: float = 3.0, seed: int = 3) -> tuple[Item, ...]:
+    lengths = Lengths(Lognormal(200, 0.8, 4, 900), Lognormal(80, 0.8, 2, 300))
+    return generate([Load(name, Arrivals(rate=rate), lengths) for name in ("a", "b")], seconds, seed)
+
+
+MUCH, LITTLE = work(14.0), work(1.0)
+NAMES = (
+    "recompute",
+    "swap",
+    "pie",
+    "pie:1.5",
+    "static:2",
+    "remap",
+    "remap:slices",
+    "remap:oneiros",
+    "remap:pool+preempt",
+)
+
+
+def same(result: PolicyResult) -> PolicyResult:
+    return replace(result, wall_s=0.0)
+
+
+# -- results -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+@pytest.mark.parametrize("policy", NAMES)
+def test_runs_repeat_bit_for_bit_and_lose_nothing(policy: str, sharing: str) -> None:
+    seen: list[tuple[int, int]] = []
+    found = simulate(two(sharing), MUCH, policy, lambda done, total: seen.append((done, total)))
+    assert same(simulate(two(sharing), MUCH, policy)) == same(found)
+    assert seen == sorted(seen) and seen[-1] == (len(MUCH), len(MUCH))
+    for tenant in found.tenants:
+        mine = [item for item in MUCH if item.tenant == tenant.tenant]
+        asked = sum(min(item.output_tokens, 1024 - min(item.prompt_tokens, 1023)) for item in mine)
+        assert (tenant.requests, tenant.finished, tenant.output_tokens) == (len(mine), len(mine), asked)
+        assert len(tenant.ttft_s) == len(mine) and sum(count for _, count in tenant.tbt) == asked - len(mine)
+        assert min(tenant.ttft_s) > 0 and tenant.tbt[0][0] > 0
+        assert tenant.compute_s > 0 and tenant.stall_s >= 0 and tenant.kv_blocks_peak >= tenant.kv_blocks_start
+        assert (tenant.recomputed_tokens > 0) == (tenant.preemptions > 0 and policy != "swap")
+    everything = math.fsum(seconds * count for seconds, count in found.tbt) + math.fsum(found.ttft_s)
+    assert everything <= len(MUCH) * found.virtual_s
+    times = [sample.time_s for sample in found.timeline if sample.tenant == "a"]
+    assert times == sorted(times)
+
+
+def test_chunks_repeat_too() -> None:
+    for policy in ("recompute", "pie", "remap"):
+        found = simulate(two(scheduler="chunked"), MUCH, policy)
+        assert same(simulate(two(scheduler="chunked"), MUCH, policy)) == same(found)
+        assert found.requests_finished == len(MUCH)
+
+
+def test_this_much_work_needs_what_the_policies_are_for() -> None:
+    """Or the tests above would say nothing."""
+    recompute, swap = simulate(two(), MUCH, "recompute"), simulate(two(), MUCH, "swap")
+    remap, pie = simulate(two(), MUCH, "remap"), simulate(two(), MUCH, "pie")
+    assert recompute.preemptions > 10 and remap.preemptions < recompute.preemptions
+    assert remap.decisions > 0 and remap.layers_remapped_peak >= 1 and remap.kv_blocks_peak > recompute.kv_blocks_peak
+    assert pie.kv_blocks_peak > recompute.kv_blocks_peak
+    copied = [(tenant.swapped_bytes, tenant.preemptions) for tenant in swap.tenants]
+    block = 16 * tiny().kv_bytes_per_token
+    assert all(
+        nbytes % (2 * block) == 0 and nbytes >= 2 * block * count > 0 for nbytes, count in copied
+    )  # out and back
+    assert [tenant.swapped_bytes for tenant in recompute.tenants] == [0, 0]
+
+
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_with_memory_to_spare_all_policies_are_one(sharing: str) -> None:
+    """Nothing is remapped, swapped or preempted, so nothing differs but rounding: runs begin at different virtual times, since
+    attaching maps other numbers of pages."""
+    found = [simulate(two(sharing), LITTLE, policy) for policy in ("recompute", "swap", "pie", "remap")]
+    for other in found:
+        assert (other.preemptions, other.layers_remapped_peak, other.stall_fraction) == (0, 0.0, 0.0)
+        assert other.ttft_s == pytest.approx(found[0].ttft_s, rel=1e-9)
+        assert other.iterations == found[0].iterations
+        assert other.tbt_mean_s == pytest.approx(found[0].tbt_mean_s, rel=1e-9)
+        assert other.virtual_s == pytest.approx(found[0].virtual_s, rel=1e-9)
+    assert same(replace(found[1], policy="recompute")) == same(found[0])  # swap: bit for bit
+
+
+def test_other_seeds_are_other_runs() -> None:
+    assert simulate(two(), work(14.0, seed=4), "remap").ttft_s != simulate(two(), MUCH, "remap").ttft_s
+
+
+def test_requests_that_come_together_are_served_in_their_order() -> None:
+    items = [Item("a", 0.0, 100, 4), Item("a", 0.0, 900, 4), Item("a", 0.0, 900, 4)]
+    for sharing in SHARINGS:
+        (found, _) = simulate(two(sharing, scheduling={"max_batch_tokens": 1024}), items, "recompute").tenants
+        assert found.ttft_s[0] == found.ttft_s[1] < found.ttft_s[2]
+
+
+def test_a_request_longer_than_the_context_is_cut_and_one_longer_than_the_memory_refused() -> None:
+    items = [Item("a", 0.0, 5000, 10), Item("a", 0.0, 1000, 500), Item("b", 0.0, 10, 1)]
+    (a, b) = simulate(two(), items, "recompute").tenants
+    assert (a.finished, a.output_tokens, b.output_tokens) == (2, 1 + 24, 1)
+    small = replace(two(), tenants=tuple(replace(one, kv_blocks=60) for one in two().tenants))
+    (a, b) = simulate(small, items, "recompute").tenants
+    assert (a.requests, a.finished, b.finished) == (2, 0, 1)
+    # 60 blocks of 16 tokens: the last of 961 tokens is never fed back.
+    (a, _) = simulate(small, [Item("a", 0.0, 900, 61), Item("a", 0.0, 900, 62)], "recompute").tenants
+    assert (a.requests, a.finished) == (2, 1)
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_all_policies_have_the_same_memory(policy: str) -> None:
+    """Of each tenant 64 pages of weights and 12 of KV, however they are used."""
+    world = make_world(two(), find(policy))
+    try:
+        engines = list(world.engines.values())
+        if world.session is None:  # Pie: no pages, but blocks that take as much
+            assert [engine.tenant.kv.base for engine in engines] == [96, 96]
+            expansions = [engine.tenant.kv.usable_blocks / 96 for engine in engines]
+            assert expansions == pytest.approx([float(policy.partition(":")[2] or 1)] * 2, rel=0.07)
+            return
+        pages = world.session.snapshot().pages
+        assert pages.total * 2 * MIB == sum(tenant.memory_bytes for tenant in two().tenants)
+        blocks = sum(engine.tenant.kv.usable_blocks for engine in engines)
+        assert pages.free + pages.params + pages.ring + blocks / 8 == pages.total == 152  # 8 blocks a page
+        assert (pages.params == 128) == (not policy.startswith("static"))
+    finally:
+        world.close()
+
+
+@pytest.mark.parametrize("sharing", ["temporal", "spatial"])
+def test_pages_are_conserved_at_every_moment(sharing: str) -> None:
+    world = make_world(two(sharing), find("remap"))
+    checks = 0
+
+    def check(finished: int) -> None:
+        nonlocal checks
+        world.session.check()
+        for engine in world.engines.values():
+            assert engine.tenant.kv.live_blocks == engine.scheduler.used_blocks
+        checks += 1
+
+    requests = [
+        Request(i, item.tenant, item.time_s, item.prompt_tokens, item.output_tokens) for i, item in enumerate(MUCH)
+    ]
+    try:
+        world.runner.serve(requests, check)
+        assert checks > 20 and world.runner.decisions > 0
+        assert all(engine.tenant.kv.live_blocks == 0 for engine in world.engines.values())
+    finally:
+        world.close()
+
+
+# -- who computes when -------------------------------------------------------------------------------------------------
+
+
+def passes_of(setup: Setup, items: Sequence[Item], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, float]]:
+    """(tenant, begin, end) of every pass."""
+    found: list[tuple[str, float, float]] = []
+    launch = SimEngine.launch
+
+    def watched(self: SimEngine) -> Any:
+        begun = self._clock.now
+        batch, end = launch(self)
+        if batch is not None:
+            found.append((self.tenant.name, begun, end))
+        return batch, end
+
+    monkeypatch.setattr(SimEngine, "launch", watched)
+    simulate(setup, items, "remap")
+    monkeypatch.undo()
+    return found
+
+
+def test_in_turns_one_tenant_computes_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = passes_of(two("temporal"), MUCH, monkeypatch)
+    assert all(end <= begin for (_, _, end), (_, begin, _) in zip(passes, passes[1:]))
+    switches = sum(first != second for (first, *_), (second, *_) in zip(passes, passes[1:]))
+    assert 10 < switches < len(passes) / 2  # turns, of several passes each
+    beside = passes_of(two("spatial"), MUCH, monkeypatch)
+    assert any(begin < end and a != b for (a, _, end), (b, begin, _) in zip(beside, beside[1:]))
+
+
+class Fixed:
+    """Every pass takes so long, alone."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def layer_s(self, *batch: int) -> float:
+        return self.seconds / 8
+
+    def ends_s(self, tokens: int, rows: int) -> float:
+        return 0.0
+
+
+def timed(sharing: str, a_s: float, b_s: float, **options: Any) -> Setup:
+    setup = two(sharing, gap_s=0.0, **options)
+    a, b = setup.tenants
+    return replace(setup, tenants=(replace(a, cost=Fixed(a_s)), replace(b, cost=Fixed(b_s))))
+
+
+def gaps_of(found: PolicyResult, tenant: str) -> list[tuple[float, int]]:
+    (one,) = (each for each in found.tenants if each.tenant == tenant)
+    return [(round(seconds, 6), count) for seconds, count in one.tbt]
+
+
+@pytest.mark.parametrize("policy", ["recompute", "remap", "pie"])
+def test_passes_that_overlap_share_the_device(policy: str) -> None:
+    """A pass of a: 10 s, alone when it begins. b comes after 1 s with passes of 1 s each, which take 2 s while a computes: tokens
+    at 3, 5, 7, 9 and 11 (begun at 9, before a ends), and then, alone, at 12 and 13."""
+    items = [Item("a", 0.0, 10, 1), Item("b", 1.0, 10, 7)]
+    found = simulate(timed("spatial", 10.0, 1.0), items, policy)
+    assert found.ttft_s == pytest.approx((10.0, 2.0), rel=1e-6)
+    (gaps,) = [gaps_of(found, "b")]
+    merged: dict[float, int] = {}
+    for seconds, count in gaps:
+        merged[seconds] = merged.get(seconds, 0) + count
+    assert merged == {1.0: 2, 2.0: 4}
+    assert found.virtual_s == pytest.approx(13.0, rel=1e-6)
+
+
+def test_turns_by_hand() -> None:
+    """Turns end with the third pass of 1 s. a: tokens at 1, 2, 3; b, waiting since 0.5, at 4, 5, 6; so on."""
+    items = [Item("a", 0.0, 10, 5), Item("b", 0.5, 10, 4)]
+    found = simulate(timed("temporal", 1.0, 1.0, quantum_s=2.9), items, "recompute")
+    assert found.ttft_s == pytest.approx((1.0, 3.5), rel=1e-6)
+    assert gaps_of(found, "a")[-1] == (4.0, 1)  # from 3 to 7
+    assert gaps_of(found, "b")[-1] == (3.0, 1)  # from 6 to 9: a had no more to do after 8
+    assert found.virtual_s == pytest.approx(9.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["recompute", "remap"])
+def test_a_partition_of_its_own_hears_nothing_of_the_others(policy: str) -> None:
+    alone = [item for item in MUCH if item.tenant == "a"]
+    with_others, without = simulate(two("mig"), MUCH, policy), simulate(two("mig"), alone, policy)
+    assert with_others.tenants[0] == without.tenants[0]
+    beside = simulate(two("spatial"), MUCH, policy), simulate(two("spatial"), alone, policy)
+    assert beside[0].tenants[0] != beside[1].tenants[0]
+
+
+def test_partitions_have_their_part_of_everything() -> None:
+    """A pass on half a machine takes twice as long, but for what does not scale."""
+    items = [Item("a", 0.0, 500, 50)]
+    whole = SMALL.with_(
+        roofline=replace(
+            SMALL.roofline,
+            op_overhead_s=0.0,
+            attn_decode_overhead_s=0.0,
+            other_ops_s=0.0,
+            other_ops_s_per_token_per_khidden=0.0,
+        )
+    )
+    half = simulate(two("mig", on=whole, gap_s=0.0), items, "recompute")
+    full = simulate(two("spatial", on=whole, gap_s=0.0), items, "recompute")
+    assert half.virtual_s == pytest.approx(2.0 * full.virtual_s, rel=1e-6)
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("vllm", ["recompute", "swap", "pie", "static", "remap", "remap:oneiros"]),
+        ("recompute:3", ["recompute", "static:6"]),
+        ("remap:fast", ["oneiros", "slices", "selection"]),
+        ("remap:selection=round", ["selection"]),
+        ("remap:speed=3", ["slowdown", "selection"]),
+        ("static:none", ["static:6", "static:10%"]),
+        ("static:2.5", ["static:6"]),
+        ("static:-1", ["static:6"]),
+        ("pie:0.5", ["pie:1.6"]),
+        ("pie:lots", ["pie:1.6"]),
+        ("", ["recompute"]),
+    ],
+)
+def test_unknown_policies_name_the_known(name: str, words: list[str]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        simulate(two(), MUCH, name)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_policies_by_name() -> None:
+    both = find("remap:selection=slices+buffers=2")
+    assert (both.kind, both.config.selection, both.config.buffers) == ("remap", "slices", 2)
+    assert both.config == replace(find("remap").config, selection="slices", buffers=2)
+    assert find("remap:uniform+lru").config == replace(find("remap").config, selection="uniform", policy="lru")
+    assert find("remap:reversion=false+slowdown=0.1").config == replace(
+        find("remap").config, reversion=False, slowdown=0.1
+    )
+    assert find("remap:pool+slices").pooled == 0.25 and find("remap:pool+slices").config.selection == "slices"
+    assert not find("remap:preempt").partial
+    assert (find("static").static, find("static:6").static, find("static:25%").static) == (0.1, 6.0, 0.25)
+    assert (find("pie").static, find("pie:1.6").static) == (0.0, 1.6)
+    for name in (*POLICIES, *(f"remap:{each}" for each in ABLATIONS)):
+        assert find(name).name == name and find(name).about and find(name).config is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "fields"),
+    [
+        ({"sharing": "always"}, {"sharing": "always"}),
+        ({"scheduler": "lifo"}, {"scheduler": "lifo"}),
+        ({"tenants": ()}, {"tenants": []}),
+        (
+            {"tenants": (TenantSetup("a", tiny(), 300 * MIB), TenantSetup("a", tiny(), 300 * MIB))},
+            {"tenants": ["a", "a"]},
+        ),
+        ({"tenants": (TenantSetup("a", tiny(), 3 << 30),)}, {"requested": 3 << 30, "available": 2 << 30}),
+        ({"tenants": (TenantSetup("a", tiny(), 128 * MIB),)}, {"tenant": "a", "available": 128 * MIB}),
+        ({"tenants": (TenantSetup("a", tiny(), 500 * MIB, kv_blocks=0),)}, {"tenant": "a"}),
+    ],
+)
+def test_wrong_setups(change: dict[str, Any], fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        replace(two(), **change)
+    assert {name: caught.value.fields.get(name) for name in fields} == fields
+
+
+def test_unknown_tenants_and_what_a_scheduler_does_not_have() -> None:
+    with pytest.raises(InvalidArgument, match=r"no tenant 'c'.*'a', 'b'"):
+        simulate(two(), [Item("c", 0.0, 10, 10)], "remap")
+    with pytest.raises(InvalidArgument, match="prefill-first"):
+        simulate(two(scheduler="chunked"), MUCH, "swap")
+    with pytest.raises(InvalidArgument, match="no such settings"):
+        simulate(two(scheduling={"speed": 3}), MUCH, "recompute")
+
+
+def test_nobody_is_served_nothing() -> None:
+    found = simulate(two(), [], "remap")
+    assert (found.iterations, found.virtual_s, found.tokens_per_s, found.requests_finished) == (0, 0.0, 0.0, 0)
+
+
+def test_tenants_by_name() -> None:
+    gh200 = machine("GH200-96GB")
+    c1 = tenants("C1", gh200)
+    assert [one.name for one in c1] == ["OPT-13b", "Llama-2-13b", "Llama-3-8b"]
+    assert [one.memory_bytes for one in c1] == [int(part * gh200.hbm_bytes) for part in (0.35, 0.35, 0.2)]
+    assert set(COMBINATIONS) == {"C1", "C2"}
+    (alone,) = tenants("OPT-6.7b", gh200)
+    assert alone.memory_bytes == int(0.9 * gh200.hbm_bytes)
+    twice = tenants("OPT-6.7b:20%, chat=OPT-6.7b:20GiB, OPT-6.7b:15%", gh200)
+    assert [one.name for one in twice] == ["OPT-6.7b", "chat", "OPT-6.7b-3"] and twice[1].memory_bytes == 20 << 30
+    for wrong in ("", "OPT-6.7b,OPT-13b", "OPT-6.7b:0%", "OPT-6.7b:101%", "OPT-6.7b:x%", "GPT-9:50%"):
+        with pytest.raises(InvalidArgument):
+            tenants(wrong, gh200)
+
+
+# -- a calibrated run --------------------------------------------------------------------------------------------------
+
+COST = CalibratedCost(8, 0.04, 0.001, 2e-6, 0.003, 3e-6, 0.0005, copied_byte_s=0.0)
+
+
+def recorded(cost: CalibratedCost) -> Recording:
+    """Passes of all kinds, as that cost has them."""
+    shapes = [
+        (tokens, tokens * before + tokens * (tokens + 1) // 2, rows, rows * context, rows + (tokens > 0), copied)
+        for tokens, before in ((0, 0), (7, 0), (64, 0), (128, 256), (256, 0))
+        for rows, context in ((0, 0), (1, 50), (9, 300), (24, 120))
+        for copied in (0, 30 * MIB)
+        if tokens or rows
+    ]
+    passes = []
+    for *shape, sampled, copied in shapes:
+        seconds = cost.layers * cost.layer_s(*shape) + cost.ends_s(0, sampled) + cost.copied_byte_s * copied
+        passes.append(MeasuredPass(*shape, sampled, seconds + 0.25, 0.25, copied))
+    return Recording(
+        model=tiny(),
+        capacity_bytes=(8 * 8 + 10) * 2 * MIB,
+        kv_blocks=80,
+        block_tokens=16,
+        page_bytes=2 * MIB,
+        warm=((100, 4), (99, 4)),
+        requests=tuple((40 + 50 * (i % 9), 20 + 17 * (i % 7)) for i in range(20)),
+        passes=tuple(passes),
+        gap_s=0.001,
+        copy_bytes_per_s=4e9,
+        scheduling={"max_num_seqs": 8, "max_batch_tokens": 128, "chunk_align": 32, "decode_cost": 3},
+    )
+
+
+@pytest.mark.parametrize("copied_byte_s", [0.0, 1e-10])
+def test_a_cost_is_found_again_from_its_passes(copied_byte_s: float) -> None:
+    known = replace(COST, copied_byte_s=copied_byte_s)
+    found = calibrate(recorded(known).passes, 8, 4e9)
+    for name, value in vars(known).items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-3, abs=1e-14), name
+
+
+def test_no_coefficient_is_below_zero_and_the_mean_is_met() -> None:
+    """Decoding that gets faster with its context: no line with a slope >= 0 fits, the flat one does best."""
+    passes = [MeasuredPass(0, 0, 4, 100 * i, 4, 1.0 - 0.01 * i) for i in range(10)]
+    found = calibrate(passes, 8)
+    assert all(value >= 0 for value in vars(found).values()) and found.context_s == pytest.approx(0.0, abs=1e-9)
+    mean = [8 * found.layer_s(0, 0, 4, 100 * i) + found.ends_s(0, 4) for i in range(10)]
+    assert sum(mean) == pytest.approx(sum(one.compute_s for one in passes), rel=1e-6)
+    with pytest.raises(InvalidArgument, match="at least 7"):
+        calibrate(passes[:6], 8)
+
+
+def test_a_rerun_serves_what_was_recorded() -> None:
+    recording = recorded(COST)
+    found, again = rerun(recording, SMALL), rerun(recording, SMALL)
+    assert found == again
+    assert found.output_tokens == sum(output for _, output in recording.requests) and len(found.ttft_s) == 20
+    assert found.duration_s == pytest.approx(sum(found.step_s) - recording.gap_s, rel=1e-6)
+    assert sum(found.step_s) == pytest.approx(found.compute_s + found.stall_s + len(found.steps) * 0.001, rel=1e-3)
+    assert found.steps[0].usable_blocks >= 80 and max(step.alpha for step in found.steps) >= 1
+    # What copies take from the computation is in the pass.
+    slowed = rerun(recording, SMALL, replace(COST, copied_byte_s=1e-10))
+    assert slowed.duration_s > found.duration_s
+
+
+def test_a_request_that_can_never_run_ends_the_run() -> None:
+    """Somebody else holds 90 of 96 blocks for good, and a prompt needs 63: the run is given up, it does not go on for ever."""
+    world = make_world(two(), find("recompute"))
+    try:
+        world.engines["a"].tenant.kv.allocate(90)
+        with pytest.raises(InvalidState, match="no request got on") as caught:
+            world.runner.serve([Request(0, "a", 0.0, 1000, 20)])
+        assert caught.value.fields == {"waiting": 1}
+    finally:
+        world.close()
