@@ -10,6 +10,7 @@ DEMO_ARGS ?=
 TENANTS ?= 1
 GPU_ARGS ?=
 ABLATION_ARGS ?=
+PAPER_ARGS ?=
 PYTEST_ARGS ?=
 # The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
 # interpreter, in which they run without a GPU, does not work with numpy 2.4.
@@ -37,7 +38,7 @@ RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" &&
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-emulated test-engines check check-quick check-cpp bench ablations gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-emulated test-engines check check-quick check-cpp bench ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -51,6 +52,7 @@ help:
 	@echo 'make check-quick      the same without the sanitizers'
 	@echo 'make bench            benchmarks (bench/results/)'
 	@echo 'make ablations        three models, each choice of the controller against its alternatives (hours; ABLATION_ARGS=--quick)'
+	@echo 'make paper            the figures of Oneiros and Pie simulated, beside the paper (PAPER_ARGS=--quick; half an hour)'
 	@echo 'make gpu              on a machine with a GPU: conformance, tests/gpu, measurements (GPU_ARGS=--quick for less)'
 	@echo 'make gpu-emulated     the same program on the emulated driver: it runs end to end; its figures mean nothing'
 	@echo 'make wheel-check      build/dist: a wheel, what auditwheel calls it, whether it works in a clean environment'
@@ -82,6 +84,9 @@ check-cpp: cpp-address cpp-thread
 bench: $(STAMPS)/wheel
 	@mkdir -p bench/results
 	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench/results/latest.json $(PYTEST_ARGS)
+
+paper: $(STAMPS)/wheel
+	$(BIN)/remap bench paper $(PAPER_ARGS)
 
 ablations: $(STAMPS)/wheel
 	$(BIN)/remap bench ablations $(ABLATION_ARGS)
