@@ -70,12 +70,9 @@ void HostMemory::map(std::byte* at, const PageHandle* pages, std::size_t count, 
   const std::size_t bytes = count * page_bytes;
   table_.require_unmapped(begin, bytes, "map");
 
-  MappingTable::Cells cells;
+  MappingTable::Cells cells = pages_.cells(begin, pages, count, page_bytes);
   std::vector<Run> runs;
-  for (std::size_t i = 0; i < count; ++i) {
-    const Cell cell{page_bytes_, slot_of(pages[i], "map"), Access::none};
-    const Address place = begin + i * page_bytes_;
-    cells.emplace_hint(cells.end(), place, cell);
+  for (const auto& [place, cell] : cells) {
     if (!runs.empty() && runs.back().first.slot + runs.back().bytes / page_bytes_ == cell.slot) {
       runs.back().bytes += page_bytes_;
     } else {
@@ -84,7 +81,7 @@ void HostMemory::map(std::byte* at, const PageHandle* pages, std::size_t count, 
   }
   require_mappings(runs.size() + 1, "map");  // the runs, and what is left of the reservation on one side
   show_runs(begin, runs, bytes);
-  for (const auto& cell : cells) ++slots_[cell.second.slot].mapped;
+  pages_.count_mapped(cells);
   table_.add(cells);
 }
 
@@ -115,9 +112,7 @@ void HostMemory::unmap(std::byte* at, std::size_t bytes) {
   table_.require_pages(begin, bytes, "unmap");
   require_mappings(2, "unmap");  // the middle of a run leaves both its ends
   if (!blank(begin, bytes)) fail("unmap", errno);
-  for (auto cell = table_.cells().lower_bound(begin); cell != table_.cells().end() && cell->first < begin + bytes; ++cell) {
-    --slots_[cell->second.slot].mapped;
-  }
+  pages_.count_unmapped(table_, begin, bytes);
   table_.remove(begin, bytes);
 }
 

@@ -11,7 +11,6 @@
 #include <cerrno>
 #include <cstring>
 #include <fstream>
-#include <functional>
 #include <string>
 #include <utility>
 
@@ -77,11 +76,6 @@ HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::
   mapping_limit_ = max_map_count_ > 2 * kOtherMappings ? max_map_count_ - kOtherMappings : max_map_count_ / 2;
   huge_pages_ = shared_huge_pages();
 
-  const std::size_t count = capacity_bytes / page_bytes;
-  slots_.resize(count);
-  free_slots_.resize(count);
-  for (std::size_t slot = 0; slot < count; ++slot) free_slots_[slot] = static_cast<std::uint32_t>(slot);  // a heap already
-
   // By number: the C library's wrapper came with glibc 2.27, the call itself with Linux 3.17.
   file_ = static_cast<int>(::syscall(SYS_memfd_create, "remap", MFD_CLOEXEC));
   if (file_ < 0) fail("memfd_create", errno);
@@ -125,7 +119,7 @@ bool HostMemory::probe_exchange() noexcept {
 void HostMemory::add_usage(Usage& usage) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   usage.reserved_bytes = table_.reserved_bytes();
-  usage.page_bytes = (slots_.size() - free_slots_.size()) * page_bytes_;
+  usage.page_bytes = pages_.bytes();
   usage.mapped_bytes = table_.mapped_bytes();
   usage.host_bytes = host_bytes_;
   usage.mappings = table_.mappings();
@@ -183,13 +177,7 @@ std::byte* HostMemory::reserve_addresses(std::size_t bytes, std::size_t alignmen
 
 std::byte* HostMemory::reserve(std::size_t bytes, std::size_t alignment) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  table_.require_aligned(0, bytes, "reserve");
-  if (alignment < granularity_ || (alignment & (alignment - 1)) != 0) {
-    throw Error(ErrorKind::invalid_argument,
-                "reserve: expected an alignment that is a power of two and at least " + std::to_string(granularity_) +
-                    ", got " + std::to_string(alignment) + ". Nothing changed.",
-                {{"alignment", number(alignment)}, {"granularity", number(granularity_)}});
-  }
+  table_.require_reservable(bytes, alignment);
   require_mappings(1, "reserve");
   std::byte* at = reserve_addresses(bytes, bytes >= kHugeBytes ? std::max(alignment, kHugeBytes) : alignment, "reserve");
   try {
@@ -222,47 +210,23 @@ PageHandle HostMemory::create_page(std::size_t bytes) {
                     std::to_string(bytes) + ". Nothing changed.",
                 {{"bytes", number(bytes)}, {"page_bytes", number(page_bytes_)}});
   }
-  if (free_slots_.empty()) {
+  if (pages_.bytes() == capacity_bytes_) {
     throw Error(ErrorKind::out_of_memory,
-                "create_page: all " + std::to_string(slots_.size()) + " pages of " + std::to_string(page_bytes_) +
-                    " bytes exist already (capacity " + std::to_string(capacity_bytes_) +
+                "create_page: all " + std::to_string(capacity_bytes_ / page_bytes_) + " pages of " +
+                    std::to_string(page_bytes_) + " bytes exist already (capacity " + std::to_string(capacity_bytes_) +
                     " bytes). Nothing changed. Destroy a page or open the arena with a larger capacity.",
                 {{"requested", number(bytes)}, {"free", std::int64_t{0}}, {"capacity", number(capacity_bytes_)}});
   }
-  std::pop_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
-  const std::uint32_t slot = free_slots_.back();
-  free_slots_.pop_back();
-  slots_[slot].used = true;
-  return (PageHandle{slots_[slot].generation} << 32) | (PageHandle{slot} + 1);
-}
-
-std::uint32_t HostMemory::slot_of(PageHandle page, const char* call) const {
-  const std::uint64_t index = (page & 0xffffffffu) - 1;  // wraps for 0, which is then out of range
-  if (index >= slots_.size() || !slots_[index].used || slots_[index].generation != page >> 32) {
-    throw Error(ErrorKind::invalid_argument,
-                std::string(call) + ": page " + std::to_string(page) + " is not a page of this backend (or is destroyed). " +
-                    "Nothing changed.",
-                {{"call", std::string(call)}, {"page", static_cast<std::int64_t>(page)}});
-  }
-  return static_cast<std::uint32_t>(index);
+  pages_.make_room();
+  return pages_.add(bytes);
 }
 
 void HostMemory::destroy_page(PageHandle page) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  const std::uint32_t index = slot_of(page, "destroy_page");
-  Slot& slot = slots_[index];
-  if (slot.mapped != 0) {
-    throw Error(ErrorKind::invalid_state,
-                "destroy_page: page " + std::to_string(page) + " still stands behind " + std::to_string(slot.mapped) +
-                    " ranges. Nothing changed. Unmap it everywhere first.",
-                {{"page", static_cast<std::int64_t>(page)}, {"mapped", std::int64_t{slot.mapped}}});
-  }
+  const std::uint32_t slot = pages_.require_unmapped(page);
   // A hole gives the memory back and makes the slot read as zero, which is what new_pages_are_zero() promises.
-  if (system_->punch(file_, static_cast<off_t>(index * page_bytes_), page_bytes_) != 0) fail("destroy_page", errno);
-  slot.used = false;
-  ++slot.generation;
-  free_slots_.push_back(index);  // never allocates: the heap once held every slot
-  std::push_heap(free_slots_.begin(), free_slots_.end(), std::greater<>());
+  if (system_->punch(file_, static_cast<off_t>(slot * page_bytes_), page_bytes_) != 0) fail("destroy_page", errno);
+  pages_.remove(slot);
 }
 
 // ---- host memory -----------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "backend/mapping_table.h"
+#include "backend/page_table.h"
 #include "remap/backend.h"
 #include "remap/backends.h"
 
@@ -29,10 +30,10 @@ using mapping::address_of;
 using mapping::Address;
 using mapping::Cell;
 using mapping::MappingTable;
+using mapping::number;
 using mapping::Run;
 
 inline void* pointer(Address address) noexcept { return reinterpret_cast<void*>(address); }
-inline std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
 
 // The system calls that can fail half-way through a change; a test replaces them to make them fail.
 // All return what the kernel returns and set errno.
@@ -74,11 +75,6 @@ class HostMemory {
   void unregister_host(const std::byte* address, std::size_t bytes);
 
  private:
-  struct Slot {
-    std::uint32_t generation = 0;  // counts the pages that had this slot, so that a stale handle is recognised
-    std::uint32_t mapped = 0;      // ranges that show it
-    bool used = false;
-  };
   struct HostRange {
     std::size_t bytes = 0;
     bool owned = false;  // allocated here; else registered
@@ -89,7 +85,6 @@ class HostMemory {
     std::size_t bytes = 0;
   };
 
-  std::uint32_t slot_of(PageHandle page, const char* call) const;
   std::byte* reserve_addresses(std::size_t bytes, std::size_t alignment, const char* call);
   bool blank(Address at, std::size_t bytes) noexcept;  // a bare reservation stands there again
   void make_ballast() noexcept;
@@ -115,8 +110,7 @@ class HostMemory {
 
   mutable std::mutex mutex_;  // guards all below
   MappingTable table_;
-  std::vector<Slot> slots_;
-  std::vector<std::uint32_t> free_slots_;  // a heap, lowest first: pages made together are neighbours and merge when mapped
+  mapping::PageTable pages_;
   std::map<Address, HostRange> host_ranges_;
   std::size_t host_bytes_ = 0;
   Address scratch_ = 0;  // where exchange parks one side; reserved once, grown when a larger exchange comes

@@ -36,6 +36,15 @@ void MappingTable::require_aligned(Address at, std::size_t bytes, const char* ca
   if (at + bytes < at) refuse(ErrorKind::invalid_argument, call, at, bytes, "the range passes the end of the address space");
 }
 
+void MappingTable::require_reservable(std::size_t bytes, std::size_t alignment) const {
+  require_aligned(0, bytes, "reserve");
+  if (alignment >= granularity_ && (alignment & (alignment - 1)) == 0) return;
+  throw Error(ErrorKind::invalid_argument,
+              "reserve: expected an alignment that is a power of two and at least " + std::to_string(granularity_) +
+                  ", got " + std::to_string(alignment) + ". Nothing changed.",
+              {{"alignment", number(alignment)}, {"granularity", number(granularity_)}});
+}
+
 std::map<Address, std::size_t>::const_iterator MappingTable::containing(Address at, std::size_t bytes,
                                                                         const char* call) const {
   require_aligned(at, bytes, call);

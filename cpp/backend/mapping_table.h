@@ -23,6 +23,7 @@ using Address = std::uintptr_t;
 
 inline Address address_of(const std::byte* at) noexcept { return reinterpret_cast<Address>(at); }
 std::string hex(Address value);
+inline std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }  // a field of an Error
 
 // One mapped page: its size, the slot (of the memfd, of the table of pages) behind it, and what may be done with it.
 struct Cell {
@@ -46,6 +47,7 @@ class MappingTable {
 
   // ---- preconditions; each throws Error and changes nothing ---------------------------------------------------------
   void require_aligned(Address at, std::size_t bytes, const char* call) const;   // InvalidArgument
+  void require_reservable(std::size_t bytes, std::size_t alignment) const;       // reserve's arguments: InvalidArgument
   void require_region(Address at, std::size_t bytes, const char* call) const;    // one whole, empty reservation
   void require_unmapped(Address at, std::size_t bytes, const char* call) const;  // inside one reservation, nothing mapped
   void require_pages(Address at, std::size_t bytes, const char* call) const;     // whole mapped pages

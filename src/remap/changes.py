@@ -93,7 +93,7 @@ class Changes:
         )
         if tenant._attachment.reclaimed:
             tenant._attachment.reclaimed = tenant._attachment.reclaimed.difference(plan.lost)
-        tenant._unsettled = (plan, plan.ring != pages.ring)
+        tenant._unsettled = (plan, plan.ring != pages.ring, self._arena.epoch)
         tenant._predicted_stall_s = plan.predicted_stall_s
         self._unsettled = tenant
         if plan.gained:
@@ -119,7 +119,21 @@ class Changes:
         """Tell the prefetcher what is streamed and start the re-pointing worker. Retryable: raises and stays unsettled."""
         if tenant._unsettled is None:
             return
-        plan, fresh = tenant._unsettled
+        plan, fresh, epoch = tenant._unsettled
+        if self._arena.epoch == epoch:  # else it is committed already, and an interrupt came before that was noted
+            self._commit(tenant, plan, fresh)
+        if self._simulator is not None:
+            # In virtual time the worker is on its own clock, so letting it finish here takes none of the host's. And as no two
+            # threads ever run at once, the same calls come in the same order in every run, and all times are the same bits.
+            self._executor.drain()
+        if plan.held or plan.reload:
+            stats = tenant._prefetcher.stats()
+            tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
+        tenant._unsettled = None
+        tenant._unwatched = 0
+        self._unsettled = None
+
+    def _commit(self, tenant: Tenant, plan: Plan, fresh: bool) -> None:
         attachment = tenant._attachment
         size = attachment.pages.buffer_pages * self._arena.page_bytes
         prefetcher = tenant._prefetcher
@@ -142,16 +156,6 @@ class Changes:
             slices.parts,
         )
         self._executor.commit(prefetcher, after)
-        if self._simulator is not None:
-            # In virtual time the worker is on its own clock, so letting it finish here takes none of the host's. And as no two
-            # threads ever run at once, the same calls come in the same order in every run, and all times are the same bits.
-            self._executor.drain()
-        if plan.held or plan.reload:
-            stats = prefetcher.stats()
-            tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
-        tenant._unsettled = None
-        tenant._unwatched = 0
-        self._unsettled = None
 
     def apply_and_settle(self, tenant: Tenant, plan: Plan) -> None:
         """The blocks are usable in between. An error of settling is kept for `tenant.forward()`, which tries it again."""
@@ -408,7 +412,8 @@ class Changes:
         if self._unsettled is tenant:
             if tenant._unsettled is not None:
                 tenant._absent.update(tenant._unsettled[0].reload, tenant._unsettled[0].held)
-            self._executor.commit(None)
+                if self._arena.epoch == tenant._unsettled[2]:  # see settle()
+                    self._executor.commit(None)
             self._unsettled = tenant._unsettled = None
         self.await_worker()
         self._executor.forget(tenant.number)

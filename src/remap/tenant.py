@@ -90,7 +90,7 @@ class Tenant:
         self._prefetcher = prefetcher
         self._compute = compute
         self._cost = CostModel(attachment.layer_bytes)
-        self._unsettled: tuple[Plan, bool] | None = None  # applied, not settled; whether the ring's pages changed
+        self._unsettled: tuple[Plan, bool, int] | None = None  # applied, not settled; did the ring change; its epoch
         pages_a_layer = attachment.pages.buffer_pages
         self._told_alpha = 0.0  # as of the last report
         self._blocks_per_page = kv.geometry.page_bytes / kv.spec.block_bytes

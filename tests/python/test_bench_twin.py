@@ -8,56 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sim_world import MIB, recording
 
 from remap.cli import bench_twin
 from remap.cli.demo_run import DemoConfig
 from remap.errors import InvalidState
-from remap.sim.calibrated import CalibratedCost, Recording, Rerun, rerun
+from remap.sim.calibrated import CalibratedCost, Rerun, rerun
 from remap.sim.engine import SimEngine
-from remap.sim.hardware import Model
 
-MIB = 1 << 20
 COST = CalibratedCost(8, 0.04, 0.001, 2e-6, 0.003, 3e-6, 0.0005)
 CONFIG = DemoConfig(dtype="bfloat16", requests=20)
+RECORDING = recording()
 KNOWN = {
-    "scheduling": {"max_num_seqs": 8, "max_batch_tokens": 128, "chunk_align": 32, "decode_cost": 3},
+    "scheduling": RECORDING.scheduling,
     "shape": {"hidden": 512, "heads": 8, "kv_heads": 8, "vocab": 32000, "intermediate": 1536, "context": 1024},
     "layer_bytes": [16 * MIB] * 8,
-    "capacity_bytes": (8 * 8 + 10) * 2 * MIB,
-    "kv_blocks": 80,
-    "warm": [[100, 4], [99, 4]],
-    "requests": [[40 + 50 * (i % 9), 20 + 17 * (i % 7)] for i in range(20)],
+    "capacity_bytes": RECORDING.capacity_bytes,
+    "kv_blocks": RECORDING.kv_blocks,
+    "warm": RECORDING.warm,
+    "requests": RECORDING.requests,
 }
-
-
-def recording() -> Recording:
-    return Recording(
-        model=Model(
-            name="SmolLM2-135M-Instruct",
-            layers=8,
-            hidden=512,
-            heads=8,
-            kv_heads=8,
-            head_dim=64,
-            vocab=32000,
-            dtype_bytes=2,
-            layer_bytes=16 * MIB,
-            resident_bytes=0,
-            linear_ops=(("all", 512, 16384),),
-            head=(512, 32000),
-            context=1024,
-        ),
-        capacity_bytes=KNOWN["capacity_bytes"],  # type: ignore[arg-type]
-        kv_blocks=80,
-        block_tokens=16,
-        page_bytes=2 * MIB,
-        warm=((100, 4), (99, 4)),
-        requests=tuple(map(tuple, KNOWN["requests"])),  # type: ignore[arg-type]
-        passes=(),
-        gap_s=0.001,
-        copy_bytes_per_s=4e9,
-        scheduling=KNOWN["scheduling"],  # type: ignore[arg-type]
-    )
 
 
 def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Rerun]:
@@ -85,7 +55,7 @@ def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any
         return batch, end
 
     monkeypatch.setattr(SimEngine, "launch", watched)
-    found = rerun(recording(), bench_twin.blank_machine(), COST, bench_twin.KINDS[kind])
+    found = rerun(RECORDING, bench_twin.blank_machine(), COST, bench_twin.KINDS[kind])
     monkeypatch.undo()
     timeline = [
         {

@@ -364,6 +364,6 @@ def test_the_command_prints_json() -> None:
 )
 def test_the_command_refuses_with_a_message(arguments: tuple[str, ...], text: str) -> None:
     found = run(*arguments)
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert text in found.output
     assert "Traceback" not in found.output

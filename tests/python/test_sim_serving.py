@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from sim_world import MIB, recording, tiny
 
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.calibrated import CalibratedCost, MeasuredPass, Recording, calibrate, rerun
 from remap.sim.engine import SimEngine
-from remap.sim.hardware import Machine, Model, machine
+from remap.sim.hardware import Machine, machine
 from remap.sim.policies import ABLATIONS, POLICIES, find
 from remap.sim.results import PolicyResult
 from remap.sim.sequences import Sequence as Request
@@ -20,31 +21,11 @@ from remap.sim.serving import COMBINATIONS, SHARINGS, Setup, TenantSetup, simula
 from remap.sim.workload import Arrivals, Item, Lengths, Load, Lognormal, generate
 from remap.sim.worlds import make_world
 
-MIB = 1 << 20
 FAST = replace(machine("GH200-96GB"), iteration_gap_s=0.001)
 # A machine on which what small models compute takes as long as copying does: the constants are of no machine.
 SMALL = FAST.with_(
     name="small", hbm_bytes=2 << 30, hbm_bytes_per_s=100e9, flops=5e12, h2d_bytes_per_s=45e9, d2h_bytes_per_s=40e9
 )
-
-
-def tiny(name: str = "tiny", layers: int = 8) -> Model:
-    """16 MiB a layer; a block of 16 tokens is 256 KiB with 8 layers."""
-    return Model(
-        name=name,
-        layers=layers,
-        hidden=512,
-        heads=8,
-        kv_heads=8,
-        head_dim=64,
-        vocab=32000,
-        dtype_bytes=2,
-        layer_bytes=16 * MIB,
-        resident_bytes=0,
-        linear_ops=(("all", 512, 16384),),
-        head=(512, 32000),
-        context=1024,
-    )
 
 
 def two(sharing: str = "temporal", scheduler: str = "prefill-first", on: Machine = SMALL, **options: Any) -> Setup:
@@ -423,19 +404,7 @@ def recorded(cost: CalibratedCost) -> Recording:
     for *shape, sampled, copied in shapes:
         seconds = cost.layers * cost.layer_s(*shape) + cost.ends_s(0, sampled) + cost.copied_byte_s * copied
         passes.append(MeasuredPass(*shape, sampled, seconds + 0.25, 0.25, copied))
-    return Recording(
-        model=tiny(),
-        capacity_bytes=(8 * 8 + 10) * 2 * MIB,
-        kv_blocks=80,
-        block_tokens=16,
-        page_bytes=2 * MIB,
-        warm=((100, 4), (99, 4)),
-        requests=tuple((40 + 50 * (i % 9), 20 + 17 * (i % 7)) for i in range(20)),
-        passes=tuple(passes),
-        gap_s=0.001,
-        copy_bytes_per_s=4e9,
-        scheduling={"max_num_seqs": 8, "max_batch_tokens": 128, "chunk_align": 32, "decode_cost": 3},
-    )
+    return recording(tuple(passes))
 
 
 @pytest.mark.parametrize("copied_byte_s", [0.0, 1e-10])
@@ -458,15 +427,15 @@ def test_no_coefficient_is_below_zero_and_the_mean_is_met() -> None:
 
 
 def test_a_rerun_serves_what_was_recorded() -> None:
-    recording = recorded(COST)
-    found, again = rerun(recording, SMALL), rerun(recording, SMALL)
+    run = recorded(COST)
+    found, again = rerun(run, SMALL), rerun(run, SMALL)
     assert found == again
-    assert found.output_tokens == sum(output for _, output in recording.requests) and len(found.ttft_s) == 20
-    assert found.duration_s == pytest.approx(sum(found.step_s) - recording.gap_s, rel=1e-6)
+    assert found.output_tokens == sum(output for _, output in run.requests) and len(found.ttft_s) == 20
+    assert found.duration_s == pytest.approx(sum(found.step_s) - run.gap_s, rel=1e-6)
     assert sum(found.step_s) == pytest.approx(found.compute_s + found.stall_s + len(found.steps) * 0.001, rel=1e-3)
     assert found.steps[0].usable_blocks >= 80 and max(step.alpha for step in found.steps) >= 1
     # What copies take from the computation is in the pass.
-    slowed = rerun(recording, SMALL, replace(COST, copied_byte_s=1e-10))
+    slowed = rerun(run, SMALL, replace(COST, copied_byte_s=1e-10))
     assert slowed.duration_s > found.duration_s
 
 

@@ -20,10 +20,9 @@ namespace {
 
 using mapping::Address;
 using mapping::address_of;
+using mapping::number;
 
 constexpr std::size_t kHugeBytes = std::size_t{2} << 20;
-
-std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
 
 [[noreturn]] void fail_system(const char* call, const char* what, std::size_t bytes, int code) {
   throw Error(code == ENOMEM ? ErrorKind::out_of_memory : ErrorKind::driver,

@@ -7,9 +7,10 @@ namespace {
 
 using mapping::Cell;
 using mapping::MappingTable;
+using mapping::number;
+using mapping::PageTable;
 
 DevicePointer device_pointer(Address address) noexcept { return static_cast<DevicePointer>(address); }
-std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
 
 int access_flags(Access access) noexcept {
   switch (access) {
@@ -49,8 +50,8 @@ Memory::~Memory() {
     for (const auto& range : stranded_) (void)driver_.cuMemUnmap(device_pointer(range.first), range.second);
     for (const auto& cell : table_.cells()) (void)driver_.cuMemUnmap(device_pointer(cell.first), cell.second.bytes);
     for (const auto& region : table_.regions()) (void)driver_.cuMemAddressFree(device_pointer(region.first), region.second);
-    for (const Page& page : pages_) {
-      if (page.used) (void)driver_.cuMemRelease(page.handle);
+    for (const PageTable::Page& page : pages_.slots()) {
+      if (page.used) (void)driver_.cuMemRelease(page.driver_handle);
     }
   } catch (const Error&) {
     // No context to work in: the process is ending, and its end gives everything back.
@@ -60,7 +61,7 @@ Memory::~Memory() {
 void Memory::add_usage(Usage& usage) const {
   const std::shared_lock<std::shared_mutex> lock(books_);
   usage.reserved_bytes = table_.reserved_bytes();
-  usage.page_bytes = page_bytes_;
+  usage.page_bytes = pages_.bytes();
   usage.mapped_bytes = table_.mapped_bytes();
   // What the driver needs is not documented; a reservation and each page mapped in it, if each were one, bound it from above.
   usage.mappings = table_.regions().size() + table_.cells().size();
@@ -69,13 +70,7 @@ void Memory::add_usage(Usage& usage) const {
 // ---- regions ---------------------------------------------------------------------------------------------------------
 std::byte* Memory::reserve(std::size_t bytes, std::size_t alignment) {
   const std::lock_guard<std::mutex> lock(changing_);
-  table_.require_aligned(0, bytes, "reserve");
-  if (alignment < granularity_ || (alignment & (alignment - 1)) != 0) {
-    throw Error(ErrorKind::invalid_argument,
-                "reserve: expected an alignment that is a power of two and at least " + std::to_string(granularity_) +
-                    ", got " + std::to_string(alignment) + ". Nothing changed.",
-                {{"alignment", number(alignment)}, {"granularity", number(granularity_)}});
-  }
+  table_.require_reservable(bytes, alignment);
   const Context::Use use(context_, "reserve");
   DevicePointer at = 0;
   if (const Result code = driver_.cuMemAddressReserve(&at, bytes, alignment, 0, 0); code != result::kSuccess) {
@@ -106,14 +101,9 @@ PageHandle Memory::create_page(std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(changing_);
   table_.require_aligned(0, bytes, "create_page");
   const Context::Use use(context_, "create_page");
-  if (free_slots_.empty()) {  // before the driver is asked, so that nothing can fail after it has made the page
+  {
     const std::lock_guard<std::shared_mutex> books(books_);
-    if (pages_.size() == pages_.capacity()) {
-      pages_.reserve(2 * pages_.size() + 64);
-      free_slots_.reserve(pages_.capacity());
-    }
-    pages_.emplace_back();
-    free_slots_.push_back(static_cast<std::uint32_t>(pages_.size() - 1));
+    pages_.make_room();
   }
   AllocationHandle handle = 0;
   if (const Result code = driver_.cuMemCreate(&handle, bytes, &properties_, 0); code != result::kSuccess) {
@@ -127,74 +117,29 @@ PageHandle Memory::create_page(std::size_t bytes) {
     fail(driver_, "create_page", "cuMemCreate", code, std::move(fields));
   }
   const std::lock_guard<std::shared_mutex> books(books_);
-  const std::uint32_t slot = free_slots_.back();
-  free_slots_.pop_back();
-  Page& page = pages_[slot];
-  page.handle = handle;
-  page.bytes = bytes;
-  page.used = true;
-  page_bytes_ += bytes;
-  return (PageHandle{page.generation} << 32) | (PageHandle{slot} + 1);
+  return pages_.add(bytes, handle);
 }
 
-std::uint32_t Memory::slot_of(PageHandle page, const char* call) const {
-  const std::uint64_t index = (page & 0xffffffffu) - 1;  // wraps for 0, which is then out of range
-  if (index >= pages_.size() || !pages_[index].used || pages_[index].generation != page >> 32) {
-    throw Error(ErrorKind::invalid_argument,
-                std::string(call) + ": page " + std::to_string(page) + " is not a page of this backend (or is destroyed). " +
-                    "Nothing changed.",
-                {{"call", std::string(call)}, {"page", static_cast<std::int64_t>(page)}});
-  }
-  return static_cast<std::uint32_t>(index);
-}
-
-void Memory::destroy_page(PageHandle handle) {
+void Memory::destroy_page(PageHandle page) {
   const std::lock_guard<std::mutex> lock(changing_);
-  const std::uint32_t slot = slot_of(handle, "destroy_page");
-  Page& page = pages_[slot];
-  if (page.mapped != 0) {
-    throw Error(ErrorKind::invalid_state,
-                "destroy_page: page " + std::to_string(handle) + " still stands behind " + std::to_string(page.mapped) +
-                    " ranges. Nothing changed. Unmap it everywhere first.",
-                {{"page", static_cast<std::int64_t>(handle)}, {"mapped", std::int64_t{page.mapped}}});
-  }
+  const std::uint32_t slot = pages_.require_unmapped(page);
   const Context::Use use(context_, "destroy_page");
-  check(driver_, "destroy_page", "cuMemRelease", driver_.cuMemRelease(page.handle));
+  check(driver_, "destroy_page", "cuMemRelease", driver_.cuMemRelease(pages_.slots()[slot].driver_handle));
   const std::lock_guard<std::shared_mutex> books(books_);
-  page.used = false;
-  ++page.generation;
-  page_bytes_ -= page.bytes;
-  free_slots_.push_back(slot);  // never allocates: there was room for every slot
+  pages_.remove(slot);
 }
 
 // ---- mappings --------------------------------------------------------------------------------------------------------
-void Memory::map(std::byte* at, const PageHandle* handles, std::size_t count, std::size_t page_bytes) {
+void Memory::map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) {
   const std::lock_guard<std::mutex> lock(changing_);
-  if (page_bytes == 0 || count == 0 || count > ~std::size_t{0} / page_bytes) {
-    throw Error(ErrorKind::invalid_argument,
-                "map: expected at least one page with a size above 0, got " + std::to_string(count) + " of " +
-                    std::to_string(page_bytes) + " bytes. Nothing changed.",
-                {{"count", number(count)}, {"page_bytes", number(page_bytes)}});
-  }
+  PageTable::require_some(count, page_bytes);
   const Address begin = address_of(at);
   table_.require_unmapped(begin, count * page_bytes, "map");
-  MappingTable::Cells cells;
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t slot = slot_of(handles[i], "map");
-    if (pages_[slot].bytes != page_bytes) {
-      throw Error(ErrorKind::invalid_argument,
-                  "map: expected pages of " + std::to_string(page_bytes) + " bytes, but page " + std::to_string(handles[i]) +
-                      " has " + std::to_string(pages_[slot].bytes) + ". Nothing changed.",
-                  {{"page", static_cast<std::int64_t>(handles[i])},
-                   {"page_bytes", number(page_bytes)},
-                   {"bytes", number(pages_[slot].bytes)}});
-    }
-    cells.emplace_hint(cells.end(), begin + i * page_bytes, Cell{page_bytes, slot, Access::none});
-  }
+  MappingTable::Cells cells = pages_.cells(begin, pages, count, page_bytes);
   const Context::Use use(context_, "map");
   for (const auto& cell : cells) {
-    const Result code =
-        driver_.cuMemMap(device_pointer(cell.first), page_bytes, 0, pages_[cell.second.slot].handle, 0);
+    const AllocationHandle handle = pages_.slots()[cell.second.slot].driver_handle;
+    const Result code = driver_.cuMemMap(device_pointer(cell.first), page_bytes, 0, handle, 0);
     if (code == result::kSuccess) continue;
     if (cell.first != begin) {
       const Result undoing = driver_.cuMemUnmap(device_pointer(begin), cell.first - begin);
@@ -207,7 +152,7 @@ void Memory::map(std::byte* at, const PageHandle* handles, std::size_t count, st
     fail(driver_, "map", "cuMemMap", code, {{"pages", number(count)}});
   }
   const std::lock_guard<std::shared_mutex> books(books_);
-  for (const auto& cell : cells) ++pages_[cell.second.slot].mapped;
+  pages_.count_mapped(cells);
   table_.add(cells);
 }
 
@@ -219,9 +164,7 @@ void Memory::unmap(std::byte* at, std::size_t bytes) {
   const Context::Use use(context_, "unmap");
   check(driver_, "unmap", "cuMemUnmap", driver_.cuMemUnmap(device_pointer(begin), bytes));
   const std::lock_guard<std::shared_mutex> books(books_);
-  for (auto cell = table_.cells().lower_bound(begin); cell != table_.cells().end() && cell->first < begin + bytes; ++cell) {
-    --pages_[cell->second.slot].mapped;
-  }
+  pages_.count_unmapped(table_, begin, bytes);
   table_.remove(begin, bytes);
 }
 

@@ -20,6 +20,7 @@
 
 #include "backend/cuda/context.h"
 #include "backend/mapping_table.h"
+#include "backend/page_table.h"
 #include "remap/backend.h"
 
 namespace remap::cuda {
@@ -50,15 +51,6 @@ class Memory {
   bool holds(const std::byte* at, std::size_t bytes, Access least, const char* call) const;
 
  private:
-  struct Page {
-    AllocationHandle handle = 0;
-    std::size_t bytes = 0;
-    std::uint32_t generation = 0;  // counts the pages that had this slot, so that a stale handle is recognised
-    std::uint32_t mapped = 0;      // ranges that show it
-    bool used = false;
-  };
-
-  std::uint32_t slot_of(PageHandle page, const char* call) const;
   Result set_driver_access(Address at, std::size_t bytes, Access access) const noexcept;
   void restore_access(const std::vector<std::pair<Address, mapping::Cell>>& before, Result code);
   [[noreturn]] void fail_broken(const char* operation, const char* entry, Result first, Result undoing) const;
@@ -71,9 +63,7 @@ class Memory {
   mutable std::mutex changing_;
   mutable std::shared_mutex books_;  // guards all below
   mapping::MappingTable table_;
-  std::vector<Page> pages_;
-  std::vector<std::uint32_t> free_slots_;
-  std::size_t page_bytes_ = 0;
+  mapping::PageTable pages_;
   // Ranges whose unmapping failed while a failed map was undone: the arena is broken, the destructor tries once more.
   std::vector<std::pair<Address, std::size_t>> stranded_;
 };

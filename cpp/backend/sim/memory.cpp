@@ -13,11 +13,10 @@ namespace {
 
 using mapping::Cell;
 using mapping::MappingTable;
+using mapping::number;
 using Lock = std::lock_guard<std::mutex>;
 
 constexpr std::size_t kSeenRanges = 4096;  // more are forgotten, all at once
-
-std::int64_t number(std::size_t value) noexcept { return static_cast<std::int64_t>(value); }
 
 std::size_t round_up(std::size_t bytes, std::size_t unit) noexcept { return (bytes + unit - 1) / unit * unit; }
 
@@ -48,7 +47,7 @@ void Memory::add_usage(Usage& usage) const {
   if (bytes_) return bytes_->add_usage(usage);
   const Lock lock(mutex_);
   usage.reserved_bytes = table_.reserved_bytes();
-  usage.page_bytes = page_bytes_;
+  usage.page_bytes = pages_.bytes();
   usage.mapped_bytes = table_.mapped_bytes();
   usage.host_bytes = host_bytes_;
   usage.mappings = table_.regions().size() + table_.cells().size();  // as the cuda backend counts them
@@ -80,13 +79,7 @@ void Memory::give_addresses(Address at, std::size_t bytes) const noexcept { ::mu
 
 std::byte* Memory::reserve(std::size_t bytes, std::size_t alignment) {
   const Lock lock(mutex_);
-  table_.require_aligned(0, bytes, "reserve");
-  if (alignment < granularity_ || (alignment & (alignment - 1)) != 0) {
-    throw Error(ErrorKind::invalid_argument,
-                "reserve: expected an alignment that is a power of two and at least " + std::to_string(granularity_) +
-                    ", got " + std::to_string(alignment) + ". Nothing changed.",
-                {{"alignment", number(alignment)}, {"granularity", number(granularity_)}});
-  }
+  table_.require_reservable(bytes, alignment);
   std::byte* at = bytes_ ? bytes_->reserve(bytes, alignment) : take_addresses(bytes, alignment, "reserve");
   try {
     table_.add_region(address_of(at), bytes);
@@ -118,7 +111,7 @@ PageHandle Memory::create_page(std::size_t bytes) {
   if (bytes_) return bytes_->create_page(bytes);
   const Lock lock(mutex_);
   table_.require_aligned(0, bytes, "create_page");
-  const std::size_t free = capacity_bytes_ - page_bytes_;
+  const std::size_t free = capacity_bytes_ - pages_.bytes();
   if (bytes > free) {
     throw Error(ErrorKind::out_of_memory,
                 "create_page of " + std::to_string(bytes) + " bytes: " + std::to_string(free) + " of " +
@@ -126,79 +119,31 @@ PageHandle Memory::create_page(std::size_t bytes) {
                     " bytes are free. Nothing changed. Destroy a page, or simulate a device with more memory.",
                 {{"requested", number(bytes)}, {"free", number(free)}, {"capacity", number(capacity_bytes_)}});
   }
-  if (free_slots_.empty()) {
-    if (pages_.size() == pages_.capacity()) {
-      pages_.reserve(2 * pages_.size() + 64);
-      free_slots_.reserve(pages_.capacity());
-    }
-    pages_.emplace_back();
-    free_slots_.push_back(static_cast<std::uint32_t>(pages_.size() - 1));
-  }
-  const std::uint32_t slot = free_slots_.back();
-  free_slots_.pop_back();
-  Page& page = pages_[slot];
-  page.bytes = bytes;
-  page.used = true;
-  page_bytes_ += bytes;
-  return (PageHandle{page.generation} << 32) | (PageHandle{slot} + 1);
+  pages_.make_room();
+  return pages_.add(bytes);
 }
 
-std::uint32_t Memory::slot_of(PageHandle page, const char* call) const {
-  const std::uint64_t index = (page & 0xffffffffu) - 1;  // wraps for 0, which is then out of range
-  if (index >= pages_.size() || !pages_[index].used || pages_[index].generation != page >> 32) {
-    throw Error(ErrorKind::invalid_argument,
-                std::string(call) + ": page " + std::to_string(page) + " is not a page of this backend (or is destroyed). " +
-                    "Nothing changed.",
-                {{"call", std::string(call)}, {"page", static_cast<std::int64_t>(page)}});
-  }
-  return static_cast<std::uint32_t>(index);
-}
-
-void Memory::destroy_page(PageHandle handle) {
-  if (bytes_) return bytes_->destroy_page(handle);
+void Memory::destroy_page(PageHandle page) {
+  if (bytes_) return bytes_->destroy_page(page);
   const Lock lock(mutex_);
-  const std::uint32_t slot = slot_of(handle, "destroy_page");
-  Page& page = pages_[slot];
-  if (page.mapped != 0) {
-    throw Error(ErrorKind::invalid_state,
-                "destroy_page: page " + std::to_string(handle) + " still stands behind " + std::to_string(page.mapped) +
-                    " ranges. Nothing changed. Unmap it everywhere first.",
-                {{"page", static_cast<std::int64_t>(handle)}, {"mapped", std::int64_t{page.mapped}}});
-  }
-  page.used = false;
-  ++page.generation;
-  page_bytes_ -= page.bytes;
-  free_slots_.push_back(slot);  // never allocates: there was room for every slot
+  pages_.remove(pages_.require_unmapped(page));
 }
 
 // ---- mappings ----------------------------------------------------------------------------------------------------------
-void Memory::map(std::byte* at, const PageHandle* handles, std::size_t count, std::size_t page_bytes) {
+void Memory::map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) {
   const Lock lock(mutex_);
-  if (page_bytes == 0 || count == 0 || count > ~std::size_t{0} / page_bytes) {
-    throw Error(ErrorKind::invalid_argument,
-                "map: expected at least one page with a size above 0, got " + std::to_string(count) + " of " +
-                    std::to_string(page_bytes) + " bytes. Nothing changed.",
-                {{"count", number(count)}, {"page_bytes", number(page_bytes)}});
-  }
+  mapping::PageTable::require_some(count, page_bytes);
   const Address begin = address_of(at);
   table_.require_unmapped(begin, count * page_bytes, "map");
   MappingTable::Cells cells;
-  for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t slot = bytes_ ? 0 : slot_of(handles[i], "map");
-    if (!bytes_ && pages_[slot].bytes != page_bytes) {
-      throw Error(ErrorKind::invalid_argument,
-                  "map: expected pages of " + std::to_string(page_bytes) + " bytes, but page " + std::to_string(handles[i]) +
-                      " has " + std::to_string(pages_[slot].bytes) + ". Nothing changed.",
-                  {{"page", static_cast<std::int64_t>(handles[i])},
-                   {"page_bytes", number(page_bytes)},
-                   {"bytes", number(pages_[slot].bytes)}});
-    }
-    cells.emplace_hint(cells.end(), begin + i * page_bytes, Cell{page_bytes, slot, Access::none});
-  }
   if (bytes_) {
-    bytes_->map(at, handles, count, page_bytes);
+    for (std::size_t i = 0; i < count; ++i) {
+      cells.emplace_hint(cells.end(), begin + i * page_bytes, Cell{page_bytes, 0, Access::none});
+    }
+    bytes_->map(at, pages, count, page_bytes);
   } else {
-    for (const auto& cell : cells) ++pages_[cell.second.slot].mapped;
+    cells = pages_.cells(begin, pages, count, page_bytes);
+    pages_.count_mapped(cells);
   }
   table_.add(cells);
 }
@@ -207,15 +152,15 @@ std::size_t Memory::unmap(std::byte* at, std::size_t bytes) {
   const Lock lock(mutex_);
   const Address begin = address_of(at);
   table_.require_pages(begin, bytes, "unmap");
-  if (bytes_) bytes_->unmap(at, bytes);
-  std::size_t count = 0;
-  for (auto cell = table_.cells().lower_bound(begin); cell != table_.cells().end() && cell->first < begin + bytes; ++cell) {
-    if (!bytes_) --pages_[cell->second.slot].mapped;
-    ++count;
+  if (bytes_) {
+    bytes_->unmap(at, bytes);
+  } else {
+    pages_.count_unmapped(table_, begin, bytes);
   }
+  const std::size_t before = table_.cells().size();
   table_.remove(begin, bytes);
   seen_.clear();
-  return count;
+  return before - table_.cells().size();
 }
 
 void Memory::set_access(std::byte* at, std::size_t bytes, Access access) {

@@ -14,6 +14,7 @@
 
 #include "backend/host_memory.h"
 #include "backend/mapping_table.h"
+#include "backend/page_table.h"
 #include "remap/backend.h"
 
 namespace remap::sim {
@@ -51,12 +52,6 @@ class Memory {
   bool holds(const std::byte* at, std::size_t bytes, Access least, const char* call);
 
  private:
-  struct Page {
-    std::size_t bytes = 0;
-    std::uint32_t generation = 0;  // counts the pages that had this slot, so that a stale handle is recognised
-    std::uint32_t mapped = 0;      // ranges that show it
-    bool used = false;
-  };
   struct HostRange {
     std::size_t bytes = 0;
     bool owned = false;  // allocated here; else registered
@@ -66,7 +61,6 @@ class Memory {
     Access access = Access::none;
   };
 
-  std::uint32_t slot_of(PageHandle page, const char* call) const;
   std::byte* take_addresses(std::size_t bytes, std::size_t alignment, const char* call) const;
   void give_addresses(Address at, std::size_t bytes) const noexcept;
   void drop_host(const std::byte* address, std::size_t bytes, bool owned, const char* call);
@@ -78,9 +72,7 @@ class Memory {
 
   mutable std::mutex mutex_;  // guards all below
   mapping::MappingTable table_;
-  std::vector<Page> pages_;
-  std::vector<std::uint32_t> free_slots_;
-  std::size_t page_bytes_ = 0;
+  mapping::PageTable pages_;  // none where pages are backed: bytes_ has them
   std::map<Address, HostRange> host_ranges_;
   std::size_t host_bytes_ = 0;
   // Ranges found accessible since a mapping was changed last: the same ones are copied to again and again.

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from remap.errors import Error, InvalidArgument, InvalidState
+from remap.errors import InvalidArgument, InvalidState
 
 from .bench_machine_operators import Operators, Sizes, flops_of
+from .told import errors_told
 
 __all__ = ["bench_machine", "fit_command", "measure"]
 
@@ -152,12 +153,6 @@ def _about(torch: Any, device: str, cuda: bool) -> dict[str, Any]:
     return {**found, "date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
-def _fail(error: Error) -> typer.Exit:
-    text = f"{type(error).__name__}: {error}"
-    Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-    return typer.Exit(1)
-
-
 def _write(path: Path, document: Any) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,15 +172,13 @@ def bench_machine(
 ) -> None:
     """Measure operators, copies and driver calls of this machine, for `remap fit`, `remap plan` and `remap simulate`."""
     console = Console(soft_wrap=True)
-    try:
+    with errors_told():
         if threads is not None:
             _torch(False).set_num_threads(threads)
         found = measure(
             device, quick=quick, dtype=dtype, say=lambda text: console.print(text, markup=False, highlight=False)
         )
         _write(out, found)
-    except Error as error:
-        raise _fail(error) from error
     console.print(f"written to {out}; next: remap fit {out} --name my-machine --out my-machine.json", markup=False)
 
 
@@ -201,11 +194,9 @@ def fit_command(
     from remap.sim.fit import fit
 
     console = Console(soft_wrap=True)
-    try:
+    with errors_told():
         found = fit(_read(measurements), name, like)
         _write(out, found.document())
-    except Error as error:
-        raise _fail(error) from error
     for group, off in found.errors.items():
         text = f"{group.replace('_', ' '):18} {found.points[group]:4} points, off by {off:.1%} on average"
         console.print(text, markup=False, highlight=False)

@@ -13,9 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.footprint import footprint
-
-from .demo_run import MODEL_TENANT, DemoConfig, kv_limits, make_requests
+from .demo_run import DemoConfig, serving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,65 +22,21 @@ if TYPE_CHECKING:
 
 __all__ = ["run_real"]
 
-WARM_TOKENS = 8
-
 
 def run_real(kind: str, config: DemoConfig) -> dict[str, Any]:
     """Serve the demo's requests; kind: "remap" or "baseline". What the twin needs and is compared with, ready for JSON."""
-    import torch
-
-    import remap
-    from remap.engine import LLMEngine, Request, SamplingParams
-
-    from . import smollm2
-
-    torch.set_num_threads(config.threads)
-    model, tokenizer, folder = smollm2.load(config.dtype)
-    shape = model.config
-    requests = make_requests(tokenizer, config.requests, frozenset([tokenizer.eos_token_id]))
-
-    def spec(start: int, most: int) -> remap.KVSpec:
-        return remap.KVSpec(
-            layers=shape.num_hidden_layers,
-            kv_heads=shape.num_key_value_heads,
-            head_dim=shape.hidden_size // shape.num_attention_heads,
-            block_tokens=config.block_tokens,
-            dtype=config.dtype,
-            min_blocks=start,
-            max_blocks=most,
-        )
-
-    weight_pages = footprint(model, None).pages(config.page_bytes)
-    capacity, start, most = kv_limits(kind, config, weight_pages, spec(0, 1).block_bytes, 0)
-    with remap.Session(capacity=capacity, device="cpu", page_bytes=config.page_bytes) as session:
-        tenant = session.attach(
-            model,
-            layers=model.model.layers,
-            name=MODEL_TENANT,
-            kv=spec(start, most),
-            weights=folder if config.weights_from_file else None,
-        )
-        engine = LLMEngine(
-            model,
-            tenant,
-            session=session if kind == "remap" else None,
-            max_num_seqs=config.max_num_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            decode_cost=config.decode_cost,
-        )
-        passes = _Passes(engine)
-        warm = tuple(range(1000, 1000 + config.max_batch_tokens))
-        engine.run([Request(f"warm-{i}", warm[i:], SamplingParams(max_tokens=WARM_TOKENS)) for i in range(2)])
-        passes.rows.clear()
+    with serving(kind, config) as ready:
+        tenant, scheduler = ready.tenant, ready.engine.scheduler
+        passes = _Passes(ready.engine)
         before = tenant._prefetcher.stats()
-        result = engine.run(requests)
+        result = ready.engine.run(ready.requests)
         after = tenant._prefetcher.stats()
         layer_bytes = list(tenant._attachment.layer_bytes)
-        scheduler = engine.scheduler
+    shape = ready.shape
     metrics = result.metrics
     return {
-        "capacity_bytes": capacity,
-        "kv_blocks": start,
+        "capacity_bytes": ready.capacity_bytes,
+        "kv_blocks": ready.kv_blocks,
         "layer_bytes": layer_bytes,
         "shape": {
             "hidden": shape.hidden_size,
@@ -98,8 +52,8 @@ def run_real(kind: str, config: DemoConfig) -> dict[str, Any]:
             "chunk_align": scheduler.chunk_align,
             "decode_cost": scheduler.decode_cost,
         },
-        "warm": [[len(warm) - i, WARM_TOKENS] for i in range(2)],
-        "requests": [[len(one.prompt), len(result.outputs[one.id].tokens)] for one in requests],
+        "warm": [[len(one.prompt), one.sampling.max_tokens] for one in ready.warm],
+        "requests": [[len(one.prompt), len(result.outputs[one.id].tokens)] for one in ready.requests],
         "passes": passes.rows,
         "copy_s": after.copy_s - before.copy_s,
         "copy_bytes": after.timed_bytes - before.timed_bytes,

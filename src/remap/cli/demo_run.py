@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +28,13 @@ from .demo_report import RunResult
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
     from remap.engine.engine import StepOutput
+    from remap.session import Session
+    from remap.tenant import Tenant
 
 __all__ = ["DemoConfig", "Progress", "default_config", "run_one"]
 
 MODEL_TENANT = "SmolLM2"
+WARM_TOKENS = 8
 PROGRESS_EVERY_S = 0.1
 
 
@@ -105,15 +109,26 @@ def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int
     return budget_pages * config.page_bytes, start, max(most, 1)
 
 
-def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:
-    """Serve all requests once. `report` is called about ten times a second, between steps.
+@dataclass(frozen=True)
+class Serving:
+    """The demo's model on an arena, with an engine that has made its first passes. shape: the model's transformers config."""
 
-    Raises what loading, attaching and serving raise; the session is closed in any case.
+    session: Session
+    tenant: Tenant
+    engine: LLMEngine
+    shape: Any
+    requests: list[Request]
+    warm: list[Request]
+    capacity_bytes: int
+    kv_blocks: int
+
+
+@contextmanager
+def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
+    """Everything that is ready before the demo's requests are served; the session is closed at the end.
+
+    Raises what loading, attaching and serving raise.
     """
-    if config.tenants > 1:
-        from .demo_tenants import run_tenants
-
-        return run_tenants(kind, config, report)
     import torch
 
     import remap
@@ -124,8 +139,7 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
     torch.set_num_threads(config.threads)
     model, tokenizer, folder = smollm2.load(config.dtype)
     shape = model.config
-    stop = frozenset([tokenizer.eos_token_id])
-    requests = make_requests(tokenizer, config.requests, stop)
+    requests = make_requests(tokenizer, config.requests, frozenset([tokenizer.eos_token_id]))
     wanted = sum(-(-request.max_kv_tokens // config.block_tokens) for request in requests)
 
     def spec(start: int, most: int) -> remap.KVSpec:
@@ -159,11 +173,25 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
         )
         # First passes pay for what every later one finds ready: thread pools, scratch memory, the caches of the
         # kernels. A prefill and some decode steps, with tokens that no real request begins with.
-        warm = tuple(range(1000, 1000 + config.max_batch_tokens))
-        engine.run([Request(f"warm-{i}", warm[i:], SamplingParams(max_tokens=8)) for i in range(2)])
-        before = session.snapshot().tenants[MODEL_TENANT].stall_s
-        result = engine.run(requests, on_step=_reporter(requests, report))
-        stalled = session.snapshot().tenants[MODEL_TENANT].stall_s - before
+        tokens = tuple(range(1000, 1000 + config.max_batch_tokens))
+        warm = [Request(f"warm-{i}", tokens[i:], SamplingParams(max_tokens=WARM_TOKENS)) for i in range(2)]
+        engine.run(warm)
+        yield Serving(session, tenant, engine, shape, requests, warm, capacity, start)
+
+
+def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:
+    """Serve all requests once. `report` is called about ten times a second, between steps.
+
+    Raises what loading, attaching and serving raise; the session is closed in any case.
+    """
+    if config.tenants > 1:
+        from .demo_tenants import run_tenants
+
+        return run_tenants(kind, config, report)
+    with serving(kind, config) as ready:
+        before = ready.session.snapshot().tenants[MODEL_TENANT].stall_s
+        result = ready.engine.run(ready.requests, on_step=_reporter(ready.requests, report))
+        stalled = ready.session.snapshot().tenants[MODEL_TENANT].stall_s - before
 
     metrics = result.metrics
     summary = metrics.summary()
@@ -174,13 +202,13 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
         recomputed_tokens=metrics.recomputed_tokens,
         ttft_s=tuple(metrics.ttft_s),
         tbt_s=tuple(metrics.tbt_s),
-        capacity_bytes=capacity,
+        capacity_bytes=ready.capacity_bytes,
         kv_blocks_start=metrics.kv_blocks_start,
         kv_blocks_peak=int(summary["kv_blocks_peak"]),
-        layers=shape.num_hidden_layers,
+        layers=ready.shape.num_hidden_layers,
         layers_remapped_peak=summary["layers_remapped_peak"],
         stall_fraction=stalled / metrics.duration_s if metrics.duration_s > 0 else 0.0,
-        tokens=tuple(result.outputs[request.id].tokens for request in requests),
+        tokens=tuple(result.outputs[request.id].tokens for request in ready.requests),
         timeline=tuple(metrics.timeline),
     )
 

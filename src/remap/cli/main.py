@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from remap.errors import Error
 from remap.sizes import parse_size
 
 from .bench_machine import bench_machine, fit_command
@@ -17,6 +16,7 @@ from .demo_run import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .plan import plan
 from .simulate import simulate
+from .told import errors_told
 
 __all__ = ["app"]
 
@@ -64,7 +64,7 @@ def demo(
     from .demo import demo as run
 
     console = Console()
-    try:
+    with errors_told():
         config = DemoConfig(
             budget_bytes=_budget(budget, tenants),
             dtype=dtype,
@@ -76,10 +76,6 @@ def demo(
             tenants=tenants,
         )
         run(config, out, console)
-    except Error as error:
-        text = f"{type(error).__name__}: {error}"
-        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
 
 
 def _budget(text: str | None, tenants: int) -> int:
@@ -101,12 +97,8 @@ def ablations(
     """Serve the same bursts in different ways: with and without remapping, and each choice of the design against others."""
     from .ablations_run import run_all
 
-    try:
+    with errors_told():
         run_all(only or [], out, Console(), quick=quick, seconds=seconds, runs=runs)
-    except Error as error:
-        text = f"{type(error).__name__}: {error}"
-        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
 
 
 @bench.command("paper")
@@ -131,7 +123,7 @@ def bench_paper(
     from .bench_paper import Settings
     from .bench_paper_run import run_paper
 
-    try:
+    with errors_told():
         # Other settings begin the file anew, so quick runs have one of their own.
         run_paper(
             only or [],
@@ -143,10 +135,6 @@ def bench_paper(
             again=again,
             report_only=report_only,
         )
-    except Error as error:
-        text = f"{type(error).__name__}: {error}"
-        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
 
 
 @bench.command("twin")
@@ -154,12 +142,8 @@ def bench_twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] 
     """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
     from .bench_twin import twin
 
-    try:
+    with errors_told():
         twin(DEFAULTS, out, Console(soft_wrap=True))
-    except Error as error:
-        text = f"{type(error).__name__}: {error}"
-        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
 
 
 @bench.command("vllm")
@@ -180,15 +164,11 @@ def bench_vllm(
     from .bench_vllm_report import write
 
     console = Console(soft_wrap=True)
-    try:
+    with errors_told():
         settings = VllmBench(
             model=model_folder(model), kv_bytes=parse_size(kv, "kv"), seconds=seconds, runs=runs, threads=threads
         )
         console.print(write(measure(settings, console.print), out), markup=False, highlight=False)
-    except Error as error:
-        text = f"{type(error).__name__}: {error}"
-        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
 
 
 @app.command()

@@ -12,13 +12,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from remap.errors import Error
 from remap.sim.hardware import machine as machine_of
 from remap.sim.hardware import model as model_of
 from remap.sim.planning import Plan, memory_of
 from remap.sim.planning import plan as make_plan
 from remap.sim.planning_numbers import Donor, Reload
 from remap.sizes import show_size
+
+from .told import errors_told
 
 __all__ = ["plan", "show"]
 
@@ -41,7 +42,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """How much KV cache a model would gain on a machine, what is hidden, and what to set, with the arithmetic shown."""
-    try:
+    with errors_told(invalid_argument=2):
         on = machine_of(machine, tables)
         found = make_plan(
             on,
@@ -51,14 +52,10 @@ def plan(
             batch=batch,
             donors=[model_of(name.strip(), tables) for name in donors.split(",") if name.strip()],
         )
-    except Error as error:
-        text = f"{type(error).__name__}: {error}"
-        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(1) from error
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
     else:
-        show(found, Console(soft_wrap=True))
+        show(found, Console(soft_wrap=True, emoji=False))
 
 
 def show(found: Plan, console: Console) -> None:

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from remap.errors import Error, InvalidArgument
+from remap.errors import InvalidArgument
 
-from .simulate_report import table, write_json
+from .simulate_report import tables, writable, write_json
+from .told import errors_told
 
 if TYPE_CHECKING:
     from remap.sim.results import PolicyResult
@@ -97,6 +98,8 @@ def prepare(options: Options) -> Prepared:
         machine, tenants, sharing=options.sharing, scheduler=options.scheduler, quantum_s=options.quantum
     )
     chosen = tuple(policies.find(name).name for name in _names(options.policies, "policies"))
+    for name in chosen:
+        serving.fitting(setup, policies.find(name))
     twice = [name for name in dict.fromkeys(chosen) if chosen.count(name) > 1]
     if twice:
         raise InvalidArgument(
@@ -245,15 +248,19 @@ def simulate(
         models_file=models_file,
         machines_file=machines_file,
     )
-    try:
+    with errors_told(OSError, invalid_argument=2):
         if html is not None:
             from .simulate_plots import need_matplotlib
 
             need_matplotlib()  # said before the minutes of a simulation, not after
+        for path in (as_json, html):
+            if path is not None:
+                writable(path)
         prepared = prepare(options)
-        results = run(prepared, Console(stderr=True))
-        console = Console()
-        console.print(table(results, prepared.title), markup=False, highlight=False)
+        results = run(prepared, Console(stderr=True, emoji=False))
+        console = Console(emoji=False)  # "fixed:100:0" is no picture of a hundred
+        for part in tables(results, prepared.title, console):
+            console.print(part, markup=False, highlight=False)
         if as_json is not None:
             write_json(as_json, prepared.configuration, results)
             console.print(f"results: {as_json}", markup=False, highlight=False, soft_wrap=True)
@@ -263,7 +270,3 @@ def simulate(
             html.parent.mkdir(parents=True, exist_ok=True)
             html.write_text(page(prepared.configuration, results, prepared.title), encoding="utf-8")
             console.print(f"page: {html}", markup=False, highlight=False, soft_wrap=True)
-    except (Error, OSError) as error:
-        text = f"{type(error).__name__}: {error}"
-        Console(stderr=True, soft_wrap=True).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(2 if isinstance(error, InvalidArgument) else 1) from error

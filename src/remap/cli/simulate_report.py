@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remap.errors import InvalidArgument
 from remap.sim.results import PolicyResult, TenantResult, percentile, report, weighted_percentile
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
-__all__ = ["METRICS", "Metric", "change", "seconds", "table", "table_rows", "tenant_rows", "write_json"]
+__all__ = [
+    "METRICS",
+    "Metric",
+    "change",
+    "seconds",
+    "table",
+    "table_rows",
+    "tables",
+    "tenant_rows",
+    "writable",
+    "write_json",
+]
 
 
 def seconds(value: float) -> str:
@@ -92,12 +106,39 @@ def table_rows(results: Sequence[PolicyResult]) -> list[tuple[str, list[str], li
     return rows
 
 
+def tables(results: Sequence[PolicyResult], title: str, console: Console) -> list[Table]:
+    """As few tables as the console is wide enough for, each with the first policy, which the others are compared with."""
+    shown = list(results[:1])
+    made = [table(shown, title)]
+    for result in results[1:]:
+        wider = table([*shown, result], title)
+        needed = console.measure(wider, options=console.options.update(max_width=10_000)).maximum
+        if len(shown) == 1 or needed <= console.width:
+            shown.append(result)
+            made[-1] = wider
+        else:
+            shown = [results[0], result]
+            made.append(table(shown, title))
+    return made
+
+
+def writable(path: Path) -> None:
+    """Say now, not after the run, if the file cannot be written. Raises InvalidArgument (field)."""
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidArgument(
+            f"{path} cannot be written; nothing was run; give another path", field="path", value=str(path)
+        )
+
+
 def table(results: Sequence[PolicyResult], title: str) -> Table:
     """For a terminal: a row a metric, a column a policy."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
-    made.add_column("")
+    made.add_column("", no_wrap=True)
     for result in results:
         made.add_column(result.policy, justify="right", no_wrap=True)
     for name, values, changes in table_rows(results):

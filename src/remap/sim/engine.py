@@ -19,7 +19,7 @@ from remap.sim.scheduling import Scheduling
 from remap.sim.sequences import Batch, Sequence
 from remap.views import Demand
 
-__all__ = ["SimEngine", "Step"]
+__all__ = ["EMPTY_S", "SimEngine", "Step"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Step:
 
 
 _NOTHING = Step(0)
+EMPTY_S = 0.001
+"""What an iteration takes that found nothing to run, at least: were the gap 0, time would stand still, and with it what is
+waited for."""
 
 
 class SimEngine:
@@ -90,6 +93,17 @@ class SimEngine:
         self.unfinished += 1
         self.scheduler.add(sequence)
 
+    def give_up(self) -> bool:
+        """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
+        was: what may be remapped is bounded by more than layers, so nobody knew when it came."""
+        waiting, kv = self.scheduler.waiting, self.tenant.kv
+        if self.scheduler.running or not waiting or -(-waiting[0].length // kv.block_tokens) <= kv.usable_blocks:
+            return False
+        waiting.popleft()
+        self.unfinished -= 1
+        self.refused += 1
+        return True
+
     def demand(self) -> Demand:
         """KV blocks wanted beyond those that are held."""
         return Demand(self.scheduler.demand(self._most_blocks))
@@ -114,7 +128,7 @@ class SimEngine:
         """One pass, from its start to its end in virtual time, and the gap behind it."""
         batch, end = self.launch()
         if batch is None:
-            self._clock.advance(self._gap_s)  # an iteration that found nothing to run
+            self._clock.advance(max(self._gap_s, EMPTY_S))
             return _NOTHING
         self._clock.advance_to(end)
         step = self.land(batch, end)

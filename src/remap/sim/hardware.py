@@ -181,7 +181,7 @@ class Model:
         if not isinstance(self.name, str) or not self.name:
             raise refuse("name", self.name, "text that is not empty")
         for name in (*_MODEL_COUNTS, "experts", "active_experts"):
-            object.__setattr__(self, name, _count(name, getattr(self, name), 0 if name == "resident_bytes" else 1))
+            object.__setattr__(self, name, _count(name, getattr(self, name), _LEAST.get(name, 1)))
         object.__setattr__(self, "linear_ops", _operators(self.linear_ops))
         pair = self.head
         if isinstance(pair, (str, Mapping)) or not isinstance(pair, Iterable) or len(tuple(pair)) != 2:
@@ -214,6 +214,7 @@ _MODEL_COUNTS = (
     *("layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "dtype_bytes", "layer_bytes", "resident_bytes"),
     "context",
 )
+_LEAST = {"resident_bytes": 0, "context": 2}  # a prompt and an answer of one token each
 _MODEL_FIELDS = (*_MODEL_COUNTS, "linear_ops", "head", "experts", "active_experts", "expert_ops")
 
 

@@ -97,6 +97,10 @@ def lengths_known() -> str:
     )
 
 
+_LONGEST_S = 1e10
+"""Of a run: a double of so many seconds is exact to 2 us."""
+
+
 def _unknown(field: str, name: str, known: str) -> InvalidArgument:
     return InvalidArgument(
         f"{field} {name!r} is not known; there are {known}; nothing was made", field=field, value=name, known=known
@@ -223,6 +227,13 @@ def load(
     whens = per_tenant("arrivals", [arrivals] if isinstance(arrivals, str) else arrivals, tenants)
     whats = per_tenant("lengths", [lengths] if isinstance(lengths, str) else lengths, tenants)
     seconds = requests / math.fsum(rates)
+    if seconds > _LONGEST_S:
+        raise InvalidArgument(
+            f"at {math.fsum(rates):g}/s {requests} requests take {seconds:g} s, too long to tell microseconds apart; at most "
+            f"{_LONGEST_S:g} s are simulated; nothing was made; give a larger rate",
+            field="rate",
+            value=rates,
+        )
     turns = {name: itertools.count() for name in whens}
     streams = []
     for tenant, count, when, what in zip(tenants, _shares(requests, rates), whens, whats):

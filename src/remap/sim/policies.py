@@ -168,9 +168,10 @@ def _layers(name: str, text: str) -> float:
         value = float(text.removesuffix("%")) / (100.0 if text.endswith("%") else 1.0)
     except ValueError:
         value = -1.0
-    if not 0 < value < 1000 or (not text.endswith("%") and value != int(value)):
+    if not 0 < value < (1 if text.endswith("%") else 1000) or (not text.endswith("%") and value != int(value)):
         raise InvalidArgument(
-            f"static takes a number of layers or a percentage, as static:6 or static:10%, got {name!r}; nothing was run",
+            f"static takes a number of layers or a percentage below 100, as static:6 or static:10%, got {name!r}; nothing "
+            "was run",
             policy=name,
         )
     return value

@@ -47,6 +47,11 @@ class PiePool(CountedPool):
         self.swapped = 0  # m
         self.fixed = False
 
+    @property
+    def most_swapped(self) -> int:
+        """The largest m: beside the layer that computes, the one that comes in next needs room, too."""
+        return max(0, self.layers - 2)
+
     def blocks_at(self, swapped: int) -> int:
         """Usable blocks with m = swapped."""
         return self.base * self.layers // (self.layers - swapped)
@@ -61,6 +66,6 @@ class PiePool(CountedPool):
 
     def fix(self, expansion: float) -> None:
         """m for good: the one whose n / (n - m) is nearest to `expansion`."""
-        self.swapped = min(range(self.layers - 1), key=lambda m: abs(self.layers / (self.layers - m) - expansion))
+        self.swapped = min(range(self.most_swapped + 1), key=lambda m: abs(self.layers / (self.layers - m) - expansion))
         self.usable_blocks = self.blocks_at(self.swapped)
         self.fixed = True

@@ -14,7 +14,7 @@ from typing import Any
 
 from remap.engine.sharing import SharedEngines
 from remap.errors import InvalidState
-from remap.sim.engine import SimEngine
+from remap.sim.engine import EMPTY_S, SimEngine
 from remap.sim.sequences import Batch
 from remap.sim.sequences import Sequence as Request
 from remap.sim.timeline import Timeline
@@ -82,7 +82,8 @@ class Turns(SharedEngines):
             computed = any(step.computed for step in done.values())
             self._stuck = 0 if computed or not self.unfinished else self._stuck + 1
             if self._stuck > _STUCK:
-                raise _stuck(self.engines)
+                _give_up(self.engines)
+                self._stuck = 0
             if done:
                 self._silence.naps = 0
             elif pending:
@@ -90,6 +91,7 @@ class Turns(SharedEngines):
             if progress is not None and (total := sum(one.finished for one in self.engines.values())) > finished:  # type: ignore[attr-defined]
                 finished = total
                 progress(finished)
+        self.timeline.end(self._ticks.now - begun, self.engines)  # type: ignore[arg-type]
 
     def _rebalance(self) -> None:
         if self.session is None or not self.active:
@@ -171,15 +173,19 @@ class Concurrent:
             batch, end = engine.launch()
             self.iterations += 1
             if batch is None:
-                stuck += 1
+                stuck += not flying  # while others compute, it may be their memory that it waits for
                 if stuck > _STUCK:
-                    raise _stuck(self.engines)
-                end = self._clock.now + self._gap_s
+                    _give_up(self.engines)
+                    stuck = 0
+                end = self._clock.now + max(self._gap_s, EMPTY_S)
+                if flying and due:  # nothing much can change before one of them lands
+                    end = max(end, min(due[0][0], self._clock.now + _NAP_S))
             else:
                 flying[name] = batch
             serial += 1
             heapq.heappush(due, (end, serial, name))
             self.timeline.look(self._clock.now - begun, self.engines)
+        self.timeline.end(self._clock.now - begun, self.engines)
 
     def _step(self) -> bool:
         if self.session is None:
@@ -196,9 +202,13 @@ def _latest_first(requests: Sequence[Request]) -> list[Request]:
     return sorted(requests, key=lambda one: (one.arrival_s, one.order), reverse=True)
 
 
-def _stuck(engines: Mapping[str, Any]) -> InvalidState:
+def _give_up(engines: Mapping[str, Any]) -> None:
+    """Refuse what is too long for the memory that there will be. Raises InvalidState if that is not the reason."""
+    refused = [engine.give_up() for engine in engines.values()]  # of every tenant that can
+    if any(refused):
+        return
     waiting = {name: len(engine.scheduler.waiting) for name, engine in engines.items()}
-    return InvalidState(
+    raise InvalidState(
         f"no request got on for {_STUCK} iterations, {sum(waiting.values())} wait ({waiting}); the run was given up: give the "
         "tenants more memory, or shorter requests",
         waiting=sum(waiting.values()),

@@ -22,10 +22,10 @@ from remap.sim.results import PolicyResult, TenantResult
 from remap.sim.scheduling import SCHEDULERS
 from remap.sim.sequences import Sequence as Request
 from remap.sim.workload import Item
-from remap.sim.worlds import World, make_world
+from remap.sim.worlds import World, fitting, make_world
 from remap.sizes import parse_size
 
-__all__ = ["COMBINATIONS", "POLICIES", "SHARINGS", "Setup", "TenantSetup", "simulate", "tenants"]
+__all__ = ["COMBINATIONS", "POLICIES", "SHARINGS", "Setup", "TenantSetup", "fitting", "simulate", "tenants"]
 
 SHARINGS = ("temporal", "spatial", "mig")
 COMBINATIONS: Mapping[str, str] = {
@@ -136,6 +136,8 @@ def tenants(text: str, on: Machine, models: object = None) -> tuple[TenantSetup,
     for part in parts:
         name, equals, rest = part.rpartition("=")
         label, _, share = rest.partition(":")
+        if equals and not name.strip():
+            raise InvalidArgument(f"{part!r} has no name before '='; nothing was made; give one", tenant=part)
         found = model(label, models)  # type: ignore[arg-type]
         chosen = name if equals else found.name
         if not equals and any(one.name == chosen for one in made):
@@ -188,6 +190,9 @@ def simulate(
     begun = time.perf_counter()
     parts = _partitions(setup) if setup.sharing == "mig" else [setup]
     results, served = [], 0
+    first = min(
+        (item.time_s for item in items), default=0.0
+    )  # of all tenants, also where each has a machine of its own
     for part in parts:
         names = {tenant.name for tenant in part.tenants}
         mine = [item for item in items if item.tenant in names]
@@ -197,7 +202,7 @@ def simulate(
             if on_progress is not None:
                 on_progress(base + finished, len(items))
 
-        results.append(_serve(part, mine, chosen, progress))
+        results.append(_serve(part, mine, chosen, first, progress))
         served += len(mine)
     return _joined(chosen.name, results, time.perf_counter() - begun)
 
@@ -219,7 +224,9 @@ def _partitions(setup: Setup) -> list[Setup]:
     return parts
 
 
-def _serve(setup: Setup, items: Sequence[Item], policy: Policy, progress: Callable[[int], None]) -> PolicyResult:
+def _serve(
+    setup: Setup, items: Sequence[Item], policy: Policy, first_s: float, progress: Callable[[int], None]
+) -> PolicyResult:
     requests = [
         Request(order, item.tenant, item.time_s, item.prompt_tokens, item.output_tokens)
         for order, item in enumerate(items)
@@ -229,14 +236,13 @@ def _serve(setup: Setup, items: Sequence[Item], policy: Policy, progress: Callab
         begun = world.clock.now
         world.runner.serve(requests, progress)
         engines = world.engines.values()
-        first = min((item.time_s for item in items), default=0.0)
         last = max((engine.last_finish_s for engine in engines), default=begun)
         results: list[TenantResult] = [engine.result() for engine in engines]
         return PolicyResult(
             policy=policy.name,
             tenants=tuple(results),
             timeline=world.runner.timeline.samples(),
-            virtual_s=max(0.0, last - begun - first),
+            virtual_s=max(0.0, last - begun - first_s),
             wall_s=0.0,
             iterations=world.runner.iterations,
             decisions=world.runner.decisions,

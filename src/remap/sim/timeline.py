@@ -37,6 +37,11 @@ class Timeline:
             del self._rows[1::2]
             self._interval_s *= 2
 
+    def end(self, now_s: float, engines: Mapping[str, SimEngine]) -> None:
+        """The run is over: its last state is kept, whenever the last sample was."""
+        self._next_s = now_s
+        self.look(now_s, engines)
+
     def samples(self) -> tuple[Sample, ...]:
         return tuple(sample for row in self._rows for sample in row)
 

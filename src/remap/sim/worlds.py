@@ -29,7 +29,9 @@ from remap.sim.timeline import Timeline
 if TYPE_CHECKING:
     from remap.sim.serving import Setup, TenantSetup
 
-__all__ = ["Runner", "World", "make_world"]
+__all__ = ["Runner", "World", "fitting", "make_world"]
+
+_STATIC_BUFFERS = 2
 
 
 class Runner(Protocol):
@@ -54,7 +56,25 @@ class World:
 
 
 def make_world(setup: Setup, policy: Policy) -> World:
-    """Everything attached and ready, at some virtual time. On an error nothing stays behind."""
+    """Everything attached and ready, at some virtual time. On an error nothing stays behind. Raises what `fitting` raises."""
+    fitting(setup, policy)
+    return _pie_world(setup, policy) if policy.kind == "pie" else _session_world(setup, policy)
+
+
+def fitting(setup: Setup, policy: Policy) -> None:
+    """Raises InvalidArgument for a policy that this setup cannot run (policy), and for a machine whose link takes all of its
+    memory's bandwidth (machine), before anything is made."""
+    on = setup.machine
+    link = on.h2d_bytes_per_s + on.d2h_bytes_per_s
+    if on.hbm_bytes_per_s <= link:
+        raise InvalidArgument(
+            f"{on.name}: its memory moves {on.hbm_bytes_per_s / 1e9:.4g} GB/s, and its link {link / 1e9:.4g} GB/s in both "
+            "directions together, which leaves nothing to compute with beside copies; nothing was run; serving is simulated for "
+            "devices with memory of their own",
+            machine=on.name,
+            hbm_bytes_per_s=on.hbm_bytes_per_s,
+            link_bytes_per_s=link,
+        )
     if policy.kind == "swap" and setup.scheduler != "prefill-first":
         raise InvalidArgument(
             f"the policy {policy.name!r} is of the prefill-first scheduler (vLLM V0), not of {setup.scheduler!r}; nothing was "
@@ -62,7 +82,17 @@ def make_world(setup: Setup, policy: Policy) -> World:
             policy=policy.name,
             scheduler=setup.scheduler,
         )
-    return _pie_world(setup, policy) if policy.kind == "pie" else _session_world(setup, policy)
+    for tenant in setup.tenants:
+        layers, most = tenant.model.layers, tenant.model.layers - _STATIC_BUFFERS
+        if policy.kind == "static" and _static_layers(tenant.model, policy) > most:
+            raise InvalidArgument(
+                f"{policy.name!r} streams {_static_layers(tenant.model, policy)} layers; {tenant.name} has {layers}, of which at "
+                f"most {max(0, most)} can be streamed through {_STATIC_BUFFERS} buffers; nothing was run; stream fewer, or leave "
+                "it out",
+                policy=policy.name,
+                tenant=tenant.name,
+                layers=layers,
+            )
 
 
 def _session_world(setup: Setup, policy: Policy) -> World:
@@ -108,7 +138,7 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
     block_bytes = setup.block_tokens * model.kv_bytes_per_token
     most = reserved
     if policy.kind in ("remap", "static"):
-        most = max(reserved, sum(one.memory_bytes for one in setup.tenants) // block_bytes)
+        most = max(reserved, sum(_memory(setup, one) for one in setup.tenants) // block_bytes)
     spec = KVSpec(
         layers=model.layers,
         kv_heads=model.kv_heads,
@@ -121,14 +151,23 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
     return spec, reserved
 
 
+def _memory(setup: Setup, tenant: TenantSetup) -> int:
+    """Bytes of its reservation, also where the blocks were given and do not go with `memory_bytes`."""
+    model, kv = tenant.model, setup.kv_blocks(tenant) * setup.block_tokens * tenant.model.kv_bytes_per_token
+    return max(tenant.memory_bytes, model.layers * -(-model.layer_bytes // setup.page_bytes) * setup.page_bytes + kv)
+
+
 def _cost(setup: Setup, tenant: TenantSetup) -> Cost:
     return Roofline(setup.machine, tenant.model) if tenant.cost is None else tenant.cost
 
 
 def _stream_from_the_start(session: Any, name: str, model: Model, policy: Policy) -> None:
+    session.remap(name, _static_layers(model, policy), _STATIC_BUFFERS, "uniform")
+
+
+def _static_layers(model: Model, policy: Policy) -> int:
     share = policy.static
-    layers = max(1, round(share * model.layers)) if share < 1 else int(share)
-    session.remap(name, layers, 2, "uniform")
+    return max(1, round(share * model.layers)) if share < 1 else int(share)
 
 
 def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False) -> Scheduling:
@@ -201,11 +240,11 @@ class PieEngine(SimEngine):
         pool, passes = self.tenant.kv, self.passes
         if isinstance(pool, PiePool) and isinstance(passes, PiePass) and not pool.fixed:
             last, swapped = passes.last, pool.swapped
-            if swapped + 2 < pool.layers and self._head_cannot_run(pool):
+            if swapped < pool.most_swapped and self._head_cannot_run(pool):
                 pool.set(swapped + 1)
             elif swapped and last.stall_s > self.FORGIVEN * last.compute_s:
                 pool.set(swapped - 1)
-            elif swapped + 1 < pool.layers and self.scheduler.demand(self._most_blocks) > pool.free_blocks:
+            elif swapped < pool.most_swapped and self.scheduler.demand(self._most_blocks) > pool.free_blocks:
                 tokens = pool.block_tokens * min(
                     pool.blocks_at(swapped + 1), pool.live_blocks + self.scheduler.demand(self._most_blocks)
                 )
@@ -238,6 +277,6 @@ def _pie_world(setup: Setup, policy: Policy) -> World:
             swapped_layers=lambda pool=pool: pool.swapped,  # type: ignore[misc]
         )
         stand_in = _PieTenant(tenant.name, pool)
-        most = pool.usable_blocks if pool.fixed else pool.blocks_at(model.layers - 2)
+        most = pool.usable_blocks if pool.fixed else pool.blocks_at(pool.most_swapped)
         engines[tenant.name] = _engine(setup, tenant, stand_in, scheduler, passes, clock, None, most, PieEngine)
     return World(clock, engines, _runner(setup, None, engines, clock))
