@@ -52,6 +52,7 @@ between the decoding ones, and gaps between tokens longer in all policies alike.
 - "reached": at some rate the paper's number is reached or passed. "direction": better at most of the rates that count, but less
   than the paper's number. "at some rates": better at the rate that is quoted, not at most. What is different is told with figures
   of the runs, in the section of the figure.
+- In the tables of what the papers do not have, a plus is better; "x2.5" stands where what should be less is 2.5 times as much.
 - {requests} requests a run (three times as many of Alpaca's), {seeds}. Percentiles are over all models of a run.
 """
 
