@@ -64,7 +64,7 @@ def test_every_group_is_measured_and_fits(small: None, dtype: str | None) -> Non
     # What the smallest operators took, a busy machine decides; that it is in the form of a fit, it does not.
     for group in ("decode_attention", "prefill_attention", "h2d", "d2h"):
         for index, point in enumerate(found[group]):
-            point["seconds"] += index * 1e-3
+            point["seconds"] += (index + 1) * 1e-3  # above the least time of an operator, whatever that came out as
     assert machine("here", fit(found, "here").document()).hbm_bytes == found["memory_bytes"]
 
 
