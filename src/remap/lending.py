@@ -44,8 +44,9 @@ class Lending:
         self._changes = changes
         self._arena = arena
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
-        # (donor, receiver) -> what it was found for, unused pages in the order in which they go, whether these are all
-        self._idle: dict[tuple[int, int], tuple[tuple[int, int, int], list[int], bool]] = {}
+        # Of one epoch, so that nothing of tenants that went away stays: (donor, receiver) -> what it was found for, unused pages
+        # in the order in which they go, whether these are all.
+        self._idle: tuple[int, dict[tuple[int, int], tuple[tuple[int, int], list[int], bool]]] = (-1, {})
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -161,11 +162,14 @@ class Lending:
         if surplus <= 0 or donor._attachment.draining:
             return []
         # Asked in every step while demand is unmet, and by tenants whose donors do nothing meanwhile.
-        key = (self._arena.epoch, pool.changes, surplus)
-        known = self._idle.get((donor.number, receiver.number))
+        epoch = self._arena.epoch
+        if self._idle[0] != epoch:
+            self._idle = (epoch, {})
+        key, pair = (pool.changes, surplus), (donor.number, receiver.number)
+        known = self._idle[1].get(pair)
         if known is None or known[0] != key or (len(known[1]) < wanted and not known[2]):
             found, all_of_them = self._find_idle(donor, receiver, wanted, surplus)
-            known = self._idle[donor.number, receiver.number] = (key, found, all_of_them)
+            known = self._idle[1][pair] = (key, found, all_of_them)
         return sorted(known[1][:wanted])
 
     @staticmethod

@@ -26,6 +26,7 @@ from .activation import ActivationReport, activate, deactivate
 from .attaching import model_source, raw_source
 from .byhand import check_by_hand, lend_by_hand, remap_by_hand
 from .changes import Changes
+from .config import is_amount, refuse
 from .controller import Controller, ControllerConfig, Demand
 from .donors.policy import NextUse
 from .errors import ArenaBroken, InvalidArgument, InvalidState
@@ -286,8 +287,11 @@ class Session:
         through the ring, and comes home when it can. A number: only as far as a pass then waits for at most this share of its
         computation; blocks in the way of more than that are in `preempt`.
 
-        Raises InvalidArgument for an unknown tenant and InvalidState inside a pass of a tenant concerned; nothing changes then.
+        Raises InvalidArgument for an unknown tenant or a share that is none (field partial), and InvalidState inside a pass of a
+        tenant concerned; nothing changes then.
         """
+        if not isinstance(partial, bool) and not is_amount(partial):
+            raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
         with self._lock:
             self._check_open()
             tenant = self._tenant(name)

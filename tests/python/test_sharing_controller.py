@@ -326,3 +326,14 @@ def test_a_waking_tenant_streams_as_much_as_its_caller_allows(share: float) -> N
             assert report.activated and not report.preempt
         assert stall(i.tenant.streamed) <= allowed
         world.check()
+
+
+@pytest.mark.parametrize("partial", [-0.1, float("nan"), float("inf"), "0.5", None])
+def test_a_share_that_is_none_is_refused(partial: Any) -> None:
+    with world_of({"r": 1, "i": 1}) as world:
+        world.session.deactivate("i")
+        before = world.session.snapshot()
+        with pytest.raises(remap.InvalidArgument) as caught:
+            world.session.activate("i", alone=True, partial=partial)
+        assert caught.value.field == "partial"
+        assert world.session.snapshot() == before

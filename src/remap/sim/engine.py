@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remap.engine.request import State
-from remap.errors import InvalidArgument
+from remap.errors import InvalidState
 from remap.sim.passes import Pass
 from remap.sim.results import TenantResult, ascending
 from remap.sim.scheduling import Scheduling
@@ -197,7 +197,9 @@ class SimEngine:
     def _finish(self, sequence: Sequence, now: float) -> None:
         self.scheduler.finish(sequence, self.tenant.kv)
         if sequence.state is not State.FINISHED or sequence.first_s is None:
-            raise InvalidArgument(f"request {sequence.order} ended without a token", order=sequence.order)
+            raise InvalidState(
+                f"request {sequence.order} ended without a token; nothing was recorded", order=sequence.order
+            )
         self._ttft[sequence.order] = sequence.first_s - sequence.arrival_s
         if sequence.length - sequence.prompt > 1:
             self._tpot[sequence.order] = (now - sequence.first_s) / (sequence.length - sequence.prompt - 1)
