@@ -207,7 +207,7 @@ def attach_layers(
 
     copy([(to, from, bytes)]) brings master copies in and returns when they have arrived. Returns (attachment, geometry, KV
     region, pages of the first min_blocks). Raises OutOfMemory (fields: requested, free, minimum_bytes) before anything
-    changes if the free pages do not suffice; on any error nothing stays behind. others: who is attached already: their
+    changes if the free pages do not suffice; on any error the caller removes what was made (tenancy.undo_arrival). others: who is attached already: their
     layers' pages get a place in the new KV region too, and those that they have lent do not become anybody's home.
     """
     page_bytes = arena.page_bytes
@@ -234,54 +234,49 @@ def attach_layers(
             page_bytes=page_bytes,
             minimum_bytes=needed * page_bytes,
         )
-    try:
-        params = _core.Owner.params
-        homes = tuple(tuple(arena.take(count, params, tenant, lent)) for count in home_pages)
-        regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(home)) for i, home in enumerate(homes))
-        addresses = [arena.address(region) for region in regions]
-        rest_address = 0
-        if rest_pages:
-            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
-            rest_address = arena.address(rest)
-            source.fill_rest(rest_address)
-        copy([part for part in zip(addresses, source.master_addresses, source.layer_bytes) if part[2]])
+    params = _core.Owner.params
+    homes = tuple(tuple(arena.take(count, params, tenant, lent)) for count in home_pages)
+    regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(home)) for i, home in enumerate(homes))
+    addresses = [arena.address(region) for region in regions]
+    rest_address = 0
+    if rest_pages:
+        rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
+        rest_address = arena.address(rest)
+        source.fill_rest(rest_address)
+    copy([part for part in zip(addresses, source.master_addresses, source.layer_bytes) if part[2]])
 
-        # Layers without bytes of their own (all tied) have nothing to give; they never stream.
-        pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
-        order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned)
-        ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
-        buffer_pages = max(home_pages)
-        if len(order) > 1:
-            ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
-            ring_address = arena.address(ring_region)
-            for index, layer in enumerate(preference):
-                if home_pages[layer] == buffer_pages:
-                    arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
+    # Layers without bytes of their own (all tied) have nothing to give; they never stream.
+    pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
+    order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned)
+    ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
+    buffer_pages = max(home_pages)
+    if len(order) > 1:
+        ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
+        ring_address = arena.address(ring_region)
+        for index, layer in enumerate(preference):
+            if home_pages[layer] == buffer_pages:
+                arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
 
-        lent_now = set(lent)
-        free_pages = [page for page in arena.free_pages() if page not in lent_now]
-        # The ring's first home comes last: while anything is streamed, these pages are the ring.
-        donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
-        if slices:
-            donors = giving_order(homes, order, MAX_BUFFERS)
-        giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
-        # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
-        placed = set(giving)
-        homeless = [page for page in donors if page not in placed]
-        kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(homeless))
-        all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
-        _designate(arena, kv_region, geometry, giving)
-        if homeless:
-            arena.designate(kv_region, geometry.region_pages, homeless)
-        if arena.mode == _core.Mode.aliased and len(order) > 1:
-            for layer in order:
-                for ring_layer in preference:
-                    if home_pages[ring_layer] >= home_pages[layer]:
-                        arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
-    except BaseException:
-        # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
-        arena.remove_tenant(tenant, undoing=True)
-        raise
+    lent_now = set(lent)
+    free_pages = [page for page in arena.free_pages() if page not in lent_now]
+    # The ring's first home comes last: while anything is streamed, these pages are the ring.
+    donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
+    if slices:
+        donors = giving_order(homes, order, MAX_BUFFERS)
+    giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
+    # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
+    placed = set(giving)
+    homeless = [page for page in donors if page not in placed]
+    kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(homeless))
+    all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
+    _designate(arena, kv_region, geometry, giving)
+    if homeless:
+        arena.designate(kv_region, geometry.region_pages, homeless)
+    if arena.mode == _core.Mode.aliased and len(order) > 1:
+        for layer in order:
+            for ring_layer in preference:
+                if home_pages[ring_layer] >= home_pages[layer]:
+                    arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
     places = set(giving)
     attachment = Attachment(
         pages=TenantPages(tenant, homes, regions, ring_region, ring_preference=preference),

@@ -1,10 +1,17 @@
 """Carrying a change out: the order of withdraw, move, apply, publish and settle, and what is undone when one fails.
 
-    growing     Executor.apply -> pool.give (blocks are usable)          -> settle
-    shrinking   pool.withdraw -> move live blocks -> pool.take -> Executor.apply -> settle
+    growing     save -> Executor.apply -> pool.give (blocks are usable)                            -> decided -> tell -> settle
+    shrinking   save -> pool.withdraw -> move live blocks -> pool.take -> Executor.apply           -> decided -> tell -> settle
     settle      Prefetcher.configure -> Executor.commit
 
 Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
+
+An error or an interrupt (KeyboardInterrupt) can come between any two of these steps, so nothing is inferred from how far a call
+came. `save` writes down what a tenant is like before any of it changes; one store (`_Saved.decided`) says that the change has
+happened; until then `undo` puts everything back: the core's plan, which the core says is undecided, then the books. `undo` can be
+interrupted and called again; SessionLock.run calls it when a call ends with an exception, and before the next one begins. What was
+decided and not settled is the core's to say as well (Executor.undecided), never the epoch's, which other calls advance. Listeners
+are told when nothing is open any more: they may call the session.
 
 A tenant that computes on a stream (ordering.py) may have work on it that reads what a plan takes away. The host does not wait
 for that: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to the copies and to
@@ -16,18 +23,36 @@ strict mode.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from . import _core
 from .errors import Error, InvalidArgument, OutOfBlocks
+from .kv import BlockPool, SavedPool
 from .nvtx import annotated
+from .observe import then
 from .ordering import ComputeStream, Streams
-from .planner import Plan, Point, SetOwner, plan_free_pages, plan_streamed
+from .planner import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
 from .slice_plan import copies_of
 from .tenant import Tenant
 
 __all__ = ["Changes"]
+
+
+@dataclass
+class _Saved:
+    """A tenant as it was before the change in progress."""
+
+    tenant: Tenant
+    pages: TenantPages
+    reclaimed: frozenset[int]
+    draining: tuple[int, ...]
+    draining_target: tuple[int, int] | None
+    pool: SavedPool
+    moved: dict[int, int] | None
+    moves: Sequence[tuple[int, int]] = ()  # of live blocks, (old, new), made by this change
+    applying: bool = False  # the plan was handed to the core: if the core has an undecided plan, it is this one
+    decided: bool = False
 
 
 class Changes:
@@ -40,40 +65,111 @@ class Changes:
         self._owners = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: Tenant | None = None
+        self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
+        self._withdrawn: list[Tenant] = []  # engines with allocators of their own that were asked for blocks by the change under way
+        self._untold: list[BlockPool] = []  # what changed in them is decided, and their listeners have not heard of it
+        # Tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
+        # a call that raises afterwards cannot lose them.
+        self.moved: dict[str, dict[int, int]] = {}
         self._simulator: Any = streams.simulator
+
+    # -- begun, undone, decided -------------------------------------------------------------------------------------
+
+    def save(self, tenant: Tenant) -> _Saved:
+        """Before the first step of a change: what `undo` goes back to. Nothing more if that is known already."""
+        saved = self._open.get(tenant.number)
+        if saved is None:
+            attachment = tenant._attachment
+            saved = _Saved(
+                tenant,
+                attachment.pages,
+                attachment.reclaimed,
+                attachment.draining,
+                attachment.draining_target,
+                tenant.kv.pool.save(),
+                self.moved.get(tenant.name),
+            )
+            self._open[tenant.number] = saved
+            tenant.kv.pool.silence()
+        return saved
+
+    def undo(self) -> None:
+        """Every tenant that is saved and not decided is as it was. Nothing if there is none. Raises ArenaBroken."""
+        while self._open:
+            number = next(reversed(self._open))
+            saved = self._open[number]
+            if not saved.decided:
+                self._restore(saved)
+            else:
+                self._untold.append(saved.tenant.kv.pool)
+            del self._open[number]
+        while self._withdrawn:
+            tenant = self._withdrawn[-1]
+            if tenant._attachment.draining_target is None:
+                self.cancel_draining(tenant)
+            self._withdrawn.pop()
+        self.tell()
+
+    def _restore(self, saved: _Saved) -> None:
+        tenant = saved.tenant
+        if saved.applying:
+            if self._executor.undecided:
+                self._executor.rollback()
+            tenant._unsettled = self._unsettled = None
+        attachment = tenant._attachment
+        attachment.pages, attachment.reclaimed = saved.pages, saved.reclaimed
+        attachment.draining, attachment.draining_target = saved.draining, saved.draining_target
+        if saved.moved is None:
+            self.moved.pop(tenant.name, None)
+        else:
+            self.moved[tenant.name] = saved.moved
+        tenant.kv.pool.restore(saved.pool)
+
+    def _decide(self, saved: _Saved) -> None:
+        """The change of this tenant has happened."""
+        if saved.moves:
+            before = {} if saved.moved is None else saved.moved
+            self.moved[saved.tenant.name] = then(before, dict(saved.moves))
+        saved.decided = True
+        self._untold.append(saved.tenant.kv.pool)
+        del self._open[saved.tenant.number]
+
+    def tell(self) -> None:
+        """Tell the listeners of all pools what has changed, unless a change is under way. Raises the first error of a listener."""
+        if self._open:
+            return
+        for pool in tuple(self._untold):
+            try:
+                pool.tell()
+            finally:
+                if not pool.has_news and pool in self._untold:  # else it is told already, further up: this is a listener's call
+                    self._untold.remove(pool)
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
     @annotated("remap.apply")
-    def apply(self, tenant: Tenant, plan: Plan) -> None:
-        """Apply and publish. On an error nothing has changed (or the arena is broken, ArenaBroken)."""
-        # Finishing what an earlier plan deferred is an epoch of its own, and nothing that this plan was made from.
+    def apply(self, tenant: Tenant, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
+        """Apply, publish and tell. On an error nothing has changed (or the arena is broken, ArenaBroken), and whatever was saved
+        before for this change is undone.
+
+        reclaimed: pages that the plan gives back to the tenant, to wait for their layers.
+        """
+        try:
+            self._apply(tenant, plan, reclaimed)
+        except BaseException:
+            self.undo()
+            raise
+        self.tell()
+
+    def _apply(self, tenant: Tenant, plan: Plan, reclaimed: frozenset[int]) -> None:
+        # Settling an earlier plan advances the epoch; this plan is still valid.
         current = plan.epoch == self._arena.epoch
         if self._unsettled is not None:
             self.settle(self._unsettled)
-        if self._executor.failed_points:
-            self._executor.retry_failed()
-        pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
+        self.retry_failed(tenant)
+        self._await_copies(tenant, plan)
+        attachment, pages = tenant._attachment, tenant._attachment.pages
         stream = tenant._compute.current()
-        entering = set(plan.streamed) - set(pages.streamed)
-        ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
-        if (
-            # In slices the ring grows in front of what is there, and a layer that streams may still load what came home.
-            (plan.ring_moves or prefetcher.loading() if pages.tail_pages else pages.ring and plan.ring != pages.ring)
-            or ring_moves
-            or not all(prefetcher.ready(layer) for layer in entering)
-        ):
-            # Copies in flight write into pages that are about to belong to somebody else. Never the case while growing. The
-            # worker first: when it is done with a region it starts the copy that waits for that.
-            self.await_worker()
-            if self._executor.failed_points:
-                self._executor.retry_failed()
-            if stream and not ring_moves:
-                # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on
-                # the copy stream itself.
-                self._streams.order(stream, prefetcher.copy_stream)
-            else:
-                prefetcher.drain()
         core = _core.Plan(self._arena.epoch if current else plan.epoch)
         freed = False
         for step in plan.steps:
@@ -86,18 +182,49 @@ class Changes:
         # somebody else's zeroes have to come. Growing in aliased mode makes no call of the backend before the blocks are
         # usable, unless pages have to be zeroed.
         after = tenant._compute.mark() if stream and (freed or not self._deferring) else 0
+        saved = self.save(tenant)
+        saved.applying = True
         self._executor.apply(core, after, stream)
-        tenant._all_ready = False
-        tenant._attachment.pages = replace(
+        attachment.pages = replace(
             pages, streamed=plan.streamed, ring=plan.ring, lent=plan.lent, tail_pages=plan.tail_pages
         )
-        if tenant._attachment.reclaimed:
-            tenant._attachment.reclaimed = tenant._attachment.reclaimed.difference(plan.lost)
-        tenant._unsettled = (plan, plan.ring != pages.ring, self._arena.epoch)
-        tenant._predicted_stall_s = plan.predicted_stall_s
-        self._unsettled = tenant
+        if attachment.reclaimed or reclaimed:
+            attachment.reclaimed = attachment.reclaimed.difference(plan.lost) | reclaimed
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
+        tenant._all_ready = False
+        tenant._predicted_stall_s = plan.predicted_stall_s
+        tenant._unsettled = (plan, plan.ring != pages.ring)
+        self._unsettled = tenant
+        self._decide(saved)
+
+    def _await_copies(self, tenant: Tenant, plan: Plan) -> None:
+        """Copies in flight write into pages that are about to belong to somebody else. Never the case while growing."""
+        pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
+        stream = tenant._compute.current()
+        entering = set(plan.streamed) - set(pages.streamed)
+        ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
+        if not (
+            # In slices the ring grows in front of what is there, and a layer that streams may still load what came home.
+            (plan.ring_moves or prefetcher.loading() if pages.tail_pages else pages.ring and plan.ring != pages.ring)
+            or ring_moves
+            or not all(prefetcher.ready(layer) for layer in entering)
+        ):
+            return
+        # The worker first: when it is done with a region it starts the copy that waits for that.
+        self.await_worker()
+        self.retry_failed(tenant)
+        if stream and not ring_moves:
+            # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on
+            # the copy stream itself.
+            self._streams.order(stream, prefetcher.copy_stream)
+        else:
+            prefetcher.drain()
+
+    def retry_failed(self, tenant: Tenant) -> None:
+        """Try the tenant's failed re-pointings again, if there are any. Raises the backend's error."""
+        if self._executor.failed_points(tenant.number):
+            self._executor.retry_failed(tenant.number)
 
     def await_worker(self) -> None:
         """Block until the re-pointing worker has done all that was committed."""
@@ -119,8 +246,8 @@ class Changes:
         """Tell the prefetcher what is streamed and start the re-pointing worker. Retryable: raises and stays unsettled."""
         if tenant._unsettled is None:
             return
-        plan, fresh, epoch = tenant._unsettled
-        if self._arena.epoch == epoch:  # else it is committed already, and an interrupt came before that was noted
+        plan, fresh = tenant._unsettled
+        if self._unsettled is tenant and self._executor.undecided:
             self._commit(tenant, plan, fresh)
         if self._simulator is not None:
             # In virtual time the worker is on its own clock, so letting it finish here takes none of the host's. And as no two
@@ -129,9 +256,10 @@ class Changes:
         if plan.held or plan.reload:
             stats = tenant._prefetcher.stats()
             tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
-        tenant._unsettled = None
         tenant._unwatched = 0
-        self._unsettled = None
+        tenant._unsettled = None
+        if self._unsettled is tenant:
+            self._unsettled = None
 
     def _commit(self, tenant: Tenant, plan: Plan, fresh: bool) -> None:
         attachment = tenant._attachment
@@ -157,9 +285,9 @@ class Changes:
         )
         self._executor.commit(prefetcher, after)
 
-    def apply_and_settle(self, tenant: Tenant, plan: Plan) -> None:
+    def apply_and_settle(self, tenant: Tenant, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
         """The blocks are usable in between. An error of settling is kept for `tenant.forward()`, which tries it again."""
-        self.apply(tenant, plan)
+        self.apply(tenant, plan, reclaimed)
         try:
             self.settle(tenant)
         except Error:
@@ -242,26 +370,17 @@ class Changes:
                 self.apply_and_settle(tenant, way)
             plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
             slots = list(tenant.slots_of(self._pooled(tenant, plan)))
-        moves = self.exchange(tenant, plan, slots, drain=drain)
-        if moves is None:
-            tenant._attachment.draining = tuple(slots)
-            tenant._attachment.draining_target = (layers, buffers)
-            return {}
-        return moves
+        return self.exchange(tenant, plan, slots, drain_to=(layers, buffers) if drain else None) or {}
 
     def exchange(
-        self, tenant: Tenant, plan: Plan, slots: Sequence[int], *, drain: bool = False
+        self, tenant: Tenant, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int] | None = None
     ) -> dict[int, int] | None:
-        """Empty these slots of the KV region, apply and settle. The moves made; None, and nothing changed but that the blocks
-        are withdrawn, if live ones stay and `drain` is set (otherwise OutOfBlocks)."""
-        moves = self.vacate(tenant, slots, drain)
+        """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}; None, and nothing changed but
+        that the blocks are withdrawn, if live ones stay and `drain_to` is given (see `vacate`)."""
+        moves = self.vacate(tenant, slots, drain_to)
         if moves is None:
             return None
-        try:
-            self.apply(tenant, plan)
-        except Error:
-            self.undo_vacate(tenant, slots, moves)
-            raise
+        self.apply(tenant, plan)
         try:
             self.settle(tenant)
         except Error:
@@ -321,37 +440,61 @@ class Changes:
 
     # -- shrinking -------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def undo_vacate(tenant: Tenant, slots: Sequence[int], moves: Sequence[tuple[int, int]]) -> None:
-        """As it was before `vacate`, while the pages are still the tenant's KV for the arena."""
-        # The old blocks' bytes are untouched: taking the ids back is enough.
-        tenant.kv.pool.give(slots)
-        if moves:
-            tenant.kv.pool.commit_moves([(new, old) for old, new in moves])
+    def withdraw_from_engine(self, tenant: Tenant, slots: Sequence[int]) -> None:
+        """Ask an engine with its own allocator for its blocks in these slots of the KV region: by the time this returns it has
+        returned those that it does not use. Not while another tenant's change is open, since the engine is told at once."""
+        attachment = tenant._attachment
+        if tuple(slots) == attachment.draining:
+            return
+        self.cancel_draining(tenant)
+        self._withdrawn.append(tenant)
+        saved = self.save(tenant)
+        tenant.kv.pool.withdraw(slots)
+        attachment.draining, attachment.draining_target = tuple(slots), None
+        self._decide(saved)
+        self.tell()
 
-    def vacate(self, tenant: Tenant, slots: Sequence[int], drain: bool) -> list[tuple[int, int]] | None:
-        """Empty and take these slots of the KV region. The moves made, or None if live blocks stay and `drain` is set."""
-        pool = tenant.kv.pool
-        if tuple(slots) != tenant._attachment.draining:
-            self.cancel_draining(tenant)
+    def vacate(
+        self, tenant: Tenant, slots: Sequence[int], drain_to: tuple[int, int] | None = None
+    ) -> list[tuple[int, int]] | None:
+        """Empty and take these slots of the KV region: the first part of a change, which `apply` completes and `undo` takes back.
+
+        Returns the moves made. drain_to: the (layers, buffers) of a change that may wait: then, where live blocks stay, the
+        slots stay withdrawn for `continue_draining`, and None is returned. Otherwise OutOfBlocks; nothing has changed then.
+        """
+        try:
+            return self._vacate(tenant, slots, drain_to)
+        except BaseException:
+            self.undo()
+            raise
+
+    def _vacate(
+        self, tenant: Tenant, slots: Sequence[int], drain_to: tuple[int, int] | None
+    ) -> list[tuple[int, int]] | None:
+        pool, attachment = tenant.kv.pool, tenant._attachment
+        if pool.external:
+            self.withdraw_from_engine(tenant, slots)
+        saved = self.save(tenant)
+        if tuple(slots) != attachment.draining:
+            if attachment.draining:
+                pool.unwithdraw(attachment.draining)
             pool.withdraw(slots)
-        tenant._attachment.draining = ()
+        attachment.draining, attachment.draining_target = (), None
         pending = pool.pending(slots)
         moves = pool.plan_moves(slots)
         if len(moves) < len(pending):
-            if drain:
-                return None
-            room = len(moves)
-            pool.unwithdraw(slots)
-            raise self._no_room(tenant, slots, room)
-        try:
-            tenant.kv.move(moves)
-        except Error:
-            pool.unwithdraw(slots)
-            raise
+            if drain_to is None:
+                raise self._no_room(tenant, slots, len(moves))
+            attachment.draining, attachment.draining_target = tuple(slots), drain_to
+            self._decide(saved)
+            self.tell()
+            return None
+        tenant.kv.move(moves)
         if moves:  # an engine with its own allocator moves its blocks itself
             pool.commit_moves(moves)
         pool.take(slots)
+        # The old blocks' bytes are untouched until the plan is settled: to undo this, taking the old ids back is enough.
+        saved.moves = moves
         return moves
 
     def _room(self, tenant: Tenant, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
@@ -373,16 +516,24 @@ class Changes:
     def continue_draining(self, tenant: Tenant, selection: str = "nested") -> dict[int, int]:
         """Finish a shrink whose blocks were still live when it was decided, if they are gone now: chosen by `selection`."""
         target = tenant._attachment.draining_target
-        if target is None or tenant.kv.pool.pending(tenant._attachment.draining):
+        if target is None:  # of a change that did not come to its end
+            self.cancel_draining(tenant)
+            return {}
+        if tenant.kv.pool.pending(tenant._attachment.draining):
             return {}
         return self.restream(tenant, target[0], target[1], selection, drain=True)
 
     def cancel_draining(self, tenant: Tenant) -> None:
         """The blocks are needed after all."""
-        slots, tenant._attachment.draining = tenant._attachment.draining, ()
-        tenant._attachment.draining_target = None
-        if slots:
-            tenant.kv.pool.unwithdraw(slots)
+        attachment = tenant._attachment
+        if not attachment.draining:
+            attachment.draining_target = None
+            return
+        saved = self.save(tenant)
+        tenant.kv.pool.unwithdraw(attachment.draining)
+        attachment.draining, attachment.draining_target = (), None
+        self._decide(saved)
+        self.tell()
 
     def move_bytes(self, compute: ComputeStream, ranges: Sequence[tuple[int, int, int]]) -> None:
         """Copy (to, from, bytes) each: behind all that the tenant has enqueued, or, if the host computes, at once."""
@@ -395,6 +546,17 @@ class Changes:
             self._streams.backend.copy(stream, target, source, nbytes)
 
     # -- the end ---------------------------------------------------------------------------------------------------
+
+    def forget(self, tenant: Tenant) -> None:
+        """Of a tenant that goes away: a plan that was decided becomes final, and nothing of it is settled or tried again."""
+        if tenant._unsettled is not None:
+            if self._unsettled is tenant and self._executor.undecided:
+                self._executor.commit(None)
+            tenant._unsettled = None
+            if self._unsettled is tenant:
+                self._unsettled = None
+        self.await_worker()
+        self._executor.forget(tenant.number)
 
     def abandon(self, tenant: Tenant) -> None:
         """Stop all that is in flight for a tenant that goes away. Its pages may be released afterwards.
@@ -409,14 +571,9 @@ class Changes:
         # Noted while it is still known: these layers' bytes are not, or not all, at their addresses.
         tenant._absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
         tenant._absent.update(pages.streamed)
-        if self._unsettled is tenant:
-            if tenant._unsettled is not None:
-                tenant._absent.update(tenant._unsettled[0].reload, tenant._unsettled[0].held)
-                if self._arena.epoch == tenant._unsettled[2]:  # see settle()
-                    self._executor.commit(None)
-            self._unsettled = tenant._unsettled = None
-        self.await_worker()
-        self._executor.forget(tenant.number)
+        if tenant._unsettled is not None:
+            tenant._absent.update(tenant._unsettled[0].reload, tenant._unsettled[0].held)
+        self.forget(tenant)
         if prefetcher.in_pass:
             prefetcher.end_pass()
         try:

@@ -133,13 +133,13 @@ def _homewards(session: Session, tenant: Tenant) -> str:
 
 def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
     """One of the layers that others have comes home, if everybody who has its pages can spare them and it is paid for."""
-    if lender._in_pass or lender._leaving or lender.remapped == 0:
+    if lender._busy or lender.remapped == 0:
         return
     lending, controllers = session._lending, session._controllers
     view = session._view_of(lender, session._demands.get(lender.name))
     fewer = controllers[lender.name].fewer(view)
     lost = {session._tenants[name]: blocks for name, blocks in _claim(session, lender, fewer).items()}
-    if any(holder._in_pass or holder._leaving for holder in lost):
+    if any(holder._busy for holder in lost):
         return
     holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())
     decision = controllers[lender.name].may_return(view, holds)

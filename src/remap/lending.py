@@ -136,19 +136,13 @@ class Lending:
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0
-        pool = donor.kv.pool
-        pool.withdraw(slots)
-        if pool.pending(slots):  # an engine with its own allocator holds some of them still
-            pool.unwithdraw(slots)
-            return 0
-        pool.take(slots)
         giving, index = donor._attachment.giving, donor.kv.geometry.giving_index
         pages = sorted(giving[index(slot)] for slot in slots)
+        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, pages, give=False)
         try:
-            self._free(donor, pages)
-        except Error:
-            pool.give(slots)
-            raise
+            self._changes.exchange(donor, plan, slots)
+        except OutOfBlocks:  # an engine with its own allocator holds some of them still
+            return 0
         return len(pages)
 
     def idle_slots(self, donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> list[int]:
@@ -322,39 +316,35 @@ class Lending:
         self, donor: Tenant, lent: frozenset[int], extra: Mapping[Tenant, Sequence[int]], result: Returned
     ) -> None:
         changes = self._changes
-        vacated: list[tuple[Tenant, list[int], list[int], list[tuple[int, int]]]] = []
         held = self.holders(donor, lent)
         for tenant, free in extra.items():
             plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free, give=True)
             changes.apply_and_settle(tenant, plan)
+        slots = {}
         for name, pages in held.items():
             tenant = self._tenants[name]
-            slots = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
+            slots[name] = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
+            if tenant.kv.pool.external:  # before any change is open: the engine is told
+                changes.withdraw_from_engine(tenant, slots[name])
+        moves = {}
+        for name in held:
             try:
-                moves = changes.vacate(tenant, slots, False) or []
-            except Error as error:
-                for other, _, taken, made in reversed(vacated):
-                    changes.undo_vacate(other, taken, made)
-                if isinstance(error, OutOfBlocks):
-                    raise _out_of_room({name: tenant.kv.pool.pending(slots)}, 0) from error
-                raise
-            vacated.append((tenant, pages, slots, moves))
-        while vacated:
-            tenant, pages, slots, moves = vacated[0]
+                moves[name] = changes.vacate(self._tenants[name], slots[name])
+            except OutOfBlocks as error:
+                raise _out_of_room({name: self._tenants[name].kv.pool.pending(slots[name])}, 0) from error
+        for name, pages in held.items():
+            tenant = self._tenants[name]
             try:
                 self._free(tenant, pages)
             except ArenaBroken:
                 raise
             except Error as error:
-                for other, _, taken, made in reversed(vacated):
-                    changes.undo_vacate(other, taken, made)
                 if not result.moved:
                     raise
                 result.problem = str(error)
                 return
-            vacated.pop(0)
-            if moves:
-                result.moved[tenant.name] = dict(moves)
+            if moves[name]:
+                result.moved[name] = dict(moves[name])
         if not lent:
             return
         try:
@@ -375,9 +365,7 @@ class Lending:
         """Free pages of the donor's own become its KV for the arena, which zeroes them; the pool never hears of them."""
         attachment = donor._attachment
         plan = plan_free_pages(attachment.pages, self._arena.epoch, sorted(lent), give=True)
-        plan = replace(plan, gained=())
-        self._changes.apply_and_settle(donor, plan)
-        attachment.reclaimed = attachment.reclaimed | lent
+        self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 
 
 def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:

@@ -35,7 +35,7 @@ def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]
     others = [
         tenant
         for name, tenant in session._tenants.items()
-        if tenant is not receiver and session._configs[name].lends and not (tenant._in_pass or tenant._leaving)
+        if tenant is not receiver and session._configs[name].lends and not tenant._busy
     ]
     now = session.clock()
     idle = _ranked(session, [tenant for tenant in others if not tenant.active and not paused(tenant)], now)

@@ -7,8 +7,15 @@
 Blocks are usable when apply() returns: in aliased mode that is bookkeeping, without any backend call. Settling comes after
 that. If settling fails nothing is lost: `tenant.forward()` tries it again, and raises instead of beginning a pass.
 
-Threads: attach, step, remap, snapshot and close may be called from any thread, one at a time (one lock); passes belong to
-the engine's thread. The re-pointing worker and the copy stream belong to the core and never call Python.
+Threads: every method may be called from any thread. Those that change something run one at a time; meanwhile no pass begins and
+no block is handed out of the tenants concerned (locking.py). A tenant's passes belong to one thread at a time, its engine's, and
+each tenant may have an engine on a thread of its own: while it is inside a pass, other threads' calls leave it alone, or refuse
+(InvalidState) where it is named. Live blocks of one tenant may move in another's step: whoever calls step() has to hand the
+report's `moved` to that tenant's engine before its next pass. The re-pointing worker and the copy stream belong to the core and
+never call Python.
+
+Interrupts: a call that an exception ends, KeyboardInterrupt included, has happened or has not; blocks that had moved by then are
+in the next report. Calls that consist of several changes may have stopped between two.
 
 On a GPU step() does not wait for the device: what it moves is ordered behind the tenant's compute stream (ordering.py;
 changes.py names the exceptions). attach, detach and close do wait, for this session's streams and the tenant's.
@@ -16,7 +23,7 @@ changes.py names the exceptions). attach, detach and close do wait, for this ses
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -33,16 +40,16 @@ from .errors import ArenaBroken, InvalidArgument, InvalidState
 from .host_memory import HostMemories
 from .kv_geometry import KVSpec
 from .lending import Lending
-from .locking import SessionLock
+from .locking import SessionLock, exclusive
 from .nvtx import annotated
-from .observe import Log, check_books, make_report, take_snapshot, then
+from .observe import Log, check_books, make_report, take_snapshot
 from .ordering import Streams
 from .policy import view_of
 from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
 from .stepping import step
-from .tenancy import admit
+from .tenancy import Arrival, admit, undo_arrival
 from .tenant import Tenant
 from .views import TenantView
 
@@ -123,15 +130,17 @@ class Session:
         self._cursor = 0  # round robin: the donor after the last one comes first
         self._demands: Mapping[str, Demand] = {}  # of the last step
         self._claims: dict[int, tuple[tuple[object, ...], dict[str, int]]] = {}  # see decisions.consider_return
-        self._untold: dict[str, dict[int, int]] = {}  # moves of a step that raised afterwards: the next report has them
         self._log = Log()
         self._registered = Registered(self._arena, self._tenants)
-        self._next_tenant = 0
-        self._lock = SessionLock(_core.fork_generation)
+        self._next_tenant = 0  # a number is never used twice, so that nobody's bytes pass for another's
+        self._arriving: Arrival | None = None  # a tenant that is being attached
+        self._departed: list[Tenant] = []  # of tenants that have gone: what they still hold
+        self._lock = SessionLock(_core.fork_generation, self._undo, self._release_claims)
         self.closed = False
 
     # -- tenants ---------------------------------------------------------------------------------------------------
 
+    @exclusive
     def attach(
         self,
         model: Any,
@@ -165,24 +174,24 @@ class Session:
         (unknown layer path, wrong device, name in use, KVSpec that does not fit), OutOfMemory (field minimum_bytes),
         LimitExceeded (page-locked memory); nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            self._check_name(name)
-            with self._host.taken() as host:
-                source = model_source(
-                    model,
-                    layers,
-                    device=self._device,
-                    memory=self._memory,
-                    host=host,
-                    mutable=mutable,
-                    weights=weights,
-                    names=names,
-                    extra=extra_layers,
-                    embedding=embedding,
-                )
-                return admit(self, source, name, priority, kv, controller or self._config, host, active)
+        self._check_open()
+        self._check_name(name)
+        with self._host.taken() as host:
+            source = model_source(
+                model,
+                layers,
+                device=self._device,
+                memory=self._memory,
+                host=host,
+                mutable=mutable,
+                weights=weights,
+                names=names,
+                extra=extra_layers,
+                embedding=embedding,
+            )
+            return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
+    @exclusive
     def attach_bytes(
         self,
         layers: Sequence[Any],
@@ -198,13 +207,13 @@ class Session:
         On cuda a writable buffer that starts at an OS page is page-locked in place; of any other a page-locked copy is made.
         `session.layer_address(name, i)` says where layer i lives.
         """
-        with self._lock:
-            self._check_open()
-            self._check_name(name)
-            with self._host.taken() as host:
-                source = raw_source(layers, host)
-                return admit(self, source, name, priority, kv, controller or self._config, host, active)
+        self._check_open()
+        self._check_name(name)
+        with self._host.taken() as host:
+            source = raw_source(layers, host)
+            return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
+    @exclusive
     def detach(self, name: str, *, device: Any = None) -> None:
         """Take a tenant out: its model goes back onto ordinary memory, its pages become free. Waits for its last pass.
 
@@ -213,22 +222,22 @@ class Session:
         of the tenant's is declared as registered, and OutOfMemory (fields requested, device) without room for the model; it
         can be called again then, and until it has succeeded the tenant serves no pass.
         """
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass(leaving=True)
-            self._registered.refuse_detach(tenant)
-            self._changes.abandon(tenant)
-            tenant._restore_model(device)
-            tenant._retire()
-            self._arena.remove_tenant(tenant.number)
-            del self._tenants[name], self._controllers[name], self._configs[name]
-            tenant._release()
-            self._activity.forget(name)
-            self._claims.pop(tenant.number, None)
-            self._untold.pop(name, None)
-            self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
-            self._host.give_back(tenant._attachment.host)
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass(leaving=True)
+        self._registered.refuse_detach(tenant)
+        self._changes.abandon(tenant)
+        tenant._restore_model(device)
+        tenant._retire()
+        self._arena.remove_tenant(tenant.number)
+        self._activity.forget(name)
+        self._claims.pop(tenant.number, None)
+        self._changes.moved.pop(name, None)
+        self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
+        self._departed.append(tenant)
+        del self._tenants[name]  # from here it has gone
+        self._release_departed()
 
     def layer_address(self, name: str, layer: int) -> int:
         """Where a layer lives. It never changes."""
@@ -243,34 +252,47 @@ class Session:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     @annotated("remap.step")
+    @exclusive
     def step(self, demand: Mapping[str, Demand] | None = None) -> StepReport:
         """Once per scheduler iteration, between passes: decide and apply.
 
         demand: for each tenant, the blocks that its engine wants to be able to allocate now. Raises InvalidArgument for an
         unknown tenant and InvalidState inside a pass, before anything changes.
         """
-        with self._lock:
-            self._check_open()
-            demand = demand or {}
-            for name in demand:
-                if name not in self._tenants:
-                    self._tenant(name)
-            for name in demand:
-                tenant = self._tenants[name]
-                if tenant._in_pass or tenant._leaving or not tenant.active:
-                    tenant.refuse_pass(asleep=True)
-            entries = step(self, demand)
-            return self._report(entries) if entries or self._untold else _UNCHANGED
+        self._check_open()
+        self._claim()
+        demand = demand or {}
+        for name in demand:
+            if name not in self._tenants:
+                self._tenant(name)
+        for name in demand:
+            tenant = self._tenants[name]
+            if tenant._busy or not tenant.active:
+                tenant.refuse_pass(asleep=True)
+        entries = step(self, demand)
+        return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
     def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
-        untold, self._untold = self._untold, {}
         self._log.add(self._arena.epoch, entries)
         resized = False
         for name in entries:
             tenant = self._tenants[name]
             resized = resized or tenant.alpha != tenant._told_alpha
             tenant._told_alpha = tenant.alpha
-        return make_report(self._arena.epoch, self._tenants, entries, untold, resized)
+        return self._with_moved(
+            lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized)
+        )
+
+    def _with_moved(self, report: Callable[[dict[str, dict[int, int]]], Any]) -> Any:
+        """report(moved), which tells of all moves that no report has told of. If it raises they are told by the next one."""
+        moved = self._changes.moved
+        try:
+            made = report(moved)
+            self._changes.moved = {}
+            return made
+        except BaseException:
+            self._changes.moved = moved
+            raise
 
     def _view_of(self, tenant: Tenant, wanted: Demand | None) -> TenantView:
         return view_of(self, tenant, wanted or _NO_DEMAND)
@@ -278,6 +300,7 @@ class Session:
     # -- whose turn it is ------------------------------------------------------------------------------------------
 
     @annotated("remap.activate")
+    @exclusive
     def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> ActivationReport:
         """The tenant serves passes from now on: what it has lent comes home first (see activation.py). Between passes.
 
@@ -292,53 +315,58 @@ class Session:
         """
         if not isinstance(partial, bool) and not is_amount(partial):
             raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass()
-            others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
-            for other in others:
-                other.refuse_pass()
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass()
+        others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
+        for other in others:
+            other.refuse_pass()
+        before = {each: each.active for each in (tenant, *others)}
+        try:
             for other in others:
                 deactivate(self, other)
             report = activate(self, tenant, partial)
-            if self._untold:  # of a step that raised before
-                untold, self._untold = self._untold, {}
-                names = {*untold, *report.moved}
-                together = {other: then(untold.get(other, {}), report.moved.get(other, {})) for other in names}
-                report = replace(report, moved=together)
             entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
             self._log.add(self._arena.epoch, {name: entry})
-            return report
+            made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
+            return made
+        except BaseException:
+            for each, active in before.items():
+                each.active = active
+            raise
 
+    @exclusive
     def deactivate(self, name: str) -> None:
         """The tenant serves no pass until it is activated again. Its live blocks stay; its unused KV and its layers may be lent.
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass()
-            deactivate(self, tenant)
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass()
+        deactivate(self, tenant)
 
+    @exclusive
     def lend(self, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
         """By hand: `layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
 
         to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what it
         streams. Errors as for `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
         """
-        with self._lock:
-            self._check_open()
-            tenant, receiver = self._tenant(name), None if to is None else self._tenant(to)
-            for each in (tenant, receiver):
-                if each is not None:
-                    each.refuse_pass()
-            check_by_hand(tenant, layers, buffers, "nested")
-            if receiver is tenant:
-                raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
-            return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
+        self._check_open()
+        self._claim()
+        tenant, receiver = self._tenant(name), None if to is None else self._tenant(to)
+        for each in (tenant, receiver):
+            if each is not None:
+                each.refuse_pass()
+        check_by_hand(tenant, layers, buffers, "nested")
+        if receiver is tenant:
+            raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
+        return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
 
+    @exclusive
     def remap(
         self, name: str, layers: float, buffers: int = 1, selection: str = "uniform", *, drain: bool = False
     ) -> StepReport:
@@ -352,15 +380,16 @@ class Session:
         InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, OutOfBlocks if
         live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass()
-            check_by_hand(tenant, layers, buffers, selection)
-            return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass()
+        check_by_hand(tenant, layers, buffers, selection)
+        return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
 
     # -- ranges that others have registered ------------------------------------------------------------------------
 
+    @exclusive
     def declare_registered(self, address: int, nbytes: int) -> None:
         """Say that [address, address + nbytes) was registered with somebody who keeps the pages that he found behind it: NCCL,
         a network card. What the regions there show never changes from now on: layers that intersect are pinned.
@@ -368,44 +397,58 @@ class Session:
         Raises InvalidState (fields tenant, layer) if such a layer is streamed now, or is still to be re-pointed (`settle`,
         then register, then declare), InvalidArgument if no region lies there; nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            self._registered.declare(address, nbytes)
+        self._check_open()
+        self._claim()
+        self._registered.declare(address, nbytes)
 
+    @exclusive
     def withdraw_registered(self, address: int, nbytes: int) -> None:
         """Take one declaration back: the range was deregistered. Its layers may be streamed again.
 
         Raises InvalidArgument if this very range was not declared; nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            self._registered.withdraw(address, nbytes)
+        self._check_open()
+        self._claim()
+        self._registered.withdraw(address, nbytes)
 
     # -- settling (see the module's docstring) ---------------------------------------------------------------------
 
     @property
     def unsettled(self) -> bool:
         """Whether a deferred re-pointing failed and waits to be tried again."""
-        return bool(self._executor.failed_points)
+        return bool(self._executor.failed_points())
 
+    @exclusive
     def settle(self, tenant: Tenant | None = None) -> None:
         """Finish what the last change deferred, now, and wait for it. Raises the backend's error if that fails again."""
-        with self._lock:
-            for each in [tenant] if tenant is not None else list(self._tenants.values()):
-                self._changes.settle(each)
-            if self._executor.failed_points:
-                self._executor.retry_failed()
-            if tenant is None:
-                self._changes.await_worker()
+        self._claim()
+        for each in [tenant] if tenant is not None else list(self._tenants.values()):
+            self._changes.settle(each)
+            self._changes.retry_failed(each)
+        if tenant is None:
+            self._changes.await_worker()
+
+    @exclusive
+    def _begin_behind_changes(self, tenant: Tenant, stream: Any, mark: object) -> None:
+        """`Tenant.forward` once more, behind the change that was in progress, and with what the last one has left to be finished."""
+        self._changes.settle(tenant)
+        self._changes.retry_failed(tenant)
+        if not tenant._try_begin(stream, mark):
+            raise InvalidState(
+                f"tenant {tenant.name!r}: a listener cannot begin a pass while the change that it is told of is in progress; no pass "
+                "was begun; begin it afterwards",
+                tenant=tenant.name,
+            )
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
+    @exclusive
     def snapshot(self) -> Snapshot:
         """Everything that can be seen, as frozen values of this moment. Changes nothing."""
-        with self._lock:
-            self._check_open(broken_too=True)
-            return take_snapshot(self)
+        self._check_open(broken_too=True)
+        return take_snapshot(self)
 
+    @exclusive
     def check(self) -> None:
         """Verify all invariants of the arena and of every block pool (tests, debugging). Raises on a violation."""
         check_books(self._arena, self._tenants)
@@ -418,22 +461,24 @@ class Session:
         Waits for the last passes. device and OutOfMemory: as for `detach`. Idempotent; after an error it can be called again.
         Allowed when the arena is broken, and with ranges declared as registered: their owner has let go of them.
         """
-        if self.closed:
-            return
-        with self._lock:
-            for tenant in self._tenants.values():
-                self._changes.abandon(tenant)
-                tenant._restore_model(device)
-                tenant._retire()
-            self._executor.stop()
-            self._streams.close()
-            for tenant in self._tenants.values():
-                tenant._release()
-            self._tenants.clear()
-            self._controllers.clear()
-            self._host.close()
-            self._arena.close()
-            self.closed = True
+        if not self.closed:
+            self._close(device)
+
+    @exclusive
+    def _close(self, device: Any) -> None:
+        for tenant in self._tenants.values():
+            self._changes.abandon(tenant)
+            tenant._restore_model(device)
+            tenant._retire()
+        self._executor.stop()
+        self._streams.close()
+        for tenant in self._tenants.values():
+            tenant._release()
+        self._host.close()
+        self._arena.close()
+        self.closed = True
+        self._tenants.clear()
+        self._controllers.clear()
 
     def __enter__(self) -> Session:
         return self
@@ -444,6 +489,33 @@ class Session:
         self.close()
 
     # -- helpers ---------------------------------------------------------------------------------------------------
+
+    def _undo(self) -> None:
+        """What a call has begun and not decided never was: see SessionLock.run. Can be called again."""
+        self._changes.undo()
+        if self._arriving is not None:
+            undo_arrival(self)
+        if self._departed:
+            self._release_departed()
+
+    def _release_departed(self) -> None:
+        while self._departed:
+            tenant = self._departed[-1]
+            if self._tenants.get(tenant.name) is not tenant:
+                self._controllers.pop(tenant.name, None)
+                self._configs.pop(tenant.name, None)
+                tenant._release()
+                self._host.give_back(tenant._attachment.host)
+            self._departed.pop()
+
+    def _claim(self) -> None:
+        """All tenants that are not inside a pass are this call's until it is over."""
+        for tenant in self._tenants.values():
+            tenant._turn.claim()
+
+    def _release_claims(self) -> None:
+        for tenant in self._tenants.values():
+            tenant._turn.release()
 
     def _memory(self, address: int, nbytes: int) -> Any:
         """A uint8 tensor over a region, on the session's device; keeps the arena alive."""

@@ -22,6 +22,7 @@ from .attachment import Attachment
 from .cost import CostModel, LayerTimes, Phase, bucket_of
 from .errors import InvalidState
 from .kv_cache import KVCache
+from .locking import Turn
 from .planner import Plan
 from .selection import select
 from .slice_plan import alpha_of
@@ -48,24 +49,31 @@ def _gone(name: str) -> Callable[..., None]:
 class _Pass:
     """The context manager of `Tenant.forward`: made anew for each pass, so that it needs no state between them."""
 
-    __slots__ = ("_phase", "_stream", "_tenant", "_tokens")
+    __slots__ = ("_mark", "_phase", "_stream", "_tenant", "_tokens")
 
     def __init__(self, tenant: Tenant, phase: str, tokens: int, stream: Any) -> None:
         self._tenant = tenant
         self._phase = phase
         self._tokens = tokens
         self._stream = stream
+        self._mark = object()  # the turn's `open_pass` while this pass is open
 
     def __enter__(self) -> Tenant:
-        self._tenant._begin_pass(self._stream)
+        self._tenant._begin_pass(self._stream, self._mark)
         return self._tenant
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._tenant._end_pass(self._phase, self._tokens, completed=kind is None)
 
+    def __del__(self) -> None:
+        # An interrupt can come before the first line of __exit__, or just behind __enter__: then nobody has ended the pass.
+        if self._tenant._turn.open_pass is self._mark:
+            self._tenant._close_pass()  # takes no lock: the garbage collector may run while this thread holds it
+
 
 class Tenant:
-    """Made by `Session.attach`. All methods belong to the engine's thread."""
+    """Made by `Session.attach`. `forward`, `wait` and `done` belong to one thread at a time, the engine's; other threads' calls of
+    the session may run beside them (locking.py)."""
 
     def __init__(
         self,
@@ -77,8 +85,10 @@ class Tenant:
         kv: KVCache,
         prefetcher: Any,
         compute: ComputeStream,
+        turn: Turn,
     ) -> None:
         self._session = session
+        self._turn = turn
         self.number = number
         self.name = name
         self.priority = priority
@@ -90,7 +100,7 @@ class Tenant:
         self._prefetcher = prefetcher
         self._compute = compute
         self._cost = CostModel(attachment.layer_bytes)
-        self._unsettled: tuple[Plan, bool, int] | None = None  # applied, not settled; did the ring change; its epoch
+        self._unsettled: tuple[Plan, bool] | None = None  # decided and not settled; did the ring change
         pages_a_layer = attachment.pages.buffer_pages
         self._told_alpha = 0.0  # as of the last report
         self._blocks_per_page = kv.geometry.page_bytes / kv.spec.block_bytes
@@ -103,7 +113,6 @@ class Tenant:
         self._prepare: Callable[[LayerTimes], None] | None = None  # the session's: what growth will ask of these times
         self._prepared: LayerTimes | None = None
         self._prepared_age = _PREPARE_EVERY
-        self._in_pass = False
         self.active = True
         self._clock = session.clock
         self._last_pass_s = self._clock()  # when the last pass ended
@@ -153,26 +162,59 @@ class Tenant:
         """
         return _Pass(self, phase, tokens, stream)
 
-    def _begin_pass(self, stream: Any) -> None:
-        session = self._session
-        session._lock.refuse_fork()
-        if self._in_pass or self._leaving or self._detached or session.closed or not self.active:
-            why = "a pass is open" if self._in_pass else "it is inactive; call session.activate() first"
-            if session.closed or self._detached:
-                why = "the session is closed" if session.closed else "it was detached"
-            elif self._leaving:
-                why = "taking it out has failed; detach it again, or close the session"
-            raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
-        session._check_open()
-        if self._unsettled is not None or session.unsettled:
-            session.settle(self)
-        self._prefetcher.begin_pass(self._compute.begin(stream))
-        self._in_pass = True
+    @property
+    def _in_pass(self) -> bool:
+        return self._turn.open_pass is not None
+
+    @property
+    def _busy(self) -> bool:
+        """Whether the change in progress must leave this tenant alone: it was inside a pass when that began, or is being detached."""
+        return self._leaving or not self._turn.claimed
+
+    def _begin_pass(self, stream: Any, mark: object) -> None:
+        self._session._lock.refuse_fork()
+        if not self._try_begin(stream, mark):
+            self._session._begin_behind_changes(self, stream, mark)
+
+    def _try_begin(self, stream: Any, mark: object) -> bool:
+        """Begin a pass, unless a change is in progress or has left something to be finished first."""
+        session, turn = self._session, self._turn
+        with turn.lock:
+            if turn.open_pass is not None or self._leaving or self._detached or session.closed or not self.active:
+                why = "a pass is open" if turn.open_pass is not None else "it is inactive; call session.activate() first"
+                if session.closed or self._detached:
+                    why = "the session is closed" if session.closed else "it was detached"
+                elif self._leaving:
+                    why = "taking it out has failed; detach it again, or close the session"
+                raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
+            session._check_open()
+            if turn.claimed or self._unsettled is not None or session._executor.failed_points(self.number):
+                return False
+            turn.open_pass = mark  # before the pass begins: __exit__ or __del__ ends it then, whatever comes between
+            try:
+                self._prefetcher.begin_pass(self._compute.begin(stream))
+            except BaseException:
+                self._close_pass()
+                raise
         nvtx.push("remap.pass")
+        return True
+
+    def _close_pass(self) -> None:
+        """However far it came, no pass is open. Can be called again."""
+        if self._prefetcher is not None and self._prefetcher.in_pass:
+            self._abandoned += 1  # without a shape its time teaches nothing
+            self._prefetcher.end_pass()
+        self._turn.open_pass = None
 
     def _end_pass(self, phase: str, tokens: int, *, completed: bool) -> None:
-        nvtx.pop()
-        self._in_pass = False
+        try:
+            self._finish_pass(phase, tokens, completed)
+        finally:
+            nvtx.pop()
+            # Last of all: until now no change has claimed this tenant, and what was learnt is read by changes.
+            self._close_pass()
+
+    def _finish_pass(self, phase: str, tokens: int, completed: bool) -> None:
         if self._detached:
             if not completed:
                 return  # the caller has an exception already
@@ -246,7 +288,7 @@ class Tenant:
                 f"taking tenant {self.name!r} out has failed; nothing changed; detach it again, or close the session",
                 tenant=self.name,
             )
-        if self._in_pass:
+        if not self._turn.claimed:
             raise InvalidState(
                 f"tenant {self.name!r} is inside a pass; nothing changed; call this between passes",
                 tenant=self.name,
@@ -291,6 +333,7 @@ class Tenant:
 
         While False, a pass may leave out wait and done, so one CUDA graph may hold all of its layers.
         """
+        self._session._lock.refuse_fork()
         if self._all_ready or self._detached:
             return False
         if self.streamed or self._unsettled is not None:
