@@ -113,7 +113,7 @@ class Changes:
     def _restore(self, saved: _Saved) -> None:
         tenant = saved.tenant
         if saved.applying:
-            if self._executor.undecided:
+            if self._executor.undecided():
                 self._executor.rollback()
             tenant._unsettled = self._unsettled = None
         attachment = tenant._attachment
@@ -247,7 +247,7 @@ class Changes:
         if tenant._unsettled is None:
             return
         plan, fresh = tenant._unsettled
-        if self._unsettled is tenant and self._executor.undecided:
+        if self._unsettled is tenant and self._executor.undecided():
             self._commit(tenant, plan, fresh)
         if self._simulator is not None:
             # In virtual time the worker is on its own clock, so letting it finish here takes none of the host's. And as no two
@@ -550,7 +550,7 @@ class Changes:
     def forget(self, tenant: Tenant) -> None:
         """Of a tenant that goes away: a plan that was decided becomes final, and nothing of it is settled or tried again."""
         if tenant._unsettled is not None:
-            if self._unsettled is tenant and self._executor.undecided:
+            if self._unsettled is tenant and self._executor.undecided():
                 self._executor.commit(None)
             tenant._unsettled = None
             if self._unsettled is tenant:

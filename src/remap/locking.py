@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
-from .errors import ForkedProcess
+from .errors import ForkedProcess, InvalidState
 
 __all__ = ["SessionLock", "Turn", "exclusive"]
 
@@ -34,14 +35,22 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class SessionLock:
     """The session's lock. A forked child is refused before it waits: the lock's holder may not exist there."""
 
-    def __init__(self, fork_generation: Callable[[], int], undo: Callable[[], None], over: Callable[[], None]) -> None:
-        """fork_generation(): another number in every forked child (the core's). undo(): takes back what a call has begun and
-        not decided; nothing if there is nothing. over(): the call has ended, its claims with it. Both can be called again."""
+    def __init__(
+        self,
+        fork_generation: Callable[[], int],
+        session: Any,
+        undo: Callable[[Any], None],
+        over: Callable[[Any], None],
+    ) -> None:
+        """fork_generation(): another number in every forked child (the core's). undo(session): takes back what a call has begun
+        and not decided; nothing if there is nothing. over(session): the call has ended, its claims with it. Both can be called
+        again. The session is not kept alive by its own lock."""
         self._lock = threading.RLock()
         # Python has no public name for this. threading.Condition relies on it in the same way.
         self._is_held: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._fork_generation = fork_generation
         self._generation = fork_generation()
+        self._session = weakref.ref(session)
         self._undo = undo
         self._over = over
 
@@ -59,15 +68,18 @@ class SessionLock:
         if self._is_held():
             return call(*args, **kwargs)
         with self._lock:
-            self._undo()
-            self._over()
+            session = self._session()
+            if session is None:
+                raise InvalidState("the session was not closed, and is gone; nothing changed; open a new one")
+            self._undo(session)
+            self._over(session)
             try:
                 return call(*args, **kwargs)
             except BaseException:
-                self._undo()
+                self._undo(session)
                 raise
             finally:
-                self._over()
+                self._over(session)
 
 
 def exclusive(method: Method) -> Method:

@@ -135,7 +135,7 @@ class Session:
         self._next_tenant = 0  # a number is never used twice, so that nobody's bytes pass for another's
         self._arriving: Arrival | None = None  # a tenant that is being attached
         self._departed: list[Tenant] = []  # of tenants that have gone: what they still hold
-        self._lock = SessionLock(_core.fork_generation, self._undo, self._release_claims)
+        self._lock = SessionLock(_core.fork_generation, self, Session._undo, Session._release_claims)
         self.closed = False
 
     # -- tenants ---------------------------------------------------------------------------------------------------
