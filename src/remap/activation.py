@@ -50,8 +50,7 @@ class ActivationReport:
 
 def deactivate(session: Session, tenant: Tenant) -> None:
     """The tenant serves no pass until it is activated. Its live blocks stay; its unused KV and its layers may be lent."""
-    session._changes.cancel_draining(tenant)  # no step of its own would finish it
-    tenant.active = False
+    session._changes.cancel_draining(tenant, deactivate=True)  # no step of its own would finish it
 
 
 def activate(session: Session, tenant: Tenant, partial: bool | float) -> ActivationReport:

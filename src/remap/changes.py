@@ -9,7 +9,7 @@ Executor.apply is the only step that changes mappings or owners. Until settle() 
 An error or an interrupt (KeyboardInterrupt) can come between any two of these steps, so nothing is inferred from how far a call
 came. `save` writes down what a tenant is like before any of it changes; one store (`_Saved.decided`) says that the change has
 happened; until then `undo` puts everything back: the core's plan, which the core says is undecided, then the books. `undo` can be
-interrupted and called again; SessionLock.run calls it when a call ends with an exception, and before the next one begins. What was
+interrupted and called again; it runs when a call ends with an exception, and before the next one begins (locking.exclusive). What was
 decided and not settled is the core's to say as well (Executor.undecided), never the epoch's, which other calls advance. Listeners
 are told when nothing is open any more: they may call the session.
 
@@ -48,6 +48,7 @@ class _Saved:
     reclaimed: frozenset[int]
     draining: tuple[int, ...]
     draining_target: tuple[int, int] | None
+    active: bool
     pool: SavedPool
     moved: dict[int, int] | None
     moves: Sequence[tuple[int, int]] = ()  # of live blocks, (old, new), made by this change
@@ -86,6 +87,7 @@ class Changes:
                 attachment.reclaimed,
                 attachment.draining,
                 attachment.draining_target,
+                tenant.active,
                 tenant.kv.pool.save(),
                 self.moved.get(tenant.name),
             )
@@ -119,6 +121,7 @@ class Changes:
         attachment = tenant._attachment
         attachment.pages, attachment.reclaimed = saved.pages, saved.reclaimed
         attachment.draining, attachment.draining_target = saved.draining, saved.draining_target
+        tenant.active = saved.active
         if saved.moved is None:
             self.moved.pop(tenant.name, None)
         else:
@@ -523,15 +526,17 @@ class Changes:
             return {}
         return self.restream(tenant, target[0], target[1], selection, drain=True)
 
-    def cancel_draining(self, tenant: Tenant) -> None:
-        """The blocks are needed after all."""
+    def cancel_draining(self, tenant: Tenant, *, deactivate: bool = False) -> None:
+        """The blocks are needed after all. deactivate: and the tenant becomes inactive, in one change."""
         attachment = tenant._attachment
         if not attachment.draining:
             attachment.draining_target = None
+            tenant.active = tenant.active and not deactivate
             return
         saved = self.save(tenant)
         tenant.kv.pool.unwithdraw(attachment.draining)
         attachment.draining, attachment.draining_target = (), None
+        tenant.active = tenant.active and not deactivate
         self._decide(saved)
         self.tell()
 

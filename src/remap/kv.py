@@ -376,14 +376,16 @@ class BlockPool:
                 self._live, self._free = self._free, 0
             self._listeners.append(listener)
             ids = self.open_ids()
-        except BaseException:
+            if ids:
+                self._deliver(listener, ids)
+        except Exception:  # the listener's own: it is subscribed, and has been told
+            raise
+        except BaseException:  # an interrupt: it is not
             self._external = self._external and not external
             self._state[:] = state
             self._set_counts(counts)
             self._listeners[:] = listeners
             raise
-        if ids:
-            self._deliver(listener, ids)
 
     def unsubscribe(self, listener: Listener) -> None:
         """Stop telling `listener`. Raises InvalidArgument if it is not subscribed, InvalidState for an external one."""
@@ -421,6 +423,10 @@ class BlockPool:
         while len(self._news) > saved.news:
             self._news.pop()
         self._silent = False
+
+    def not_telling(self) -> None:
+        """No listener is being told: said by who knows it, when an interrupt has ended a call."""
+        self._telling = False
 
     @property
     def has_news(self) -> bool:

@@ -57,7 +57,7 @@ class Lending:
             self._held = (epoch, {})
         known = self._held[1].get(donor.number)
         if known is None:
-            known = self._held[1][donor.number] = {}
+            known = {}
             lent = donor._attachment.pages.lent
             if lent:
                 names = {tenant.number: name for name, tenant in self._tenants.items()}
@@ -66,6 +66,7 @@ class Lending:
                     name = names.get(tenant_of[page])
                     if name is not None:
                         known.setdefault(name, []).append(page)
+            self._held[1][donor.number] = known  # only now: an interrupt must not leave a part of it
         if pages is None:
             return known
         some = {name: [page for page in held if page in pages] for name, held in known.items()}

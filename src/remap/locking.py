@@ -14,7 +14,7 @@ its changes and its bookkeeping are one step for them:
 Order of locks: the session's, then a turn's. Who holds a turn's lock takes no other lock of this file.
 
 An interrupt (KeyboardInterrupt) can come between any two lines. Both locks are locks of the interpreter itself, used as `with`
-blocks only, so none stays locked. Claims that an interrupted call left behind are released by the next one (SessionLock.run).
+blocks only, so none stays locked. Claims that an interrupted call left behind are released by the next one (SessionLock.begin).
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from typing import Any, TypeVar, cast
 
 from .errors import ForkedProcess, InvalidState
 
-__all__ = ["SessionLock", "Turn", "exclusive"]
+__all__ = ["Moved", "SessionLock", "Turn", "exclusive"]
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+Moved = dict[str, dict[int, int]]  # tenant -> {old block: new block}
 
 
 class SessionLock:
@@ -39,20 +40,19 @@ class SessionLock:
         self,
         fork_generation: Callable[[], int],
         session: Any,
-        undo: Callable[[Any], None],
-        over: Callable[[Any], None],
+        begin: Callable[[Any], list[Moved]],
+        end: Callable[[Any, list[Moved] | None, bool], None],
     ) -> None:
-        """fork_generation(): another number in every forked child (the core's). undo(session): takes back what a call has begun
-        and not decided; nothing if there is nothing. over(session): the call has ended, its claims with it. Both can be called
-        again. The session is not kept alive by its own lock."""
-        self._lock = threading.RLock()
-        # Python has no public name for this. threading.Condition relies on it in the same way.
-        self._is_held: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        """fork_generation(): another number in every forked child (the core's). begin, end: see the methods; the session comes
+        first, which is not kept alive by its own lock. Both can be called again after an interrupt."""
+        self.held = threading.RLock()
+        # Whether this thread holds it. Python has no public name for this; threading.Condition relies on it in the same way.
+        self.is_held: Callable[[], bool] = self.held._is_owned  # type: ignore[attr-defined]
         self._fork_generation = fork_generation
         self._generation = fork_generation()
         self._session = weakref.ref(session)
-        self._undo = undo
-        self._over = over
+        self._begin = begin
+        self._end = end
 
     def refuse_fork(self) -> None:
         if self._fork_generation() != self._generation:
@@ -62,32 +62,58 @@ class SessionLock:
             )
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """call(...) while no other thread is in one. What it had begun is undone if it raises, whatever it raises; if undoing
-        is interrupted as well, the next call does that first. Inside another call of the same thread (a listener's): at once."""
+        """call(...) while no other thread is in a call that changes something. Inside such a call of the same thread (a
+        listener's): at once."""
         self.refuse_fork()
-        if self._is_held():
+        if self.is_held():
             return call(*args, **kwargs)
-        with self._lock:
-            session = self._session()
-            if session is None:
-                raise InvalidState("the session was not closed, and is gone; nothing changed; open a new one")
-            self._undo(session)
-            self._over(session)
+        with self.held:
+            self.begin()
             try:
-                return call(*args, **kwargs)
+                result = call(*args, **kwargs)
+                self.end(None)
+                return result
             except BaseException:
-                self._undo(session)
+                self.end(None, failed=True)
                 raise
-            finally:
-                self._over(session)
+
+    def begin(self) -> list[Moved]:
+        """A call begins, with the lock held. What an interrupted one has left is undone first. Returns where the call notes the
+        moves that its report tells of."""
+        session = self._session()
+        if session is None:
+            raise InvalidState("the session was not closed, and is gone; nothing changed; open a new one")
+        return self._begin(session)
+
+    def end(self, told: list[Moved] | None, failed: bool = False) -> None:
+        """The call is over. failed: what it had begun is undone, and what it was about to tell is told by the next report."""
+        session = self._session()
+        if session is not None:
+            self._end(session, told, failed)
 
 
 def exclusive(method: Method) -> Method:
-    """A method of an object with a SessionLock `_lock`, run by it."""
+    """A method of an object with a SessionLock `_lock`: one at a time, and undone if it raises, whatever it raises. If undoing is
+    interrupted as well, the next call does it first."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._lock.run(method, self, *args, **kwargs)
+        lock: SessionLock = self._lock
+        lock.refuse_fork()
+        if lock.is_held():
+            return method(self, *args, **kwargs)
+        told = None
+        # The try around the `with`: an interrupt may come when the lock has been released and the report has not been returned.
+        try:
+            with lock.held:
+                told = lock.begin()
+                result = method(self, *args, **kwargs)
+                lock.end(told)
+                return result
+        except BaseException:
+            with lock.held:
+                lock.end(told, failed=True)
+            raise
 
     return cast(Method, call)
 

@@ -12,7 +12,7 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["Log", "check_books", "make_report", "take_snapshot", "then"]
+__all__ = ["Log", "check_books", "compose", "make_report", "take_snapshot", "then"]
 
 
 class Log:
@@ -101,6 +101,13 @@ def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
     known = set(moves.values())
     first = {old: later.get(new, new) for old, new in moves.items()}
     return first | {old: new for old, new in later.items() if old not in known}
+
+
+def compose(
+    moved: Mapping[str, Mapping[int, int]], later: Mapping[str, Mapping[int, int]]
+) -> dict[str, dict[int, int]]:
+    """`then`, for each tenant."""
+    return {name: then(moved.get(name, {}), later.get(name, {})) for name in {**moved, **later}}
 
 
 def make_report(

@@ -40,9 +40,9 @@ from .errors import ArenaBroken, InvalidArgument, InvalidState
 from .host_memory import HostMemories
 from .kv_geometry import KVSpec
 from .lending import Lending
-from .locking import SessionLock, exclusive
+from .locking import Moved, SessionLock, exclusive
 from .nvtx import annotated
-from .observe import Log, check_books, make_report, take_snapshot
+from .observe import Log, check_books, compose, make_report, take_snapshot
 from .ordering import Streams
 from .policy import view_of
 from .registered import Registered
@@ -134,8 +134,10 @@ class Session:
         self._registered = Registered(self._arena, self._tenants)
         self._next_tenant = 0  # a number is never used twice, so that nobody's bytes pass for another's
         self._arriving: Arrival | None = None  # a tenant that is being attached
-        self._departed: list[Tenant] = []  # of tenants that have gone: what they still hold
-        self._lock = SessionLock(_core.fork_generation, self, Session._undo, Session._release_claims)
+        self._departed: list[Tenant] = []  # on their way out: see _release_departed
+        self._told: list[Moved] = []  # moves that the report of the call in progress tells of
+        self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
+        self._closing = False  # all tenants depart
         self.closed = False
 
     # -- tenants ---------------------------------------------------------------------------------------------------
@@ -230,13 +232,8 @@ class Session:
         self._changes.abandon(tenant)
         tenant._restore_model(device)
         tenant._retire()
-        self._arena.remove_tenant(tenant.number)
-        self._activity.forget(name)
-        self._claims.pop(tenant.number, None)
-        self._changes.moved.pop(name, None)
-        self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
         self._departed.append(tenant)
-        del self._tenants[name]  # from here it has gone
+        self._arena.remove_tenant(tenant.number)  # from here it has gone
         self._release_departed()
 
     def layer_address(self, name: str, layer: int) -> int:
@@ -251,8 +248,8 @@ class Session:
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
-    @annotated("remap.step")
     @exclusive
+    @annotated("remap.step")
     def step(self, demand: Mapping[str, Demand] | None = None) -> StepReport:
         """Once per scheduler iteration, between passes: decide and apply.
 
@@ -283,24 +280,21 @@ class Session:
             lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized)
         )
 
-    def _with_moved(self, report: Callable[[dict[str, dict[int, int]]], Any]) -> Any:
-        """report(moved), which tells of all moves that no report has told of. If it raises they are told by the next one."""
+    def _with_moved(self, report: Callable[[Moved], Any]) -> Any:
+        """report(moved), which tells of all moves that no report has told of: noted, for the case that it does not arrive."""
         moved = self._changes.moved
-        try:
-            made = report(moved)
-            self._changes.moved = {}
-            return made
-        except BaseException:
-            self._changes.moved = moved
-            raise
+        made = report(moved)
+        self._told.append(moved)
+        self._changes.moved = {}
+        return made
 
     def _view_of(self, tenant: Tenant, wanted: Demand | None) -> TenantView:
         return view_of(self, tenant, wanted or _NO_DEMAND)
 
     # -- whose turn it is ------------------------------------------------------------------------------------------
 
-    @annotated("remap.activate")
     @exclusive
+    @annotated("remap.activate")
     def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> ActivationReport:
         """The tenant serves passes from now on: what it has lent comes home first (see activation.py). Between passes.
 
@@ -472,13 +466,12 @@ class Session:
             tenant._retire()
         self._executor.stop()
         self._streams.close()
-        for tenant in self._tenants.values():
-            tenant._release()
+        self._departed.extend(self._tenants.values())
+        self._closing = True
+        self._release_departed()
         self._host.close()
         self._arena.close()
         self.closed = True
-        self._tenants.clear()
-        self._controllers.clear()
 
     def __enter__(self) -> Session:
         return self
@@ -490,8 +483,25 @@ class Session:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
+    def _begin_call(self) -> list[Moved]:
+        self._undo()
+        self._release_claims()
+        self._told = []
+        return self._told
+
+    def _end_call(self, told: list[Moved] | None, failed: bool) -> None:
+        if failed:
+            for tenant in self._tenants.values():
+                tenant.kv.pool.not_telling()
+            self._undo()
+            while told:
+                if self._changes.moved is not told[-1]:  # it was taken out for the report
+                    self._changes.moved = compose(told[-1], self._changes.moved)
+                told.pop()
+        self._release_claims()
+
     def _undo(self) -> None:
-        """What a call has begun and not decided never was: see SessionLock.run. Can be called again."""
+        """What a call has begun and not decided never was. Can be called again."""
         self._changes.undo()
         if self._arriving is not None:
             undo_arrival(self)
@@ -499,11 +509,16 @@ class Session:
             self._release_departed()
 
     def _release_departed(self) -> None:
+        """Of the tenants whose memory has gone nothing is left: neither in the tables, nor what they hold outside of the arena."""
         while self._departed:
             tenant = self._departed[-1]
-            if self._tenants.get(tenant.name) is not tenant:
-                self._controllers.pop(tenant.name, None)
-                self._configs.pop(tenant.name, None)
+            name = tenant.name
+            if self._closing or self._arena.counts(tenant.number)["total"] == 0:
+                for table in (self._tenants, self._controllers, self._configs, self._changes.moved):
+                    table.pop(name, None)
+                self._activity.forget(name)
+                self._claims.pop(tenant.number, None)
+                self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
                 tenant._release()
                 self._host.give_back(tenant._attachment.host)
             self._departed.pop()

@@ -178,25 +178,30 @@ class Tenant:
 
     def _try_begin(self, stream: Any, mark: object) -> bool:
         """Begin a pass, unless a change is in progress or has left something to be finished first."""
+        with self._turn.lock:
+            begun = self._begin_now(stream, mark)
+        if begun:
+            nvtx.push("remap.pass")
+        return begun
+
+    def _begin_now(self, stream: Any, mark: object) -> bool:
         session, turn = self._session, self._turn
-        with turn.lock:
-            if turn.open_pass is not None or self._leaving or self._detached or session.closed or not self.active:
-                why = "a pass is open" if turn.open_pass is not None else "it is inactive; call session.activate() first"
-                if session.closed or self._detached:
-                    why = "the session is closed" if session.closed else "it was detached"
-                elif self._leaving:
-                    why = "taking it out has failed; detach it again, or close the session"
-                raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
-            session._check_open()
-            if turn.claimed or self._unsettled is not None or session._executor.failed_points(self.number):
-                return False
-            turn.open_pass = mark  # before the pass begins: __exit__ or __del__ ends it then, whatever comes between
-            try:
-                self._prefetcher.begin_pass(self._compute.begin(stream))
-            except BaseException:
-                self._close_pass()
-                raise
-        nvtx.push("remap.pass")
+        if turn.open_pass is not None or self._leaving or self._detached or session.closed or not self.active:
+            why = "a pass is open" if turn.open_pass is not None else "it is inactive; call session.activate() first"
+            if session.closed or self._detached:
+                why = "the session is closed" if session.closed else "it was detached"
+            elif self._leaving:
+                why = "taking it out has failed; detach it again, or close the session"
+            raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
+        session._check_open()
+        if turn.claimed or self._unsettled is not None or session._executor.failed_points(self.number):
+            return False
+        turn.open_pass = mark  # before the pass begins: __exit__ or __del__ ends it then, whatever comes between
+        try:
+            self._prefetcher.begin_pass(self._compute.begin(stream))
+        except BaseException:
+            self._close_pass()
+            raise
         return True
 
     def _close_pass(self) -> None:
