@@ -73,7 +73,7 @@ def activate(session: Session, tenant: Tenant, partial: bool | float) -> Activat
     preempt: Mapping[str, tuple[int, ...]] = {}
     most = _most_streamed(tenant, keep, partial)
     # As many layers as there is room for, the first ones first. What is away now need not be tried.
-    for remapped in range(keep, min(most, tenant.remapped - 1) + 1):
+    for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
         try:
             result = lending.restream(tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated")
         except OutOfBlocks as error:
@@ -117,6 +117,15 @@ def _most_streamed(tenant: Tenant, keep: int, partial: bool | float) -> int:
         if schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) <= allowed:
             return remapped
     return keep
+
+
+def _candidates(tenant: Tenant, keep: int, most: int) -> list[int]:
+    """alpha from `keep` to `most`, where what stays away can hold the ring; where `keep` layers cannot, all of them come home."""
+    buffers = tenant.buffers
+    fit = [
+        n for n in range(keep, most + 1) if tenant._attachment.possible(tenant.select(n, buffers, "inward"), buffers)
+    ]
+    return fit if keep in fit else [0, *fit]
 
 
 def _certify(tenant: Tenant) -> None:

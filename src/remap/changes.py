@@ -312,12 +312,28 @@ class Changes:
                     pinned=sorted(attachment.pinned),
                 )
             target = tenant.select(layers, buffers, selection)
-            written = attachment.watch(sorted(set(target) - set(tenant.streamed)))
-            if not written:
+            if not self._pin_written(tenant, target):
                 return target
-            attachment.written.update(written)
-            attachment.pinned.update(written)
+
+    def can_restream(self, tenant: Tenant, layers: int, buffers: int, selection: str) -> bool:
+        """Whether `restream` has a set to stream, once the layers that something wrote into are known."""
+        attachment = tenant._attachment
+        while layers + buffers <= len(attachment.order):
+            target = tenant.select(layers, buffers, selection)
+            if not self._pin_written(tenant, target):
+                return attachment.possible(target, buffers)
+        return False
+
+    @staticmethod
+    def _pin_written(tenant: Tenant, target: Sequence[int]) -> bool:
+        """Look at what is to stream and does not yet for writes since attach. Finds pin their layer."""
+        attachment = tenant._attachment
+        written = attachment.watch(sorted(set(target) - set(tenant.streamed)))
+        attachment.written.update(written)
+        attachment.pinned.update(written)
+        if written:
             attachment.order = tuple(layer for layer in attachment.order if layer not in written)
+        return bool(written)
 
     # -- shrinking -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from .errors import OutOfBlocks
 from .observe import then
 from .offers import surplus_of
 from .policy import free_pages_of
-from .slicing import reslice
+from .slicing import can_reslice, reslice
 from .tenant import Tenant
 
 if TYPE_CHECKING:
@@ -45,14 +45,15 @@ def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decisi
                 tenant,
                 decision.remapped,
                 decision.buffers,
-                _homewards(session, tenant),
+                _homewards(session, tenant, decision.remapped, decision.buffers),
                 predicted_stall_s=decision.predicted_stall_s,
                 reason=decision.reason,
                 drain=True,
             ).moved,
         )
     elif tenant._attachment.draining:
-        entry["moved"] = changes.continue_draining(tenant, _homewards(session, tenant))
+        target = tenant._attachment.draining_target or (0, 1)
+        entry["moved"] = changes.continue_draining(tenant, _homewards(session, tenant, *target))
     added = max(0, tenant.kv.usable_blocks - before)
     # What there is, not what was planned: written layers may have made it less.
     free = (wanted.free or 0) + added if pool.external else pool.free_blocks
@@ -89,7 +90,11 @@ def _remap_more(session: Session, tenant: Tenant, decision: Decision, entry: dic
         entry["moved"] = _reslice(session, tenant, decision)
         return
     kind = tenant._hidden.kind(tenant.times(), decision.remapped, decision.buffers)
-    if kind != "nested" and not tenant.lent_pages:
+    if (
+        kind != "nested"
+        and not tenant.lent_pages
+        and session._changes.can_restream(tenant, decision.remapped, decision.buffers, kind)
+    ):
         # Evenly spread at every alpha, as in the paper: layers come home as others leave, and their blocks move.
         try:
             entry["moved"] = session._changes.restream(
@@ -105,7 +110,10 @@ def _remap_more(session: Session, tenant: Tenant, decision: Decision, entry: dic
 
 
 def _reslice(session: Session, tenant: Tenant, decision: Decision) -> dict[int, int]:
-    """`decision.remapped` tail pages of every layer; as it is, if live blocks have nowhere to go."""
+    """`decision.remapped` tail pages of every layer; as it is, if live blocks have nowhere to go, or too few layers are left
+    once those are pinned that turned out to be written."""
+    if not can_reslice(tenant, decision.remapped, decision.buffers):
+        return {}
     tenant._selection = "slices"
     try:
         return reslice(
@@ -120,15 +128,13 @@ def _reslice(session: Session, tenant: Tenant, decision: Decision) -> dict[int, 
         return {}
 
 
-def _homewards(session: Session, tenant: Tenant) -> str:
-    """How a tenant's layers are chosen when one comes home."""
-    if (
-        tenant._attachment.pages.lent
-        or tenant._attachment.reclaimed
-        or session._configs[tenant.name].selection == "auto"
-    ):
+def _homewards(session: Session, tenant: Tenant, remapped: int, buffers: int) -> str:
+    """How a tenant's layers are chosen when some come home: as they were for leaving, if these can stream."""
+    attachment, selection = tenant._attachment, session._configs[tenant.name].selection
+    if attachment.pages.lent or attachment.reclaimed or selection == "auto":
         return "inward"
-    return "uniform" if session._configs[tenant.name].selection == "uniform" else "nested"
+    kind = "uniform" if selection == "uniform" else "nested"
+    return kind if attachment.possible(tenant.select(remapped, buffers, kind), buffers) else "inward"
 
 
 def consider_return(session: Session, lender: Tenant, report: Entries) -> None:

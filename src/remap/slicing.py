@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .planner import Plan
     from .tenant import Tenant
 
-__all__ = ["alpha_of", "giving_order", "reslice", "tail_for"]
+__all__ = ["alpha_of", "can_reslice", "giving_order", "reslice", "tail_for"]
 
 
 def reslice(
@@ -71,6 +71,15 @@ def reslice(
         plan = _plan(changes, tenant, plan.streamed, tail_pages, buffers, to, predicted_stall_s, reason)
         slots = _lost_slots(tenant, plan)
     return changes.exchange(tenant, plan, slots) or {}
+
+
+def can_reslice(tenant: Tenant, tail_pages: int, buffers: int) -> bool:
+    """Whether `reslice` has layers enough for the ring, once those that something wrote into are known."""
+    sizes = [len(tenant._attachment.pages.homes[layer]) for layer in _sliceable(tenant, tail_pages)]
+    if not sizes:
+        return tail_pages == 0
+    tails = sum(min(tail_pages, size) for size in sizes)
+    return buffers < len(sizes) and tail_pages <= max(sizes) and tails >= buffers * tail_pages
 
 
 def _lost_slots(tenant: Tenant, plan: Plan) -> list[int]:
