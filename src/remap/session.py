@@ -58,8 +58,8 @@ class Session:
     capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda", "cuda:N" or "sim:NAME"
     (a named machine in virtual time, see devices.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults). page_bytes: a
-    multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests). copy_threads: on
-    the CPU, threads that share one copy.
+    power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
+    copy_threads: on the CPU, threads that share one copy.
 
     On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
     of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
@@ -349,8 +349,9 @@ class Session:
         fraction then (from all resident, or from other slices only).
         Live blocks in pages that go back are moved; the report says where (`moved`). drain: those that an engine with its own
         allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
-        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, OutOfBlocks if
-        live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
+        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or their pages are
+        too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages, max_blocks); OutOfBlocks
+        if live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
         """
         with self._lock:
             self._check_open()
