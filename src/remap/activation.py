@@ -60,11 +60,18 @@ def activate(session: Session, tenant: Tenant, partial: bool | float) -> Activat
     partial: whether what cannot come home is streamed meanwhile; a number: as far as a pass waits for no more than this share of
     its computation.
     """
-    arena, lending = session._arena, session._lending
-    away = tenant.streamed
-    session._activity.activated(tenant.name, session.clock())
+    now = session.clock()
+    report = _activate(session, tenant, partial)
+    # Asked for, whether it has succeeded or not; a call that has raised has changed nothing.
+    session._activity.activated(tenant.name, now)
     session._activations += 1
     tenant._last_use = session._activations
+    return report
+
+
+def _activate(session: Session, tenant: Tenant, partial: bool | float) -> ActivationReport:
+    arena, lending = session._arena, session._lending
+    away = tenant.streamed
     if not any(map(tenant.lends, away)):
         tenant.active = True
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
@@ -77,9 +84,7 @@ def activate(session: Session, tenant: Tenant, partial: bool | float) -> Activat
         try:
             result = lending.restream(tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated")
         except OutOfBlocks as error:
-            preempt = error.fields.get("preempt") or {}  # type: ignore[assignment]
-            if not preempt:
-                raise
+            preempt = error.fields["preempt"]  # type: ignore[assignment]
             continue
         restored = tuple(layer for layer in away if layer not in tenant.streamed)
         times = tenant.prefill_times()

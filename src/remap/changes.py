@@ -17,15 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from . import _core
 from .errors import Error, InvalidArgument, OutOfBlocks
 from .nvtx import annotated
 from .ordering import ComputeStream, Streams
-from .planner import Plan, Point, SetOwner, plan_free_pages, plan_streamed
+from .planner import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
 from .slice_plan import copies_of
 from .tenant import Tenant
+from .undoing import AllOrNothing
 
 __all__ = ["Changes"]
 
@@ -41,6 +43,7 @@ class Changes:
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: Tenant | None = None
         self._simulator: Any = streams.simulator
+        self.applied = 0  # plans whose effects stand: what is taken back is subtracted again (undoing.py)
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
@@ -87,6 +90,7 @@ class Changes:
         # usable, unless pages have to be zeroed.
         after = tenant._compute.mark() if stream and (freed or not self._deferring) else 0
         self._executor.apply(core, after, stream)
+        self.applied += 1
         tenant._all_ready = False
         tenant._attachment.pages = replace(
             pages, streamed=plan.streamed, ring=plan.ring, lent=plan.lent, tail_pages=plan.tail_pages
@@ -238,11 +242,16 @@ class Changes:
             room = self._room(tenant, tenant.slots_of(lost), tenant.slots_of(way.gained))
             if way.lost or room < len(pool.pending(tenant.slots_of(lost))):
                 raise self._no_room(tenant, tenant.slots_of(lost), room)
-            if way.steps:
-                self.apply_and_settle(tenant, way)
-            plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
-            slots = list(tenant.slots_of(self._pooled(tenant, plan)))
-        moves = self.exchange(tenant, plan, slots, drain=drain)
+            with AllOrNothing(self, (tenant,)) as undo:
+                if way.steps:
+                    before = tenant._attachment.pages
+                    self.apply_and_settle(tenant, way)
+                    undo.append(partial(self._go_back, tenant, before))
+                plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
+                slots = list(tenant.slots_of(self._pooled(tenant, plan)))
+                moves = self.exchange(tenant, plan, slots, drain=drain)
+        else:
+            moves = self.exchange(tenant, plan, slots, drain=drain)
         if moves is None:
             tenant._attachment.draining = tuple(slots)
             tenant._attachment.draining_target = (layers, buffers)
@@ -267,6 +276,13 @@ class Changes:
         except Error:
             return dict(moves)  # tenant.forward() tries it again
         return dict(moves)
+
+    def _go_back(self, tenant: Tenant, before: TenantPages) -> None:
+        """Stream again what `before` says, through the very same ring. No live block is in the way: none has moved yet."""
+        plan = plan_streamed(
+            tenant._attachment.pages, self._arena.epoch, before.streamed, len(before.ring), ring=before.ring
+        )
+        self.exchange(tenant, plan, list(tenant.slots_of(self._pooled(tenant, plan))))
 
     @staticmethod
     def _pooled(tenant: Tenant, plan: Plan) -> Sequence[int]:
@@ -357,9 +373,9 @@ class Changes:
         if len(moves) < len(pending):
             if drain:
                 return None
-            room = len(moves)
+            error = self._no_room(tenant, slots, len(moves))
             pool.unwithdraw(slots)
-            raise self._no_room(tenant, slots, room)
+            raise error
         try:
             tenant.kv.move(moves)
         except Error:
@@ -377,13 +393,14 @@ class Changes:
 
     def _no_room(self, tenant: Tenant, slots: Sequence[int], room: int) -> OutOfBlocks:
         pool = tenant.kv.pool
-        pending = len(pool.pending(slots))
+        pending = pool.pending(slots)
         return OutOfBlocks(
-            f"{pending} live blocks lie in the pages to be given back and {room} blocks are free elsewhere; nothing changed; "
-            "free blocks or preempt requests first",
-            requested=pending,
+            f"{len(pending)} live blocks lie in the pages to be given back and {room} blocks are free elsewhere; nothing "
+            "changed; free blocks (field preempt) or preempt requests first",
+            requested=len(pending),
             free=room,
             usable=pool.usable_blocks,
+            preempt={tenant.name: pending[min(0, room - len(pending)) :]},
         )
 
     def continue_draining(self, tenant: Tenant, selection: str = "nested") -> dict[int, int]:

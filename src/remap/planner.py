@@ -121,12 +121,14 @@ def plan_streamed(
     buffers: int,
     *,
     to: str = "kv",
+    ring: tuple[tuple[int, ...], ...] | None = None,
     predicted_stall_s: float = 0.0,
     reason: str = "",
 ) -> Plan:
     """The plan that makes exactly `streamed` the tenant's streamed layers, through `buffers` ring buffers.
 
-    to: what the pages become that this frees: the tenant's own "kv", or "free", to be lent to others. An empty set gives
+    to: what the pages become that this frees: the tenant's own "kv", or "free", to be lent to others. ring: the pages that the
+    ring is made of, to restore an earlier state; by default they are chosen here. An empty set gives
     every layer its home back; of pages that come home, those that were lent must have been reclaimed (they are the tenant's
     KV, and not in `now.lent`: see `to_reclaim`). Raises InvalidArgument (fields: layer or buffers) for an unknown or
     repeated layer, fewer streamed layers than buffers + 1, or homes too small for the ring, or lent pages
@@ -157,7 +159,8 @@ def plan_streamed(
             buffers=buffers,
             streamed=len(target),
         )
-    ring = _choose_ring(now, target, buffers)
+    if ring is None:
+        ring = _choose_ring(now, target, buffers)
     # Only layers that enter or leave the streamed set, or lend pages to the ring, have pages that change hands: growth is
     # on the engine's critical path, and the other layers may have 10^4 pages.
     touched = set(now.streamed).symmetric_difference(target)

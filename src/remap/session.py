@@ -299,9 +299,9 @@ class Session:
             others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
             for other in others:
                 other.refuse_pass()
+            report = activate(self, tenant, partial)
             for other in others:
                 deactivate(self, other)
-            report = activate(self, tenant, partial)
             if self._untold:  # of a step that raised before
                 untold, self._untold = self._untold, {}
                 names = {*untold, *report.moved}
