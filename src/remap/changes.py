@@ -71,12 +71,11 @@ class Changes:
             self.await_worker()
             if self._executor.failed_points:
                 self._executor.retry_failed()
-            if stream and not ring_moves:
-                # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on
-                # the copy stream itself.
-                self._streams.order(stream, prefetcher.copy_stream)
-            else:
-                prefetcher.drain()
+            try:
+                self._await_copies(prefetcher, 0 if ring_moves else stream)
+            except Error:
+                self._replace_copy_stream(tenant)
+                self._await_copies(prefetcher, 0 if ring_moves else stream)
         core = _core.Plan(self._arena.epoch if current else plan.epoch)
         freed = False
         for step in plan.steps:
@@ -102,6 +101,25 @@ class Changes:
         self._unsettled = tenant
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
+
+    def _await_copies(self, prefetcher: Any, stream: int) -> None:
+        """The host waits for the copies in flight, or `stream` does."""
+        if stream:
+            # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on the
+            # copy stream itself.
+            self._streams.order(stream, prefetcher.copy_stream)
+        else:
+            prefetcher.drain()
+
+    def _replace_copy_stream(self, tenant: Tenant) -> None:
+        """A copy stream that has failed fails for ever, and the next pass, which would replace it, may never come: the tenant may
+        be inactive. Configuring as it is configured now replaces it as well, and what was to be copied is copied again."""
+        attachment = tenant._attachment
+        same = plan_free_pages(attachment.pages, self._arena.epoch, (), give=True)
+        slices = copies_of(attachment.pages, same, attachment.layer_bytes, self._arena.page_bytes)
+        size = attachment.pages.buffer_pages * self._arena.page_bytes
+        ring = [attachment.ring_address + index * size for index in range(len(same.ring))]
+        tenant._prefetcher.configure(same.streamed, ring, size, (), (), 0, False, slices.offsets, slices.places)
 
     def await_worker(self) -> None:
         """Block until the re-pointing worker has done all that was committed."""
