@@ -27,10 +27,11 @@ const char* owner_name(Owner owner) noexcept {
 Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
     : backend_(std::move(backend)), options_(options), fork_generation_(fork_generation()) {
   const std::size_t grain = backend_->granularity();
-  if (options.page_bytes == 0 || options.page_bytes % grain != 0) {
+  // A power of two, because regions are aligned to pages and drivers align to powers of two only.
+  if (options.page_bytes == 0 || options.page_bytes % grain != 0 || (options.page_bytes & (options.page_bytes - 1)) != 0) {
     throw Error(ErrorKind::invalid_argument,
-                "page_bytes must be a positive multiple of the backend's granularity of " + std::to_string(grain) +
-                    " bytes, not " + std::to_string(options.page_bytes) + ". Nothing was created.",
+                "page_bytes must be a power of two and a multiple of the backend's granularity of " +
+                    std::to_string(grain) + " bytes, not " + std::to_string(options.page_bytes) + ". Nothing was created.",
                 {{"page_bytes", number(options.page_bytes)}, {"granularity", number(grain)}});
   }
   const std::size_t count = options.capacity_bytes / options.page_bytes;

@@ -42,7 +42,7 @@ enum class RegionKind : std::uint8_t { layer, ring, kv };
 
 struct ArenaOptions {
   std::size_t capacity_bytes = 0;
-  std::size_t page_bytes = std::size_t{2} << 20;
+  std::size_t page_bytes = std::size_t{2} << 20;  // a power of two and a multiple of the backend's granularity
   Mode mode = Mode::aliased;
 };
 

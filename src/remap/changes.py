@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from . import _core
@@ -35,6 +36,7 @@ from .ordering import ComputeStream, Streams
 from .planner import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
 from .slice_plan import copies_of
 from .tenant import Tenant
+from .undoing import AllOrNothing
 
 __all__ = ["Changes"]
 
@@ -67,12 +69,15 @@ class Changes:
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: Tenant | None = None
         self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
-        self._withdrawn: list[Tenant] = []  # engines with allocators of their own that were asked for blocks by the change under way
+        self._withdrawn: list[
+            Tenant
+        ] = []  # engines with allocators of their own that were asked for blocks by the change under way
         self._untold: list[BlockPool] = []  # what changed in them is decided, and their listeners have not heard of it
         # Tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
         # a call that raises afterwards cannot lose them.
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator: Any = streams.simulator
+        self.applied = 0  # plans whose effects stand: what is taken back is subtracted again (undoing.py)
 
     # -- begun, undone, decided -------------------------------------------------------------------------------------
 
@@ -145,7 +150,9 @@ class Changes:
             try:
                 pool.tell()
             finally:
-                if not pool.has_news and pool in self._untold:  # else it is told already, further up: this is a listener's call
+                if (
+                    not pool.has_news and pool in self._untold
+                ):  # else it is told already, further up: this is a listener's call
                     self._untold.remove(pool)
 
     # -- one plan --------------------------------------------------------------------------------------------------
@@ -200,6 +207,7 @@ class Changes:
         tenant._unsettled = (plan, plan.ring != pages.ring)
         self._unsettled = tenant
         self._decide(saved)
+        self.applied += 1
 
     def _await_copies(self, tenant: Tenant, plan: Plan) -> None:
         """Copies in flight write into pages that are about to belong to somebody else. Never the case while growing."""
@@ -217,12 +225,30 @@ class Changes:
         # The worker first: when it is done with a region it starts the copy that waits for that.
         self.await_worker()
         self.retry_failed(tenant)
-        if stream and not ring_moves:
-            # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on
-            # the copy stream itself.
+        try:
+            self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
+        except Error:
+            self._replace_copy_stream(tenant)
+            self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
+
+    def _order_behind_copies(self, prefetcher: Any, stream: int) -> None:
+        """The host waits for the copies in flight, or `stream` does."""
+        if stream:
+            # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on the
+            # copy stream itself.
             self._streams.order(stream, prefetcher.copy_stream)
         else:
             prefetcher.drain()
+
+    def _replace_copy_stream(self, tenant: Tenant) -> None:
+        """A copy stream that has failed fails for ever, and the next pass, which would replace it, may never come: the tenant may
+        be inactive. Configuring as it is configured now replaces it as well, and what was to be copied is copied again."""
+        attachment = tenant._attachment
+        same = plan_free_pages(attachment.pages, self._arena.epoch, (), give=True)
+        slices = copies_of(attachment.pages, same, attachment.layer_bytes, self._arena.page_bytes)
+        size = attachment.pages.buffer_pages * self._arena.page_bytes
+        ring = [attachment.ring_address + index * size for index in range(len(same.ring))]
+        tenant._prefetcher.configure(same.streamed, ring, size, (), (), 0, False, slices.offsets, slices.places)
 
     def retry_failed(self, tenant: Tenant) -> None:
         """Try the tenant's failed re-pointings again, if there are any. Raises the backend's error."""
@@ -357,6 +383,7 @@ class Changes:
             self.apply_and_settle(tenant, plan)
             return {}
         slots = list(tenant.slots_of(lost))
+        drain_to = (layers, buffers) if drain else None
         pool = tenant.kv.pool
         if plan.gained and not pool.external and self._room(tenant, slots) < len(pool.pending(slots)):
             # Not nested: pages are gained as well as lost. Gain first, so that the live blocks have somewhere to go. The ring
@@ -369,11 +396,15 @@ class Changes:
             room = self._room(tenant, tenant.slots_of(lost), tenant.slots_of(way.gained))
             if way.lost or room < len(pool.pending(tenant.slots_of(lost))):
                 raise self._no_room(tenant, tenant.slots_of(lost), room)
-            if way.steps:
-                self.apply_and_settle(tenant, way)
-            plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
-            slots = list(tenant.slots_of(self._pooled(tenant, plan)))
-        return self.exchange(tenant, plan, slots, drain_to=(layers, buffers) if drain else None) or {}
+            with AllOrNothing(self, (tenant,)) as undo:
+                if way.steps:
+                    before = tenant._attachment.pages
+                    self.apply_and_settle(tenant, way)
+                    undo.append(partial(self._go_back, tenant, before))
+                plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
+                slots = list(tenant.slots_of(self._pooled(tenant, plan)))
+                return self.exchange(tenant, plan, slots, drain_to=drain_to) or {}
+        return self.exchange(tenant, plan, slots, drain_to=drain_to) or {}
 
     def exchange(
         self, tenant: Tenant, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int] | None = None
@@ -389,6 +420,13 @@ class Changes:
         except Error:
             return dict(moves)  # tenant.forward() tries it again
         return dict(moves)
+
+    def _go_back(self, tenant: Tenant, before: TenantPages) -> None:
+        """Stream again what `before` says, through the very same ring. No live block is in the way: none has moved yet."""
+        plan = plan_streamed(
+            tenant._attachment.pages, self._arena.epoch, before.streamed, len(before.ring), ring=before.ring
+        )
+        self.exchange(tenant, plan, list(tenant.slots_of(self._pooled(tenant, plan))))
 
     @staticmethod
     def _pooled(tenant: Tenant, plan: Plan) -> Sequence[int]:
@@ -434,12 +472,28 @@ class Changes:
                     pinned=sorted(attachment.pinned),
                 )
             target = tenant.select(layers, buffers, selection)
-            written = attachment.watch(sorted(set(target) - set(tenant.streamed)))
-            if not written:
+            if not self._pin_written(tenant, target):
                 return target
-            attachment.written.update(written)
-            attachment.pinned.update(written)
+
+    def can_restream(self, tenant: Tenant, layers: int, buffers: int, selection: str) -> bool:
+        """Whether `restream` has a set to stream, once the layers that something wrote into are known."""
+        attachment = tenant._attachment
+        while layers + buffers <= len(attachment.order):
+            target = tenant.select(layers, buffers, selection)
+            if not self._pin_written(tenant, target):
+                return attachment.possible(target, buffers)
+        return False
+
+    @staticmethod
+    def _pin_written(tenant: Tenant, target: Sequence[int]) -> bool:
+        """Look at what is to stream and does not yet for writes since attach. Finds pin their layer."""
+        attachment = tenant._attachment
+        written = attachment.watch(sorted(set(target) - set(tenant.streamed)))
+        attachment.written.update(written)
+        attachment.pinned.update(written)
+        if written:
             attachment.order = tuple(layer for layer in attachment.order if layer not in written)
+        return bool(written)
 
     # -- shrinking -------------------------------------------------------------------------------------------------
 
@@ -500,6 +554,18 @@ class Changes:
         saved.moves = moves
         return moves
 
+    def move_blocks(self, tenant: Tenant, moves: Sequence[tuple[int, int]]) -> None:
+        """Live blocks move within the KV region, (old, new) each; whole or not at all."""
+        try:
+            saved = self.save(tenant)
+            tenant.kv.move(moves)
+            tenant.kv.pool.commit_moves(moves)
+            saved.moves = moves
+            self._decide(saved)
+        except BaseException:
+            self.undo()
+            raise
+
     def _room(self, tenant: Tenant, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
         """How many live blocks can move out of these lost slots of the KV region, once those are gained."""
         pool = tenant.kv.pool
@@ -507,13 +573,14 @@ class Changes:
 
     def _no_room(self, tenant: Tenant, slots: Sequence[int], room: int) -> OutOfBlocks:
         pool = tenant.kv.pool
-        pending = len(pool.pending(slots))
+        pending = pool.pending(slots)
         return OutOfBlocks(
-            f"{pending} live blocks lie in the pages to be given back and {room} blocks are free elsewhere; nothing changed; "
-            "free blocks or preempt requests first",
-            requested=pending,
+            f"{len(pending)} live blocks lie in the pages to be given back and {room} blocks are free elsewhere; nothing "
+            "changed; free blocks (field preempt) or preempt requests first",
+            requested=len(pending),
             free=room,
             usable=pool.usable_blocks,
+            preempt={tenant.name: pending[min(0, room - len(pending)) :]},
         )
 
     def continue_draining(self, tenant: Tenant, selection: str = "nested") -> dict[int, int]:
@@ -537,6 +604,15 @@ class Changes:
         tenant.kv.pool.unwithdraw(attachment.draining)
         attachment.draining, attachment.draining_target = (), None
         tenant.active = tenant.active and not deactivate
+        self._decide(saved)
+        self.tell()
+
+    def drain_again(self, tenant: Tenant, slots: tuple[int, ...], target: tuple[int, int] | None) -> None:
+        """What was being drained before a change that was taken back is again."""
+        saved = self.save(tenant)
+        if slots and not tenant._attachment.draining:
+            tenant.kv.pool.withdraw(slots)
+        tenant._attachment.draining, tenant._attachment.draining_target = slots, target
         self._decide(saved)
         self.tell()
 

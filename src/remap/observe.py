@@ -100,7 +100,8 @@ def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
     """Both moves of one tenant's blocks, {old: new}, one after the other: what moved first may have moved on."""
     known = set(moves.values())
     first = {old: later.get(new, new) for old, new in moves.items()}
-    return first | {old: new for old, new in later.items() if old not in known}
+    both = first | {old: new for old, new in later.items() if old not in known}
+    return {old: new for old, new in both.items() if old != new}  # some may be back where they were
 
 
 def compose(

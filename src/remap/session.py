@@ -65,8 +65,8 @@ class Session:
     capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda", "cuda:N" or "sim:NAME"
     (a named machine in virtual time, see devices.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults). page_bytes: a
-    multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests). copy_threads: on
-    the CPU, threads that share one copy.
+    power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
+    copy_threads: on the CPU, threads that share one copy.
 
     On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
     of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
@@ -276,9 +276,7 @@ class Session:
             tenant = self._tenants[name]
             resized = resized or tenant.alpha != tenant._told_alpha
             tenant._told_alpha = tenant.alpha
-        return self._with_moved(
-            lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized)
-        )
+        return self._with_moved(lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized))
 
     def _with_moved(self, report: Callable[[Moved], Any]) -> Any:
         """report(moved), which tells of all moves that no report has told of: noted, for the case that it does not arrive."""
@@ -318,9 +316,9 @@ class Session:
             other.refuse_pass()
         before = {each: each.active for each in (tenant, *others)}
         try:
+            report = activate(self, tenant, partial)
             for other in others:
                 deactivate(self, other)
-            report = activate(self, tenant, partial)
             entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
             self._log.add(self._arena.epoch, {name: entry})
             made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
@@ -371,8 +369,9 @@ class Session:
         fraction then (from all resident, or from other slices only).
         Live blocks in pages that go back are moved; the report says where (`moved`). drain: those that an engine with its own
         allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
-        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, OutOfBlocks if
-        live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
+        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or their pages are
+        too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages, max_blocks); OutOfBlocks
+        if live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
         """
         self._check_open()
         self._claim()

@@ -96,7 +96,7 @@ def test_settling_fails_once_and_then_a_tenant_comes_or_goes(mode: str, other: s
         with world(mode, "m", "b") as w:
             w.fill("m", 4)
             w.fault.arm_any(nth, False)
-            attempt(lambda: w.patch(w.session.remap("m", 3, 1, "nested").moved))  # noqa: B023
+            attempt(lambda: w.patch(w.session.remap("m", 3, 1, "nested").moved))
             w.fault.disarm()
             if other == "attach":
                 w.attach("c")

@@ -17,8 +17,8 @@ from test_fault_sweep import KINDS, attempt
 
 import remap
 from remap import _core
-from remap.observe import then as compose
 from remap.errors import ArenaBroken, Error
+from remap.observe import then as compose
 
 SHAPES = {"a": (8, 1), "b": (8, 2), "c": (5, 1)}
 CAPACITY = 44 * PAGE
