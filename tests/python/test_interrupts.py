@@ -1,0 +1,69 @@
+"""An interrupt at any point of any public call: it has happened or has not, and all works afterwards (interrupts.py).
+
+In the suite a few points of every situation, always the same ones; with REMAP_FUZZ set, every place.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+
+import interrupts
+import pytest
+from interrupts import CASES, MODES, Case, Finding, World
+
+BUDGET = 0 if os.environ.get("REMAP_FUZZ") else int(os.environ.get("REMAP_INTERRUPTS", "4"))
+SHOWN = 12
+
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="exception tables say which points a signal can come to"
+)
+
+
+def show(findings: list[Finding], tried: int) -> str:
+    """One line for each place that something broke at."""
+    by_place: dict[tuple[str, str], Finding] = {}
+    for each in findings:
+        by_place.setdefault((each.case, each.where.split(" < ")[0]), each)
+    lines = [str(each)[:700] for each in by_place.values()]
+    more = [f"... and {len(lines) - SHOWN} places more"] if len(lines) > SHOWN else []
+    return "\n".join(
+        [f"{len(findings)} findings in {tried} interrupts, at {len(lines)} places:", *lines[:SHOWN], *more]
+    )
+
+
+@pytest.mark.parametrize("points", ["lines", "signals"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("call", CASES)
+def test_an_interrupted_call_has_happened_or_has_not(call: str, mode: str, points: str) -> None:
+    # A call of several plans may leave the state between two of them ("between").
+    findings, tried = interrupts.sweep(call, mode, points, BUDGET)
+    assert tried >= len(CASES[call])
+    wrong = [each for each in findings if each.kind != "between"]
+    assert not wrong, show(wrong, tried)
+
+
+def leaks_the_lock(world: World) -> None:
+    world.session._lock.__enter__()
+    world.session.snapshot()
+    world.session._lock.__exit__()
+
+
+def counts_twice(world: World) -> None:
+    world.a.kv.pool._free += 1
+    world.session.snapshot()
+    world.a.kv.pool._free -= 1
+
+
+@pytest.mark.parametrize(("call", "what"), [(leaks_the_lock, "deadlock"), (counts_twice, "BlockPool invariant broken")])
+def test_the_sweep_finds_what_is_broken(
+    call: Callable[[World], None], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(interrupts, "PATIENCE_S", 1.0)
+    case = Case("broken", lambda world: None, call)
+    known = interrupts.reference(case, "aliased", "lines")
+    at = next(at for at, where in enumerate(known.points) if where.startswith("observe.py"))
+    came, found = interrupts.try_at("broken", case, "aliased", "lines", at, known)
+    assert came and all(each.where.startswith("observe.py") for each in found)
+    assert any(what in each.what for each in found), found
