@@ -1005,7 +1005,7 @@ def main() -> None:
         if options.at >= 0:
             chosen = [options.at]
         for at in chosen:
-            if at < skip.get(case.name, 0) or known.points[at : at + 1] and known.points[at].split(" < ")[0] in stuck:
+            if at < skip.get(case.name, 0) or (known.points[at : at + 1] and known.points[at].split(" < ")[0] in stuck):
                 continue
             say(f"@ {json.dumps([case.name, at])}")
             came, found = try_at(options.call, case, options.mode, options.points, at, known)
