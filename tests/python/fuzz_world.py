@@ -4,13 +4,14 @@
     python fuzz_world.py --replay 'JSON'
 
 A walk is a setting and a list of operations, both made from a seed before anything runs, so that a failure can be
-replayed and made smaller by leaving operations out. Each walk runs in a forked child: a crash or a hang is a finding like
-any other.
+replayed and made smaller by leaving operations out. Each walk runs in a forked child: a crash or a hang is a finding
+like any other.
 
-What is looked at after every operation: the books; every live block's tag; that no block is lost or moves untold; that a
-block which is new to a tenant shows nobody else's bytes (tenants have byte values of their own); min_blocks; addresses;
-that a call which raised changed nothing; that it raised only what it may. In passes: every byte of every layer, while all
-free blocks hold something else. In the end everybody comes home, leaves, and the backend has everything back.
+What is looked at after every operation: the books; every live block's tag; that no block is lost or moves untold; that
+a block which is new to a tenant shows nobody else's bytes (tenants have byte values of their own); min_blocks;
+addresses; that a call which raised changed nothing; that it raised only what it may. In passes: every byte of every
+layer, while all free blocks hold something else. In the end everybody comes home, leaves, and the backend has
+everything back.
 """
 
 from __future__ import annotations
@@ -438,7 +439,8 @@ class World:
         if error is None:
             return self.tell(result)
         if isinstance(error, self.tolerated):
-            self.tell(self.session.step())
+            with contextlib.suppress(*self.tolerated):
+                self.tell(self.session.step())
             return error
         injected = arm is not None and isinstance(error, (DriverError, OutOfMemory))
         if not injected and not isinstance(error, may_raise):
@@ -706,8 +708,8 @@ class World:
             "activate": lambda: session.activate("t0"),
             "check": session.check,
         }
-        for engine in list(self.engines.values())[:1]:
-            tenant = engine.tenant
+        if self.engines:
+            tenant = next(iter(self.engines.values())).tenant
             calls |= {
                 "forward": lambda: tenant.forward().__enter__(),
                 "wait": lambda: tenant.wait(0),
@@ -719,6 +721,8 @@ class World:
             }
         child = os.fork()
         if child == 0:
+            faulthandler.cancel_dump_traceback_later()
+            signal.alarm(HANG_S // 3)
             for index, call in enumerate(calls.values()):
                 try:
                     call()
