@@ -721,7 +721,6 @@ class World:
             }
         child = os.fork()
         if child == 0:
-            faulthandler.cancel_dump_traceback_later()
             signal.alarm(HANG_S // 3)
             for index, call in enumerate(calls.values()):
                 try:
