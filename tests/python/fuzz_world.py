@@ -1,0 +1,997 @@
+"""A fuzzer of whole sessions: random tenants do whatever they may, and a slow, obvious model looks at everything.
+
+    python fuzz_world.py [--seconds S] [--seed N] [--kinds plain,faults,interrupts,threads,forks] [--keep-going]
+    python fuzz_world.py --replay 'JSON'
+
+A walk is a setting and a list of operations, both made from a seed before anything runs, so that a failure can be
+replayed and made smaller by leaving operations out. Each walk runs in a forked child: a crash or a hang is a finding
+like any other.
+
+What is looked at after every operation: the books; every live block's tag; that no block is lost or moves untold; that
+a block which is new to a tenant shows nobody else's bytes (tenants have byte values of their own); min_blocks;
+addresses; that a call which raised changed nothing; that it raised only what it may. In passes: every byte of every
+layer, while all free blocks hold something else. In the end everybody comes home, leaves, and the backend has
+everything back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import dataclasses
+import faulthandler
+import json
+import os
+import random
+import re
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import interrupts
+from arena_worlds import make_backend
+
+import remap
+from remap import _core
+from remap import session as session_module
+from remap.cost import LayerTimes
+from remap.errors import (
+    ArenaBroken,
+    DriverError,
+    Error,
+    ForkedProcess,
+    InvalidArgument,
+    InvalidState,
+    LimitExceeded,
+    OutOfBlocks,
+    OutOfMemory,
+)
+
+KINDS = ("plain", "faults", "interrupts", "threads", "forks")
+NAMES = ("t0", "t1", "t2", "t3")
+RANGES, SHARE = 8, 31  # byte values: 8 ranges of 31, a tenant has one of them
+TURNS = 120
+HANG_S = 30
+
+Op = list[Any]
+
+# -- making walks ------------------------------------------------------------------------------------------------------
+
+
+def make_walk(seed: str, kind: str, turns: int = TURNS) -> dict[str, Any]:
+    """The setting and the operations of one walk."""
+    rng = random.Random(f"{seed}{kind}")
+    page = 4096 * rng.choice([1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 4, 4, 3, 5])
+    start = [["attach", name, make_tenant(rng, page)] for name in NAMES[: rng.choice([1, 2, 2, 3, 3, 4])]]
+    pages = sum(pages_of(op[2], page) for op in start)
+    config: dict[str, Any] = {
+        "policy": rng.choice(["priority", "mru", "lru", "round_robin", "expected_next_use"]),
+        "selection": rng.choice(["nested", "nested", "uniform", "slices", "auto"]),
+        "buffers": rng.choice([1, 2, "auto"]),
+        "dwell": rng.choice([1, 1, 4]),
+        "min_idle": rng.choice([0.0, 1.0]),
+        "ttft_budget_s": rng.choice([0.0, 1e9]),
+        "headroom_blocks": rng.choice([None, 0, 2]),
+        "hysteresis_blocks": rng.choice([None, 0]),
+        "contention": rng.choice([0.0, 0.1, 9.0]),
+        "slowdown": rng.choice([0.02, 5.0]),
+    }
+    if rng.random() < 0.2:
+        config["reversion"] = False
+    return {
+        "kind": kind,
+        "mode": rng.choice(["aliased", "strict"]),
+        "page": page,
+        "pages": max(2, pages + rng.choice([0, 0, 2, 7, 20])),
+        "config": config,
+        "ops": start + [make_op(rng, kind, page) for _ in range(turns)],
+    }
+
+
+def make_tenant(rng: random.Random, page: int) -> dict[str, Any]:
+    count = rng.choice([1, 2, 3, 4, 5, 6, 8])
+    equal = rng.random() < 0.4
+    size = rng.randint(1, 4) * page - rng.choice([0, 1, 100, page // 2])
+    layers = []
+    for _ in range(count):
+        pages = rng.choice([0, 1, 1, 2, 2, 3, 4])
+        layers.append(size if equal else max(0, pages * page - rng.choice([0, 1, 7, 100, page // 2, page - 1])))
+    headed = rng.random() < 0.2
+    if headed:
+        layers.append(rng.randint(3, 7) * page - 33)
+    dtype = rng.choice(["float32", "bfloat16", "int8"])
+    least = rng.choice([0, 1, 2, 5])
+    tenant: dict[str, Any] = {
+        "layers": layers,
+        "headed": headed,
+        "kv": {
+            "layers": count,
+            "kv_heads": rng.choice([1, 2]),
+            "head_dim": rng.choice([8, 16, 24, 100]),
+            "block_tokens": rng.choice([1, 4, 16]),
+            "dtype": dtype,
+            "min_blocks": least,
+            "max_blocks": least + rng.choice([1, 5, 40, 200]),
+            "layout": rng.choice(["block_major", "block_major", "layer_major"]),
+        },
+        "priority": rng.choice([0, 0, 1, 5]),
+        "active": rng.random() < 0.8,
+        "times": [rng.choice([0.1, 1.0]), rng.choice([0.0, 0.1, 0.9, 5.0])],
+    }
+    if rng.random() < 0.5:
+        tenant["config"] = {
+            "selection": rng.choice(["nested", "uniform", "slices", "auto"]),
+            "cap": rng.choice([None, 0, 1, 2, 5]),
+            "buffers": rng.choice([1, 2, "auto"]),
+            "lends": rng.random() < 0.9,
+            "dwell": 1,
+            "headroom_blocks": rng.choice([None, 0, 3]),
+            "hysteresis_blocks": 0,
+            "slowdown": rng.choice([0.0, 0.02, 5.0]),
+        }
+    if rng.random() < 0.15:
+        tenant["external"] = rng.choice(["prompt", "late"])
+    return tenant
+
+
+def pages_of(tenant: dict[str, Any], page: int) -> int:
+    spec = remap.KVSpec(**tenant["kv"])
+    geometry = remap.kv.KVGeometry(spec, page)
+    return sum(max(1, -(-n // page)) for n in tenant["layers"]) + int(geometry.pages_for_blocks(spec.min_blocks))
+
+
+def make_op(rng: random.Random, kind: str, page: int) -> Op:
+    name, other = rng.sample(NAMES, 2)
+    share = rng.choice([0.0, 0.3, 0.7, 1.0, rng.random()])
+    ops: list[tuple[float, Callable[[], Op]]] = [
+        (5, lambda: ["step", {each: rng.choice([0, 0, 2, 7, 20, 60]) for each in NAMES if rng.random() < 0.6}]),
+        (1, lambda: ["quiet", rng.randint(1, 10)]),
+        (
+            4,
+            lambda: [
+                "remap",
+                name,
+                share,
+                rng.choice([1, 2]),
+                rng.choice(["uniform", "nested", "slices"]),
+                rng.random() < 0.1,
+            ],
+        ),
+        (3, lambda: ["lend", name, share, rng.choice([1, 2]), rng.choice([None, other, other])]),
+        (4, lambda: ["activate", name, rng.random() < 0.2, rng.choice([False, False, True, 0.5])]),
+        (2, lambda: ["deactivate", name]),
+        (5, lambda: ["allocate", name, share]),
+        (4, lambda: ["free", name, rng.choice([1, 1, 2, 3]), rng.randint(0, 2)]),
+        (4, lambda: ["forward", name]),
+        (0.5, lambda: ["settle"]),
+        (0.7, lambda: ["detach", name]),
+        (1.2, lambda: ["attach", name, make_tenant(rng, page)]),
+        (0.3, lambda: ["bad_attach", rng.choice(["large", "blocks", "layers"]), make_tenant(rng, page)]),
+        (0.3, lambda: ["declare", name, rng.random()]),
+        (0.4, lambda: ["withdraw"]),
+        (0.5, lambda: ["wait", rng.choice([0.1, 10.0, 1e4])]),
+        (0.4, lambda: ["bad", rng.choice(["name", "layers", "buffers", "free", "allocate", "share"]), name]),
+    ]
+    if kind == "faults":
+        ops.append((6, lambda: ["fault", rng.choice([1, 1, 2, 3, 5, 9]), rng.random() < 0.2, rng.random() < 0.5]))
+        ops.append((1, lambda: ["copy_fault", rng.randint(1, 4)]))
+    if kind == "interrupts":
+        ops.append((8, lambda: ["interrupt", int(rng.random() ** 2 * 700)]))
+    if kind == "threads":
+        ops.append((4, lambda: ["burst", [make_op(rng, "plain", page) for _ in range(3)]]))
+    if kind == "forks":
+        ops.append((0.5, lambda: ["fork"]))
+    return rng.choices([make for _, make in ops], [weight for weight, _ in ops])[0]()
+
+
+# -- the engines -------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """One tenant, and what its engine knows: its live blocks and the byte that each is full of."""
+
+    def __init__(self, world: World, name: str, made: dict[str, Any], number: int) -> None:
+        self.world, self.name = world, name
+        self.base = 1 + number % RANGES * SHARE
+        self.data = [self._bytes(index, nbytes) for index, nbytes in enumerate(made["layers"])]
+        spec = remap.KVSpec(**made["kv"])
+        config = remap.ControllerConfig(**made["config"]) if "config" in made else None
+        with with_head(made["headed"]):
+            self.tenant = world.session.attach_bytes(
+                self.data, name=name, priority=made["priority"], kv=spec, controller=config, active=made["active"]
+            )
+        layers = len(self.data)
+        times = LayerTimes((made["times"][0],) * layers, (made["times"][1],) * layers)
+        self.tenant.times = self.tenant.prefill_times = lambda: times  # type: ignore[method-assign]
+        self.tenant.copy_seconds = lambda: made["times"][1]  # type: ignore[method-assign]
+        self.addresses = self.addresses_now()
+        self.held: dict[int, int] = {}
+        self.fresh: set[int] = (
+            set()
+        )  # seen as the tenant's own since it got them: checked once, when they are first written
+        self.may_fail = 0  # passes that may report a failure injected before
+        self._next = 0
+        self.external = made.get("external")
+        self.free_ids: set[int] = set()
+        self.leaving: set[int] = set()
+        if self.external:
+            self.kv.subscribe(self.listen, external=True)
+
+    def _bytes(self, layer: int, nbytes: int) -> bytes:
+        chunk = bytes(self.base + (layer * 5 + at // 64) % SHARE for at in range(64 * SHARE))
+        return (chunk * (nbytes // len(chunk) + 1))[:nbytes]
+
+    @property
+    def kv(self) -> Any:
+        return self.tenant.kv
+
+    def addresses_now(self) -> list[int]:
+        session = self.world.session
+        return [*(session.layer_address(self.name, index) for index in range(len(self.data))), self.kv.address]
+
+    # -- an allocator of its own ------------------------------------------------------------------------------------
+
+    def listen(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+        self.leaving -= set(added)
+        self.free_ids |= set(added) - set(self.held)
+        self.free_ids -= set(withdrawn)
+        self.leaving |= set(withdrawn)
+        if self.external == "prompt":
+            self.give_back()
+
+    def give_back(self) -> None:
+        back = sorted(self.leaving - set(self.held))
+        self.leaving -= set(back)
+        if back:
+            self.kv.returned(back)
+
+    # -- blocks -----------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        return len(self.free_ids) if self.external else self.kv.free_blocks
+
+    def allocate(self, count: int) -> None:
+        if self.external:
+            ids = sorted(self.free_ids)[:count]
+            self.free_ids -= set(ids)
+        else:
+            ids = self.kv.allocate(count)
+            expect(len(ids) == count, f"{count} blocks were asked for, {ids} came")
+        for block in ids:
+            self._next = (self._next + 1) % SHARE
+            self.foreign(block)
+            self.write(block, self.base + self._next)
+            self.held[block] = self.base + self._next
+
+    def free(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self.held[block]
+        if not self.external:
+            self.kv.free(blocks)
+            return
+        self.free_ids |= set(blocks) - self.leaving
+        self.give_back()
+
+    def ranges(self, block: int) -> list[tuple[int, int]]:
+        return [(self.kv.address + at, nbytes) for at, nbytes in self.kv.geometry.byte_ranges_of_block(block)]
+
+    def foreign(self, block: int) -> None:
+        own = bytes([0, *range(self.base, self.base + SHARE)])
+        for at, nbytes in self.ranges(block):
+            others = ctypes.string_at(at, nbytes).translate(None, own)
+            expect(not others, f"a block new to {self.name} shows bytes of others: {sorted(set(others))}")
+
+    def write(self, block: int, value: int) -> None:
+        for at, nbytes in self.ranges(block):
+            ctypes.memset(at, value, nbytes)
+
+    def check(self) -> None:
+        pool = self.kv.pool
+        if self.external:
+            known = self.free_ids | (set(self.held) - self.leaving)
+            expect(known == set(pool.open_ids()), f"{self.name}'s own allocator and the pool mean different blocks")
+        else:
+            expect(set(pool.live_ids()) == set(self.held), f"{self.name}: live blocks are not those of the engine")
+        for block, value in self.held.items():
+            for at, nbytes in self.ranges(block):
+                got = ctypes.string_at(at, nbytes)
+                expect(got == bytes([value]) * nbytes, f"a live block of {self.name} has changed")
+        expect(self.addresses_now() == self.addresses, f"an address of {self.name} has changed")
+        usable = self.kv.usable_blocks
+        expect(usable >= self.kv.spec.min_blocks, f"{self.name} has lost blocks that were promised")
+
+    def poison(self) -> None:
+        """Free blocks get bytes: a layer that still shows them reads wrong."""
+        pool = self.kv.pool
+        for block in set(pool.open_ids()) - set(self.held):
+            self.foreign(block)
+            self.write(block, self.base)
+
+    def serve(self) -> None:
+        session = self.world.session
+        with self.tenant.forward():
+            for layer, expected in enumerate(self.data):
+                self.tenant.wait(layer)
+                got = ctypes.string_at(session.layer_address(self.name, layer), len(expected))
+                self.tenant.done(layer)
+                expect(got == expected, f"a layer of {self.name} reads wrong bytes in a pass")
+
+
+@contextlib.contextmanager
+def with_head(headed: bool) -> Any:
+    """The last layer has no KV, as an lm_head that streams. Models only can say so: the source of bytes is changed."""
+    raw = session_module.raw_source
+    if headed:
+        made = lambda layers, host: dataclasses.replace(raw(layers, host), kv_layers=len(layers) - 1)  # noqa: E731
+        session_module.raw_source = made  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        session_module.raw_source = raw
+
+
+def expect(holds: bool, what: str) -> None:
+    if not holds:
+        raise AssertionError(what)
+
+
+# -- the world ---------------------------------------------------------------------------------------------------------
+
+
+class World:
+    """One session, its engines, and how each operation is done and looked at."""
+
+    def __init__(self, walk: dict[str, Any]) -> None:
+        self.kind = walk["kind"]
+        self.tolerated = tuple(getattr(remap, name) for name in walk.get("tolerated", ()))
+        self.now = 1.0
+        capacity = walk["pages"] * walk["page"]
+        self.backend = _core.make_fault_backend(make_backend(capacity, walk["page"]))
+        self.session = remap.Session(
+            capacity,
+            page_bytes=walk["page"],
+            mode=walk["mode"],
+            backend=self.backend,
+            controller=remap.ControllerConfig(**walk["config"]),
+        )
+        self.session.clock = lambda: self.now
+        self.engines: dict[str, Engine] = {}
+        self.declared: list[tuple[int, int]] = []
+        self.attached = 0
+        self.fault: Callable[[], None] | None = None  # arms it before the next call
+        self.at = -1  # the point of the next call at which it is interrupted
+        self.ended = False
+
+    # -- looking ----------------------------------------------------------------------------------------------------
+
+    def seen(self) -> dict[str, Any]:
+        """What a call that raised must leave as it was."""
+        snapshot, arena = self.session.snapshot(), self.session._arena
+        return {
+            "owners": [owner.name for owner in arena.owners()],
+            "tenants": {
+                name: (
+                    each.streamed,
+                    each.buffers,
+                    str(each.pages),
+                    (each.usable_blocks, each.free_blocks, each.live_blocks, each.withdrawn_blocks),
+                    (each.lent_pages, dict(each.lent_to), each.borrowed_pages),
+                    each.active,
+                    each.pinned,
+                    self.session._tenants[name].kv.pool.live_ids(),
+                    self.session._tenants[name].kv.pool.owned_slots(),
+                )
+                for name, each in snapshot.tenants.items()
+            },
+        }
+
+    def check(self) -> None:
+        self.session.check()
+        pages = self.session.snapshot().pages
+        expect(pages.free + pages.params + pages.kv + pages.ring == pages.total, f"pages are lost: {pages}")
+        expect(set(self.session._tenants) == set(self.engines), "a tenant is attached that nobody knows, or is gone")
+        for engine in self.engines.values():
+            engine.check()
+
+    def tell(self, report: Any) -> Any:
+        for name, moved in (getattr(report, "moved", None) or {}).items():
+            engine = self.engines[name]
+            olds = set(moved) - set(engine.held)
+            expect(not olds, f"{name} is told that blocks moved which it does not hold")
+            engine.held = {moved.get(block, block): value for block, value in engine.held.items()}
+        return report
+
+    # -- one call ---------------------------------------------------------------------------------------------------
+
+    def call(self, act: Callable[[], Any], *may_raise: type[Error], partly: bool = False) -> Any:
+        """What it returns, told to the engines; the error if it may raise that, and has changed nothing (partly: may
+        have, and the next report tells what moved); KeyboardInterrupt if it was interrupted."""
+        before = self.seen()
+        arm, self.fault = self.fault, None
+        at, self.at = self.at, -1
+        if arm is not None:
+            arm()
+        try:
+            if at >= 0:
+                _, result, error = interrupts.interrupted(act, at, "signals")
+            else:
+                result, error = act(), None
+        except Error as raised:
+            result, error = None, raised
+        finally:
+            if arm is not None:
+                self.session._executor.drain()
+                self.backend.disarm()
+        if arm is not None:
+            for engine in self.engines.values():
+                engine.may_fail = 3
+            if self.session._arena.broken:
+                return self.broken(error)
+        if isinstance(error, KeyboardInterrupt):
+            self.after_interrupt()
+            return error
+        if error is None:
+            return self.tell(result)
+        if isinstance(error, self.tolerated):
+            with contextlib.suppress(*self.tolerated):
+                self.tell(self.session.step())
+            return error
+        injected = arm is not None and isinstance(error, (DriverError, OutOfMemory))
+        if not injected and not isinstance(error, may_raise):
+            raise error
+        if partly:
+            if injected:
+                self.tell(self.session.step())
+        else:
+            after = self.seen()
+            expect(after == before, f"a call raised {type(error).__name__} and changed {difference(before, after)}")
+        _forget(error)
+        return error
+
+    def broken(self, error: BaseException | None) -> Any:
+        """Only looking and closing are allowed now."""
+        expect(error is None or isinstance(error, Error), f"{error!r}")
+        self.ended = True
+        with contextlib.suppress(ArenaBroken):
+            self.session.step()
+            raise AssertionError("a broken arena takes a step")
+        self.session.check()
+        self.session.snapshot()
+        self.close()
+        return ArenaBroken("broken")
+
+    def after_interrupt(self) -> None:
+        """The next report tells what moved. Who was attached without being told, or is half gone, is detached."""
+        for name in set(self.session._tenants) - set(self.engines):
+            self.session.detach(name)
+        for name, engine in list(self.engines.items()):
+            if name in self.session._tenants and engine.tenant._leaving:
+                self.session.detach(name)
+            if name not in self.session._tenants:
+                del self.engines[name]
+        for engine in self.engines.values():
+            if not engine.external:
+                pool = engine.kv.pool
+                lost = set(pool.live_ids()) - set(engine.held)
+                gone = set(engine.held) - set(pool.live_ids())
+                if len(lost) != len(gone):  # of an allocation or a freeing that was interrupted
+                    expect(not (lost and gone), f"blocks of {engine.name} are lost in an interrupt")
+        self.tell(self.session.step())
+
+    # -- operations --------------------------------------------------------------------------------------------------
+
+    def do(self, op: Op) -> None:
+        """One operation, and a look at everything. An operation that makes no sense now does nothing."""
+        self.now += 1.0
+        getattr(self, f"op_{op[0]}")(*op[1:])
+        if not self.ended:
+            self.check()
+
+    def op_attach(self, name: str, made: dict[str, Any]) -> None:
+        if name in self.engines:
+            return
+        self.attached += 1
+        engines: list[Engine] = []
+
+        def attach() -> None:
+            engines.append(Engine(self, name, made, self.attached))
+
+        result = self.call(attach, OutOfMemory)
+        if result is None and engines:
+            self.engines[name] = engines[0]
+            engines[0].poison()
+        elif isinstance(result, OutOfMemory) and "minimum_bytes" in result.fields:
+            free = self.session.snapshot().pages.free
+            page = self.session._arena.page_bytes
+            lent = sum(engine.tenant.lent_pages for engine in self.engines.values())
+            expect(free - lent < pages_of(made, page), "attach says that it does not fit, and it does")
+
+    def op_bad_attach(self, what: str, made: dict[str, Any]) -> None:
+        kv = dict(made["kv"])
+        layers = [bytes(nbytes) for nbytes in made["layers"]][: kv["layers"]]
+        if what == "large":
+            layers[0] = bytes(self.session.capacity_bytes + 1)
+        elif what == "blocks":
+            kv["max_blocks"] = 1 << 44
+        else:
+            kv["layers"] += 1
+        allowed = (OutOfMemory, InvalidArgument, LimitExceeded, DriverError)
+        result = self.call(lambda: self.session.attach_bytes(layers, name="bad", kv=remap.KVSpec(**kv)), *allowed)
+        if not self.ended and not isinstance(result, BaseException):
+            raise AssertionError(f"attach accepts what cannot be: {what}")
+
+    def op_detach(self, name: str) -> None:
+        if name not in self.engines:
+            return
+        engine = self.engines[name]
+        inside = [each for each in self.declared if self.owner_of(each) == name]
+
+        def detach() -> None:
+            self.session.detach(name)
+            del self.engines[name]
+
+        if not inside:
+            result = self.call(detach, partly=True)
+            if isinstance(result, Error) and not self.ended:
+                self.session.detach(name)
+                del self.engines[name]
+            return
+        result = self.call(detach, InvalidState)
+        expect(isinstance(result, BaseException), "a tenant with declared memory was detached")
+        expect(engine.name in self.engines or self.ended, "gone")
+
+    def op_step(self, demand: dict[str, int]) -> None:
+        wanted = {}
+        for name, blocks in demand.items():
+            engine = self.engines.get(name)
+            if engine is not None and engine.tenant.active:
+                wanted[name] = remap.Demand(blocks, free=len(engine.free_ids) if engine.external else None)
+        report = self.call(lambda: self.session.step(wanted), partly=True)
+        if isinstance(report, remap.StepReport) and not self.ended:
+            for name, demanded in wanted.items():
+                engine = self.engines[name]
+                if not engine.external and engine.kv.free_blocks < demanded.blocks:
+                    unmet = report.unmet_blocks.get(name, 0)
+                    expect(unmet > 0, f"{name} has too few blocks, and the report does not say so")
+
+    def op_quiet(self, times: int) -> None:
+        for _ in range(times):
+            if not self.ended:
+                self.op_step({})
+
+    def op_remap(self, name: str, share: float, buffers: int, kind: str, drain: bool) -> None:
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        most = len(engine.tenant._attachment.order) - buffers
+        layers: float = round(share * max(0, most))
+        if kind == "slices":
+            layers = share * max(0, most)
+        report = self.call(
+            lambda: self.session.remap(name, layers, buffers, kind, drain=drain), OutOfBlocks, InvalidArgument
+        )
+        if isinstance(report, remap.StepReport) and kind != "slices" and not drain and not self.ended:
+            early = "ended early" in report.reason.get(name, "")
+            expect(engine.tenant.remapped == layers or early, f"{engine.tenant.remapped} remapped, not {layers}")
+
+    def op_lend(self, name: str, share: float, buffers: int, to: str | None) -> None:
+        engine = self.engines.get(name)
+        if engine is None or (to is not None and to not in self.engines):
+            return
+        buffers = engine.tenant.buffers or buffers
+        layers = round(share * max(0, len(engine.tenant._attachment.order) - buffers))
+        self.call(lambda: self.session.lend(name, layers, buffers, to=to), OutOfBlocks, InvalidArgument)
+
+    def op_activate(self, name: str, alone: bool, partial: bool | float) -> None:
+        if name not in self.engines:
+            return
+        tenant = self.engines[name].tenant
+        report = self.call(lambda: self.session.activate(name, alone=alone, partial=partial))
+        if isinstance(report, BaseException) or self.ended:
+            return
+        for _ in range(3):
+            if report.activated:
+                break
+            for other, blocks in report.preempt.items():
+                engine = self.engines[other]
+                expect(bool(set(blocks) & set(engine.held)) or bool(engine.external), "preempt names no live block")
+                engine.free([block for block in blocks if block in engine.held])
+            report = self.call(lambda: self.session.activate(name, partial=partial))
+            if isinstance(report, BaseException) or self.ended:
+                return
+        else:
+            others = any(engine.external for engine in self.engines.values())
+            expect(others, f"all that {name} named was freed, and it still cannot be activated: {report.reason}")
+        expect(tenant.active or not report.activated, f"{name} was activated, and is not active")
+        if report.activated and not partial:
+            expect(tenant.lent_pages == 0, f"{name} is active, and its layers are lent")
+
+    def op_deactivate(self, name: str) -> None:
+        if name in self.engines:
+            self.call(lambda: self.session.deactivate(name))
+
+    def op_allocate(self, name: str, share: float) -> None:
+        engine = self.engines.get(name)
+        if engine is not None:
+            engine.allocate(round(share * engine.room()))
+
+    def op_free(self, name: str, every: int, offset: int) -> None:
+        engine = self.engines.get(name)
+        if engine is not None:
+            engine.free(sorted(engine.held)[offset % every :: every])
+
+    def op_forward(self, name: str) -> None:
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        if not engine.tenant.active:
+            with contextlib.suppress(InvalidState):
+                engine.serve()
+                raise AssertionError("an inactive tenant served a pass")
+            return
+        for each in self.engines.values():
+            each.poison()
+        while True:
+            result = self.call(engine.serve, *((DriverError, OutOfMemory) if engine.may_fail else ()), partly=True)
+            if self.ended or not isinstance(result, Error):
+                break
+            engine.may_fail -= 1
+        engine.may_fail = 0
+
+    def op_settle(self) -> None:
+        self.call(lambda: self.session.settle(), partly=True)
+
+    def op_declare(self, name: str, share: float) -> None:
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        layer = int(share * len(engine.data))
+        each = (engine.addresses[layer], max(1, len(engine.data[layer])))
+        result = self.call(lambda: self.session.declare_registered(*each), InvalidState)
+        if result is None or (isinstance(result, KeyboardInterrupt) and each in self.session._registered._ranges):
+            self.declared.append(each)
+
+    def op_withdraw(self) -> None:
+        if self.declared:
+            each = self.declared[0]
+            result = self.call(lambda: self.session.withdraw_registered(*each))
+            if result is None or each not in self.session._registered._ranges:
+                self.declared.remove(each)
+
+    def op_wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def op_bad(self, what: str, name: str) -> None:
+        """Calls that nobody may make."""
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        calls: dict[str, Callable[[], Any]] = {
+            "name": lambda: self.session.step({"nobody": remap.Demand(1)}),
+            "layers": lambda: self.session.remap(name, len(engine.data) + 1),
+            "buffers": lambda: self.session.lend(name, 1, 7),
+            "free": lambda: engine.kv.free([engine.kv.max_blocks]),
+            "allocate": lambda: engine.kv.allocate(engine.kv.max_blocks + 1),
+            "share": lambda: self.session.activate(name, partial=-1.0),
+        }
+        result = self.call(calls[what], InvalidArgument, OutOfBlocks, InvalidState)
+        expect(isinstance(result, BaseException) or self.ended, f"a bad call was taken: {what}")
+
+    # -- what goes wrong ---------------------------------------------------------------------------------------------
+
+    def op_fault(self, nth: int, forever: bool, memory: bool) -> None:
+        kind = _core.ErrorKind.out_of_memory if memory else _core.ErrorKind.driver
+        self.fault = lambda: self.backend.arm_any(nth, forever, kind)
+
+    def op_copy_fault(self, nth: int) -> None:
+        self.fault = lambda: self.backend.fail_async_copy(nth)
+
+    def op_interrupt(self, at: int) -> None:
+        self.at = at
+
+    def op_fork(self) -> None:
+        """A child finds every call refused, and its parent goes on."""
+        session = self.session
+        calls: dict[str, Callable[[], Any]] = {
+            "step": session.step,
+            "snapshot": session.snapshot,
+            "settle": session.settle,
+            "close": session.close,
+            "remap": lambda: session.remap("t0", 0),
+            "detach": lambda: session.detach("t0"),
+            "activate": lambda: session.activate("t0"),
+            "check": session.check,
+        }
+        if self.engines:
+            tenant = next(iter(self.engines.values())).tenant
+            calls |= {
+                "forward": lambda: tenant.forward().__enter__(),
+                "wait": lambda: tenant.wait(0),
+                "done": lambda: tenant.done(0),
+                "streaming": lambda: tenant.streaming,
+                "allocate": lambda: tenant.kv.allocate(0),
+                "free": lambda: tenant.kv.free([]),
+                "layer_address": lambda: session.layer_address(tenant.name, 0),
+            }
+        child = os.fork()
+        if child == 0:
+            signal.alarm(HANG_S // 3)
+            for index, call in enumerate(calls.values()):
+                try:
+                    call()
+                except ForkedProcess:
+                    continue
+                except BaseException:  # noqa: BLE001  anything else is the finding
+                    pass
+                os._exit(1 + index)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        code = os.waitstatus_to_exitcode(status)
+        call = "" if code == 0 else [*calls][code - 1] if code > 0 else f"signal {-code}"
+        expect(code == 0, f"a forked child was not refused: {call}")
+
+    def op_burst(self, ops: list[Op]) -> None:
+        """Everybody serves on a thread of his own, while this one does something else."""
+        problems: list[BaseException] = []
+        done = threading.Event()
+
+        def serve(engine: Engine) -> None:
+            try:
+                while not done.is_set():
+                    with contextlib.suppress(InvalidState):
+                        engine.serve()
+            except BaseException as error:  # noqa: BLE001  whatever it is, it is the finding
+                problems.append(error)
+
+        sys.setswitchinterval(1e-6)
+        threads = [threading.Thread(target=serve, args=(engine,)) for engine in self.engines.values()]
+        for thread in threads:
+            thread.start()
+        try:
+            for name, *rest in ops:
+                for _ in range(3):
+                    act = self._beside(name, rest)
+                    if act is not None:
+                        try:
+                            self.tell(act())
+                        except InvalidState as error:
+                            if "tenant" not in error.fields:
+                                raise
+                        except (OutOfBlocks, InvalidArgument):
+                            pass
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+            sys.setswitchinterval(5e-3)
+        if problems:
+            raise problems[0]
+
+    def _beside(self, name: str, rest: list[Any]) -> Callable[[], Any] | None:
+        """What an operation calls, without all that looks at it."""
+        session = self.session
+        if name == "step":
+            wanted = {each: remap.Demand(n) for each, n in rest[0].items() if each in self.engines}
+            return lambda: session.step(wanted)
+        if name in ("remap", "lend", "activate", "deactivate") and rest[0] in self.engines:
+            if name == "activate":
+                return lambda: session.activate(rest[0], alone=rest[1], partial=rest[2])
+            if name == "deactivate":
+                return lambda: session.deactivate(rest[0])
+            tenant = self.engines[rest[0]].tenant
+            buffers = rest[2] if name == "remap" else tenant.buffers or rest[2]
+            layers = round(rest[1] * max(0, len(tenant._attachment.order) - buffers))
+            if name == "remap":
+                return lambda: session.remap(rest[0], layers, buffers, rest[3])
+            to = rest[3] if rest[3] in self.engines else None
+            return lambda: session.lend(rest[0], layers, buffers, to=to)
+        return session.snapshot if name == "settle" else None
+
+    def owner_of(self, each: tuple[int, int]) -> str:
+        return next((name for name, engine in self.engines.items() if each[0] in engine.addresses), "")
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """Nobody wants anything any more: all come home, leave, and the backend has everything back."""
+        self.fault, self.at = None, -1
+        while self.declared:
+            self.op_withdraw()
+        self.op_settle()
+        for engine in self.engines.values():
+            engine.external = "prompt" if engine.external else None
+            engine.free(list(engine.held))
+        for name in self.engines:
+            self.op_activate(name, False, False)
+            expect(self.engines[name].tenant.active, f"{name} cannot be activated in the end")
+        for name, engine in self.engines.items():
+            self.tell(self.session.remap(name, 0))
+            expect(not engine.tenant.streamed, f"{name} streams in the end")
+        self.check()
+        for name in list(self.engines):
+            self.op_forward(name)
+            self.op_forward(name)
+        for name in list(self.engines):
+            self.session.detach(name)
+            del self.engines[name]
+            self.check()
+        pages = self.session.snapshot().pages
+        expect(pages.free == pages.total, f"pages are kept by nobody: {pages}")
+        self.close()
+
+    def close(self) -> None:
+        self.session.close()
+        kept = {name for name, held in self.backend.usage().items() if held}
+        # A call may have failed inside a destructor, which has nobody to tell and keeps what it had.
+        expect(kept <= ({"streams", "events"} if self.kind == "faults" else set()), f"kept in the end: {sorted(kept)}")
+        self.ended = True
+
+
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    found = []
+    for name in sorted({*before["tenants"], *after["tenants"]}):
+        one, other = before["tenants"].get(name), after["tenants"].get(name)
+        if one is None or other is None:
+            found.append(f"{name} {'is gone' if other is None else 'has come'}")
+        else:
+            found += [f"{name}: {a} -> {b}" for a, b in zip(one, other) if a != b]
+    return "; ".join(found) or "who owns which page"
+
+
+def _forget(error: BaseException | None) -> None:
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+# -- running, and making smaller ---------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """at: the operation (or the end). signature: what is the same in a smaller walk that fails likewise."""
+
+    at: int
+    signature: str
+    what: str
+
+
+def run(walk: dict[str, Any], progress: Callable[[int], None] = lambda at: None) -> Failure | None:
+    """In this process. None if all is right."""
+    at = -1
+    try:
+        try:
+            world = World(walk)
+        except InvalidArgument:
+            if walk["page"] & (walk["page"] - 1):  # a session may refuse such pages, or works with them
+                return None
+            raise
+        for at, op in enumerate([*walk["ops"], None]):
+            progress(at)
+            if op is None:
+                world.end()
+            else:
+                world.do(op)
+            if world.ended:
+                return None
+    except BaseException as error:  # noqa: BLE001  whatever it is, it is the finding
+        places = traceback.extract_tb(error.__traceback__)
+        last = next((each for each in reversed(places) if each.filename.startswith(interrupts.PACKAGE)), places[-1])
+        where = f"{last.filename.rpartition('/')[2]}:{last.name}"
+        text = re.sub(r"t\d\b|0x[0-9a-f]+|\d+", "#", str(error))[:80]
+        what = "".join(traceback.format_exception(type(error), error, error.__traceback__)[-14:])
+        op = walk["ops"][at][0] if 0 <= at < len(walk["ops"]) else "start" if at < 0 else "end"
+        return Failure(at, f"{op}: {type(error).__name__} in {where}: {text}", what[-3500:])
+    return None
+
+
+def isolated(walk: dict[str, Any]) -> Failure | None:
+    """In a forked child, so that a crash or a hang is a failure as well."""
+    reading, writing = os.pipe()
+    with tempfile.TemporaryFile() as stacks, tempfile.TemporaryFile() as position:
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            faulthandler.enable(stacks)
+            faulthandler.dump_traceback_later(HANG_S, exit=True, file=stacks)
+            failure = run(walk, lambda at: os.pwrite(position.fileno(), b"%6d" % at, 0) and None)
+            with os.fdopen(writing, "w") as out:
+                out.write(json.dumps(dataclasses.astuple(failure) if failure else None))
+            os._exit(0)
+        os.close(writing)
+        with os.fdopen(reading) as inward:
+            text = inward.read()
+        _, status = os.waitpid(child, 0)
+        if text:
+            found = json.loads(text)
+            return Failure(*found) if found else None
+        stacks.seek(0)
+        stack = stacks.read().decode(errors="replace")
+        at = int(os.pread(position.fileno(), 6, 0) or b"0")
+    code = os.waitstatus_to_exitcode(status)
+    places = re.findall(r'File ".*?/(\w+\.py)", line \d+ in (\w+)', stack)
+    name = signal.Signals(-code).name if code < 0 else "hang"
+    return Failure(at, f"{name} in {'.'.join(places[0]) if places else '?'}", stack[-3000:])
+
+
+def smaller(walk: dict[str, Any], failure: Failure, seconds: float = 60.0) -> tuple[dict[str, Any], Failure]:
+    """Leaves operations out while it fails likewise: first all after the failure, then pieces, large ones first."""
+    until = time.monotonic() + seconds
+    best = {**walk, "ops": walk["ops"][: failure.at + 1]}
+    found = isolated(best)
+    if found is None or found.signature != failure.signature:  # not always the same: threads
+        return walk, failure
+    piece = max(1, len(best["ops"]) // 2)
+    while piece and time.monotonic() < until:
+        first, shrunk = 0, False
+        while first < len(best["ops"]) and time.monotonic() < until:
+            ops = best["ops"][:first] + best["ops"][first + piece :]
+            candidate = {**best, "ops": ops}
+            again = isolated(candidate)
+            if again is not None and again.signature == failure.signature:
+                best, found, shrunk = {**candidate, "ops": ops[: again.at + 1]}, again, True
+            else:
+                first += piece
+        piece = piece if shrunk and piece == 1 else piece // 2
+    return best, found
+
+
+def show(walk: dict[str, Any], failure: Failure, seed: str) -> str:
+    return (
+        f"seed {seed}, {walk['kind']}: {failure.signature}\n{failure.what.strip()}\n"
+        f"python tests/python/fuzz_world.py --replay '{json.dumps(walk)}'\n"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--seed", default="")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--walks", type=int, default=1 << 60)
+    parser.add_argument("--shrink", type=float, default=30.0, help="seconds for making one failure smaller")
+    parser.add_argument("--keep-going", action="store_true", help="report each kind of failure once, and go on")
+    parser.add_argument("--tolerate", default="", help="names of errors that any call may raise: to see what they hide")
+    parser.add_argument("--without", default="", help="operations to leave out, or odd_pages: to see what they hide")
+    parser.add_argument("--replay")
+    options = parser.parse_args()
+    if options.replay:
+        failure = isolated(json.loads(options.replay))
+        sys.stdout.write(f"{failure.signature}\n{failure.what}\n" if failure else "all is right\n")
+        sys.exit(failure is not None)
+    until = time.monotonic() + options.seconds
+    known: dict[str, int] = {}
+    walks = 0
+    kinds, without = options.kinds.split(","), options.without.split(",")
+    while time.monotonic() < until and walks < options.walks:
+        seed = f"{options.seed}{walks}"
+        walk = make_walk(seed, kinds[walks % len(kinds)], options.turns)
+        walk["ops"] = [op for op in walk["ops"] if op[0] not in without]
+        walk["tolerated"] = [name for name in options.tolerate.split(",") if name]
+        walks += 1
+        if "odd_pages" in without and walk["page"] & (walk["page"] - 1):
+            continue
+        failure = isolated(walk)
+        if failure is None:
+            continue
+        if failure.signature not in known:
+            sys.stdout.write(show(*smaller(walk, failure, options.shrink), seed) + "\n")
+            sys.stdout.flush()
+        known[failure.signature] = known.get(failure.signature, 0) + 1
+        if not options.keep_going:
+            break
+    sys.stdout.write(f"{walks} walks, {sum(known.values())} failures of {len(known)} kinds\n")
+    for signature, count in sorted(known.items(), key=lambda each: -each[1]):
+        sys.stdout.write(f"{count:6} {signature}\n")
+    sys.exit(bool(known))
+
+
+if __name__ == "__main__":
+    main()
