@@ -1,3 +1,5 @@
+#include <optional>
+
 #include "common.h"
 #include "page_list.h"
 #include "prefetcher_observer.h"
@@ -150,10 +152,21 @@ void bind_arena(py::module_& module) {
           py::arg("prefetcher").none(true), py::arg("after") = 0, ReleaseGil())
       .def("rollback", &Executor::rollback, ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())
-      .def("retry_failed", &Executor::retry_failed, ReleaseGil())
+      .def("undecided", &Executor::undecided, ReleaseGil())
+      .def(
+          "failed_points",
+          [](const Executor& executor, std::optional<TenantId> tenant) {
+            return tenant ? executor.failed_points(*tenant) : executor.failed_points();
+          },
+          py::arg("tenant") = py::none())
+      .def(
+          "retry_failed",
+          [](Executor& executor, std::optional<TenantId> tenant) {
+            return tenant ? executor.retry_failed(*tenant) : executor.retry_failed();
+          },
+          py::arg("tenant") = py::none(), ReleaseGil())
       .def("forget", &Executor::forget, ReleaseGil())
-      .def("stop", &Executor::stop, ReleaseGil())
-      .def_property_readonly("failed_points", &Executor::failed_points);
+      .def("stop", &Executor::stop, ReleaseGil());
 }
 
 }  // namespace remap::python

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <memory>
 #include <string>
-#include <system_error>
 
 #include "backend/host_memory.h"
 #include "backend/host_stream.h"
@@ -97,14 +96,7 @@ class HostBackend final : public Backend {
                       std::to_string(copy_threads),
                   {{"copy_threads", static_cast<std::int64_t>(copy_threads)}});
     }
-    try {
-      return std::make_unique<host::HostStreams>(copy_threads);
-    } catch (const std::system_error& error) {
-      throw Error(ErrorKind::limit_exceeded,
-                  "host backend: " + std::to_string(copy_threads - 1) + " copy threads could not be started (" + error.what() +
-                      "). Use fewer copy_threads, or raise ulimit -u or the cgroup's pids.max.",
-                  {{"copy_threads", static_cast<std::int64_t>(copy_threads)}, {"errno", std::int64_t{error.code().value()}}});
-    }
+    return std::make_unique<host::HostStreams>(copy_threads);
   }
 
   bool forked() const noexcept { return forks().load(std::memory_order_relaxed) != forks_; }

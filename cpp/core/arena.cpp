@@ -358,6 +358,7 @@ void Arena::close() {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return;
+  undecided_ = false;  // whatever was applied, nobody can undo it any more
   registered_.clear();
   if (fill_stream_ != 0) {  // first: waits for a fill whose end nobody saw
     backend_->destroy_stream(fill_stream_);

@@ -1,4 +1,4 @@
-// Arena::check(): the invariants A1 to A8 of arena.h, as code.
+// Arena::check(): the invariants of arena.h, as code.
 #include <algorithm>
 #include <set>
 #include <stdexcept>

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "core/thread.h"
 #include "pointing.h"
 #include "remap/fork.h"
 
@@ -17,9 +18,14 @@ Error::Value number(std::uint64_t value) { return static_cast<std::int64_t>(valu
 
 }  // namespace
 
-Executor::Executor(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
+Executor::Executor(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
+  if (!arena_) throw Error(ErrorKind::invalid_argument, "An executor needs an arena. Nothing was created.");
+  refuse_fork(arena_->fork_generation_);
+  // Now: a commit that could not start it would have to be taken back, and at exit nobody should start threads.
+  worker_ = start_thread("remap-point", [this] { work(); });
+}
 
-Executor::~Executor() { stop(); }
+Executor::~Executor() { end(); }
 
 // ---- a plan, whole or not at all --------------------------------------------------------------------------------
 
@@ -133,9 +139,7 @@ bool Executor::admit(const Plan& plan) {
 
 Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   Arena& arena = *arena_;
-  if (fork_generation() != arena.fork_generation_) {
-    throw Error(ErrorKind::forked_process, "A forked child must not touch the arena. Nothing changed; use 'spawn'.");
-  }
+  refuse_fork(arena.fork_generation_);
   std::unique_lock<std::mutex> lock(arena.mutex_);
   if (admit(plan) && ordering.after != 0) {
     // Unmapping waits for nobody, so this thread does, before it begins. Not with the lock: others look at the tables, maybe
@@ -338,10 +342,17 @@ void Executor::undo_all() {
 }
 
 void Executor::rollback() {
+  refuse_fork(arena_->fork_generation_);
   std::lock_guard<std::mutex> lock(arena_->mutex_);
   if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
   arena_->undecided_ = false;
   undo_all();
+}
+
+bool Executor::undecided() const {
+  refuse_fork(arena_->fork_generation_);
+  std::lock_guard<std::mutex> lock(arena_->mutex_);
+  return arena_->undecided_;
 }
 
 }  // namespace remap

@@ -51,7 +51,7 @@ class Changes:
         current = plan.epoch == self._arena.epoch
         if self._unsettled is not None:
             self.settle(self._unsettled)
-        if self._executor.failed_points:
+        if self._executor.failed_points():
             self._executor.retry_failed()
         pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
         stream = tenant._compute.current()
@@ -66,7 +66,7 @@ class Changes:
             # Copies in flight write into pages that are about to belong to somebody else. Never the case while growing. The
             # worker first: when it is done with a region it starts the copy that waits for that.
             self.await_worker()
-            if self._executor.failed_points:
+            if self._executor.failed_points():
                 self._executor.retry_failed()
             if stream and not ring_moves:
                 # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on

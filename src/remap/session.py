@@ -386,14 +386,14 @@ class Session:
     @property
     def unsettled(self) -> bool:
         """Whether a deferred re-pointing failed and waits to be tried again."""
-        return bool(self._executor.failed_points)
+        return bool(self._executor.failed_points())
 
     def settle(self, tenant: Tenant | None = None) -> None:
         """Finish what the last change deferred, now, and wait for it. Raises the backend's error if that fails again."""
         with self._lock:
             for each in [tenant] if tenant is not None else list(self._tenants.values()):
                 self._changes.settle(each)
-            if self._executor.failed_points:
+            if self._executor.failed_points():
                 self._executor.retry_failed()
             if tenant is None:
                 self._changes.await_worker()
