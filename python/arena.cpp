@@ -31,6 +31,7 @@ void bind_arena(py::module_& module) {
       .value("quarantine", Owner::quarantine);
   py::enum_<Mode>(module, "Mode").value("aliased", Mode::aliased).value("strict", Mode::strict);
 
+  py::class_<Lease, std::shared_ptr<Lease>>(module, "Lease", "Keeps the addresses of one region while it lives: see Arena.hold.");
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode) {
              return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode});
@@ -75,6 +76,10 @@ void bind_arena(py::module_& module) {
           "withdraw_registered",
           [](Arena& arena, std::uintptr_t address, std::size_t bytes) { arena.withdraw_registered(to_address(address), bytes); },
           py::arg("address"), py::arg("nbytes"), ReleaseGil())
+      .def(
+          "hold",
+          [](Arena& arena, std::uintptr_t address, std::size_t bytes) { return arena.hold(to_address(address), bytes); },
+          py::arg("address"), py::arg("nbytes"), ReleaseGil())
       .def("close", &Arena::close, ReleaseGil())
       .def("address", [](const Arena& arena, RegionId region) { return to_int(looking(&Arena::address)(arena, region)); })
       .def("region_bytes", looking(&Arena::region_bytes))
@@ -101,6 +106,7 @@ void bind_arena(py::module_& module) {
            },
            py::arg("tenant") = py::none())
       .def("check", &Arena::check, ReleaseGil())
+      .def_property_readonly("regions", looking(&Arena::regions))
       .def_property_readonly("epoch", looking(&Arena::epoch))
       .def_property_readonly("page_bytes", &Arena::page_bytes)
       .def_property_readonly("total_pages", &Arena::total_pages)

@@ -94,8 +94,12 @@ class Executor {
   void point(const Point& step, Applied& applied);
   void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
   bool validate(const Plan& plan);
+  void require_backed(const Plan& plan) const;
   void refuse_mixing(PageId id, TenantId after, Owner to) const;
   void refuse_registered(const SetOwner& move) const;
+  void make_room_to_undo();
+  template <typename Change>
+  void change(std::function<void()> back, std::vector<PageId> pages, Change&& forth);
   void undo_all();
   void end() noexcept;
   void work() noexcept;

@@ -532,8 +532,8 @@ class Session:
             tenant._turn.release()
 
     def _memory(self, address: int, nbytes: int) -> Any:
-        """A uint8 tensor over a region, on the session's device; keeps the arena alive."""
-        return self._device.tensor(address, nbytes, self._arena)
+        """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
+        return self._device.tensor(address, nbytes, self._arena.hold(address, nbytes))
 
     def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)
