@@ -47,6 +47,8 @@ class Changes:
     @annotated("remap.apply")
     def apply(self, tenant: Tenant, plan: Plan) -> None:
         """Apply and publish. On an error nothing has changed (or the arena is broken, ArenaBroken)."""
+        if tenant._attachment.verify is not None:
+            tenant._attachment.verify({*plan.streamed, *plan.reload})
         # Finishing what an earlier plan deferred is an epoch of its own, and nothing that this plan was made from.
         current = plan.epoch == self._arena.epoch
         if self._unsettled is not None:
@@ -130,7 +132,6 @@ class Changes:
             stats = tenant._prefetcher.stats()
             tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
         tenant._unsettled = None
-        tenant._unwatched = 0
         self._unsettled = None
 
     def _commit(self, tenant: Tenant, plan: Plan, fresh: bool) -> None:

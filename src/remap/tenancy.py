@@ -65,7 +65,7 @@ def admit(
         if first:
             changes.apply(tenant, plan_free_pages(attachment.pages, arena.epoch, first, give=True))
             changes.settle(tenant)
-        source.install(attachment.addresses, attachment.rest_address)
+        source.install(attachment.addresses, attachment.rest_address, tenant)
     except BaseException:
         # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
         arena.remove_tenant(number, undoing=True)
