@@ -25,7 +25,7 @@ __all__ = ["check_by_hand", "lend_by_hand", "remap_by_hand"]
 
 
 def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> None:
-    """Raises InvalidArgument as `Session.remap` says."""
+    """Raises InvalidArgument and InvalidState as `Session.remap` says."""
     if selection not in ("uniform", "nested", "slices"):
         raise InvalidArgument(
             f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
@@ -44,6 +44,8 @@ def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> 
             streamable=streamable,
             maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
         )
+    if layers > tenant.alpha:
+        tenant.refuse_unseen()
 
 
 def remap_by_hand(

@@ -172,6 +172,8 @@ class Changes:
         self.tell()
 
     def _apply(self, tenant: Tenant, plan: Plan, reclaimed: frozenset[int]) -> None:
+        if tenant._attachment.verify is not None:
+            tenant._attachment.verify({*plan.streamed, *plan.reload})
         # Settling an earlier plan advances the epoch; this plan is still valid.
         current = plan.epoch == self._arena.epoch
         if self._unsettled is not None:
@@ -285,7 +287,6 @@ class Changes:
         if plan.held or plan.reload:
             stats = tenant._prefetcher.stats()
             tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
-        tenant._unwatched = 0
         tenant._unsettled = None
         if self._unsettled is tenant:
             self._unsettled = None

@@ -34,6 +34,9 @@ from remap.watermark import Watermark, horizon
 __all__ = ["NONE", "Controller", "ControllerConfig", "Decision", "Demand", "LayerSeconds", "TenantView"]
 
 
+_UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
+
+
 class Controller:
     """The policy of one tenant. `decide` is called once per pass; its state is the credit and the demand's average.
 
@@ -117,6 +120,7 @@ class Controller:
             others = view.others(room - taken) if view.others is not None else ()
             if any(others):
                 alpha, buffers, takes = self._share(view, room - taken, others)
+                why = "" if view.seen else _UNSEEN
             else:
                 want = view.remapped + math.ceil((room - taken) / view.blocks_per_layer)
                 alpha, buffers, why = self._target(view, want)
@@ -185,6 +189,8 @@ class Controller:
     def _most(self, view: TenantView) -> tuple[int, int, str]:
         """(most layers within the slowdown, buffers for that, remark)."""
         fixed = self.config.buffers
+        if not view.seen:
+            return view.remapped, max(view.buffers, 1), _UNSEEN
         if view.times is None:
             most, best = self._estimate(view) if self._estimate is not None else (1, max(view.buffers, 1))
             while most < view.max_remapped and not self._possible(most, best):

@@ -58,6 +58,7 @@ def view_of(session: Session, tenant: Tenant, demand: Demand) -> TenantView:
         max_blocks=tenant.kv.max_blocks,
         shrink_blocks=tenant._shrink_blocks,
         active=tenant.active,
+        seen=tenant.seen,
         lends=bool(attachment.pages.lent),
         others=tenant._others if len(session._tenants) > 1 else None,
     )
@@ -91,6 +92,7 @@ def _sliced_view(session: Session, tenant: Tenant, demand: Demand) -> TenantView
         epoch=0,
         max_blocks=tenant.kv.max_blocks,
         active=tenant.active,
+        seen=tenant.seen,
         lends=bool(pages.lent),
         others=tenant._others if len(session._tenants) > 1 else None,
         unit="pages of every layer",

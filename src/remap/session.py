@@ -158,6 +158,7 @@ class Session:
         active: bool = True,
         extra_layers: Sequence[Any] = (),
         embedding: str = "device",
+        hooks: bool = True,
     ) -> Tenant:
         """Move a torch model's tensors into the arena and give it a KV cache.
 
@@ -165,6 +166,10 @@ class Session:
         serve passes at once (see `activate`). controller: its own settings, by default the session's. extra_layers: modules, or
         their paths ("lm_head"), that stream like layers although they have no KV: number n, n + 1, ... for wait and done.
         embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
+
+        hooks: layers wait for their weights and say when they are done through hooks of torch's, and a call of the model is a pass
+        (see `remap.hooks`). Nothing is streamed before one whole pass has come by every layer. False: the engine calls wait and
+        done itself, for every layer in every pass.
 
         layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of
         tensors that the model writes; they stay resident. weights: safetensors file(s) or folder that the model was loaded
@@ -190,6 +195,7 @@ class Session:
                 names=names,
                 extra=extra_layers,
                 embedding=embedding,
+                hooks=hooks,
             )
             return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
@@ -345,7 +351,7 @@ class Session:
         """By hand: `layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
 
         to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what it
-        streams. Errors as for `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+        streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
         """
         self._check_open()
         self._claim()
@@ -371,7 +377,8 @@ class Session:
         allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
         InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or their pages are
         too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages, max_blocks); OutOfBlocks
-        if live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
+        if live blocks do not fit into what remains; InvalidState inside a pass, or (fields tenant, layers) if more layers are to
+        stream than now and no pass has waited for every layer yet. Nothing changes then.
         """
         self._check_open()
         self._claim()

@@ -109,7 +109,7 @@ def _admit(
     session._controllers[name] = Controller(counted, bound=hidden.bound, stall=hidden.stall, possible=hidden.possible)
     session._configs[name] = config
     arrival.installing = True
-    source.install(attachment.addresses, attachment.rest_address)
+    source.install(attachment.addresses, attachment.rest_address, tenant)
     session._tenants[name] = tenant  # from here it is attached
     return tenant
 

@@ -28,6 +28,7 @@ from .selection import select
 from .slice_plan import alpha_of
 
 if TYPE_CHECKING:
+    from .hooks import AttachedHooks
     from .ordering import ComputeStream
     from .session import Session
 
@@ -123,7 +124,11 @@ class Tenant:
         self._absent: set[int] = (
             set()
         )  # found when the tenant leaves: layers whose bytes are not all at their addresses
-        self._unwatched = 0  # passes since the streamed layers were last looked at for writes; settling sets it to 0
+        self.hooks: AttachedHooks | None = None
+        self._unseen: set[int] | None = None  # see expect_whole_pass()
+        self._first_wait: Any = None
+        self._from_masters: set[int] = set()  # layers that the open pass, or the last one, takes from weights files
+        self._changed_file: InvalidState | None = None  # a weights file changed while layers came from it: no pass any more
         self._shapes: deque[tuple[int, Phase, int]] = deque(
             maxlen=_UNTIMED
         )  # (number, phase, tokens) of passes not timed yet
@@ -157,8 +162,11 @@ class Tenant:
         Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, InvalidArgument for
         what is no stream of the session's device, and the backend's error if the last change could not be finished; then no
         pass has begun and entering again tries it again. An exception inside abandons the pass: the next one starts afresh.
-        Leaving raises InvalidState (fields: tenant, written) if the model wrote into a streamed layer: such a write is lost.
-        That is looked for after changes, and now and then.
+
+        Leaving a pass that was not abandoned raises InvalidState if its results must be discarded: (fields tenant, layer, layers)
+        layers that were streamed or loading were not waited for, so what was computed with them is not known; (tenant, written)
+        the model, or somebody since the last pass, wrote into a streamed layer, and such a write is lost; (file, expected,
+        found) a weights file that layers come from has changed, which entering raises as well. The pass has ended then.
         """
         return _Pass(self, phase, tokens, stream)
 
@@ -194,6 +202,9 @@ class Tenant:
                 why = "taking it out has failed; detach it again, or close the session"
             raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
         session._check_open()
+        if self._attachment.verify is not None:
+            self._from_masters = self.away()
+            self._verify_masters()
         if turn.claimed or self._unsettled is not None or session._executor.failed_points(self.number):
             return False
         turn.open_pass = mark  # before the pass begins: __exit__ or __del__ ends it then, whatever comes between
@@ -202,6 +213,8 @@ class Tenant:
         except BaseException:
             self._close_pass()
             raise
+        if self._unseen is not None:
+            self._unseen.update(range(self.layers))
         return True
 
     def _close_pass(self) -> None:
@@ -225,8 +238,9 @@ class Tenant:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {self.name!r}: the session was closed inside of the pass", tenant=self.name)
         self._last_pass_s = self._clock()
+        missed = self._prefetcher.unwaited() if completed else []
         number = self._prefetcher.end_pass()
-        if completed:
+        if completed and not missed:
             self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
         else:
             self._abandoned += 1  # without a shape its time teaches nothing
@@ -236,10 +250,25 @@ class Tenant:
             if self._shapes and self._shapes[0][0] == timed:
                 _, kind, count = self._shapes.popleft()
                 self._learn(kind, count, max(0.0, seconds - stall_s))
-        if completed and self.streamed:
-            if self._unwatched % _TIMES_EVERY == 0:
-                self._refuse_lost_writes()
-            self._unwatched += 1
+        if not completed:
+            return
+        if missed:
+            raise InvalidState(
+                f"tenant {self.name!r}: the pass did not wait for layers {missed}, which were streamed or loading, so what it "
+                "computed with them is not known; the pass has ended and its results, KV included, must be discarded; call the "
+                "layers as modules, with their hooks in place, or call wait and done for every layer in every pass",
+                tenant=self.name,
+                layer=missed[0],
+                layers=tuple(missed),
+            )
+        if self._unseen is not None and not self._unseen:
+            self._unseen = None
+            if self.wait is self._first_wait:
+                self.wait = self._prefetcher.wait
+        if self._from_masters:
+            self._verify_masters()
+        if self.streamed:
+            self.refuse_lost_writes()
 
     def _learn(self, kind: Phase, tokens: int, compute: float) -> None:
         """Of one pass and its seconds of computation: now if the host computed it, passes later if a stream did."""
@@ -274,15 +303,52 @@ class Tenant:
                 self._prepare(times)
                 self._prepared, self._prepared_age = times, 0
 
-    def _refuse_lost_writes(self) -> None:
-        """Layers written before they were to be streamed are pinned, so what is found now was written into the ring."""
-        written = self._attachment.watch(self.streamed)
+    def refuse_lost_writes(self) -> None:
+        """Raises InvalidState (fields tenant, written). Layers written before they were to be streamed are pinned, so what is
+        found now was written into the ring."""
+        written = self._attachment.writes(self.streamed)
         if written:
             raise InvalidState(
-                f"tenant {self.name!r}: the model wrote into layers while they were streamed, and the writes are lost: "
-                f"{written}; name these tensors in attach(mutable=), or run a pass before remapping so that they are found",
+                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced them, which is lost: "
+                f"{written}; detach it, or name these tensors in attach(mutable=), or run a pass before remapping so that they are found",
                 tenant=self.name,
                 written=written,
+            )
+
+    def _verify_masters(self) -> None:
+        """Raises InvalidState (fields file, expected, found) if a weights file has changed that layers of this pass come from. The
+        tenant can only be detached then: what was copied since is not known, so those layers count as not at home."""
+        if self._changed_file is None:
+            try:
+                self._attachment.verify(self._from_masters)
+            except InvalidState as error:
+                self._absent.update(self._from_masters)
+                self._changed_file = error
+        if self._changed_file is not None:
+            raise InvalidState(str(self._changed_file), **self._changed_file.fields, tenant=self.name)
+
+    def expect_whole_pass(self) -> None:
+        """Hooks were put in, and whether they work is not known: until one pass has waited for every layer, none is streamed."""
+        unseen = self._unseen = set(range(self.layers))
+        core = self._prefetcher.wait
+
+        # Not a method: a tenant that refers to itself would keep its streams until the next garbage collection.
+        def wait(layer: int, stream: int = 0) -> None:
+            core(layer, stream)
+            unseen.discard(layer)
+
+        self.wait = self._first_wait = wait
+
+    def refuse_unseen(self) -> None:
+        """Raises InvalidState (fields tenant, layers) while no pass has waited for every layer, unless the tenant is inactive:
+        what it lends comes home before its next pass, or is looked for in it like everything that is streamed."""
+        if self._unseen is not None and self.active:
+            raise InvalidState(
+                f"tenant {self.name!r}: no pass has waited for every layer yet, so nothing may be streamed; nothing changed; run "
+                f"one whole pass first (layers {sorted(self._unseen)} were not waited for in the last one), or attach with "
+                "hooks=False if the engine calls wait and done itself",
+                tenant=self.name,
+                layers=tuple(sorted(self._unseen)),
             )
 
     def refuse_pass(self, leaving: bool = False, asleep: bool = False) -> None:
@@ -347,13 +413,43 @@ class Tenant:
         return not self._all_ready
 
     @property
+    def in_pass(self) -> bool:
+        """Whether a pass is open."""
+        return self._in_pass
+
+    @property
+    def seen(self) -> bool:
+        """Whether its layers may be streamed: a whole pass has waited for each of them, or the engine has said that it does."""
+        return self._unseen is None
+
+    @property
+    def modules(self) -> tuple[Any, ...]:
+        """The layers as torch modules, `extra_layers` behind the others; () if it was attached as bytes."""
+        return self._attachment.modules
+
+    def away(self) -> set[int]:
+        """The layers whose bytes are not, or not all, at their addresses now: streamed, loading, or to be re-pointed."""
+        found = set(self._absent)
+        if self.streaming:
+            found.update(self.streamed)
+            found.update(layer for layer in range(self.layers) if not self._prefetcher.ready(layer))
+            if self._unsettled is not None:
+                found.update(self._unsettled[0].reload, self._unsettled[0].held)
+        return found
+
+    def at_home(self, layer: int) -> bool:
+        """Whether all bytes of the layer are at its address."""
+        return not self._detached and layer not in self.away()
+
+    @property
     def pinned(self) -> tuple[int, ...]:
-        """Layers that may not be streamed: something wrote into them after attach, or their memory is registered elsewhere."""
+        """Layers that may not be streamed: something wrote into them after attach, or their weights file was changed, or their
+        memory is registered elsewhere."""
         return tuple(sorted(self._attachment.pinned))
 
     @property
     def written(self) -> dict[int, list[str]]:
-        """layer -> the tensors that were found written after attach."""
+        """layer -> the tensors that were found written after attach, or the weights file that was."""
         return {layer: list(paths) for layer, paths in self._attachment.written.items()}
 
     @property
@@ -392,7 +488,9 @@ class Tenant:
         self._attachment.detach(sorted(self._absent), device)
 
     def _retire(self) -> None:
-        """The memory goes away: from now on wait and done raise instead of touching it."""
+        """The memory goes away: from now on wait and done raise instead of touching it, and no hook calls them."""
+        if self.hooks is not None:
+            self.hooks.remove()
         self._detached = True
         self.wait = self.done = _gone(self.name)
 
