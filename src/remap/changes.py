@@ -8,10 +8,10 @@ Executor.apply is the only step that changes mappings or owners. Until settle() 
 
 An error or an interrupt (KeyboardInterrupt) can come between any two of these steps, so nothing is inferred from how far a call
 came. `save` writes down what a tenant is like before any of it changes; one store (`_Saved.decided`) says that the change has
-happened; until then `undo` puts everything back: the core's plan, which the core says is undecided, then the books. `undo` can be
-interrupted and called again; it runs when a call ends with an exception, and before the next one begins (locking.exclusive). What was
-decided and not settled is the core's to say as well (Executor.undecided), never the epoch's, which other calls advance. Listeners
-are told when nothing is open any more: they may call the session.
+happened; until then `undo` puts everything back: the core's plan, which the core says is undecided, then the bookkeeping. `undo`
+can be interrupted and called again; it runs when a call ends with an exception, and before the next one begins
+(locking.exclusive). What was decided and not settled is the core's to say as well (Executor.undecided), never the epoch's, which
+other calls advance. Listeners are told when nothing is open any more: they may call the session.
 
 A tenant that computes on a stream (ordering.py) may have work on it that reads what a plan takes away. The host does not wait
 for that: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to the copies and to
@@ -71,7 +71,7 @@ class Changes:
         self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
         self._withdrawn: list[
             Tenant
-        ] = []  # engines with allocators of their own that were asked for blocks by the change under way
+        ] = []  # whose engines, with allocators of their own, were asked for blocks by this change
         self._untold: list[BlockPool] = []  # what changed in them is decided, and their listeners have not heard of it
         # Tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
         # a call that raises afterwards cannot lose them.
@@ -143,16 +143,15 @@ class Changes:
         del self._open[saved.tenant.number]
 
     def tell(self) -> None:
-        """Tell the listeners of all pools what has changed, unless a change is under way. Raises the first error of a listener."""
+        """Tell the listeners of all pools what has changed, unless a change is under way. Raises a listener's first error."""
         if self._open:
             return
         for pool in tuple(self._untold):
             try:
                 pool.tell()
             finally:
-                if (
-                    not pool.has_news and pool in self._untold
-                ):  # else it is told already, further up: this is a listener's call
+                # Else it is being told already, further up: this is a listener's call.
+                if not pool.has_news and pool in self._untold:
                     self._untold.remove(pool)
 
     # -- one plan --------------------------------------------------------------------------------------------------

@@ -7,7 +7,8 @@
     DistributedDataParallel        finds no parameters to synchronise, and says so
 
 A layer is away while it is streamed, loading, or to be re-pointed: its tensors show the ring then, or nothing yet. To look at
-such a tensor directly, `weight.sum()`, is the one thing that cannot be told from a pass of the model; take it from `state_dict()`.
+such a tensor directly, `weight.sum()`, is the one thing that cannot be told from a pass of the model; take it from
+`state_dict()`.
 
 Guards are attributes of the instances and hooks, all marked (`hooks.OURS`), so nothing is left behind them when they go.
 """

@@ -31,9 +31,10 @@ class Tenant(Protocol):
     """What the hooks need of a tenant."""
 
     name: str
-    modules: Sequence[Any]
     hooks: AttachedHooks | None
 
+    @property
+    def modules(self) -> Sequence[Any]: ...
     @property
     def in_pass(self) -> bool: ...
     @property

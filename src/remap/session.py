@@ -167,9 +167,9 @@ class Session:
         their paths ("lm_head"), that stream like layers although they have no KV: number n, n + 1, ... for wait and done.
         embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
 
-        hooks: layers wait for their weights and say when they are done through hooks of torch's, and a call of the model is a pass
-        (see `remap.hooks`). Nothing is streamed before one whole pass has come by every layer. False: the engine calls wait and
-        done itself, for every layer in every pass.
+        hooks: layers wait for their weights and say when they are done through hooks of torch's, and a call of the model is a
+        pass (see `remap.hooks`). Nothing is streamed before one whole pass has come by every layer. False: the engine calls
+        wait and done itself, for every layer in every pass.
 
         layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of
         tensors that the model writes; they stay resident. weights: safetensors file(s) or folder that the model was loaded
@@ -351,7 +351,8 @@ class Session:
         """By hand: `layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
 
         to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what it
-        streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+        streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for `remap`;
+        OutOfBlocks (field preempt) where live blocks lie in what is to come home.
         """
         self._check_open()
         self._claim()
@@ -430,13 +431,13 @@ class Session:
 
     @exclusive
     def _begin_behind_changes(self, tenant: Tenant, stream: Any, mark: object) -> None:
-        """`Tenant.forward` once more, behind the change that was in progress, and with what the last one has left to be finished."""
+        """`Tenant.forward` once more: behind the change that was in progress, and with what the last one has left finished."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
         if not tenant._try_begin(stream, mark):
             raise InvalidState(
-                f"tenant {tenant.name!r}: a listener cannot begin a pass while the change that it is told of is in progress; no pass "
-                "was begun; begin it afterwards",
+                f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in progress; no "
+                "pass was begun; begin it afterwards",
                 tenant=tenant.name,
             )
 
@@ -515,7 +516,7 @@ class Session:
             self._release_departed()
 
     def _release_departed(self) -> None:
-        """Of the tenants whose memory has gone nothing is left: neither in the tables, nor what they hold outside of the arena."""
+        """Of tenants whose memory has gone nothing is left: neither in the tables, nor what they hold outside of the arena."""
         while self._departed:
             tenant = self._departed[-1]
             name = tenant.name

@@ -73,8 +73,8 @@ class _Pass:
 
 
 class Tenant:
-    """Made by `Session.attach`. `forward`, `wait` and `done` belong to one thread at a time, the engine's; other threads' calls of
-    the session may run beside them (locking.py)."""
+    """Made by `Session.attach`. `forward`, `wait` and `done` belong to one thread at a time, the engine's; other threads' calls
+    of the session may run beside them (locking.py)."""
 
     def __init__(
         self,
@@ -128,7 +128,9 @@ class Tenant:
         self._unseen: set[int] | None = None  # see expect_whole_pass()
         self._first_wait: Any = None
         self._from_masters: set[int] = set()  # layers that the open pass, or the last one, takes from weights files
-        self._changed_file: InvalidState | None = None  # a weights file changed while layers came from it: no pass any more
+        self._changed_file: InvalidState | None = (
+            None  # a weights file changed while layers came from it: no pass any more
+        )
         self._shapes: deque[tuple[int, Phase, int]] = deque(
             maxlen=_UNTIMED
         )  # (number, phase, tokens) of passes not timed yet
@@ -176,7 +178,7 @@ class Tenant:
 
     @property
     def _busy(self) -> bool:
-        """Whether the change in progress must leave this tenant alone: it was inside a pass when that began, or is being detached."""
+        """Whether the change in progress must leave it alone: it was inside a pass when that began, or is being detached."""
         return self._leaving or not self._turn.claimed
 
     def _begin_pass(self, stream: Any, mark: object) -> None:
@@ -310,14 +312,15 @@ class Tenant:
         if written:
             raise InvalidState(
                 f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced them, which is lost: "
-                f"{written}; detach it, or name these tensors in attach(mutable=), or run a pass before remapping so that they are found",
+                f"{written}; detach it, or name these tensors in attach(mutable=), or run a pass before remapping so that they "
+                "are found",
                 tenant=self.name,
                 written=written,
             )
 
     def _verify_masters(self) -> None:
-        """Raises InvalidState (fields file, expected, found) if a weights file has changed that layers of this pass come from. The
-        tenant can only be detached then: what was copied since is not known, so those layers count as not at home."""
+        """Raises InvalidState (fields file, expected, found) if a weights file has changed that layers of this pass come from.
+        The tenant can only be detached then: what was copied since is not known, so those layers count as not at home."""
         if self._changed_file is None:
             try:
                 self._attachment.verify(self._from_masters)

@@ -230,7 +230,7 @@ def test_a_change_leaves_a_tenant_inside_a_pass_alone(mode: str) -> None:
 
 @MODES
 def test_engines_on_threads_of_their_own(mode: str) -> None:
-    """Two engines, two threads, one session: 590 wrong layer reads in 28,980 passes, and segfaults, at a short switch interval."""
+    """Two engines, two threads, one session: 590 wrong layer reads in 28,980 passes, segfaults at a short switch interval."""
     interval = sys.getswitchinterval()
     hand_over = threading.Lock()  # the engines': reports are handed to whom they name
     failures: list[BaseException] = []
