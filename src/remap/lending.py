@@ -357,7 +357,7 @@ class Lending:
                 undo.append(partial(self._give_back, tenant, pages, moves, result))
                 if moves:
                     result.moved[tenant.name] = dict(moves)
-        except Error:
+        except BaseException:  # an interrupt as well
             for other, _, taken, made in reversed(vacated):
                 changes.undo_vacate(other, taken, made)
             raise

@@ -247,7 +247,8 @@ class Session:
         """Once per scheduler iteration, between passes: decide and apply.
 
         demand: for each tenant, the blocks that its engine wants to be able to allocate now. Raises InvalidArgument for an
-        unknown tenant and InvalidState inside a pass, before anything changes.
+        unknown tenant and InvalidState inside a pass, before anything changes; and the backend's error if nothing has changed by
+        then. If something has, the report says what, and its reason which error ended the step early.
         """
         with self._lock:
             self._check_open()
