@@ -78,7 +78,9 @@ def admit(
     hidden = tenant._hidden = HiddenCopies(tenant, config)
     # In slices the cap, which is in layers, is in the view (policy.py).
     counted = replace(config, cap=None) if config.selection == "slices" else config
-    session._controllers[name] = Controller(counted, bound=hidden.bound, stall=hidden.stall, possible=hidden.possible)
+    session._controllers[name] = Controller(
+        counted, bound=hidden.bound, stall=hidden.stall, possible=None if attachment.plain else hidden.possible
+    )
     tenant._prepare = hidden.prepare
     tenant._others = functools.partial(offers_to, session, tenant)
     return tenant
