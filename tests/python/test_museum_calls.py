@@ -458,3 +458,30 @@ def test_a_tenant_whose_copies_failed_while_it_was_inactive_can_be_activated(mod
             world.works()
             assert world.tenants["b"].active and not world.tenants["b"].lent_pages
     assert healed > 0
+
+
+def test_what_was_applied_and_not_settled_is_seen_by_the_next_call() -> None:
+    """Settling failed once. Who has which page was looked up once per epoch, and the epoch moves when a plan is settled: the next
+    step gave the same pages away again and raised "Page 24 belongs to kv", and `activate` "slot 12 is not owned"."""
+    world = Faulty("aliased")
+    changes = world.session._changes
+    commit = changes._commit
+
+    def failing(*_: Any) -> None:
+        changes._commit = commit
+        raise DriverError("injected: an event could not be created")
+
+    with world.session:
+        world.step(a=0, b=0, c=0)
+        changes._commit = failing
+        world.step(a=world.tenants["a"].kv.free_blocks + 3)
+        world.step(c=world.tenants["c"].kv.free_blocks + 3)
+        world.works()
+        world.session.deactivate("b")
+        world.tell(world.session.lend("b", 3))
+        assert not world.session.snapshot().tenants["b"].lent_to
+        changes._commit = failing
+        world.step(a=world.tenants["a"].kv.free_blocks + 9)
+        assert world.session.snapshot().tenants["b"].lent_to["a"] > 0
+        assert world.session.activate("b").activated
+        world.works()
