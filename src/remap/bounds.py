@@ -39,7 +39,6 @@ class HiddenCopies:
         sizes = tenant._attachment.layer_bytes
         if config.selection == "auto" and max(sizes) > 1.05 * min(sizes):
             self._kinds = ("nested", "uniform", "best")  # the search pays for unequal layers only
-        self._tenant._attachment.plain  # noqa: B018  looked up now: growth is not to wait for it
         self._buffers = range(1, MAX_BUFFERS + 1) if config.buffers == "auto" else (config.buffers,)
         self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # what the answers are for
         self._bound: tuple[int, int] | None = None
@@ -67,7 +66,7 @@ class HiddenCopies:
     def possible(self, remapped: int, buffers: int) -> bool:
         """Whether a plan can make it so from what streams now: coming home or by one of the selections for growing."""
         attachment = self._tenant._attachment
-        if attachment.plain or remapped == 0 or self._tenant.slicing:
+        if remapped == 0 or self._tenant.slicing:
             return True
         state = (attachment.pages, attachment.order)  # both are replaced, never changed
         if self._looked_at is None or self._looked_at[0] is not state[0] or self._looked_at[1] is not state[1]:

@@ -79,6 +79,15 @@ class Changes:
         self._simulator: Any = streams.simulator
         self.applied = 0  # plans whose effects stand: what is taken back is subtracted again (undoing.py)
 
+    @property
+    def epoch(self) -> int:
+        """What may be kept of pages and owners as long as this stays the same; -1: nothing.
+
+        A plan that is applied and not settled has changed owners, and the arena's epoch changes only when it is settled.
+        """
+        epoch: int = self._arena.epoch
+        return epoch if self._unsettled is None else -1
+
     # -- begun, undone, decided -------------------------------------------------------------------------------------
 
     def save(self, tenant: Tenant) -> _Saved:

@@ -58,7 +58,7 @@ class Controller:
     ) -> None:
         self.config = config or ControllerConfig()
         self._bound, self._stall, self._estimate = bound, stall, estimate
-        self._possible = possible or (lambda remapped, buffers: True)
+        self._possible = possible
         self._watermark = Watermark(smoothing=self.config.smoothing)
         self._guard = Guard()
         self._rental = Rental(self.config.dwell)
@@ -176,7 +176,7 @@ class Controller:
         copy = math.fsum(times.transfer_s) / len(times.transfer_s) if times is not None else 0.0
         for alpha in range(at + 1, self._top(view, most, buffers) + 1):
             stall = self._stall_of(times, alpha, buffers)
-            if (times is not None and stall > self._allowed(times)) or not self._possible(alpha, buffers):
+            if (times is not None and stall > self._allowed(times)) or not self._can(alpha, buffers):
                 continue
             blocks = int((alpha - view.remapped) * view.blocks_per_layer) - int(
                 (at - view.remapped) * view.blocks_per_layer
@@ -193,7 +193,7 @@ class Controller:
             return view.remapped, max(view.buffers, 1), _UNSEEN
         if view.times is None:
             most, best = self._estimate(view) if self._estimate is not None else (1, max(view.buffers, 1))
-            while most < view.max_remapped and not self._possible(most, best):
+            while most < view.max_remapped and not self._can(most, best):
                 most += 1
             return most, best if fixed == "auto" else fixed, f" (no measurement yet: at most {most} layers)"
         if self._limit is None:
@@ -220,7 +220,7 @@ class Controller:
             top = self._top(view, most, buffers)
             for alpha in (*range(want, top + 1), *range(min(want - 1, top), found[0], -1)):
                 allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times)
-                if allowed and self._possible(alpha, buffers):
+                if allowed and self._can(alpha, buffers):
                     found = max(found, (alpha, buffers), key=lambda pair: pair[0])
                     break
             if found[0] >= want:
@@ -290,7 +290,7 @@ class Controller:
     def _back_of(self, view: TenantView) -> tuple[int, float, float]:
         key = (view.remapped, view.buffers, view.active)
         step = self._back.get(key)
-        if step is None or not self._possible(step[0], view.buffers):
+        if step is None or (self._possible is not None and not self._possible(step[0], view.buffers)):
             if view.active:
                 step = self._step_back(view.times, view.remapped, view.buffers)
             else:
@@ -312,7 +312,7 @@ class Controller:
         if now <= allowed or least <= allowed:
             return step
         for fewer in range(best - 1, -1, -1):
-            if not self._possible(fewer, buffers):
+            if not self._can(fewer, buffers):
                 continue
             if math.ceil((alpha - fewer) * view.blocks_per_layer) > spare or least <= allowed:
                 break
@@ -322,9 +322,12 @@ class Controller:
         saved = max(0.0, now - least)
         return best, saved, self._rent(times, saved, alpha - best)
 
+    def _can(self, alpha: int, buffers: int) -> bool:
+        return self._possible is None or self._possible(alpha, buffers)
+
     def _next_below(self, alpha: int, buffers: int) -> int:
         fewer = alpha - 1
-        while fewer > 0 and not self._possible(fewer, buffers):
+        while fewer > 0 and not self._can(fewer, buffers):
             fewer -= 1
         return fewer
 

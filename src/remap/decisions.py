@@ -181,9 +181,10 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
 def _claim(session: Session, lender: Tenant, fewer: int) -> dict[str, int]:
     """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Asked in every step while anything is lent:
     looked up once per epoch, as long as no layer is pinned."""
-    key = (session._arena.epoch, lender._attachment.order, fewer)
+    epoch = session._changes.epoch
+    key = (epoch, lender._attachment.order, fewer)
     known = session._claims.get(lender.number)
-    if known is None or known[0] != key:
+    if known is None or known[0] != key or epoch < 0:
         blocks = session._lending.losses(lender, fewer, max(1, lender.buffers), "inward")
         known = session._claims[lender.number] = (key, blocks)
     return known[1]

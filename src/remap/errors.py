@@ -55,7 +55,8 @@ class OutOfMemory(Error, MemoryError):
 
 
 class OutOfBlocks(Error):
-    """Fewer usable KV blocks than asked for. Nothing changed. Fields: requested, free, usable."""
+    """Fewer usable KV blocks than asked for. Nothing changed. Fields: requested, free, usable; of a change that gives pages
+    back also preempt: tenant -> the blocks to be freed first."""
 
 
 class LimitExceeded(Error):

@@ -56,8 +56,8 @@ class Lending:
 
     def holders(self, donor: Tenant, pages: frozenset[int] | None = None) -> dict[str, list[int]]:
         """Which tenants have which of the donor's lent pages as KV now. What is free is in nobody's list."""
-        epoch = self._arena.epoch
-        if self._held[0] != epoch:
+        epoch = self._changes.epoch
+        if self._held[0] != epoch or epoch < 0:
             self._held = (epoch, {})
         known = self._held[1].get(donor.number)
         if known is None:
@@ -166,8 +166,8 @@ class Lending:
         if surplus <= 0 or donor._attachment.draining:
             return []
         # Asked in every step while demand is unmet, and by tenants whose donors do nothing meanwhile.
-        epoch = self._arena.epoch
-        if self._idle[0] != epoch:
+        epoch = self._changes.epoch
+        if self._idle[0] != epoch or epoch < 0:
             self._idle = (epoch, {})
         key, pair = (pool.changes, surplus), (donor.number, receiver.number)
         known = self._idle[1].get(pair)

@@ -16,9 +16,9 @@ __all__ = ["free_pages_of", "view_of"]
 
 def free_pages_of(arena: Any, tenant: Tenant) -> tuple[int, ...]:
     """The arena's free pages that have a place in the tenant's KV region, in giving order. Looked up once per epoch."""
-    epoch = arena.epoch
+    epoch = tenant._session._changes.epoch
     known = tenant._free_pages
-    if known is None or known[0] != epoch:
+    if known is None or known[0] != epoch or epoch < 0:
         # From the free pages to their places: a tenant has places for ten thousands of pages, and few of them are free.
         giving, place_of = tenant._attachment.giving, tenant._attachment.index_of.get
         places = [place for place in map(place_of, arena.free_pages()) if place is not None]

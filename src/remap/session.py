@@ -260,7 +260,8 @@ class Session:
         """Once per scheduler iteration, between passes: decide and apply.
 
         demand: for each tenant, the blocks that its engine wants to be able to allocate now. Raises InvalidArgument for an
-        unknown tenant and InvalidState inside a pass, before anything changes.
+        unknown tenant and InvalidState inside a pass, before anything changes; and the backend's error if nothing has changed by
+        then. If something has, the report says what, and its reason which error ended the step early.
         """
         self._check_open()
         self._claim()
@@ -308,8 +309,9 @@ class Session:
         through the ring, and comes home when it can. A number: only as far as a pass then waits for at most this share of its
         computation; blocks in the way of more than that are in `preempt`.
 
-        Raises InvalidArgument for an unknown tenant or a share that is none (field partial), and InvalidState inside a pass of a
-        tenant concerned; nothing changes then.
+        Raises InvalidArgument for an unknown tenant or a share that is none (field partial), InvalidState inside a pass of a
+        tenant concerned, and the backend's error; nothing changes then. If what was done before such an error could not be taken
+        back, the report says so instead.
         """
         if not isinstance(partial, bool) and not is_amount(partial):
             raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")

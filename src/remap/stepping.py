@@ -29,17 +29,16 @@ def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
     """
     session._demands = dict(demand)  # the caller may use its own again
     entries: Entries = {}
-    applied, current = session._changes.applied, ""
+    applied = session._changes.applied
     try:
         for name in demand if len(demand) < 2 else sorted(demand, key=lambda name: _precedence(session, name)):
-            tenant, wanted, current = session._tenants[name], demand[name], name
+            tenant, wanted = session._tenants[name], demand[name]
             decision = session._controllers[name].decide(view_of(session, tenant, wanted), wanted)
             if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
                 continue
             carry_out(session, tenant, wanted, decision, entries)
         for tenant in session._tenants.values():
             if tenant._attachment.pages.lent:
-                current = tenant.name
                 consider_return(session, tenant, entries)
     except ArenaBroken:
         raise
@@ -47,7 +46,7 @@ def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
         if session._changes.applied == applied:
             raise
         # Not as if nothing had changed: the report says what was done, and the next step tries the rest again.
-        entry = entries.setdefault(current, moved_entry({}, current))
+        entry = entries.setdefault(tenant.name, moved_entry({}, tenant.name))  # whose turn it was
         entry["reason"] = ended_early(entry["reason"], str(error))
     return entries
 

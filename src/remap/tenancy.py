@@ -106,7 +106,9 @@ def _admit(
     tenant._others = functools.partial(offers_to, session, tenant)
     # In slices the cap, which is in layers, is in the view (policy.py).
     counted = replace(config, cap=None) if config.selection == "slices" else config
-    session._controllers[name] = Controller(counted, bound=hidden.bound, stall=hidden.stall, possible=hidden.possible)
+    session._controllers[name] = Controller(
+        counted, bound=hidden.bound, stall=hidden.stall, possible=None if attachment.plain else hidden.possible
+    )
     session._configs[name] = config
     arrival.installing = True
     source.install(attachment.addresses, attachment.rest_address, tenant)

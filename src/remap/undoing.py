@@ -7,9 +7,9 @@ of `free`) says after each of them how to take it back:
         changes.apply_and_settle(tenant, plan)
         undo.append(take_it_back)
 
-On an error that is done, newest first, and the error goes on: nothing has changed. Taking back needs the backend too. Where that
-fails, or where the body did not say how, `changes.applied` is larger than it was: then the call must not raise as if nothing
-had changed, but report what it did.
+On any exception, KeyboardInterrupt included, that is done, newest first, and the exception goes on: nothing has changed. Taking
+back needs the backend too. Where that fails, or where the body did not say how, `changes.applied` is larger than it was: then the
+call must not raise as if nothing had changed, but report what it did.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class AllOrNothing:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         changes, undo = self._changes, self._undo
-        if not isinstance(error, Error) or isinstance(error, ArenaBroken):
+        if error is None or isinstance(error, ArenaBroken):
             return
+        changes.undo()  # what was begun and not decided, before what was
         if changes.applied - self._applied != len(undo):
             return  # something below could not be taken back, or is meant to stay
         try:
