@@ -346,6 +346,7 @@ class Tenant:
     def _retire(self) -> None:
         """The memory goes away: from now on wait and done raise instead of touching it."""
         self._detached = True
+        self.kv.retire()
         self.wait = self.done = _gone(self.name)
 
     def _release(self) -> None:
