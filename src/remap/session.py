@@ -426,9 +426,9 @@ class Session:
                 tenant._restore_model(device)
                 tenant._retire()
             self._executor.stop()
-            self._streams.close()
             for tenant in self._tenants.values():
                 tenant._release()
+            self._streams.close()
             self._tenants.clear()
             self._controllers.clear()
             self._host.close()
