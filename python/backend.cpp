@@ -23,14 +23,24 @@ const char* kind_name(DeviceInfo::Kind kind) {
   return "host";
 }
 
+// pybind11 makes an enumeration's value of any number.
+template <typename Enum>
+Enum known(Enum value, Enum last) {
+  if (value <= last) return value;
+  throw Error(ErrorKind::invalid_argument, "Unknown value " + std::to_string(static_cast<int>(value)) + " of an enumeration. Nothing changed.",
+              {{"value", std::int64_t{static_cast<int>(value)}}});
+}
+
 bool synchronize(Backend& backend, EventHandle event, double timeout_s) {
+  if (std::isnan(timeout_s)) throw Error(ErrorKind::invalid_argument, "A timeout is a number of seconds. Nothing changed.");
   if (backend.device().kind == DeviceInfo::Kind::sim) {
     // Virtual time passes at once, and the timeout is in it: nothing to interrupt, and slices of it would not end by our clock.
     const double most = std::chrono::duration<double>(std::chrono::nanoseconds::max()).count() / 2;
     const std::chrono::duration<double> timeout(std::fmin(std::fmax(timeout_s, 0.0), most));
     return backend.synchronize(event, std::chrono::duration_cast<std::chrono::nanoseconds>(timeout));
   }
-  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout_s);
+  constexpr double kForeverS = 1e9;  // more does not fit a clock's nanoseconds
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration<double>(std::fmin(timeout_s, kForeverS));
   while (true) {
     {
       const GilRelease release;
@@ -80,7 +90,9 @@ void bind_contract(py::module_& module) {
            }, ReleaseGil())
       .def("unmap", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.unmap(to_address(at), bytes); }, ReleaseGil())
       .def("set_access",
-           [](Backend& b, std::uintptr_t at, std::size_t bytes, Access access) { b.set_access(to_address(at), bytes, access); }, ReleaseGil())
+           [](Backend& b, std::uintptr_t at, std::size_t bytes, Access access) {
+             b.set_access(to_address(at), bytes, known(access, Access::read_write));
+           }, ReleaseGil())
       .def("exchange",
            [](Backend& b, std::uintptr_t x, std::uintptr_t y, std::size_t bytes) { b.exchange(to_address(x), to_address(y), bytes); }, ReleaseGil())
       .def("populate", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.populate(to_address(at), bytes); }, ReleaseGil())
@@ -135,7 +147,7 @@ void bind_decorators(py::module_& module) {
       .def_readonly("pages", &TraceRecord::pages);
   py::class_<TraceBackend, Backend, std::shared_ptr<TraceBackend>>(module, "TraceBackend")
       .def("count", [](const TraceBackend& b, const py::object& call) {
-             return call.is_none() ? b.count() : b.count(call.cast<Call>());
+             return call.is_none() ? b.count() : b.count(known(call.cast<Call>(), Call::elapsed));
            }, py::arg("call") = py::none())
       .def("set_logging", &TraceBackend::set_logging)
       .def("log", &TraceBackend::log)
@@ -169,6 +181,7 @@ void bind_backend(py::module_& module) {
   module.def(
       "make_cuda_backend",
       [](int device, std::string library, ShareableHandle shareable, bool gpu_direct_rdma, std::size_t host_budget_bytes) {
+        known(shareable, ShareableHandle::fabric);
         return make_cuda_backend(CudaOptions{device, std::move(library), shareable, gpu_direct_rdma, host_budget_bytes});
       },
       py::arg("device") = 0, py::arg("library") = "", py::arg("shareable") = ShareableHandle::none,

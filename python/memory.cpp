@@ -1,5 +1,9 @@
 // One-dimensional uint8 tensors over addresses of a region, by DLPack: zero-copy for torch, numpy and others, without
 // linking any of them. The structures below are the public DLPack ABI, version 1.0.
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -166,6 +170,32 @@ class BytesView {
   py::object owner_;
 };
 
+// Lets the kernel look, which says "bad address" where a look of our own would end the process.
+void require_writable(std::uintptr_t address, std::size_t bytes) {
+  const auto refuse = [&] {
+    throw Error(ErrorKind::invalid_argument, "Not all of the range can be written. Nothing changed.",
+                {{"address", static_cast<std::int64_t>(address)}, {"nbytes", static_cast<std::int64_t>(bytes)}});
+  };
+  if (bytes == 0) return;
+  if (address == 0 || address + (bytes - 1) < address) refuse();
+  int ends[2];
+  if (::pipe2(ends, O_CLOEXEC) != 0) {
+    throw Error(ErrorKind::limit_exceeded, "No pipe to look at memory through. Nothing changed.", {{"errno", std::int64_t{errno}}});
+  }
+  const auto grain = static_cast<std::uintptr_t>(::sysconf(_SC_PAGESIZE));
+  bool writable = true;
+  std::uintptr_t at = address;
+  while (writable) {
+    void* place = reinterpret_cast<void*>(at);
+    writable = ::write(ends[1], place, 1) == 1 && ::read(ends[0], place, 1) == 1;
+    if (address + (bytes - 1) - at < grain - at % grain) break;  // the last OS page
+    at += grain - at % grain;
+  }
+  ::close(ends[0]);
+  ::close(ends[1]);
+  if (!writable) refuse();
+}
+
 }  // namespace
 
 void bind_memory(py::module_& module) {
@@ -182,6 +212,10 @@ void bind_memory(py::module_& module) {
   module.def(
       "fill_bytes",
       [](std::uintptr_t address, std::size_t bytes, int value) {
+        if (value < 0 || value > 255) {
+          throw Error(ErrorKind::invalid_argument, "A byte is 0 to 255. Nothing changed.", {{"value", std::int64_t{value}}});
+        }
+        require_writable(address, bytes);
         std::memset(reinterpret_cast<void*>(address), value, bytes);
       },
       py::arg("address"), py::arg("nbytes"), py::arg("value"), ReleaseGil(), "Host-addressable memory only (tests: poison).");

@@ -92,7 +92,13 @@ void bind_prefetcher(py::module_& module) {
            })
       .def("wait", &wait_blocking, py::arg("layer"), py::arg("stream") = 0)
       .def("done", &done, py::arg("layer"), py::arg("stream") = 0)
-      .def("ready", &Prefetcher::ready)
+      .def("ready",
+           [](const Prefetcher& prefetcher, LayerId layer) {
+             if (prefetcher.ready(layer)) return true;
+             (void)prefetcher.in_pass();  // raises in a forked child
+             return false;
+           })
+      .def("close", &Prefetcher::close, ReleaseGil())
       .def("loading",
            [](const Prefetcher& prefetcher) {
              return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.loading(); });

@@ -35,7 +35,7 @@ class Fault final : public Intercept<FaultBackend> {
 
   void arm(Call call, std::uint64_t nth, bool forever, ErrorKind kind) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    triggers_[index(call)] = checked(nth, forever, kind);
+    triggers_[known(call)] = checked(nth, forever, kind);
   }
   void arm_any(std::uint64_t nth, bool forever, ErrorKind kind) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -52,7 +52,7 @@ class Fault final : public Intercept<FaultBackend> {
   }
   std::uint64_t calls(Call call) const override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return counts_[index(call)];
+    return counts_[known(call)];
   }
   std::uint64_t calls() const override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -153,6 +153,11 @@ class Fault final : public Intercept<FaultBackend> {
 
  private:
   static std::size_t index(Call call) noexcept { return static_cast<std::size_t>(call); }
+  static std::size_t known(Call call) {
+    if (index(call) < kCallKinds) return index(call);
+    throw Error(ErrorKind::invalid_argument, "Unknown kind of call " + std::to_string(index(call)) + ". Nothing changed.",
+                {{"call", static_cast<std::int64_t>(index(call))}});
+  }
   static Trigger checked(std::uint64_t nth, bool forever, ErrorKind kind) {
     if (nth == 0) {
       throw Error(ErrorKind::invalid_argument, "arm: expected nth from 1 (the next call), got 0", {{"nth", std::int64_t{0}}});

@@ -1,4 +1,11 @@
 // Replays a trace on another backend: the same calls in the same order, with handles and addresses translated.
+//
+// A trace is untrusted: it may have been edited, cut or made up. The backend refuses what breaks its preconditions, but not what
+// is done to memory behind its back: a copy that passes the end of its range, or one that still runs when the range goes. So
+// every address, size and handle is looked up in what the trace has made so far before a call is carried out, and nothing that
+// copies may be using is taken away before they have ended.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -7,6 +14,7 @@
 #include <memory>
 #include <string>
 
+#include "backend/mapping_table.h"
 #include "remap/decorators.h"
 
 namespace remap {
@@ -19,24 +27,34 @@ struct Divergence {
   std::string message;
 };
 
+// Memory that stands in for the caller's. What is never touched costs nothing, so a trace cannot ask for too much of it.
+class OwnMemory {
+ public:
+  explicit OwnMemory(std::size_t bytes)
+      : bytes_(std::max<std::size_t>(bytes, 1)),
+        place_(::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)) {
+    if (place_ == MAP_FAILED) throw Divergence{"no address space for " + std::to_string(bytes) + " bytes of the caller's"};
+  }
+  ~OwnMemory() { ::munmap(place_, bytes_); }
+  OwnMemory(const OwnMemory&) = delete;
+  OwnMemory& operator=(const OwnMemory&) = delete;
+  std::byte* data() const noexcept { return static_cast<std::byte*>(place_); }
+
+ private:
+  std::size_t bytes_;
+  void* place_;
+};
+
 class Replay {
  public:
-  explicit Replay(Backend& backend) : backend_(backend) {}
+  explicit Replay(Backend& backend) : backend_(backend), table_(backend.granularity()) {}
 
   // Copies may still read the memory that stood in for the caller's, so they end before it goes.
   ~Replay() {
     try {
-      if (streams_.empty()) return;
-      const EventHandle event = backend_.create_event();
-      for (const auto& stream : streams_) {
-        backend_.record(event, stream.second);
-        try {
-          (void)backend_.synchronize(event, std::chrono::nanoseconds::max());
-        } catch (const Error&) {  // a failed stream is idle too
-        }
-      }
-      backend_.destroy_event(event);
-    } catch (const Error&) {
+      finish();
+      if (event_ != 0) backend_.destroy_event(event_);
+    } catch (...) {
       // Not known to be idle: rather keep the memory for ever than let a copy read what is gone.
       (void)own_.release();
     }
@@ -47,18 +65,24 @@ class Replay {
   void run(const TraceRecord& record);
 
  private:
+  using Handles = std::map<std::uint64_t, std::uint64_t>;
   struct Range {
     std::size_t bytes;
     std::byte* now;
+    bool region;  // a reservation; else host memory
   };
 
-  static std::uint64_t number(const std::byte* address) { return reinterpret_cast<std::uintptr_t>(address); }
-
-  static std::uint64_t translate(const std::map<std::uint64_t, std::uint64_t>& table, std::uint64_t logged, const char* what) {
+  static std::uint64_t translate(const Handles& table, std::uint64_t logged, const char* what) {
     const auto found = table.find(logged);
     if (found == table.end()) throw Divergence{std::string("unknown ") + what + " " + std::to_string(logged)};
     return found->second;
   }
+  static void require_new(const Handles& table, std::uint64_t logged, const char* what) {
+    if (logged == 0 || table.count(logged) != 0) {
+      throw Divergence{std::string(what) + " " + std::to_string(logged) + " is none, or exists already"};
+    }
+  }
+  // The range that the logged address lies in; null: none.
   const Range* known(std::uint64_t logged, std::uint64_t& offset) const {
     auto range = ranges_.upper_bound(logged);
     if (range == ranges_.begin()) return nullptr;
@@ -66,25 +90,62 @@ class Replay {
     offset = logged - range->first;
     return offset < range->second.bytes ? &range->second : nullptr;
   }
-  std::byte* address(std::uint64_t logged) const {
+  std::byte* address(std::uint64_t logged, std::uint64_t bytes) const {
     std::uint64_t offset = 0;
     const Range* range = known(logged, offset);
     if (range == nullptr) throw Divergence{"unknown address " + std::to_string(logged)};
+    if (bytes > range->bytes - offset) {
+      throw Divergence{std::to_string(bytes) + " bytes at address " + std::to_string(logged) + " pass the end of their range"};
+    }
     return range->now + offset;
   }
-  // The caller's own memory: not known, and not there any more. Any bytes will do in its place.
-  std::byte* address_or_own(std::uint64_t logged, std::size_t bytes) {
+  // Where a copy reads or writes. The caller's own memory is not known, and not there any more: any bytes will do in its place.
+  std::byte* copied(std::uint64_t logged, std::uint64_t bytes, Access least, const char* call) {
     std::uint64_t offset = 0;
     const Range* range = known(logged, offset);
-    return range != nullptr ? range->now + offset : own(bytes);
+    if (range == nullptr) return own(bytes);
+    std::byte* at = address(logged, bytes);
+    if (range->region) (void)table_.require_access(mapping::address_of(at), bytes, least, call);
+    return at;
   }
-  std::byte* own(std::size_t bytes) {
-    own_->emplace_back(std::max<std::size_t>(bytes, 1));
+  std::byte* own(std::uint64_t bytes) {
+    own_->emplace_back(bytes);
     return own_->back().data();
+  }
+  void require_free(std::uint64_t logged, std::uint64_t bytes) const {
+    const auto after = ranges_.upper_bound(logged);
+    const bool meets = (after != ranges_.end() && after->first - logged < bytes) ||
+                       (after != ranges_.begin() && logged - std::prev(after)->first < std::prev(after)->second.bytes);
+    if (logged == 0 || bytes == 0 || logged + (bytes - 1) < logged || meets) {
+      throw Divergence{std::to_string(bytes) + " bytes at address " + std::to_string(logged) +
+                       " are no range, or meet another one"};
+    }
+  }
+  // The logged range that begins here, of this size and kind.
+  std::byte* whole(std::uint64_t logged, std::uint64_t bytes, bool region) const {
+    const auto found = ranges_.find(logged);
+    if (found == ranges_.end() || found->second.bytes != bytes || found->second.region != region) {
+      throw Divergence{"address " + std::to_string(logged) + " is not the beginning of such a range of " + std::to_string(bytes) +
+                       " bytes"};
+    }
+    return found->second.now;
   }
   StreamHandle stream(std::uint64_t logged) const { return translate(streams_, logged, "stream"); }
   EventHandle event(std::uint64_t logged) const { return translate(events_, logged, "event"); }
 
+  // Waits for all copies.
+  void finish() {
+    if (!copying_) return;
+    if (event_ == 0) event_ = backend_.create_event();
+    for (const auto& stream : streams_) {
+      backend_.record(event_, stream.second);
+      try {
+        (void)backend_.synchronize(event_, std::chrono::nanoseconds::max());
+      } catch (const Error&) {  // a failed stream is idle too
+      }
+    }
+    copying_ = false;
+  }
   void wait(EventHandle event, const TraceRecord& record) {
     // What was logged as not complete says nothing about this run.
     if (!record.failed && record.result == 0) return;
@@ -92,25 +153,40 @@ class Replay {
   }
 
   Backend& backend_;
-  std::map<std::uint64_t, Range> ranges_;  // logged start -> what stands for it
-  std::map<std::uint64_t, std::uint64_t> pages_, streams_, events_;
-  std::unique_ptr<std::deque<std::vector<std::byte>>> own_ = std::make_unique<std::deque<std::vector<std::byte>>>();
+  std::map<std::uint64_t, Range> ranges_;  // by logged start; they never overlap
+  mapping::MappingTable table_;            // what is mapped where now
+  Handles pages_, streams_, events_;
+  std::unique_ptr<std::deque<OwnMemory>> own_ = std::make_unique<std::deque<OwnMemory>>();
+  EventHandle event_ = 0;  // finish()'s own
+  bool copying_ = false;   // copies were enqueued since finish()
 };
 
 void Replay::run(const TraceRecord& record) {
   const auto& a = record.args;
   switch (record.call) {
-    case Call::reserve:
-      ranges_[record.result] = {a[0], backend_.reserve(a[0], a[1])};
+    case Call::reserve: {
+      if (!record.failed) require_free(record.result, a[0]);
+      std::byte* now = backend_.reserve(a[0], a[1]);
+      ranges_[record.result] = {a[0], now, true};
+      table_.add_region(mapping::address_of(now), a[0]);
       break;
-    case Call::release:
-      backend_.release(address(a[0]), a[1]);
+    }
+    case Call::release: {
+      std::byte* now = whole(a[0], a[1], true);
+      finish();
+      backend_.release(now, a[1]);
+      table_.remove_region(mapping::address_of(now));
       ranges_.erase(a[0]);
       break;
-    case Call::retire:
-      backend_.retire(address(a[0]), a[1]);
+    }
+    case Call::retire: {
+      std::byte* now = whole(a[0], a[1], true);
+      backend_.retire(now, a[1]);
+      table_.retire(mapping::address_of(now));
       break;
+    }
     case Call::create_page:
+      if (!record.failed) require_new(pages_, record.result, "page");
       pages_[record.result] = backend_.create_page(a[0]);
       break;
     case Call::destroy_page:
@@ -120,39 +196,62 @@ void Replay::run(const TraceRecord& record) {
     case Call::map: {
       std::vector<PageHandle> pages;
       for (const std::uint64_t page : record.pages) pages.push_back(translate(pages_, page, "page"));
-      backend_.map(address(a[0]), pages.data(), pages.size(), a[2]);
+      if (pages.size() != a[1] || pages.empty() || a[2] == 0 || a[1] > ~std::uint64_t{0} / a[2]) {
+        throw Divergence{"expected " + std::to_string(a[1]) + " pages, got " + std::to_string(pages.size())};
+      }
+      std::byte* at = address(a[0], a[1] * a[2]);
+      mapping::MappingTable::Cells cells;
+      for (std::size_t i = 0; i < pages.size(); ++i) {
+        cells.emplace_hint(cells.end(), mapping::address_of(at) + i * a[2], mapping::Cell{a[2], 0, Access::none});
+      }
+      backend_.map(at, pages.data(), pages.size(), a[2]);
+      table_.add(cells);
       break;
     }
     case Call::unmap:
-      backend_.unmap(address(a[0]), a[1]);
+      finish();
+      backend_.unmap(address(a[0], a[1]), a[1]);
+      table_.remove(mapping::address_of(address(a[0], a[1])), a[1]);
       break;
     case Call::set_access:
-      backend_.set_access(address(a[0]), a[1], static_cast<Access>(a[2]));
+      if (a[2] > static_cast<std::uint64_t>(Access::read_write)) throw Divergence{"unknown access " + std::to_string(a[2])};
+      finish();
+      backend_.set_access(address(a[0], a[1]), a[1], static_cast<Access>(a[2]));
+      table_.set_access(mapping::address_of(address(a[0], a[1])), a[1], static_cast<Access>(a[2]));
       break;
     case Call::exchange:
-      backend_.exchange(address(a[0]), address(a[1]), a[2]);
+      finish();
+      backend_.exchange(address(a[0], a[2]), address(a[1], a[2]), a[2]);
+      table_.exchange(mapping::address_of(address(a[0], a[2])), mapping::address_of(address(a[1], a[2])), a[2]);
       break;
     case Call::populate:
-      backend_.populate(address(a[0]), a[1]);
+      backend_.populate(address(a[0], a[1]), a[1]);
       break;
     case Call::allocate_host:
-      ranges_[record.result] = {a[0], backend_.allocate_host(a[0])};
+      if (!record.failed) require_free(record.result, a[0]);
+      ranges_[record.result] = {a[0], backend_.allocate_host(a[0]), false};
       break;
     case Call::free_host:
-      backend_.free_host(address(a[0]), a[1]);
+      (void)whole(a[0], a[1], false);
+      finish();
+      backend_.free_host(address(a[0], a[1]), a[1]);
       ranges_.erase(a[0]);
       break;
     case Call::register_host: {
+      require_free(a[0], a[1]);
       std::byte* memory = own(a[1]);
       backend_.register_host(memory, a[1]);
-      ranges_[a[0]] = {a[1], memory};
+      ranges_[a[0]] = {a[1], memory, false};
       break;
     }
     case Call::unregister_host:
-      backend_.unregister_host(address(a[0]), a[1]);
+      (void)whole(a[0], a[1], false);
+      finish();
+      backend_.unregister_host(address(a[0], a[1]), a[1]);
       ranges_.erase(a[0]);
       break;
     case Call::create_stream:
+      if (!record.failed) require_new(streams_, record.result, "stream");
       streams_[record.result] = backend_.create_stream();
       break;
     case Call::destroy_stream:
@@ -167,13 +266,29 @@ void Replay::run(const TraceRecord& record) {
       backend_.destroy_stream(stream(a[0]));
       streams_.erase(a[0]);
       break;
-    case Call::copy:
-      backend_.copy(stream(a[0]), address_or_own(a[1], a[3]), address_or_own(a[2], a[3]), a[3]);
+    case Call::copy: {
+      const StreamHandle on = stream(a[0]);
+      std::uint64_t offset = 0;
+      if (known(a[1], offset) == nullptr && known(a[2], offset) == nullptr) {
+        throw Divergence{"a copy between two ranges that the trace never made"};
+      }
+      std::byte* to = copied(a[1], a[3], Access::read_write, "copy");
+      const std::byte* from = copied(a[2], a[3], Access::read, "copy");
+      copying_ = true;
+      backend_.copy(on, to, from, a[3]);
       break;
-    case Call::fill:
-      backend_.fill(stream(a[0]), address_or_own(a[1], a[3]), static_cast<std::uint8_t>(a[2]), a[3]);
+    }
+    case Call::fill: {
+      const StreamHandle on = stream(a[0]);
+      if (a[2] > 255) throw Divergence{"a byte of value " + std::to_string(a[2])};
+      (void)address(a[1], a[3]);
+      std::byte* to = copied(a[1], a[3], Access::read_write, "fill");
+      copying_ = true;
+      backend_.fill(on, to, static_cast<std::uint8_t>(a[2]), a[3]);
       break;
+    }
     case Call::create_event:
+      if (!record.failed) require_new(events_, record.result, "event");
       events_[record.result] = backend_.create_event();
       break;
     case Call::destroy_event:
@@ -193,6 +308,7 @@ void Replay::run(const TraceRecord& record) {
     case Call::elapsed:
       (void)backend_.elapsed(event(a[0]), event(a[1]));
       break;
+    default: throw Divergence{"no such call"};
   }
 }
 

@@ -2,35 +2,30 @@
 
 #include <pthread.h>
 
-#include <atomic>
-
 #include "remap/error.h"
 
 namespace remap {
-namespace {
+namespace detail {
 
 // Written only by the atfork handler, which runs in the child while it still has a single thread.
-std::atomic<unsigned> generation{0};
+std::atomic<unsigned> forks{0};
 
-void in_child() { generation.fetch_add(1, std::memory_order_relaxed); }
+void throw_forked() {
+  throw Error(ErrorKind::forked_process,
+              "This process was forked from the one that owns the arena and must not touch it. Nothing changed; start "
+              "workers with the 'spawn' method, or open a session in the child.");
+}
 
+}  // namespace detail
+
+namespace {
+
+// When the library is loaded, so before there is anything that a child could touch.
 struct Registration {
-  Registration() { pthread_atfork(nullptr, nullptr, in_child); }
-};
+  Registration() {
+    pthread_atfork(nullptr, nullptr, [] { detail::forks.fetch_add(1, std::memory_order_relaxed); });
+  }
+} registration;
 
 }  // namespace
-
-unsigned fork_generation() noexcept {
-  static const Registration registration;
-  return generation.load(std::memory_order_relaxed);
-}
-
-void refuse_fork(unsigned made_under) {
-  if (fork_generation() != made_under) {
-    throw Error(ErrorKind::forked_process,
-                "This process was forked from the one that owns the arena and must not touch it. Nothing changed; start "
-                "workers with the 'spawn' method, or open a session in the child.");
-  }
-}
-
 }  // namespace remap

@@ -25,7 +25,10 @@ bool attempted(Body&& body) noexcept {
 PassTimer::~PassTimer() {
   forget(open_);
   for (Pass& pass : pending_) forget(pass);
-  for (const EventHandle event : free_) attempted([&] { backend_.destroy_event(event); });
+  for (const EventHandle event : free_) {
+    const auto give_back = [&] { backend_.destroy_event(event); };
+    (void)(attempted(give_back) || attempted(give_back));  // as the prefetcher's own
+  }
 }
 
 EventHandle PassTimer::acquire() {

@@ -52,7 +52,7 @@ void Prefetcher::State::validate(const StreamConfiguration& c) const {
     for (const std::byte* buffer : c.ring) sorted.push_back(reinterpret_cast<std::uintptr_t>(buffer));
     std::sort(sorted.begin(), sorted.end());
     for (std::size_t s = 0; s < sorted.size(); ++s) {
-      if (sorted[s] == 0 || (s > 0 && sorted[s] - sorted[s - 1] < c.ring_bytes)) {
+      if (sorted[s] == 0 || sorted[s] + c.ring_bytes < sorted[s] || (s > 0 && sorted[s] - sorted[s - 1] < c.ring_bytes)) {
         refuse("the ring's buffers must be separate memory of " + std::to_string(c.ring_bytes) + " bytes each",
                {{"buffers", number(c.ring.size())}, {"ring_bytes", number(c.ring_bytes)}});
       }
@@ -148,6 +148,7 @@ std::vector<Reload> Prefetcher::State::outstanding(const StreamConfiguration& c)
 }
 
 void Prefetcher::configure(const StreamConfiguration& c) {
+  guard();
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   if (s.in_pass.load(std::memory_order_relaxed) || s.any_open()) {

@@ -10,6 +10,15 @@ Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory
       states_(std::make_unique<std::atomic<std::uint8_t>[]>(layers.size())),
       state_(std::make_unique<State>()) {
   if (!backend) refuse("a Prefetcher needs a backend", {});
+  for (std::size_t layer = 0; layer < count_; ++layer) {
+    for (const std::byte* at : {static_cast<const std::byte*>(layers[layer].region), layers[layer].master}) {
+      const auto begin = reinterpret_cast<std::uintptr_t>(at);
+      if (at == nullptr || begin + layers[layer].bytes >= begin) continue;
+      refuse("the " + std::to_string(layers[layer].bytes) + " bytes of layer " + std::to_string(layer) +
+                 " pass the end of the address space",
+             {{"layer", static_cast<std::int64_t>(layer)}, {"bytes", static_cast<std::int64_t>(layers[layer].bytes)}});
+    }
+  }
   for (std::size_t layer = 0; layer < count_; ++layer) states_[layer].store(0, std::memory_order_relaxed);
   State& s = *state_;
   s.backend = std::move(backend);
@@ -23,27 +32,51 @@ Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory
   s.stream.store(s.backend->create_stream(), std::memory_order_relaxed);
 }
 
-// Pre: no other call is in progress, and nobody uses copy_stream() any more.
-Prefetcher::~Prefetcher() {
+void Prefetcher::close() {
+  guard();
   State& s = *state_;
-  const auto quietly = [](auto&& call) {
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  std::exception_ptr first;
+  // Takes the handle, and leaves 0, when it has been given back.
+  const auto give_back = [&](std::uint64_t& handle, void (Backend::*destroy)(std::uint64_t)) {
+    if (handle == 0) return;
     try {
-      call();
-    } catch (const Error&) {
-      // A destructor has nobody to tell; the backend's usage() shows what it kept.
+      (*s.backend.*destroy)(handle);
+      handle = 0;
+    } catch (...) {
+      if (!first) first = std::current_exception();
     }
   };
-  quietly([&] { s.backend->destroy_stream(s.stream.load(std::memory_order_relaxed)); });
-  if (s.next_stream != 0) quietly([&] { s.backend->destroy_stream(s.next_stream); });
+  StreamHandle stream = s.stream.load(std::memory_order_relaxed);
+  give_back(stream, &Backend::destroy_stream);  // waits for its copies
+  s.stream.store(stream, std::memory_order_relaxed);
+  give_back(s.next_stream, &Backend::destroy_stream);
   for (const auto& ticket : s.pool) {
-    quietly([&] { s.backend->destroy_event(ticket->start); });
-    quietly([&] { s.backend->destroy_event(ticket->end); });
+    give_back(ticket->start, &Backend::destroy_event);
+    give_back(ticket->end, &Backend::destroy_event);
   }
-  for (const Slot& slot : s.slots) {
-    for (const Reader& reader : slot.readers) quietly([&] { s.backend->destroy_event(reader.event); });
+  for (Slot& slot : s.slots) {
+    for (Reader& reader : slot.readers) give_back(reader.event, &Backend::destroy_event);
   }
-  if (s.half != 0) quietly([&] { s.backend->destroy_event(s.half); });
-  for (const EventHandle event : s.spare) quietly([&] { s.backend->destroy_event(event); });
+  give_back(s.half, &Backend::destroy_event);
+  for (EventHandle& event : s.spare) give_back(event, &Backend::destroy_event);
+  if (first) std::rethrow_exception(first);
+}
+
+Prefetcher::~Prefetcher() {
+  if (fork_generation() != fork_generation_) {
+    (void)state_.release();  // its threads, locks and events are the parent's
+    return;
+  }
+  // A destructor has nobody to tell. What fails for a moment only must not stay behind, so it is tried a second time.
+  for (int attempt = 0; attempt < 2; ++attempt) {
+    try {
+      close();
+      return;
+    } catch (...) {
+      continue;
+    }
+  }
 }
 
 void Prefetcher::released(LayerId layer) noexcept {
@@ -67,6 +100,7 @@ void Prefetcher::failed(LayerId layer, std::exception_ptr error) noexcept {
 }
 
 void Prefetcher::begin_pass(StreamHandle stream) {
+  guard();
   State& s = *state_;
   if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(s.mutex);
@@ -88,6 +122,7 @@ void Prefetcher::begin_pass(StreamHandle stream) {
 }
 
 std::uint64_t Prefetcher::end_pass() {
+  guard();
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   if (!s.in_pass.load(std::memory_order_relaxed)) {
@@ -105,7 +140,10 @@ std::uint64_t Prefetcher::end_pass() {
   return pass;
 }
 
-bool Prefetcher::in_pass() const noexcept { return state_->in_pass.load(std::memory_order_relaxed); }
+bool Prefetcher::in_pass() const {
+  guard();
+  return state_->in_pass.load(std::memory_order_relaxed);
+}
 
 std::vector<LayerId> Prefetcher::unwaited() const {
   const std::lock_guard<std::mutex> lock(state_->mutex);
@@ -122,6 +160,7 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
            {{"layer", std::int64_t{layer}}, {"layers", static_cast<std::int64_t>(count_)}});
   }
   if (ready(layer)) return true;
+  guard();
   State& s = *state_;
   if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const Clock::time_point start = Clock::now();
@@ -192,6 +231,7 @@ void Prefetcher::done(LayerId layer, StreamHandle stream) {
            {{"layer", std::int64_t{layer}}, {"layers", static_cast<std::int64_t>(count_)}});
   }
   if (ready(layer)) return;
+  guard();
   State& s = *state_;
   if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(s.mutex);
@@ -214,6 +254,7 @@ void Prefetcher::done(LayerId layer, StreamHandle stream) {
 }
 
 void Prefetcher::drain() {
+  guard();
   State& s = *state_;
   std::unique_lock<std::mutex> lock(s.mutex);
   for (;;) {
@@ -236,6 +277,7 @@ void Prefetcher::drain() {
 }
 
 PrefetchStats Prefetcher::stats() const {
+  guard();
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   s.collect();
@@ -244,18 +286,26 @@ PrefetchStats Prefetcher::stats() const {
 }
 
 std::vector<PassTiming> Prefetcher::take_timings() {
+  guard();
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
   return s.timer->take();
 }
 
 bool Prefetcher::loading() const {
+  guard();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   return !state_->reloads.empty();
 }
 
-bool Prefetcher::uses_streams() const noexcept { return state_->uses_streams.load(std::memory_order_relaxed); }
+bool Prefetcher::uses_streams() const {
+  guard();
+  return state_->uses_streams.load(std::memory_order_relaxed);
+}
 
-StreamHandle Prefetcher::copy_stream() const noexcept { return state_->stream.load(std::memory_order_relaxed); }
+StreamHandle Prefetcher::copy_stream() const {
+  guard();
+  return state_->stream.load(std::memory_order_relaxed);
+}
 
 }  // namespace remap

@@ -68,6 +68,8 @@ struct ReplayResult {
 // Does what the log says, in its order, on one thread. Handles and addresses are translated; memory that was the caller's
 // own (registered, or copied from or to without being registered) is replaced by memory of replay's own. A query or
 // synchronize that was logged as complete is waited for. Whatever the log leaves existing stays in `backend`, idle.
+// A log is untrusted: a record that names what the log never made, or what lies outside of it, is not carried out. It is the first
+// divergence. Nothing is taken away from copies that may still run, so a replay waits more often than the log did.
 ReplayResult replay(const std::vector<TraceRecord>& log, Backend& backend, const ReplayOptions& options = {});
 
 }  // namespace remap

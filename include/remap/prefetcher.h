@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "remap/backend.h"
+#include "remap/fork.h"
 
 namespace remap {
 
@@ -81,10 +82,15 @@ struct PassTiming {
   double stall_s = 0;      // of these, waiting for layers
 };
 
+// In a forked child every call throws ForkedProcess, and the end of the object does nothing.
 class Prefetcher {
  public:
   Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers);
   ~Prefetcher();
+  // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and nobody uses
+  // copy_stream() any more. Throws the first error when all were tried; what could not be given back is tried by the next call.
+  // Afterwards only stats() and close() are allowed.
+  void close();
   Prefetcher(const Prefetcher&) = delete;
   Prefetcher& operator=(const Prefetcher&) = delete;
 
@@ -114,7 +120,7 @@ class Prefetcher {
   // Layers that the pass did not use are skipped. A use still open counts as finished: now for host readers, when the
   // stream gets here for stream readers. Returns the pass's number: 1, 2, ... of all completed passes.
   std::uint64_t end_pass();
-  bool in_pass() const noexcept;
+  bool in_pass() const;
   // Ascending: layers of the open pass that were not ready() when it began and that no wait() has returned true for since. What
   // the pass computed with one of them was computed with whatever its region showed. Empty outside of a pass.
   std::vector<LayerId> unwaited() const;
@@ -124,8 +130,10 @@ class Prefetcher {
   // behind copy_stream().
   bool loading() const;
   // True if wait(layer) would return at once without looking at any event: resident, loaded and not held. What was not so when
-  // the pass began becomes so by its wait() only (see unwaited()).
-  bool ready(LayerId layer) const noexcept { return layer < count_ && states_[layer].load(std::memory_order_acquire) == 0; }
+  // the pass began becomes so by its wait() only (see unwaited()). Never in a forked child.
+  bool ready(LayerId layer) const noexcept {
+    return fork_generation() == fork_generation_ && layer < count_ && states_[layer].load(std::memory_order_acquire) == 0;
+  }
   // stream == 0, in a pass begun with a stream: that stream. Otherwise:
   // stream == 0: blocks the calling thread until the layer's bytes are in place (at most `timeout`; false if it passed): those
   // in the ring, and those that come home.
@@ -148,13 +156,16 @@ class Prefetcher {
   // Whether a stream was ever given to begin_pass(), wait() or done(). From then on a call here may have to wait, inside the
   // driver or for a thread that does, until a stream has room for more work: a caller should hold no lock that a stream's
   // host functions want (Python's, say).
-  bool uses_streams() const noexcept;
+  bool uses_streams() const;
   // Ours; never wait for it from the host, record an event on it. Changes when begin_pass() or configure() replaces a failed
   // one. While the executor's worker has work, released() may enqueue copies on it at any moment.
-  StreamHandle copy_stream() const noexcept;
+  StreamHandle copy_stream() const;
 
  private:
   struct State;
+  void guard() const { refuse_fork(fork_generation_); }
+
+  const unsigned fork_generation_ = fork_generation();
   std::size_t count_ = 0;
   std::unique_ptr<std::atomic<std::uint8_t>[]> states_;  // 0 = ready for ever (until configure); see prefetcher.cpp
   std::unique_ptr<State> state_;

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from .errors import InvalidState
 from .kv import BlockPool, Listener
 from .kv_geometry import KVGeometry, KVSpec
 from .locking import Turn
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["KVCache"]
+
+
+def _gone(address: int, nbytes: int) -> Any:
+    raise InvalidState("the tenant is detached, or the session closed: its KV cache has no memory; nothing changed")
 
 
 class KVCache:
@@ -92,7 +97,9 @@ class KVCache:
 
         Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a whole
         block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else: reading them
-        gives anything (`strict` sessions fault), writing them destroys weights. The tensors die with the session.
+        gives anything (`strict` sessions fault), writing them destroys weights. When the tenant is detached or the
+        session closed, a tensor that is kept reads zeros and can be written, with nobody behind it (on a GPU a kernel that
+        uses it fails); then this raises InvalidState.
         """
         if self._tensors is None:
             import torch
@@ -111,6 +118,11 @@ class KVCache:
         """The KV region as bytes: uint8, one dimension, for engines that lay blocks out themselves. Block b of a block_major
         region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). What holds for `tensors` holds here."""
         return self._memory(self.address, self.geometry.region_bytes)
+
+    def retire(self) -> None:
+        """The region goes away. Tensors that somebody keeps read zeros from then on; no more are made."""
+        self._tensors = None
+        self._memory = _gone
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.

@@ -40,6 +40,7 @@ class Streams:
         self._keep: Any = None  # owns what copies on it may be reading
         self._timing: list[int] = []  # two events
         self._events: list[int] = []
+        self._retired: list[Any] = []
         # A pass may begin on the engine's thread while another thread changes another tenant.
         self._lock = threading.Lock()
 
@@ -119,9 +120,19 @@ class Streams:
         self._keep = None
         return float(min(times))
 
+    def retire(self, prefetcher: Any) -> None:
+        """Nobody uses this `_core.Prefetcher` any more: give its stream and events back, now or (if that fails) in `close`."""
+        try:
+            prefetcher.close()
+        except Error:
+            self._retired.append(prefetcher)
+
     def close(self) -> None:
         """Give everything back. After an error or an interrupt it can be called again. Callers' streams are not waited for."""
         self._drop_mover()
+        while self._retired:
+            self._retired[-1].close()
+            self._retired.pop()
         for stream in tuple(self._adopted):
             gone(self.backend.forget_stream, stream)
             self._adopted.discard(stream)

@@ -474,10 +474,10 @@ class Session:
             tenant._restore_model(device)
             tenant._retire()
         self._executor.stop()
-        self._streams.close()
         self._departed.extend(self._tenants.values())
         self._closing = True
         self._release_departed()
+        self._streams.close()
         self._host.close()
         self._arena.close()
         self.closed = True

@@ -495,11 +495,15 @@ class Tenant:
         if self.hooks is not None:
             self.hooks.remove()
         self._detached = True
+        self.kv.retire()
         self.wait = self.done = _gone(self.name)
 
     def _release(self) -> None:
         """It has gone: the copy stream and its events go too, and whatever kept master copies alive."""
-        self._prefetcher = self._attachment.keep_alive = None
+        prefetcher, self._prefetcher = self._prefetcher, None
+        if prefetcher is not None:
+            self._session._streams.retire(prefetcher)
+        self._attachment.keep_alive = None
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""

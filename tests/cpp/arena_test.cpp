@@ -6,6 +6,7 @@
 
 #include <cstring>
 #include <memory>
+#include <thread>
 
 #include "check.h"
 #include "remap/backends.h"
@@ -335,6 +336,127 @@ void a_forked_child_is_refused_and_destroys_nothing() {
   world.arena->check();
 }
 
+// Attach and detach leave nothing: neither regions nor addresses. An id is never given to another region.
+void removed_regions_leave_nothing() {
+  World world;
+  const Usage before = world.fault->usage();
+  RegionId last = 0;
+  for (int cycle = 0; cycle < 2000; ++cycle) {
+    const TenantId tenant = static_cast<TenantId>(cycle);
+    const RegionId first = world.layer(tenant, 2);
+    CHECK(cycle == 0 || first > last);
+    world.arena->add_ring_region(tenant, 2);
+    last = world.arena->add_kv_region(tenant, 4);
+    world.arena->designate(last, 0, {4, 5});
+    CHECK(world.arena->regions() == 3);
+    world.arena->hold(world.arena->address(last), kPage);  // and lets go
+    world.arena->remove_tenant(tenant);
+    const Usage after = world.fault->usage();
+    CHECK(world.arena->regions() == 0 && after.reserved_bytes == 0 && after.mappings == before.mappings);
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->shown(first));
+    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(last, 0, {4}));
+  }
+  world.arena->check();
+}
+
+// Whoever keeps a tensor keeps its addresses: zeros behind them, until the last one goes.
+void a_lease_outlives_its_region() {
+  World world;
+  const std::shared_ptr<Arena> arena = std::move(world.arena);
+  const RegionId id = arena->add_layer_region(1, "layer", arena->take(2, Owner::params, 1));
+  std::byte* at = arena->address(id);
+  std::memset(at, 5, 2 * kPage);
+  std::shared_ptr<Lease> one = arena->hold(at + kPage, kPage);
+  std::shared_ptr<Lease> other = arena->hold(at, 2 * kPage);
+  CHECK(one == other && one->address() == at && one->bytes() == 2 * kPage);
+  CHECK_ERROR(ErrorKind::invalid_argument, arena->hold(at, 2 * kPage + 1));
+  CHECK_ERROR(ErrorKind::invalid_argument, arena->hold(at - 1, 1));
+  CHECK_ERROR(ErrorKind::invalid_argument, arena->hold(nullptr, 0));
+  world.fault->arm(Call::retire, 1);  // then close() tries again
+  arena->remove_tenant(1);
+  CHECK(world.fault->usage().reserved_bytes == 2 * kPage && world.fault->usage().mapped_bytes == 0);
+  arena->check();
+  arena->close();
+  CHECK(at[0] == std::byte{0} && at[2 * kPage - 1] == std::byte{0});
+  at[0] = std::byte{9};  // nobody's
+  CHECK(world.fault->usage().reserved_bytes == 2 * kPage && world.fault->usage().page_bytes == 0);
+  one.reset();
+  CHECK(at[0] == std::byte{9});
+  std::thread([last = std::move(other)]() mutable { last.reset(); }).join();
+  CHECK(world.empty());
+}
+
+// Of an arena that nobody closed, a lease keeps the bytes.
+void a_lease_keeps_its_arena() {
+  World world;
+  std::shared_ptr<Arena> arena = std::move(world.arena);
+  const RegionId id = arena->add_layer_region(1, "layer", arena->take(1, Owner::params, 1));
+  std::byte* at = arena->address(id);
+  at[0] = std::byte{5};
+  std::shared_ptr<Lease> lease = arena->hold(at, kPage);
+  arena.reset();
+  CHECK(at[0] == std::byte{5} && !world.empty());
+  lease.reset();
+  CHECK(world.empty());
+}
+
+// Tensors end on threads of their own while their tenants are removed.
+void leases_end_while_tenants_go() {
+  World world;
+  const std::shared_ptr<Arena> arena = std::move(world.arena);
+  for (TenantId tenant = 0; tenant < 500; ++tenant) {
+    const RegionId id = arena->add_layer_region(tenant, "layer", arena->take(1, Owner::params, tenant));
+    std::shared_ptr<Lease> lease = arena->hold(arena->address(id), kPage);
+    std::thread holder([lease = std::move(lease)]() mutable { lease.reset(); });
+    arena->remove_tenant(tenant);
+    holder.join();
+    CHECK(world.fault->usage().reserved_bytes == 0);
+  }
+  arena->close();
+  CHECK(world.empty());
+}
+
+void refuses_what_would_break_the_tables() {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    World world(mode);
+    Arena& arena = *world.arena;
+    const RegionId layer = world.layer(1, 2);
+    const RegionId ring = arena.add_ring_region(1, 2);
+    const RegionId kv = arena.add_kv_region(1, 4);
+    arena.designate(kv, 0, {8});
+    const std::uint64_t epoch = arena.epoch();
+    const Usage before = world.fault->usage();
+    const auto bad = ErrorKind::invalid_argument;
+    const std::size_t huge = ~std::size_t{0};
+    for (const Owner owner : {Owner::free, Owner::quarantine, static_cast<Owner>(9)}) CHECK_ERROR(bad, arena.take(1, owner, 1));
+    for (const TenantId tenant : {kNobody, kUnknownBytes}) {
+      CHECK_ERROR(bad, arena.take(1, Owner::params, tenant));
+      CHECK_ERROR(bad, arena.add_ring_region(tenant, 1));
+      CHECK_ERROR(bad, arena.add_kv_region(tenant, 1));
+      CHECK_ERROR(bad, arena.add_layer_region(tenant, "layer", {5}));
+      CHECK_ERROR(bad, arena.remove_tenant(tenant));
+    }
+    CHECK(arena.take(1, Owner::kv, 1, {2, 3, 4, 5, 6, 7}) == std::vector<PageId>{9});  // 8 has a place
+    CHECK_ERROR(ErrorKind::out_of_memory, arena.take(huge, Owner::params, 1));
+    CHECK_ERROR(bad, arena.add_layer_region(1, "layer", {0, 0}));
+    CHECK_ERROR(ErrorKind::invalid_state, arena.add_kv_region(1, 4));
+    CHECK_ERROR(ErrorKind::limit_exceeded, arena.add_ring_region(1, huge));
+    CHECK_ERROR(ErrorKind::limit_exceeded, arena.add_kv_region(2, kMaxSlots + 1));
+    CHECK_ERROR(bad, arena.designate(kv, 1, {5, 5}));
+    CHECK_ERROR(bad, arena.designate(kv, 1, {kNoPage}));
+    CHECK_ERROR(bad, arena.designate(kv, huge, {5, 6}));
+    CHECK_ERROR(bad, arena.designate_ring(ring, huge, {0, 1}));
+    CHECK_ERROR(bad, arena.designate_ring(ring, 0, {kNoPage}));
+    CHECK_ERROR(bad, arena.designate_ring(ring, 0, {kPages}));
+    CHECK_ERROR(bad, arena.designate_ring(layer, 0, {0}));
+    CHECK_ERROR(bad, arena.prepare_view(layer, {0, kPages}));
+    CHECK_ERROR(bad, arena.prepare_view(layer, {kNoPage, kNoPage}));
+    CHECK_ERROR(bad, Arena(nullptr, ArenaOptions{kPage, kPage, mode}));
+    CHECK(arena.epoch() == epoch + 1 && same(world.fault->usage(), before));
+    arena.check();
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -352,6 +474,11 @@ int main() {
   RUN(zeroing_that_fails_is_not_half_done);
   RUN(declared_ranges_stand_still);
   RUN(undoing_that_fails_breaks_the_arena);
+  RUN(removed_regions_leave_nothing);
+  RUN(a_lease_outlives_its_region);
+  RUN(a_lease_keeps_its_arena);
+  RUN(leases_end_while_tenants_go);
+  RUN(refuses_what_would_break_the_tables);
   RUN(a_forked_child_is_refused_and_destroys_nothing);
   return remap::testing::failures();
 }

@@ -1,0 +1,208 @@
+// Memory runs out at the k-th allocation, for every k: a call has happened whole or not at all, and can be made again.
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
+#include <vector>
+
+#include "backend/forward.h"
+#include "check.h"
+#include "remap/backends.h"
+#include "remap/executor.h"
+
+namespace {
+
+// Of this thread only: the workers have theirs.
+thread_local long countdown = 0;
+
+void* allocate(std::size_t bytes) {
+  if (countdown > 0 && --countdown == 0) throw std::bad_alloc();
+  if (void* place = std::malloc(bytes == 0 ? 1 : bytes)) return place;
+  throw std::bad_alloc();
+}
+
+}  // namespace
+
+void* operator new(std::size_t bytes) { return allocate(bytes); }
+void* operator new[](std::size_t bytes) { return allocate(bytes); }
+void operator delete(void* place) noexcept { std::free(place); }
+void operator delete[](void* place) noexcept { std::free(place); }
+void operator delete(void* place, std::size_t) noexcept { std::free(place); }
+void operator delete[](void* place, std::size_t) noexcept { std::free(place); }
+
+using namespace remap;
+
+namespace {
+
+constexpr std::size_t kPage = 64 << 10;
+constexpr std::size_t kPages = 14;
+constexpr TenantId kTenant = 1, kOther = 2;
+
+class WithoutExchange final : public Forward<Backend> {
+ public:
+  using Forward<Backend>::Forward;
+  bool can_exchange() const noexcept override { return false; }
+};
+
+Step owner(std::vector<PageId> pages, Owner from, Owner to, TenantId tenant = kTenant) {
+  Step step;
+  step.kind = Step::Kind::set_owner;
+  step.set_owner = {std::move(pages), from, to, tenant};
+  return step;
+}
+
+Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint32_t layer = 0) {
+  Step step;
+  step.kind = Step::Kind::point;
+  step.point = {region, 0, std::move(pages), deferred, layer};
+  return step;
+}
+
+// Layers of two pages (0 1, 2 3) and a KV region with places for 4 .. 7 and 2 3; pages 6 and 7 hold another tenant's bytes.
+struct World {
+  std::shared_ptr<Backend> backend;
+  std::shared_ptr<Arena> arena;
+  std::unique_ptr<Executor> executor;
+  RegionId one = 0, two = 0, ring = 0, kv = 0;
+
+  World(Mode mode, bool exchange) {
+    std::shared_ptr<Backend> host = make_host_backend({kPages * kPage, kPage, 1});
+    backend = exchange ? host : std::make_shared<WithoutExchange>(host);
+    arena = std::make_shared<Arena>(backend, ArenaOptions{kPages * kPage, kPage, mode});
+    executor = std::make_unique<Executor>(arena);
+    one = arena->add_layer_region(kTenant, "one", arena->take(2, Owner::params, kTenant));
+    two = arena->add_layer_region(kTenant, "two", arena->take(2, Owner::params, kTenant));
+    ring = arena->add_ring_region(kTenant, 2);
+    kv = arena->add_kv_region(kTenant, 6);
+    arena->designate(kv, 0, {4, 5, 6, 7, 2, 3});
+    const auto others = arena->take(2, Owner::params, kOther, {4, 5});
+    std::memset(arena->address(arena->add_layer_region(kOther, "other", others)), 7, 2 * kPage);
+    arena->remove_tenant(kOther);
+  }
+  Plan stream() const {
+    return {arena->epoch(),
+            {owner({0, 1}, Owner::params, Owner::ring), point(ring, {0, 1}, false), point(two, {0, 1}, true, 1),
+             owner({2, 3}, Owner::params, Owner::kv), owner({4, 5, 6, 7}, Owner::free, Owner::kv)}};
+  }
+  Plan back() const {
+    return {arena->epoch(),
+            {owner({4, 5, 6, 7}, Owner::kv, Owner::free), owner({2, 3}, Owner::kv, Owner::params),
+             owner({0, 1}, Owner::ring, Owner::params), point(two, {2, 3}, true, 1)}};
+  }
+  std::vector<std::size_t> state() const {
+    std::vector<std::size_t> all{arena->epoch(), arena->regions(), executor->undecided() ? 1u : 0u, executor->failed_points()};
+    for (const Owner each : arena->owners()) all.push_back(static_cast<std::size_t>(each));
+    for (const TenantId each : arena->tenants()) all.push_back(each);
+    for (RegionId region = 0; region < 32; ++region) {
+      try {
+        for (const PageId page : arena->shown(region)) all.push_back(page);
+      } catch (const Error&) {
+        all.push_back(~std::size_t{0});
+      }
+    }
+    return all;
+  }
+};
+
+struct Operation {
+  const char* name;
+  std::function<void(World&)> prepare;  // memory is there
+  std::function<void(World&)> call;     // it is not
+  bool may_break;                       // an undo of its own needs memory: then the arena is broken, which it says
+};
+
+void nothing(World&) {}
+
+std::vector<Operation> operations() {
+  const auto apply = [](World& world) { world.executor->apply(world.stream()); };
+  const auto apply_back = [](World& world) {
+    world.executor->apply(world.stream());
+    world.executor->commit(nullptr);
+    world.executor->drain();
+  };
+  const auto three = [](World& world) { world.arena->take(3, Owner::params, 3, {4, 5, 6, 7}); };
+  return {
+      {"take", nothing, [](World& world) { world.arena->take(2, Owner::params, 3, {4, 5}); }, false},
+      {"add_layer_region", three, [](World& world) { world.arena->add_layer_region(3, "three", {8, 9, 10}); }, false},
+      {"add_ring_region", nothing, [](World& world) { world.arena->add_ring_region(3, 4); }, false},
+      {"add_kv_region", nothing, [](World& world) { world.arena->add_kv_region(3, 4); }, false},
+      {"designate", [](World& world) { world.arena->add_kv_region(3, 4); },
+       [](World& world) { world.arena->designate(6 - 1, 1, {9, 8}); }, false},
+      {"designate_ring", nothing, [](World& world) { world.arena->designate_ring(world.ring, 0, {1, 0}); }, false},
+      {"prepare_view", nothing, [](World& world) { world.arena->prepare_view(world.two, {0, 1}); }, false},
+      {"hold", nothing, [](World& world) { world.arena->hold(world.arena->address(world.kv), kPage); }, false},
+      {"declare", nothing, [](World& world) { world.arena->declare_registered(world.arena->address(world.one), kPage); }, false},
+      {"apply", nothing, apply, false},
+      {"apply back", apply_back, [](World& world) { world.executor->apply(world.back()); }, false},
+      {"commit", apply, [](World& world) { world.executor->commit(nullptr); }, false},
+      {"rollback", apply, [](World& world) { world.executor->rollback(); }, true},
+      {"remove_tenant", nothing, [](World& world) { world.arena->remove_tenant(kTenant); }, false},
+      {"remove_tenant with prepared views", [](World& world) { world.arena->prepare_view(world.two, {0, 1}); },
+       [](World& world) { world.arena->remove_tenant(kTenant); }, false},
+      {"close", nothing, [](World& world) { world.arena->close(); }, false},
+  };
+}
+
+void every_allocation_fails_once() {
+  long failures = 0;
+  long broken = 0;
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    for (const bool exchange : {true, false}) {
+      for (const Operation& operation : operations()) {
+        bool done = false;
+        for (long k = 1; !done; ++k) {
+          CHECK(k < 10000);
+          World world(mode, exchange);
+          operation.prepare(world);
+          const auto before = world.state();
+          bool failed = false;
+          countdown = k;
+          try {
+            operation.call(world);
+          } catch (const std::bad_alloc&) {
+            failed = true;
+          } catch (const Error& error) {
+            failed = true;
+            if (error.kind() != ErrorKind::arena_broken) throw;
+          } catch (...) {
+            countdown = 0;
+            throw;
+          }
+          done = countdown != 0;  // it needed fewer
+          countdown = 0;
+          try {
+            CHECK(!done || !failed);
+            if (world.arena->broken()) {
+              CHECK(operation.may_break);
+              ++broken;
+            } else if (failed) {
+              ++failures;
+              CHECK(world.arena->closed() || world.state() == before || std::strcmp(operation.name, "close") == 0);
+              world.arena->check();
+              operation.call(world);  // memory is there again
+            }
+            world.arena->check();
+            world.executor->stop();
+            world.arena->close();
+            const Usage usage = world.backend->usage();
+            CHECK(usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0);
+            CHECK(usage.streams == 0 && usage.events == 0);
+          } catch (const std::exception& error) {
+            throw std::logic_error(std::string(operation.name) + (mode == Mode::strict ? ", strict" : ", aliased") +
+                                   (exchange ? ", exchange" : "") + ", allocation " + std::to_string(k) + ": " + error.what());
+          }
+        }
+      }
+    }
+  }
+  std::printf("      %ld failures, %ld broke the arena\n", failures, broken);
+  CHECK(failures > 300);
+}
+
+}  // namespace
+
+int main() {
+  RUN(every_allocation_fails_once);
+  return remap::testing::failures();
+}
