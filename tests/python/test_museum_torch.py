@@ -38,8 +38,9 @@ class World:
         self.bare = copy.deepcopy(self.model)
         self.ids = ids_for(2, 7)
         self.expected = logits_of(self.bare, self.ids)
+        spec = kv_spec(self.model, max_blocks=1200)
         self.session = remap.Session(180 * PAGE, page_bytes=PAGE, mode=mode)
-        self.tenant = self.session.attach(self.model, kv=kv_spec(self.model), name="m", **attach)
+        self.tenant = self.session.attach(self.model, kv=spec, name="m", **attach)
         if prove:
             self.right()
         if remapped:
