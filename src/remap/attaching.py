@@ -45,7 +45,7 @@ class LayerSource:
     master_addresses: tuple[int, ...]
     rest_bytes: int
     fill_rest: Callable[[int], None]  # (rest address): copy what belongs to no layer, once
-    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; whole or not at all; copies nothing
+    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; whole or not at all
     install: Callable[[Sequence[int], int, Tenant], None]
     # (layers, device): back onto ordinary memory there; these layers' bytes come from their masters
     detach: Callable[[Sequence[int], Any], None]
@@ -206,7 +206,9 @@ def model_source(
         if gathered is not None:
             gathered.restore(where)
         if lost:
-            warnings.warn(f"writes into layers that were streamed, or loading, are lost: {lost}", RuntimeWarning, stacklevel=4)
+            warnings.warn(
+                f"writes into layers that were streamed, or loading, are lost: {lost}", RuntimeWarning, stacklevel=4
+            )
         device.wait_for_torch()  # the memory copied from is about to be unmapped
         leave()
 

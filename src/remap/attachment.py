@@ -34,7 +34,9 @@ class Attachment:
     pinned: set[int] = field(default_factory=set)
     written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
     detach: Any = None  # callable(layers not in place, device): puts the model back on ordinary memory there
-    watch: Any = None  # callable(layers) -> {layer: [what keeps it from being streamed: written since attach, or its file was]}
+    watch: Any = (
+        None  # callable(layers) -> {layer: [what keeps it from being streamed: written since attach, or its file was]}
+    )
     writes: Any = None  # callable(layers) -> {layer: [paths written since attach]}
     # callable(layers): raises InvalidState if the weights file that one of them comes from has changed; None: no files
     verify: Any = None

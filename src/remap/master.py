@@ -342,7 +342,9 @@ def _find(
         if not spec.span_bytes or entry is None:
             continue
         if entry.dtype != spec.dtype or entry.shape != spec.shape:
-            return f"{spec.path} is {spec.dtype} {spec.shape}, but {entry.dtype} {entry.shape} in {entry.file.path.name}"
+            return (
+                f"{spec.path} is {spec.dtype} {spec.shape}, but {entry.dtype} {entry.shape} in {entry.file.path.name}"
+            )
         if not _is_row_major(spec.shape, spec.stride):
             return f"{spec.path} is not contiguous in memory (stride {spec.stride}), as it is in a file"
         entries[spec.path] = entry
