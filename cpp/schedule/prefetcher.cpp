@@ -146,6 +146,7 @@ bool Prefetcher::in_pass() const {
 }
 
 std::vector<LayerId> Prefetcher::unwaited() const {
+  guard();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   std::vector<LayerId> found;
   for (LayerId layer = 0; layer < count_; ++layer) {

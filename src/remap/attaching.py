@@ -45,7 +45,7 @@ class LayerSource:
     master_addresses: tuple[int, ...]
     rest_bytes: int
     fill_rest: Callable[[int], None]  # (rest address): copy what belongs to no layer, once
-    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; all or nothing; copies nothing
+    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; whole or not at all
     install: Callable[[Sequence[int], int, Tenant], None]
     # (layers, device): back onto ordinary memory there; these layers' bytes come from their masters
     detach: Callable[[Sequence[int], Any], None]

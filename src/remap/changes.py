@@ -475,7 +475,7 @@ class Changes:
                 raise InvalidArgument(
                     f"{layers} layers with {buffers} buffers need {layers + buffers} streamable layers, "
                     f"{len(attachment.order)} are left; pinned: {sorted(attachment.pinned)}, of these because something wrote "
-                    f"into them after attach: {attachment.written}; nothing changed",
+                    f"into them, or into their weights file, after attach: {attachment.written}; nothing changed",
                     layers=layers,
                     streamable=len(attachment.order),
                     pinned=sorted(attachment.pinned),

@@ -6,9 +6,9 @@
     to, half, cuda, share_memory   raises, unless it changes nothing: a tensor's address never changes
     DistributedDataParallel        finds no parameters to synchronise, and says so
 
-A layer is away while it is streamed, loading, or to be re-pointed: its tensors show the ring then, or nothing yet. To look at
-such a tensor directly, `weight.sum()`, is the one thing that cannot be told from a pass of the model; take it from
-`state_dict()`.
+A layer is away while it is streamed, loading, or to be re-pointed: its tensors show the ring then, or nothing yet. Looking
+at such a tensor directly, `weight.sum()`, cannot be told from what a pass does, and is not refused: `state_dict()` has its
+bytes. Writing to it is found when the next pass ends (`Tenant.refuse_lost_writes`).
 
 Guards are attributes of the instances and hooks, all marked (`hooks.OURS`), so nothing is left behind them when they go.
 """

@@ -194,7 +194,7 @@ def _bracket(forward: Callable[..., Any], tenant: Tenant, hooks: AttachedHooks) 
     def bracketed(*args: Any, **kwargs: Any) -> Any:
         if hooks.removed or tenant.in_pass:
             return forward(*args, **kwargs)
-        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
             raise InvalidState(
                 f"the model of tenant {tenant.name!r} is attached: what is traced or exported from it would compute without "
                 "waiting for its layers; nothing was computed; trace it before it is attached",

@@ -167,8 +167,8 @@ class Session:
         their paths ("lm_head"), that stream like layers although they have no KV: number n, n + 1, ... for wait and done.
         embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
 
-        hooks: layers wait for their weights and say when they are done through hooks of torch's, and a call of the model is a
-        pass (see `remap.hooks`). Nothing is streamed before one whole pass has come by every layer. False: the engine calls
+        hooks: torch hooks make each layer wait for its weights and say when it is done, and make a call of the model a
+        pass (`remap.hooks`). Nothing is streamed before one whole pass has waited for every layer. False: the engine calls
         wait and done itself, for every layer in every pass.
 
         layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of
@@ -352,9 +352,9 @@ class Session:
     def lend(self, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
         """By hand: `layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
 
-        to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what it
-        streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for `remap`;
-        OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+        to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what
+        it streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for
+        `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
         """
         self._check_open()
         self._claim()

@@ -311,16 +311,18 @@ class Tenant:
         written = self._attachment.writes(self.streamed)
         if written:
             raise InvalidState(
-                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced them, which is lost: "
-                f"{written}; detach it, or name these tensors in attach(mutable=), or run a pass before remapping so that they "
-                "are found",
+                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced their tensors, and "
+                f"that is lost: {written}; detach it; name these tensors in attach(mutable=), or run a pass before remapping "
+                "so that they are found",
                 tenant=self.name,
                 written=written,
             )
 
     def _verify_masters(self) -> None:
-        """Raises InvalidState (fields file, expected, found) if a weights file has changed that layers of this pass come from.
-        The tenant can only be detached then: what was copied since is not known, so those layers count as not at home."""
+        """Raises InvalidState (fields file, expected, found) if a weights file that layers of this pass come from has changed.
+
+        The tenant can only be detached then: what was copied since is not known, so those layers count as not at home.
+        """
         if self._changed_file is None:
             try:
                 self._attachment.verify(self._from_masters)

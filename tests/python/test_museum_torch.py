@@ -25,6 +25,7 @@ from torch import nn  # noqa: E402
 import remap  # noqa: E402
 from remap import InvalidArgument, InvalidState  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
+from remap.hooks import OURS  # noqa: E402
 
 PAGE = 16384
 MODES = pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -38,8 +39,9 @@ class World:
         self.bare = copy.deepcopy(self.model)
         self.ids = ids_for(2, 7)
         self.expected = logits_of(self.bare, self.ids)
+        spec = kv_spec(self.model, max_blocks=1200)
         self.session = remap.Session(180 * PAGE, page_bytes=PAGE, mode=mode)
-        self.tenant = self.session.attach(self.model, kv=kv_spec(self.model), name="m", **attach)
+        self.tenant = self.session.attach(self.model, kv=spec, name="m", **attach)
         if prove:
             self.right()
         if remapped:
@@ -53,8 +55,8 @@ class World:
         self.session.close()
         if kind is None:
             assert torch.equal(logits_of(self.model, self.ids), self.expected)
-            assert not any(name.startswith("__") or name in ("_apply", "forward") for name in self.model.__dict__)
-            assert all(not tensor.__dict__ for tensor in self.model.parameters())
+            for owner in (*self.model.modules(), *self.model.parameters()):
+                assert not any(getattr(value, OURS, False) for value in owner.__dict__.values())
 
     def right(self):
         assert torch.equal(logits_of(self.model, self.ids), self.expected)
@@ -309,6 +311,7 @@ def test_backward_through_streamed_layers_is_refused():
         world.model.zero_grad()
 
 
+@pytest.mark.filterwarnings("ignore")  # that dynamo cannot trace the core
 @pytest.mark.parametrize("compile", ["model", "layers", "in place"])
 def test_a_compiled_model_waits_or_raises(compile):
     """torch.compile traces hooks, or runs past them."""
@@ -322,7 +325,7 @@ def test_a_compiled_model_waits_or_raises(compile):
             for layer in layers_of(world.model):
                 layer.compile(backend="eager")
         with torch.no_grad():
-            for remapped in (0, 3, 1, 5):
+            for remapped in (0, 3):
                 world.session.remap("m", remapped)
                 for _ in range(2):
                     assert torch.equal(called(world.ids, use_cache=False).logits, world.expected)
@@ -476,15 +479,15 @@ MOVES = {
 
 @MODES
 @pytest.mark.parametrize("remapped", [0, 3])
-@pytest.mark.parametrize("way", MOVES)
-def test_moving_or_converting_raises_and_changes_nothing(mode, way, remapped):
+def test_moving_or_converting_raises_and_changes_nothing(mode, remapped):
     """Its addresses changed under the session, and streamed layers were converted from the ring."""
     with World(mode=mode, remapped=remapped) as world:
         before = addresses_of(world.model)
         for module in (world.model, layers_of(world.model), layers_of(world.model)[1].mlp, world.model.lm_head):
-            with pytest.raises(InvalidState) as caught:
-                MOVES[way](module)
-            assert caught.value.tenant == "m"
+            for way, move in MOVES.items():
+                with pytest.raises(InvalidState) as caught:
+                    move(module)
+                assert caught.value.tenant == "m", way
         assert addresses_of(world.model) == before
         world.right()
         assert world.model.to("cpu") is world.model
@@ -493,8 +496,7 @@ def test_moving_or_converting_raises_and_changes_nothing(mode, way, remapped):
         assert world.tenant.written == {}
         world.session.remap("m", 2)
         world.right()
-    world.model.half()
-    world.model.float()
+    world.model.bfloat16()  # once detached it is a model like any other
 
 
 @MODES
@@ -661,7 +663,6 @@ def test_a_weights_file_that_changes_is_refused(mode, way, tmp_path):
         path,
         lambda: logits_of(world.model, world.ids),
         lambda: logits_of(world.model, world.ids),
-        lambda: world.session.remap("m", 5),
         lambda: world.session.remap("m", 0),
         world.model.state_dict,
         lambda: copy.deepcopy(world.model),
@@ -741,26 +742,27 @@ def test_a_weights_file_that_changes_inside_a_pass_is_told_when_it_ends(mode, tm
         pass
 
 
-@MODES
-def test_truncating_the_weights_file_does_not_end_the_process(mode, tmp_path):
+def test_truncating_the_weights_file_does_not_end_the_process(tmp_path):
     """SIGBUS in the copy thread."""
-    path = saved(tmp_path)
+    folders = [tmp_path / mode for mode in ("aliased", "strict")]
+    for folder in folders:
+        folder.mkdir()
     done = run(
         """
         import sys
         from test_museum_torch import from_file, logits_of
         import remap
-        world = from_file(sys.argv[1], mode=sys.argv[2], remapped=3)
-        with open(sys.argv[1], "r+b") as file:
-            file.truncate(100)
-        for _ in range(3):
-            try:
-                logits_of(world.model, world.ids)
-            except remap.InvalidState as error:
-                print(error.fields["found"])
+        for mode, path in zip(("aliased", "strict"), sys.argv[1:]):
+            world = from_file(path, mode=mode, remapped=3)
+            with open(path, "r+b") as file:
+                file.truncate(100)
+            for call in (lambda: logits_of(world.model, world.ids), world.model.state_dict, world.session.close):
+                try:
+                    call()
+                except remap.InvalidState as error:
+                    print(error.fields["found"])
         """,
-        path,
-        mode,
+        *(saved(folder) for folder in folders),
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("(100, ") == 3
+    assert done.stdout.count("(100, ") == 6

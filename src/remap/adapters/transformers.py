@@ -6,11 +6,10 @@
 Every call of the model is a pass. Before it the cache says how many blocks the new tokens take, and `session.step` decides
 which layers' memory that costs; when tokens are gone, the next passes (or `attached.step()`) let layers come home.
 
-What is hooked: the instance's `forward` (`Session.attach` makes it a pass, this makes room for its tokens before it) and, for
-calls of `generate()`
-without a cache of their own, the instance's `_prepare_cache_for_generation`, where transformers would make a DynamicCache. The
-latter is not a public name; `attach(implicit=False)` does without it, and `past_key_values=attached.cache()` says it by hand.
-`generate_batch` has a paged cache of its own: see `continuous_batching`.
+What is hooked: the instance's `forward` (`Session.attach` makes it a pass, this makes room for its tokens before it) and,
+for calls of `generate()` without a cache of their own, the instance's `_prepare_cache_for_generation`, where transformers
+would make a DynamicCache. The latter is not a public name; `attach(implicit=False)` does without it, and
+`past_key_values=attached.cache()` says it by hand. `generate_batch` has a paged cache of its own: see `continuous_batching`.
 
 Outside of the arena: activations, and one workspace of the longest batch's keys and values of one layer.
 """
