@@ -196,7 +196,7 @@ void HostMemory::exchange(std::byte* a, std::byte* b, std::size_t bytes) {
     move_runs(one_runs, one, parked, moves);
     move_runs(other_runs, other, one, moves);
     move_runs(parked_runs, parked, other, moves);
-  } catch (const Error&) {
+  } catch (...) {  // an Error that could not be made, for want of memory, as well
     // Each place that a move left still shows what it showed, without page tables; moving back puts those in again.
     drop_ballast();
     for (auto move = moves.rbegin(); move != moves.rend(); ++move) {

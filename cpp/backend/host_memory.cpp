@@ -211,12 +211,13 @@ void HostMemory::retire(std::byte* address, std::size_t bytes) {
     return system_->map(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
                         0) != MAP_FAILED;
   };
-  if (!show_zeros()) {
+  int code = show_zeros() ? 0 : errno;
+  if (code == ENOMEM) {  // see make_ballast()
     drop_ballast();
-    const int code = show_zeros() ? 0 : errno;
+    code = show_zeros() ? 0 : errno;
     make_ballast();
-    if (code != 0) fail("retire", code);
   }
+  if (code != 0) fail("retire", code);
   table_.retire(at);
 }
 

@@ -296,6 +296,49 @@ void what_is_undecided_can_be_asked() {
   });
 }
 
+// Undoing a plan needs the regions and pages that it names.
+void a_tenant_of_an_undecided_plan_is_not_removed() {
+  in_both_modes([](World& world) {
+    const auto before = world.state();
+    world.executor->apply(world.stream());
+    CHECK_ERROR(ErrorKind::invalid_state, world.arena->remove_tenant(kTenant));
+    CHECK_ERROR(ErrorKind::invalid_state, world.arena->remove_tenant(kTenant, true));
+    CHECK(world.executor->undecided() && !world.arena->broken());
+    world.executor->rollback();
+    CHECK(world.state() == before);
+    world.arena->take(1, Owner::params, 2, {4, 5});
+    world.executor->apply(world.stream());
+    world.arena->remove_tenant(2);  // the plan does not name it
+    world.executor->rollback();
+    world.arena->remove_tenant(kTenant);
+    CHECK(world.arena->counts()[Owner::free] == 8);
+  });
+}
+
+// What a layer shows when the plan is done must be its own home or its tenant's ring.
+void a_plan_that_takes_pages_from_under_a_layer_is_refused() {
+  in_both_modes([](World& world) {
+    const auto before = world.state();
+    const auto refused = [&](std::vector<Step> steps) {
+      Plan plan;
+      plan.epoch = world.arena->epoch();
+      plan.steps = std::move(steps);
+      const std::uint64_t calls = world.fault->calls();
+      CHECK_ERROR(ErrorKind::invalid_argument, world.executor->apply(plan));
+      CHECK(world.state() == before && world.fault->calls() == calls);
+    };
+    refused({owner({2, 3}, Owner::params, Owner::kv)});
+    refused({owner({0}, Owner::params, Owner::free)});
+    refused({owner({0}, Owner::params, Owner::ring)});  // a ring's page before a page of the home
+    refused({point(world.two, {0, 1}, false)});
+    refused({owner({4, 5}, Owner::free, Owner::ring), point(world.two, {4, 3}, false)});
+    refused({owner({4}, static_cast<Owner>(9), Owner::kv)});
+    refused({owner({4}, Owner::free, Owner::kv, kNobody)});
+    refused({owner({4}, Owner::free, Owner::kv, kUnknownBytes)});
+    if (world.arena->mode() == Mode::strict) refused({point(world.ring, {4, 5}, false)});
+  });
+}
+
 void nothing_is_asked_of_a_closed_arena() {
   World world(Mode::aliased);
   world.executor->apply(world.stream());
@@ -535,6 +578,8 @@ int main() {
   RUN(every_call_fails_for_ever);
   RUN(what_is_undecided_can_be_asked);
   RUN(nothing_is_asked_of_a_closed_arena);
+  RUN(a_tenant_of_an_undecided_plan_is_not_removed);
+  RUN(a_plan_that_takes_pages_from_under_a_layer_is_refused);
   RUN(a_stopped_executor_commits_nothing_deferred);
   RUN(failures_are_asked_and_mended_by_tenant);
   RUN(a_deferred_failure_is_told_and_tried_again);

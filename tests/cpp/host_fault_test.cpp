@@ -161,6 +161,28 @@ void other_failures_change_nothing() {
   rig.memory.populate(rig.b, 4 * kSmall);
 }
 
+void a_reservation_that_cannot_be_retired_stays() {
+  Rig rig;
+  std::byte* at = rig.memory.reserve(2 * kSmall, kSmall);
+  const Usage before = usage_of(rig.memory);
+  rig.system->maps = 1;
+  rig.system->code = EINVAL;
+  CHECK_ERROR(ErrorKind::driver, rig.memory.retire(at, 2 * kSmall));
+  rig.system->maps = 1;  // the kernel has no mapping left: what is kept for that is given up
+  rig.system->code = ENOMEM;
+  rig.system->forever = true;
+  CHECK_ERROR(ErrorKind::limit_exceeded, rig.memory.retire(at, 2 * kSmall));
+  rig.system->forever = false;
+  CHECK(same(before, usage_of(rig.memory)));
+  rig.system->maps = 1;
+  rig.memory.retire(at, 2 * kSmall);
+  CHECK(at[0] == std::byte{0} && at[2 * kSmall - 1] == std::byte{0} && same(before, usage_of(rig.memory)));
+  const PageHandle page[] = {rig.pages[0]};
+  CHECK_ERROR(ErrorKind::invalid_state, rig.memory.map(at, page, 1, kSmall));
+  rig.memory.release(at, 2 * kSmall);
+  CHECK(rig.intact());
+}
+
 }  // namespace
 
 int main() {
@@ -168,5 +190,6 @@ int main() {
   RUN(what_cannot_be_undone_breaks_the_arena);
   RUN(map_fails_at_every_run_and_changes_nothing);
   RUN(other_failures_change_nothing);
+  RUN(a_reservation_that_cannot_be_retired_stays);
   return remap::testing::failures() != 0;
 }

@@ -8,6 +8,8 @@
 
 #include "check.h"
 #include "prefetcher_world.h"
+#include "remap/backends.h"
+#include "remap/decorators.h"
 
 using remap::Call;
 using remap::Error;
@@ -490,6 +492,51 @@ void a_wait_that_failed_or_timed_out_is_none() {
   world.prefetcher->end_pass();
 }
 
+// A stream or an event that the backend did not take back is tried again by the next close(), and once more by the destructor.
+void what_cannot_be_given_back_is_kept() {
+  const auto fault = remap::make_fault_backend(remap::make_host_backend({1 << 20, 4096, 1}));
+  std::vector<std::byte> layer(4096), master(4096), ring(4096);
+  const auto used = [&] {
+    auto prefetcher = std::make_unique<Prefetcher>(fault, std::vector<LayerMemory>{{layer.data(), master.data(), 4096}});
+    StreamConfiguration configuration;
+    configuration.streamed = {0};
+    configuration.ring = {ring.data()};
+    configuration.ring_bytes = 4096;
+    prefetcher->configure(configuration);
+    prefetcher->begin_pass();
+    CHECK(prefetcher->wait(0));
+    prefetcher->done(0);
+    prefetcher->end_pass();
+    prefetcher->drain();
+    return prefetcher;
+  };
+  for (const Call call : {Call::destroy_stream, Call::destroy_event}) {
+    auto prefetcher = used();
+    fault->arm(call, 1, true);
+    CHECK_ERROR(ErrorKind::driver, prefetcher->close());
+    CHECK_ERROR(ErrorKind::driver, prefetcher->close());
+    CHECK(call == Call::destroy_stream ? fault->usage().streams == 1 : fault->usage().events > 0);
+    fault->disarm();
+    prefetcher->close();
+    CHECK(fault->usage().streams == 0 && fault->usage().events == 0);
+    prefetcher->close();  // idempotent
+    prefetcher.reset();
+    prefetcher = used();
+    fault->arm(call, 1);
+    prefetcher.reset();
+    CHECK(fault->usage().streams == 0 && fault->usage().events == 0);
+  }
+}
+
+void addresses_that_wrap_are_refused() {
+  const auto host = remap::make_host_backend({1 << 20, 4096, 1});
+  std::byte byte{};
+  CHECK_ERROR(ErrorKind::invalid_argument, Prefetcher(nullptr, {}));
+  CHECK_ERROR(ErrorKind::invalid_argument, Prefetcher(host, {{&byte, nullptr, ~std::size_t{0}}}));
+  CHECK_ERROR(ErrorKind::invalid_argument, Prefetcher(host, {{nullptr, &byte, ~std::size_t{0}}}));
+  CHECK(host->usage().streams == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -512,5 +559,7 @@ int main() {
   RUN(a_pass_tells_which_layers_it_did_not_wait_for);
   RUN(a_layer_released_in_a_pass_is_still_to_be_waited_for);
   RUN(a_wait_that_failed_or_timed_out_is_none);
+  RUN(what_cannot_be_given_back_is_kept);
+  RUN(addresses_that_wrap_are_refused);
   return remap::testing::failures();
 }
