@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -144,48 +145,50 @@ def own_copy(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return _show(home, like.dtype, 0, like.shape, like.stride())
 
 
+_version_of = attrgetter("_version")
+
+
 class WriteWatch:
     """Tells which layer tensors the model wrote in place, or replaced, since this object was made.
 
     Make it after `install`. Such layers must be resident from then on: a streamed layer's bytes come from its master
-    copy, which is never written back. It compares autograd's version counters and addresses, so it sees every in-place
-    operation of torch, also under no_grad and inference_mode, and memory that was exchanged (`tensor.data = other`), but
-    not writes through `tensor.data`, through numpy or DLPack, or by kernels that do not announce them. Batch norm's
-    running statistics are such a case; so a buffer that changed speaks for all buffers of its module. `changed` compares
-    bytes and is exact.
+    copy, which is never written back. It compares autograd's version counters, so it sees every in-place operation
+    of torch, also under no_grad and inference_mode, but not writes through `tensor.data`, through numpy or DLPack, or
+    by kernels that do not announce them. Batch norm's running statistics are such a case; so a buffer that changed
+    speaks for all buffers of its module. `changed` compares bytes and is exact.
 
     untracked: layer -> paths of inference tensors (made under inference_mode): torch keeps no version of them.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model = model
-        self._watched: list[tuple[int, TensorSpec, torch.Tensor, int, int]] = []
+        self._watched: list[tuple[int, TensorSpec, torch.Tensor, int]] = []
         self.untracked: dict[int, list[str]] = {}
-        # What written_in() looks at, a layer: the modules on the way to its tensors, and the tensors, each with the dict and
-        # the name under which it is registered. So nothing has to be found by its dotted name while nothing has changed.
-        self._way: list[list[tuple[dict[str, nn.Module | None], str, nn.Module]]] = []
-        self._registered: list[list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int, int]]] = []
+        # What written_in() looks at, a layer: the tensors, their versions; and of the tensors and the modules on the way to them,
+        # the dicts in which they are registered, the names there, themselves. So nothing has to be found by its dotted name
+        # while nothing has changed.
+        self._look: list[tuple[list[torch.Tensor], list[int], list[Any], list[str], list[Any]]] = []
         for index, layer in enumerate(layout.layers):
-            way: dict[str, tuple[dict[str, nn.Module | None], str, nn.Module]] = {}
-            registered: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int, int]] = []
+            tensors: list[torch.Tensor] = []
+            registered: dict[str, tuple[Any, str, Any]] = {}
             for target in _targets(model, layer):
                 spec, tensor = target.placed.spec, target.tensor
                 if tensor.is_inference():
                     self.untracked.setdefault(index, []).append(spec.path)
                     continue
-                version, address = tensor._version, tensor.data_ptr()
-                self._watched.append((index, spec, tensor, version, address))
+                self._watched.append((index, spec, tensor, tensor._version))
+                tensors.append(tensor)
                 *prefix, name = spec.path.split(".")
                 owner, path = model, ""
                 for child in prefix:
                     path = f"{path}.{child}"
                     inner = owner.get_submodule(child)
-                    way[path] = (owner._modules, child, inner)
+                    registered[path] = (owner._modules, child, inner)
                     owner = inner
-                registry: Any = owner._parameters if owner._parameters.get(name) is tensor else owner._buffers
-                registered.append((registry, name, tensor, version, address))
-            self._way.append(list(way.values()))
-            self._registered.append(registered)
+                registry = owner._parameters if owner._parameters.get(name) is tensor else owner._buffers
+                registered[f"{path}.{name}"] = (registry, name, tensor)
+            dicts, names, objects = ([each[i] for each in registered.values()] for i in range(3))
+            self._look.append((tensors, [tensor._version for tensor in tensors], dicts, names, objects))
 
     def written(self) -> dict[int, list[str]]:
         """layer -> paths, in layout order; only layers in which something was written. Reads no tensor's bytes."""
@@ -203,27 +206,21 @@ class WriteWatch:
 
     def _touched(self, layer: int) -> bool:
         """Whether anything of the layer was written or replaced."""
-        if not 0 <= layer < len(self._way):
+        if not 0 <= layer < len(self._look):
             return False
-        for modules, name, module in self._way[layer]:
-            if modules.get(name) is not module:
-                return True
-        for registry, name, tensor, version, address in self._registered[layer]:
-            if tensor._version != version or registry.get(name) is not tensor or tensor.data_ptr() != address:
-                return True
-        return False
+        tensors, versions, dicts, names, objects = self._look[layer]
+        return list(map(_version_of, tensors)) != versions or not all(map(is_, map(dict.get, dicts, names), objects))
 
-    def _written(self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int, int]]) -> dict[int, list[str]]:
+    def _written(self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int]]) -> dict[int, list[str]]:
         paths: set[str] = set()
         modules: set[str] = set()
-        for _, spec, tensor, version, address in watched:
-            same = _lookup(self._model, spec.path) is tensor and tensor.data_ptr() == address
-            if tensor._version != version or not same:
+        for _, spec, tensor, version in watched:
+            if tensor._version != version or _lookup(self._model, spec.path) is not tensor:
                 paths.add(spec.path)
                 if spec.kind == "buffer":
                     modules.add(spec.path.rpartition(".")[0])
         found: dict[int, list[str]] = {}
-        for index, spec, *_ in watched:
+        for index, spec, _, _ in watched:
             if spec.path in paths or (spec.kind == "buffer" and spec.path.rpartition(".")[0] in modules):
                 found.setdefault(index, []).append(spec.path)
         return found
