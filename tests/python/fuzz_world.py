@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import interrupts
@@ -949,7 +949,41 @@ def smaller(walk: dict[str, Any], failure: Failure, seconds: float = 60.0) -> tu
             else:
                 first += piece
         piece = piece if shrunk and piece == 1 else piece // 2
+    shrunk = True
+    while shrunk and time.monotonic() < until:
+        shrunk = False
+        for candidate in simpler(best):
+            if time.monotonic() > until:
+                break
+            again = isolated(candidate)
+            if again is not None and again.signature == failure.signature:
+                best, found, shrunk = candidate, again, True
+                break
     return best, found
+
+
+def simpler(walk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Walks of the same operations with one thing plainer: a setting left out, a tenant's layer, what is special of it."""
+    for key in walk["config"]:
+        yield {**walk, "config": {each: value for each, value in walk["config"].items() if each != key}}
+    for at, op in enumerate(walk["ops"]):
+        if op[0] != "attach":
+            continue
+        made = op[2]
+        plainer = [{each: value for each, value in made.items() if each != key} for key in ("config", "external")]
+        if "config" in made:
+            for key in made["config"]:
+                kept = {each: value for each, value in made["config"].items() if each != key}
+                plainer.append({**made, "config": kept})
+        plainer += [{**made, key: value} for key, value in (("priority", 0), ("active", True), ("times", [1.0, 0.1]))]
+        plainer.append({**made, "kv": {**made["kv"], "layout": "block_major"}})
+        if made["kv"]["layers"] > 1:
+            for layer in range(made["kv"]["layers"]):
+                layers = made["layers"][:layer] + made["layers"][layer + 1 :]
+                plainer.append({**made, "layers": layers, "kv": {**made["kv"], "layers": made["kv"]["layers"] - 1}})
+        for each in plainer:
+            if each != made:
+                yield {**walk, "ops": [*walk["ops"][:at], ["attach", op[1], each], *walk["ops"][at + 1 :]]}
 
 
 def show(walk: dict[str, Any], failure: Failure, seed: str) -> str:
