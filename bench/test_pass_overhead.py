@@ -56,7 +56,7 @@ def test_pass_with_nothing_remapped(benchmark, baseline):
     with torch.inference_mode(), remap.Session("256MiB") as session:
         attached = []
         if baseline != CONTROL:
-            tenant = session.attach(model, kv=spec, name="m")
+            tenant = session.attach(model, kv=spec, name="m", hooks=False)
             attached.append(attach_hooks(model.model.layers, tenant, model=model))
         other = model if baseline == "same tensors, no hooks" else bare
 

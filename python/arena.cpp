@@ -1,3 +1,5 @@
+#include <optional>
+
 #include "common.h"
 #include "page_list.h"
 #include "prefetcher_observer.h"
@@ -29,6 +31,7 @@ void bind_arena(py::module_& module) {
       .value("quarantine", Owner::quarantine);
   py::enum_<Mode>(module, "Mode").value("aliased", Mode::aliased).value("strict", Mode::strict);
 
+  py::class_<Lease, std::shared_ptr<Lease>>(module, "Lease", "Keeps the addresses of one region while it lives: see Arena.hold.");
   py::class_<Arena, std::shared_ptr<Arena>>(module, "Arena")
       .def(py::init([](std::shared_ptr<Backend> backend, std::size_t capacity_bytes, std::size_t page_bytes, Mode mode) {
              return std::make_shared<Arena>(std::move(backend), ArenaOptions{capacity_bytes, page_bytes, mode});
@@ -73,6 +76,10 @@ void bind_arena(py::module_& module) {
           "withdraw_registered",
           [](Arena& arena, std::uintptr_t address, std::size_t bytes) { arena.withdraw_registered(to_address(address), bytes); },
           py::arg("address"), py::arg("nbytes"), ReleaseGil())
+      .def(
+          "hold",
+          [](Arena& arena, std::uintptr_t address, std::size_t bytes) { return arena.hold(to_address(address), bytes); },
+          py::arg("address"), py::arg("nbytes"), ReleaseGil())
       .def("close", &Arena::close, ReleaseGil())
       .def("address", [](const Arena& arena, RegionId region) { return to_int(looking(&Arena::address)(arena, region)); })
       .def("region_bytes", looking(&Arena::region_bytes))
@@ -99,6 +106,7 @@ void bind_arena(py::module_& module) {
            },
            py::arg("tenant") = py::none())
       .def("check", &Arena::check, ReleaseGil())
+      .def_property_readonly("regions", looking(&Arena::regions))
       .def_property_readonly("epoch", looking(&Arena::epoch))
       .def_property_readonly("page_bytes", &Arena::page_bytes)
       .def_property_readonly("total_pages", &Arena::total_pages)
@@ -150,10 +158,21 @@ void bind_arena(py::module_& module) {
           py::arg("prefetcher").none(true), py::arg("after") = 0, ReleaseGil())
       .def("rollback", &Executor::rollback, ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())
-      .def("retry_failed", &Executor::retry_failed, ReleaseGil())
+      .def("undecided", &Executor::undecided, ReleaseGil())
+      .def(
+          "failed_points",
+          [](const Executor& executor, std::optional<TenantId> tenant) {
+            return tenant ? executor.failed_points(*tenant) : executor.failed_points();
+          },
+          py::arg("tenant") = py::none())
+      .def(
+          "retry_failed",
+          [](Executor& executor, std::optional<TenantId> tenant) {
+            return tenant ? executor.retry_failed(*tenant) : executor.retry_failed();
+          },
+          py::arg("tenant") = py::none(), ReleaseGil())
       .def("forget", &Executor::forget, ReleaseGil())
-      .def("stop", &Executor::stop, ReleaseGil())
-      .def_property_readonly("failed_points", &Executor::failed_points);
+      .def("stop", &Executor::stop, ReleaseGil());
 }
 
 }  // namespace remap::python

@@ -71,6 +71,7 @@ void bind_contract(py::module_& module) {
       .def_property_readonly("simulator", &Backend::simulator)
       .def("reserve", [](Backend& b, std::size_t bytes, std::size_t align) { return to_int(b.reserve(bytes, align)); }, ReleaseGil())
       .def("release", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.release(to_address(at), bytes); }, ReleaseGil())
+      .def("retire", [](Backend& b, std::uintptr_t at, std::size_t bytes) { b.retire(to_address(at), bytes); }, ReleaseGil())
       .def("create_page", &Backend::create_page, ReleaseGil())
       .def("destroy_page", &Backend::destroy_page, ReleaseGil())
       .def("map",

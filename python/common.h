@@ -19,6 +19,15 @@ void bind_prefetcher(py::module_& module);  // Prefetcher
 inline std::byte* to_address(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 inline std::uintptr_t to_int(const std::byte* address) { return reinterpret_cast<std::uintptr_t>(address); }
 
+// From now on a thread that asks for the GIL does not get it: it sleeps for ever or is ended.
+inline bool interpreter_ends() noexcept {
+#if PY_VERSION_HEX >= 0x030D0000
+  return Py_IsFinalizing() != 0;
+#else
+  return _Py_IsFinalizing() != 0;
+#endif
+}
+
 // Lets other Python threads run while it exists. Not py::gil_scoped_release: when the interpreter is ending, taking the GIL
 // back ends a daemon thread by unwinding its stack, which must not begin in a destructor that cannot throw (the process would
 // be terminated). Such a thread sleeps instead, as it does from Python 3.14 on.
@@ -26,12 +35,7 @@ class GilRelease {
  public:
   GilRelease() : state_(PyEval_SaveThread()) {}
   ~GilRelease() noexcept(false) {
-#if PY_VERSION_HEX >= 0x030D0000
-    const bool ending = Py_IsFinalizing() != 0;
-#else
-    const bool ending = _Py_IsFinalizing() != 0;
-#endif
-    while (ending) pause();
+    while (interpreter_ends()) pause();
     PyEval_RestoreThread(state_);
   }
   GilRelease(const GilRelease&) = delete;

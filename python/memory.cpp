@@ -2,9 +2,11 @@
 // linking any of them. The structures below are the public DLPack ABI, version 1.0.
 #include <cstdint>
 #include <cstring>
+#include <limits>
 #include <memory>
 
 #include "common.h"
+#include "remap/arena.h"
 #include "remap/error.h"
 
 namespace remap::python {
@@ -48,30 +50,48 @@ struct DLManagedTensorVersioned {
 constexpr std::int32_t kCpu = 1;
 constexpr std::int32_t kCuda = 2;
 
-// Keeps the owner (the arena's backend) alive until the last tensor over it is gone; then the consumer calls the deleter.
+// What a tensor keeps alive until it is gone, on whatever thread that is. A Lease needs no interpreter for its end; another
+// object does, and is left alone when the interpreter is ending: its memory goes with the process.
+class Keep {
+ public:
+  explicit Keep(const py::object& owner) {
+    if (py::isinstance<Lease>(owner)) {
+      lease_ = owner.cast<std::shared_ptr<Lease>>();
+    } else {
+      owner_ = owner.inc_ref().ptr();
+    }
+  }
+  ~Keep() {
+    if (owner_ == nullptr || Py_IsInitialized() == 0 || interpreter_ends()) return;
+    const py::gil_scoped_acquire gil;
+    Py_DECREF(owner_);
+  }
+  Keep(const Keep&) = delete;
+  Keep& operator=(const Keep&) = delete;
+
+ private:
+  std::shared_ptr<Lease> lease_;
+  PyObject* owner_ = nullptr;
+};
+
 template <typename Managed>
 struct Export {
+  explicit Export(const py::object& owner) : keep(owner) {}
   Managed managed{};
   std::int64_t shape = 0;
   std::int64_t stride = 1;
-  PyObject* owner = nullptr;
+  Keep keep;
 };
 
 template <typename Managed>
 void delete_export(Managed* managed) {
-  auto* self = static_cast<Export<Managed>*>(managed->manager_ctx);
-  if (Py_IsInitialized() != 0) {  // after the interpreter is gone there is no reference left to drop
-    py::gil_scoped_acquire gil;
-    Py_DECREF(self->owner);
-  }
-  delete self;
+  delete static_cast<Export<Managed>*>(managed->manager_ctx);
 }
 
 template <typename Managed>
 Managed* make_export(std::uintptr_t address, std::size_t bytes, DLDevice device, const py::object& owner) {
-  auto self = std::make_unique<Export<Managed>>();
+  auto self = std::make_unique<Export<Managed>>(owner);
   self->shape = static_cast<std::int64_t>(bytes);
-  self->owner = owner.inc_ref().ptr();
   DLTensor& tensor = self->managed.dl_tensor;
   tensor.data = reinterpret_cast<void*>(address);
   tensor.device = device;
@@ -96,7 +116,26 @@ class BytesView {
  public:
   BytesView(std::uintptr_t address, std::size_t bytes, py::object owner, const std::string& kind, std::int32_t index)
       : address_(address), bytes_(bytes), device_{kind == "cuda" ? kCuda : kCpu, kind == "cuda" ? index : 0},
-        owner_(std::move(owner)) {}
+        owner_(std::move(owner)) {
+    const auto most = static_cast<std::size_t>(std::numeric_limits<std::int64_t>::max());
+    if ((address == 0 && bytes != 0) || bytes > most || address + bytes < address || index < 0 ||
+        (kind != "host" && kind != "cuda")) {
+      throw Error(ErrorKind::invalid_argument,
+                  "Expected an address, a size that ends within the address space, and a device of kind host or cuda with an index "
+                  "from 0. Nothing was made.",
+                  {{"address", static_cast<std::int64_t>(address)},
+                   {"nbytes", static_cast<std::int64_t>(bytes)},
+                   {"kind", kind},
+                   {"index", std::int64_t{index}}});
+    }
+    if (!py::isinstance<Lease>(owner_)) return;
+    const auto lease = owner_.cast<std::shared_ptr<Lease>>();
+    const std::uintptr_t begin = to_int(lease->address());
+    if (address < begin || address - begin > lease->bytes() || bytes > lease->bytes() - (address - begin)) {
+      throw Error(ErrorKind::invalid_argument, "The range does not lie in what its owner holds. Nothing was made.",
+                  {{"address", static_cast<std::int64_t>(address)}, {"nbytes", static_cast<std::int64_t>(bytes)}});
+    }
+  }
   py::tuple device() const { return py::make_tuple(device_.device_type, device_.device_id); }
 
   // `stream=` is accepted and needs nothing: exporting enqueues no work, and who may use the bytes when is ordered by wait().
@@ -104,7 +143,8 @@ class BytesView {
   py::object dlpack(const py::kwargs& arguments) const {
     bool versioned = false;
     if (arguments.contains("max_version") && !arguments["max_version"].is_none()) {
-      versioned = py::cast<py::tuple>(arguments["max_version"])[0].cast<int>() >= 1;
+      const py::sequence version = py::cast<py::sequence>(arguments["max_version"]);
+      versioned = py::cast<long long>(version[0]) >= 1;
     }
     if (versioned) {
       auto* managed = make_export<DLManagedTensorVersioned>(address_, bytes_, device_, owner_);

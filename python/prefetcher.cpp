@@ -86,6 +86,10 @@ void bind_prefetcher(py::module_& module) {
            [](Prefetcher& prefetcher) {
              return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.end_pass(); });
            })
+      .def("unwaited",
+           [](const Prefetcher& prefetcher) {
+             return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.unwaited(); });
+           })
       .def("wait", &wait_blocking, py::arg("layer"), py::arg("stream") = 0)
       .def("done", &done, py::arg("layer"), py::arg("stream") = 0)
       .def("ready", &Prefetcher::ready)

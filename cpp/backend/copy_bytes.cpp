@@ -1,15 +1,13 @@
 #include "backend/copy_bytes.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <cstdint>
 #include <cstring>
-#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "core/thread.h"
 
 namespace remap::host {
 namespace {
@@ -84,23 +82,6 @@ void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) noexcep
   } else {
     stream_bytes(to, from, bytes);
   }
-}
-
-std::thread start_thread(const char* name, std::function<void()> body) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);  // the new thread inherits it; setting it there would be too late
-  std::thread thread;
-  try {
-    thread = std::thread(std::move(body));
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread.native_handle(), name);
-  return thread;
 }
 
 CopyPool::CopyPool(std::size_t threads) {

@@ -16,9 +16,6 @@ namespace remap::host {
 // All bytes are visible to a thread that synchronises with the caller afterwards.
 void copy_bytes(std::byte* to, const std::byte* from, std::size_t bytes) noexcept;
 
-// A named thread that takes no signals: those are for the process's own threads. Throws std::system_error.
-std::thread start_thread(const char* name, std::function<void()> body);
-
 // Splits large copies over `threads` threads, the caller included. Any thread may call copy(); while one large copy is
 // shared out, others run on their caller alone.
 class CopyPool {

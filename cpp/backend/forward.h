@@ -27,6 +27,7 @@ class Forward : public Base {
 
   std::byte* reserve(std::size_t bytes, std::size_t alignment) override { return inner_->reserve(bytes, alignment); }
   void release(std::byte* address, std::size_t bytes) override { inner_->release(address, bytes); }
+  void retire(std::byte* address, std::size_t bytes) override { inner_->retire(address, bytes); }
   PageHandle create_page(std::size_t bytes) override { return inner_->create_page(bytes); }
   void destroy_page(PageHandle page) override { inner_->destroy_page(page); }
   void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) override {

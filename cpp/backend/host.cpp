@@ -4,7 +4,6 @@
 #include <atomic>
 #include <memory>
 #include <string>
-#include <system_error>
 
 #include "backend/host_memory.h"
 #include "backend/host_stream.h"
@@ -56,6 +55,7 @@ class HostBackend final : public Backend {
 
   std::byte* reserve(std::size_t bytes, std::size_t alignment) override { return memory().reserve(bytes, alignment); }
   void release(std::byte* address, std::size_t bytes) override { memory().release(address, bytes); }
+  void retire(std::byte* address, std::size_t bytes) override { memory().retire(address, bytes); }
   PageHandle create_page(std::size_t bytes) override { return memory().create_page(bytes); }
   void destroy_page(PageHandle page) override { memory().destroy_page(page); }
   void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) override {
@@ -97,14 +97,7 @@ class HostBackend final : public Backend {
                       std::to_string(copy_threads),
                   {{"copy_threads", static_cast<std::int64_t>(copy_threads)}});
     }
-    try {
-      return std::make_unique<host::HostStreams>(copy_threads);
-    } catch (const std::system_error& error) {
-      throw Error(ErrorKind::limit_exceeded,
-                  "host backend: " + std::to_string(copy_threads - 1) + " copy threads could not be started (" + error.what() +
-                      "). Use fewer copy_threads, or raise ulimit -u or the cgroup's pids.max.",
-                  {{"copy_threads", static_cast<std::int64_t>(copy_threads)}, {"errno", std::int64_t{error.code().value()}}});
-    }
+    return std::make_unique<host::HostStreams>(copy_threads);
   }
 
   bool forked() const noexcept { return forks().load(std::memory_order_relaxed) != forks_; }

@@ -89,7 +89,7 @@ HostMemory::HostMemory(std::size_t capacity_bytes, std::size_t page_bytes, std::
 }
 
 HostMemory::~HostMemory() {
-  for (const auto& region : table_.regions()) ::munmap(pointer(region.first), region.second);
+  for (const auto& region : table_.regions()) ::munmap(pointer(region.first), region.second.bytes);
   for (const auto& range : host_ranges_) {
     if (range.second.owned) ::munmap(pointer(range.first), range.second.bytes);
   }
@@ -199,6 +199,25 @@ void HostMemory::release(std::byte* address, std::size_t bytes) {
     if (code != 0) fail("release", code);
   }
   table_.remove_region(address_of(address));
+}
+
+void HostMemory::retire(std::byte* address, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const Address at = address_of(address);
+  table_.require_region(at, bytes, "retire");
+  if (table_.regions().at(at).retired) return;  // somebody may have written there: it stays
+  // Private, so that nothing here is anybody else's, and not reserved, so that what is never written costs nothing.
+  const auto show_zeros = [&] {
+    return system_->map(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
+                        0) != MAP_FAILED;
+  };
+  if (!show_zeros()) {
+    drop_ballast();
+    const int code = show_zeros() ? 0 : errno;
+    make_ballast();
+    if (code != 0) fail("retire", code);
+  }
+  table_.retire(at);
 }
 
 // ---- pages -----------------------------------------------------------------------------------------------------------

@@ -5,9 +5,10 @@
 #include <cstring>
 #include <deque>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <utility>
+
+#include "core/thread.h"
 
 namespace remap::host {
 namespace {
@@ -86,12 +87,6 @@ StreamHandle HostStreams::create_stream() {
     slot = std::make_unique<Stream>();
     Stream* stream = slot.get();
     stream->worker = start_thread("remap-stream", [this, stream] { work(*stream); });
-  } catch (const std::system_error& error) {
-    streams_.erase(handle);
-    throw Error(ErrorKind::limit_exceeded,
-                std::string("create_stream: no thread could be started (") + error.what() +
-                    "). Nothing changed. Raise ulimit -u or the cgroup's pids.max.",
-                {{"errno", std::int64_t{error.code().value()}}, {"streams", static_cast<std::int64_t>(streams_.size())}});
   } catch (...) {
     streams_.erase(handle);
     throw;

@@ -24,6 +24,9 @@ class Intercept : public Forward<Base> {
   void release(std::byte* address, std::size_t bytes) override {
     around(Call::release, {number(address), bytes}, [&] { this->inner_->release(address, bytes); });
   }
+  void retire(std::byte* address, std::size_t bytes) override {
+    around(Call::retire, {number(address), bytes}, [&] { this->inner_->retire(address, bytes); });
+  }
   PageHandle create_page(std::size_t bytes) override {
     return around(Call::create_page, {bytes}, [&] { return this->inner_->create_page(bytes); });
   }

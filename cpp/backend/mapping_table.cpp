@@ -45,7 +45,7 @@ void MappingTable::require_reservable(std::size_t bytes, std::size_t alignment) 
               {{"alignment", number(alignment)}, {"granularity", number(granularity_)}});
 }
 
-std::map<Address, std::size_t>::const_iterator MappingTable::containing(Address at, std::size_t bytes,
+std::map<Address, Reservation>::const_iterator MappingTable::containing(Address at, std::size_t bytes,
                                                                         const char* call) const {
   require_aligned(at, bytes, call);
   auto region = regions_.upper_bound(at);
@@ -53,7 +53,7 @@ std::map<Address, std::size_t>::const_iterator MappingTable::containing(Address 
     refuse(ErrorKind::invalid_argument, call, at, bytes, "expected addresses inside one reservation");
   }
   --region;
-  if (at - region->first >= region->second || bytes > region->second - (at - region->first)) {
+  if (at - region->first >= region->second.bytes || bytes > region->second.bytes - (at - region->first)) {
     refuse(ErrorKind::invalid_argument, call, at, bytes, "expected addresses inside one reservation");
   }
   return region;
@@ -61,7 +61,7 @@ std::map<Address, std::size_t>::const_iterator MappingTable::containing(Address 
 
 void MappingTable::require_region(Address at, std::size_t bytes, const char* call) const {
   const auto region = regions_.find(at);
-  if (region == regions_.end() || region->second != bytes) {
+  if (region == regions_.end() || region->second.bytes != bytes) {
     refuse(ErrorKind::invalid_argument, call, at, bytes, "expected the whole of an earlier reservation");
   }
   const auto cell = cells_.lower_bound(at);
@@ -73,6 +73,7 @@ void MappingTable::require_region(Address at, std::size_t bytes, const char* cal
 
 void MappingTable::require_unmapped(Address at, std::size_t bytes, const char* call) const {
   const auto region = containing(at, bytes, call);
+  if (region->second.retired) refuse(ErrorKind::invalid_state, call, at, bytes, "the reservation is retired");
   auto cell = cells_.lower_bound(at);
   // The page before may reach into the range.
   if (cell != cells_.begin()) {
@@ -112,8 +113,8 @@ bool MappingTable::require_access(Address at, std::size_t bytes, Access least, c
   const auto after = regions_.lower_bound(at + bytes);  // the first that begins behind the range
   if (after == regions_.begin()) return false;
   const auto region = std::prev(after);
-  if (region->first + region->second <= at) return false;
-  if (region->first > at || at + bytes > region->first + region->second) {
+  if (region->first + region->second.bytes <= at) return false;
+  if (region->first > at || at + bytes > region->first + region->second.bytes) {
     refuse(ErrorKind::invalid_argument, call, at, bytes, "a part of it is in a region and a part is not");
   }
   require_cells(at, bytes, least, call);
@@ -139,7 +140,7 @@ void MappingTable::require_cells(Address at, std::size_t bytes, Access least, co
 std::size_t MappingTable::boundaries(Address low, Address high) const noexcept {
   const auto region = std::prev(regions_.upper_bound(low));
   const Address begin = region->first;
-  const Address end = begin + region->second;
+  const Address end = begin + region->second.bytes;
   std::size_t count = 0;
   auto cell = cells_.lower_bound(low);
   if (cell != cells_.begin()) --cell;  // may end in the window
@@ -165,15 +166,17 @@ std::size_t MappingTable::boundaries(Address low, Address high) const noexcept {
 }
 
 void MappingTable::add_region(Address at, std::size_t bytes) {
-  regions_.emplace(at, bytes);
+  regions_.emplace(at, Reservation{bytes, false});
   reserved_bytes_ += bytes;
 }
 
 void MappingTable::remove_region(Address at) noexcept {
   const auto region = regions_.find(at);
-  reserved_bytes_ -= region->second;
+  reserved_bytes_ -= region->second.bytes;
   regions_.erase(region);
 }
+
+void MappingTable::retire(Address at) noexcept { regions_.find(at)->second.retired = true; }
 
 void MappingTable::add(Cells& cells) noexcept {
   if (cells.empty()) return;

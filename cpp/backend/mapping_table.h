@@ -39,6 +39,11 @@ struct Run {
   Cell first;
 };
 
+struct Reservation {
+  std::size_t bytes = 0;
+  bool retired = false;
+};
+
 class MappingTable {
  public:
   using Cells = std::map<Address, Cell>;
@@ -49,7 +54,7 @@ class MappingTable {
   void require_aligned(Address at, std::size_t bytes, const char* call) const;   // InvalidArgument
   void require_reservable(std::size_t bytes, std::size_t alignment) const;       // reserve's arguments: InvalidArgument
   void require_region(Address at, std::size_t bytes, const char* call) const;    // one whole, empty reservation
-  void require_unmapped(Address at, std::size_t bytes, const char* call) const;  // inside one reservation, nothing mapped
+  void require_unmapped(Address at, std::size_t bytes, const char* call) const;  // inside one live reservation, nothing mapped
   void require_pages(Address at, std::size_t bytes, const char* call) const;     // whole mapped pages
   void require_accessible(Address at, std::size_t bytes, const char* call) const;  // any part of mapped pages, access not none
   // For copies, which need no alignment: false where no byte is in a region; else all must be in one, with this access.
@@ -58,6 +63,7 @@ class MappingTable {
   // ---- changes; none of them throws but add_region -------------------------------------------------------------------
   void add_region(Address at, std::size_t bytes);
   void remove_region(Address at) noexcept;
+  void retire(Address at) noexcept;  // pages are mapped in it never more
   void add(Cells& cells) noexcept;  // takes the nodes over, so that nothing is allocated after the kernel was changed
   void remove(Address at, std::size_t bytes) noexcept;
   void set_access(Address at, std::size_t bytes, Access access) noexcept;
@@ -65,19 +71,19 @@ class MappingTable {
 
   // ---- looking ---------------------------------------------------------------------------------------------------
   std::vector<Run> runs(Address at, std::size_t bytes) const;
-  const std::map<Address, std::size_t>& regions() const noexcept { return regions_; }
+  const std::map<Address, Reservation>& regions() const noexcept { return regions_; }
   const Cells& cells() const noexcept { return cells_; }
   std::size_t reserved_bytes() const noexcept { return reserved_bytes_; }
   std::size_t mapped_bytes() const noexcept { return mapped_bytes_; }
   std::size_t mappings() const noexcept { return regions_.size() + boundaries_; }
 
  private:
-  std::map<Address, std::size_t>::const_iterator containing(Address at, std::size_t bytes, const char* call) const;
+  std::map<Address, Reservation>::const_iterator containing(Address at, std::size_t bytes, const char* call) const;
   void require_cells(Address at, std::size_t bytes, Access least, const char* call) const;
   std::size_t boundaries(Address low, Address high) const noexcept;  // in [low, high], both inside one region
 
   std::size_t granularity_;
-  std::map<Address, std::size_t> regions_;  // start -> bytes; they never overlap
+  std::map<Address, Reservation> regions_;  // by start; they never overlap
   Cells cells_;                             // start of a mapped page -> what is there; they never overlap
   std::size_t reserved_bytes_ = 0;
   std::size_t mapped_bytes_ = 0;

@@ -107,6 +107,9 @@ void Replay::run(const TraceRecord& record) {
       backend_.release(address(a[0]), a[1]);
       ranges_.erase(a[0]);
       break;
+    case Call::retire:
+      backend_.retire(address(a[0]), a[1]);
+      break;
     case Call::create_page:
       pages_[record.result] = backend_.create_page(a[0]);
       break;

@@ -1,6 +1,8 @@
 #include "remap/arena.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <new>
 #include <utility>
 
 #include "pointing.h"
@@ -10,6 +12,8 @@ namespace remap {
 namespace {
 
 Error::Value number(std::size_t value) { return static_cast<std::int64_t>(value); }
+
+std::uintptr_t number_of(const std::byte* address) { return reinterpret_cast<std::uintptr_t>(address); }
 
 }  // namespace
 
@@ -24,37 +28,66 @@ const char* owner_name(Owner owner) noexcept {
   return "unknown";
 }
 
+Lease::Lease(std::shared_ptr<Backend> backend, std::shared_ptr<const Arena> arena, std::byte* address, std::size_t bytes)
+    : backend_(std::move(backend)),
+      arena_(std::move(arena)),
+      address_(address),
+      bytes_(bytes),
+      fork_generation_(fork_generation()) {}
+
+Lease::~Lease() {
+  if (fork_generation() != fork_generation_) {
+    new std::shared_ptr<Backend>(std::move(backend_));  // leaked on purpose: its threads and mappings are the parent's
+    return;
+  }
+  if (!retired_) return;  // the region's: the arena gives it back
+  try {
+    backend_->release(address_, bytes_);
+  } catch (...) {
+    return;  // nobody is left to tell; the backend's own end takes the addresses back
+  }
+}
+
 Arena::Arena(std::shared_ptr<Backend> backend, const ArenaOptions& options)
     : backend_(std::move(backend)), options_(options), fork_generation_(fork_generation()) {
+  if (!backend_) throw Error(ErrorKind::invalid_argument, "An arena needs a backend. Nothing was created.");
+  if (options.mode != Mode::aliased && options.mode != Mode::strict) {
+    throw Error(ErrorKind::invalid_argument, "An arena's mode is aliased or strict. Nothing was created.");
+  }
   const std::size_t grain = backend_->granularity();
-  if (options.page_bytes == 0 || options.page_bytes % grain != 0) {
+  // A power of two, because regions are aligned to pages and drivers align to powers of two only.
+  if (options.page_bytes == 0 || options.page_bytes % grain != 0 || (options.page_bytes & (options.page_bytes - 1)) != 0) {
     throw Error(ErrorKind::invalid_argument,
-                "page_bytes must be a positive multiple of the backend's granularity of " + std::to_string(grain) +
-                    " bytes, not " + std::to_string(options.page_bytes) + ". Nothing was created.",
+                "page_bytes must be a power of two and a multiple of the backend's granularity of " +
+                    std::to_string(grain) + " bytes, not " + std::to_string(options.page_bytes) + ". Nothing was created.",
                 {{"page_bytes", number(options.page_bytes)}, {"granularity", number(grain)}});
   }
   const std::size_t count = options.capacity_bytes / options.page_bytes;
   if (count == 0 || count >= kNoPage) {
     throw Error(ErrorKind::invalid_argument,
                 "capacity of " + std::to_string(options.capacity_bytes) + " bytes must hold at least one page of " +
-                    std::to_string(options.page_bytes) + " bytes. Nothing was created; give more capacity or smaller pages.",
+                    std::to_string(options.page_bytes) + " bytes, and fewer than " + std::to_string(kNoPage) +
+                    ". Nothing was created; give another capacity or another size of pages.",
                 {{"capacity", number(options.capacity_bytes)}, {"page_bytes", number(options.page_bytes)}});
   }
-  pages_.reserve(count);
   try {
     for (std::size_t i = 0; i < count; ++i) {
-      Page page;
-      page.handle = backend_->create_page(options.page_bytes);
+      pages_.emplace_back();  // before the page is made: nothing can fail behind that
+      try {
+        pages_.back().handle = backend_->create_page(options.page_bytes);
+      } catch (...) {
+        pages_.pop_back();
+        throw;
+      }
       // A page of unknown contents counts as somebody's: it is zeroed before its first KV use.
-      page.dirty = backend_->new_pages_are_zero() ? kNobody : kUnknownBytes;
-      pages_.push_back(page);
+      pages_.back().dirty = backend_->new_pages_are_zero() ? kNobody : kUnknownBytes;
     }
-  } catch (const Error&) {
+  } catch (...) {
     // Reverse order, like every undo here. A page that cannot be destroyed stays the backend's until the backend closes.
     for (auto page = pages_.rbegin(); page != pages_.rend(); ++page) {
       try {
         backend_->destroy_page(page->handle);
-      } catch (const Error&) {
+      } catch (...) {
         continue;
       }
     }
@@ -69,7 +102,7 @@ Arena::~Arena() {
   }
   try {
     close();
-  } catch (const Error&) {
+  } catch (...) {
     return;  // the backend's own destructor takes back what is left
   }
 }
@@ -89,11 +122,28 @@ void Arena::guard() const {
 Region& Arena::region(RegionId id) { return const_cast<Region&>(static_cast<const Arena*>(this)->region(id)); }
 
 const Region& Arena::region(RegionId id) const {
-  if (id >= regions_.size() || !regions_[id].live) {
+  const auto found = regions_.find(id);
+  if (found == regions_.end()) {
     throw Error(ErrorKind::invalid_argument, "Unknown region " + std::to_string(id) + ". Nothing changed.",
                 {{"region", number(id)}});
   }
-  return regions_[id];
+  return found->second;
+}
+
+void Arena::require_tenant(TenantId tenant) {
+  if (tenant < kUnknownBytes) return;
+  throw Error(ErrorKind::invalid_argument,
+              "Tenants are numbered from 0 to " + std::to_string(kUnknownBytes - 1) + ", not " + std::to_string(tenant) +
+                  ". Nothing changed.",
+              {{"tenant", number(tenant)}});
+}
+
+void Arena::require_pages(const std::vector<PageId>& pages) const {
+  for (PageId id : pages) {
+    if (id < pages_.size()) continue;
+    throw Error(ErrorKind::invalid_argument, "Unknown page " + std::to_string(id) + ". Nothing changed.",
+                {{"page", number(id)}, {"total", number(pages_.size())}});
+  }
 }
 
 // ---- set-up -----------------------------------------------------------------------------------------------------
@@ -102,26 +152,29 @@ std::vector<PageId> Arena::take(std::size_t count, Owner owner, TenantId tenant,
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
-  std::vector<bool> barred(excluded.empty() ? 0 : pages_.size(), false);
-  for (PageId id : excluded) {
-    if (id >= pages_.size()) {
-      throw Error(ErrorKind::invalid_argument, "Unknown page " + std::to_string(id) + " is excluded. Nothing changed.",
-                  {{"page", number(id)}, {"total", number(pages_.size())}});
-    }
-    barred[id] = true;
+  require_tenant(tenant);
+  if (owner != Owner::params && owner != Owner::ring && owner != Owner::kv) {
+    throw Error(ErrorKind::invalid_argument,
+                std::string("Pages are taken as params, ring or kv, not as ") + owner_name(owner) + ". Nothing changed.",
+                {{"owner", std::string(owner_name(owner))}});
   }
+  require_pages(excluded);
+  std::vector<bool> barred(excluded.empty() ? 0 : pages_.size(), false);
+  for (PageId id : excluded) barred[id] = true;
+  const Region* kv = owner == Owner::kv ? kv_region_of(tenant) : nullptr;
   std::vector<PageId> taken;
   taken.reserve(std::min(count, pages_.size()));
   for (PageId id = 0; id < pages_.size() && taken.size() < count; ++id) {
-    if (pages_[id].owner == Owner::free && (barred.empty() || !barred[id])) taken.push_back(id);
+    if (pages_[id].owner != Owner::free || (!barred.empty() && barred[id])) continue;
+    if (kv == nullptr || kv->slot_of[id] == kNoSlot) taken.push_back(id);
   }
   if (taken.size() < count) {
     throw Error(ErrorKind::out_of_memory,
                 std::to_string(count) + " pages of " + std::to_string(options_.page_bytes) + " bytes wanted for " +
                     owner_name(owner) + ", " + std::to_string(taken.size()) + " of " + std::to_string(pages_.size()) +
                     (excluded.empty() ? " are free" : " are free and not excluded") +
-                    ". Nothing changed; raise capacity by at least " +
-                    std::to_string((count - taken.size()) * options_.page_bytes) + " bytes or detach a tenant.",
+                    ". Nothing changed; raise capacity by at least " + std::to_string(count - taken.size()) +
+                    " pages or detach a tenant.",
                 {{"requested", number(count)}, {"free", number(taken.size())}, {"total", number(pages_.size())},
                  {"page_bytes", number(options_.page_bytes)}});
   }
@@ -134,9 +187,23 @@ std::vector<PageId> Arena::take(std::size_t count, Owner owner, TenantId tenant,
   return taken;
 }
 
+const Region* Arena::kv_region_of(TenantId tenant) const {
+  for (const auto& [id, region] : regions_) {
+    if (region.kind == RegionKind::kv && region.tenant == tenant) return &region;
+  }
+  return nullptr;
+}
+
 RegionId Arena::add_region(RegionKind kind, TenantId tenant, const std::string& name, std::size_t slots) {
+  require_tenant(tenant);
   if (slots == 0) {
     throw Error(ErrorKind::invalid_argument, "A region needs at least one page. Nothing changed.", {{"slots", number(slots)}});
+  }
+  if (slots > kMaxSlots || slots > SIZE_MAX / options_.page_bytes || next_region_ == ~RegionId{0}) {
+    throw Error(ErrorKind::limit_exceeded,
+                "A region has at most " + std::to_string(kMaxSlots) + " pages, not " + std::to_string(slots) +
+                    ". Nothing changed; use larger pages.",
+                {{"slots", number(slots)}, {"most", number(kMaxSlots)}});
   }
   Region fresh;
   fresh.kind = kind;
@@ -148,20 +215,28 @@ RegionId Arena::add_region(RegionKind kind, TenantId tenant, const std::string& 
     fresh.designated.assign(slots, kNoPage);
     fresh.slot_of.assign(pages_.size(), kNoSlot);
   }
-  regions_.push_back(std::move(fresh));  // before the reservation: nothing can fail behind it
+  make_room_to_discard(1);
+  const auto placed = regions_.emplace(next_region_, std::move(fresh)).first;  // before the reservation: nothing fails behind it
   try {
-    regions_.back().view.address = backend_->reserve(slots * options_.page_bytes, options_.page_bytes);
-  } catch (const Error&) {
-    regions_.pop_back();
+    placed->second.view.address = backend_->reserve(slots * options_.page_bytes, options_.page_bytes);
+  } catch (...) {
+    regions_.erase(placed);
     throw;
   }
-  return static_cast<RegionId>(regions_.size() - 1);
+  return next_region_++;
 }
 
 RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& home) {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
+  std::vector<PageId> sorted(home);
+  std::sort(sorted.begin(), sorted.end());
+  const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
+  if (twice != sorted.end()) {
+    throw Error(ErrorKind::invalid_argument, "Page " + std::to_string(*twice) + " is named twice. Nothing changed.",
+                {{"page", number(*twice)}});
+  }
   for (PageId id : home) {
     if (id >= pages_.size() || pages_[id].owner != Owner::params || pages_[id].tenant != tenant) {
       throw Error(ErrorKind::invalid_argument,
@@ -171,25 +246,25 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
     }
   }
   const RegionId id = add_region(RegionKind::layer, tenant, name, home.size());
-  Region& fresh = regions_[id];
-  fresh.home = home;
-  fresh.target = home;
+  Region& fresh = regions_.at(id);
   try {
-    map_slots(fresh.view, 0, home);
+    fresh.home = home;
+    fresh.target = home;
     std::vector<Unclean> unclean;
     for (std::size_t slot = 0; slot < home.size(); ++slot) {
       if (is_unclean(home[slot], tenant)) unclean.push_back({id, slot_address(fresh.view, slot), home[slot], tenant});
     }
+    map_slots(fresh.view, 0, home);
     cleanse(unclean);
-  } catch (const Error&) {
+  } catch (...) {
     if (broken_) throw;
     try {
       unmap_slots(fresh.view, 0, home.size());
-    } catch (const Error& second) {
-      fail_broken(std::string("mapping a layer failed and so did undoing it: ") + second.what(), home);
+    } catch (...) {
+      fail_broken("mapping a layer failed and so did undoing it: ", std::current_exception(), home);
     }
-    discard(fresh.view.address, fresh.reserved_bytes);
-    regions_.pop_back();
+    discard({fresh.view.address, fresh.reserved_bytes, {}});
+    regions_.erase(id);
     throw;
   }
   ++epoch_;
@@ -207,6 +282,11 @@ RegionId Arena::add_kv_region(TenantId tenant, std::size_t slots) {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
+  if (kv_region_of(tenant) != nullptr) {
+    throw Error(ErrorKind::invalid_state,
+                "Tenant " + std::to_string(tenant) + " has a KV region already, and a page has one place as KV. Nothing changed.",
+                {{"tenant", number(tenant)}});
+  }
   return add_region(RegionKind::kv, tenant, "kv", slots);
 }
 
@@ -219,17 +299,20 @@ void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vec
                     pages.size() <= kv.designated.size() - first_slot;
   if (!fits) {
     throw Error(ErrorKind::invalid_argument,
-                "Slots " + std::to_string(first_slot) + " to " + std::to_string(first_slot + pages.size()) +
-                    " do not lie in KV region " + std::to_string(kv_region) + ". Nothing changed.",
+                std::to_string(pages.size()) + " slots from " + std::to_string(first_slot) + " on do not lie in KV region " +
+                    std::to_string(kv_region) + ". Nothing changed.",
                 {{"region", number(kv_region)}, {"first_slot", number(first_slot)}, {"pages", number(pages.size())}});
   }
+  require_pages(pages);
+  std::vector<bool> named(pages_.size(), false);
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    if (pages[i] >= pages_.size() || kv.designated[first_slot + i] != kNoPage || kv.slot_of[pages[i]] != kNoSlot) {
+    if (named[pages[i]] || kv.designated[first_slot + i] != kNoPage || kv.slot_of[pages[i]] != kNoSlot) {
       throw Error(ErrorKind::invalid_argument,
-                  "Page " + std::to_string(pages[i]) + " is unknown, has a place in the KV region already, or its slot " +
+                  "Page " + std::to_string(pages[i]) + " is named twice, has a place in the KV region already, or its slot " +
                       std::to_string(first_slot + i) + " is taken. Nothing changed.",
                   {{"page", number(pages[i])}, {"slot", number(first_slot + i)}});
     }
+    named[pages[i]] = true;
   }
   if (options_.mode == Mode::aliased && !pages.empty()) refuse_registered(kv_region);
   // strict: plans map what they give. A page is never KV before it is designated, so there is nothing to map here.
@@ -252,11 +335,13 @@ void Arena::designate_ring(RegionId ring_region, std::size_t first_slot, const s
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
   Region& ring = region(ring_region);
-  if (options_.mode == Mode::strict) return;
-  if (ring.kind != RegionKind::ring || first_slot + pages.size() > ring.view.shown.size()) {
+  if (ring.kind != RegionKind::ring || first_slot > ring.view.shown.size() ||
+      pages.size() > ring.view.shown.size() - first_slot) {
     throw Error(ErrorKind::invalid_argument, "The pages do not fit the ring region. Nothing changed.",
-                {{"region", number(ring_region)}, {"pages", number(pages.size())}});
+                {{"region", number(ring_region)}, {"first_slot", number(first_slot)}, {"pages", number(pages.size())}});
   }
+  require_pages(pages);
+  if (options_.mode == Mode::strict) return;
   refuse_registered(ring_region);
   Pointer(*this).slots(ring.view, first_slot, pages);
 }
@@ -270,8 +355,60 @@ void Arena::prepare_view(RegionId layer_region, const std::vector<PageId>& pages
     throw Error(ErrorKind::invalid_argument, "A view of a layer's region shows as many pages as the region has. Nothing changed.",
                 {{"region", number(layer_region)}, {"pages", number(pages.size())}});
   }
+  require_pages(pages);
   if (!backend_->can_exchange() || layer.view.shown == pages) return;
   Pointer(*this).parked(layer, pages);
+}
+
+std::shared_ptr<Lease> Arena::hold(const std::byte* address, std::size_t bytes) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) throw Error(ErrorKind::invalid_state, "The arena is closed. Nothing changed; open a new session.");
+  for (auto& [id, region] : regions_) {
+    const std::uintptr_t begin = number_of(region.view.address);
+    const std::uintptr_t at = number_of(address);
+    if (at < begin || at - begin >= region.reserved_bytes || bytes > region.reserved_bytes - (at - begin)) continue;
+    std::shared_ptr<Lease> lease = region.lease.lock();
+    if (!lease) {
+      lease.reset(new Lease(backend_, weak_from_this().lock(), region.view.address, region.reserved_bytes));
+      region.lease = lease;
+    }
+    return lease;
+  }
+  throw Error(ErrorKind::invalid_argument,
+              "The range of " + std::to_string(bytes) + " bytes is not part of one region of this arena. Nothing changed.",
+              {{"address", number(number_of(address))}, {"bytes", number(bytes)}});
+}
+
+void Arena::give_back(const Leftover& range) {
+  const std::shared_ptr<Lease> lease = range.lease.lock();
+  if (!lease) {
+    backend_->release(range.address, range.bytes);
+    return;
+  }
+  backend_->retire(range.address, range.bytes);
+  // Only now, and with a lease of our own: it cannot end meanwhile, and its end finds both.
+  lease->retired_ = true;
+  lease->arena_.reset();  // whoever called us keeps the arena
+}
+
+void Arena::make_room_to_discard(std::size_t ranges) {
+  if (leftovers_.capacity() - leftovers_.size() < ranges) leftovers_.reserve(2 * (leftovers_.size() + ranges));
+}
+
+void Arena::discard(Leftover&& range) noexcept {
+  try {
+    give_back(range);
+  } catch (...) {
+    leftovers_.push_back(std::move(range));
+  }
+}
+
+void Arena::release_leftovers() {
+  while (!leftovers_.empty()) {
+    give_back(leftovers_.back());
+    leftovers_.pop_back();
+  }
 }
 
 void Arena::release_region(Region& gone) {
@@ -284,70 +421,61 @@ void Arena::release_region(Region& gone) {
     gone.parked.pop_back();
   }
   unmap_slots(gone.view, 0, gone.view.shown.size());
-  backend_->release(gone.view.address, gone.reserved_bytes);
-  gone.live = false;
-}
-
-void Arena::discard(std::byte* address, std::size_t bytes) {
-  leftovers_.reserve(leftovers_.size() + 1);
-  try {
-    backend_->release(address, bytes);
-  } catch (const Error&) {
-    leftovers_.emplace_back(address, bytes);
-  }
-}
-
-void Arena::release_leftovers() {
-  while (!leftovers_.empty()) {
-    backend_->release(leftovers_.back().first, leftovers_.back().second);
-    leftovers_.pop_back();
-  }
+  give_back({gone.view.address, gone.reserved_bytes, gone.lease});
 }
 
 void Arena::remove_tenant(TenantId tenant, bool undoing) {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   guard();
-  for (RegionId id = 0; id < regions_.size(); ++id) {
-    if (regions_[id].live && regions_[id].tenant == tenant) refuse_registered(id);
+  require_tenant(tenant);
+  if (undecided_ && std::find(undecided_of_.begin(), undecided_of_.end(), tenant) != undecided_of_.end()) {
+    throw Error(ErrorKind::invalid_state,
+                "A plan that names tenant " + std::to_string(tenant) +
+                    " is applied, and neither committed nor rolled back. Nothing changed; decide it first.",
+                {{"tenant", number(tenant)}});
   }
-  std::vector<std::pair<View*, std::vector<PageId>>> unmapped;
+  std::vector<std::pair<View*, std::vector<PageId>>> views;
+  for (auto& [id, gone] : regions_) {
+    if (gone.tenant != tenant) continue;
+    refuse_registered(id);
+    views.emplace_back(&gone.view, gone.view.shown);
+    for (View& view : gone.parked) views.emplace_back(&view, view.shown);
+  }
+  std::vector<PageId> pages;
+  for (PageId id = 0; id < pages_.size(); ++id) {
+    if (pages_[id].tenant == tenant) pages.push_back(id);
+  }
+  make_room_to_discard(views.size());
+  std::size_t unmapped = 0;
   try {
-    for (Region& gone : regions_) {
-      if (!gone.live || gone.tenant != tenant) continue;
-      std::vector<View*> views{&gone.view};
-      for (View& view : gone.parked) views.push_back(&view);
-      for (View* view : views) {
-        unmapped.emplace_back(view, view->shown);
-        unmap_slots(*view, 0, view->shown.size());
-      }
-    }
-  } catch (const Error& error) {
-    std::vector<PageId> pages;
-    for (PageId id = 0; id < pages_.size(); ++id) {
-      if (pages_[id].tenant == tenant) pages.push_back(id);
-    }
-    if (undoing) fail_broken(std::string("undoing an attachment failed: ") + error.what(), pages);
+    for (; unmapped < views.size(); ++unmapped) unmap_slots(*views[unmapped].first, 0, views[unmapped].second.size());
+  } catch (...) {
+    if (undoing) fail_broken("undoing an attachment failed: ", std::current_exception(), pages);
     if (broken_) throw;
-    unmapped.pop_back();  // whole or nothing: this one is as it was
-    for (auto entry = unmapped.rbegin(); entry != unmapped.rend(); ++entry) {
+    // Each is whole or nothing: the one that failed is as it was.
+    while (unmapped-- > 0) {
       try {
-        map_slots(*entry->first, 0, entry->second);
-      } catch (const Error& second) {
-        fail_broken(std::string("removing a tenant failed and so did undoing it: ") + second.what(), pages);
+        map_slots(*views[unmapped].first, 0, views[unmapped].second);
+      } catch (...) {
+        fail_broken("removing a tenant failed and so did undoing it: ", std::current_exception(), pages);
       }
     }
     throw;
   }
-  for (Region& gone : regions_) {
-    if (!gone.live || gone.tenant != tenant) continue;
-    for (const View& view : gone.parked) discard(view.address, gone.reserved_bytes);
-    gone.parked.clear();
-    discard(gone.view.address, gone.reserved_bytes);
-    gone.live = false;
+  for (auto at = regions_.begin(); at != regions_.end();) {
+    Region& gone = at->second;
+    if (gone.tenant != tenant) {
+      ++at;
+      continue;
+    }
+    for (const View& view : gone.parked) discard({view.address, gone.reserved_bytes, {}});
+    discard({gone.view.address, gone.reserved_bytes, gone.lease});
+    at = regions_.erase(at);
   }
-  for (Page& page : pages_) {
-    if (page.tenant != tenant || page.owner == Owner::quarantine) continue;
+  for (PageId id : pages) {
+    Page& page = pages_[id];
+    if (page.owner == Owner::quarantine) continue;
     page.owner = Owner::free;
     page.tenant = kNobody;
   }
@@ -358,13 +486,15 @@ void Arena::close() {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return;
+  undecided_ = false;  // whatever was applied, nobody can undo it any more
   registered_.clear();
   if (fill_stream_ != 0) {  // first: waits for a fill whose end nobody saw
     backend_->destroy_stream(fill_stream_);
     fill_stream_ = 0;
   }
-  for (Region& gone : regions_) {
-    if (gone.live) release_region(gone);
+  while (!regions_.empty()) {
+    release_region(regions_.begin()->second);
+    regions_.erase(regions_.begin());
   }
   release_leftovers();
   if (fill_event_ != 0) {

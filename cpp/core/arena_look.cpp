@@ -77,6 +77,12 @@ std::vector<PageId> Arena::shown(RegionId id) const {
   return region(id).view.shown;
 }
 
+std::size_t Arena::regions() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  return regions_.size();
+}
+
 bool Arena::broken() const {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);

@@ -41,22 +41,22 @@ void Arena::map_slots(View& view, std::size_t first_slot, const std::vector<Page
       backend_->set_access(at, count * options_.page_bytes, Access::read_write);
       backend_->populate(at, count * options_.page_bytes);
     });
-  } catch (const Error&) {
-    std::string failure;
-    std::vector<PageId> stuck;
+  } catch (...) {
+    std::exception_ptr failure;
     for (auto run = mapped.rbegin(); run != mapped.rend(); ++run) {
       try {
         backend_->unmap(slot_address(view, first_slot + run->first), run->second * options_.page_bytes);
-      } catch (const Error& second) {
+      } catch (...) {
         // What stays mapped stays in the table, so that close() unmaps it.
-        failure = second.what();
+        failure = std::current_exception();
+        broken_ = true;
         for (std::size_t i = run->first; i < run->first + run->second; ++i) {
           view.shown[first_slot + i] = pages[i];
-          stuck.push_back(pages[i]);
+          pages_[pages[i]].owner = Owner::quarantine;
         }
       }
     }
-    if (!failure.empty()) fail_broken("mapping failed and so did undoing it: " + failure, stuck);
+    if (failure) fail_broken("mapping failed and so did undoing it: ", failure, {});
     throw;
   }
   std::copy(pages.begin(), pages.end(), view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot));
@@ -64,7 +64,7 @@ void Arena::map_slots(View& view, std::size_t first_slot, const std::vector<Page
 
 void Arena::unmap_slots(View& view, std::size_t first_slot, std::size_t count) {
   const auto begin = view.shown.begin() + static_cast<std::ptrdiff_t>(first_slot);
-  const std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(count));
+  std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(count));
   std::size_t undone_until = 0;
   try {
     for_runs(before, [&](std::size_t first, std::size_t run) {
@@ -72,27 +72,35 @@ void Arena::unmap_slots(View& view, std::size_t first_slot, std::size_t count) {
       std::fill(begin + static_cast<std::ptrdiff_t>(first), begin + static_cast<std::ptrdiff_t>(first + run), kNoPage);
       undone_until = first + run;
     });
-  } catch (const Error&) {
+  } catch (...) {
     // Whole or nothing: what was unmapped is mapped again.
-    std::vector<PageId> again(before.begin(), before.begin() + static_cast<std::ptrdiff_t>(undone_until));
+    before.resize(undone_until);
     try {
-      map_slots(view, first_slot, again);
-    } catch (const Error& second) {
-      fail_broken(std::string("unmapping failed and so did undoing it: ") + second.what(), again);
+      map_slots(view, first_slot, before);
+    } catch (...) {
+      fail_broken("unmapping failed and so did undoing it: ", std::current_exception(), before);
     }
     throw;
   }
 }
 
-void Arena::fail_broken(const std::string& what, const std::vector<PageId>& pages) {
-  broken_ = true;
+void Arena::fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages) {
+  broken_ = true;  // before anything is allocated: whatever fails here, the arena is
   for (PageId id : pages) {
     if (id != kNoPage) pages_[id].owner = Owner::quarantine;
   }
   std::size_t quarantined = 0;
   for (const Page& page : pages_) quarantined += page.owner == Owner::quarantine ? 1 : 0;
+  std::string text(what);
+  try {
+    std::rethrow_exception(why);
+  } catch (const std::exception& error) {
+    text += error.what();
+  } catch (...) {
+    text += "unknown";
+  }
   throw Error(ErrorKind::arena_broken,
-              what + ". The arena is broken, " + std::to_string(quarantined) + " pages are quarantined; only close() is allowed.",
+              text + ". The arena is broken, " + std::to_string(quarantined) + " pages are quarantined; only close() is allowed.",
               {{"quarantined_pages", static_cast<std::int64_t>(quarantined)}});
 }
 

@@ -1,10 +1,11 @@
-// Arena::check(): the invariants A1 to A8 of arena.h, as code.
+// Arena::check(): the invariants of arena.h, as code.
 #include <algorithm>
 #include <set>
 #include <stdexcept>
 #include <string>
 
 #include "remap/arena.h"
+#include "remap/fork.h"
 
 namespace remap {
 namespace {
@@ -16,6 +17,7 @@ void require(bool holds, const char* invariant, const std::string& detail) {
 }  // namespace
 
 void Arena::check() const {
+  refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return;
 
@@ -38,15 +40,13 @@ void Arena::check() const {
   }
   for (const Registration& each : registered_) {
     for (const auto& [id, shown] : each.shown) {
-      const Region& region = regions_[id];
-      require(broken_ || (region.live && !region.pending && region.view.shown == shown), "A9",
-              "region " + std::to_string(id) + " lies in a declared range and has changed");
+      const auto region = regions_.find(id);
+      const bool same = region != regions_.end() && !region->second.pending && region->second.view.shown == shown;
+      require(broken_ || same, "A9", "region " + std::to_string(id) + " lies in a declared range and has changed");
     }
   }
 
-  for (std::size_t id = 0; id < regions_.size(); ++id) {
-    const Region& region = regions_[id];
-    if (!region.live) continue;
+  for (const auto& [id, region] : regions_) {
     const std::string name = "region " + std::to_string(id);
     if (!broken_) {
       for (PageId page : region.view.shown) {

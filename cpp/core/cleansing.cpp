@@ -82,14 +82,14 @@ std::size_t Arena::cleanse(const std::vector<Unclean>& pages, EventHandle after)
     });
     backend_->record(fill_event_, fill_stream_);
     backend_->synchronize(fill_event_, std::chrono::nanoseconds::max());
-  } catch (const Error&) {
+  } catch (...) {
     if (bytes == 0) throw;
     try {
       drop_fill_stream();  // the caller may unmap next: nothing may still be writing there
-    } catch (const Error& second) {
-      std::vector<PageId> ids;
-      for (const Unclean& each : pages) ids.push_back(each.page);
-      fail_broken(std::string("zeroing failed and cannot be waited for: ") + second.what(), ids);
+    } catch (...) {
+      broken_ = true;
+      for (const Unclean& each : pages) pages_[each.page].owner = Owner::quarantine;
+      fail_broken("zeroing failed and cannot be waited for: ", std::current_exception(), {});
     }
     throw;
   }
@@ -106,7 +106,7 @@ std::size_t Arena::cleanse_on(const std::vector<Unclean>& pages, const Ordering&
   if (gathered_) {
     try {
       gathered_ = !backend_->query(fill_event_);
-    } catch (const Error&) {
+    } catch (...) {
       // A giver's stream that has failed must not take the taker's with it.
       drop_fill_stream();
       throw;

@@ -1,8 +1,10 @@
 #include "remap/executor.h"
 
 #include <algorithm>
+#include <map>
 #include <utility>
 
+#include "core/thread.h"
 #include "pointing.h"
 #include "remap/fork.h"
 
@@ -17,9 +19,14 @@ Error::Value number(std::uint64_t value) { return static_cast<std::int64_t>(valu
 
 }  // namespace
 
-Executor::Executor(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {}
+Executor::Executor(std::shared_ptr<Arena> arena) : arena_(std::move(arena)) {
+  if (!arena_) throw Error(ErrorKind::invalid_argument, "An executor needs an arena. Nothing was created.");
+  refuse_fork(arena_->fork_generation_);
+  // Now: a commit that could not start it would have to be taken back, and at exit nobody should start threads.
+  worker_ = start_thread("remap-point", [this] { work(); });
+}
 
-Executor::~Executor() { stop(); }
+Executor::~Executor() { end(); }
 
 // ---- a plan, whole or not at all --------------------------------------------------------------------------------
 
@@ -41,8 +48,9 @@ bool Executor::validate(const Plan& plan) {
   for (const Step& step : plan.steps) {
     if (step.kind == Step::Kind::set_owner) {
       const SetOwner& move = step.set_owner;
-      if (move.from == Owner::quarantine || move.to == Owner::quarantine) {
-        refuse("Quarantined pages take part in no plan", {});
+      Arena::require_tenant(move.tenant);
+      if (move.from >= Owner::quarantine || move.to >= Owner::quarantine) {
+        refuse("Pages go between free, params, kv and ring", {});
       }
       const TenantId before = move.from == Owner::free ? kNobody : move.tenant;
       const TenantId after = move.to == Owner::free ? kNobody : move.tenant;
@@ -82,7 +90,59 @@ bool Executor::validate(const Plan& plan) {
     const bool later = point.deferred && !strict && region.kind == RegionKind::layer;
     unmaps = unmaps || (!later && std::any_of(first, last, [](PageId id) { return id != kNoPage; }));
   }
+  require_backed(plan);
   return unmaps;
+}
+
+// What layers and (strict) rings show when the plan is done has the right owner then: A6 and A7 of arena.h. Part of validate().
+void Executor::require_backed(const Plan& plan) const {
+  const Arena& arena = *arena_;
+  const bool strict = arena.options_.mode == Mode::strict;
+  std::map<RegionId, const std::vector<PageId>*> pointed;  // layers, which are pointed as a whole: at what, in the end
+  std::vector<TenantId> tenants;  // whose pages stop being what they were for, or whose regions are pointed
+  for (const Step& step : plan.steps) {
+    const SetOwner& move = step.set_owner;
+    if (step.kind == Step::Kind::point) {
+      const Region& region = arena.region(step.point.region);
+      tenants.push_back(region.tenant);
+      if (region.kind == RegionKind::layer) pointed[step.point.region] = &step.point.pages;
+    } else if (move.from == Owner::params || move.from == Owner::ring) {
+      tenants.push_back(move.tenant);
+    }
+  }
+  if (tenants.empty()) return;
+  const auto refuse_region = [&](RegionId id, const Region& region) {
+    refuse("Region " + std::to_string(id) + " would show pages that are not its own home nor its tenant's ring",
+           {{"region", number(id)}, {"tenant", number(region.tenant)}});
+  };
+  const auto owned = [&](PageId id, Owner owner, TenantId tenant) {
+    const Moved& moved = moved_[id];
+    const Page& page = arena.pages_[id];
+    return moved.validation == validation_ ? moved.owner == owner && moved.tenant == tenant
+                                           : page.owner == owner && page.tenant == tenant;
+  };
+  for (const auto& [id, region] : arena.regions_) {
+    if (region.kind != RegionKind::layer) continue;
+    if (std::find(tenants.begin(), tenants.end(), region.tenant) == tenants.end()) continue;
+    const auto found = pointed.find(id);
+    const std::vector<PageId>& pages = found == pointed.end() ? region.target : *found->second;
+    auto page = pages.begin();
+    for (auto home = region.home.begin(); page != pages.end(); ++page, ++home) {
+      if (*page != *home || !owned(*page, Owner::params, region.tenant)) break;
+    }
+    if (!std::all_of(page, pages.end(), [&](PageId each) { return owned(each, Owner::ring, region.tenant); })) {
+      refuse_region(id, region);
+    }
+  }
+  if (!strict) return;
+  for (const Step& step : plan.steps) {
+    if (step.kind != Step::Kind::point) continue;
+    const Region& region = arena.region(step.point.region);
+    if (region.kind != RegionKind::ring) continue;
+    for (PageId page : step.point.pages) {
+      if (page != kNoPage && !owned(page, Owner::ring, region.tenant)) refuse_region(step.point.region, region);
+    }
+  }
 }
 
 // Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: what a
@@ -107,9 +167,8 @@ void Executor::refuse_registered(const SetOwner& move) const {
   const Arena& arena = *arena_;
   if (arena.registered_.empty()) return;
   const bool kv = (move.from == Owner::kv) != (move.to == Owner::kv);
-  for (RegionId id = 0; id < arena.regions_.size(); ++id) {
-    const Region& region = arena.regions_[id];
-    if (!region.live || region.tenant != move.tenant) continue;
+  for (const auto& [id, region] : arena.regions_) {
+    if (region.tenant != move.tenant) continue;
     const bool changes = (region.kind == RegionKind::kv && kv) || (region.kind == RegionKind::ring && move.from == Owner::ring);
     if (changes) arena.refuse_registered(id);
   }
@@ -133,9 +192,7 @@ bool Executor::admit(const Plan& plan) {
 
 Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   Arena& arena = *arena_;
-  if (fork_generation() != arena.fork_generation_) {
-    throw Error(ErrorKind::forked_process, "A forked child must not touch the arena. Nothing changed; use 'spawn'.");
-  }
+  refuse_fork(arena.fork_generation_);
   std::unique_lock<std::mutex> lock(arena.mutex_);
   if (admit(plan) && ordering.after != 0) {
     // Unmapping waits for nobody, so this thread does, before it begins. Not with the lock: others look at the tables, maybe
@@ -151,6 +208,11 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   unclean_.clear();
   undo_.reserve(plan.steps.size() * 2);
   deferred_.reserve(plan.steps.size());
+  arena.undecided_of_.clear();
+  for (const Step& step : plan.steps) {
+    const bool moves = step.kind == Step::Kind::set_owner;
+    arena.undecided_of_.push_back(moves ? step.set_owner.tenant : arena.region(step.point.region).tenant);
+  }
   try {
     for (const Step& step : plan.steps) {
       if (step.kind == Step::Kind::set_owner) {
@@ -169,6 +231,19 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   return applied;
 }
 
+// In each of the steps below everything that allocates comes first. Then the change, which is whole or throws, and then its undo
+// step, which only takes its place: so what has changed and what can be undone are always the same.
+void Executor::make_room_to_undo() {
+  if (undo_.size() == undo_.capacity()) undo_.reserve(2 * undo_.size() + 8);
+}
+
+template <typename Change>
+void Executor::change(std::function<void()> back, std::vector<PageId> pages, Change&& forth) {
+  make_room_to_undo();
+  forth();
+  undo_.push_back({std::move(back), std::move(pages)});
+}
+
 void Executor::set_owner(const SetOwner& step, Applied& applied) {
   Arena& arena = *arena_;
   const TenantId after = step.to == Owner::free ? kNobody : step.tenant;
@@ -178,9 +253,8 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   Region* kv = nullptr;
   RegionId kv_id = 0;
   if (gains || loses) {
-    for (RegionId id = 0; id < arena.regions_.size(); ++id) {
-      Region& region = arena.regions_[id];
-      if (!region.live || region.kind != RegionKind::kv || region.tenant != step.tenant) continue;
+    for (auto& [id, region] : arena.regions_) {
+      if (region.kind != RegionKind::kv || region.tenant != step.tenant) continue;
       kv = &region;
       kv_id = id;
     }
@@ -194,57 +268,58 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   if (strict && loses) {
     for (PageId id : step.pages) {
       const std::size_t slot = kv->slot_of[id];
-      arena.unmap_slots(kv->view, slot, 1);
-      undo_.push_back({[&arena, kv, slot, id] { arena.map_slots(kv->view, slot, {id}); }, {id}});
+      change([&arena, kv, slot, id] { arena.map_slots(kv->view, slot, {id}); }, {id},
+             [&] { arena.unmap_slots(kv->view, slot, 1); });
     }
   }
-  if (gains) {
+  if (strict && gains) {
     // Contiguous slots are mapped as one run: one set_access for all of them.
     std::size_t i = 0;
     while (i < step.pages.size()) {
       std::size_t end = i + 1;
       const std::size_t first = kv->slot_of[step.pages[i]];
       while (end < step.pages.size() && kv->slot_of[step.pages[end]] == first + (end - i)) ++end;
-      if (strict) {
-        const std::vector<PageId> run(step.pages.begin() + static_cast<std::ptrdiff_t>(i),
-                                      step.pages.begin() + static_cast<std::ptrdiff_t>(end));
-        arena.map_slots(kv->view, first, run);
-        undo_.push_back({[&arena, kv, first, run] { arena.unmap_slots(kv->view, first, run.size()); }, run});
-      }
+      const std::vector<PageId> run(step.pages.begin() + static_cast<std::ptrdiff_t>(i),
+                                    step.pages.begin() + static_cast<std::ptrdiff_t>(end));
+      change([&arena, kv, first, count = run.size()] { arena.unmap_slots(kv->view, first, count); }, run,
+             [&] { arena.map_slots(kv->view, first, run); });
       i = end;
     }
   }
   if (strict && step.from == Owner::ring) {
     // The ring's own view lets go of them; a later Point of this plan shows what replaces them.
-    for (Region& ring : arena.regions_) {
-      if (!ring.live || ring.kind != RegionKind::ring || ring.tenant != step.tenant) continue;
+    for (auto& [ring_id, ring] : arena.regions_) {
+      if (ring.kind != RegionKind::ring || ring.tenant != step.tenant) continue;
       for (std::size_t slot = 0; slot < ring.view.shown.size(); ++slot) {
         const PageId id = ring.view.shown[slot];
         if (id == kNoPage || std::find(step.pages.begin(), step.pages.end(), id) == step.pages.end()) continue;
-        arena.unmap_slots(ring.view, slot, 1);
-        undo_.push_back({[&arena, &ring, slot, id] { arena.map_slots(ring.view, slot, {id}); }, {id}});
+        View& view = ring.view;
+        change([&arena, &view, slot, id] { arena.map_slots(view, slot, {id}); }, {id},
+               [&] { arena.unmap_slots(view, slot, 1); });
       }
     }
   }
   std::vector<std::pair<PageId, std::pair<Owner, TenantId>>> before;
   before.reserve(step.pages.size());
-  for (PageId id : step.pages) {
-    Page& page = arena.pages_[id];
-    before.emplace_back(id, std::make_pair(page.owner, page.tenant));
-    page.owner = step.to;
-    page.tenant = after;
-    if (after == kNobody) continue;
-    if (page.dirty == kNobody) page.dirty = after;  // from now on it may write there; marked for nothing if undone
-    if (gains && page.dirty != after) unclean_.push_back({kv_id, arena.slot_address(kv->view, kv->slot_of[id]), id, after});
-  }
+  for (PageId id : step.pages) before.emplace_back(id, std::make_pair(arena.pages_[id].owner, arena.pages_[id].tenant));
+  if (gains) unclean_.reserve(unclean_.size() + step.pages.size());
+  const auto back = [&arena, before = std::move(before)] {
+    for (const auto& [id, was] : before) {
+      arena.pages_[id].owner = was.first;
+      arena.pages_[id].tenant = was.second;
+    }
+  };
+  change(back, step.pages, [&] {
+    for (PageId id : step.pages) {
+      Page& page = arena.pages_[id];
+      page.owner = step.to;
+      page.tenant = after;
+      if (after == kNobody) continue;
+      if (page.dirty == kNobody) page.dirty = after;  // from now on it may write there; marked for nothing if undone
+      if (gains && page.dirty != after) unclean_.push_back({kv_id, arena.slot_address(kv->view, kv->slot_of[id]), id, after});
+    }
+  });
   applied.pages_moved += step.pages.size();
-  undo_.push_back({[&arena, before = std::move(before)] {
-                     for (const auto& [id, was] : before) {
-                       arena.pages_[id].owner = was.first;
-                       arena.pages_[id].tenant = was.second;
-                     }
-                   },
-                   step.pages});
 }
 
 // The last thing of a plan: nothing can fail behind it but itself. The pages were nobody's when the plan began (validate), so
@@ -271,77 +346,92 @@ void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied
   std::vector<PageId> ids;
   for (const Unclean& each : unclean_) ids.push_back(each.page);
   const auto enqueued = std::make_shared<std::vector<PageId>>();
-  undo_.push_back({[&arena, enqueued, stream = ordering.zero_on] { arena.undo_fills(stream, *enqueued); }, std::move(ids)});
+  // In front of the fills: some of them may be on their way when one fails.
+  change([&arena, enqueued, stream = ordering.zero_on] { arena.undo_fills(stream, *enqueued); }, std::move(ids), [] {});
   applied.zeroed_bytes = arena.cleanse_on(unclean_, ordering, *enqueued);
 }
 
 void Executor::point(const Point& step, Applied& applied) {
   Arena& arena = *arena_;
-  Region& region = arena.regions_[step.region];
+  Region& region = arena.region(step.region);
   if (region.kind == RegionKind::ring) {
     const auto begin = region.view.shown.begin() + static_cast<std::ptrdiff_t>(step.first_slot);
     const std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(step.pages.size()));
     if (before == step.pages) return;
-    Pointer(arena).slots(region.view, step.first_slot, step.pages);
+    change([&arena, &region, first = step.first_slot, before] { Pointer(arena).slots(region.view, first, before); }, step.pages,
+           [&] { Pointer(arena).slots(region.view, step.first_slot, step.pages); });
     ++applied.points_done;
-    undo_.push_back({[&arena, &region, first = step.first_slot, before] { Pointer(arena).slots(region.view, first, before); },
-                     step.pages});
     return;
   }
-  const std::vector<PageId> before = region.target;
   const bool was_pending = region.pending;
+  std::vector<PageId> target = step.pages;
   if (step.deferred && arena.options_.mode == Mode::aliased) {
-    deferred_.push_back(step);
-    region.target = step.pages;
-    region.pending = true;
+    const auto back = [&arena, &region, before = region.target, was_pending] {
+      // The worker may have come to an earlier plan's step since, and done it with this plan's target: it will not come again.
+      const bool done = was_pending && !region.pending;
+      if (done) Pointer(arena).layer(region, before);
+      region.target = before;
+      region.pending = was_pending && !done;
+    };
+    change(back, step.pages, [&] {
+      deferred_.push_back(step);  // which may fail, with nothing changed
+      region.target.swap(target);
+      region.pending = true;
+    });
     ++applied.points_deferred;
-    undo_.push_back({[&arena, &region, before, was_pending] {
-                       // The worker may have come to an earlier plan's step since, and done it with this plan's target: it
-                       // will not come again.
-                       const bool done = was_pending && !region.pending;
-                       if (done) Pointer(arena).layer(region, before);
-                       region.target = before;
-                       region.pending = was_pending && !done;
-                     },
-                     step.pages});
     return;
   }
-  Pointer(arena).layer(region, step.pages);
-  region.target = step.pages;
-  region.pending = false;
+  const auto back = [&arena, &region, before = region.target, was_pending] {
+    Pointer(arena).layer(region, before);
+    region.target = before;
+    region.pending = was_pending;
+  };
+  change(back, step.pages, [&] {
+    Pointer(arena).layer(region, step.pages);
+    region.target.swap(target);
+    region.pending = false;
+  });
   ++applied.points_done;
-  undo_.push_back({[&arena, &region, before, was_pending] {
-                     Pointer(arena).layer(region, before);
-                     region.target = before;
-                     region.pending = was_pending;
-                   },
-                   step.pages});
 }
 
 void Executor::undo_all() {
   Arena& arena = *arena_;
   // All of it is tried, even behind a failure: every page that can be saved is. The first failure makes the arena broken.
-  std::string failure;
-  std::vector<PageId> stuck;
+  std::exception_ptr failure;
   if (arena.broken_) undo_.clear();  // a step could not even undo itself: nobody knows what it would be undone onto
   for (auto entry = undo_.rbegin(); entry != undo_.rend(); ++entry) {
     try {
       entry->action();
-    } catch (const Error& error) {
-      if (failure.empty()) failure = error.what();
-      stuck.insert(stuck.end(), entry->pages.begin(), entry->pages.end());
+      entry->pages.clear();
+    } catch (...) {
+      if (!failure) failure = std::current_exception();
+    }
+  }
+  if (failure) {
+    arena.broken_ = true;
+    for (const Undo& entry : undo_) {
+      for (PageId id : entry.pages) {
+        if (id != kNoPage) arena.pages_[id].owner = Owner::quarantine;
+      }
     }
   }
   undo_.clear();
   deferred_.clear();
-  if (!failure.empty()) arena.fail_broken("Undoing a plan failed: " + failure, stuck);
+  if (failure) arena.fail_broken("Undoing a plan failed: ", failure, {});
 }
 
 void Executor::rollback() {
+  refuse_fork(arena_->fork_generation_);
   std::lock_guard<std::mutex> lock(arena_->mutex_);
   if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
   arena_->undecided_ = false;
   undo_all();
+}
+
+bool Executor::undecided() const {
+  refuse_fork(arena_->fork_generation_);
+  std::lock_guard<std::mutex> lock(arena_->mutex_);
+  return arena_->undecided_;
 }
 
 }  // namespace remap

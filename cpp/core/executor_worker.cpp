@@ -1,8 +1,5 @@
 // The Executor's worker: re-points layers' regions behind an event, off the critical path. The only thread of this library
 // that makes driver calls on its own account (released() also makes it enqueue copies): drain() brings it to rest.
-#include <pthread.h>
-#include <signal.h>
-
 #include <algorithm>
 #include <utility>
 
@@ -13,30 +10,28 @@
 namespace remap {
 
 void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after) {
-  std::vector<Point> jobs;
+  refuse_fork(arena_->fork_generation_);
   {
     std::lock_guard<std::mutex> lock(arena_->mutex_);
-    if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
-    arena_->undecided_ = false;
-    undo_.clear();
-    jobs.swap(deferred_);
-    ++arena_->epoch_;
-  }
-  if (jobs.empty()) return;
-  {
-    std::lock_guard<std::mutex> lock(queue_mutex_);
-    ++commits_;
-    for (Point& point : jobs) queue_.push_back(Job{std::move(point), observer, after, commits_, nullptr});
-    if (!worker_.joinable()) {
-      // Signals belong to the application's own threads.
-      sigset_t all;
-      sigset_t before;
-      sigfillset(&all);
-      pthread_sigmask(SIG_SETMASK, &all, &before);
-      worker_ = std::thread([this] { work(); });
-      pthread_sigmask(SIG_SETMASK, &before, nullptr);
-      pthread_setname_np(worker_.native_handle(), "remap-point");
+    Arena& arena = *arena_;
+    if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
+    // All that can fail comes before the first change.
+    std::list<Job> jobs;
+    for (const Point& point : deferred_) {
+      jobs.push_back(Job{point.region, point.layer, arena.region(point.region).tenant, observer, after, 0, nullptr});
     }
+    std::lock_guard<std::mutex> queue_lock(queue_mutex_);
+    if (stopping_ && !jobs.empty()) {
+      throw Error(ErrorKind::invalid_state,
+                  "The executor is stopped, nobody would re-point what the plan deferred. The plan is applied as before; roll it back.");
+    }
+    ++commits_;
+    for (Job& job : jobs) job.commit = commits_;
+    queue_.splice(queue_.end(), jobs);
+    arena.undecided_ = false;
+    undo_.clear();
+    deferred_.clear();
+    ++arena.epoch_;
   }
   queue_changed_->notify_all();
 }
@@ -54,7 +49,7 @@ std::exception_ptr Executor::await(EventHandle after) noexcept {
   }
 }
 
-void Executor::run(Job& job, std::exception_ptr error) {
+void Executor::run(Job& job, std::exception_ptr error) noexcept {
   // Whatever is thrown: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
   job.error = std::move(error);
   if (!job.error) job.after = 0;  // seen complete: a second try has nothing to wait for, and the event may be another's by then
@@ -62,22 +57,22 @@ void Executor::run(Job& job, std::exception_ptr error) {
   try {
     if (!job.error) {
       arena_->guard();
-      Region& region = arena_->region(job.point.region);
+      Region& region = arena_->region(job.region);
       Pointer(*arena_).layer(region, region.target);
       region.pending = false;
     }
-  } catch (const std::exception&) {
+  } catch (...) {
     job.error = std::current_exception();
   }
   if (!job.observer) return;
   if (job.error) {
-    job.observer->failed(job.point.layer, job.error);
+    job.observer->failed(job.layer, job.error);
   } else {
-    job.observer->released(job.point.layer);
+    job.observer->released(job.layer);
   }
 }
 
-void Executor::work() {
+void Executor::work() noexcept {
   // What the present commit's event came to. Its steps wait once: the event may be recorded anew as soon as it is complete, and
   // the second step would wait for that.
   std::uint64_t commit = 0;
@@ -86,8 +81,9 @@ void Executor::work() {
   while (true) {
     queue_changed_->wait(lock, [&] { return stopping_ || !queue_.empty(); });
     if (stopping_) return;
-    Job job = std::move(queue_.front());
-    queue_.pop_front();
+    std::list<Job> taken;
+    taken.splice(taken.end(), queue_, queue_.begin());
+    Job& job = taken.front();
     busy_ = true;
     lock.unlock();
     if (job.commit != commit) {
@@ -95,52 +91,86 @@ void Executor::work() {
       awaited = await(job.after);
     }
     run(job, awaited);
+    if (!job.error) taken.clear();  // without the lock: the observer may end here, and what it holds
     lock.lock();
     busy_ = false;
-    if (job.error) failed_.push_back(std::move(job));
+    failed_.splice(failed_.end(), taken);
     queue_changed_->notify_all();
   }
 }
 
 void Executor::drain() {
+  refuse_fork(arena_->fork_generation_);
   std::unique_lock<std::mutex> lock(queue_mutex_);
   queue_changed_->wait(lock, [&] { return stopping_ || (queue_.empty() && !busy_); });
 }
 
 std::size_t Executor::failed_points() const {
+  refuse_fork(arena_->fork_generation_);
   std::lock_guard<std::mutex> lock(queue_mutex_);
   return failed_.size();
 }
 
+std::size_t Executor::failed_points(TenantId tenant) const {
+  refuse_fork(arena_->fork_generation_);
+  std::lock_guard<std::mutex> lock(queue_mutex_);
+  return static_cast<std::size_t>(
+      std::count_if(failed_.begin(), failed_.end(), [&](const Job& job) { return job.tenant == tenant; }));
+}
+
 void Executor::retry_failed() {
   drain();
-  std::vector<Job> jobs;
+  std::list<Job> jobs;
   {
     std::lock_guard<std::mutex> lock(queue_mutex_);
     jobs.swap(failed_);
   }
-  std::exception_ptr first;
-  for (Job& job : jobs) {
-    run(job, await(job.after));
-    if (!job.error) continue;
-    if (!first) first = job.error;
+  retry(jobs);
+}
+
+void Executor::retry_failed(TenantId tenant) {
+  drain();
+  std::list<Job> jobs;
+  {
     std::lock_guard<std::mutex> lock(queue_mutex_);
-    failed_.push_back(job);
+    for (auto job = failed_.begin(); job != failed_.end();) {
+      const auto next = std::next(job);
+      if (job->tenant == tenant) jobs.splice(jobs.end(), failed_, job);
+      job = next;
+    }
   }
-  if (first) std::rethrow_exception(first);
+  retry(jobs);
+}
+
+void Executor::retry(std::list<Job>& jobs) {
+  for (Job& job : jobs) run(job, await(job.after));
+  jobs.remove_if([](const Job& job) { return !job.error; });
+  if (jobs.empty()) return;
+  const std::exception_ptr first = jobs.front().error;
+  {
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    failed_.splice(failed_.end(), jobs);
+  }
+  std::rethrow_exception(first);
 }
 
 void Executor::forget(TenantId tenant) {
   drain();
-  std::lock_guard<std::mutex> arena_lock(arena_->mutex_);
+  std::list<Job> gone;  // dropped behind the lock, with what their observers hold
   std::lock_guard<std::mutex> lock(queue_mutex_);
-  const auto of_tenant = [&](const Job& job) {
-    return job.point.region < arena_->regions_.size() && arena_->regions_[job.point.region].tenant == tenant;
-  };
-  failed_.erase(std::remove_if(failed_.begin(), failed_.end(), of_tenant), failed_.end());
+  for (auto job = failed_.begin(); job != failed_.end();) {
+    const auto next = std::next(job);
+    if (job->tenant == tenant) gone.splice(gone.end(), failed_, job);
+    job = next;
+  }
 }
 
 void Executor::stop() {
+  refuse_fork(arena_->fork_generation_);
+  end();
+}
+
+void Executor::end() noexcept {
   if (fork_generation() != arena_->fork_generation_) {
     // The thread exists in the parent only: it can be neither joined nor detached here.
     if (worker_.joinable()) new std::thread(std::move(worker_));

@@ -18,17 +18,18 @@ View& Pointer::parked(Region& region, const std::vector<PageId>& pages) {
   Backend& backend = *arena_.backend_;
   if (region.parked.size() < kMaxParked) {
     View fresh;
-    fresh.address = backend.reserve(region.reserved_bytes, arena_.options_.page_bytes);
     fresh.shown.assign(region.view.shown.size(), kNoPage);
     region.parked.reserve(kMaxParked);
+    arena_.make_room_to_discard(1);
+    fresh.address = backend.reserve(region.reserved_bytes, arena_.options_.page_bytes);  // nothing but the backend fails from here
     try {
       arena_.map_slots(fresh, 0, pages);
-    } catch (const Error&) {
+    } catch (...) {
       // A broken arena may show pages there that nothing could unmap: then the view is kept, so that close() sees it.
       if (arena_.broken_) {
         region.parked.push_back(std::move(fresh));
       } else {
-        arena_.discard(fresh.address, region.reserved_bytes);
+        arena_.discard({fresh.address, region.reserved_bytes, {}});
       }
       throw;
     }
@@ -70,12 +71,12 @@ void Pointer::slots(View& view, std::size_t first_slot, const std::vector<PageId
   arena_.unmap_slots(view, first_slot, after.size());
   try {
     arena_.map_slots(view, first_slot, after);
-  } catch (const Error&) {
+  } catch (...) {
     if (arena_.broken_) throw;
     try {
       arena_.map_slots(view, first_slot, before);
-    } catch (const Error& second) {
-      arena_.fail_broken(std::string("re-pointing failed and so did undoing it: ") + second.what(), before);
+    } catch (...) {
+      arena_.fail_broken("re-pointing failed and so did undoing it: ", std::current_exception(), before);
     }
     throw;
   }

@@ -33,10 +33,9 @@ void Arena::declare_registered(const std::byte* address, std::size_t bytes) {
                 where);
   }
   Registration made{address, bytes, {}};
-  for (RegionId id = 0; id < regions_.size(); ++id) {
-    const Region& region = regions_[id];
+  for (const auto& [id, region] : regions_) {
     const std::uintptr_t at = number_of(region.view.address);
-    if (!region.live || at >= begin + bytes || begin >= at + region.reserved_bytes) continue;
+    if (at >= begin + bytes || begin >= at + region.reserved_bytes) continue;
     if (region.pending) {
       throw Error(ErrorKind::invalid_state,
                   "Region " + std::to_string(id) + " is still to be re-pointed: who looked its pages up before will have the "

@@ -226,6 +226,13 @@ void Prefetcher::State::close_readers() {
   for (Slot& slot : slots) slot.open.clear();
 }
 
+void Prefetcher::State::expect_waits(bool expected) noexcept {
+  for (LayerId layer = 0; layer < layers.size(); ++layer) {
+    const auto bits = static_cast<std::uint8_t>(get(layer) & ~kUnwaited);
+    if (get(layer) != 0) set(layer, expected && bits != 0 ? static_cast<std::uint8_t>(bits | kUnwaited) : bits);
+  }
+}
+
 void Prefetcher::State::loaded(LayerId layer) noexcept {
   const auto its = [&](const Reload& reload) { return reload.layer == layer; };
   for (const Reload& reload : reloads) {

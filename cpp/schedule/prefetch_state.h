@@ -27,7 +27,7 @@
 //     this call, so an event recorded now on its stream is behind them. No pass is in progress twice: one engine drives it.
 //   * Events are never recorded anew while somebody waits on them without the mutex: tickets are counted references.
 //
-// States of a layer (bits): 0 = resident, loaded, not held.
+// States of a layer (bits): 0 = resident, loaded, not held, and if any of this was not so when the pass began, waited for since.
 #pragma once
 
 #include <chrono>
@@ -52,6 +52,7 @@ inline constexpr std::uint8_t kStreamed = 1;
 inline constexpr std::uint8_t kReload = 2;
 inline constexpr std::uint8_t kHeld = 4;
 inline constexpr std::uint8_t kFailed = 8;
+inline constexpr std::uint8_t kUnwaited = 16;  // only in a pass: it was not 0 when the pass began, and nobody has waited for it
 
 // Copies whose completion was not yet seen, at most; beyond, the oldest of them are not timed.
 inline constexpr std::size_t kTickets = 256;
@@ -169,6 +170,10 @@ struct Prefetcher::State {
   void close_readers();
   void set(LayerId layer, std::uint8_t bits) noexcept { states[layer].store(bits, std::memory_order_release); }
   std::uint8_t get(LayerId layer) const noexcept { return states[layer].load(std::memory_order_relaxed); }
+
+  // A pass begins: every layer that is not ready has to be waited for in it; or it ends, and nobody has to.
+  void expect_waits(bool expected) noexcept;
+  void waited(LayerId layer) noexcept { set(layer, static_cast<std::uint8_t>(get(layer) & ~kUnwaited)); }
 
   // The layer's own region has all that it should have.
   void loaded(LayerId layer) noexcept;

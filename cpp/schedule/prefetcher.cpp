@@ -81,6 +81,7 @@ void Prefetcher::begin_pass(StreamHandle stream) {
   if (s.in_pass.load(std::memory_order_relaxed)) ++s.stats.abandoned;
   s.schedule.begin_pass();
   s.in_pass.store(true, std::memory_order_relaxed);
+  s.expect_waits(true);
   s.pass_stream = stream;
   s.timer->begin(stream, start);
   s.pump();
@@ -93,6 +94,7 @@ std::uint64_t Prefetcher::end_pass() {
     throw Error(ErrorKind::invalid_state, "end_pass outside a pass; nothing was changed; call begin_pass() first");
   }
   s.close_readers();
+  s.expect_waits(false);
   s.schedule.end_pass();
   s.in_pass.store(false, std::memory_order_relaxed);
   s.pass_stream = 0;
@@ -104,6 +106,15 @@ std::uint64_t Prefetcher::end_pass() {
 }
 
 bool Prefetcher::in_pass() const noexcept { return state_->in_pass.load(std::memory_order_relaxed); }
+
+std::vector<LayerId> Prefetcher::unwaited() const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  std::vector<LayerId> found;
+  for (LayerId layer = 0; layer < count_; ++layer) {
+    if ((state_->get(layer) & kUnwaited) != 0) found.push_back(layer);
+  }
+  return found;
+}
 
 bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanoseconds timeout) {
   if (layer >= count_) {
@@ -131,12 +142,16 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
       if (!stalled.marked()) s.timer->blocked(seconds(Clock::now() - now));
       continue;
     }
-    if (bits == 0) return true;
+    if ((bits & ~kUnwaited) == 0) {
+      s.waited(layer);
+      return true;
+    }
 
     s.bring(layer);
     const bool early = s.early(layer, stream);
     if (s.awaited.empty() && !early) {
       s.enter(layer, stream);
+      s.waited(layer);
       stalled.over();
       s.pump();
       return true;
@@ -146,6 +161,7 @@ bool Prefetcher::wait(LayerId layer, StreamHandle stream, std::chrono::nanosecon
       for (Ticket* ticket : s.awaited) s.backend->stream_wait(stream, ticket->end);
       if (early) s.simulator->hold(stream, s.released_s[layer]);
       s.enter(layer, stream);
+      s.waited(layer);
       stalled.over();
       s.pump();
       return true;

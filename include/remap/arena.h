@@ -22,7 +22,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
+#include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,6 +35,9 @@
 
 namespace remap {
 
+class Arena;
+class Lease;
+
 // aliased: a KV region maps every page that it could ever be given, from the start; a page's owner says which view is live.
 // strict:  only what is owned is mapped, so that a stray access faults. Same results otherwise.
 enum class Mode : std::uint8_t { aliased, strict };
@@ -42,7 +46,7 @@ enum class RegionKind : std::uint8_t { layer, ring, kv };
 
 struct ArenaOptions {
   std::size_t capacity_bytes = 0;
-  std::size_t page_bytes = std::size_t{2} << 20;
+  std::size_t page_bytes = std::size_t{2} << 20;  // a power of two and a multiple of the backend's granularity
   Mode mode = Mode::aliased;
 };
 
@@ -69,8 +73,11 @@ struct Page {
   TenantId dirty = kNobody;  // whose bytes it may hold; kNobody: reads as zero
 };
 
-// As Page::dirty: nobody knows what it holds, so that any tenant has it zeroed.
+// As Page::dirty: nobody knows what it holds, so that any tenant has it zeroed. No tenant has this number, or kNobody.
 inline constexpr TenantId kUnknownBytes = kNobody - 1;
+
+// More slots than this are refused for a region: what the arena notes of each takes memory at once.
+inline constexpr std::size_t kMaxSlots = std::size_t{1} << 24;
 
 // A page to be zeroed before `tenant` may see it, at an address where it is mapped.
 struct Unclean {
@@ -81,6 +88,30 @@ struct Unclean {
 };
 
 inline constexpr std::size_t kNoSlot = ~std::size_t{0};
+
+// Keeps the addresses of one region from being used for anything else while a tensor over them lives. As long as the region is
+// there, the lease keeps its arena. When the region goes first, the backend puts zeros behind the addresses (Backend::retire),
+// and the last tensor's end gives them back. A lease may end on any thread and at any time; in a forked child its end does nothing.
+class Lease {
+ public:
+  ~Lease();
+  Lease(const Lease&) = delete;
+  Lease& operator=(const Lease&) = delete;
+
+  std::byte* address() const noexcept { return address_; }
+  std::size_t bytes() const noexcept { return bytes_; }
+
+ private:
+  friend class Arena;
+  Lease(std::shared_ptr<Backend> backend, std::shared_ptr<const Arena> arena, std::byte* address, std::size_t bytes);
+
+  std::shared_ptr<Backend> backend_;
+  std::shared_ptr<const Arena> arena_;  // null once the region is gone
+  std::byte* const address_;
+  const std::size_t bytes_;
+  bool retired_ = false;
+  const unsigned fork_generation_;
+};
 
 // One view: a range of addresses and what stands behind each of its slots.
 struct View {
@@ -100,7 +131,7 @@ struct Region {
   bool pending = false;             // layer: a deferred step will make view show target
   std::vector<PageId> designated;   // kv: the page that stands at each slot whenever the slot is mapped
   std::vector<std::size_t> slot_of; // kv: its inverse, indexed by page; kNoSlot where there is none
-  bool live = true;
+  std::weak_ptr<Lease> lease;       // of the tensors over view
 };
 
 // A range of addresses whose pages somebody outside has looked up, and what the regions in it showed then.
@@ -110,7 +141,7 @@ struct Registration {
   std::vector<std::pair<RegionId, std::vector<PageId>>> shown;
 };
 
-class Arena {
+class Arena : public std::enable_shared_from_this<Arena> {
  public:
   // Creates every page at once; no page goes back to the backend before close(). Throws OutOfMemory or LimitExceeded
   // and holds nothing then.
@@ -120,24 +151,29 @@ class Arena {
   Arena& operator=(const Arena&) = delete;
 
   // ---- set-up: each call is whole or changes nothing -----------------------------------------------------------
+  // Tenants are 0 .. kUnknownBytes - 1; any other number is InvalidArgument. A region has 1 .. kMaxSlots slots: more are
+  // LimitExceeded (fields: slots, most), none are InvalidArgument.
+  //
   // Free pages, lowest ids first (so that they are contiguous in the device where possible), never one of `excluded`.
+  // owner: params, ring or kv (no page that has a place in a KV region of the tenant's: those are a plan's to give).
   // OutOfMemory (fields: requested, free = what could have been taken) if there are fewer; InvalidArgument for a page in
   // `excluded` that does not exist.
   std::vector<PageId> take(std::size_t count, Owner owner, TenantId tenant, const std::vector<PageId>& excluded = {});
   // A region that shows `home` for now, populated and writable. Also used for what is never streamed.
   RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& home);
-  // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache.
+  // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache (one a tenant).
   RegionId add_ring_region(TenantId tenant, std::size_t slots);
   RegionId add_kv_region(TenantId tenant, std::size_t slots);
-  // Says which pages stand at [first_slot, ...) of a KV region whenever they are KV (aliased: maps them now).
+  // Says which pages, each once, stand at [first_slot, ...) of a KV region whenever they are KV (aliased: maps them now).
   void designate(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // Maps ring slots ahead of use (aliased only; strict waits for the plan).
   void designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // Makes a ready view of a layer's region so that pointing there later is one exchange. No-op without can_exchange().
   void prepare_view(RegionId layer_region, const std::vector<PageId>& pages);
   // Releases all regions of the tenant; all its pages become free (and dirty). Pre: nobody uses them any more, no stream
-  // either: unmapping waits for nobody. InvalidState if one lies in a declared range. Addresses that
-  // the backend does not take back are kept until close(): they cost no memory.
+  // either: unmapping waits for nobody. InvalidState if one lies in a declared range, or if a plan that names the tenant is
+  // applied and not decided: undoing it would need them. Tensors over the regions read zeros from then on (Lease). Addresses
+  // that the backend does not take back are kept until close(): they cost no memory.
   // undoing: an attachment that failed is taken back; if that fails too the arena is broken (ArenaBroken).
   void remove_tenant(TenantId tenant, bool undoing = false);
   // Says that somebody outside has looked up the pages behind [address, address + bytes) and will go on using them (an NCCL or
@@ -152,6 +188,9 @@ class Arena {
   // Waits for nothing: the caller has stopped using every region. Idempotent. Everything goes back to the backend.
   void close();
 
+  // What a tensor over [address, address + bytes) of a region's has to keep. InvalidArgument if that is not part of one region.
+  std::shared_ptr<Lease> hold(const std::byte* address, std::size_t bytes);
+
   // ---- looking -------------------------------------------------------------------------------------------------
   std::byte* address(RegionId region) const;
   std::size_t region_bytes(RegionId region) const;
@@ -165,6 +204,7 @@ class Arena {
   std::vector<TenantId> tenants() const;   // of each page; kNobody: it is free (or was quarantined while free)
   std::vector<PageId> free_pages() const;  // ascending
   std::vector<PageId> shown(RegionId region) const;
+  std::size_t regions() const;  // how many there are
   bool broken() const;
   bool closed() const;
   Backend& backend() const noexcept { return *backend_; }
@@ -182,9 +222,21 @@ class Arena {
   void map_slots(View& view, std::size_t first_slot, const std::vector<PageId>& pages);    // whole or nothing
   void unmap_slots(View& view, std::size_t first_slot, std::size_t count);
   std::byte* slot_address(const View& view, std::size_t slot) const { return view.address + slot * options_.page_bytes; }
+  const Region* kv_region_of(TenantId tenant) const;
   void release_region(Region& region);
-  void discard(std::byte* address, std::size_t bytes);  // an empty reservation; if it fails, close() tries again
+  // An empty reservation of a region or of a parked view. give_back throws; discard leaves what fails to close(), and needs
+  // room for that, made before.
+  struct Leftover {
+    std::byte* address = nullptr;
+    std::size_t bytes = 0;
+    std::weak_ptr<Lease> lease;
+  };
+  void give_back(const Leftover& range);
+  void discard(Leftover&& range) noexcept;
+  void make_room_to_discard(std::size_t ranges);
   void release_leftovers();
+  static void require_tenant(TenantId tenant);
+  void require_pages(const std::vector<PageId>& pages) const;
   void refuse_registered(RegionId id) const;  // pre: lock held; InvalidState if the region lies in a declared range
 
   // ---- zeroing: cleansing.cpp; all pre: lock held --------------------------------------------------------------
@@ -198,7 +250,7 @@ class Arena {
   // The same by fills on ordering.zero_on, without waiting. `enqueued`: the pages whose fill is on its way, also on an error.
   std::size_t cleanse_on(const std::vector<Unclean>& pages, const Ordering& ordering, std::vector<PageId>& enqueued);
   void undo_fills(StreamHandle zero_on, const std::vector<PageId>& enqueued);
-  [[noreturn]] void fail_broken(const std::string& what, const std::vector<PageId>& pages);
+  [[noreturn]] void fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages);
 
   std::shared_ptr<Backend> backend_;
   ArenaOptions options_;
@@ -206,14 +258,16 @@ class Arena {
   // (Prefetcher::wait and done) does not take it.
   mutable std::mutex mutex_;
   std::vector<Page> pages_;
-  std::deque<Region> regions_;  // index = RegionId, addresses stable; removed ones stay with live = false, ids are not reused
+  std::map<RegionId, Region> regions_;  // addresses stable
+  RegionId next_region_ = 0;            // ids are never used again
   std::vector<Registration> registered_;
-  std::vector<std::pair<std::byte*, std::size_t>> leftovers_;  // empty reservations that the backend did not take back yet
+  std::vector<Leftover> leftovers_;  // empty reservations that the backend did not take back yet
   StreamHandle fill_stream_ = 0;  // made when a page first changes tenant, or becomes free behind an event
   EventHandle fill_event_ = 0;
   bool gathered_ = false;         // fill_stream_ may still wait for somebody; fill_event_ is behind them all
   std::uint64_t epoch_ = 1;
   bool undecided_ = false;  // a plan is applied, and neither committed nor rolled back
+  std::vector<TenantId> undecided_of_;  // the tenants that it names
   bool broken_ = false;
   bool closed_ = false;
   unsigned fork_generation_ = 0;

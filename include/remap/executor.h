@@ -19,9 +19,9 @@
 
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <functional>
+#include <list>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -41,6 +41,8 @@ class PointObserver {
 
 class Executor {
  public:
+  // Starts the worker's thread, which sleeps until there is work. Throws InvalidArgument for no arena, and LimitExceeded (field
+  // errno) if the system gives no thread.
   explicit Executor(std::shared_ptr<Arena> arena);
   ~Executor();
   Executor(const Executor&) = delete;
@@ -53,9 +55,13 @@ class Executor {
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
   // copy into it), once for all steps of the plan. It lives until drain() has returned and no step of the plan has failed;
   // recorded anew before, it makes the worker wait for longer than needed.
+  // Throws InvalidState if no plan is applied, or if the plan has deferred steps and the worker was stopped. After any error the
+  // plan is applied as before: commit() again or rollback().
   void commit(const std::shared_ptr<PointObserver>& observer, EventHandle after = 0);
   // Pre: nothing that the plan gave has been used, except behind Ordering::zero_on in pages that were zeroed there.
   void rollback();
+  // Whether a plan is applied, and neither committed nor rolled back. False when the arena is closed.
+  bool undecided() const;
 
   // Blocks until the worker has nothing to do, so for the events that its steps come behind. Then no thread of this library
   // makes a driver call by itself until the next commit() (a stream can be captured undisturbed). Does not throw the worker's
@@ -63,8 +69,11 @@ class Executor {
   void drain();
   // Deferred steps that failed; wait(layer) throws for each of them meanwhile.
   std::size_t failed_points() const;
-  // Tries the failed ones again, here and now. Throws the first error; those stay failed and nothing else changes.
+  std::size_t failed_points(TenantId tenant) const;
+  // Tries the failed ones again, here and now: all, or those of one tenant's regions. Throws the first error; those stay failed
+  // and nothing else changes.
   void retry_failed();
+  void retry_failed(TenantId tenant);
   // Forgets the failed and waiting steps of the tenant's regions (detach, close).
   void forget(TenantId tenant);
   // Stops the worker, when the step that it is at is done. Called by the destructor too.
@@ -72,7 +81,9 @@ class Executor {
 
  private:
   struct Job {
-    Point point;
+    RegionId region = 0;
+    std::uint32_t layer = 0;
+    TenantId tenant = kNobody;  // the region's
     std::shared_ptr<PointObserver> observer;
     EventHandle after = 0;     // 0 once it was seen complete
     std::uint64_t commit = 0;  // which one it came with
@@ -83,12 +94,18 @@ class Executor {
   void point(const Point& step, Applied& applied);
   void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
   bool validate(const Plan& plan);
+  void require_backed(const Plan& plan) const;
   void refuse_mixing(PageId id, TenantId after, Owner to) const;
   void refuse_registered(const SetOwner& move) const;
+  void make_room_to_undo();
+  template <typename Change>
+  void change(std::function<void()> back, std::vector<PageId> pages, Change&& forth);
   void undo_all();
-  void work();
+  void end() noexcept;
+  void work() noexcept;
   std::exception_ptr await(EventHandle after) noexcept;
-  void run(Job& job, std::exception_ptr error);
+  void run(Job& job, std::exception_ptr error) noexcept;
+  void retry(std::list<Job>& jobs);
 
   std::shared_ptr<Arena> arena_;
   // Guarded by arena_->mutex_: the plan between apply() and commit() (Arena::undecided_).
@@ -114,12 +131,13 @@ class Executor {
   // arena_->mutex_: a plan applied later takes that lock first, so no stale "released" can follow its hold.
   mutable std::mutex queue_mutex_;
   std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
-  std::deque<Job> queue_;
+  // Lists: a job changes its list without being allocated anew, so none is lost when memory runs out.
+  std::list<Job> queue_;
   std::uint64_t commits_ = 0;
-  std::vector<Job> failed_;
+  std::list<Job> failed_;
   bool busy_ = false;
   bool stopping_ = false;
-  std::thread worker_;  // started by the first commit() with deferred steps
+  std::thread worker_;
 };
 
 }  // namespace remap

@@ -115,12 +115,16 @@ class Prefetcher {
   // stream gets here for stream readers. Returns the pass's number: 1, 2, ... of all completed passes.
   std::uint64_t end_pass();
   bool in_pass() const noexcept;
+  // Ascending: layers of the open pass that were not ready() when it began and that no wait() has returned true for since. What
+  // the pass computed with one of them was computed with whatever its region showed. Empty outside of a pass.
+  std::vector<LayerId> unwaited() const;
 
   // Whether a copy into a layer's own region was wanted and not yet seen complete (reload, parts). While it is, such a copy may
   // be under way, or start when released() is called: before pages of homes change hands, drain the executor, then order them
   // behind copy_stream().
   bool loading() const;
-  // True if wait(layer) would return at once without looking at any event: resident, loaded and not held.
+  // True if wait(layer) would return at once without looking at any event: resident, loaded and not held. What was not so when
+  // the pass began becomes so by its wait() only (see unwaited()).
   bool ready(LayerId layer) const noexcept { return layer < count_ && states_[layer].load(std::memory_order_acquire) == 0; }
   // stream == 0, in a pass begun with a stream: that stream. Otherwise:
   // stream == 0: blocks the calling thread until the layer's bytes are in place (at most `timeout`; false if it passed): those

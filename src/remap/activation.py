@@ -50,8 +50,7 @@ class ActivationReport:
 
 def deactivate(session: Session, tenant: Tenant) -> None:
     """The tenant serves no pass until it is activated. Its live blocks stay; its unused KV and its layers may be lent."""
-    session._changes.cancel_draining(tenant)  # no step of its own would finish it
-    tenant.active = False
+    session._changes.cancel_draining(tenant, deactivate=True)  # no step of its own would finish it
 
 
 def activate(session: Session, tenant: Tenant, partial: bool | float) -> ActivationReport:
@@ -60,11 +59,18 @@ def activate(session: Session, tenant: Tenant, partial: bool | float) -> Activat
     partial: whether what cannot come home is streamed meanwhile; a number: as far as a pass waits for no more than this share of
     its computation.
     """
-    arena, lending = session._arena, session._lending
-    away = tenant.streamed
-    session._activity.activated(tenant.name, session.clock())
+    now = session.clock()
+    report = _activate(session, tenant, partial)
+    # Asked for, whether it has succeeded or not; a call that has raised has changed nothing.
+    session._activity.activated(tenant.name, now)
     session._activations += 1
     tenant._last_use = session._activations
+    return report
+
+
+def _activate(session: Session, tenant: Tenant, partial: bool | float) -> ActivationReport:
+    arena, lending = session._arena, session._lending
+    away = tenant.streamed
     if not any(map(tenant.lends, away)):
         tenant.active = True
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
@@ -73,13 +79,11 @@ def activate(session: Session, tenant: Tenant, partial: bool | float) -> Activat
     preempt: Mapping[str, tuple[int, ...]] = {}
     most = _most_streamed(tenant, keep, partial)
     # As many layers as there is room for, the first ones first. What is away now need not be tried.
-    for remapped in range(keep, min(most, tenant.remapped - 1) + 1):
+    for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
         try:
             result = lending.restream(tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated")
         except OutOfBlocks as error:
-            preempt = error.fields.get("preempt") or {}  # type: ignore[assignment]
-            if not preempt:
-                raise
+            preempt = error.fields["preempt"]  # type: ignore[assignment]
             continue
         restored = tuple(layer for layer in away if layer not in tenant.streamed)
         times = tenant.prefill_times()
@@ -117,6 +121,15 @@ def _most_streamed(tenant: Tenant, keep: int, partial: bool | float) -> int:
         if schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) <= allowed:
             return remapped
     return keep
+
+
+def _candidates(tenant: Tenant, keep: int, most: int) -> list[int]:
+    """alpha from `keep` to `most`, where what stays away can hold the ring; where `keep` layers cannot, all of them come home."""
+    buffers = tenant.buffers
+    fit = [
+        n for n in range(keep, most + 1) if tenant._attachment.possible(tenant.select(n, buffers, "inward"), buffers)
+    ]
+    return fit if keep in fit else [0, *fit]
 
 
 def _certify(tenant: Tenant) -> None:

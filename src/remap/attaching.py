@@ -6,7 +6,8 @@ or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
     from .devices import Device
     from .host_memory import HostMemory
+    from .tenant import Tenant
 
 __all__ = ["MAX_BUFFERS", "LayerSource", "attach_layers", "model_source", "raw_source"]
 
@@ -43,11 +45,15 @@ class LayerSource:
     master_addresses: tuple[int, ...]
     rest_bytes: int
     fill_rest: Callable[[int], None]  # (rest address): copy what belongs to no layer, once
-    install: Callable[[Sequence[int], int], None]  # re-point the model's tensors; whole or not at all; copies nothing
+    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; all or nothing; copies nothing
+    install: Callable[[Sequence[int], int, Tenant], None]
     # (layers, device): back onto ordinary memory there; these layers' bytes come from their masters
     detach: Callable[[Sequence[int], Any], None]
-    watch: Callable[[Sequence[int]], dict[int, list[str]]]
+    watch: Callable[[Collection[int]], dict[int, list[str]]]  # these three: see Attachment
+    writes: Callable[[Collection[int]], dict[int, list[str]]]
+    verify: Callable[[Collection[int]], None] | None
     keep_alive: Any
+    modules: tuple[Any, ...] = ()
 
 
 def raw_source(layers: Sequence[Any], host: HostMemory | None) -> LayerSource:
@@ -68,9 +74,11 @@ def raw_source(layers: Sequence[Any], host: HostMemory | None) -> LayerSource:
         master_addresses=tuple(addresses),
         rest_bytes=0,
         fill_rest=lambda rest: None,
-        install=lambda targets, rest: None,
+        install=lambda targets, rest, tenant: None,
         detach=lambda away, device: None,
         watch=lambda layers: {},
+        writes=lambda layers: {},
+        verify=None,
         keep_alive=views,
     )
 
@@ -87,10 +95,11 @@ def model_source(
     names: Any,
     extra: Sequence[Any] = (),
     embedding: str = "device",
+    hooks: bool = True,
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
-    host: page-locked memory for the master copies, where the device needs that. extra, embedding: see `Session.attach`.
+    host: page-locked memory for the master copies, where the device needs that. extra, embedding, hooks: see `Session.attach`.
     """
     device.require_bytes()
     import torch
@@ -99,6 +108,8 @@ def model_source(
     from . import master as masters
     from . import modules
     from .embedding import HostEmbedding
+    from .guards import Guards
+    from .hooks import attach_hooks
 
     if embedding not in ("device", "host"):
         raise InvalidArgument(
@@ -145,21 +156,42 @@ def model_source(
         modules.fill(layout.rest, model, memory(rest, layout.rest.nbytes))
         device.wait_for_torch()  # passes may run on another stream than torch's current one
 
-    def install(targets: Sequence[int], rest: int) -> None:
-        storages, resident = tensors(targets, rest)
-        modules.install(model, layout, storages, resident)
-        if gathered is not None:
-            gathered.install()
-        installed["storages"], installed["rest"] = storages, resident
-        installed["watch"] = modules.WriteWatch(model, layout)
+    def install(targets: Sequence[int], rest: int, tenant: Tenant) -> None:
+        storages, resident = installed["storages"], installed["rest"] = tensors(targets, rest)
         parts = zip((*storages, resident), layout.parts)
         installed["ranges"] = [(each.data_ptr(), each.data_ptr() + part.nbytes) for each, part in parts]
-        _INSTALLED.extend(installed["ranges"])
+        try:
+            modules.install(model, layout, storages, resident)
+            if gathered is not None:
+                gathered.install()
+            if hooks:
+                attach_hooks(found, tenant, model)
+                tenant.expect_whole_pass()
+            installed["guards"] = Guards(model, layout, master, tenant, () if gathered is None else (gathered.weight,))
+            installed["guards"].install()
+            installed["watch"] = modules.WriteWatch(model, layout)
+            _INSTALLED.extend(installed["ranges"])
+        except BaseException:  # the caller gives the memory up
+            if tenant.hooks is not None:
+                tenant.hooks.remove()
+            modules.restore(model, layout, storages, resident, device=meant)
+            if gathered is not None:
+                gathered.restore(meant)
+            leave()
+            raise
+
+    def leave() -> None:
+        if "guards" in installed:
+            installed["guards"].remove()
+        _INSTALLED[:] = [each for each in _INSTALLED if each not in installed["ranges"]]
+        installed.clear()
 
     def detach(away: Sequence[int], where: Any) -> None:
         if not installed:
             return
         # Only a layer that is not in place is taken from its master: a resident one may have been written since.
+        master.refuse_change(away)
+        lost = installed["watch"].written_in(away)
         sources = {index: master.tensor(index) for index in away if layout.layers[index].nbytes}
         try:
             modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources, device=where)
@@ -173,10 +205,12 @@ def model_source(
             ) from error
         if gathered is not None:
             gathered.restore(where)
+        if lost:
+            warnings.warn(
+                f"writes into layers that were streamed, or loading, are lost: {lost}", RuntimeWarning, stacklevel=4
+            )
         device.wait_for_torch()  # the memory copied from is about to be unmapped
-        for each in installed["ranges"]:
-            _INSTALLED.remove(each)
-        installed.clear()
+        leave()
 
     if gathered is not None:
         gathered.prepare()
@@ -188,8 +222,11 @@ def model_source(
         fill_rest=fill_rest,
         install=install,
         detach=detach,
-        watch=lambda wanted: installed["watch"].written_in(wanted),
+        watch=lambda wanted: installed["watch"].written_in(wanted) | master.changed(wanted),
+        writes=lambda wanted: installed["watch"].written_in(wanted),
+        verify=master.refuse_change if isinstance(master, masters.SafetensorsMaster) else None,
         keep_alive=(master, layout),
+        modules=tuple(found),
     )
 
 
@@ -207,8 +244,9 @@ def attach_layers(
 
     copy([(to, from, bytes)]) brings master copies in and returns when they have arrived. Returns (attachment, geometry, KV
     region, pages of the first min_blocks). Raises OutOfMemory (fields: requested, free, minimum_bytes) before anything
-    changes if the free pages do not suffice; on any error nothing stays behind. others: who is attached already: their
-    layers' pages get a place in the new KV region too, and those that they have lent do not become anybody's home.
+    changes if the free pages do not suffice; on any error the caller removes what was made (tenancy.undo_arrival). others: who
+    is attached already: their layers' pages get a place in the new KV region too, and those that they have lent do not become
+    anybody's home.
     """
     page_bytes = arena.page_bytes
     if kv.layers != source.kv_layers:
@@ -234,54 +272,49 @@ def attach_layers(
             page_bytes=page_bytes,
             minimum_bytes=needed * page_bytes,
         )
-    try:
-        params = _core.Owner.params
-        homes = tuple(tuple(arena.take(count, params, tenant, lent)) for count in home_pages)
-        regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(home)) for i, home in enumerate(homes))
-        addresses = [arena.address(region) for region in regions]
-        rest_address = 0
-        if rest_pages:
-            rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
-            rest_address = arena.address(rest)
-            source.fill_rest(rest_address)
-        copy([part for part in zip(addresses, source.master_addresses, source.layer_bytes) if part[2]])
+    params = _core.Owner.params
+    homes = tuple(tuple(arena.take(count, params, tenant, lent)) for count in home_pages)
+    regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(home)) for i, home in enumerate(homes))
+    addresses = [arena.address(region) for region in regions]
+    rest_address = 0
+    if rest_pages:
+        rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
+        rest_address = arena.address(rest)
+        source.fill_rest(rest_address)
+    copy([part for part in zip(addresses, source.master_addresses, source.layer_bytes) if part[2]])
 
-        # Layers without bytes of their own (all tied) have nothing to give; they never stream.
-        pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
-        order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned)
-        ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
-        buffer_pages = max(home_pages)
-        if len(order) > 1:
-            ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
-            ring_address = arena.address(ring_region)
-            for index, layer in enumerate(preference):
-                if home_pages[layer] == buffer_pages:
-                    arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
+    # Layers without bytes of their own (all tied) have nothing to give; they never stream.
+    pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
+    order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned)
+    ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
+    buffer_pages = max(home_pages)
+    if len(order) > 1:
+        ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
+        ring_address = arena.address(ring_region)
+        for index, layer in enumerate(preference):
+            if home_pages[layer] == buffer_pages:
+                arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
 
-        lent_now = set(lent)
-        free_pages = [page for page in arena.free_pages() if page not in lent_now]
-        # The ring's first home comes last: while anything is streamed, these pages are the ring.
-        donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
-        if slices:
-            donors = giving_order(homes, order, MAX_BUFFERS)
-        giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
-        # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
-        placed = set(giving)
-        homeless = [page for page in donors if page not in placed]
-        kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(homeless))
-        all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
-        _designate(arena, kv_region, geometry, giving)
-        if homeless:
-            arena.designate(kv_region, geometry.region_pages, homeless)
-        if arena.mode == _core.Mode.aliased and len(order) > 1:
-            for layer in order:
-                for ring_layer in preference:
-                    if home_pages[ring_layer] >= home_pages[layer]:
-                        arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
-    except BaseException:
-        # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
-        arena.remove_tenant(tenant, undoing=True)
-        raise
+    lent_now = set(lent)
+    free_pages = [page for page in arena.free_pages() if page not in lent_now]
+    # The ring's first home comes last: while anything is streamed, these pages are the ring.
+    donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
+    if slices:
+        donors = giving_order(homes, order, MAX_BUFFERS)
+    giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
+    # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
+    placed = set(giving)
+    homeless = [page for page in donors if page not in placed]
+    kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(homeless))
+    all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
+    _designate(arena, kv_region, geometry, giving)
+    if homeless:
+        arena.designate(kv_region, geometry.region_pages, homeless)
+    if arena.mode == _core.Mode.aliased and len(order) > 1:
+        for layer in order:
+            for ring_layer in preference:
+                if home_pages[ring_layer] >= home_pages[layer]:
+                    arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
     places = set(giving)
     attachment = Attachment(
         pages=TenantPages(tenant, homes, regions, ring_region, ring_preference=preference),
@@ -298,6 +331,9 @@ def attach_layers(
         pinned=pinned,
         detach=source.detach,
         watch=source.watch,
+        writes=source.writes,
+        verify=source.verify,
+        modules=source.modules,
         keep_alive=source.keep_alive,
     )
     return attachment, geometry, kv_region, giving[:first_pages]

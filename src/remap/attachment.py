@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from . import schedule
 from .kv_geometry import KVGeometry
-from .planner import TenantPages
+from .planner import TenantPages, ring_of
 
 if TYPE_CHECKING:
     from .host_memory import HostMemory
@@ -34,7 +36,13 @@ class Attachment:
     pinned: set[int] = field(default_factory=set)
     written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
     detach: Any = None  # callable(layers not in place, device): puts the model back on ordinary memory there
-    watch: Any = None  # callable(layers) -> {layer: [paths written since attach]}
+    watch: Any = (
+        None  # callable(layers) -> {layer: [what keeps it from being streamed: written since attach, or its file was]}
+    )
+    writes: Any = None  # callable(layers) -> {layer: [paths written since attach]}
+    # callable(layers): raises InvalidState if the weights file that one of them comes from has changed; None: no files
+    verify: Any = None
+    modules: tuple[Any, ...] = ()  # the layers as torch modules, if they are
     keep_alive: Any = None
     host: HostMemory | None = None  # where the device needs page-locked master copies
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
@@ -74,6 +82,34 @@ class Attachment:
             return tuple(sorted(order[: remapped + buffers]))
         ascending = sorted(order)
         return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
+
+    def possible(self, streamed: Sequence[int], buffers: int) -> bool:
+        """Whether a plan can make exactly these layers stream, given what streams now: their homes are large enough for the
+        ring, and every page that would become KV has a place in the KV region. For whole layers only."""
+        if self.plain or not streamed:
+            return not streamed or len(streamed) > buffers
+        pages = self.pages
+        owned = sum(len(pages.homes[layer]) for layer in streamed)
+        if len(streamed) <= buffers or owned < buffers * pages.buffer_pages:
+            return False
+        if self.unplaced.isdisjoint(streamed):
+            return True
+        ring = ring_of(pages, tuple(sorted(streamed)), buffers) or ()
+        unmoved = pages.kv_from_homes.union(pages.lent, *ring)
+        homes = chain.from_iterable(pages.homes[layer] for layer in self.unplaced.intersection(streamed))
+        return all(page in self.index_of or page in unmoved for page in homes)
+
+    @functools.cached_property
+    def unplaced(self) -> frozenset[int]:
+        """Layers of which some page has no place in the KV region: it can be ring, or lent, and nothing else."""
+        known = self.index_of.keys()
+        return frozenset(layer for layer, home in enumerate(self.pages.homes) if not known >= set(home))
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether any of the streamable layers can stream: they are equally large, and all have a place in the KV region."""
+        sizes = {len(self.pages.homes[layer]) for layer in self.order}
+        return sizes <= {self.pages.buffer_pages} and self.unplaced.isdisjoint(self.order)
 
     @property
     def streams_suffix(self) -> bool:

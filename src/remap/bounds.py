@@ -19,6 +19,7 @@ from .config import ControllerConfig
 from .views import LayerSeconds
 
 if TYPE_CHECKING:
+    from .planner import TenantPages
     from .tenant import Tenant
 
 __all__ = ["HiddenCopies"]
@@ -38,10 +39,13 @@ class HiddenCopies:
         sizes = tenant._attachment.layer_bytes
         if config.selection == "auto" and max(sizes) > 1.05 * min(sizes):
             self._kinds = ("nested", "uniform", "best")  # the search pays for unequal layers only
+        self._tenant._attachment.plain  # noqa: B018  looked up now: growth is not to wait for it
         self._buffers = range(1, MAX_BUFFERS + 1) if config.buffers == "auto" else (config.buffers,)
         self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # what the answers are for
         self._bound: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], tuple[float, str]] = {}
+        self._looked_at: tuple[TenantPages, tuple[int, ...]] | None = None  # what `_possible` is for
+        self._possible: dict[tuple[int, int], bool] = {}
 
     def bound(self, times: LayerSeconds) -> tuple[int, int]:
         """(most layers, or tail pages, that can be remapped within the slowdown, buffers)."""
@@ -57,8 +61,25 @@ class HiddenCopies:
     def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str:
         """By which selection: the first of those allowed whose stall is within the slowdown, else the one of least stall."""
         if times is None:
-            return self._kinds[0]
+            return self._kinds_for(remapped, buffers)[0]
         return self._answer(times, remapped, buffers)[1]
+
+    def possible(self, remapped: int, buffers: int) -> bool:
+        """Whether a plan can make it so from what streams now: coming home or by one of the selections for growing."""
+        attachment = self._tenant._attachment
+        if attachment.plain or remapped == 0 or self._tenant.slicing:
+            return True
+        state = (attachment.pages, attachment.order)  # both are replaced, never changed
+        if self._looked_at is None or self._looked_at[0] is not state[0] or self._looked_at[1] is not state[1]:
+            self._looked_at = state
+            self._possible.clear()
+        known = self._possible.get((remapped, buffers))
+        if known is None:
+            kinds = ("inward",) if remapped < self._tenant.remapped else ("onward", *self._kinds)
+            known = self._possible[remapped, buffers] = any(
+                attachment.possible(self._tenant.select(remapped, buffers, kind), buffers) for kind in kinds
+            )
+        return known
 
     def prepare(self, times: LayerSeconds) -> None:
         """Answer ahead: the bound, and the stall now and with a little more."""
@@ -85,13 +106,21 @@ class HiddenCopies:
         if self._tenant.slicing:
             return max(0.0, self._sliced_period(times, remapped, buffers) - total), "slices"
         best = (math.inf, self._kinds[0])
-        for kind in self._kinds:
+        for kind in self._kinds_for(remapped, buffers):
             stall = schedule.stall(compute, transfer, self._tenant.select(remapped, buffers, kind), buffers)
             if stall < best[0]:
                 best = (stall, kind)
             if stall <= self._slowdown * total:
                 break
         return best
+
+    def _kinds_for(self, remapped: int, buffers: int) -> tuple[str, ...]:
+        """Those allowed whose layers a plan can stream; "nested", which adds to what streams, if there are none."""
+        attachment = self._tenant._attachment
+        if attachment.plain:
+            return self._kinds
+        kinds = [k for k in self._kinds if attachment.possible(self._tenant.select(remapped, buffers, k), buffers)]
+        return tuple(kinds) or ("nested",)
 
     def _sliced_period(self, times: LayerSeconds, tail: int, buffers: int) -> float:
         attachment = self._tenant._attachment

@@ -6,15 +6,17 @@ Called with the session's lock held, outside of passes.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .attaching import MAX_BUFFERS
-from .decisions import Entries, merge, moved_entry
-from .errors import InvalidArgument
+from .decisions import Entries, ended_early, merge, moved_entry
+from .errors import ArenaBroken, Error, InvalidArgument
 from .lending import Returned
 from .policy import free_pages_of
 from .slicing import reslice, tail_for
 from .tenant import Tenant
+from .undoing import AllOrNothing
 
 if TYPE_CHECKING:
     from .session import Session
@@ -23,7 +25,7 @@ __all__ = ["check_by_hand", "lend_by_hand", "remap_by_hand"]
 
 
 def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> None:
-    """Raises InvalidArgument as `Session.remap` says."""
+    """Raises InvalidArgument and InvalidState as `Session.remap` says."""
     if selection not in ("uniform", "nested", "slices"):
         raise InvalidArgument(
             f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
@@ -42,31 +44,42 @@ def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> 
             streamable=streamable,
             maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
         )
+    if layers > tenant.alpha:
+        tenant.refuse_unseen()
 
 
 def remap_by_hand(
     session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, drain: bool = False
 ) -> Entries:
     """`Session.remap`, checked already. Returns the entries of its report."""
-    before = tenant.kv.usable_blocks
+    before, changes = tenant.kv.usable_blocks, session._changes
     reason = f"{layers} layers by hand"
     draining = drain and tenant._attachment.draining_target == (layers, buffers)
-    if not draining:
-        session._changes.cancel_draining(tenant)
-    if draining:  # asked once more: what was withdrawn then may have been returned by now
-        moved = session._changes.continue_draining(tenant, selection)
-        result = Returned({tenant.name: moved} if moved else {})
-    elif selection == "slices" or tenant._attachment.pages.tail_pages:
-        result = _slice(session, tenant, layers, buffers, selection, reason)
-    else:
-        result = session._lending.restream(tenant, int(layers), buffers, selection, reason=reason, drain=drain)
+    applied = changes.applied
+    try:
+        with AllOrNothing(changes, (tenant,)):
+            if not draining:
+                changes.cancel_draining(tenant)
+            if draining:  # asked once more: what was withdrawn then may have been returned by now
+                moved = changes.continue_draining(tenant, selection)
+                result = Returned({tenant.name: moved} if moved else {})
+            elif selection == "slices" or tenant._attachment.pages.tail_pages:
+                result = _slice(session, tenant, layers, buffers, selection, reason)
+            else:
+                result = session._lending.restream(tenant, int(layers), buffers, selection, reason=reason, drain=drain)
+    except ArenaBroken:
+        raise
+    except Error as error:
+        if changes.applied == applied:
+            raise
+        result = Returned(problem=str(error))
     tenant._selection = selection if tenant.streamed else ""
     entry = {
         "added": max(0, tenant.kv.usable_blocks - before),
         "moved": result.moved.pop(tenant.name, {}),
         "unmet": 0,
         "stall": tenant._predicted_stall_s,
-        "reason": f"{reason}; it ended early: {result.problem}" if result.problem else reason,
+        "reason": ended_early(reason, result.problem),
     }
     return {tenant.name: entry} | {other: moved_entry(moves, tenant.name) for other, moves in result.moved.items()}
 
@@ -78,20 +91,35 @@ def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, re
     if layers < tenant.remapped:
         result = session._lending.restream(tenant, layers, buffers, "inward", reason="brought home by hand")
         merge(report, tenant, result.moved)
-        report[tenant.name]["reason"] = result.problem or f"{layers} layers stay lent, by hand"
+        report[tenant.name]["reason"] = ended_early(f"{layers} layers stay lent, by hand", result.problem)
         return report
-    pages = session._lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
-    report[tenant.name] = moved_entry({}, tenant.name)
-    report[tenant.name]["reason"] = f"{pages} pages of {layers} layers lent by hand"
-    if receiver is not None and tenant.lent_pages:
-        before = receiver.kv.usable_blocks
-        free = [page for page in free_pages_of(session._arena, receiver) if page in tenant._attachment.pages.lent]
-        session._changes.take_free_pages(receiver, free, int(len(free) * receiver._blocks_per_page))
-        report[receiver.name] = moved_entry({}, receiver.name)
-        report[receiver.name].update(
-            added=receiver.kv.usable_blocks - before, reason=f"{len(free)} pages of {tenant.name} by hand"
-        )
+    report[tenant.name] = entry = moved_entry({}, tenant.name)
+    changes, lending, before = session._changes, session._lending, tenant._attachment.pages
+    applied = changes.applied
+    try:
+        with AllOrNothing(changes, (tenant,)) as undo:
+            pages = lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
+            entry["reason"] = f"{pages} pages of {layers} layers lent by hand"
+            if pages:
+                undo.append(partial(lending.unlend, tenant, before))
+            if receiver is not None and tenant.lent_pages:
+                report[receiver.name] = _take(session, tenant, receiver)
+    except ArenaBroken:
+        raise
+    except Error as error:
+        if changes.applied == applied:
+            raise
+        entry["reason"] = ended_early(entry["reason"], str(error))
     return report
+
+
+def _take(session: Session, tenant: Tenant, receiver: Tenant) -> dict[str, Any]:
+    """The receiver's KV gets what the tenant has lent and is free. Its entry of the report."""
+    before = receiver.kv.usable_blocks
+    free = [page for page in free_pages_of(session._arena, receiver) if page in tenant._attachment.pages.lent]
+    session._changes.take_free_pages(receiver, free, int(len(free) * receiver._blocks_per_page))
+    reason = f"{len(free)} pages of {tenant.name} by hand"
+    return moved_entry({}, tenant.name) | {"added": receiver.kv.usable_blocks - before, "reason": reason}
 
 
 def _slice(session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, reason: str) -> Returned:

@@ -34,12 +34,17 @@ from remap.watermark import Watermark, horizon
 __all__ = ["NONE", "Controller", "ControllerConfig", "Decision", "Demand", "LayerSeconds", "TenantView"]
 
 
+_UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
+
+
 class Controller:
     """The policy of one tenant. `decide` is called once per pass; its state is the credit and the demand's average.
 
     bound: times -> (most layers that can be remapped within the slowdown, buffers), `schedule.max_remapped`.
     stall: (times, remapped, buffers) -> seconds per pass. Both are called once per distinct question while `times`
-    stays equal. estimate: view -> (remapped, buffers) allowed before anything is measured; without it, one layer.
+    stays equal. estimate: view -> (remapped, buffers) allowed before anything is measured; without it, one layer, or the
+    fewest that can be. possible: (remapped, buffers) -> whether such a set can be streamed from what is streamed now: unequal
+    layers may be too small for the ring. What is not possible is never decided.
     """
 
     def __init__(
@@ -49,9 +54,11 @@ class Controller:
         bound: Callable[[LayerSeconds], tuple[int, int]],
         stall: Callable[[LayerSeconds, int, int], float],
         estimate: Callable[[TenantView], tuple[int, int]] | None = None,
+        possible: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.config = config or ControllerConfig()
         self._bound, self._stall, self._estimate = bound, stall, estimate
+        self._possible = possible or (lambda remapped, buffers: True)
         self._watermark = Watermark(smoothing=self.config.smoothing)
         self._guard = Guard()
         self._rental = Rental(self.config.dwell)
@@ -113,6 +120,7 @@ class Controller:
             others = view.others(room - taken) if view.others is not None else ()
             if any(others):
                 alpha, buffers, takes = self._share(view, room - taken, others)
+                why = "" if view.seen else _UNSEEN
             else:
                 want = view.remapped + math.ceil((room - taken) / view.blocks_per_layer)
                 alpha, buffers, why = self._target(view, want)
@@ -168,7 +176,7 @@ class Controller:
         copy = math.fsum(times.transfer_s) / len(times.transfer_s) if times is not None else 0.0
         for alpha in range(at + 1, self._top(view, most, buffers) + 1):
             stall = self._stall_of(times, alpha, buffers)
-            if times is not None and stall > self._allowed(times):
+            if (times is not None and stall > self._allowed(times)) or not self._possible(alpha, buffers):
                 continue
             blocks = int((alpha - view.remapped) * view.blocks_per_layer) - int(
                 (at - view.remapped) * view.blocks_per_layer
@@ -181,8 +189,12 @@ class Controller:
     def _most(self, view: TenantView) -> tuple[int, int, str]:
         """(most layers within the slowdown, buffers for that, remark)."""
         fixed = self.config.buffers
+        if not view.seen:
+            return view.remapped, max(view.buffers, 1), _UNSEEN
         if view.times is None:
             most, best = self._estimate(view) if self._estimate is not None else (1, max(view.buffers, 1))
+            while most < view.max_remapped and not self._possible(most, best):
+                most += 1
             return most, best if fixed == "auto" else fixed, f" (no measurement yet: at most {most} layers)"
         if self._limit is None:
             self._limit = self._bound(view.times)
@@ -207,7 +219,8 @@ class Controller:
         for buffers in choices:
             top = self._top(view, most, buffers)
             for alpha in (*range(want, top + 1), *range(min(want - 1, top), found[0], -1)):
-                if times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times):
+                allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times)
+                if allowed and self._possible(alpha, buffers):
                     found = max(found, (alpha, buffers), key=lambda pair: pair[0])
                     break
             if found[0] >= want:
@@ -277,11 +290,12 @@ class Controller:
     def _back_of(self, view: TenantView) -> tuple[int, float, float]:
         key = (view.remapped, view.buffers, view.active)
         step = self._back.get(key)
-        if step is None:
+        if step is None or not self._possible(step[0], view.buffers):
             if view.active:
                 step = self._step_back(view.times, view.remapped, view.buffers)
             else:
-                step = (view.remapped - 1, 0.0, self._rent(view.times, 0.0, 1))
+                fewer = self._next_below(view.remapped, view.buffers)
+                step = (fewer, 0.0, self._rent(view.times, 0.0, view.remapped - fewer))
             self._back[key] = step
         return step
 
@@ -298,6 +312,8 @@ class Controller:
         if now <= allowed or least <= allowed:
             return step
         for fewer in range(best - 1, -1, -1):
+            if not self._possible(fewer, buffers):
+                continue
             if math.ceil((alpha - fewer) * view.blocks_per_layer) > spare or least <= allowed:
                 break
             stall = self._stall_of(times, fewer, buffers)
@@ -305,6 +321,12 @@ class Controller:
                 best, least = fewer, stall
         saved = max(0.0, now - least)
         return best, saved, self._rent(times, saved, alpha - best)
+
+    def _next_below(self, alpha: int, buffers: int) -> int:
+        fewer = alpha - 1
+        while fewer > 0 and not self._possible(fewer, buffers):
+            fewer -= 1
+        return fewer
 
     def _rent(self, times: LayerSeconds | None, saved: float, layers: int) -> float:
         if times is None:
@@ -317,13 +339,13 @@ class Controller:
 
         It is one layer less; or, where that would stall more than now *and* than allowed, the next that does not.
         """
-        fewer = alpha - 1
+        fewer = self._next_below(alpha, buffers)
         if times is None:
-            return fewer, 0.0, self._rent(None, 0.0, 1)
+            return fewer, 0.0, self._rent(None, 0.0, alpha - fewer)
         stall = self._stall_of(times, alpha, buffers)
         most = max(stall, self._allowed(times))
         while fewer > 0 and self._stall_of(times, fewer, buffers) > most:
-            fewer -= 1
+            fewer = self._next_below(fewer, buffers)
         saved = max(0.0, stall - self._stall_of(times, fewer, buffers))
         return fewer, saved, self._rent(times, saved, alpha - fewer)
 

@@ -237,6 +237,8 @@ class CostModel:
         self._time_constant = time_constant
         self._compute: dict[tuple[Phase, int], _Bucket] = {}
         self._s_per_byte = Ewma(time_constant)
+        if not any(self._layer_bytes):
+            self._s_per_byte.seed(0.0)  # nothing is ever copied, so no link will be measured and none is needed
         self._copies = self._bytes = self._rejected = 0
 
     @property

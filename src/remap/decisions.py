@@ -13,50 +13,56 @@ from .errors import OutOfBlocks
 from .observe import then
 from .offers import surplus_of
 from .policy import free_pages_of
-from .slicing import reslice
+from .slicing import can_reslice, reslice
 from .tenant import Tenant
+from .undoing import AllOrNothing
 
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["Entries", "carry_out", "consider_return", "merge", "moved_entry"]
+__all__ = ["Entries", "carry_out", "consider_return", "ended_early", "merge", "moved_entry"]
 
 Entries = dict[str, dict[str, Any]]
 
 
 def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decision, report: Entries) -> None:
-    """What the controller decided, now. Adds the tenant's entry to the report, and those of tenants whose blocks moved."""
+    """What the controller decided, now. Adds the tenant's entry to the report, and those of tenants whose blocks moved.
+
+    If it raises, `changes.applied` tells whether anything has changed by then; the entry says what.
+    """
     changes, pool = session._changes, tenant.kv.pool
     before = tenant.kv.usable_blocks
     entry = report[tenant.name] = moved_entry({}, tenant.name)
     entry.update(stall=decision.predicted_stall_s, reason=decision.reason)
-    if decision.action == "grow":
-        changes.cancel_draining(tenant)
-        _take(session, tenant, decision)
-        if decision.remapped > (tenant._attachment.pages.tail_pages if tenant.slicing else tenant.remapped):
-            _remap_more(session, tenant, decision, entry)
-    elif decision.action == "shrink" and tenant.slicing:
-        entry["moved"] = _reslice(session, tenant, decision)
-    elif decision.action == "shrink":
-        merge(
-            report,
-            tenant,
-            session._lending.restream(
-                tenant,
-                decision.remapped,
-                decision.buffers,
-                _homewards(session, tenant),
-                predicted_stall_s=decision.predicted_stall_s,
-                reason=decision.reason,
-                drain=True,
-            ).moved,
-        )
-    elif tenant._attachment.draining:
-        entry["moved"] = changes.continue_draining(tenant, _homewards(session, tenant))
-    added = max(0, tenant.kv.usable_blocks - before)
-    # What there is, not what was planned: written layers may have made it less.
-    free = (wanted.free or 0) + added if pool.external else pool.free_blocks
-    entry.update(added=added, unmet=max(0, wanted.blocks - free) if decision.action != "shrink" else 0)
+    try:
+        with AllOrNothing(changes, (tenant,)):  # of several plans, those before one that fails stay: they are reported
+            if decision.action == "grow":
+                changes.cancel_draining(tenant)
+                _take(session, tenant, decision)
+                if decision.remapped > (tenant._attachment.pages.tail_pages if tenant.slicing else tenant.remapped):
+                    _remap_more(session, tenant, decision, entry)
+            elif decision.action == "shrink" and tenant.slicing:
+                entry["moved"] = _reslice(session, tenant, decision)
+            elif decision.action == "shrink":
+                result = session._lending.restream(
+                    tenant,
+                    decision.remapped,
+                    decision.buffers,
+                    _homewards(session, tenant, decision.remapped, decision.buffers),
+                    predicted_stall_s=decision.predicted_stall_s,
+                    reason=decision.reason,
+                    drain=True,
+                )
+                merge(report, tenant, result.moved)
+                entry["reason"] = ended_early(decision.reason, result.problem)
+            elif tenant._attachment.draining:
+                target = tenant._attachment.draining_target or (0, 1)
+                entry["moved"] = changes.continue_draining(tenant, _homewards(session, tenant, *target))
+    finally:
+        added = max(0, tenant.kv.usable_blocks - before)
+        # What there is, not what was planned: written layers may have made it less.
+        free = (wanted.free or 0) + added if pool.external else pool.free_blocks
+        entry.update(added=added, unmet=max(0, wanted.blocks - free) if decision.action != "shrink" else 0)
 
 
 def _take(session: Session, tenant: Tenant, decision: Decision) -> None:
@@ -89,7 +95,11 @@ def _remap_more(session: Session, tenant: Tenant, decision: Decision, entry: dic
         entry["moved"] = _reslice(session, tenant, decision)
         return
     kind = tenant._hidden.kind(tenant.times(), decision.remapped, decision.buffers)
-    if kind != "nested" and not tenant.lent_pages:
+    if (
+        kind != "nested"
+        and not tenant.lent_pages
+        and session._changes.can_restream(tenant, decision.remapped, decision.buffers, kind)
+    ):
         # Evenly spread at every alpha, as in the paper: layers come home as others leave, and their blocks move.
         try:
             entry["moved"] = session._changes.restream(
@@ -105,7 +115,10 @@ def _remap_more(session: Session, tenant: Tenant, decision: Decision, entry: dic
 
 
 def _reslice(session: Session, tenant: Tenant, decision: Decision) -> dict[int, int]:
-    """`decision.remapped` tail pages of every layer; as it is, if live blocks have nowhere to go."""
+    """`decision.remapped` tail pages of every layer; as it is, if live blocks have nowhere to go, or too few layers are left
+    once those are pinned that turned out to be written."""
+    if not can_reslice(tenant, decision.remapped, decision.buffers):
+        return {}
     tenant._selection = "slices"
     try:
         return reslice(
@@ -120,26 +133,24 @@ def _reslice(session: Session, tenant: Tenant, decision: Decision) -> dict[int, 
         return {}
 
 
-def _homewards(session: Session, tenant: Tenant) -> str:
-    """How a tenant's layers are chosen when one comes home."""
-    if (
-        tenant._attachment.pages.lent
-        or tenant._attachment.reclaimed
-        or session._configs[tenant.name].selection == "auto"
-    ):
+def _homewards(session: Session, tenant: Tenant, remapped: int, buffers: int) -> str:
+    """How a tenant's layers are chosen when some come home: as they were for leaving, if these can stream."""
+    attachment, selection = tenant._attachment, session._configs[tenant.name].selection
+    if attachment.pages.lent or attachment.reclaimed or selection == "auto":
         return "inward"
-    return "uniform" if session._configs[tenant.name].selection == "uniform" else "nested"
+    kind = "uniform" if selection == "uniform" else "nested"
+    return kind if attachment.possible(tenant.select(remapped, buffers, kind), buffers) else "inward"
 
 
 def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
     """One of the layers that others have comes home, if everybody who has its pages can spare them and it is paid for."""
-    if lender._in_pass or lender._leaving or lender.remapped == 0:
+    if lender._busy or lender.remapped == 0:
         return
     lending, controllers = session._lending, session._controllers
     view = session._view_of(lender, session._demands.get(lender.name))
     fewer = controllers[lender.name].fewer(view)
     lost = {session._tenants[name]: blocks for name, blocks in _claim(session, lender, fewer).items()}
-    if any(holder._in_pass or holder._leaving for holder in lost):
+    if any(holder._busy for holder in lost):
         return
     holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())
     decision = controllers[lender.name].may_return(view, holds)
@@ -160,7 +171,7 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
     merge(report, lender, result.moved)
     report[lender.name].update(
         stall=decision.predicted_stall_s,
-        reason=f"{decision.reason}; it ended early: {result.problem}" if result.problem else decision.reason,
+        reason=ended_early(decision.reason, result.problem),
     )
     for holder in lost:
         wanted = session._demands.get(holder.name)
@@ -187,6 +198,11 @@ def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
         "stall": 0.0,
         "reason": f"{len(moved)} blocks moved: layers of {cause} came home",
     }
+
+
+def ended_early(reason: str, problem: str) -> str:
+    """The reason, and what has ended the change early, if anything has: what was done by then stays."""
+    return f"{reason}; it ended early, and what was done before that stays: {problem}" if problem else reason
 
 
 def merge(report: Entries, cause: Tenant, moved: dict[str, dict[int, int]]) -> None:

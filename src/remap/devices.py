@@ -91,6 +91,9 @@ class Device:
     def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
         """A 1-D uint8 tensor over device memory, on `torch_device`; keeps `owner` alive.
 
+        With `Arena.hold(address, nbytes)` as its owner it may outlive its region (detach, close): the addresses are used for
+        nothing else then. Where the processor reads it, it is zeros from then on; a GPU's kernel that uses it fails.
+
         Raises InvalidArgument (field device) for simulated memory without bytes.
         """
         self.require_bytes()

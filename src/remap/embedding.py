@@ -53,7 +53,7 @@ class HostEmbedding:
             )
         self.path = path
         self.nbytes = spec.span_bytes
-        self._weight: Any = weight
+        self.weight: Any = weight
         self._device, self._host = device, host
         self._view: torch.Tensor | None = None
 
@@ -62,7 +62,7 @@ class HostEmbedding:
         if self._host is None:
             return
         buffer = self._host.allocate(self.nbytes)
-        data = self._weight.detach()
+        data = self.weight.detach()
         flat = data.as_strided((self.nbytes // data.element_size(),), (1,), data.storage_offset())
         buffer.view(data.dtype).copy_(flat)
         memory = self._device.tensor(buffer.data_ptr(), self.nbytes, self._host)
@@ -71,13 +71,13 @@ class HostEmbedding:
     def install(self) -> None:
         """The parameter reads from there. Cannot fail."""
         if self._view is not None:
-            self._weight.data = self._view
+            self.weight.data = self._view
 
     def restore(self, device: Any) -> None:
         """Back onto ordinary memory: of `device`, or of the processor."""
         if self._view is not None:
             # .cpu() of a CPU tensor is the tensor itself, whose memory goes away.
-            self._weight.data = (
+            self.weight.data = (
                 self._view.detach().clone() if device is None else self._view.detach().to(device, copy=True)
             )
             self._view = None

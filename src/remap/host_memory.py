@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .errors import Error
+from .ordering import gone
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,12 @@ class HostMemory:
             return address
         separate = all(address >= at + size or at >= address + nbytes for at, size in self._registered)
         if nbytes and writable and separate and address % mmap.PAGESIZE == 0:
-            self._backend.register_host(address, nbytes)
-            self._registered.append((address, nbytes))
+            self._registered.append((address, nbytes))  # first: what is noted and was not done, `release` finds out
+            try:
+                self._backend.register_host(address, nbytes)
+            except Error:
+                self._registered.remove((address, nbytes))
+                raise
             return address
         copy = self._allocate(nbytes)
         ctypes.memmove(copy, address, nbytes)
@@ -65,7 +70,7 @@ class HostMemory:
         ):
             for each in tuple(held):
                 try:
-                    give_back(*each)
+                    gone(give_back, *each)
                 except Error as error:
                     first = first or error
                 else:
@@ -75,9 +80,8 @@ class HostMemory:
 
     def _allocate(self, nbytes: int) -> int:
         size = max(nbytes, 1)
-        address: int = self._backend.allocate_host(size)
-        self._allocated.append((address, size))
-        return address
+        self._allocated.append((self._backend.allocate_host(size), size))
+        return self._allocated[-1][0]
 
 
 class HostMemories:

@@ -13,13 +13,15 @@ Shrinking takes two steps, because live blocks cannot be dropped:
         pool.take(slots)
 
 Growth is on an engine's critical path, so every bulk operation works on runs of pages and slices of bytes: giving one
-run costs a few microseconds plus a memset and a memchr. One pool is used by one thread at a time.
+run costs a few microseconds plus a memset and a memchr. One pool is used by one thread at a time; a session sees to that for
+its own (locking.py). Every method survives an interrupt: it has happened, or has not.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
@@ -37,6 +39,16 @@ _NOT_OPEN = bytes([_UNUSABLE, _EMPTY, _DRAINING])
 _CLOSE = bytes.maketrans(bytes([_FREE, _LIVE]), bytes([_EMPTY, _DRAINING]))
 _REOPEN = bytes.maketrans(bytes([_EMPTY, _DRAINING]), bytes([_FREE, _LIVE]))
 _REOPEN_HELD = bytes.maketrans(bytes([_EMPTY, _DRAINING]), bytes([_LIVE, _LIVE]))
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPool:
+    """What `BlockPool.save` remembers."""
+
+    state: bytes
+    slots: tuple[bytes, bytes]
+    counts: tuple[int, int, int, int, int]
+    news: int
 
 
 class BlockPool:
@@ -68,6 +80,7 @@ class BlockPool:
         self._listeners: list[Listener] = []
         self._news: deque[tuple[Sequence[int], Sequence[int]]] = deque()
         self._telling = False
+        self._silent = False  # a change of several steps is under way
         self.changes = 0  # grows whenever anything that can be asked may have changed
 
     # -- what there is ---------------------------------------------------------------------------------------------
@@ -142,13 +155,21 @@ class BlockPool:
         block = self._hint - 1
         for _ in range(count):
             block = find(_FREE, block + 1)
-            state[block] = _LIVE
             ids.append(block)
-        self._hint = block + 1
-        self._free -= count
-        self._live += count
-        self.changes += 1
-        return ids
+        counts = self._counts()
+        try:
+            for block in ids:
+                state[block] = _LIVE
+            self._hint = block + 1
+            self._free -= count
+            self._live += count
+            self.changes += 1
+            return ids
+        except BaseException:  # an interrupt: ids that nobody gets must not stay live
+            for block in ids:
+                state[block] = _FREE
+            self._set_counts(counts)
+            raise
 
     def free(self, ids: Iterable[int]) -> None:
         """Give allocated blocks back. Withdrawn ones do not become free again, but stop holding their pages.
@@ -156,9 +177,7 @@ class BlockPool:
         Raises InvalidArgument (field: block) if an id is unknown, not allocated, or named twice.
         """
         self._refuse_external("free")
-        blocks = self._checked(ids, (_LIVE, _DRAINING), "is not allocated")
-        for block in blocks:
-            self._release(block)
+        self._release_all(self._checked(ids, (_LIVE, _DRAINING), "is not allocated"))
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
@@ -348,15 +367,25 @@ class BlockPool:
                 live=self._live,
                 external=self._external,
             )
-        if external:
-            self._external = True
-            self.changes += 1
-            self._state = self._state.translate(bytes.maketrans(bytes([_FREE]), bytes([_LIVE])))
-            self._live, self._free = self._free, 0
-        self._listeners.append(listener)
-        ids = self.open_ids()
-        if ids:
-            self._deliver(listener, ids)
+        state, counts, listeners = bytes(self._state), self._counts(), tuple(self._listeners)
+        try:
+            if external:
+                self._external = True
+                self.changes += 1
+                self._state[:] = state.translate(bytes.maketrans(bytes([_FREE]), bytes([_LIVE])))
+                self._live, self._free = self._free, 0
+            self._listeners.append(listener)
+            ids = self.open_ids()
+            if ids:
+                self._deliver(listener, ids)
+        except Exception:  # the listener's own: it is subscribed, and has been told
+            raise
+        except BaseException:  # an interrupt: it is not
+            self._external = self._external and not external
+            self._state[:] = state
+            self._set_counts(counts)
+            self._listeners[:] = listeners
+            raise
 
     def unsubscribe(self, listener: Listener) -> None:
         """Stop telling `listener`. Raises InvalidArgument if it is not subscribed, InvalidState for an external one."""
@@ -372,8 +401,43 @@ class BlockPool:
         """
         if not self._external:
             raise InvalidState("no external engine has subscribed; nothing changed; use free()", external=False)
-        for block in self._checked(ids, (_DRAINING,), "is not a withdrawn block held by the engine"):
-            self._release(block)
+        self._release_all(self._checked(ids, (_DRAINING,), "is not a withdrawn block held by the engine"))
+
+    # -- changes of several steps -----------------------------------------------------------------------------------
+
+    def save(self) -> SavedPool:
+        """All that can be asked, to come back to with `restore`: a copy of as many bytes as there are blocks and pages. Whoever
+        saves keeps engines away until then."""
+        return SavedPool(bytes(self._state), self._slots.save(), self._counts(), len(self._news))
+
+    def silence(self) -> None:
+        """Listeners are told nothing until `restore` or `tell`."""
+        self._silent = True
+
+    def restore(self, saved: SavedPool) -> None:
+        """As it was when it was saved; listeners hear of nothing that came between. Can be called again."""
+        self._state[:] = saved.state
+        self._slots.restore(saved.slots)
+        self._set_counts(saved.counts)
+        self.changes += 1
+        while len(self._news) > saved.news:
+            self._news.pop()
+        self._silent = False
+
+    def not_telling(self) -> None:
+        """No listener is being told: said by who knows it, when an interrupt has ended a call."""
+        self._telling = False
+
+    @property
+    def has_news(self) -> bool:
+        """Whether listeners have not heard of all changes yet."""
+        return bool(self._news)
+
+    def tell(self) -> None:
+        """Tell listeners what has changed since `save`."""
+        self._silent = False
+        if self._news and not self._telling:
+            self._deliver()
 
     # -- verification ----------------------------------------------------------------------------------------------
 
@@ -415,6 +479,24 @@ class BlockPool:
         else:
             self._free += empty
             self._hint = min(self._hint, low)
+
+    def _counts(self) -> tuple[int, int, int, int, int]:
+        return self._free, self._live, self._withdrawn, self._withdrawn_live, self._hint
+
+    def _set_counts(self, counts: tuple[int, int, int, int, int]) -> None:
+        self._free, self._live, self._withdrawn, self._withdrawn_live, self._hint = counts
+
+    def _release_all(self, blocks: Sequence[int]) -> None:
+        """All of them, or on an interrupt none."""
+        counts, states = self._counts(), [self._state[block] for block in blocks]
+        try:
+            for block in blocks:
+                self._release(block)
+        except BaseException:
+            for block, state in zip(blocks, states):
+                self._state[block] = state
+            self._set_counts(counts)
+            raise
 
     def _release(self, block: int) -> None:
         """A live block is live no more. (In external mode only withdrawn blocks come here.)"""
@@ -461,7 +543,7 @@ class BlockPool:
         if not self._listeners or not (added or withdrawn):
             return
         self._news.append((added, withdrawn))
-        if not self._telling:
+        if not self._telling and not self._silent:
             self._deliver()
 
     def _deliver(self, newcomer: Listener | None = None, ids: Sequence[int] = ()) -> None:
@@ -471,9 +553,10 @@ class BlockPool:
             if newcomer is not None:
                 _call(newcomer, ids, (), errors)
             while self._news:
-                added, withdrawn = self._news.popleft()
+                added, withdrawn = self._news[0]
                 for listener in tuple(self._listeners):
                     _call(listener, added, withdrawn, errors)
+                self._news.popleft()  # only now: an interrupt must not lose it, so listeners may hear of it twice
         finally:
             self._telling = False
         if errors:

@@ -6,11 +6,12 @@ out of pages which are about to be given back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .kv import BlockPool, Listener
 from .kv_geometry import KVGeometry, KVSpec
+from .locking import Turn
 
 if TYPE_CHECKING:
     import torch
@@ -26,11 +27,16 @@ class KVCache:
     """
 
     def __init__(
-        self, geometry: KVGeometry, address: int, mover: Callable[[Sequence[tuple[int, int, int]]], None], memory: Any
+        self,
+        geometry: KVGeometry,
+        address: int,
+        mover: Callable[[Sequence[tuple[int, int, int]]], None],
+        memory: Any,
+        turn: Turn,
     ) -> None:
         """mover([(to, from, bytes)]) copies within the region: for whoever reads or writes it next, that has been done.
 
-        memory(address, nbytes) makes byte tensors.
+        memory(address, nbytes) makes byte tensors. turn: the tenant's; what the engine calls waits for changes in progress.
         """
         self.pool = BlockPool(geometry)
         self.geometry = geometry
@@ -41,14 +47,29 @@ class KVCache:
         self._mover = mover
         self._memory = memory
         self._tensors: list[torch.Tensor] | None = None
-        # Bound once: the engine calls these in its innermost loop.
-        self.allocate = self.pool.allocate
-        self.free = self.pool.free
-        self.returned = self.pool.returned
+        self._turn = turn
+
+    # An engine calls these from its own thread, while another thread's change may be under way.
+
+    def allocate(self, count: int) -> list[int]:
+        """`BlockPool.allocate`. Raises ForkedProcess in a forked child."""
+        ids: list[int] = self._turn.run(self.pool.allocate, count)
+        return ids
+
+    def free(self, ids: Iterable[int]) -> None:
+        """`BlockPool.free`. Raises ForkedProcess in a forked child."""
+        self._turn.run(self.pool.free, list(ids))
+
+    def returned(self, ids: Iterable[int]) -> None:
+        """`BlockPool.returned`. Raises ForkedProcess in a forked child."""
+        self._turn.run(self.pool.returned, list(ids))
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
-        """cb(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks."""
-        self.pool.subscribe(listener, external=external)
+        """cb(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
+
+        Called by the thread whose call has changed something, behind the change. It may call `returned`, `free` and `allocate`.
+        """
+        self._turn.exclusively(self.pool.subscribe, listener, external=external)
 
     @property
     def usable_blocks(self) -> int:

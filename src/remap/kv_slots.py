@@ -35,6 +35,16 @@ class SlotMap:
         # With one range a column *is* a slot: the same object, so that nothing has to be kept in step.
         self.column = self.slot if geometry.ranges == 1 else bytearray(geometry.range_pages)
 
+    def save(self) -> tuple[bytes, bytes]:
+        """All states, for `restore`."""
+        return bytes(self.slot), b"" if self.column is self.slot else bytes(self.column)
+
+    def restore(self, saved: tuple[bytes, bytes]) -> None:
+        """As they were. Can be called again."""
+        self.slot[:] = saved[0]
+        if self.column is not self.slot:
+            self.column[:] = saved[1]
+
     def owned(self) -> tuple[int, ...]:
         """All slots that are not ABSENT, ascending."""
         found: list[int] = []

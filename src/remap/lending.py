@@ -5,7 +5,9 @@
 
 Each arrow is a plan of its own, since a page goes from one tenant to another by way of `free` only: a plan that failed could
 not give one tenant back what the zeroing for the other one has destroyed. Between two plans the books agree and every page
-has one owner; if a later one fails, the pages stay free and lent, and the next attempt finds them there.
+has one owner. If a later one fails, the earlier ones are taken back (undoing.py): holders get their pages again, and the blocks
+that had moved out of them move back with their bytes. Where that fails too, the pages stay free and lent, the call reports it,
+and the next attempt finds them there.
 
 What may move is found out before anything changes: OutOfBlocks names, in its field `preempt`, the blocks to be freed first.
 """
@@ -13,15 +15,17 @@ What may move is found out before anything changes: OutOfBlocks names, in its fi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from .changes import Changes
 from .errors import ArenaBroken, Error, OutOfBlocks
-from .planner import plan_free_pages, plan_streamed
+from .planner import TenantPages, plan_free_pages, plan_streamed
 from .policy import free_pages_of
 from .tenant import Tenant
+from .undoing import AllOrNothing
 
 __all__ = ["Lending", "Returned"]
 
@@ -57,7 +61,7 @@ class Lending:
             self._held = (epoch, {})
         known = self._held[1].get(donor.number)
         if known is None:
-            known = self._held[1][donor.number] = {}
+            known = {}
             lent = donor._attachment.pages.lent
             if lent:
                 names = {tenant.number: name for name, tenant in self._tenants.items()}
@@ -66,6 +70,7 @@ class Lending:
                     name = names.get(tenant_of[page])
                     if name is not None:
                         known.setdefault(name, []).append(page)
+            self._held[1][donor.number] = known  # only now: an interrupt must not leave a part of it
         if pages is None:
             return known
         some = {name: [page for page in held if page in pages] for name, held in known.items()}
@@ -101,7 +106,6 @@ class Lending:
 
         Fewer, or none, where layers turn out to be written.
         """
-        self._changes.cancel_draining(donor)  # what was to come home would be other layers than it was meant to be
         before = len(donor._attachment.pages.lent)
         pages = donor._attachment.pages
         buffers = donor.buffers or buffers  # another number would take pages out of live blocks
@@ -110,15 +114,21 @@ class Lending:
             last = tuple(sorted(donor._attachment.order)[::-1][:buffers])
             donor._attachment.pages = replace(pages, ring_preference=last)
         try:
-            self._changes.grow(
-                donor,
-                layers,
-                buffers,
-                selection=selection,
-                to="free",
-                predicted_stall_s=predicted_stall_s,
-                reason=reason,
-            )
+            with AllOrNothing(self._changes, (donor,)) as undo:
+                self._changes.cancel_draining(donor)  # other layers would come home than were meant to
+                coming = donor._attachment.reclaimed
+                if coming:  # a change that brought them home ended early
+                    self._unreclaim(donor, coming)
+                    undo.append(partial(self._reclaim, donor, coming))
+                self._changes.grow(
+                    donor,
+                    layers,
+                    buffers,
+                    selection=selection,
+                    to="free",
+                    predicted_stall_s=predicted_stall_s,
+                    reason=reason,
+                )
         finally:
             # Growing for itself later, it is to find its ring where the ring's region shows it already.
             now = donor._attachment.pages
@@ -136,19 +146,13 @@ class Lending:
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0
-        pool = donor.kv.pool
-        pool.withdraw(slots)
-        if pool.pending(slots):  # an engine with its own allocator holds some of them still
-            pool.unwithdraw(slots)
-            return 0
-        pool.take(slots)
         giving, index = donor._attachment.giving, donor.kv.geometry.giving_index
         pages = sorted(giving[index(slot)] for slot in slots)
+        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, pages, give=False)
         try:
-            self._free(donor, pages)
-        except Error:
-            pool.give(slots)
-            raise
+            self._changes.exchange(donor, plan, slots)
+        except OutOfBlocks:  # an engine with its own allocator holds some of them still
+            return 0
         return len(pages)
 
     def idle_slots(self, donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> list[int]:
@@ -218,31 +222,31 @@ class Lending:
     ) -> Returned:
         """`Changes.restream`, after the lent pages among those that come home have been fetched from their holders.
 
-        Raises OutOfBlocks (field preempt: tenant -> block ids), with nothing changed, where live blocks have no room to move.
-        A backend's error is raised if nothing had changed by then; otherwise it ends the change early, named in `problem`.
+        Raises OutOfBlocks (field preempt: tenant -> block ids) where live blocks have no room to move, or the backend's error;
+        nothing has changed then. If what had changed cannot be taken back, it ends early instead, with the error in `problem`.
         """
-        target = self._changes._streamable(donor, layers, buffers, selection)
+        changes = self._changes
+        target = changes._streamable(donor, layers, buffers, selection)
         pages = donor._attachment.pages
         lent = pages.to_reclaim(target, buffers)
         for name in self.holders(donor, lent) if lent else ():
             self._tenants[name].refuse_pass()
         result = Returned()
-        if pages.lent:
-            there = replace(pages, lent=pages.lent - lent)
-            self._changes.refuse_homeless(donor, plan_streamed(there, self._arena.epoch, target, buffers).gained)
-            extra = self._require_room(donor, target, buffers, lent)
-            if lent or extra:
-                self._bring_home(donor, lent, extra, result)
-            if result.problem:
-                return result
+        applied = changes.applied
         try:
-            moves = self._changes.restream(
-                donor, layers, buffers, selection, predicted_stall_s=predicted_stall_s, reason=reason, drain=drain
-            )
+            with AllOrNothing(changes, self._tenants.values()) as undo:
+                if pages.lent or donor._attachment.reclaimed:
+                    there = replace(pages, lent=pages.lent - lent)
+                    changes.refuse_homeless(donor, plan_streamed(there, self._arena.epoch, target, buffers).gained)
+                    extra = self._require_room(donor, target, buffers, lent)
+                    self._bring_home(donor, lent, extra, result, undo)
+                moves = changes.restream(
+                    donor, layers, buffers, selection, predicted_stall_s=predicted_stall_s, reason=reason, drain=drain
+                )
         except ArenaBroken:
             raise
         except Error as error:
-            if not result.moved:
+            if changes.applied == applied:
                 raise
             result.problem = str(error)
             return result
@@ -319,52 +323,68 @@ class Lending:
         return short, pending
 
     def _bring_home(
-        self, donor: Tenant, lent: frozenset[int], extra: Mapping[Tenant, Sequence[int]], result: Returned
+        self,
+        donor: Tenant,
+        lent: frozenset[int],
+        extra: Mapping[Tenant, Sequence[int]],
+        result: Returned,
+        undo: list[Callable[[], None]],
     ) -> None:
+        """The lent pages become the donor's KV. Each plan's undoing is appended to `undo`, and each holder's moves are in the
+        result while they stand."""
         changes = self._changes
-        vacated: list[tuple[Tenant, list[int], list[int], list[tuple[int, int]]]] = []
         held = self.holders(donor, lent)
         for tenant, free in extra.items():
             plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free, give=True)
             changes.apply_and_settle(tenant, plan)
+            undo.append(partial(self._take_back, tenant, free))
+        slots = {}
         for name, pages in held.items():
             tenant = self._tenants[name]
-            slots = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
-            try:
-                moves = changes.vacate(tenant, slots, False) or []
-            except Error as error:
-                for other, _, taken, made in reversed(vacated):
-                    changes.undo_vacate(other, taken, made)
-                if isinstance(error, OutOfBlocks):
-                    raise _out_of_room({name: tenant.kv.pool.pending(slots)}, 0) from error
-                raise
-            vacated.append((tenant, pages, slots, moves))
-        while vacated:
-            tenant, pages, slots, moves = vacated[0]
-            try:
-                self._free(tenant, pages)
-            except ArenaBroken:
-                raise
-            except Error as error:
-                for other, _, taken, made in reversed(vacated):
-                    changes.undo_vacate(other, taken, made)
-                if not result.moved:
-                    raise
-                result.problem = str(error)
-                return
-            vacated.pop(0)
-            if moves:
-                result.moved[tenant.name] = dict(moves)
-        if not lent:
-            return
-        try:
+            slots[name] = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
+            if tenant.kv.pool.external:  # while no change is open: the engine is told
+                changes.withdraw_from_engine(tenant, slots[name])
+        # All of them are emptied before the first gives anything up: if one cannot be, nothing has changed.
+        moves = {name: changes.vacate(self._tenants[name], slots[name]) or [] for name in held}
+        for name, pages in held.items():
+            tenant = self._tenants[name]
+            self._free(tenant, pages)
+            undo.append(partial(self._give_back, tenant, pages, moves[name], result))
+            if moves[name]:
+                result.moved[name] = dict(moves[name])
+        if lent:
             self._reclaim(donor, lent)
-        except ArenaBroken:
-            raise
-        except Error as error:
-            if not result.moved:
-                raise
-            result.problem = str(error)
+            undo.append(partial(self._unreclaim, donor, lent))
+
+    # -- taken back after a failure --------------------------------------------------------------------------------
+
+    def _take_back(self, tenant: Tenant, pages: Sequence[int]) -> None:
+        """Pages that were given for blocks to move into are free again; the blocks have left them."""
+        plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, pages, give=False)
+        self._changes.exchange(tenant, plan, list(tenant.slots_of(pages)))
+
+    def _give_back(
+        self, holder: Tenant, pages: Sequence[int], moves: Sequence[tuple[int, int]], result: Returned
+    ) -> None:
+        """The holder has its pages again and its blocks are where they were. Their bytes come along: the pages may have been
+        zeroed for the donor since."""
+        back = [(new, old) for old, new in moves]
+        plan = plan_free_pages(holder._attachment.pages, self._arena.epoch, pages, give=True)
+        self._changes.apply_and_settle(holder, plan)
+        if back:
+            self._changes.move_blocks(holder, back)
+        result.moved.pop(holder.name, None)
+
+    def _unreclaim(self, donor: Tenant, lent: frozenset[int]) -> None:
+        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, sorted(lent), give=False)
+        self._changes.apply_and_settle(donor, plan)
+
+    def unlend(self, donor: Tenant, before: TenantPages) -> None:
+        """What the donor has lent since `before` comes home. All of it is free: nobody has taken any of it."""
+        self._reclaim(donor, donor._attachment.pages.lent - before.lent)
+        pages = donor._attachment.pages
+        plan = plan_streamed(pages, self._arena.epoch, before.streamed, len(before.ring), ring=before.ring)
+        self._changes.apply_and_settle(donor, plan)
 
     def _free(self, tenant: Tenant, pages: Sequence[int]) -> None:
         """KV pages that are in no block's way any more become free. The pool has let go of them."""
@@ -373,11 +393,8 @@ class Lending:
 
     def _reclaim(self, donor: Tenant, lent: frozenset[int]) -> None:
         """Free pages of the donor's own become its KV for the arena, which zeroes them; the pool never hears of them."""
-        attachment = donor._attachment
-        plan = plan_free_pages(attachment.pages, self._arena.epoch, sorted(lent), give=True)
-        plan = replace(plan, gained=())
-        self._changes.apply_and_settle(donor, plan)
-        attachment.reclaimed = attachment.reclaimed | lent
+        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, sorted(lent), give=True)
+        self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 
 
 def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:

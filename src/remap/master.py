@@ -14,7 +14,8 @@ import mmap
 import os
 import struct
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,7 +23,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from remap.errors import InvalidArgument
+from remap.errors import InvalidArgument, InvalidState
 from remap.layout import LayerLayout, Layout
 from remap.modules import changed, fill
 
@@ -32,6 +33,7 @@ __all__ = [
     "HostRange",
     "MasterCopy",
     "SafetensorsMaster",
+    "WeightsFile",
     "make_master",
     "match_files",
 ]
@@ -59,6 +61,45 @@ class HostRange:
     source: str
 
 
+class WeightsFile:
+    """A file that is mapped, and what it was when it was opened.
+
+    Its pages are the file's own: who overwrites it in place changes the weights, and who truncates it takes them away (touching
+    them ends the process with SIGBUS). So size and time of modification are asked for again before the mapping is used: of the
+    open file, wherever its name points to by now. Replacing the file by renaming another one over it, or deleting it, is no
+    change: the old one lives until it is unmapped. A write that puts the time of modification back is not seen.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size, self._modified_ns = self._look()
+        self.mapping = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
+
+    @property
+    def changed(self) -> bool:
+        return self._look() != (self.size, self._modified_ns)
+
+    def refuse_change(self) -> None:
+        """Raises InvalidState (fields file, expected and found: size in bytes, time of modification in ns) if it has changed."""
+        found = self._look()
+        if found != (self.size, self._modified_ns):
+            raise InvalidState(
+                f"{self.path}, which was given as weights=, has changed: it had {self.size} bytes, modified at "
+                f"{self._modified_ns} ns, and has {found[0]}, modified at {found[1]} ns; nothing was read from it; put the same "
+                "bytes back into the same file, with that time of modification (cp -p does), then detach the tenant",
+                file=str(self.path),
+                expected=(self.size, self._modified_ns),
+                found=found,
+            )
+
+    def _look(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
 class MasterCopy(Protocol):
     """What the session needs of a master copy. Addresses are valid while the object lives."""
 
@@ -79,6 +120,15 @@ class MasterCopy(Protocol):
         """What has to live as long as the addresses are used."""
         ...
 
+    def refuse_change(self, layers: Collection[int]) -> None:
+        """Raises InvalidState (`WeightsFile.refuse_change`) if the file that one of these layers comes from has changed. To be
+        asked before their bytes are used."""
+        ...
+
+    def changed(self, layers: Collection[int]) -> dict[int, list[str]]:
+        """layer -> its file, of these layers, where that has changed."""
+        ...
+
 
 class _Master:
     """Common part: one 1-D uint8 tensor and its source per layer."""
@@ -87,6 +137,7 @@ class _Master:
         self.layout = layout
         self.reason = reason
         self._layers = tuple(layers)
+        self._files: Mapping[int, WeightsFile] = {}  # where layers are mapped from
 
     def range(self, layer: int) -> HostRange:
         tensor = self.tensor(layer)
@@ -103,6 +154,15 @@ class _Master:
 
     def keep_alive(self) -> tuple[object, ...]:
         return tuple(tensor for tensor, _ in self._layers)
+
+    def refuse_change(self, layers: Collection[int]) -> None:
+        for file in {self._files[layer] for layer in layers if layer in self._files}:
+            file.refuse_change()
+
+    def changed(self, layers: Collection[int]) -> dict[int, list[str]]:
+        files = {self._files[layer] for layer in layers if layer in self._files}
+        gone = {file for file in files if file.changed}
+        return {layer: [str(self._files[layer].path)] for layer in layers if self._files.get(layer) in gone}
 
     @property
     def memory_bytes(self) -> int:
@@ -134,7 +194,7 @@ class SafetensorsMaster(_Master):
     """Master copies in memory-mapped safetensors files, with host memory for the layers that do not match.
 
     match: what `match_files` found for `model`. reasons: layer -> why it is in host memory. The files must not change
-    or shrink while this object lives.
+    or shrink while this object lives; `refuse_change` tells whether they have (see `WeightsFile`).
     """
 
     def __init__(
@@ -146,14 +206,17 @@ class SafetensorsMaster(_Master):
         ]
         super().__init__(match.layout, layers, match.reason)
         self.reasons = dict(match.reasons)
+        self._files = dict(match.files)
 
 
 @dataclass(frozen=True)
 class FileMatch:
-    """layout: with matching layers in file order. data: per layer its bytes in the file (read-only), or None."""
+    """layout: with matching layers in file order. data: per layer its bytes in the file (read-only), or None. files: of
+    those that have."""
 
     layout: Layout
     data: tuple[torch.Tensor | None, ...]
+    files: Mapping[int, WeightsFile]
     reasons: Mapping[int, str] = field(default_factory=dict)
 
     @property
@@ -180,6 +243,7 @@ def match_files(
     """
     index = _open_all(_expand(files))
     data: list[torch.Tensor | None] = []
+    mapped: dict[int, WeightsFile] = {}
     reasons: dict[int, str] = {}
     for number, layer in enumerate(layout.layers):
         data.append(None)
@@ -189,7 +253,7 @@ def match_files(
         if isinstance(found, str):
             reasons[number] = found
             continue
-        content, offsets = found
+        file, content, offsets = found
         try:
             reordered = layout.with_file_order({number: offsets}, file_alignment)
         except InvalidArgument as refused:
@@ -199,8 +263,10 @@ def match_files(
         if different:
             reasons[number] = f"{different[0]} has other values in the model than in the file"
             continue
-        layout, data[number] = reordered, content
-    return FileMatch(layout, tuple(data), reasons)
+        layout, data[number], mapped[number] = reordered, content, file
+    for file in set(mapped.values()):
+        file.refuse_change()  # while its bytes were compared
+    return FileMatch(layout, tuple(data), mapped, reasons)
 
 
 def make_master(
@@ -255,7 +321,7 @@ def _copy_of(layer: LayerLayout, model: nn.Module, allocate: Callable[[int], tor
 class _Entry:
     """A tensor in a file: bytes [start, end) of `content`, which is the whole file."""
 
-    path: Path
+    file: WeightsFile
     content: torch.Tensor
     dtype: str
     shape: tuple[int, ...]
@@ -265,8 +331,8 @@ class _Entry:
 
 def _find(
     layer: LayerLayout, index: Mapping[str, _Entry], prefix: str, names: Mapping[str, str]
-) -> tuple[torch.Tensor, dict[str, int]] | str:
-    """The layer's bytes in a file and its tensors' offsets in them; or why there are none."""
+) -> tuple[WeightsFile, torch.Tensor, dict[str, int]] | str:
+    """A file, the layer's bytes in it and its tensors' offsets in them; or why there are none."""
     entries: dict[str, _Entry] = {}
     places: dict[tuple[object, ...], _Entry] = {}
     for placed in layer.tensors:
@@ -276,7 +342,9 @@ def _find(
         if not spec.span_bytes or entry is None:
             continue
         if entry.dtype != spec.dtype or entry.shape != spec.shape:
-            return f"{spec.path} is {spec.dtype} {spec.shape}, but {entry.dtype} {entry.shape} in {entry.path.name}"
+            return (
+                f"{spec.path} is {spec.dtype} {spec.shape}, but {entry.dtype} {entry.shape} in {entry.file.path.name}"
+            )
         if not _is_row_major(spec.shape, spec.stride):
             return f"{spec.path} is not contiguous in memory (stride {spec.stride}), as it is in a file"
         entries[spec.path] = entry
@@ -292,8 +360,8 @@ def _find(
                     "resident (mutable=) to use the file for the others"
                 )
             entries[spec.path] = twin
-    if len({entry.path for entry in entries.values()}) > 1:
-        return f"is split between files {sorted({entry.path.name for entry in entries.values()})}"
+    if len({entry.file for entry in entries.values()}) > 1:
+        return f"is split between files {sorted({entry.file.path.name for entry in entries.values()})}"
     ranges = {(entry.start, entry.end) for entry in entries.values()}
     start, end = min(ranges)[0], max(ranges)[1]
     if sum(last - first for first, last in ranges) != end - start:
@@ -302,7 +370,8 @@ def _find(
         placed.spec.path: entries[placed.spec.path].start - start if placed.spec.span_bytes else 0
         for placed in layer.tensors
     }
-    return next(iter(entries.values())).content[start:end], offsets
+    one = next(iter(entries.values()))
+    return one.file, one.content[start:end], offsets
 
 
 def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -332,10 +401,10 @@ def _open_all(paths: Sequence[Path]) -> dict[str, _Entry]:
         for name, entry in _open(path).items():
             if name in index:
                 raise InvalidArgument(
-                    f"{name!r} is in {index[name].path} and in {path}. Nothing was changed; name the files of one "
+                    f"{name!r} is in {index[name].file.path} and in {path}. Nothing was changed; name the files of one "
                     "checkpoint only",
                     name=name,
-                    files=(str(index[name].path), str(path)),
+                    files=(str(index[name].file.path), str(path)),
                 )
             index[name] = entry
     return index
@@ -351,13 +420,12 @@ def _open(path: Path) -> dict[str, _Entry]:
         )
 
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise refuse(f"it has {size} bytes")
-            mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        file = WeightsFile(path)
     except OSError as error:
         raise refuse(str(error)) from error
+    size, mapping = file.size, file.mapping
+    if size < 8:
+        raise refuse(f"it has {size} bytes")
     base = 8 + struct.unpack("<Q", mapping[:8])[0]
     if base > size:
         raise refuse(f"its header says {base - 8} bytes, and there are {size - 8}")
@@ -375,7 +443,7 @@ def _open(path: Path) -> dict[str, _Entry]:
             if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end <= size - base:
                 raise refuse(f"{name!r} lies outside of it")
             entries[name] = _Entry(
-                path=path,
+                file=file,
                 content=content,
                 dtype=_DTYPES.get(entry["dtype"], str(entry["dtype"])),
                 shape=tuple(entry["shape"]),

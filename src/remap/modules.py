@@ -29,6 +29,7 @@ __all__ = [
     "fill",
     "find_layers",
     "install",
+    "own_copy",
     "resolve_layers",
     "restore",
 ]
@@ -135,36 +136,45 @@ def changed(part: LayerLayout, model: nn.Module, master: torch.Tensor) -> list[s
     return found
 
 
+def own_copy(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`like`'s dtype, shape and stride over a new copy of `source` (1-D uint8, `like`'s span), on the device of `source`."""
+    with torch.inference_mode(False), torch.no_grad():
+        home = torch.empty(source.numel(), dtype=torch.uint8, device=source.device)
+        home.copy_(source)
+        return _show(home, like.dtype, 0, like.shape, like.stride())
+
+
 class WriteWatch:
     """Tells which layer tensors the model wrote in place, or replaced, since this object was made.
 
     Make it after `install`. Such layers must be resident from then on: a streamed layer's bytes come from its master
-    copy, which is never written back. It compares autograd's version counters, so it sees every in-place operation
-    of torch, also under no_grad and inference_mode, but not writes through `tensor.data`, through numpy or DLPack, or
-    by kernels that do not announce them. Batch norm's running statistics are such a case; so a buffer that changed
-    speaks for all buffers of its module. `changed` compares bytes and is exact.
+    copy, which is never written back. It compares autograd's version counters and addresses, so it sees every in-place
+    operation of torch, also under no_grad and inference_mode, and memory that was exchanged (`tensor.data = other`), but
+    not writes through `tensor.data`, through numpy or DLPack, or by kernels that do not announce them. Batch norm's
+    running statistics are such a case; so a buffer that changed speaks for all buffers of its module. `changed` compares
+    bytes and is exact.
 
     untracked: layer -> paths of inference tensors (made under inference_mode): torch keeps no version of them.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model = model
-        self._watched: list[tuple[int, TensorSpec, torch.Tensor, int]] = []
+        self._watched: list[tuple[int, TensorSpec, torch.Tensor, int, int]] = []
         self.untracked: dict[int, list[str]] = {}
         # What written_in() looks at, a layer: the modules on the way to its tensors, and the tensors, each with the dict and
         # the name under which it is registered. So nothing has to be found by its dotted name while nothing has changed.
         self._way: list[list[tuple[dict[str, nn.Module | None], str, nn.Module]]] = []
-        self._registered: list[list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int]]] = []
+        self._registered: list[list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int, int]]] = []
         for index, layer in enumerate(layout.layers):
             way: dict[str, tuple[dict[str, nn.Module | None], str, nn.Module]] = {}
-            registered: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int]] = []
+            registered: list[tuple[dict[str, torch.Tensor | None], str, torch.Tensor, int, int]] = []
             for target in _targets(model, layer):
                 spec, tensor = target.placed.spec, target.tensor
                 if tensor.is_inference():
                     self.untracked.setdefault(index, []).append(spec.path)
                     continue
-                version = tensor._version
-                self._watched.append((index, spec, tensor, version))
+                version, address = tensor._version, tensor.data_ptr()
+                self._watched.append((index, spec, tensor, version, address))
                 *prefix, name = spec.path.split(".")
                 owner, path = model, ""
                 for child in prefix:
@@ -173,7 +183,7 @@ class WriteWatch:
                     way[path] = (owner._modules, child, inner)
                     owner = inner
                 registry: Any = owner._parameters if owner._parameters.get(name) is tensor else owner._buffers
-                registered.append((registry, name, tensor, version))
+                registered.append((registry, name, tensor, version, address))
             self._way.append(list(way.values()))
             self._registered.append(registered)
 
@@ -183,7 +193,8 @@ class WriteWatch:
 
     def written_in(self, layers: Collection[int]) -> dict[int, list[str]]:
         """`written`, for these layers only (an unknown one has no tensors). A few microseconds a layer while nothing was
-        written: it is asked just before layers are streamed, which is on the way from demand to usable KV blocks.
+        written: it is asked just before layers are streamed, which is on the way from demand to usable KV blocks, and
+        after each pass in which some were.
         """
         touched = {layer for layer in layers if self._touched(layer)}
         if not touched:
@@ -197,21 +208,22 @@ class WriteWatch:
         for modules, name, module in self._way[layer]:
             if modules.get(name) is not module:
                 return True
-        for registry, name, tensor, version in self._registered[layer]:
-            if tensor._version != version or registry.get(name) is not tensor:
+        for registry, name, tensor, version, address in self._registered[layer]:
+            if tensor._version != version or registry.get(name) is not tensor or tensor.data_ptr() != address:
                 return True
         return False
 
-    def _written(self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int]]) -> dict[int, list[str]]:
+    def _written(self, watched: Sequence[tuple[int, TensorSpec, torch.Tensor, int, int]]) -> dict[int, list[str]]:
         paths: set[str] = set()
         modules: set[str] = set()
-        for _, spec, tensor, version in watched:
-            if tensor._version != version or _lookup(self._model, spec.path) is not tensor:
+        for _, spec, tensor, version, address in watched:
+            same = _lookup(self._model, spec.path) is tensor and tensor.data_ptr() == address
+            if tensor._version != version or not same:
                 paths.add(spec.path)
                 if spec.kind == "buffer":
                     modules.add(spec.path.rpartition(".")[0])
         found: dict[int, list[str]] = {}
-        for index, spec, _, _ in watched:
+        for index, spec, *_ in watched:
             if spec.path in paths or (spec.kind == "buffer" and spec.path.rpartition(".")[0] in modules):
                 found.setdefault(index, []).append(spec.path)
         return found

@@ -12,7 +12,7 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["Log", "check_books", "make_report", "take_snapshot", "then"]
+__all__ = ["Log", "check_books", "compose", "make_report", "take_snapshot", "then"]
 
 
 class Log:
@@ -100,29 +100,35 @@ def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
     """Both moves of one tenant's blocks, {old: new}, one after the other: what moved first may have moved on."""
     known = set(moves.values())
     first = {old: later.get(new, new) for old, new in moves.items()}
-    return first | {old: new for old, new in later.items() if old not in known}
+    both = first | {old: new for old, new in later.items() if old not in known}
+    return {old: new for old, new in both.items() if old != new}  # some may be back where they were
+
+
+def compose(
+    moved: Mapping[str, Mapping[int, int]], later: Mapping[str, Mapping[int, int]]
+) -> dict[str, dict[int, int]]:
+    """`then`, for each tenant."""
+    return {name: then(moved.get(name, {}), later.get(name, {})) for name in {**moved, **later}}
 
 
 def make_report(
     epoch: int,
     tenants: Mapping[str, Tenant],
     entries: Mapping[str, Mapping[str, Any]],
-    untold: Mapping[str, Mapping[int, int]] | None = None,
+    moved: Mapping[str, Mapping[int, int]],
     resized: bool = False,
 ) -> StepReport:
-    """What a step did to each tenant that it touched: added, moved, unmet, stall, reason.
+    """What a step did to each tenant that it touched: added, unmet, stall, reason.
 
-    untold: moves of a step before it that raised. resized: whether somebody has more or fewer layers remapped than before.
+    moved: all moves that no report has told of, those of a step before it that raised included. resized: whether somebody has
+    more or fewer layers remapped than before.
     """
-    moved = {name: entry["moved"] for name, entry in entries.items() if entry["moved"]}
-    for name, moves in (untold or {}).items():
-        moved[name] = then(moves, moved.get(name, {}))
     return StepReport(
         changed=bool(moved) or resized or any(entry["added"] for entry in entries.values()),
         epoch=epoch,
         remapped={name: tenants[name].remapped for name in entries},
         added_blocks={name: entry["added"] for name, entry in entries.items()},
-        moved=moved,
+        moved={name: moves for name, moves in moved.items() if moves},
         unmet_blocks={name: entry["unmet"] for name, entry in entries.items() if entry["unmet"]},
         predicted_stall_s={name: entry["stall"] for name, entry in entries.items()},
         reason={name: entry["reason"] for name, entry in entries.items()},

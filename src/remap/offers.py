@@ -35,7 +35,7 @@ def offers_to(session: Session, receiver: Tenant, need: int) -> list[list[Quote]
     others = [
         tenant
         for name, tenant in session._tenants.items()
-        if tenant is not receiver and session._configs[name].lends and not (tenant._in_pass or tenant._leaving)
+        if tenant is not receiver and session._configs[name].lends and not tenant._busy
     ]
     now = session.clock()
     idle = _ranked(session, [tenant for tenant in others if not tenant.active and not paused(tenant)], now)
@@ -145,10 +145,14 @@ def _of_inactive(session: Session, donor: Tenant, receiver: Tenant, need: int) -
     places = receiver._attachment.index_of
     quotes = []
     copy = donor.copy_seconds()
+    before = donor.select(donor.remapped, buffers, kind) or tuple(last)
     for alpha in range(donor.remapped + 1, away_cap(session, donor) + 1):
         if need <= 0:
             break
-        layers = set(donor.select(alpha, buffers, kind)).difference(donor.select(alpha - 1, buffers, kind) or last)
+        if not attachment.possible(donor.select(alpha, buffers, kind), buffers):
+            continue
+        layers = set(donor.select(alpha, buffers, kind)).difference(before)
+        before = donor.select(alpha, buffers, kind)
         pages = sum(page in places for layer in layers for page in attachment.pages.homes[layer])
         blocks = int(pages * receiver._blocks_per_page)
         take = Take(donor.name, "layers", blocks, alpha, buffers, kind)

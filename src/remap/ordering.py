@@ -8,16 +8,25 @@ compute stream: then the host waits wherever a stream would.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .devices import Device
-from .errors import Error
+from .errors import Error, InvalidArgument
 from .streams import native_stream
 
-__all__ = ["ComputeStream", "Streams"]
+__all__ = ["ComputeStream", "Streams", "gone"]
 
 _FOREVER_S = 3600.0
+
+
+def gone(give_back: Callable[..., None], *handle: int) -> None:
+    """Give something back to the backend that may have it already: an interrupt came before that was noted. The backend, which
+    knows its own, then says InvalidArgument."""
+    try:
+        give_back(*handle)
+    except InvalidArgument:
+        return
 
 
 class Streams:
@@ -36,9 +45,10 @@ class Streams:
 
     def adopt(self, native: int) -> int:
         """The backend's handle of a caller's stream. Raises InvalidArgument if it is none of this device."""
-        stream: int = self.backend.adopt_stream(native)
-        self._adopted.add(stream)
-        return stream
+        with self._lock:
+            stream: int = self.backend.adopt_stream(native)
+            self._adopted.add(stream)
+            return stream
 
     def record(self, stream: int) -> int:
         """An event that completes when all work enqueued on `stream` so far has.
@@ -50,8 +60,8 @@ class Streams:
         with self._lock:
             event = next((each for each in self._events if self._complete(each)), 0)
             if event == 0:
-                event = self.backend.create_event()
-                self._events.append(event)
+                self._events.append(self.backend.create_event())
+                event = self._events[-1]
             self.backend.record(event, stream)
             return event
 
@@ -110,14 +120,14 @@ class Streams:
         return float(min(times))
 
     def close(self) -> None:
-        """Give everything back. After an error it can be called again. Callers' streams are not waited for."""
+        """Give everything back. After an error or an interrupt it can be called again. Callers' streams are not waited for."""
         self._drop_mover()
         for stream in tuple(self._adopted):
-            self.backend.forget_stream(stream)
+            gone(self.backend.forget_stream, stream)
             self._adopted.discard(stream)
         for events in (self._timing, self._events):
             while events:
-                self.backend.destroy_event(events[-1])
+                gone(self.backend.destroy_event, events[-1])
                 events.pop()
 
     def _moving(self) -> int:
@@ -130,7 +140,7 @@ class Streams:
         # its work. It also gets rid of a stream that has failed, which would fail for ever. If this fails too, copies may
         # still be reading: what they read is kept until it has succeeded.
         if self._mover:
-            self.backend.destroy_stream(self._mover)
+            gone(self.backend.destroy_stream, self._mover)
             self._mover = 0
         self._keep = None
 

@@ -19,7 +19,7 @@ from itertools import chain
 
 from .errors import InvalidArgument
 
-__all__ = ["Plan", "Point", "SetOwner", "TenantPages", "plan_free_pages", "plan_streamed"]
+__all__ = ["Plan", "Point", "SetOwner", "TenantPages", "plan_free_pages", "plan_streamed", "ring_of"]
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class TenantPages:
         if not self.lent:
             return frozenset()
         target = tuple(sorted(streamed))
-        ring = _choose_ring(self, target, buffers) if target else ()
+        ring = _choose_ring(self, target, buffers)
         stays = frozenset(_homes(self.homes, target)).difference(*ring)
         return self.lent - stays
 
@@ -121,12 +121,14 @@ def plan_streamed(
     buffers: int,
     *,
     to: str = "kv",
+    ring: tuple[tuple[int, ...], ...] | None = None,
     predicted_stall_s: float = 0.0,
     reason: str = "",
 ) -> Plan:
     """The plan that makes exactly `streamed` the tenant's streamed layers, through `buffers` ring buffers.
 
-    to: what the pages become that this frees: the tenant's own "kv", or "free", to be lent to others. An empty set gives
+    to: what the pages become that this frees: the tenant's own "kv", or "free", to be lent to others. ring: the pages that the
+    ring is made of, to restore an earlier state; by default they are chosen here. An empty set gives
     every layer its home back; of pages that come home, those that were lent must have been reclaimed (they are the tenant's
     KV, and not in `now.lent`: see `to_reclaim`). Raises InvalidArgument (fields: layer or buffers) for an unknown or
     repeated layer, fewer streamed layers than buffers + 1, or homes too small for the ring, or lent pages
@@ -157,7 +159,8 @@ def plan_streamed(
             buffers=buffers,
             streamed=len(target),
         )
-    ring = _choose_ring(now, target, buffers) if target else ()
+    if ring is None:
+        ring = _choose_ring(now, target, buffers)
     # Only layers that enter or leave the streamed set, or lend pages to the ring, have pages that change hands: growth is
     # on the engine's critical path, and the other layers may have 10^4 pages.
     touched = set(now.streamed).symmetric_difference(target)
@@ -273,7 +276,27 @@ def _owners(
 
 
 def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tuple[tuple[int, ...], ...]:
-    """Pages for `buffers` ring buffers out of the homes of `target`; buffers that can stay where they are do."""
+    """`ring_of`, or InvalidArgument."""
+    ring = ring_of(now, target, buffers)
+    if ring is None:
+        needed, available = buffers * now.buffer_pages, sum(len(now.homes[layer]) for layer in target)
+        raise InvalidArgument(
+            f"{buffers} ring buffers of {now.buffer_pages} pages need {needed} pages, the streamed layers own {available}; "
+            "nothing was planned; stream more layers or use fewer buffers",
+            buffers=buffers,
+            needed_pages=needed,
+            available_pages=available,
+        )
+    return ring
+
+
+def ring_of(now: TenantPages, target: tuple[int, ...], buffers: int) -> tuple[tuple[int, ...], ...] | None:
+    """Pages for `buffers` ring buffers out of the homes of `target` (ascending); buffers that can stay where they are do.
+
+    () if nothing is to stream. None if the homes are too small for the ring: such a set cannot be streamed.
+    """
+    if not target:
+        return ()
     if len(now.ring) == buffers and (set(now.streamed) <= set(target) or set(now.ring_layers) <= set(target)):
         return now.ring  # the usual case: growing or shrinking beside a ring that stays
     size = now.buffer_pages
@@ -304,12 +327,6 @@ def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tup
         pool = [page for page in pool if page not in used]
     wanted = (buffers - len(kept)) * size
     if len(pool) < wanted:
-        raise InvalidArgument(
-            f"{buffers} ring buffers of {size} pages need {buffers * size} pages, the streamed layers own "
-            f"{len(pool) + len(used)}; nothing was planned; stream more layers or use fewer buffers",
-            buffers=buffers,
-            needed_pages=buffers * size,
-            available_pages=len(pool) + len(used),
-        )
+        return None
     fresh = [tuple(pool[index * size : (index + 1) * size]) for index in range(buffers - len(kept))]
     return (*kept, *fresh)

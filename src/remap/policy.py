@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .slicing import tail_for
+from .slicing import alpha_of, tail_for
 from .views import Demand, TenantView
 
 if TYPE_CHECKING:
@@ -58,6 +58,7 @@ def view_of(session: Session, tenant: Tenant, demand: Demand) -> TenantView:
         max_blocks=tenant.kv.max_blocks,
         shrink_blocks=tenant._shrink_blocks,
         active=tenant.active,
+        seen=tenant.seen,
         lends=bool(attachment.pages.lent),
         others=tenant._others if len(session._tenants) > 1 else None,
     )
@@ -91,6 +92,7 @@ def _sliced_view(session: Session, tenant: Tenant, demand: Demand) -> TenantView
         epoch=0,
         max_blocks=tenant.kv.max_blocks,
         active=tenant.active,
+        seen=tenant.seen,
         lends=bool(pages.lent),
         others=tenant._others if len(session._tenants) > 1 else None,
         unit="pages of every layer",
@@ -101,7 +103,12 @@ def _depths(tenant: Tenant, cap: int | None) -> tuple[int, int]:
     """(pages of the largest streamable layer, most tail pages that may stream: `cap` is in layers)."""
     attachment = tenant._attachment
     homes = [attachment.pages.homes[layer] for layer in attachment.order]
-    deepest = max(map(len, homes), default=0)
+    sizes = sorted(map(len, homes), reverse=True)
+    deepest = sizes[0] if sizes else 0
     if len(homes) <= 2 or attachment.hosted < len(homes):
         return deepest, 0
-    return deepest, deepest if cap is None else min(deepest, tail_for(homes, min(cap, len(homes) - 2), 2))
+    # A page a layer more gives one of each layer that has it, less the ring's two: nothing beyond the third largest layer.
+    most = sizes[2]
+    if cap is not None:
+        most = min(most, tail_for(homes, min(cap, alpha_of(homes, most, 2)), 2))
+    return deepest, most

@@ -7,8 +7,15 @@
 Blocks are usable when apply() returns: in aliased mode that is bookkeeping, without any backend call. Settling comes after
 that. If settling fails nothing is lost: `tenant.forward()` tries it again, and raises instead of beginning a pass.
 
-Threads: attach, step, remap, snapshot and close may be called from any thread, one at a time (one lock); passes belong to
-the engine's thread. The re-pointing worker and the copy stream belong to the core and never call Python.
+Threads: every method may be called from any thread. Those that change something run one at a time; meanwhile no pass begins and
+no block is handed out of the tenants concerned (locking.py). A tenant's passes belong to one thread at a time, its engine's, and
+each tenant may have an engine on a thread of its own: while it is inside a pass, other threads' calls leave it alone, or refuse
+(InvalidState) where it is named. Live blocks of one tenant may move in another's step: whoever calls step() has to hand the
+report's `moved` to that tenant's engine before its next pass. The re-pointing worker and the copy stream belong to the core and
+never call Python.
+
+Interrupts: a call that an exception ends, KeyboardInterrupt included, has happened or has not; blocks that had moved by then are
+in the next report. Calls that consist of several changes may have stopped between two.
 
 On a GPU step() does not wait for the device: what it moves is ordered behind the tenant's compute stream (ordering.py;
 changes.py names the exceptions). attach, detach and close do wait, for this session's streams and the tenant's.
@@ -16,7 +23,7 @@ changes.py names the exceptions). attach, detach and close do wait, for this ses
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -33,16 +40,16 @@ from .errors import ArenaBroken, InvalidArgument, InvalidState
 from .host_memory import HostMemories
 from .kv_geometry import KVSpec
 from .lending import Lending
-from .locking import SessionLock
+from .locking import Moved, SessionLock, exclusive
 from .nvtx import annotated
-from .observe import Log, check_books, make_report, take_snapshot, then
+from .observe import Log, check_books, compose, make_report, take_snapshot
 from .ordering import Streams
 from .policy import view_of
 from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
 from .stepping import step
-from .tenancy import admit
+from .tenancy import Arrival, admit, undo_arrival
 from .tenant import Tenant
 from .views import TenantView
 
@@ -58,8 +65,8 @@ class Session:
     capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda", "cuda:N" or "sim:NAME"
     (a named machine in virtual time, see devices.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults). page_bytes: a
-    multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests). copy_threads: on
-    the CPU, threads that share one copy.
+    power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
+    copy_threads: on the CPU, threads that share one copy.
 
     On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
     of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
@@ -123,15 +130,19 @@ class Session:
         self._cursor = 0  # round robin: the donor after the last one comes first
         self._demands: Mapping[str, Demand] = {}  # of the last step
         self._claims: dict[int, tuple[tuple[object, ...], dict[str, int]]] = {}  # see decisions.consider_return
-        self._untold: dict[str, dict[int, int]] = {}  # moves of a step that raised afterwards: the next report has them
         self._log = Log()
         self._registered = Registered(self._arena, self._tenants)
-        self._next_tenant = 0
-        self._lock = SessionLock(_core.fork_generation)
+        self._next_tenant = 0  # a number is never used twice, so that nobody's bytes pass for another's
+        self._arriving: Arrival | None = None  # a tenant that is being attached
+        self._departed: list[Tenant] = []  # on their way out: see _release_departed
+        self._told: list[Moved] = []  # moves that the report of the call in progress tells of
+        self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
+        self._closing = False  # all tenants depart
         self.closed = False
 
     # -- tenants ---------------------------------------------------------------------------------------------------
 
+    @exclusive
     def attach(
         self,
         model: Any,
@@ -147,6 +158,7 @@ class Session:
         active: bool = True,
         extra_layers: Sequence[Any] = (),
         embedding: str = "device",
+        hooks: bool = True,
     ) -> Tenant:
         """Move a torch model's tensors into the arena and give it a KV cache.
 
@@ -154,6 +166,10 @@ class Session:
         serve passes at once (see `activate`). controller: its own settings, by default the session's. extra_layers: modules, or
         their paths ("lm_head"), that stream like layers although they have no KV: number n, n + 1, ... for wait and done.
         embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
+
+        hooks: layers wait for their weights and say when they are done through hooks of torch's, and a call of the model is a
+        pass (see `remap.hooks`). Nothing is streamed before one whole pass has come by every layer. False: the engine calls
+        wait and done itself, for every layer in every pass.
 
         layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of
         tensors that the model writes; they stay resident. weights: safetensors file(s) or folder that the model was loaded
@@ -165,24 +181,25 @@ class Session:
         (unknown layer path, wrong device, name in use, KVSpec that does not fit), OutOfMemory (field minimum_bytes),
         LimitExceeded (page-locked memory); nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            self._check_name(name)
-            with self._host.taken() as host:
-                source = model_source(
-                    model,
-                    layers,
-                    device=self._device,
-                    memory=self._memory,
-                    host=host,
-                    mutable=mutable,
-                    weights=weights,
-                    names=names,
-                    extra=extra_layers,
-                    embedding=embedding,
-                )
-                return admit(self, source, name, priority, kv, controller or self._config, host, active)
+        self._check_open()
+        self._check_name(name)
+        with self._host.taken() as host:
+            source = model_source(
+                model,
+                layers,
+                device=self._device,
+                memory=self._memory,
+                host=host,
+                mutable=mutable,
+                weights=weights,
+                names=names,
+                extra=extra_layers,
+                embedding=embedding,
+                hooks=hooks,
+            )
+            return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
+    @exclusive
     def attach_bytes(
         self,
         layers: Sequence[Any],
@@ -198,13 +215,13 @@ class Session:
         On cuda a writable buffer that starts at an OS page is page-locked in place; of any other a page-locked copy is made.
         `session.layer_address(name, i)` says where layer i lives.
         """
-        with self._lock:
-            self._check_open()
-            self._check_name(name)
-            with self._host.taken() as host:
-                source = raw_source(layers, host)
-                return admit(self, source, name, priority, kv, controller or self._config, host, active)
+        self._check_open()
+        self._check_name(name)
+        with self._host.taken() as host:
+            source = raw_source(layers, host)
+            return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
+    @exclusive
     def detach(self, name: str, *, device: Any = None) -> None:
         """Take a tenant out: its model goes back onto ordinary memory, its pages become free. Waits for its last pass.
 
@@ -213,22 +230,17 @@ class Session:
         of the tenant's is declared as registered, and OutOfMemory (fields requested, device) without room for the model; it
         can be called again then, and until it has succeeded the tenant serves no pass.
         """
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass(leaving=True)
-            self._registered.refuse_detach(tenant)
-            self._changes.abandon(tenant)
-            tenant._restore_model(device)
-            tenant._retire()
-            self._arena.remove_tenant(tenant.number)
-            del self._tenants[name], self._controllers[name], self._configs[name]
-            tenant._release()
-            self._activity.forget(name)
-            self._claims.pop(tenant.number, None)
-            self._untold.pop(name, None)
-            self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
-            self._host.give_back(tenant._attachment.host)
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass(leaving=True)
+        self._registered.refuse_detach(tenant)
+        self._changes.abandon(tenant)
+        tenant._restore_model(device)
+        tenant._retire()
+        self._departed.append(tenant)
+        self._arena.remove_tenant(tenant.number)  # from here it has gone
+        self._release_departed()
 
     def layer_address(self, name: str, layer: int) -> int:
         """Where a layer lives. It never changes."""
@@ -242,6 +254,7 @@ class Session:
 
     # -- deciding --------------------------------------------------------------------------------------------------
 
+    @exclusive
     @annotated("remap.step")
     def step(self, demand: Mapping[str, Demand] | None = None) -> StepReport:
         """Once per scheduler iteration, between passes: decide and apply.
@@ -249,34 +262,42 @@ class Session:
         demand: for each tenant, the blocks that its engine wants to be able to allocate now. Raises InvalidArgument for an
         unknown tenant and InvalidState inside a pass, before anything changes.
         """
-        with self._lock:
-            self._check_open()
-            demand = demand or {}
-            for name in demand:
-                if name not in self._tenants:
-                    self._tenant(name)
-            for name in demand:
-                tenant = self._tenants[name]
-                if tenant._in_pass or tenant._leaving or not tenant.active:
-                    tenant.refuse_pass(asleep=True)
-            entries = step(self, demand)
-            return self._report(entries) if entries or self._untold else _UNCHANGED
+        self._check_open()
+        self._claim()
+        demand = demand or {}
+        for name in demand:
+            if name not in self._tenants:
+                self._tenant(name)
+        for name in demand:
+            tenant = self._tenants[name]
+            if tenant._busy or not tenant.active:
+                tenant.refuse_pass(asleep=True)
+        entries = step(self, demand)
+        return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
     def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
-        untold, self._untold = self._untold, {}
         self._log.add(self._arena.epoch, entries)
         resized = False
         for name in entries:
             tenant = self._tenants[name]
             resized = resized or tenant.alpha != tenant._told_alpha
             tenant._told_alpha = tenant.alpha
-        return make_report(self._arena.epoch, self._tenants, entries, untold, resized)
+        return self._with_moved(lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized))
+
+    def _with_moved(self, report: Callable[[Moved], Any]) -> Any:
+        """report(moved), which tells of all moves that no report has told of: noted, for the case that it does not arrive."""
+        moved = self._changes.moved
+        made = report(moved)
+        self._told.append(moved)
+        self._changes.moved = {}
+        return made
 
     def _view_of(self, tenant: Tenant, wanted: Demand | None) -> TenantView:
         return view_of(self, tenant, wanted or _NO_DEMAND)
 
     # -- whose turn it is ------------------------------------------------------------------------------------------
 
+    @exclusive
     @annotated("remap.activate")
     def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> ActivationReport:
         """The tenant serves passes from now on: what it has lent comes home first (see activation.py). Between passes.
@@ -292,53 +313,59 @@ class Session:
         """
         if not isinstance(partial, bool) and not is_amount(partial):
             raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass()
-            others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
-            for other in others:
-                other.refuse_pass()
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass()
+        others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
+        for other in others:
+            other.refuse_pass()
+        before = {each: each.active for each in (tenant, *others)}
+        try:
+            report = activate(self, tenant, partial)
             for other in others:
                 deactivate(self, other)
-            report = activate(self, tenant, partial)
-            if self._untold:  # of a step that raised before
-                untold, self._untold = self._untold, {}
-                names = {*untold, *report.moved}
-                together = {other: then(untold.get(other, {}), report.moved.get(other, {})) for other in names}
-                report = replace(report, moved=together)
             entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
             self._log.add(self._arena.epoch, {name: entry})
-            return report
+            made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
+            return made
+        except BaseException:
+            for each, active in before.items():
+                each.active = active
+            raise
 
+    @exclusive
     def deactivate(self, name: str) -> None:
         """The tenant serves no pass until it is activated again. Its live blocks stay; its unused KV and its layers may be lent.
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass()
-            deactivate(self, tenant)
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass()
+        deactivate(self, tenant)
 
+    @exclusive
     def lend(self, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
         """By hand: `layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
 
         to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what it
-        streams. Errors as for `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+        streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for `remap`;
+        OutOfBlocks (field preempt) where live blocks lie in what is to come home.
         """
-        with self._lock:
-            self._check_open()
-            tenant, receiver = self._tenant(name), None if to is None else self._tenant(to)
-            for each in (tenant, receiver):
-                if each is not None:
-                    each.refuse_pass()
-            check_by_hand(tenant, layers, buffers, "nested")
-            if receiver is tenant:
-                raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
-            return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
+        self._check_open()
+        self._claim()
+        tenant, receiver = self._tenant(name), None if to is None else self._tenant(to)
+        for each in (tenant, receiver):
+            if each is not None:
+                each.refuse_pass()
+        check_by_hand(tenant, layers, buffers, "nested")
+        if receiver is tenant:
+            raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
+        return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
 
+    @exclusive
     def remap(
         self, name: str, layers: float, buffers: int = 1, selection: str = "uniform", *, drain: bool = False
     ) -> StepReport:
@@ -349,18 +376,21 @@ class Session:
         fraction then (from all resident, or from other slices only).
         Live blocks in pages that go back are moved; the report says where (`moved`). drain: those that an engine with its own
         allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
-        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, OutOfBlocks if
-        live blocks do not fit into what remains, InvalidState inside a pass; nothing changes then.
+        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or their pages are
+        too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages, max_blocks); OutOfBlocks
+        if live blocks do not fit into what remains; InvalidState inside a pass, or (fields tenant, layers) if more layers are to
+        stream than now and no pass has waited for every layer yet. Nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            tenant = self._tenant(name)
-            tenant.refuse_pass()
-            check_by_hand(tenant, layers, buffers, selection)
-            return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
+        self._check_open()
+        self._claim()
+        tenant = self._tenant(name)
+        tenant.refuse_pass()
+        check_by_hand(tenant, layers, buffers, selection)
+        return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
 
     # -- ranges that others have registered ------------------------------------------------------------------------
 
+    @exclusive
     def declare_registered(self, address: int, nbytes: int) -> None:
         """Say that [address, address + nbytes) was registered with somebody who keeps the pages that he found behind it: NCCL,
         a network card. What the regions there show never changes from now on: layers that intersect are pinned.
@@ -368,44 +398,58 @@ class Session:
         Raises InvalidState (fields tenant, layer) if such a layer is streamed now, or is still to be re-pointed (`settle`,
         then register, then declare), InvalidArgument if no region lies there; nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            self._registered.declare(address, nbytes)
+        self._check_open()
+        self._claim()
+        self._registered.declare(address, nbytes)
 
+    @exclusive
     def withdraw_registered(self, address: int, nbytes: int) -> None:
         """Take one declaration back: the range was deregistered. Its layers may be streamed again.
 
         Raises InvalidArgument if this very range was not declared; nothing changes then.
         """
-        with self._lock:
-            self._check_open()
-            self._registered.withdraw(address, nbytes)
+        self._check_open()
+        self._claim()
+        self._registered.withdraw(address, nbytes)
 
     # -- settling (see the module's docstring) ---------------------------------------------------------------------
 
     @property
     def unsettled(self) -> bool:
         """Whether a deferred re-pointing failed and waits to be tried again."""
-        return bool(self._executor.failed_points)
+        return bool(self._executor.failed_points())
 
+    @exclusive
     def settle(self, tenant: Tenant | None = None) -> None:
         """Finish what the last change deferred, now, and wait for it. Raises the backend's error if that fails again."""
-        with self._lock:
-            for each in [tenant] if tenant is not None else list(self._tenants.values()):
-                self._changes.settle(each)
-            if self._executor.failed_points:
-                self._executor.retry_failed()
-            if tenant is None:
-                self._changes.await_worker()
+        self._claim()
+        for each in [tenant] if tenant is not None else list(self._tenants.values()):
+            self._changes.settle(each)
+            self._changes.retry_failed(each)
+        if tenant is None:
+            self._changes.await_worker()
+
+    @exclusive
+    def _begin_behind_changes(self, tenant: Tenant, stream: Any, mark: object) -> None:
+        """`Tenant.forward` once more: behind the change that was in progress, and with what the last one has left finished."""
+        self._changes.settle(tenant)
+        self._changes.retry_failed(tenant)
+        if not tenant._try_begin(stream, mark):
+            raise InvalidState(
+                f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in progress; no "
+                "pass was begun; begin it afterwards",
+                tenant=tenant.name,
+            )
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
+    @exclusive
     def snapshot(self) -> Snapshot:
         """Everything that can be seen, as frozen values of this moment. Changes nothing."""
-        with self._lock:
-            self._check_open(broken_too=True)
-            return take_snapshot(self)
+        self._check_open(broken_too=True)
+        return take_snapshot(self)
 
+    @exclusive
     def check(self) -> None:
         """Verify all invariants of the arena and of every block pool (tests, debugging). Raises on a violation."""
         check_books(self._arena, self._tenants)
@@ -418,22 +462,23 @@ class Session:
         Waits for the last passes. device and OutOfMemory: as for `detach`. Idempotent; after an error it can be called again.
         Allowed when the arena is broken, and with ranges declared as registered: their owner has let go of them.
         """
-        if self.closed:
-            return
-        with self._lock:
-            for tenant in self._tenants.values():
-                self._changes.abandon(tenant)
-                tenant._restore_model(device)
-                tenant._retire()
-            self._executor.stop()
-            self._streams.close()
-            for tenant in self._tenants.values():
-                tenant._release()
-            self._tenants.clear()
-            self._controllers.clear()
-            self._host.close()
-            self._arena.close()
-            self.closed = True
+        if not self.closed:
+            self._close(device)
+
+    @exclusive
+    def _close(self, device: Any) -> None:
+        for tenant in self._tenants.values():
+            self._changes.abandon(tenant)
+            tenant._restore_model(device)
+            tenant._retire()
+        self._executor.stop()
+        self._streams.close()
+        self._departed.extend(self._tenants.values())
+        self._closing = True
+        self._release_departed()
+        self._host.close()
+        self._arena.close()
+        self.closed = True
 
     def __enter__(self) -> Session:
         return self
@@ -445,9 +490,58 @@ class Session:
 
     # -- helpers ---------------------------------------------------------------------------------------------------
 
+    def _begin_call(self) -> list[Moved]:
+        self._undo()
+        self._release_claims()
+        self._told = []
+        return self._told
+
+    def _end_call(self, told: list[Moved] | None, failed: bool) -> None:
+        if failed:
+            for tenant in self._tenants.values():
+                tenant.kv.pool.not_telling()
+            self._undo()
+            while told:
+                if self._changes.moved is not told[-1]:  # it was taken out for the report
+                    self._changes.moved = compose(told[-1], self._changes.moved)
+                told.pop()
+        self._release_claims()
+
+    def _undo(self) -> None:
+        """What a call has begun and not decided never was. Can be called again."""
+        self._changes.undo()
+        if self._arriving is not None:
+            undo_arrival(self)
+        if self._departed:
+            self._release_departed()
+
+    def _release_departed(self) -> None:
+        """Of tenants whose memory has gone nothing is left: neither in the tables, nor what they hold outside of the arena."""
+        while self._departed:
+            tenant = self._departed[-1]
+            name = tenant.name
+            if self._closing or self._arena.counts(tenant.number)["total"] == 0:
+                for table in (self._tenants, self._controllers, self._configs, self._changes.moved):
+                    table.pop(name, None)
+                self._activity.forget(name)
+                self._claims.pop(tenant.number, None)
+                self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
+                tenant._release()
+                self._host.give_back(tenant._attachment.host)
+            self._departed.pop()
+
+    def _claim(self) -> None:
+        """All tenants that are not inside a pass are this call's until it is over."""
+        for tenant in self._tenants.values():
+            tenant._turn.claim()
+
+    def _release_claims(self) -> None:
+        for tenant in self._tenants.values():
+            tenant._turn.release()
+
     def _memory(self, address: int, nbytes: int) -> Any:
-        """A uint8 tensor over a region, on the session's device; keeps the arena alive."""
-        return self._device.tensor(address, nbytes, self._arena)
+        """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
+        return self._device.tensor(address, nbytes, self._arena.hold(address, nbytes))
 
     def _tenant(self, name: str) -> Tenant:
         tenant = self._tenants.get(name)

@@ -35,12 +35,13 @@ def plan_slices(
     buffers: int,
     *,
     to: str = "kv",
+    ring: Ring | None = None,
     predicted_stall_s: float = 0.0,
     reason: str = "",
 ) -> Plan:
     """The plan that makes exactly `layers` stream their last `tail_pages` pages each, through `buffers` ring buffers.
 
-    From all layers resident, or from any slices; tail_pages = 0 makes all resident (also from whole layers). `to`: as for
+    From all layers resident, or from any slices; tail_pages = 0 makes all resident (also from whole layers). `to`, `ring`: as for
     `plan_streamed`, and what was lent and comes home must have been reclaimed (`to_reclaim_slices`).
 
     Growing tail_pages reloads nothing and keeps each page of the ring at its place. The ring takes pages that are neither KV
@@ -60,7 +61,8 @@ def plan_slices(
     target = _checked(now, layers, tail_pages, buffers)
     before = {layer: len(now.away(layer)) for layer in now.streamed}
     after = {layer: min(tail_pages, len(now.homes[layer])) for layer in target}
-    ring = _choose_ring(now, after, tail_pages, buffers)
+    if ring is None:
+        ring = _choose_ring(now, after, tail_pages, buffers)
     moves = _moves(now, before, after, ring, to)
     steps: list[Step] = [
         SetOwner(tuple(pages), was, becomes, now.tenant)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from .errors import InvalidArgument
 from .slice_plan import alpha_of, giving_order, plan_slices, tail_for
+from .undoing import AllOrNothing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .changes import Changes
-    from .planner import Plan
+    from .planner import Plan, TenantPages
     from .tenant import Tenant
 
-__all__ = ["alpha_of", "giving_order", "reslice", "tail_for"]
+__all__ = ["alpha_of", "can_reslice", "giving_order", "reslice", "tail_for"]
 
 
 def reslice(
@@ -34,8 +36,8 @@ def reslice(
     that something wrote into since attach are found, and pinned, before anything changes. Raises InvalidArgument as `plan_slices`
     does, or if pages have no place in the KV region (pages, max_blocks); OutOfBlocks if live blocks do not fit into what
     remains, also where an engine with its own allocator holds them; the backend's error if the change could not be applied.
-    Nothing changes then, but one step may have been made where pages are gained as well as lost: with the old tails, fewer
-    buffers.
+    Nothing changes then, unless `changes.applied` has grown: a step was made on the way (the old tails, fewer buffers), and
+    could not be taken back.
     """
     pages = tenant._attachment.pages
     if tail_pages and pages.streamed and not pages.tail_pages:
@@ -66,11 +68,31 @@ def reslice(
         room = changes._room(tenant, gone, tenant.slots_of(way.gained))
         if way.lost or room < len(pool.pending(gone)):
             raise changes._no_room(tenant, gone, room)
-        if way.steps:
-            changes.apply_and_settle(tenant, way)
-        plan = _plan(changes, tenant, plan.streamed, tail_pages, buffers, to, predicted_stall_s, reason)
-        slots = _lost_slots(tenant, plan)
+        with AllOrNothing(changes, (tenant,)) as undo:
+            if way.steps:
+                changes.apply_and_settle(tenant, way)
+                undo.append(partial(_go_back, changes, tenant, pages))
+            plan = _plan(changes, tenant, plan.streamed, tail_pages, buffers, to, predicted_stall_s, reason)
+            return changes.exchange(tenant, plan, _lost_slots(tenant, plan)) or {}
     return changes.exchange(tenant, plan, slots) or {}
+
+
+def _go_back(changes: Changes, tenant: Tenant, before: TenantPages) -> None:
+    """The ring that there was. No live block is in the way: none has moved yet."""
+    now = tenant._attachment.pages
+    plan = plan_slices(
+        now, changes._arena.epoch, before.streamed, before.tail_pages, len(before.ring), ring=before.ring
+    )
+    changes.exchange(tenant, plan, _lost_slots(tenant, plan))
+
+
+def can_reslice(tenant: Tenant, tail_pages: int, buffers: int) -> bool:
+    """Whether `reslice` has layers enough for the ring, once those that something wrote into are known."""
+    sizes = [len(tenant._attachment.pages.homes[layer]) for layer in _sliceable(tenant, tail_pages)]
+    if not sizes:
+        return tail_pages == 0
+    tails = sum(min(tail_pages, size) for size in sizes)
+    return buffers < len(sizes) and tail_pages <= max(sizes) and tails >= buffers * tail_pages
 
 
 def _lost_slots(tenant: Tenant, plan: Plan) -> list[int]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from .decisions import Entries, carry_out, consider_return
-from .observe import then
+from .decisions import Entries, carry_out, consider_return, ended_early, moved_entry
+from .errors import ArenaBroken, Error
 from .policy import view_of
 from .views import Demand
 
@@ -23,27 +23,32 @@ __all__ = ["step"]
 def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
     """The entries of the step's report; {} if nothing was decided. Known tenants, active and outside of passes.
 
-    Tenants of higher priority are served first, equal ones in the order of attaching. If the step raises, what had moved by
-    then is kept for the next report (`Session._untold`): the engines have to hear of it.
+    Tenants of higher priority are served first, equal ones in the order of attaching. An error ends the step: it is raised if
+    nothing has changed by then, and is in the report otherwise. If the step raises, what had moved by then is in the next report
+    (`Changes.moved`): the engines have to hear of it.
     """
     session._demands = dict(demand)  # the caller may use its own again
     entries: Entries = {}
+    applied, current = session._changes.applied, ""
     try:
         for name in demand if len(demand) < 2 else sorted(demand, key=lambda name: _precedence(session, name)):
-            tenant, wanted = session._tenants[name], demand[name]
+            tenant, wanted, current = session._tenants[name], demand[name], name
             decision = session._controllers[name].decide(view_of(session, tenant, wanted), wanted)
             if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
                 continue
             carry_out(session, tenant, wanted, decision, entries)
         for tenant in session._tenants.values():
             if tenant._attachment.pages.lent:
+                current = tenant.name
                 consider_return(session, tenant, entries)
-    except BaseException:
-        # Whatever it was, an interrupt included. It goes on to the caller.
-        for name, entry in entries.items():
-            if entry["moved"]:
-                session._untold[name] = then(session._untold.get(name, {}), entry["moved"])
+    except ArenaBroken:
         raise
+    except Error as error:
+        if session._changes.applied == applied:
+            raise
+        # Not as if nothing had changed: the report says what was done, and the next step tries the rest again.
+        entry = entries.setdefault(current, moved_entry({}, current))
+        entry["reason"] = ended_early(entry["reason"], str(error))
     return entries
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from . import _core
@@ -13,6 +13,7 @@ from .controller import Controller, ControllerConfig
 from .host_memory import HostMemory
 from .kv_cache import KVCache
 from .kv_geometry import KVSpec
+from .locking import Turn
 from .offers import offers_to
 from .ordering import ComputeStream
 from .planner import plan_free_pages
@@ -21,7 +22,18 @@ from .tenant import Tenant
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["admit"]
+__all__ = ["Arrival", "admit", "undo_arrival"]
+
+
+@dataclass
+class Arrival:
+    """A tenant on its way in: what has to be undone if it does not come to be attached."""
+
+    number: int
+    name: str
+    source: LayerSource
+    tenant: Tenant | None = None
+    installing: bool = False  # the model's tensors may have been re-pointed
 
 
 def admit(
@@ -38,7 +50,29 @@ def admit(
 
     The model's tensors are re-pointed last. On any error nothing stays behind; `host` is the caller's to give back then.
     """
-    arena, changes, streams, number = session._arena, session._changes, session._streams, session._next_tenant
+    number = session._next_tenant
+    session._next_tenant = number + 1
+    arrival = session._arriving = Arrival(number, name, source)
+    try:
+        tenant = _admit(session, arrival, priority, kv, config, host, active)
+    except BaseException:
+        undo_arrival(session)
+        raise
+    session._arriving = None
+    return tenant
+
+
+def _admit(
+    session: Session,
+    arrival: Arrival,
+    priority: int,
+    kv: KVSpec,
+    config: ControllerConfig,
+    host: HostMemory | None,
+    active: bool,
+) -> Tenant:
+    arena, changes, streams = session._arena, session._changes, session._streams
+    number, name, source = arrival.number, arrival.name, arrival.source
     copy = functools.partial(streams.copy, keep=source.keep_alive)
     attachment, geometry, region, first = attach_layers(
         arena,
@@ -51,37 +85,55 @@ def admit(
         config.selection == "slices",
     )
     attachment.host = host
-    try:
-        prefetcher = _core.Prefetcher(
-            session._backend,
-            list(zip(attachment.addresses, source.master_addresses, source.layer_bytes)),
-            keep=arena,
-        )
-        compute = ComputeStream(streams, session._device)
-        mover = functools.partial(changes.move_bytes, compute)
-        cache = KVCache(geometry, arena.address(region), mover, session._memory)
-        tenant = Tenant(session, number, name, priority, attachment, cache, prefetcher, compute)
-        _calibrate(session, tenant, source)
-        if first:
-            changes.apply(tenant, plan_free_pages(attachment.pages, arena.epoch, first, give=True))
-            changes.settle(tenant)
-        source.install(attachment.addresses, attachment.rest_address)
-    except BaseException:
-        # Whatever it was, an interrupt included: nothing stays behind. It goes on to the caller.
-        arena.remove_tenant(number, undoing=True)
-        raise
-    session._next_tenant += 1
-    session._tenants[name] = tenant
-    session._configs[name] = config
+    prefetcher = _core.Prefetcher(
+        session._backend,
+        list(zip(attachment.addresses, source.master_addresses, source.layer_bytes)),
+        keep=arena,
+    )
+    compute = ComputeStream(streams, session._device)
+    mover = functools.partial(changes.move_bytes, compute)
+    turn = Turn(session._lock)
+    cache = KVCache(geometry, arena.address(region), mover, session._memory, turn)
+    tenant = arrival.tenant = Tenant(session, number, name, priority, attachment, cache, prefetcher, compute, turn)
+    _calibrate(session, tenant, source)
+    if first:
+        changes.apply(tenant, plan_free_pages(attachment.pages, arena.epoch, first, give=True))
+        changes.settle(tenant)
     tenant.active = active
     tenant._slices = config.selection == "slices"
     hidden = tenant._hidden = HiddenCopies(tenant, config)
-    # In slices the cap, which is in layers, is in the view (policy.py).
-    counted = replace(config, cap=None) if config.selection == "slices" else config
-    session._controllers[name] = Controller(counted, bound=hidden.bound, stall=hidden.stall)
     tenant._prepare = hidden.prepare
     tenant._others = functools.partial(offers_to, session, tenant)
+    # In slices the cap, which is in layers, is in the view (policy.py).
+    counted = replace(config, cap=None) if config.selection == "slices" else config
+    session._controllers[name] = Controller(counted, bound=hidden.bound, stall=hidden.stall, possible=hidden.possible)
+    session._configs[name] = config
+    arrival.installing = True
+    source.install(attachment.addresses, attachment.rest_address, tenant)
+    session._tenants[name] = tenant  # from here it is attached
     return tenant
+
+
+def undo_arrival(session: Session) -> None:
+    """Nothing stays behind of a tenant that did not come to be attached. Can be called again. Raises ArenaBroken."""
+    arrival = session._arriving
+    if arrival is None:
+        return
+    tenant = arrival.tenant
+    if tenant is None or session._tenants.get(arrival.name) is not tenant:
+        session._changes.undo()
+        if arrival.installing:
+            arrival.source.detach((), None)
+        if tenant is not None:
+            session._changes.forget(tenant)
+            tenant._retire()
+            tenant._release()
+        session._controllers.pop(arrival.name, None)
+        session._configs.pop(arrival.name, None)
+        arena = session._arena
+        if not arena.broken and arena.counts(arrival.number)["total"]:
+            arena.remove_tenant(arrival.number, undoing=True)
+    session._arriving = None
 
 
 def _calibrate(session: Session, tenant: Tenant, source: LayerSource) -> None:

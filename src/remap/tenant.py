@@ -22,11 +22,13 @@ from .attachment import Attachment
 from .cost import CostModel, LayerTimes, Phase, bucket_of
 from .errors import InvalidState
 from .kv_cache import KVCache
+from .locking import Turn
 from .planner import Plan
 from .selection import select
 from .slice_plan import alpha_of
 
 if TYPE_CHECKING:
+    from .hooks import AttachedHooks
     from .ordering import ComputeStream
     from .session import Session
 
@@ -48,24 +50,31 @@ def _gone(name: str) -> Callable[..., None]:
 class _Pass:
     """The context manager of `Tenant.forward`: made anew for each pass, so that it needs no state between them."""
 
-    __slots__ = ("_phase", "_stream", "_tenant", "_tokens")
+    __slots__ = ("_mark", "_phase", "_stream", "_tenant", "_tokens")
 
     def __init__(self, tenant: Tenant, phase: str, tokens: int, stream: Any) -> None:
         self._tenant = tenant
         self._phase = phase
         self._tokens = tokens
         self._stream = stream
+        self._mark = object()  # the turn's `open_pass` while this pass is open
 
     def __enter__(self) -> Tenant:
-        self._tenant._begin_pass(self._stream)
+        self._tenant._begin_pass(self._stream, self._mark)
         return self._tenant
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._tenant._end_pass(self._phase, self._tokens, completed=kind is None)
 
+    def __del__(self) -> None:
+        # An interrupt can come before the first line of __exit__, or just behind __enter__: then nobody has ended the pass.
+        if self._tenant._turn.open_pass is self._mark:
+            self._tenant._close_pass()  # takes no lock: the garbage collector may run while this thread holds it
+
 
 class Tenant:
-    """Made by `Session.attach`. All methods belong to the engine's thread."""
+    """Made by `Session.attach`. `forward`, `wait` and `done` belong to one thread at a time, the engine's; other threads' calls
+    of the session may run beside them (locking.py)."""
 
     def __init__(
         self,
@@ -77,8 +86,10 @@ class Tenant:
         kv: KVCache,
         prefetcher: Any,
         compute: ComputeStream,
+        turn: Turn,
     ) -> None:
         self._session = session
+        self._turn = turn
         self.number = number
         self.name = name
         self.priority = priority
@@ -90,7 +101,7 @@ class Tenant:
         self._prefetcher = prefetcher
         self._compute = compute
         self._cost = CostModel(attachment.layer_bytes)
-        self._unsettled: tuple[Plan, bool, int] | None = None  # applied, not settled; did the ring change; its epoch
+        self._unsettled: tuple[Plan, bool] | None = None  # decided and not settled; did the ring change
         pages_a_layer = attachment.pages.buffer_pages
         self._told_alpha = 0.0  # as of the last report
         self._blocks_per_page = kv.geometry.page_bytes / kv.spec.block_bytes
@@ -103,7 +114,6 @@ class Tenant:
         self._prepare: Callable[[LayerTimes], None] | None = None  # the session's: what growth will ask of these times
         self._prepared: LayerTimes | None = None
         self._prepared_age = _PREPARE_EVERY
-        self._in_pass = False
         self.active = True
         self._clock = session.clock
         self._last_pass_s = self._clock()  # when the last pass ended
@@ -114,7 +124,13 @@ class Tenant:
         self._absent: set[int] = (
             set()
         )  # found when the tenant leaves: layers whose bytes are not all at their addresses
-        self._unwatched = 0  # passes since the streamed layers were last looked at for writes; settling sets it to 0
+        self.hooks: AttachedHooks | None = None
+        self._unseen: set[int] | None = None  # see expect_whole_pass()
+        self._first_wait: Any = None
+        self._from_masters: set[int] = set()  # layers that the open pass, or the last one, takes from weights files
+        self._changed_file: InvalidState | None = (
+            None  # a weights file changed while layers came from it: no pass any more
+        )
         self._shapes: deque[tuple[int, Phase, int]] = deque(
             maxlen=_UNTIMED
         )  # (number, phase, tokens) of passes not timed yet
@@ -148,38 +164,85 @@ class Tenant:
         Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, InvalidArgument for
         what is no stream of the session's device, and the backend's error if the last change could not be finished; then no
         pass has begun and entering again tries it again. An exception inside abandons the pass: the next one starts afresh.
-        Leaving raises InvalidState (fields: tenant, written) if the model wrote into a streamed layer: such a write is lost.
-        That is looked for after changes, and now and then.
+
+        Leaving a pass that was not abandoned raises InvalidState if its results must be discarded: (fields tenant, layer, layers)
+        layers that were streamed or loading were not waited for, so what was computed with them is not known; (tenant, written)
+        the model, or somebody since the last pass, wrote into a streamed layer, and such a write is lost; (file, expected,
+        found) a weights file that layers come from has changed, which entering raises as well. The pass has ended then.
         """
         return _Pass(self, phase, tokens, stream)
 
-    def _begin_pass(self, stream: Any) -> None:
-        session = self._session
-        session._lock.refuse_fork()
-        if self._in_pass or self._leaving or self._detached or session.closed or not self.active:
-            why = "a pass is open" if self._in_pass else "it is inactive; call session.activate() first"
+    @property
+    def _in_pass(self) -> bool:
+        return self._turn.open_pass is not None
+
+    @property
+    def _busy(self) -> bool:
+        """Whether the change in progress must leave it alone: it was inside a pass when that began, or is being detached."""
+        return self._leaving or not self._turn.claimed
+
+    def _begin_pass(self, stream: Any, mark: object) -> None:
+        self._session._lock.refuse_fork()
+        if not self._try_begin(stream, mark):
+            self._session._begin_behind_changes(self, stream, mark)
+
+    def _try_begin(self, stream: Any, mark: object) -> bool:
+        """Begin a pass, unless a change is in progress or has left something to be finished first."""
+        with self._turn.lock:
+            begun = self._begin_now(stream, mark)
+        if begun:
+            nvtx.push("remap.pass")
+        return begun
+
+    def _begin_now(self, stream: Any, mark: object) -> bool:
+        session, turn = self._session, self._turn
+        if turn.open_pass is not None or self._leaving or self._detached or session.closed or not self.active:
+            why = "a pass is open" if turn.open_pass is not None else "it is inactive; call session.activate() first"
             if session.closed or self._detached:
                 why = "the session is closed" if session.closed else "it was detached"
             elif self._leaving:
                 why = "taking it out has failed; detach it again, or close the session"
             raise InvalidState(f"tenant {self.name!r}: {why}; no pass was begun", tenant=self.name)
         session._check_open()
-        if self._unsettled is not None or session.unsettled:
-            session.settle(self)
-        self._prefetcher.begin_pass(self._compute.begin(stream))
-        self._in_pass = True
-        nvtx.push("remap.pass")
+        if self._attachment.verify is not None:
+            self._from_masters = self.away()
+            self._verify_masters()
+        if turn.claimed or self._unsettled is not None or session._executor.failed_points(self.number):
+            return False
+        turn.open_pass = mark  # before the pass begins: __exit__ or __del__ ends it then, whatever comes between
+        try:
+            self._prefetcher.begin_pass(self._compute.begin(stream))
+        except BaseException:
+            self._close_pass()
+            raise
+        if self._unseen is not None:
+            self._unseen.update(range(self.layers))
+        return True
+
+    def _close_pass(self) -> None:
+        """However far it came, no pass is open. Can be called again."""
+        if self._prefetcher is not None and self._prefetcher.in_pass:
+            self._abandoned += 1  # without a shape its time teaches nothing
+            self._prefetcher.end_pass()
+        self._turn.open_pass = None
 
     def _end_pass(self, phase: str, tokens: int, *, completed: bool) -> None:
-        nvtx.pop()
-        self._in_pass = False
+        try:
+            self._finish_pass(phase, tokens, completed)
+        finally:
+            nvtx.pop()
+            # Last of all: until now no change has claimed this tenant, and what was learnt is read by changes.
+            self._close_pass()
+
+    def _finish_pass(self, phase: str, tokens: int, completed: bool) -> None:
         if self._detached:
             if not completed:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {self.name!r}: the session was closed inside of the pass", tenant=self.name)
         self._last_pass_s = self._clock()
+        missed = self._prefetcher.unwaited() if completed else []
         number = self._prefetcher.end_pass()
-        if completed:
+        if completed and not missed:
             self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
         else:
             self._abandoned += 1  # without a shape its time teaches nothing
@@ -189,10 +252,25 @@ class Tenant:
             if self._shapes and self._shapes[0][0] == timed:
                 _, kind, count = self._shapes.popleft()
                 self._learn(kind, count, max(0.0, seconds - stall_s))
-        if completed and self.streamed:
-            if self._unwatched % _TIMES_EVERY == 0:
-                self._refuse_lost_writes()
-            self._unwatched += 1
+        if not completed:
+            return
+        if missed:
+            raise InvalidState(
+                f"tenant {self.name!r}: the pass did not wait for layers {missed}, which were streamed or loading, so what it "
+                "computed with them is not known; the pass has ended and its results, KV included, must be discarded; call the "
+                "layers as modules, with their hooks in place, or call wait and done for every layer in every pass",
+                tenant=self.name,
+                layer=missed[0],
+                layers=tuple(missed),
+            )
+        if self._unseen is not None and not self._unseen:
+            self._unseen = None
+            if self.wait is self._first_wait:
+                self.wait = self._prefetcher.wait
+        if self._from_masters:
+            self._verify_masters()
+        if self.streamed:
+            self.refuse_lost_writes()
 
     def _learn(self, kind: Phase, tokens: int, compute: float) -> None:
         """Of one pass and its seconds of computation: now if the host computed it, passes later if a stream did."""
@@ -227,15 +305,53 @@ class Tenant:
                 self._prepare(times)
                 self._prepared, self._prepared_age = times, 0
 
-    def _refuse_lost_writes(self) -> None:
-        """Layers written before they were to be streamed are pinned, so what is found now was written into the ring."""
-        written = self._attachment.watch(self.streamed)
+    def refuse_lost_writes(self) -> None:
+        """Raises InvalidState (fields tenant, written). Layers written before they were to be streamed are pinned, so what is
+        found now was written into the ring."""
+        written = self._attachment.writes(self.streamed)
         if written:
             raise InvalidState(
-                f"tenant {self.name!r}: the model wrote into layers while they were streamed, and the writes are lost: "
-                f"{written}; name these tensors in attach(mutable=), or run a pass before remapping so that they are found",
+                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced them, which is lost: "
+                f"{written}; detach it, or name these tensors in attach(mutable=), or run a pass before remapping so that they "
+                "are found",
                 tenant=self.name,
                 written=written,
+            )
+
+    def _verify_masters(self) -> None:
+        """Raises InvalidState (fields file, expected, found) if a weights file has changed that layers of this pass come from.
+        The tenant can only be detached then: what was copied since is not known, so those layers count as not at home."""
+        if self._changed_file is None:
+            try:
+                self._attachment.verify(self._from_masters)
+            except InvalidState as error:
+                self._absent.update(self._from_masters)
+                self._changed_file = error
+        if self._changed_file is not None:
+            raise InvalidState(str(self._changed_file), **self._changed_file.fields, tenant=self.name)
+
+    def expect_whole_pass(self) -> None:
+        """Hooks were put in, and whether they work is not known: until one pass has waited for every layer, none is streamed."""
+        unseen = self._unseen = set(range(self.layers))
+        core = self._prefetcher.wait
+
+        # Not a method: a tenant that refers to itself would keep its streams until the next garbage collection.
+        def wait(layer: int, stream: int = 0) -> None:
+            core(layer, stream)
+            unseen.discard(layer)
+
+        self.wait = self._first_wait = wait
+
+    def refuse_unseen(self) -> None:
+        """Raises InvalidState (fields tenant, layers) while no pass has waited for every layer, unless the tenant is inactive:
+        what it lends comes home before its next pass, or is looked for in it like everything that is streamed."""
+        if self._unseen is not None and self.active:
+            raise InvalidState(
+                f"tenant {self.name!r}: no pass has waited for every layer yet, so nothing may be streamed; nothing changed; run "
+                f"one whole pass first (layers {sorted(self._unseen)} were not waited for in the last one), or attach with "
+                "hooks=False if the engine calls wait and done itself",
+                tenant=self.name,
+                layers=tuple(sorted(self._unseen)),
             )
 
     def refuse_pass(self, leaving: bool = False, asleep: bool = False) -> None:
@@ -246,7 +362,7 @@ class Tenant:
                 f"taking tenant {self.name!r} out has failed; nothing changed; detach it again, or close the session",
                 tenant=self.name,
             )
-        if self._in_pass:
+        if not self._turn.claimed:
             raise InvalidState(
                 f"tenant {self.name!r} is inside a pass; nothing changed; call this between passes",
                 tenant=self.name,
@@ -291,6 +407,7 @@ class Tenant:
 
         While False, a pass may leave out wait and done, so one CUDA graph may hold all of its layers.
         """
+        self._session._lock.refuse_fork()
         if self._all_ready or self._detached:
             return False
         if self.streamed or self._unsettled is not None:
@@ -299,13 +416,43 @@ class Tenant:
         return not self._all_ready
 
     @property
+    def in_pass(self) -> bool:
+        """Whether a pass is open."""
+        return self._in_pass
+
+    @property
+    def seen(self) -> bool:
+        """Whether its layers may be streamed: a whole pass has waited for each of them, or the engine has said that it does."""
+        return self._unseen is None
+
+    @property
+    def modules(self) -> tuple[Any, ...]:
+        """The layers as torch modules, `extra_layers` behind the others; () if it was attached as bytes."""
+        return self._attachment.modules
+
+    def away(self) -> set[int]:
+        """The layers whose bytes are not, or not all, at their addresses now: streamed, loading, or to be re-pointed."""
+        found = set(self._absent)
+        if self.streaming:
+            found.update(self.streamed)
+            found.update(layer for layer in range(self.layers) if not self._prefetcher.ready(layer))
+            if self._unsettled is not None:
+                found.update(self._unsettled[0].reload, self._unsettled[0].held)
+        return found
+
+    def at_home(self, layer: int) -> bool:
+        """Whether all bytes of the layer are at its address."""
+        return not self._detached and layer not in self.away()
+
+    @property
     def pinned(self) -> tuple[int, ...]:
-        """Layers that may not be streamed: something wrote into them after attach, or their memory is registered elsewhere."""
+        """Layers that may not be streamed: something wrote into them after attach, or their weights file was changed, or their
+        memory is registered elsewhere."""
         return tuple(sorted(self._attachment.pinned))
 
     @property
     def written(self) -> dict[int, list[str]]:
-        """layer -> the tensors that were found written after attach."""
+        """layer -> the tensors that were found written after attach, or the weights file that was."""
         return {layer: list(paths) for layer, paths in self._attachment.written.items()}
 
     @property
@@ -344,7 +491,9 @@ class Tenant:
         self._attachment.detach(sorted(self._absent), device)
 
     def _retire(self) -> None:
-        """The memory goes away: from now on wait and done raise instead of touching it."""
+        """The memory goes away: from now on wait and done raise instead of touching it, and no hook calls them."""
+        if self.hooks is not None:
+            self.hooks.remove()
         self._detached = True
         self.wait = self.done = _gone(self.name)
 

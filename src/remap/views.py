@@ -67,6 +67,7 @@ class TenantView:
     buffers_may_change: bool = False  # whether KV pages allow another number of ring buffers while alpha > 0
     active: bool = True
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
+    seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
     unit: str = "layers"  # what alpha counts; in slices: tail pages of every layer
     # What other tenants could give, for so many blocks: one list of increments a donor. Asked for when free pages do not do.
     others: Callable[[int], Sequence[Sequence[Quote]]] | None = None

@@ -62,6 +62,7 @@ struct Tour {
         {Call::free_host, [&] { b.free_host(master, kPage); }},
         {Call::unmap, [&] { b.unmap(at, 2 * kPage); }},
         {Call::destroy_page, [&] { b.destroy_page(page); }},
+        {Call::retire, [&] { b.retire(at, 4 * kPage); }},
         {Call::release, [&] { b.release(at, 4 * kPage); }},
     };
   }

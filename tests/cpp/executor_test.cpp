@@ -271,6 +271,96 @@ void every_call_fails_for_ever() {
   fail_every_call_for_ever(false);
 }
 
+void what_is_undecided_can_be_asked() {
+  in_both_modes([](World& world) {
+    const auto observer = std::make_shared<Observer>();
+    CHECK(!world.executor->undecided());
+    world.executor->apply(world.stream());
+    CHECK(world.executor->undecided());
+    world.executor->rollback();
+    CHECK(!world.executor->undecided());
+    world.fault->arm_any(1);
+    try {
+      world.executor->apply(world.stream());
+      world.executor->rollback();
+    } catch (const Error&) {
+      CHECK(!world.executor->undecided());
+    }
+    world.fault->disarm();
+    world.executor->apply(world.stream());
+    // The epoch may move meanwhile: that says nothing about the plan.
+    world.arena->take(1, Owner::params, 2, {4, 5});
+    CHECK(world.executor->undecided());
+    world.executor->commit(observer);
+    CHECK(!world.executor->undecided());
+  });
+}
+
+void nothing_is_asked_of_a_closed_arena() {
+  World world(Mode::aliased);
+  world.executor->apply(world.stream());
+  world.arena->close();
+  CHECK(!world.executor->undecided());
+  CHECK_ERROR(ErrorKind::invalid_state, world.executor->rollback());
+  CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
+}
+
+// A commit that cannot start what the plan deferred changes nothing: the plan can still be rolled back.
+void a_stopped_executor_commits_nothing_deferred() {
+  World world(Mode::aliased);
+  const auto before = world.state();
+  world.executor->stop();
+  world.executor->apply(world.stream());
+  CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
+  CHECK(world.executor->undecided());
+  world.executor->rollback();
+  CHECK(world.state() == before);
+  world.executor->drain();
+  CHECK_ERROR(ErrorKind::invalid_argument, Executor(nullptr));
+}
+
+// Each tenant has two layers of one page; the second comes through the first one's page. Both steps fail.
+void failures_are_asked_and_mended_by_tenant() {
+  const auto fault = make_fault_backend(make_host_backend({8 * kPage, kPage, 1}));
+  const auto arena = std::make_shared<Arena>(fault, ArenaOptions{8 * kPage, kPage, Mode::aliased});
+  Executor executor(arena);
+  const auto observer = std::make_shared<Observer>();
+  std::map<TenantId, RegionId> second, ring;
+  for (const TenantId tenant : {TenantId{1}, TenantId{2}}) {
+    arena->add_layer_region(tenant, "one", arena->take(1, Owner::params, tenant));
+    second[tenant] = arena->add_layer_region(tenant, "two", arena->take(1, Owner::params, tenant));
+    ring[tenant] = arena->add_ring_region(tenant, 1);
+  }
+  for (const TenantId tenant : {TenantId{1}, TenantId{2}}) {
+    const PageId page = 2 * (tenant - 1);
+    Plan plan;
+    plan.epoch = arena->epoch();
+    plan.steps = {owner({page}, Owner::params, Owner::ring, tenant), point(ring[tenant], {page}, false),
+                  point(second[tenant], {page}, true, tenant), owner({page + 1}, Owner::params, Owner::free, tenant)};
+    executor.apply(plan);
+    fault->arm(Call::exchange, 1);
+    executor.commit(observer);
+    executor.drain();
+  }
+  CHECK(executor.failed_points() == 2 && executor.failed_points(1) == 1 && executor.failed_points(2) == 1);
+  CHECK(executor.failed_points(3) == 0);
+  executor.retry_failed(3);
+  CHECK(executor.failed_points() == 2);
+  executor.retry_failed(2);
+  CHECK(executor.failed_points() == 1 && executor.failed_points(1) == 1 && executor.failed_points(2) == 0);
+  CHECK(observer->released_count == 1 && observer->last == 2);
+  CHECK((arena->shown(second[2]) == std::vector<PageId>{2}) && (arena->shown(second[1]) == std::vector<PageId>{1}));
+  fault->arm(Call::exchange, 1, true);
+  CHECK_ERROR(ErrorKind::driver, executor.retry_failed(1));
+  CHECK(executor.failed_points(1) == 1);
+  fault->disarm();
+  executor.forget(2);
+  CHECK(executor.failed_points(1) == 1);
+  executor.retry_failed(1);
+  CHECK(executor.failed_points() == 0 && (arena->shown(second[1]) == std::vector<PageId>{0}));
+  arena->check();
+}
+
 void fail_a_deferred_step(bool exchange) {
   World world(Mode::aliased, exchange);
   const auto observer = std::make_shared<Observer>();
@@ -443,6 +533,10 @@ int main() {
   RUN(rolls_back);
   RUN(every_call_fails_once);
   RUN(every_call_fails_for_ever);
+  RUN(what_is_undecided_can_be_asked);
+  RUN(nothing_is_asked_of_a_closed_arena);
+  RUN(a_stopped_executor_commits_nothing_deferred);
+  RUN(failures_are_asked_and_mended_by_tenant);
   RUN(a_deferred_failure_is_told_and_tried_again);
   RUN(a_worker_that_cannot_undo_breaks_the_arena);
   RUN(a_retry_points_at_the_present_target);

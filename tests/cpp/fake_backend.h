@@ -378,6 +378,7 @@ class FakeBackend : public Backend {
 
   std::byte* reserve(std::size_t, std::size_t) override { return unused(), nullptr; }
   void release(std::byte*, std::size_t) override { unused(); }
+  void retire(std::byte*, std::size_t) override { unused(); }
   PageHandle create_page(std::size_t) override { return unused(), 0; }
   void destroy_page(PageHandle) override { unused(); }
   void map(std::byte*, const PageHandle*, std::size_t, std::size_t) override { unused(); }

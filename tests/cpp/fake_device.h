@@ -47,6 +47,12 @@ class FakeDevice final : public FakeBackend {
     if (found == reserved_.end() || found->second != bytes) refuse("not a reservation");
     reserved_.erase(found);
   }
+  void retire(std::byte* address, std::size_t bytes) override {
+    const Lock lock(mutex_);
+    fault(Call::retire);
+    const auto found = reserved_.find(number(address));
+    if (found == reserved_.end() || found->second != bytes) refuse("not a reservation");
+  }
   PageHandle create_page(std::size_t bytes) override {
     const Lock lock(mutex_);
     fault(Call::create_page);

@@ -140,6 +140,7 @@ void host_passes_beside_observers_and_a_worker() {
       static_cast<void>(world.prefetcher->stats());
       static_cast<void>(world.prefetcher->ready(4));
       static_cast<void>(world.prefetcher->in_pass());
+      static_cast<void>(world.prefetcher->unwaited());
       world.prefetcher->drain();
       std::this_thread::sleep_for(std::chrono::microseconds(50));
     }
@@ -161,6 +162,7 @@ void host_passes_beside_observers_and_a_worker() {
           if (abandon && layer == 5) break;
           world.prefetcher->done(layer);
         }
+        CHECK(abandon || world.prefetcher->unwaited().empty());
         if (!abandon || pass == 3) world.prefetcher->end_pass();
       }
       worker.join();

@@ -421,6 +421,75 @@ void nothing_streamed_is_nothing_done() {
   CHECK(!world.prefetcher->ready(3));
 }
 
+// Every subset of waits, host and stream: exactly the layers that were away and not waited for are told, and only in a pass.
+void a_pass_tells_which_layers_it_did_not_wait_for() {
+  for (const bool host : {true, false}) {
+    for (std::uint32_t waited = 0; waited < 32; ++waited) {
+      World world(5);
+      const StreamHandle stream = host ? 0 : world.backend->create_stream();
+      StreamConfiguration c = world.configuration({1, 3}, 2);
+      c.reload = {4};
+      world.configure(c);
+      CHECK(world.prefetcher->unwaited().empty());  // no pass is open
+      world.prefetcher->begin_pass(stream);
+      CHECK((world.prefetcher->unwaited() == std::vector<LayerId>{1, 3, 4}));
+      std::vector<LayerId> missed;
+      for (LayerId layer = 0; layer < 5; ++layer) {
+        const bool away = layer == 1 || layer == 3 || layer == 4;
+        if ((waited >> layer & 1U) != 0) {
+          world.use(layer, stream);
+        } else if (away) {
+          world.prefetcher->done(layer);  // is no wait
+          missed.push_back(layer);
+        }
+      }
+      CHECK(world.prefetcher->unwaited() == missed);
+      world.prefetcher->end_pass();
+      CHECK(world.prefetcher->unwaited().empty());
+      world.backend->finish();
+    }
+  }
+}
+
+// A layer that was held when the pass began and was released before anybody waited: there is nothing to wait for any more, but
+// who computed without asking may have done so before. Nor is it ready to those who look whether a pass has to wait.
+void a_layer_released_in_a_pass_is_still_to_be_waited_for() {
+  World world(3);
+  StreamConfiguration c = world.configuration({}, 0);
+  c.held = {1};
+  world.configure(c);
+  world.prefetcher->begin_pass();
+  world.prefetcher->released(1);
+  CHECK(!world.prefetcher->ready(1));
+  CHECK((world.prefetcher->unwaited() == std::vector<LayerId>{1}));
+  CHECK(world.prefetcher->wait(1, 0, std::chrono::nanoseconds(0)));
+  CHECK(world.prefetcher->ready(1));
+  CHECK(world.prefetcher->unwaited().empty());
+  world.prefetcher->end_pass();
+  CHECK(world.prefetcher->ready(1));
+
+  world.configure(c);
+  world.prefetcher->begin_pass();
+  world.prefetcher->released(1);
+  world.prefetcher->end_pass();  // without a wait: from now on it is ready all the same
+  CHECK(world.prefetcher->ready(1));
+}
+
+void a_wait_that_failed_or_timed_out_is_none() {
+  World world(2);
+  StreamConfiguration c = world.configuration({1}, 1);
+  c.held = {1};
+  world.configure(c);
+  world.prefetcher->begin_pass();
+  CHECK(!world.prefetcher->wait(1, 0, std::chrono::nanoseconds(0)));
+  world.prefetcher->failed(1, std::make_exception_ptr(Error(ErrorKind::out_of_memory, "no")));
+  CHECK_ERROR(ErrorKind::out_of_memory, world.prefetcher->wait(1));
+  CHECK((world.prefetcher->unwaited() == std::vector<LayerId>{1}));
+  world.prefetcher->begin_pass();  // the open one is abandoned, and a new one begins
+  CHECK((world.prefetcher->unwaited() == std::vector<LayerId>{1}));
+  world.prefetcher->end_pass();
+}
+
 }  // namespace
 
 int main() {
@@ -440,5 +509,8 @@ int main() {
   RUN(every_call_may_fail);
   RUN(statistics);
   RUN(nothing_streamed_is_nothing_done);
+  RUN(a_pass_tells_which_layers_it_did_not_wait_for);
+  RUN(a_layer_released_in_a_pass_is_still_to_be_waited_for);
+  RUN(a_wait_that_failed_or_timed_out_is_none);
   return remap::testing::failures();
 }

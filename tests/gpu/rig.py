@@ -28,7 +28,7 @@ class Rig:
         self.expected = models.logits_of(self.model, self.ids)
         spec = models.kv_spec(self.model, block_tokens=16, max_blocks=PAGES * PAGE // (16 << 10))
         self.session = remap.Session(PAGES * PAGE, device="cuda:0", **session)
-        self.tenant = self.session.attach(self.model, kv=spec, name="m")
+        self.tenant = self.session.attach(self.model, kv=spec, name="m", hooks=False)
         self.layers = models.LAYERS
         self.hooks = attach_hooks(models.layers_of(self.model), self.tenant, model=self.model)
         self.addresses = models.addresses_of(self.model)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -100,9 +100,12 @@ class FakeKV(CountingPool):
 class FakeTenant:
     """Records what the engine or the hooks call; `in_pass` is the pass open now. Refuses calls out of order."""
 
-    def __init__(self, layers: int, kv: FakeKV | None = None, name: str = "fake") -> None:
+    def __init__(self, layers: int, kv: FakeKV | None = None, name: str = "fake", modules: Any = ()) -> None:
         self.name = name
         self.layers = layers
+        self.modules = tuple(modules)
+        self.hooks = None
+        self.streaming = False
         self.kv = kv
         self.remapped = 0
         self.calls: list[tuple[str, int]] = []
@@ -125,6 +128,9 @@ class FakeTenant:
         finally:
             self.in_pass = False
             self.waiting_for_done = None
+
+    def at_home(self, layer: int) -> bool:
+        return True
 
     def wait(self, layer: int) -> None:
         if not self.in_pass or self.waiting_for_done is not None:

@@ -178,7 +178,7 @@ class Rig:
         spec = kv or kv_spec(model)
         capacity = minimum_bytes(model, spec, page_bytes) + spare * page_bytes
         self.session = remap.Session(capacity, page_bytes=page_bytes, mode=mode)
-        self.tenant = self.session.attach(model, kv=spec, name="m", **attach)
+        self.tenant = self.session.attach(model, kv=spec, name="m", hooks=False, **attach)
         self.kv = self.tenant.kv
         self.hooks = attach_hooks(layers_of(model), self.tenant, model=model)
         self.addresses = addresses_of(model)

@@ -48,6 +48,33 @@ def test_reserve_refuses_what_is_not_aligned(backend: Any) -> None:
             backend.reserve(bytes_, alignment)
 
 
+def test_a_retired_reservation_reads_zeros_until_it_is_released(backend: Any) -> None:
+    with region(backend, 4) as at, pages(backend, 1) as handles:
+        with shown(backend, handles, at + PAGE):
+            poke(backend, at + PAGE, 7)
+            with refused(backend, InvalidState):
+                backend.retire(at, 4 * PAGE)
+        for place, bytes_ in ((at, 3 * PAGE), (at + PAGE, 3 * PAGE), (at, 5 * PAGE), (at + 1, 4 * PAGE), (0, PAGE)):
+            with refused(backend, InvalidArgument):
+                backend.retire(place, bytes_)
+        before = backend.usage()
+        backend.retire(at, 4 * PAGE)
+        assert backend.usage() == before
+        if backend.device_kind == "host":
+            assert peek_host(at, 4 * PAGE) == {0}
+            poke_host(at, 9, 4 * PAGE)
+            backend.retire(at, 4 * PAGE)
+            assert peek_host(at, 4 * PAGE) == {9}  # again: nothing changed
+        with refused(backend, InvalidState):
+            backend.map(at, handles, PAGE)
+        # Nothing of it reached the page, and nobody else gets the addresses.
+        with shown(backend, handles) as elsewhere:
+            assert peek(backend, elsewhere) == {7}
+            assert abs(elsewhere - at) >= PAGE
+    with refused(backend, InvalidArgument):
+        backend.retire(at, 4 * PAGE)
+
+
 def test_release_takes_only_whole_empty_reservations(backend: Any) -> None:
     with region(backend, 4) as at, pages(backend, 1) as handles:
         for place, bytes_ in ((at, 3 * PAGE), (at + PAGE, 3 * PAGE), (at, 5 * PAGE), (at + 1, 4 * PAGE)):

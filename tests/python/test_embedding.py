@@ -31,7 +31,7 @@ def test_logits_are_the_same_while_the_head_streams_and_the_embedding_is_on_the_
         resident = plain.attach(make(kind), kv=kv_spec(model))
         whole = plain.snapshot().tenants[resident.name].pages.params
     with session_for() as session:
-        tenant = session.attach(model, kv=kv_spec(model), extra_layers=["lm_head"], embedding="host")
+        tenant = session.attach(model, kv=kv_spec(model), extra_layers=["lm_head"], embedding="host", hooks=False)
         assert tenant.layers == LAYERS + 1
         nbytes = embedding.numel() * embedding.element_size()
         assert whole - session.snapshot().tenants[tenant.name].pages.params >= nbytes // PAGE - 1
@@ -52,7 +52,7 @@ def test_the_head_can_be_the_only_thing_that_streams_in_the_engine() -> None:
         ids = ids_for(1, 9)[0]
         expected = model.generate(ids[None], max_new_tokens=8, do_sample=False)[0, 9:].tolist()
     with session_for() as session:
-        tenant = session.attach(model, kv=kv_spec(model), extra_layers=[model.lm_head], embedding="host")
+        tenant = session.attach(model, kv=kv_spec(model), extra_layers=[model.lm_head], embedding="host", hooks=False)
         session.remap(tenant.name, LAYERS, 1)
         assert LAYERS in tenant.streamed
         engine = LLMEngine(model, tenant, session=session)

@@ -60,10 +60,9 @@ def test_a_child_forked_while_another_thread_holds_the_lock_is_refused_too() -> 
     program = """
 entered, leave = threading.Event(), threading.Event()
 def hold():
-    with session._lock:
-        entered.set()
-        leave.wait()
-thread = threading.Thread(target=hold)
+    entered.set()
+    leave.wait()
+thread = threading.Thread(target=session._lock.run, args=(hold,))
 thread.start()
 entered.wait()
 child = os.fork()

@@ -35,7 +35,7 @@ def ids():
 
 def test_generate_runs_unchanged_one_pass_a_token(model, ids):
     expected = model.generate(ids, max_new_tokens=5, do_sample=False)
-    tenant = FakeTenant(LAYERS)
+    tenant = FakeTenant(LAYERS, modules=model.model.layers)
     with attach_hooks(model.model.layers, tenant, model=model):
         assert torch.equal(model.generate(ids, max_new_tokens=5, do_sample=False), expected)
     assert tenant.calls == ONE_PASS * 5
@@ -48,7 +48,7 @@ def test_remove_leaves_no_trace(model, ids):
         dict(model.__dict__),
         [len(layer._forward_pre_hooks) + len(layer._forward_hooks) for layer in model.model.layers],
     )
-    tenant = FakeTenant(LAYERS)
+    tenant = FakeTenant(LAYERS, modules=model.model.layers)
     hooks = attach_hooks(model.model.layers, tenant, model=model)
     model(ids)
     hooks.remove()
@@ -61,7 +61,7 @@ def test_remove_leaves_no_trace(model, ids):
 
 
 def test_the_caller_may_bracket_the_pass_himself(model, ids):
-    tenant = FakeTenant(LAYERS)
+    tenant = FakeTenant(LAYERS, modules=model.model.layers)
     with attach_hooks(model.model.layers, tenant):
         with tenant.forward(phase="prefill", tokens=8):
             model(ids)
@@ -73,7 +73,7 @@ def test_the_caller_may_bracket_the_pass_himself(model, ids):
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("broken", range(LAYERS))
 def test_an_exception_in_a_layer_abandons_the_pass(model, ids, monkeypatch, error, broken):
-    tenant = FakeTenant(LAYERS)
+    tenant = FakeTenant(LAYERS, modules=model.model.layers)
 
     def fail(*args, **kwargs):
         raise error("stop")
@@ -92,7 +92,7 @@ def test_an_exception_in_a_layer_abandons_the_pass(model, ids, monkeypatch, erro
 
 
 def test_refusals_attach_nothing(model):
-    tenant = FakeTenant(LAYERS)
+    tenant = FakeTenant(LAYERS, modules=model.model.layers)
     layers = model.model.layers
     with pytest.raises(InvalidArgument):
         attach_hooks([], tenant)
@@ -107,7 +107,7 @@ def test_refusals_attach_nothing(model):
 
 
 def test_phase_counts_positions_however_the_input_is_given(model, ids):
-    tenant = FakeTenant(LAYERS)
+    tenant = FakeTenant(LAYERS, modules=model.model.layers)
     with attach_hooks(model.model.layers, tenant, model=model):
         model(input_ids=ids)
         model(inputs_embeds=torch.zeros(1, 1, 32))

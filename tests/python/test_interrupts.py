@@ -45,9 +45,9 @@ def test_an_interrupted_call_has_happened_or_has_not(call: str, mode: str, point
 
 
 def leaks_the_lock(world: World) -> None:
-    world.session._lock.__enter__()
+    world.session._lock.held.acquire()
     world.session.snapshot()
-    world.session._lock.__exit__()
+    world.session._lock.held.release()
 
 
 def counts_twice(world: World) -> None:

@@ -52,7 +52,7 @@ class Served:
         self.session, self.name, self.model = session, name, make(KINDS[name], seed=len(name))
         self.batches = [ids_for(batch, tokens, seed=batch) for batch, tokens in ((2, 7), (1, 3))]
         self.expected = [logits_of(self.model, ids) for ids in self.batches]
-        self.tenant = session.attach(self.model, kv=spec_for(self.model, layout), name=name)
+        self.tenant = session.attach(self.model, kv=spec_for(self.model, layout), name=name, hooks=False)
         self.kv = self.tenant.kv
         self.hooks = attach_hooks(layers_of(self.model), self.tenant, model=self.model)
         self.addresses = addresses_of(self.model)

@@ -18,6 +18,7 @@ from test_fault_sweep import KINDS, attempt
 import remap
 from remap import _core
 from remap.errors import ArenaBroken, Error
+from remap.observe import then as compose
 
 SHAPES = {"a": (8, 1), "b": (8, 2), "c": (5, 1)}
 CAPACITY = 44 * PAGE
@@ -205,9 +206,9 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
         leaving = [engine for engine in world.engines.values() if engine.tenant._leaving]
         if not leaving:
             world.session.check()
-            if world.session._untold:  # the next report has it
+            if world.session._changes.moved:  # the next report has it
                 world.tell(world.session.step({}))
-                assert not world.session._untold
+                assert not world.session._changes.moved
             world.blocks_are_right()
             world.heals()
         if not case.done(world) or leaving:
@@ -240,7 +241,9 @@ def test_moves_of_steps_that_raised_are_told_together_and_in_order() -> None:
     script: list[dict[int, int]] = [{1: 2, 5: 6}, {2: 3, 7: 8}]
 
     def moving(_: Any, tenant: Any, wanted: Any, decision: Any, entries: Any) -> None:
-        entries[tenant.name] = {"added": 0, "moved": script.pop(0), "unmet": 0, "stall": 0.0, "reason": ""}
+        entries[tenant.name] = {"added": 0, "moved": {}, "unmet": 0, "stall": 0.0, "reason": ""}
+        told = session._changes.moved
+        told[tenant.name] = compose(told.get(tenant.name, {}), script.pop(0))  # as a change that was decided does
         raise remap.OutOfMemory("the backend has failed")
 
     real, session_step.carry_out = session_step.carry_out, moving
@@ -251,5 +254,5 @@ def test_moves_of_steps_that_raised_are_told_together_and_in_order() -> None:
     finally:
         session_step.carry_out = real
     assert session.activate("b").moved == {"a": {1: 3, 5: 6, 7: 8}}
-    assert not session._untold and not session.step({}).moved
+    assert not session._changes.moved and not session.step({}).moved
     world.close(silent=False)

@@ -202,7 +202,7 @@ def test_every_decision_is_recorded_with_its_reason() -> None:
 def test_a_newcomer_does_not_inherit_the_demand_or_the_moves_of_one_that_left() -> None:
     with world_of({"r": 1, "d": 1}, spare=6) as world:
         world.step(d=4)
-        world.session._untold["d"] = {0: 1}
+        world.session._changes.moved["d"] = {0: 1}
         world.session.detach("d")
         world.engines["d"] = Engine(world.session, "d", N, 1, 7)
         assert "d" not in world.session._demands

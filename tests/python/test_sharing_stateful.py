@@ -82,7 +82,7 @@ class SharingMachine(RuleBasedStateMachine):
                 unchanged = visible(world.session) == before
                 if not unchanged:
                     raise
-            assert not world.session._untold
+            assert not world.session._changes.moved
         assert seen["aliased"] == seen["strict"]
         return seen["strict"]
 

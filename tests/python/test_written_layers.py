@@ -59,7 +59,7 @@ class Pair:
             prepare(self.bare)
         self.model = copy.deepcopy(self.bare)
         self.session = remap.Session(100 * PAGE, page_bytes=PAGE)
-        self.tenant = self.session.attach(self.model, kv=KV, name="m", **attach)
+        self.tenant = self.session.attach(self.model, kv=KV, name="m", hooks=False, **attach)
         self.hooks = attach_hooks(self.model.layers, self.tenant, model=self.model)
         self.passes = 0
 
@@ -159,7 +159,7 @@ def test_a_write_into_a_streamed_layer_is_an_error_not_a_wrong_result():
     """Never run before it was streamed, so nothing could be found earlier."""
     model = Stack(["", "step", "", "", "", ""])
     with remap.Session(100 * PAGE, page_bytes=PAGE) as session:
-        tenant = session.attach(model, kv=KV, name="m")
+        tenant = session.attach(model, kv=KV, name="m", hooks=False)
         session.remap("m", 5)
         with attach_hooks(model.layers, tenant, model=model), pytest.raises(InvalidState) as caught:
             model(torch.zeros(2, WIDTH))

@@ -94,7 +94,7 @@ def _ours(ctx: Context, torch: Any, stack: Stack, x: Any, expected: Any, rounds:
     most = capacity // block_bytes + 1
     spec = remap.KVSpec(layers=layers, kv_heads=1, head_dim=64, min_blocks=1, max_blocks=most)
     with remap.Session(capacity, device="cuda:0") as session:
-        tenant = session.attach(stack.model, layers=stack.model.layers, name="stack", kv=spec)
+        tenant = session.attach(stack.model, layers=stack.model.layers, name="stack", kv=spec, hooks=False)
         with attach_hooks(stack.model.layers, tenant, model=stack.model):
             session.remap("stack", layers - HELD, HELD)
             taken, _ = _time(ctx, torch, lambda: stack.model(x), expected, rounds, 0.3)

@@ -180,7 +180,7 @@ class Arena:
                 max_blocks=self.capacity // block_bytes + 1,
             )
             model = make_model(shape, device, case.dtype, seed=index)
-            tenant = self.session.attach(model, name=shape.name, kv=spec)
+            tenant = self.session.attach(model, name=shape.name, kv=spec, hooks=False)
             self.empty_cache()  # the tensors that the model came with
             self.engines[shape.name] = LLMEngine(
                 model, tenant, session=None, max_num_seqs=case.running, max_batch_tokens=512, runner="gpu",

@@ -84,6 +84,7 @@ class CudaBackend final : public Backend {
 
   std::byte* reserve(std::size_t bytes, std::size_t alignment) override { return memory().reserve(bytes, alignment); }
   void release(std::byte* address, std::size_t bytes) override { memory().release(address, bytes); }
+  void retire(std::byte* address, std::size_t bytes) override { memory().retire(address, bytes); }
   PageHandle create_page(std::size_t bytes) override { return memory().create_page(bytes); }
   void destroy_page(PageHandle page) override { memory().destroy_page(page); }
   void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) override {

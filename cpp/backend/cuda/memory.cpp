@@ -49,7 +49,7 @@ Memory::~Memory() {
     const Context::Use use(context_, "close");
     for (const auto& range : stranded_) (void)driver_.cuMemUnmap(device_pointer(range.first), range.second);
     for (const auto& cell : table_.cells()) (void)driver_.cuMemUnmap(device_pointer(cell.first), cell.second.bytes);
-    for (const auto& region : table_.regions()) (void)driver_.cuMemAddressFree(device_pointer(region.first), region.second);
+    for (const auto& region : table_.regions()) (void)driver_.cuMemAddressFree(device_pointer(region.first), region.second.bytes);
     for (const PageTable::Page& page : pages_.slots()) {
       if (page.used) (void)driver_.cuMemRelease(page.driver_handle);
     }
@@ -94,6 +94,15 @@ void Memory::release(std::byte* address, std::size_t bytes) {
   check(driver_, "release", "cuMemAddressFree", driver_.cuMemAddressFree(device_pointer(at), bytes));
   const std::lock_guard<std::shared_mutex> books(books_);
   table_.remove_region(at);
+}
+
+// The driver keeps the addresses until they are freed, and that is all.
+void Memory::retire(std::byte* address, std::size_t bytes) {
+  const std::lock_guard<std::mutex> lock(changing_);
+  const Address at = address_of(address);
+  table_.require_region(at, bytes, "retire");
+  const std::lock_guard<std::shared_mutex> books(books_);
+  table_.retire(at);
 }
 
 // ---- pages -----------------------------------------------------------------------------------------------------------

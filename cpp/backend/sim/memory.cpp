@@ -31,7 +31,7 @@ Memory::Memory(std::size_t capacity_bytes, std::size_t granularity, bool backed)
 
 Memory::~Memory() {
   if (bytes_) return;
-  for (const auto& region : table_.regions()) give_addresses(region.first, region.second);
+  for (const auto& region : table_.regions()) give_addresses(region.first, region.second.bytes);
   for (const auto& range : host_ranges_) {
     if (range.second.owned) give_addresses(range.first, round_up(range.second.bytes, os_page_));
   }
@@ -104,6 +104,14 @@ void Memory::release(std::byte* address, std::size_t bytes) {
     give_addresses(at, bytes);
   }
   table_.remove_region(at);
+}
+
+void Memory::retire(std::byte* address, std::size_t bytes) {
+  const Lock lock(mutex_);
+  const Address at = address_of(address);
+  table_.require_region(at, bytes, "retire");
+  if (bytes_) bytes_->retire(address, bytes);
+  table_.retire(at);
 }
 
 // ---- pages -------------------------------------------------------------------------------------------------------------

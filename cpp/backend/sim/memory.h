@@ -36,6 +36,7 @@ class Memory {
 
   std::byte* reserve(std::size_t bytes, std::size_t alignment);
   void release(std::byte* address, std::size_t bytes);
+  void retire(std::byte* address, std::size_t bytes);
   PageHandle create_page(std::size_t bytes);
   void destroy_page(PageHandle page);
   void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes);

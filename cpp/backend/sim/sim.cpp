@@ -81,6 +81,7 @@ class SimDevice final : public SimBackend, public std::enable_shared_from_this<S
   // ---- memory ----
   std::byte* reserve(std::size_t bytes, std::size_t alignment) override { return memory().reserve(bytes, alignment); }
   void release(std::byte* address, std::size_t bytes) override { memory().release(address, bytes); }
+  void retire(std::byte* address, std::size_t bytes) override { memory().retire(address, bytes); }
   PageHandle create_page(std::size_t bytes) override {
     const PageHandle page = memory().create_page(bytes);
     clock_.spend(options_.create_page_s);

@@ -6,7 +6,8 @@
 Every call of the model is a pass. Before it the cache says how many blocks the new tokens take, and `session.step` decides
 which layers' memory that costs; when tokens are gone, the next passes (or `attached.step()`) let layers come home.
 
-What is hooked: the instance's `forward` (the bracket of a pass, with `hooks.attach_hooks`) and, for calls of `generate()`
+What is hooked: the instance's `forward` (`Session.attach` makes it a pass, this makes room for its tokens before it) and, for
+calls of `generate()`
 without a cache of their own, the instance's `_prepare_cache_for_generation`, where transformers would make a DynamicCache. The
 latter is not a public name; `attach(implicit=False)` does without it, and `past_key_values=attached.cache()` says it by hand.
 `generate_batch` has a paged cache of its own: see `continuous_batching`.
@@ -28,6 +29,7 @@ import torch
 
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.hooks import OURS, call_shape
 from remap.kv_geometry import KVSpec
 from remap.modules import find_layers, resolve_layers
 from remap.session import Session
@@ -36,7 +38,6 @@ from remap.tenant import Tenant
 from remap.views import Demand
 
 from .block_tables import BlockTable, Growth, SharedBlocks
-from .hooks import attach_hooks, call_shape
 from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
 
@@ -120,7 +121,7 @@ def attach(
         tenant = home.attach(
             inner, list(modules), name=name, kv=spec, controller=controller or _PATIENT, **attach_options
         )
-        attached = Attached(home, tenant, session is None, inner, modules, shape.windows, implicit)
+        attached = Attached(home, tenant, session is None, inner, shape.windows, implicit)
     finally:
         if attached is None:
             _abandon(home, name, owned=session is None)
@@ -139,7 +140,6 @@ class Attached:
         tenant: Tenant,
         owned: bool,
         model: Any,
-        layers: Any,
         windows: tuple[int | None, ...],
         implicit: bool,
     ) -> None:
@@ -148,9 +148,9 @@ class Attached:
         self.blocks = SharedBlocks(tenant.kv)
         self._owned, self.windows = owned, windows
         self._store = BlockStore(self.tenant.kv)
-        self._hooks = attach_hooks(layers, self.tenant, model=model)
-        # Around the bracket of attach_hooks, which takes both away: step() is refused inside of a pass.
-        object.__setattr__(model, "forward", self._before_pass(model.forward))
+        # Around the bracket of a pass: step() is refused inside of one.
+        self._forward = self._before_pass(model.forward)
+        object.__setattr__(model, "forward", self._forward)
         if implicit:
             object.__setattr__(model, _FACTORY, self._factory(getattr(model, _FACTORY)))
         self._implicit = implicit
@@ -209,7 +209,8 @@ class Attached:
             self.session.close()
         elif not self.session.closed:
             self.session.detach(self.name)
-        self._hooks.remove()
+        if self.model.__dict__.get("forward") is self._forward:
+            object.__delattr__(self.model, "forward")
         if self._implicit and _FACTORY in self.model.__dict__:
             object.__delattr__(self.model, _FACTORY)
         if (batching := sys.modules.get(f"{__package__}.continuous_batching")) is not None:
@@ -305,6 +306,7 @@ class Attached:
                 return None
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
+        setattr(prepared, OURS, True)  # a copy of the model is one that is not attached
         return prepared
 
 

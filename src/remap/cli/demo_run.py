@@ -162,6 +162,7 @@ def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
             name=MODEL_TENANT,
             kv=spec(start, most),
             weights=folder if config.weights_from_file else None,
+            hooks=False,  # the engine waits for layers itself
         )
         engine = LLMEngine(
             model,

@@ -284,6 +284,7 @@ class World:
                 name=name,
                 kv=self.spec(name, blocks[name], most),
                 weights=self._files[name],
+                hooks=False,  # the engines wait for layers themselves
             )
             engines[name] = LLMEngine(
                 self._models[name],

@@ -81,7 +81,7 @@ class Adapter:
         self.session = remap.Session(settings.capacity, device, page_bytes=page_bytes, controller=_controller(settings))
         try:
             spec = remap.KVSpec(**shape, min_blocks=first)
-            self.tenant = self.session.attach(runner.model, name=NAME, kv=spec)
+            self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)
             self._watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
             self._hooks = attach_hooks(layers, self.tenant)
         except BaseException:  # whatever it was; it goes on to the caller

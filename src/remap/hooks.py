@@ -1,0 +1,216 @@
+"""Hooks: each layer of a torch model waits for its weights before it runs and says when it is done; a call is a pass.
+
+`Session.attach` puts them in unless it is told not to (`hooks=False`), and they go when the tenant goes. Until one complete pass
+has waited for every layer nothing is streamed, so a model that runs past its hooks costs nothing but the remapping.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from remap.errors import InvalidArgument, InvalidState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
+    from types import TracebackType
+
+    from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+__all__ = ["OURS", "AttachedHooks", "Tenant", "attach_hooks", "call_shape"]
+
+OURS = "_put_in_by_remap"
+"""True as an attribute of every function that is put into a module: copies of the module are made without them."""
+
+
+class Tenant(Protocol):
+    """What the hooks need of a tenant."""
+
+    name: str
+    hooks: AttachedHooks | None
+
+    @property
+    def modules(self) -> Sequence[Any]: ...
+    @property
+    def in_pass(self) -> bool: ...
+    @property
+    def streaming(self) -> bool: ...
+    def at_home(self, layer: int) -> bool: ...
+    def forward(self, *, phase: str = ..., tokens: int = ...) -> AbstractContextManager[Any]: ...
+    def wait(self, layer: int) -> Any: ...
+    def done(self, layer: int) -> Any: ...
+
+
+class AttachedHooks:
+    """What `attach_hooks` put in; `remove()` (or leaving the `with` block) takes it out again. Removing twice does
+    nothing.
+    """
+
+    def __init__(self, tenant: Tenant) -> None:
+        self._tenant: Tenant | None = tenant
+        self._handles: list[RemovableHandle] = []
+        self._model: nn.Module | None = None
+        self._bracket: Any = None
+        self._before: Any = None  # the instance's own forward, if it had one
+        self.removed = False
+
+    def remove(self) -> None:
+        """Afterwards the modules are as they were. What somebody else has put around `model.forward` meanwhile stays."""
+        self.removed = True
+        while self._handles:
+            self._handles.pop().remove()
+        model, self._model = self._model, None
+        if model is not None and model.__dict__.get("forward") is self._bracket:
+            if self._before is None:
+                # The bracket was an attribute of the instance; without it the class's own forward is found again.
+                del model.__dict__["forward"]
+            else:
+                model.__dict__["forward"] = self._before
+        tenant, self._tenant = self._tenant, None
+        if tenant is not None and tenant.hooks is self:
+            tenant.hooks = None
+
+    def _put_in(self, modules: Sequence[nn.Module], model: nn.Module | None) -> None:
+        tenant = self._tenant
+        assert tenant is not None
+        for index, module in enumerate(modules):
+            self._handles.append(module.register_forward_pre_hook(_before(tenant, index), prepend=True))
+            self._handles.append(module.register_forward_hook(_after(tenant, index)))
+        if model is not None:
+            self._before = model.__dict__.get("forward")
+            self._bracket = _bracket(model.forward, tenant, self)
+            self._model = model
+            # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, and the pass would
+            # stay open. Not through the module's own __setattr__, which is for parameters and submodules.
+            model.__dict__["forward"] = self._bracket
+
+    def __enter__(self) -> AttachedHooks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module | None = None) -> AttachedHooks:
+    """Make layer i call `tenant.wait(i)` before its forward and `tenant.done(i)` after: for `attach(..., hooks=False)`.
+
+    layers: exactly the modules that were attached, in their order, `extra_layers` behind the others. With `model`, every call
+    of it is a pass: `with tenant.forward(phase, tokens)`, where a call with one position a sequence counts as "decode",
+    others as "prefill"; inside of a pass that the caller has opened it is part of that one. If anything raises in the pass
+    (KeyboardInterrupt too), `done` is not called for that layer, and leaving the bracket abandons the pass.
+
+    A layer that is called outside of a pass while layers are streamed raises InvalidState, as does `backward()` through a layer
+    that has been streamed since: its weights are not there any more.
+
+    Raises InvalidArgument (fields index, layers, expected) for modules that are not the tenant's layers in number, order and
+    identity, InvalidState (field tenant) if the tenant has hooks already. Nothing changed then. They are removed with the tenant.
+    """
+    modules = list(layers)
+    expected = list(tenant.modules)
+    places = {id(module): place for place, module in enumerate(expected)}
+    if len(modules) != len(expected):
+        raise InvalidArgument(
+            f"expected the {len(expected)} layers that tenant {tenant.name!r} was attached with, got {len(modules)} modules; "
+            "nothing was attached; give all of them, extra_layers behind the others",
+            layers=len(modules),
+            expected=len(expected),
+        )
+    for index, (given, own) in enumerate(zip(modules, expected, strict=True)):
+        if given is not own:
+            place = places.get(id(given))
+            what = "is none of its layers" if place is None else f"is its layer {place}"
+            raise InvalidArgument(
+                f"layers[{index}] is not layer {index} of tenant {tenant.name!r}, it {what}; nothing was attached; give the "
+                "modules that were attached, in their order",
+                index=index,
+                layers=len(modules),
+                expected=index,
+                found=place,
+            )
+    if tenant.hooks is not None:
+        raise InvalidState(
+            f"tenant {tenant.name!r} has hooks already; nothing was attached; session.attach puts them in unless it is given "
+            "hooks=False",
+            tenant=tenant.name,
+        )
+    hooks = AttachedHooks(tenant)
+    try:
+        hooks._put_in(modules, model)
+        tenant.hooks = hooks
+    except BaseException:
+        hooks.remove()
+        raise
+    return hooks
+
+
+def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, OURS, True)
+    return function
+
+
+def _before(tenant: Tenant, index: int) -> Callable[..., Any]:
+    def hook(module: nn.Module, args: Any) -> None:
+        if not tenant.in_pass and tenant.streaming:
+            raise InvalidState(
+                f"layer {index} of tenant {tenant.name!r} was called outside of a pass while layers are streamed; nothing was "
+                "computed; call the model, or put `with tenant.forward():` around the call",
+                tenant=tenant.name,
+                layer=index,
+            )
+        tenant.wait(index)
+
+    return _ours(hook)
+
+
+def _after(tenant: Tenant, index: int) -> Callable[..., Any]:
+    def refuse(grad: Any) -> None:
+        if not tenant.at_home(index):
+            raise InvalidState(
+                f"backward() reached layer {index} of tenant {tenant.name!r}, whose weights are not at their addresses any more; "
+                "the gradients must be discarded; train a model that is not attached, or one whose layers are all resident",
+                tenant=tenant.name,
+                layer=index,
+            )
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        tenant.done(index)
+        if torch.is_grad_enabled():
+            for each in output if isinstance(output, tuple | list) else (output,):
+                if isinstance(each, torch.Tensor) and each.requires_grad:
+                    each.register_hook(refuse)
+
+    return _ours(hook)
+
+
+def _bracket(forward: Callable[..., Any], tenant: Tenant, hooks: AttachedHooks) -> Callable[..., Any]:
+    # `wraps` keeps the signature, which `generate()` inspects.
+    @functools.wraps(forward)
+    def bracketed(*args: Any, **kwargs: Any) -> Any:
+        if hooks.removed or tenant.in_pass:
+            return forward(*args, **kwargs)
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            raise InvalidState(
+                f"the model of tenant {tenant.name!r} is attached: what is traced or exported from it would compute without "
+                "waiting for its layers; nothing was computed; trace it before it is attached",
+                tenant=tenant.name,
+            )
+        batch, length = call_shape(args, kwargs) or (1, 1)
+        with tenant.forward(phase="decode" if length == 1 else "prefill", tokens=batch * length):
+            return forward(*args, **kwargs)
+
+    return _ours(bracketed)
+
+
+def call_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """(sequences, positions) of a model's call: of `input_ids`, else `inputs_embeds`, else the first tensor of two dimensions."""
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()):
+        shape = getattr(value, "shape", None)
+        if shape is not None and len(shape) >= 2:
+            return int(shape[0]), int(shape[1])
+    return None

@@ -1,0 +1,76 @@
+"""Calls of several plans as one: if a later plan fails, what the earlier ones did is taken back.
+
+Each plan is applied whole or not at all, by the Executor. A call that needs several (pages go from one tenant to another by way
+of `free`) says after each of them how to take it back:
+
+    with AllOrNothing(changes, tenants) as undo:
+        changes.apply_and_settle(tenant, plan)
+        undo.append(take_it_back)
+
+On an error that is done, newest first, and the error goes on: nothing has changed. Taking back needs the backend too. Where that
+fails, or where the body did not say how, `changes.applied` is larger than it was: then the call must not raise as if nothing
+had changed, but report what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from .errors import ArenaBroken, Error
+
+if TYPE_CHECKING:
+    from .changes import Changes
+    from .tenant import Tenant
+
+__all__ = ["AllOrNothing"]
+
+
+class AllOrNothing:
+    """A context manager (see above). `tenants`: whose bookkeeping beside pages and blocks is put back as well: what is being
+    drained, the certificate of the last change, and how layers were chosen."""
+
+    __slots__ = ("_applied", "_before", "_changes", "_undo")
+
+    def __init__(self, changes: Changes, tenants: Iterable[Tenant]) -> None:
+        self._changes = changes
+        self._applied = changes.applied
+        self._undo: list[Callable[[], None]] = []
+        self._before = [
+            (
+                tenant,
+                tenant._attachment.draining,
+                tenant._attachment.draining_target,
+                tenant._predicted_stall_s,
+                tenant._since,
+                tenant._selection,
+            )
+            for tenant in tenants
+        ]
+
+    def __enter__(self) -> list[Callable[[], None]]:
+        """The list to which the body appends: one entry for each plan that was applied."""
+        return self._undo
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        changes, undo = self._changes, self._undo
+        if not isinstance(error, Error) or isinstance(error, ArenaBroken):
+            return
+        if changes.applied - self._applied != len(undo):
+            return  # something below could not be taken back, or is meant to stay
+        try:
+            while undo:
+                undo[-1]()
+                undo.pop()
+        except ArenaBroken:
+            raise
+        except Error:
+            return  # the caller is told by `applied`; the first error is the one that says why
+        changes.applied = self._applied
+        for tenant, draining, target, stall, since, selection in self._before:
+            tenant._predicted_stall_s, tenant._since, tenant._selection = stall, since, selection
+            if (draining, target) != (tenant._attachment.draining, tenant._attachment.draining_target):
+                changes.drain_again(tenant, draining, target)
