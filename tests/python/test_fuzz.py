@@ -92,6 +92,20 @@ FOUND: dict[str, tuple[str, int, int, dict[str, Any], list[Any]]] = {
             ["step", {"t0": 0, "t2": 60, "t3": 7}],
         ],
     ),
+    # Undoing fails as well: the arena is broken, and check() finds books that disagree instead of what is left.
+    "the books of an arena that broke while layers came home": (
+        "aliased",
+        8192,
+        61,
+        {},
+        [
+            ["attach", "t2", tenant([24476] * 4, [2, 24, 16], dtype="float32", min_blocks=2, max_blocks=3)],
+            ["attach", "t3", tenant([16284] * 3, [2, 8, 4], dtype="float32", max_blocks=40)],
+            ["lend", "t3", 0.7, 2, "t2"],
+            ["fault", 3, True, False],
+            ["activate", "t3", False, False],
+        ],
+    ),
 }
 
 
