@@ -31,7 +31,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import interrupts
@@ -215,7 +215,6 @@ class Engine:
         self.fresh: set[int] = (
             set()
         )  # seen as the tenant's own since it got them: checked once, when they are first written
-        self.may_fail = 0  # passes that may report a failure injected before
         self._next = 0
         self.external = made.get("external")
         self.free_ids: set[int] = set()
@@ -366,6 +365,7 @@ class World:
         self.attached = 0
         self.fault: Callable[[], None] | None = None  # arms it before the next call
         self.at = -1  # the point of the next call at which it is interrupted
+        self.aftermath = 0  # calls that may still report a failure injected before
         self.ended = False
 
     # -- looking ----------------------------------------------------------------------------------------------------
@@ -429,8 +429,7 @@ class World:
                 self.session._executor.drain()
                 self.backend.disarm()
         if arm is not None:
-            for engine in self.engines.values():
-                engine.may_fail = 3
+            self.aftermath = 3
             if self.session._arena.broken:
                 return self.broken(error)
         if isinstance(error, KeyboardInterrupt):
@@ -442,12 +441,15 @@ class World:
             with contextlib.suppress(*self.tolerated):
                 self.tell(self.session.step())
             return error
-        injected = arm is not None and isinstance(error, (DriverError, OutOfMemory))
+        injected = isinstance(error, (DriverError, OutOfMemory)) and "injected" in str(error)
+        if injected and arm is None:  # what failed in the background is told later, and heals
+            self.aftermath -= 1
+            injected = self.aftermath >= 0
         if not injected and not isinstance(error, may_raise):
             raise error
         if partly:
             if injected:
-                self.tell(self.session.step())
+                self.tell_moves()
         else:
             after = self.seen()
             expect(after == before, f"a call raised {type(error).__name__} and changed {difference(before, after)}")
@@ -466,6 +468,17 @@ class World:
         self.close()
         return ArenaBroken("broken")
 
+    def tell_moves(self) -> None:
+        """The next report tells what moved in a call that raised."""
+        for last in (False, False, False, True):
+            try:
+                self.tell(self.session.step())
+                return
+            except (DriverError, OutOfMemory) as error:
+                if last or "injected" not in str(error):
+                    raise
+                _forget(error)
+
     def after_interrupt(self) -> None:
         """The next report tells what moved. Who was attached without being told, or is half gone, is detached."""
         for name in set(self.session._tenants) - set(self.engines):
@@ -482,7 +495,7 @@ class World:
                 gone = set(engine.held) - set(pool.live_ids())
                 if len(lost) != len(gone):  # of an allocation or a freeing that was interrupted
                     expect(not (lost and gone), f"blocks of {engine.name} are lost in an interrupt")
-        self.tell(self.session.step())
+        self.tell_moves()
 
     # -- operations --------------------------------------------------------------------------------------------------
 
@@ -637,12 +650,8 @@ class World:
             return
         for each in self.engines.values():
             each.poison()
-        while True:
-            result = self.call(engine.serve, *((DriverError, OutOfMemory) if engine.may_fail else ()), partly=True)
-            if self.ended or not isinstance(result, Error):
-                break
-            engine.may_fail -= 1
-        engine.may_fail = 0
+        while not self.ended and isinstance(self.call(engine.serve, partly=True), Error):
+            pass  # tried again: it heals (`call`)
 
     def op_settle(self) -> None:
         self.call(lambda: self.session.settle(), partly=True)
@@ -811,8 +820,9 @@ class World:
             self.op_activate(name, False, False)
             expect(self.engines[name].tenant.active, f"{name} cannot be activated in the end")
         for name, engine in self.engines.items():
-            self.tell(self.session.remap(name, 0))
-            expect(not engine.tenant.streamed, f"{name} streams in the end")
+            while not self.ended and isinstance(self.call(lambda name=name: self.session.remap(name, 0)), Error):
+                pass
+            expect(self.ended or not engine.tenant.streamed, f"{name} streams in the end")
         self.check()
         for name in list(self.engines):
             self.op_forward(name)
@@ -939,7 +949,41 @@ def smaller(walk: dict[str, Any], failure: Failure, seconds: float = 60.0) -> tu
             else:
                 first += piece
         piece = piece if shrunk and piece == 1 else piece // 2
+    shrunk = True
+    while shrunk and time.monotonic() < until:
+        shrunk = False
+        for candidate in simpler(best):
+            if time.monotonic() > until:
+                break
+            again = isolated(candidate)
+            if again is not None and again.signature == failure.signature:
+                best, found, shrunk = candidate, again, True
+                break
     return best, found
+
+
+def simpler(walk: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Walks of the same operations with one thing plainer: a setting left out, a tenant's layer, what is special of it."""
+    for key in walk["config"]:
+        yield {**walk, "config": {each: value for each, value in walk["config"].items() if each != key}}
+    for at, op in enumerate(walk["ops"]):
+        if op[0] != "attach":
+            continue
+        made = op[2]
+        plainer = [{each: value for each, value in made.items() if each != key} for key in ("config", "external")]
+        if "config" in made:
+            for key in made["config"]:
+                kept = {each: value for each, value in made["config"].items() if each != key}
+                plainer.append({**made, "config": kept})
+        plainer += [{**made, key: value} for key, value in (("priority", 0), ("active", True), ("times", [1.0, 0.1]))]
+        plainer.append({**made, "kv": {**made["kv"], "layout": "block_major"}})
+        if made["kv"]["layers"] > 1:
+            for layer in range(made["kv"]["layers"]):
+                layers = made["layers"][:layer] + made["layers"][layer + 1 :]
+                plainer.append({**made, "layers": layers, "kv": {**made["kv"], "layers": made["kv"]["layers"] - 1}})
+        for each in plainer:
+            if each != made:
+                yield {**walk, "ops": [*walk["ops"][:at], ["attach", op[1], each], *walk["ops"][at + 1 :]]}
 
 
 def show(walk: dict[str, Any], failure: Failure, seed: str) -> str:
