@@ -58,6 +58,9 @@ def test_wait_and_done_of_a_resident_layer(benchmark, alpha):
     with _tenant(alpha) as raw, raw.tenant.forward():
         wait, done = raw.tenant.wait, raw.tenant.done
         layer = next(layer for layer in range(LAYERS) if layer not in raw.tenant.streamed)
+        for streamed in raw.tenant.streamed:  # the pass has to come by them
+            wait(streamed)
+            done(streamed)
 
         def pairs() -> None:
             for _ in range(ITERATIONS):

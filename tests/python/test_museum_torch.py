@@ -547,12 +547,12 @@ def test_dynamic_quantisation_of_a_copy_sees_the_right_bytes():
 
 
 def run(source, *arguments):
-    """A script in an interpreter of its own."""
+    """A script in an interpreter of its own, with its sessions on the CPU."""
     here = Path(__file__).parent
     path = os.pathsep.join([str(here), *sys.path])
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300, check=False,
+        env={**os.environ, "PYTHONPATH": path, "REMAP_DEVICE": "cpu"}, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 

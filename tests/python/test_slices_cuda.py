@@ -92,6 +92,7 @@ def test_random_slices_and_passes_that_nobody_waits_for(
                         live[block] = 1 + rng.randrange(250)
                         world.write_block(compute, block, live[block])
                     world.read_block(compute, block, live[block])
+                world.wait_for_all()
         for _ in range(rng.choice([1, 1, 2])):
             try:
                 moved = change(world, rng.randint(0, max(SIZES)), rng.choice([1, 2]))
@@ -104,6 +105,7 @@ def test_random_slices_and_passes_that_nobody_waits_for(
                 for block in world.kv.allocate(rng.randint(0, world.kv.free_blocks)):
                     live[block] = 1 + rng.randrange(250)
                     world.write_block(compute, block, live[block])
+                world.wait_for_all()
         gone = rng.sample(sorted(live), rng.randint(0, len(live)))
         world.kv.free(gone)
         for block in gone:
