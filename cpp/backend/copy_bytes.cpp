@@ -7,7 +7,7 @@
 #include <immintrin.h>
 #endif
 
-#include "core/thread.h"
+#include "backend/thread.h"
 
 namespace remap::host {
 namespace {

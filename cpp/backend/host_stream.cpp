@@ -8,7 +8,7 @@
 #include <thread>
 #include <utility>
 
-#include "core/thread.h"
+#include "backend/thread.h"
 
 namespace remap::host {
 namespace {

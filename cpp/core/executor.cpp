@@ -4,7 +4,7 @@
 #include <map>
 #include <utility>
 
-#include "core/thread.h"
+#include "backend/thread.h"
 #include "pointing.h"
 #include "remap/fork.h"
 

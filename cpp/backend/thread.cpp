@@ -1,4 +1,4 @@
-#include "core/thread.h"
+#include "backend/thread.h"
 
 #include <pthread.h>
 #include <signal.h>
