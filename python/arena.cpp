@@ -76,6 +76,13 @@ void bind_arena(py::module_& module) {
           "withdraw_registered",
           [](Arena& arena, std::uintptr_t address, std::size_t bytes) { arena.withdraw_registered(to_address(address), bytes); },
           py::arg("address"), py::arg("nbytes"), ReleaseGil())
+      .def("registered",
+           [](const Arena& arena) {
+             std::vector<std::pair<std::uintptr_t, std::size_t>> out;
+             for (const auto& [address, bytes] : looking(&Arena::registered)(arena)) out.emplace_back(to_int(address), bytes);
+             return out;
+           })
+      .def("seal", &Arena::seal, py::arg("kv_region"), ReleaseGil())
       .def(
           "hold",
           [](Arena& arena, std::uintptr_t address, std::size_t bytes) { return arena.hold(to_address(address), bytes); },

@@ -204,8 +204,8 @@ void HostMemory::release(std::byte* address, std::size_t bytes) {
 void HostMemory::retire(std::byte* address, std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Address at = address_of(address);
-  table_.require_region(at, bytes, "retire");
-  if (table_.regions().at(at).retired) return;  // somebody may have written there: it stays
+  if (table_.require_retirable(at, bytes, "retire")) return;  // somebody may have written there: it stays
+  require_mappings(2, "retire");                              // a part of a reservation leaves both its ends
   // Private, so that nothing here is anybody else's, and not reserved, so that what is never written costs nothing.
   const auto show_zeros = [&] {
     return system_->map(address, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1,
@@ -218,7 +218,7 @@ void HostMemory::retire(std::byte* address, std::size_t bytes) {
     make_ballast();
   }
   if (code != 0) fail("retire", code);
-  table_.retire(at);
+  table_.retire(at, bytes);
 }
 
 // ---- pages -----------------------------------------------------------------------------------------------------------

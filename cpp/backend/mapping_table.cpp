@@ -1,5 +1,6 @@
 #include "backend/mapping_table.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -73,12 +74,28 @@ void MappingTable::require_region(Address at, std::size_t bytes, const char* cal
 
 void MappingTable::require_unmapped(Address at, std::size_t bytes, const char* call) const {
   const auto region = containing(at, bytes, call);
-  if (region->second.retired) refuse(ErrorKind::invalid_state, call, at, bytes, "the reservation is retired");
+  for (const auto& [begin, end] : region->second.retired) {
+    if (begin < at + bytes && at < end) refuse(ErrorKind::invalid_state, call, at, bytes, "it is retired, or a part of it");
+  }
+  require_no_page(region->first, at, bytes, call);
+}
+
+bool MappingTable::require_retirable(Address at, std::size_t bytes, const char* call) {
+  const auto region = containing(at, bytes, call);
+  require_no_page(region->first, at, bytes, call);
+  std::vector<std::pair<Address, Address>>& retired = regions_.find(region->first)->second.retired;
+  const auto all = [&](const std::pair<Address, Address>& part) { return part.first <= at && at + bytes <= part.second; };
+  if (std::any_of(retired.begin(), retired.end(), all)) return true;
+  retired.reserve(retired.size() + 1);
+  return false;
+}
+
+void MappingTable::require_no_page(Address region, Address at, std::size_t bytes, const char* call) const {
   auto cell = cells_.lower_bound(at);
   // The page before may reach into the range.
   if (cell != cells_.begin()) {
     const auto before = std::prev(cell);
-    if (before->first >= region->first && before->first + before->second.bytes > at) cell = before;
+    if (before->first >= region && before->first + before->second.bytes > at) cell = before;
   }
   if (cell != cells_.end() && cell->first < at + bytes) {
     refuse(ErrorKind::invalid_state, call, at, bytes, "a page is already mapped at " + hex(cell->first) + "; unmap it first");
@@ -166,7 +183,7 @@ std::size_t MappingTable::boundaries(Address low, Address high) const noexcept {
 }
 
 void MappingTable::add_region(Address at, std::size_t bytes) {
-  regions_.emplace(at, Reservation{bytes, false});
+  regions_.emplace(at, Reservation{bytes, {}});
   reserved_bytes_ += bytes;
 }
 
@@ -176,7 +193,9 @@ void MappingTable::remove_region(Address at) noexcept {
   regions_.erase(region);
 }
 
-void MappingTable::retire(Address at) noexcept { regions_.find(at)->second.retired = true; }
+void MappingTable::retire(Address at, std::size_t bytes) noexcept {
+  std::prev(regions_.upper_bound(at))->second.retired.emplace_back(at, at + bytes);
+}
 
 void MappingTable::add(Cells& cells) noexcept {
   if (cells.empty()) return;

@@ -41,7 +41,7 @@ struct Run {
 
 struct Reservation {
   std::size_t bytes = 0;
-  bool retired = false;
+  std::vector<std::pair<Address, Address>> retired;  // [begin, end) each: no page is mapped there any more
 };
 
 class MappingTable {
@@ -55,6 +55,8 @@ class MappingTable {
   void require_reservable(std::size_t bytes, std::size_t alignment) const;       // reserve's arguments: InvalidArgument
   void require_region(Address at, std::size_t bytes, const char* call) const;    // one whole, empty reservation
   void require_unmapped(Address at, std::size_t bytes, const char* call) const;  // inside one live reservation, nothing mapped
+  // The same, but it may be retired already: true if all of it is.
+  bool require_retirable(Address at, std::size_t bytes, const char* call);
   void require_pages(Address at, std::size_t bytes, const char* call) const;     // whole mapped pages
   void require_accessible(Address at, std::size_t bytes, const char* call) const;  // any part of mapped pages, access not none
   // For copies, which need no alignment: false where no byte is in a region; else all must be in one, with this access.
@@ -63,7 +65,7 @@ class MappingTable {
   // ---- changes; none of them throws but add_region -------------------------------------------------------------------
   void add_region(Address at, std::size_t bytes);
   void remove_region(Address at) noexcept;
-  void retire(Address at) noexcept;  // pages are mapped in it never more
+  void retire(Address at, std::size_t bytes) noexcept;  // pre: require_retirable, which has made the room for it
   void add(Cells& cells) noexcept;  // takes the nodes over, so that nothing is allocated after the kernel was changed
   void remove(Address at, std::size_t bytes) noexcept;
   void set_access(Address at, std::size_t bytes, Access access) noexcept;
@@ -79,6 +81,7 @@ class MappingTable {
 
  private:
   std::map<Address, Reservation>::const_iterator containing(Address at, std::size_t bytes, const char* call) const;
+  void require_no_page(Address region, Address at, std::size_t bytes, const char* call) const;
   void require_cells(Address at, std::size_t bytes, Access least, const char* call) const;
   std::size_t boundaries(Address low, Address high) const noexcept;  // in [low, high], both inside one region
 

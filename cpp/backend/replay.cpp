@@ -180,9 +180,10 @@ void Replay::run(const TraceRecord& record) {
       break;
     }
     case Call::retire: {
-      std::byte* now = whole(a[0], a[1], true);
+      std::byte* now = address(a[0], a[1]);
+      const bool again = table_.require_retirable(mapping::address_of(now), a[1], "retire");
       backend_.retire(now, a[1]);
-      table_.retire(mapping::address_of(now));
+      if (!again) table_.retire(mapping::address_of(now), a[1]);
       break;
     }
     case Call::create_page:

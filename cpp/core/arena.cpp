@@ -330,6 +330,25 @@ void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vec
   ++epoch_;
 }
 
+void Arena::seal(RegionId kv_region) {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  guard();
+  const Region& kv = region(kv_region);
+  if (kv.kind != RegionKind::kv) {
+    throw Error(ErrorKind::invalid_argument, "Region " + std::to_string(kv_region) + " is no KV region. Nothing changed.",
+                {{"region", number(kv_region)}});
+  }
+  if (options_.mode == Mode::strict) return;
+  const std::vector<PageId>& pages = kv.designated;
+  for (std::size_t first = 0; first < pages.size();) {
+    std::size_t stop = first;
+    while (stop < pages.size() && pages[stop] == kNoPage) ++stop;
+    if (stop > first) backend_->retire(slot_address(kv.view, first), (stop - first) * options_.page_bytes);
+    first = stop + 1;
+  }
+}
+
 void Arena::designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages) {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);

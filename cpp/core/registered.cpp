@@ -64,6 +64,14 @@ void Arena::withdraw_registered(const std::byte* address, std::size_t bytes) {
   registered_.erase(at);
 }
 
+std::vector<std::pair<const std::byte*, std::size_t>> Arena::registered() const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<std::pair<const std::byte*, std::size_t>> ranges;
+  for (const Registration& each : registered_) ranges.emplace_back(each.address, each.bytes);
+  return ranges;
+}
+
 void Arena::refuse_registered(RegionId id) const {
   for (const Registration& each : registered_) {
     for (const auto& [region, shown] : each.shown) {

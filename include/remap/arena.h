@@ -166,6 +166,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   RegionId add_kv_region(TenantId tenant, std::size_t slots);
   // Says which pages, each once, stand at [first_slot, ...) of a KV region whenever they are KV (aliased: maps them now).
   void designate(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages);
+  // No more pages get a place in the KV region. aliased: slots without one are retired, so that looking at all of the region never
+  // ends the process. strict: they stay as all that is not owned.
+  void seal(RegionId kv_region);
   // Maps ring slots ahead of use (aliased only; strict waits for the plan).
   void designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // Makes a ready view of a layer's region so that pointing there later is one exchange. No-op without can_exchange().
@@ -192,6 +195,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::shared_ptr<Lease> hold(const std::byte* address, std::size_t bytes);
 
   // ---- looking -------------------------------------------------------------------------------------------------
+  // Declared ranges, one entry a declaration.
+  std::vector<std::pair<const std::byte*, std::size_t>> registered() const;
   std::byte* address(RegionId region) const;
   std::size_t region_bytes(RegionId region) const;
   std::size_t page_bytes() const noexcept { return options_.page_bytes; }

@@ -106,12 +106,12 @@ class Backend {
   virtual std::byte* reserve(std::size_t bytes, std::size_t alignment) = 0;
   // Pre: the whole of an earlier reservation; nothing mapped in it.
   virtual void release(std::byte* address, std::size_t bytes) = 0;
-  // The end of a region that somebody outside may still look at (a tensor that was kept). Pre: the whole of an earlier
-  // reservation; nothing mapped in it. Post: it stays reserved, and counts as such, until release(); nothing can be mapped in it
-  // any more (invalid_state), and nothing else gets its addresses. Where the processor uses the pages by itself (host), the range
-  // reads as zeros and can be written, with private memory of the process behind what is written, none of the arena's. On cuda
-  // nothing stands behind it: a kernel that uses it fails, as its caller's error. On an unbacked sim nobody may touch it, as ever.
-  // Retiring again changes nothing.
+  // The end of a region that somebody outside may still look at (a tensor that was kept), or of a part of one that never gets a
+  // page. Pre: aligned addresses inside one reservation; nothing mapped in them. Post: they stay reserved, and count as such, until
+  // release() of the whole; nothing can be mapped there any more (invalid_state). Where the processor uses the pages by
+  // itself (host), the range reads as zeros and can be written, with private memory of the process behind what is written, none of
+  // the arena's. On cuda nothing stands behind it: a kernel that uses it fails, as its caller's error. On an unbacked sim nobody
+  // may touch it, as ever. Retiring again changes nothing.
   virtual void retire(std::byte* address, std::size_t bytes) = 0;
 
   // ---- pages ---------------------------------------------------------------------------------------------------

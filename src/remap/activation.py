@@ -75,7 +75,7 @@ def _activate(session: Session, tenant: Tenant, partial: bool | float) -> Activa
         tenant.active = True
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
     lent = sum(map(tenant.lends, away))
-    keep = max(0, len(away) - lent - tenant.buffers)
+    keep = _own(tenant)
     preempt: Mapping[str, tuple[int, ...]] = {}
     most = _most_streamed(tenant, keep, partial)
     # As many layers as there is room for, the first ones first. What is away now need not be tried.
@@ -106,6 +106,15 @@ def _activate(session: Session, tenant: Tenant, partial: bool | float) -> Activa
         reason += f": {len(away)} layers are streamed through {tenant.buffers} buffers meanwhile"
         return ActivationReport(True, arena.epoch, {}, preempt, (), away, 0.0, reason)
     return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")
+
+
+def _own(tenant: Tenant) -> int:
+    """alpha that the tenant gave its own KV: the most layers that can stay away without a lent page among theirs. Of unequal
+    layers the ring may be made of several, and not need all of their pages: those are lent as well."""
+    for remapped in range(tenant.remapped, 0, -1):
+        if not any(map(tenant.lends, tenant.select(remapped, tenant.buffers, "inward"))):
+            return remapped
+    return 0
 
 
 def _most_streamed(tenant: Tenant, keep: int, partial: bool | float) -> int:

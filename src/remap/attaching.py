@@ -310,6 +310,7 @@ def attach_layers(
     _designate(arena, kv_region, geometry, giving)
     if homeless:
         arena.designate(kv_region, geometry.region_pages, homeless)
+    arena.seal(kv_region)
     if arena.mode == _core.Mode.aliased and len(order) > 1:
         for layer in order:
             for ring_layer in preference:

@@ -43,6 +43,10 @@ def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decisi
                     _remap_more(session, tenant, decision, entry)
             elif decision.action == "shrink" and tenant.slicing:
                 entry["moved"] = _reslice(session, tenant, decision)
+            elif decision.action == "shrink" and (lacking := _lacking(session, tenant, wanted, decision)):
+                entry["reason"] = (
+                    f"{decision.reason}; not done, since {lacking} blocks of the demand would be lacking then"
+                )
             elif decision.action == "shrink":
                 result = session._lending.restream(
                     tenant,
@@ -62,7 +66,16 @@ def carry_out(session: Session, tenant: Tenant, wanted: Demand, decision: Decisi
         added = max(0, tenant.kv.usable_blocks - before)
         # What there is, not what was planned: written layers may have made it less.
         free = (wanted.free or 0) + added if pool.external else pool.free_blocks
-        entry.update(added=added, unmet=max(0, wanted.blocks - free) if decision.action != "shrink" else 0)
+        entry.update(added=added, unmet=max(0, wanted.blocks - free))
+
+
+def _lacking(session: Session, tenant: Tenant, wanted: Demand, decision: Decision) -> int:
+    """Blocks of the demand that there would not be after a shrink. The controller reckons with the mean layer; of unequal ones,
+    or where blocks become usable in groups, one may take more with it."""
+    kind = _homewards(session, tenant, decision.remapped, decision.buffers)
+    lost = _claim(session, tenant, decision.remapped, decision.buffers, kind).get(tenant.name, 0)
+    free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
+    return max(0, wanted.blocks - (free - lost))
 
 
 def _take(session: Session, tenant: Tenant, decision: Decision) -> None:
@@ -178,15 +191,16 @@ def consider_return(session: Session, lender: Tenant, report: Entries) -> None:
         controllers[holder.name].has_lost(session._view_of(holder, wanted), wanted.blocks if wanted else 0)
 
 
-def _claim(session: Session, lender: Tenant, fewer: int) -> dict[str, int]:
+def _claim(
+    session: Session, lender: Tenant, fewer: int, buffers: int | None = None, kind: str = "inward"
+) -> dict[str, int]:
     """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Asked in every step while anything is lent:
     looked up once per epoch, as long as no layer is pinned."""
-    epoch = session._changes.epoch
-    key = (epoch, lender._attachment.order, fewer)
+    epoch, buffers = session._changes.epoch, buffers or max(1, lender.buffers)
+    key = (epoch, lender._attachment.order, fewer, buffers, kind)
     known = session._claims.get(lender.number)
     if known is None or known[0] != key or epoch < 0:
-        blocks = session._lending.losses(lender, fewer, max(1, lender.buffers), "inward")
-        known = session._claims[lender.number] = (key, blocks)
+        known = session._claims[lender.number] = (key, session._lending.losses(lender, fewer, buffers, kind))
     return known[1]
 
 

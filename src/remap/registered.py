@@ -24,7 +24,6 @@ class Registered:
     def __init__(self, arena: Any, tenants: Mapping[str, Tenant]) -> None:
         self._arena = arena
         self._tenants = tenants
-        self._ranges: list[_Range] = []
 
     def declare(self, address: int, nbytes: int) -> None:
         """As `Session.declare_registered`."""
@@ -38,18 +37,16 @@ class Registered:
                     layer=streamed[0],
                 )
         self._arena.declare_registered(address, nbytes)
-        self._ranges.append((address, nbytes))
-        self._pin()
+        self.pin()
 
     def withdraw(self, address: int, nbytes: int) -> None:
         """As `Session.withdraw_registered`."""
         self._arena.withdraw_registered(address, nbytes)
-        self._ranges.remove((address, nbytes))
-        self._pin()
+        self.pin()
 
     def refuse_detach(self, tenant: Tenant) -> None:
         """Raises InvalidState (fields tenant, address, nbytes) if a range of the tenant's is declared."""
-        for address, nbytes in self._ranges:
+        for address, nbytes in self._arena.registered():
             if _inside(tenant._attachment.regions, [(address, nbytes)]):
                 raise InvalidState(
                     f"{nbytes} bytes at {address:#x}, memory of tenant {tenant.name!r}, are declared as registered; nothing "
@@ -59,12 +56,14 @@ class Registered:
                     nbytes=nbytes,
                 )
 
-    def _pin(self) -> None:
-        # From what is known now, not step by step: a layer may be pinned for several reasons.
+    def pin(self) -> None:
+        """Pin the layers that intersect a declared range. The arena knows the ranges, and a layer may be pinned for several
+        reasons: all of it is found anew, so that this can be called again at any time."""
+        ranges = self._arena.registered()
         for tenant in self._tenants.values():
             attachment = tenant._attachment
             empty = {layer for layer, nbytes in enumerate(attachment.layer_bytes) if nbytes == 0}
-            pinned = empty | attachment.written.keys() | _layers_in(tenant, self._ranges)
+            pinned = empty | attachment.written.keys() | _layers_in(tenant, ranges)
             attachment.pinned = pinned
             attachment.order = tuple(layer for layer in schedule.nested(tenant.layers) if layer not in pinned)
 

@@ -503,6 +503,7 @@ class Session:
             for tenant in self._tenants.values():
                 tenant.kv.pool.not_telling()
             self._undo()
+            self._registered.pin()
             while told:
                 if self._changes.moved is not told[-1]:  # it was taken out for the report
                     self._changes.moved = compose(told[-1], self._changes.moved)

@@ -48,6 +48,12 @@ def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
         # Not as if nothing had changed: the report says what was done, and the next step tries the rest again.
         entry = entries.setdefault(tenant.name, moved_entry({}, tenant.name))  # whose turn it was
         entry["reason"] = ended_early(entry["reason"], str(error))
+        for name, wanted in demand.items():
+            pool = session._tenants[name].kv.pool
+            short = wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks)
+            if name not in entries and short > 0:
+                reason = f"the step ended before its turn: {error}"
+                entries[name] = moved_entry({}, name) | {"unmet": short, "reason": reason}
     return entries
 
 

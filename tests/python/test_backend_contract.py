@@ -54,7 +54,7 @@ def test_a_retired_reservation_reads_zeros_until_it_is_released(backend: Any) ->
             poke(backend, at + PAGE, 7)
             with refused(backend, InvalidState):
                 backend.retire(at, 4 * PAGE)
-        for place, bytes_ in ((at, 3 * PAGE), (at + PAGE, 3 * PAGE), (at, 5 * PAGE), (at + 1, 4 * PAGE), (0, PAGE)):
+        for place, bytes_ in ((at, 5 * PAGE), (at + 1, 4 * PAGE), (at, PAGE + 1), (at, 0), (0, PAGE)):
             with refused(backend, InvalidArgument):
                 backend.retire(place, bytes_)
         before = backend.usage()
@@ -73,6 +73,28 @@ def test_a_retired_reservation_reads_zeros_until_it_is_released(backend: Any) ->
             assert abs(elsewhere - at) >= PAGE
     with refused(backend, InvalidArgument):
         backend.retire(at, 4 * PAGE)
+
+
+def test_a_part_of_a_reservation_may_be_retired(backend: Any) -> None:
+    with region(backend, 4) as at, pages(backend, 1) as handles:
+        before = backend.usage()
+        backend.retire(at + PAGE, 2 * PAGE)
+        backend.retire(at + 2 * PAGE, PAGE)  # a part of that: changes nothing
+        assert backend.usage() == before
+        if backend.device_kind == "host":
+            assert peek_host(at + PAGE, 2 * PAGE) == {0}
+            poke_host(at + PAGE, 9, 2 * PAGE)
+        for place in (at + PAGE, at + 2 * PAGE):
+            with refused(backend, InvalidState):
+                backend.map(place, handles, PAGE)
+        for place in (at, at + 3 * PAGE):
+            with shown(backend, handles, place):
+                poke(backend, place, 7)
+                with refused(backend, InvalidState):
+                    backend.retire(place - PAGE if place > at else place, 2 * PAGE)
+        backend.retire(at, 4 * PAGE)
+        if backend.device_kind == "host":
+            assert peek_host(at, 4 * PAGE) == {0}
 
 
 def test_release_takes_only_whole_empty_reservations(backend: Any) -> None:

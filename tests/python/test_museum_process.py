@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 
+import pytest
 from subprocesses import expect_ok, run
 
 NO_THREADS = """
@@ -284,3 +285,23 @@ def test_edited_traces() -> None:
         first, batches = first + batches, 1000
         if time.monotonic() >= until:
             return
+
+
+@pytest.mark.parametrize("layout", ["block_major", "layer_major"])
+def test_looking_at_all_of_a_kv_tensor_does_not_end_the_process(layout: str) -> None:
+    """print(kv.tensors[0]), .isnan() and .zero_() came to places that no page stands behind: SIGSEGV, in aliased mode."""
+    expect_ok(f"""
+import torch, remap
+from arena_worlds import PAGE, make_layers, make_spec
+layers = make_layers([2] * 4)
+with remap.Session(20 * PAGE, page_bytes=PAGE) as session:
+    tenant = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=4000, layout={layout!r}))
+    tensors = tenant.kv.tensors
+    used = sum(len(layer) for layer in layers) + session.capacity_bytes
+    assert tenant.kv.geometry.region_bytes > 2 * used  # most of it has no page
+    for tensor in tensors:
+        assert repr(tensor) and not tensor.isnan().all()
+        assert tensor[:, -1].abs().sum() == 0
+        tensor.zero_()
+    session.check()
+""")

@@ -100,9 +100,8 @@ void Memory::release(std::byte* address, std::size_t bytes) {
 void Memory::retire(std::byte* address, std::size_t bytes) {
   const std::lock_guard<std::mutex> lock(changing_);
   const Address at = address_of(address);
-  table_.require_region(at, bytes, "retire");
   const std::lock_guard<std::shared_mutex> books(books_);
-  table_.retire(at);
+  if (!table_.require_retirable(at, bytes, "retire")) table_.retire(at, bytes);
 }
 
 // ---- pages -----------------------------------------------------------------------------------------------------------

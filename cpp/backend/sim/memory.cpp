@@ -109,9 +109,9 @@ void Memory::release(std::byte* address, std::size_t bytes) {
 void Memory::retire(std::byte* address, std::size_t bytes) {
   const Lock lock(mutex_);
   const Address at = address_of(address);
-  table_.require_region(at, bytes, "retire");
+  if (table_.require_retirable(at, bytes, "retire")) return;
   if (bytes_) bytes_->retire(address, bytes);
-  table_.retire(at);
+  table_.retire(at, bytes);
 }
 
 // ---- pages -------------------------------------------------------------------------------------------------------------
