@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from . import nvtx
 from .attachment import Attachment
 from .cost import CostModel, LayerTimes, Phase, bucket_of
-from .errors import InvalidState
+from .errors import Error, InvalidState
 from .kv_cache import KVCache
 from .locking import Turn
 from .planner import Plan
@@ -68,7 +68,8 @@ class _Pass:
 
     def __del__(self) -> None:
         # An interrupt can come before the first line of __exit__, or just behind __enter__: then nobody has ended the pass.
-        if self._tenant._turn.open_pass is self._mark:
+        mark = getattr(self, "_mark", None)  # set last: an interrupt can come inside of __init__ as well
+        if mark is not None and self._tenant._turn.open_pass is mark:
             self._tenant._close_pass()  # takes no lock: the garbage collector may run while this thread holds it
 
 
@@ -221,10 +222,14 @@ class Tenant:
 
     def _close_pass(self) -> None:
         """However far it came, no pass is open. Can be called again."""
-        if self._prefetcher is not None and self._prefetcher.in_pass:
-            self._abandoned += 1  # without a shape its time teaches nothing
-            self._prefetcher.end_pass()
-        self._turn.open_pass = None
+        try:
+            if self._prefetcher is not None and self._prefetcher.in_pass:
+                self._abandoned += 1  # without a shape its time teaches nothing
+                self._prefetcher.end_pass()
+        except Error:
+            pass  # a stream that takes no events (it is being captured): the next pass abandons this one in the core
+        finally:
+            self._turn.open_pass = None
 
     def _end_pass(self, phase: str, tokens: int, *, completed: bool) -> None:
         try:

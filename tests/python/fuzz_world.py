@@ -663,14 +663,14 @@ class World:
         layer = int(share * len(engine.data))
         each = (engine.addresses[layer], max(1, len(engine.data[layer])))
         result = self.call(lambda: self.session.declare_registered(*each), InvalidState)
-        if result is None or (isinstance(result, KeyboardInterrupt) and each in self.session._registered._ranges):
+        if result is None or (isinstance(result, KeyboardInterrupt) and each in self.session._arena.registered()):
             self.declared.append(each)
 
     def op_withdraw(self) -> None:
         if self.declared:
             each = self.declared[0]
             result = self.call(lambda: self.session.withdraw_registered(*each))
-            if result is None or each not in self.session._registered._ranges:
+            if result is None or each not in self.session._arena.registered():
                 self.declared.remove(each)
 
     def op_wait(self, seconds: float) -> None:

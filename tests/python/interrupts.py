@@ -800,12 +800,12 @@ def drained(world: World) -> None:
 
 
 def declare_again(world: World) -> None:
-    if not world.session._registered._ranges:
+    if not world.session._arena.registered():
         world.session.declare_registered(*address_of(world))
 
 
 def withdraw_again(world: World) -> None:
-    if world.session._registered._ranges:
+    if world.session._arena.registered():
         world.session.withdraw_registered(*address_of(world))
 
 

@@ -630,7 +630,7 @@ def test_a_shrink_that_cannot_be_ordered_changes_nothing(
     before = visible(world.session)
     failed = 0
     for nth in (1, 2, 3):
-        world.backend.arm(getattr(_core.Call, call), nth)
+        world.backend.arm(getattr(_core.Call, call), nth, True)  # once would not do: the copy stream is replaced then
         try:
             moved = world.remap(1)
         except DriverError:
