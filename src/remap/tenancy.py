@@ -88,7 +88,10 @@ def _admit(
     prefetcher = _core.Prefetcher(
         session._backend,
         list(zip(attachment.addresses, source.master_addresses, source.layer_bytes)),
-        keep=arena,
+        keep=(
+            arena,
+            source.keep_alive,
+        ),  # its copies read the one and write to the other, in whatever order a session is collected
     )
     compute = ComputeStream(streams, session._device)
     mover = functools.partial(changes.move_bytes, compute)

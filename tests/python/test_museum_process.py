@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
+import weakref
 
 import pytest
+from arena_worlds import PAGE, make_layers, make_spec
 from subprocesses import expect_ok, run
+
+import remap
 
 NO_THREADS = """
 import os, resource, signal
@@ -305,3 +310,21 @@ with remap.Session(20 * PAGE, page_bytes=PAGE) as session:
         tensor.zero_()
     session.check()
 """)
+
+
+def test_master_copies_outlive_the_copies_of_a_session_that_nobody_closed() -> None:
+    """A collected session let go of its master copies while its prefetcher could still read them (found by ThreadSanitizer)."""
+
+    class Buffer(bytearray):
+        """Can be referred to weakly."""
+
+    layers = [Buffer(layer) for layer in make_layers([1, 1])]
+    session = remap.Session(8 * PAGE, page_bytes=PAGE)
+    prefetcher = session.attach_bytes(layers, name="m", kv=make_spec(2, min_blocks=1))._prefetcher
+    master = weakref.ref(layers[0])
+    del layers, session
+    gc.collect()
+    assert master() is not None
+    del prefetcher
+    gc.collect()
+    assert master() is None
