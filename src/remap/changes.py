@@ -617,11 +617,13 @@ class Changes:
         self.tell()
 
     def drain_again(self, tenant: Tenant, slots: tuple[int, ...], target: tuple[int, int] | None) -> None:
-        """What was being drained before a change that was taken back is again."""
+        """What was being drained before a change that was taken back is again, and nothing else."""
         saved = self.save(tenant)
-        if slots and not tenant._attachment.draining:
-            tenant.kv.pool.withdraw(slots)
-        tenant._attachment.draining, tenant._attachment.draining_target = slots, target
+        attachment, pool = tenant._attachment, tenant.kv.pool
+        if attachment.draining != slots:
+            pool.unwithdraw(attachment.draining)
+            pool.withdraw(slots)
+        attachment.draining, attachment.draining_target = slots, target
         self._decide(saved)
         self.tell()
 
