@@ -617,7 +617,8 @@ class Changes:
         self.tell()
 
     def drain_again(self, tenant: Tenant, slots: tuple[int, ...], target: tuple[int, int] | None) -> None:
-        """What was being drained before a change that was taken back is again, and nothing else."""
+        """What was being drained before a change that was taken back is again, and nothing else. What the engine had returned of
+        it, it has been given in between: it is asked for it once more."""
         saved = self.save(tenant)
         attachment, pool = tenant._attachment, tenant.kv.pool
         if attachment.draining != slots:

@@ -380,12 +380,14 @@ class World:
                     each.streamed,
                     each.buffers,
                     str(each.pages),
-                    (each.usable_blocks, each.free_blocks, each.live_blocks, each.withdrawn_blocks),
+                    (each.usable_blocks, each.free_blocks, each.withdrawn_blocks),
                     (each.lent_pages, dict(each.lent_to), each.borrowed_pages),
                     each.active,
                     each.pinned,
-                    self.session._tenants[name].kv.pool.live_ids(),
-                    self.session._tenants[name].kv.pool.owned_slots(),
+                    # What an engine with its own allocator has returned of a change that drains, it is given and asked for again
+                    # if another change is tried in between and fails: it holds that until then.
+                    () if (pool := self.session._tenants[name].kv.pool).external else pool.live_ids(),
+                    pool.owned_slots(),
                 )
                 for name, each in snapshot.tenants.items()
             },

@@ -65,7 +65,9 @@ def test_every_group_is_measured_and_fits(small: None, dtype: str | None) -> Non
     for group in ("decode_attention", "prefill_attention", "h2d", "d2h"):
         most = max(point["seconds"] for point in found[group])
         for index, point in enumerate(found[group]):
-            point["seconds"] = most + (index + 1) * 1e-3  # above the least time of an operator, whatever that came out as
+            point["seconds"] = (
+                most + (index + 1) * 1e-3
+            )  # above the least time of an operator, whatever that came out as
     assert machine("here", fit(found, "here").document()).hbm_bytes == found["memory_bytes"]
 
 
