@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from remap.cli.bench_machine import fit_command
 from remap.errors import InvalidArgument
+from remap.sim import fit as fitting
 from remap.sim._least_squares import line, minimise
 from remap.sim.fit import GROUPS, fit
 from remap.sim.hardware import Machine, Model, machine, model
@@ -225,3 +226,11 @@ def test_the_command_writes_a_table_that_the_others_read(tmp_path: Path) -> None
         assert not (tmp_path / "x.json").exists()
     done = CliRunner().invoke(app, [str(tmp_path / "no.json"), "--name", "x", "--out", str(tmp_path / "x.json")])
     assert done.exit_code == 1 and "cannot be read" in done.output
+
+
+def test_powers_of_seconds_that_leave_the_range_of_a_float() -> None:
+    """A search for the power tried one at which seconds to that power are no float any more: OverflowError."""
+    point = {"k": 1024.0, "n": 1024.0, "tokens": 1.0}
+    slow = fitting._Linear(bandwidth=1e-3, flops=1e-3, p=64.0, overhead_s=0.5)
+    assert slow.seconds(point, 2.0) == pytest.approx(2 * (1024 * 1024 + 2048) / 1e-3 + 0.5, rel=0.02)
+    assert fitting._Linear(1e300, 1e300, 64.0, 0.5).seconds(point, 2.0) == pytest.approx(0.5)

@@ -213,7 +213,11 @@ class _Linear:
         k, n, tokens = point["k"], point["n"], point["tokens"]
         memory = element * (k * n + tokens * (k + n)) / self.bandwidth
         compute = 2 * tokens * k * n / self.flops
-        return float((memory**self.p + compute**self.p) ** (1 / self.p)) + self.overhead_s
+        most = max(memory, compute)
+        if most <= 0.0:
+            return self.overhead_s
+        # Of shares, not of seconds: a search tries powers and rates at which these would leave the range of a float.
+        return float(most * ((memory / most) ** self.p + (compute / most) ** self.p) ** (1 / self.p)) + self.overhead_s
 
 
 def _linear_of(values: Sequence[float]) -> _Linear:
