@@ -436,7 +436,7 @@ class Session:
         """`Tenant.forward` once more: behind the change that was in progress, and with what the last one has left finished."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
-        if not tenant._try_begin(stream, mark):
+        if not tenant._try_begin(stream, mark, finished=True):
             raise InvalidState(
                 f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in progress; no "
                 "pass was begun; begin it afterwards",

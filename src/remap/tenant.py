@@ -187,15 +187,16 @@ class Tenant:
         if not self._try_begin(stream, mark):
             self._session._begin_behind_changes(self, stream, mark)
 
-    def _try_begin(self, stream: Any, mark: object) -> bool:
-        """Begin a pass, unless a change is in progress or has left something to be finished first."""
+    def _try_begin(self, stream: Any, mark: object, finished: bool = False) -> bool:
+        """Begin a pass, unless a change is in progress or has left something to be finished first. finished: that has been done
+        just now; a re-pointing that has failed since is told by `wait` for its layer."""
         with self._turn.lock:
-            begun = self._begin_now(stream, mark)
+            begun = self._begin_now(stream, mark, finished)
         if begun:
             nvtx.push("remap.pass")
         return begun
 
-    def _begin_now(self, stream: Any, mark: object) -> bool:
+    def _begin_now(self, stream: Any, mark: object, finished: bool) -> bool:
         session, turn = self._session, self._turn
         if turn.open_pass is not None or self._leaving or self._detached or session.closed or not self.active:
             why = "a pass is open" if turn.open_pass is not None else "it is inactive; call session.activate() first"
@@ -208,7 +209,9 @@ class Tenant:
         if self._attachment.verify is not None:
             self._from_masters = self.away()
             self._verify_masters()
-        if turn.claimed or self._unsettled is not None or session._executor.failed_points(self.number):
+        if turn.claimed:
+            return False
+        if not finished and (self._unsettled is not None or session._executor.failed_points(self.number)):
             return False
         turn.open_pass = mark  # before the pass begins: __exit__ or __del__ ends it then, whatever comes between
         try:

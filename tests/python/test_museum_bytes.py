@@ -154,8 +154,12 @@ def test_a_pass_does_not_begin_in_the_middle_of_a_change(mode: str) -> None:
         begun = threading.Event()
 
         def serve() -> None:
-            with w.tenant("m").forward():
+            tenant = w.tenant("m")
+            with tenant.forward():
                 begun.set()
+                for layer in range(len(SIZES)):
+                    tenant.wait(layer)
+                    tenant.done(layer)
 
         thread = threading.Thread(target=serve)
 
@@ -259,4 +263,37 @@ def test_engines_on_threads_of_their_own(mode: str) -> None:
             sys.setswitchinterval(interval)
         assert not any(thread.is_alive() for thread in threads), "an engine hangs"
         assert not failures, failures
+        w.verify()
+
+
+# -- found by the fuzzer since -----------------------------------------------------------------------------------------------
+
+
+def test_a_re_pointing_that_fails_just_before_a_pass_begins_is_told_by_wait() -> None:
+    """What the last change had left was finished, and its re-pointing failed at once: forward() blamed a listener."""
+    with world("aliased", "m") as w:
+        tenant = w.tenant("m")
+        w.session.remap("m", 3, 1, "nested")
+        w.session.settle()
+        tenant._unsettled, real = (None, False), w.session._changes.settle  # type: ignore[assignment]
+
+        def settled(each: Any) -> None:
+            each._unsettled = None
+            real(each)
+            w.session._executor = Failing(executor)  # from here on one of its points has failed
+
+        class Failing:
+            def __init__(self, inner: Any) -> None:
+                self._inner = inner
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._inner, name)
+
+            def failed_points(self, tenant: int | None = None) -> int:
+                return 1
+
+        executor = w.session._executor
+        w.session._changes.settle = settled  # type: ignore[method-assign]
+        forward(w.session, tenant, w.layers["m"])
+        w.session._changes.settle, w.session._executor = real, executor  # type: ignore[method-assign]
         w.verify()
