@@ -150,5 +150,9 @@ class Turn:
         return self._session.run(self._claimed, call, *args, **kwargs)
 
     def _claimed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before = self.claimed
         self.claim()
-        return call(*args, **kwargs)
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.claimed = before

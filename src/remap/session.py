@@ -138,6 +138,7 @@ class Session:
         self._told: list[Moved] = []  # moves that the report of the call in progress tells of
         self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
         self._closing = False  # all tenants depart
+        self._claiming = False  # whether a call has claimed tenants
         self.closed = False
 
     # -- tenants ---------------------------------------------------------------------------------------------------
@@ -500,6 +501,7 @@ class Session:
 
     def _end_call(self, told: list[Moved] | None, failed: bool) -> None:
         if failed:
+            self._claiming = True  # whatever it had come to
             for tenant in self._tenants.values():
                 tenant.kv.pool.not_telling()
             self._undo()
@@ -535,12 +537,15 @@ class Session:
 
     def _claim(self) -> None:
         """All tenants that are not inside a pass are this call's until it is over."""
+        self._claiming = True
         for tenant in self._tenants.values():
             tenant._turn.claim()
 
     def _release_claims(self) -> None:
-        for tenant in self._tenants.values():
-            tenant._turn.release()
+        if self._claiming:
+            for tenant in self._tenants.values():
+                tenant._turn.release()
+            self._claiming = False
 
     def _memory(self, address: int, nbytes: int) -> Any:
         """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
