@@ -27,11 +27,15 @@ void bind_errors(py::module_&) {
     try {
       std::rethrow_exception(pointer);
     } catch (const Error& error) {
-      py::object kind = py::module_::import("remap.errors").attr(class_name(error.kind()));
-      py::dict fields;
-      for (const auto& [name, value] : error.fields()) fields[py::str(name)] = py::cast(value);
-      py::object raised = kind(py::str(error.what()), **fields);
-      PyErr_SetObject(kind.ptr(), raised.ptr());
+      try {
+        py::object kind = py::module_::import("remap.errors").attr(class_name(error.kind()));
+        py::dict fields;
+        for (const auto& [name, value] : error.fields()) fields[py::str(name)] = py::cast(value);
+        py::object raised = kind(py::str(error.what()), **fields);
+        PyErr_SetObject(kind.ptr(), raised.ptr());
+      } catch (py::error_already_set& other) {
+        other.restore();  // Python code runs here, so Ctrl-C can come: it is raised, and not a RuntimeError in its place
+      }
     }
   });
 }

@@ -6,12 +6,14 @@ import gc
 import os
 import time
 import weakref
+from typing import Any
 
 import pytest
 from arena_worlds import PAGE, make_layers, make_spec
 from subprocesses import expect_ok, run
 
 import remap
+from remap import _core
 
 NO_THREADS = """
 import os, resource, signal
@@ -328,3 +330,14 @@ def test_master_copies_outlive_the_copies_of_a_session_that_nobody_closed() -> N
     del prefetcher
     gc.collect()
     assert master() is None
+
+
+def test_an_interrupt_while_an_error_of_the_core_is_made_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KeyboardInterrupt inside of the error's own constructor came out as a RuntimeError (found by the fuzzer)."""
+
+    def interrupted(self: Any, *args: Any, **fields: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remap.Error, "__init__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        _core.make_host_backend(0, 4096)
