@@ -69,9 +69,8 @@ class Changes:
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: Tenant | None = None
         self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
-        self._withdrawn: list[
-            Tenant
-        ] = []  # whose engines, with allocators of their own, were asked for blocks by this change
+        # Tenants whose engines, with allocators of their own, the change in progress has asked for blocks.
+        self._withdrawn: list[Tenant] = []
         self._untold: list[BlockPool] = []  # what changed in them is decided, and their listeners have not heard of it
         # Tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
         # a call that raises afterwards cannot lose them.
