@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -59,7 +59,9 @@ class DeviceTenant:
         controller: remap.ControllerConfig | None = None,
         spare_bytes: int = 0,
         masters: list[np.ndarray] | None = None,
+        session: Mapping[str, Any] | None = None,
     ) -> None:
+        """session: more arguments of its `remap.Session`."""
         self.ctx, self.backend, self.stream = ctx, backend, stream
         self.layers, self.layer_bytes, self.page_bytes = layers, layer_bytes, page_bytes
         self.masters = masters or make_masters(layers, layer_bytes)
@@ -76,7 +78,12 @@ class DeviceTenant:
             max_blocks=self.capacity // block_bytes + 1,
         )
         self.session = remap.Session(
-            self.capacity, device="cuda:0", page_bytes=page_bytes, backend=backend, controller=controller
+            self.capacity,
+            device="cuda:0",
+            page_bytes=page_bytes,
+            backend=backend,
+            controller=controller,
+            **(session or {}),
         )
         try:
             self.tenant = self.session.attach_bytes(self.masters, name="raw", kv=spec)

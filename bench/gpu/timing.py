@@ -51,6 +51,10 @@ class Marks:
         self.wait(marks[-1])
         return [self.between(a, b) for a, b in zip(marks, marks[1:])]
 
+    def free(self, mark: int) -> None:
+        """This mark may be used again."""
+        self._free.append(mark)
+
     def reset(self) -> None:
         """All marks are free again."""
         self._free = list(self.events)

@@ -60,7 +60,7 @@ def prefetch(ctx: Context) -> Iterator[Figure]:
                 raw.remap(0)
                 raw.remap(LAYERS - buffers, buffers)
                 raw.verify(marks)
-                ours, theirs = _take_turns(ctx, raw, marks, device, host, 0.3 / len(sizes))
+                ours, theirs = take_turns(ctx, raw, marks, device, host, 0.3 / len(sizes))
                 raw.verify(marks)
                 yield ratio(
                     f"prefetch, share of plain copies, {layer_bytes // MIB} MiB, {buffers} buffers",
@@ -75,7 +75,7 @@ def prefetch(ctx: Context) -> Iterator[Figure]:
                 )
 
 
-def _take_turns(
+def take_turns(
     ctx: Context, raw: DeviceTenant, marks: Marks, device: int, host: int, share: float
 ) -> tuple[list[float], list[float]]:
     """(seconds of each streamed pass, seconds of as many plain copies)."""
@@ -83,16 +83,16 @@ def _take_turns(
     theirs: list[float] = []
     passes, prefetcher = ctx.pick(5, 4, 2), raw.tenant._prefetcher
     prefetcher.drain()
-    before, wanted = prefetcher.stats().copies, 0
+    before, wanted = prefetcher.stats().copied_bytes, 0
     for index in ctx.rounds(ctx.pick(12, 5, 2) + 1, share=share):
         mine = streamed_passes(raw, marks, passes)
         prefetcher.drain()  # copies ahead must not run beside the plain ones
-        wanted += (passes + 1) * LAYERS
+        wanted += (passes + 1) * LAYERS * raw.layer_bytes
         other = plain_copies(raw, marks, device, host, passes)
         if index:
             ours += mine
             theirs += other
-    copied = prefetcher.stats().copies - before
+    copied = prefetcher.stats().copied_bytes - before
     if copied != wanted:
-        raise Wrong(f"{copied} copies were made where {wanted} were to be measured")
+        raise Wrong(f"{copied} bytes were copied where {wanted} were to be measured")
     return ours, theirs

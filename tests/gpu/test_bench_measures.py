@@ -1,0 +1,161 @@
+"""The GPU suite's measures with tiny sizes, and what of them needs torch on a GPU, on CPU tensors over the emulated device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bench.gpu.context import MIB, Skip
+from bench.gpu.results import Figure
+from conftest import needs
+
+
+@pytest.fixture
+def small(gpu: Any, context: Any) -> Any:
+    """A context of tiny sizes that ends a measure's loops soon; the suite measures a GPU, where there is one."""
+    if not gpu.emulated:
+        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
+    context.until = time.monotonic() + 3
+    return context
+
+
+def figures_of(body: Any, context: Any) -> dict[str, Figure]:
+    """What a measure yields, by name."""
+    return {each.name: each for each in body(context)}
+
+
+# -- reading layers ----------------------------------------------------------------------------------------------------
+
+
+def _readings(raw: Any, marks: Any, context: Any) -> Iterator[Any]:
+    from bench.gpu.reading import CopyReading, KernelReading
+
+    yield KernelReading(raw, None)
+    with context.buffers(host=2 * raw.layer_bytes) as (_, host):
+        yield CopyReading(raw, marks, raw.handle, host, 2)
+
+
+def test_readings_count_words_that_are_not_the_master_copys(gpu: Any, context: Any, raw: Any) -> None:
+    needs("torch")
+    if not gpu.emulated:
+        pytest.skip("CPU tensors over the device's memory exist on the emulated driver only")
+    tenant, marks = raw
+    layer, at = 3, tenant.session.layer_address("raw", 3)
+    for what in _readings(tenant, marks, context):
+        for each in range(tenant.layers):
+            what.read(each)
+        assert (what.wrong(), what.reads) == (0, tenant.layers), what.kind
+        word = int(tenant.masters[layer][0]) ^ 0xFF
+        tenant.backend.fill(tenant.handle, at, word, 1)
+        marks.wait(marks.mark(tenant.handle))
+        marks.reset()
+        what.read(layer)
+        assert what.wrong() == 1, what.kind
+        tenant.backend.fill(tenant.handle, at, word ^ 0xFF, 1)
+        marks.wait(marks.mark(tenant.handle))
+        marks.reset()
+        what.read(layer)
+        assert what.wrong() == 1, what.kind
+
+
+def test_what_goes_wrong_in_the_background_is_raised_at_its_end(raw: Any) -> None:
+    from bench.gpu.measures.beside_kernels import Background
+
+    tenant, marks = raw
+
+    def read(layer: int) -> None:
+        raise ValueError("no such layer")
+
+    background = Background(SimpleNamespace(read=read), tenant.layers, marks, tenant.handle)
+    with pytest.raises(ValueError, match="no such layer"):
+        background.end()
+
+
+def test_layers_are_read_while_their_neighbours_are_repointed(small: Any) -> None:
+    from bench.gpu.measures import beside_kernels
+
+    found = figures_of(beside_kernels.beside_kernels, small)
+    wrong = found["wrong bytes read beside re-pointing"]
+    assert (wrong.value, wrong.target, wrong.exact) == (0, 0, True)
+    assert wrong.n > 0
+    assert wrong.detail["regions"] >= 4 * beside_kernels.LAYERS
+
+
+def test_passes_read_right_bytes_whatever_moves_between_them(small: Any) -> None:
+    from bench.gpu.measures import beside_kernels
+
+    found = figures_of(beside_kernels.between_passes, small)
+    wrong = found["wrong bytes read by passes between which layers moved"]
+    assert wrong.value == 0
+    assert wrong.n == beside_kernels.LAYERS * wrong.detail["changes"]
+
+
+# -- calls and copies beside the worker --------------------------------------------------------------------------------
+
+
+def test_calls_are_told_apart_by_whether_the_worker_was_at_work(small: Any) -> None:
+    from bench.gpu.measures.step_latency import Calls
+    from bench.gpu.mover import Mover, mover_bytes
+    from bench.gpu.tenants import device_tenant
+
+    with device_tenant(small, 2, 2 * MIB, spare_bytes=mover_bytes(4, 2 * MIB, 2 * MIB)) as (raw, marks):
+        mover = Mover(raw, 4, 2 * MIB)
+        at_work = False
+        calls = Calls(raw, SimpleNamespace(at_work=False), marks, lambda: None)  # type: ignore[arg-type]
+        calls.rounds(5, while_busy=False)
+        assert {len(each) for each in calls.idle.values()} == {5}
+        assert not any(calls.busy.values())
+        calls._mover = SimpleNamespace(at_work=True)  # type: ignore[assignment]
+        calls.rounds(5, while_busy=True)
+        assert {len(each) for each in calls.busy.values()} == {5}
+        calls._mover = SimpleNamespace(at_work=at_work)  # type: ignore[assignment]
+        calls.rounds(5, while_busy=True)  # ends at once: the worker is idle
+        assert {len(each) for each in calls.idle.values()} == {6}
+        for _ in range(3):
+            mover.begin()
+            raw.run()
+        mover.go_home()
+        assert not mover.at_work
+        assert mover.regions == 4 * 4
+        raw.verify(marks)
+
+
+def test_calls_beside_repointing_are_counted(small: Any) -> None:
+    from bench.gpu.measures.step_latency import calls_beside_repointing
+
+    found = figures_of(calls_beside_repointing, small)
+    assert found["calls made while the worker was at work, pages of 2 MiB"].exact
+
+
+def test_small_copies_are_measured_with_whole_layers_and_with_pieces(
+    small: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the argument the rest is skipped by name; with it (here: one that is swallowed) every size is measured."""
+    from bench.gpu.measures import small_copies as module
+
+    import remap
+
+    seen: list[Any] = []
+    real = remap.Session
+
+    class WithPieces(real):  # type: ignore[misc, valid-type]
+        """A session that takes the argument, whatever this one's signature is."""
+
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            seen.append(more.pop(module.ARGUMENT, None))
+            super().__init__(*arguments, **more)
+
+    monkeypatch.setattr(remap, "Session", WithPieces)
+    monkeypatch.setattr(module, "takes_chunks", lambda: False)
+    figures: list[Figure] = []
+    with pytest.raises(Skip, match="copy_chunk_bytes"):
+        figures.extend(module.small_copies(small))
+    monkeypatch.setattr(module, "takes_chunks", lambda: True)
+    found = figures_of(module.small_copies, small)
+    assert seen == [None, 0, MIB]
+    for title in ("whole layers", "1 MiB pieces"):
+        rate = found[f"prefetch, share of plain copies of whole layers, {title}"]
+        assert (rate.target, rate.at_least) == (0.97, True)
