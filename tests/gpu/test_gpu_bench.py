@@ -26,7 +26,10 @@ EVERYWHERE = {
     "pass against schedule.period",
     "reload of an idle model",
     "zeroing",
-    "a handle a page",
+    "1 GiB more and less",
+    "re-pointing beside kernels",
+    "re-pointing between passes",
+    "calls beside re-pointing",
 }
 
 

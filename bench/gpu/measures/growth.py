@@ -96,6 +96,20 @@ class Growth:
             "calls": self.calls[0] - calls,
         }
 
+    def shrink(self, layers: int) -> dict[str, float]:
+        """Seconds of the call that takes `layers` layers' pages back, and until those layers hold their bytes again."""
+        self.tenant.kv.free(self.held)
+        self.held = []
+        target = self.tenant.remapped - layers
+        begun = time.perf_counter()
+        self.session.remap("raw", target, 2, "nested")
+        called = time.perf_counter()
+        self._pass()  # waits for every layer
+        there = time.perf_counter()
+        if self.tenant.remapped != target:
+            raise Wrong(f"{self.tenant.remapped} layers are remapped, {target} should be")
+        return {"called": called - begun, "there": there - begun}
+
 
 @measure("growth", full_s=18, quick_s=4)
 def growth(ctx: Context) -> Iterator[Figure]:
