@@ -66,6 +66,7 @@ ORDER = (
     "reload",
     "zeroing",
     "attention",
+    "attention_layouts",
     "graphs",
     "serving",
     "pool",

@@ -159,3 +159,85 @@ def test_small_copies_are_measured_with_whole_layers_and_with_pieces(
     for title in ("whole layers", "1 MiB pieces"):
         rate = found[f"prefetch, share of plain copies of whole layers, {title}"]
         assert (rate.target, rate.at_least) == (0.97, True)
+
+
+# -- attention by layout -----------------------------------------------------------------------------------------------
+
+
+class HostReplays:
+    """A stand-in for `attention.Replays` on CPU tensors: no graph, and the host's clock."""
+
+    def record(self, piece: Any) -> Any:
+        piece()
+        return piece
+
+    def seconds(self, replay: Any) -> float:
+        begun = time.perf_counter()
+        replay()
+        return time.perf_counter() - begun
+
+
+def _obvious_kernels(torch: Any, shape: Any, table: Any) -> dict[str, Any]:
+    """The reference in place of a kernel, one sequence at a time."""
+    from bench.gpu.measures.attention import reference
+
+    def attend(q: Any, kv: Any) -> Any:
+        rows = [reference(torch, q, kv, table, shape.tokens, row) for row in range(shape.sequences)]
+        return torch.stack(rows).to(q.dtype)
+
+    return {"obvious": attend}
+
+
+def _tiny_case(layouts: Any) -> Any:
+    model = layouts.Model("tiny", 3, 4, 2)
+    # 256 blocks of 8 KiB of keys: one page for each layer's keys, and one for its values.
+    return layouts.Case(model, 0, 2 * MIB, aligned=256, tokens=40)
+
+
+def test_layouts_are_compared_over_the_same_pages(small: Any) -> None:
+    needs("torch")
+    import torch
+    from bench.gpu.measures import attention_layouts as layouts
+
+    case = _tiny_case(layouts)
+    assert (case.blocks, case.shape.sequences) == (256, 256 // 3)
+    taken = layouts.one_case(small, case, "cpu", HostReplays(), _obvious_kernels, True, 3, 0.1)["obvious"]
+    assert tuple(taken) == layouts.SIDES
+    assert {len(samples) for samples in taken.values()} == {2}
+    names = {each.name.rpartition(", ")[2]: each for each in layouts.figures(case, "obvious", taken)}
+    assert {"block-major / plain tensor", "layer-major / plain tensor"} < set(names)
+    del taken["plain tensor"]
+    assert any("block-major / layer-major" in each.name for each in layouts.figures(case, "obvious", taken))
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_views_are_the_tensors_of_a_session_with_that_layout(small: Any) -> None:
+    needs("torch")
+    import torch
+    from bench.gpu.measures import attention_layouts as layouts
+
+    import remap
+
+    case = _tiny_case(layouts)
+    spec = case.model.spec(case.blocks, "layer_major")
+    with remap.Session("64MiB", device="cuda:0") as session:
+        from bench.gpu.tenants import make_masters
+
+        tenant = session.attach_bytes(make_masters(3, 2 * MIB), name="kv", kv=spec)
+        mine = layouts.views(torch.empty_like(tenant.kv.memory), spec, 2 * MIB, "layer_major")
+        for theirs, ours in zip(tenant.kv.tensors, mine):
+            assert (theirs.shape, theirs.stride()) == (ours.shape, ours.stride())
+    with pytest.raises(Skip, match="layer_major"):
+        layouts.views(torch.empty(MIB, dtype=torch.uint8), spec, 2 * MIB, "layer_major")
+
+
+def test_the_caches_that_are_measured_are_of_the_sizes_that_they_say() -> None:
+    from bench.gpu.measures import attention_layouts as layouts
+
+    for case in layouts.CASES:
+        nbytes = case.blocks * case.model.spec(1).block_bytes
+        assert 0.85 * case.nbytes < nbytes <= case.nbytes
+        spec = case.model.spec(case.blocks)
+        # A layer's keys fill whole pages, so the layer-major region is no longer than the block-major one.
+        assert case.blocks * spec.chunk_bytes % case.page_bytes == 0
+        assert case.shape.sequences * case.shape.tokens == case.blocks * layouts.BLOCK_TOKENS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -46,31 +46,55 @@ SHAPES = (
 )
 
 
-def seconds_a_call(ctx: Context, torch: Any, call: Callable[[int], object], rounds: int, share: float) -> list[float]:
-    """Seconds of a call, each sample the mean of one call a layer, so that none finds its KV in the cache.
+class Replays:
+    """Pieces of work on one stream, recorded as graphs and timed by events: launching a kernel from Python takes longer than it
+    runs, and engines replay graphs too."""
 
-    The calls are replayed as one graph, as an engine does it: launching a kernel from Python takes longer than it runs.
-    """
-    from remap.engine.graphs import TorchCudaGraphs
+    def __init__(self, torch: Any) -> None:
+        from remap.engine.graphs import TorchCudaGraphs
 
-    def every_layer() -> None:
-        for layer in range(LAYERS):
-            call(layer)
+        self._torch, self.stream = torch, torch.cuda.Stream()
+        self.stream.wait_stream(torch.cuda.current_stream())
+        self._graphs = TorchCudaGraphs(self.stream)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    replay = TorchCudaGraphs(stream).capture(every_layer)
-    taken: list[float] = []
-    with torch.cuda.stream(stream):
-        for index in ctx.rounds(rounds, share=share):
-            begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    def record(self, piece: Callable[[], None]) -> Callable[[], None]:
+        """Run it once, and hand back what runs it again."""
+        return self._graphs.capture(piece)
+
+    def seconds(self, replay: Callable[[], None]) -> float:
+        """Of device time."""
+        with self._torch.cuda.stream(self.stream):
+            begun, ended = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record()
             replay()
             ended.record()
             ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
+
+
+def in_turns(
+    ctx: Context, replays: Replays, sides: Mapping[str, Callable[[int], object]], layers: int, rounds: int, share: float
+) -> dict[str, list[float]]:
+    """Seconds of a call of each side, which take turns; a sample is the mean of one call a layer, so that none finds its KV in
+    the cache."""
+
+    def every_layer(call: Callable[[int], object]) -> None:
+        for layer in range(layers):
+            call(layer)
+
+    recorded = {name: replays.record(partial(every_layer, call)) for name, call in sides.items()}
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for index in ctx.rounds(rounds, share=share):
+        for name in list(recorded) if index % 2 else reversed(recorded):
+            each = replays.seconds(recorded[name]) / layers
             if index:
-                taken.append(begun.elapsed_time(ended) / 1e3 / LAYERS)
+                taken[name].append(each)
     return taken
+
+
+def seconds_a_call(ctx: Context, torch: Any, call: Callable[[int], object], rounds: int, share: float) -> list[float]:
+    """Seconds of a call; see `in_turns`."""
+    return in_turns(ctx, Replays(torch), {"": call}, LAYERS, rounds, share)[""]
 
 
 def copy_bandwidth(ctx: Context, torch: Any) -> float:

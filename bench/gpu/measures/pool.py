@@ -1,4 +1,4 @@
-"""Growing and shrinking by 1 GiB against a pool that asks the driver for a handle a page, as elastic KV caches over the driver do.
+"""Growing and shrinking by 1 GiB, against a pool that asks the driver for a handle a page, as elastic KV caches do.
 
 The pool's loop is Python over ctypes, which adds about a microsecond a call to what the driver takes.
 """
