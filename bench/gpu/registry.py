@@ -68,6 +68,7 @@ ORDER = (
     "attention",
     "attention_layouts",
     "graphs",
+    "decode_step",
     "serving",
     "pool",
     "offloading",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,3 +242,92 @@ def test_the_caches_that_are_measured_are_of_the_sizes_that_they_say() -> None:
         # A layer's keys fill whole pages, so the layer-major region is no longer than the block-major one.
         assert case.blocks * spec.chunk_bytes % case.page_bytes == 0
         assert case.shape.sequences * case.shape.tokens == case.blocks * layouts.BLOCK_TOKENS
+
+
+# -- beside others: stock transformers, torch_memory_saver -------------------------------------------------------------
+
+
+def test_a_step_attached_is_compared_with_the_same_model_as_it_comes(small: Any) -> None:
+    needs("torch")
+    needs("transformers")
+    from bench.gpu.measures.decode_step import decode_step
+
+    small.until = time.monotonic() + 20
+    found = figures_of(decode_step, small)
+    longer = next(each for name, each in found.items() if name.endswith("attached, longer by"))
+    assert longer.n >= 3
+    assert "control_percent" in longer.detail
+
+
+def test_a_side_that_computes_other_logits_is_found(small: Any) -> None:
+    needs("torch")
+    needs("transformers")
+    import torch
+    from bench.gpu.measures import decode_step as steps
+    from bench.gpu.models import make_model
+    from bench.gpu.registry import Wrong
+
+    shape, dtype = steps._shape(small, on_gpu=False)
+    models = {"stock": make_model(shape, "cpu", dtype), "attached": make_model(shape, "cpu", dtype, seed=1)}
+    clock = steps.Clock(torch, on_gpu=False)
+    with pytest.raises(Wrong, match=r"step 0: .* computed other logits"):
+        steps.steps_in_turn(small, torch, clock, models, steps.Batch(2, 8, 8), "cpu", 0.5)
+
+
+def test_a_large_model_is_reloaded_as_a_small_one_is(small: Any) -> None:
+    from bench.gpu.measures.reload import reload, reload_13b
+
+    small.until = time.monotonic() + 6
+    figures = list(reload(small))
+    assert figures[0].name == "reload of 16 layers of 2 MiB, share of the link"
+    with pytest.raises(Skip, match="torch_memory_saver: needs torch on a GPU"):
+        figures.extend(reload_13b(small))
+    assert figures[3].name == "reload of 40 of OPT-13b's 40 layers, share of the link"
+    assert {each.n for each in figures} == {2}
+
+
+class FakeSaver:
+    """torch_memory_saver's calls on CPU tensors: pause() loses their bytes, resume() brings back what it kept."""
+
+    def __init__(self, *, loses: bool) -> None:
+        self.loses = loses
+        self.kept: list[tuple[Any, Any]] = []
+        self.made: list[Any] = []
+
+    @contextmanager
+    def region(self, *, enable_cpu_backup: bool) -> Iterator[None]:
+        import torch
+
+        assert enable_cpu_backup
+        real = torch.full
+
+        def full(*arguments: Any, **more: Any) -> Any:
+            self.made.append(real(*arguments, **more))
+            return self.made[-1]
+
+        torch.full = full  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.full = real
+
+    def pause(self) -> None:
+        self.kept = [(tensor, tensor.clone()) for tensor in self.made]
+        for tensor in self.made:
+            tensor.fill_(-1)
+
+    def resume(self) -> None:
+        if not self.loses:
+            for tensor, kept in self.kept:
+                tensor.copy_(kept)
+
+
+def test_what_torch_memory_saver_brings_back_is_compared(small: Any) -> None:
+    needs("torch")
+    import torch
+    from bench.gpu.measures.reload import saver_seconds
+    from bench.gpu.registry import Wrong
+
+    assert len(saver_seconds(small, torch, FakeSaver(loses=False), "cpu", 1 << 20, 4, 0.5)) == 3
+    with pytest.raises(Wrong, match="other bytes"):
+        saver_seconds(small, torch, FakeSaver(loses=True), "cpu", 1 << 20, 4, 0.5)
