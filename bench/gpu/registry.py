@@ -72,6 +72,7 @@ ORDER = (
     "serving",
     "pool",
     "offloading",
+    "continuous_batching",
     "shared_serving",
 )
 

@@ -331,3 +331,91 @@ def test_what_torch_memory_saver_brings_back_is_compared(small: Any) -> None:
     assert len(saver_seconds(small, torch, FakeSaver(loses=False), "cpu", 1 << 20, 4, 0.5)) == 3
     with pytest.raises(Wrong, match="other bytes"):
         saver_seconds(small, torch, FakeSaver(loses=True), "cpu", 1 << 20, 4, 0.5)
+
+
+# -- transformers' continuous batching ---------------------------------------------------------------------------------
+
+
+class FakeManager:
+    """transformers' manager as far as it is called here. hangs: this request never gets a token."""
+
+    def __init__(self, *, hangs: str = "", fails: str = "") -> None:
+        self.hangs, self.fails = hangs, fails
+        self.now = 100.0
+        self.ready: list[Any] = []
+        self.cancelled: list[str] = []
+
+    def add_request(self, ids: list[int], *, request_id: str, max_new_tokens: int, **more: Any) -> None:
+        assert more == {"record_timestamps": True, "eos_token_id": -1}
+        times = [self.now + 0.25 + 0.05 * token for token in range(max_new_tokens)]
+        if request_id != self.hangs:
+            error = "no room" if request_id == self.fails else None
+            tokens = list(range(max_new_tokens))
+            self.ready.append(
+                SimpleNamespace(
+                    request_id=request_id,
+                    generated_tokens=tokens,
+                    timestamps=times,
+                    error=error,
+                    is_finished=lambda: True,
+                )
+            )
+
+    def get_result(self, timeout: float) -> Any:
+        self.now += timeout
+        return self.ready.pop(0) if self.ready else None
+
+    def is_running(self) -> bool:
+        return True
+
+    def cancel_request(self, name: str) -> None:
+        self.cancelled.append(name)
+
+
+def _asked(*names: str) -> list[Any]:
+    from bench.gpu.measures.continuous_batching import Request
+
+    return [Request(name, 0.01 * index, (5, 6), 3) for index, name in enumerate(names)]
+
+
+def test_requests_are_timed_from_their_arrival_and_late_ones_count() -> None:
+    needs("torch")
+    from bench.gpu.measures import continuous_batching as batching
+
+    manager = FakeManager(hangs="b")
+    run = batching.serve(manager, _asked("a", "b", "c"), 0.3, lambda: manager.now)
+    assert (run.good, run.unfinished, manager.cancelled) == (2, 1, ["b"])
+    assert set(run.answers) == {"a", "c"}
+    assert run.first_s == pytest.approx([0.25, 0.25], abs=0.003)
+    assert run.token_s == pytest.approx([0.05, 0.05])
+    assert run.late_s == pytest.approx([0.29], abs=0.003)
+    found = {each.name: each for each in batching.figures("b", {"stock": [run], "remap": [run, run]}, 5.0, 0.3)}
+    assert found["b, answers as stock's"].value == 2
+    assert found["b, remap, goodput (us: first token)"].detail["runs"] == 2
+    assert found["b, stock, first token, P99"].n == 3
+
+
+def test_a_request_that_fails_is_no_figure() -> None:
+    needs("torch")
+    from bench.gpu.measures import continuous_batching as batching
+    from bench.gpu.registry import Wrong
+
+    with pytest.raises(Wrong, match="request a: no room"):
+        batching.serve(FakeManager(fails="a"), _asked("a"), 0.3)
+
+
+@pytest.mark.slow
+def test_continuous_batching_is_served_by_both_sides(small: Any) -> None:
+    needs("torch")
+    needs("transformers")
+    from bench.gpu.measures.continuous_batching import continuous_batching
+
+    small.until = time.monotonic() + 12
+    found = figures_of(continuous_batching, small)
+    same = found["continuous batching, Llama-3-8b, 20 requests/s, answers as stock's"]
+    assert same.value == same.n > 0
+    for side in ("stock", "remap"):
+        assert (
+            found[f"continuous batching, Llama-3-8b, 20 requests/s, {side}, goodput (us: first token)"].detail["runs"]
+            >= 1
+        )
