@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +103,60 @@ def test_requests_that_got_no_token_count_as_late_as_they_were() -> None:
     assert found["C, remap (us: between tokens)"].detail["layers_share"] == 1.0
 
 
+def test_every_seed_has_requests_of_its_own() -> None:
+    needs("torch")
+    case = sharing.C2.turning(5.0)
+    assert (case.quantum_s, case.span_s) == (5.0, 10.0)
+    assert sharing.C2.turning(20.0).span_s == 40.0
+    first, seed = sharing.make_requests(case)
+    second, other = sharing.make_requests(case, seed)
+    assert other > seed
+    assert first != second
+
+
+def test_figures_are_medians_over_the_seeds_with_their_range() -> None:
+    runs = [
+        _run(kind, [first], (), tokens, 10.0)
+        for first, tokens in ((1.0, 100), (3.0, 300), (2.0, 500))
+        for kind in sharing.KINDS
+    ]
+    found = {each.name: each for each in sharing._figures("C", runs, {})}
+    late = found["C, swap, first token, P99"]
+    assert (late.value, late.detail["least"], late.detail["most"]) == pytest.approx((2000.0, 1000.0, 3000.0))
+    assert found["C, swap (us: between tokens)"].value == pytest.approx(30.0)
+    for other in ("recompute", "swap"):
+        ratio = found[f"C, first token, P99, remap / {other}"]
+        assert (ratio.value, ratio.detail["runs"]) == (pytest.approx(1.0), 3)
+
+
+def test_a_swap_brings_one_model_in_whole_and_sends_the_others_out(gpu: Any) -> None:
+    needs("torch")
+    needs("transformers")
+    if not gpu.emulated:
+        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
+    with ExitStack() as stack:
+        arena = sharing.Arena(sharing._tiny(sharing.C2), "cpu", stack)
+        arena.warm_up()
+        arena.restore()
+        names = list(arena.engines)
+        for name in (*names, names[0]):
+            before = arena.session.snapshot().tenants[name].usable_blocks
+            report = arena.whole.activate(name, alone=True, partial=True)
+            assert report.activated
+            assert report.moved == {}
+            tenants = arena.session.snapshot().tenants
+            assert [each for each, tenant in tenants.items() if tenant.active] == [name]
+            assert arena.session._tenant(name).streamed == ()
+            for other in names:
+                if other != name:
+                    assert len(arena.session._tenant(other).streamed) == arena.whole._layers[other]
+            assert tenants[name].usable_blocks >= before
+            assert tenants[name].usable_blocks > arena.start[name]
+        assert arena.whole.swaps == len(names) + 1
+        assert arena.whole.step({}).moved == {}
+        arena.restore()
+
+
 @pytest.mark.slow
 def test_both_combinations_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) -> None:
     needs("torch")
@@ -119,9 +174,11 @@ def test_both_combinations_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "emulated.json").read_text())
-    assert (document["errors"], document["skipped"]) == ([], [])
+    assert document["errors"] == []
+    # Turns of 20 s are for a GPU.
+    assert {entry["what"] for entry in document["skipped"]} == {"sharing C1, long turns", "sharing C2, long turns"}
     found = {entry["name"]: entry for entry in document["results"]}
-    for name in ("C1", "C2"):
+    for name in ("C1, turns of 0.1 s", "C2, turns of 0.1 s"):
         assert found[f"{name}, tokens/s, remap / recompute"]["value"] is None  # it has no speeds
         # Counts are true: layers of sleeping models were KV, and both ways served the same requests.
         assert found[f"{name}, layers of one model that were KV at once"]["value"] > 0

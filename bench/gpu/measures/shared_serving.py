@@ -1,17 +1,20 @@
-"""Several models in one arena, one active at a time: layers of those that sleep become KV cache, against a static partition.
+"""Several models in one arena, one active at a time: layers of those that sleep become KV cache, against a static partition of
+the memory, and against swapping whole models.
 
 The combinations are Oneiros' (section 7.2): C1 is OPT-13b, Llama-2-13b and Llama-3-8b, C2 is OPT-30b and OPT-6.7b, with the KV
 cache that their shares of a 96 GB GPU leave them, whatever the memory of this one. Requests come in bursts as in the Azure code
 trace, with ShareGPT's lengths, both shortened for a run of seconds.
 
-Both sides are served in turns by one process, with the same models in the same arena: "recompute" has each tenant keep what it
-was attached with, and preempts when that is full; "remap" lets the controller decide at every step. Between two runs all layers
-come home, and each tenant has to have the blocks that it began with.
+All sides are served in turns by one process, with the same models in the same arena: "recompute" has each tenant keep what it
+was attached with, and preempts when that is full; "swap" brings the whole model in at the beginning of its turn and sends all
+others out (whole_models.py); "remap" lets the controller decide at every step. Between two runs all layers come home, and each
+tenant has to have the blocks that it began with. Three seeds, and turns of several lengths.
 """
 
 from __future__ import annotations
 
 import gc
+import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -31,6 +34,7 @@ from bench.gpu.models import (
 )
 from bench.gpu.registry import Wrong, measure, missing
 from bench.gpu.results import Figure, count, figure, quantile
+from bench.gpu.whole_models import WholeModels
 
 import remap
 
@@ -38,7 +42,7 @@ if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
 
 BLOCK_TOKENS = 16
-KINDS = ("recompute", "remap")
+KINDS = ("recompute", "swap", "remap")
 CV = 5.0  # of the gaps between requests: of the trace's 13, what still puts several bursts into a span of seconds
 HEADROOM_BYTES = 3 << 30  # of the device: scratch memory of kernels and graphs, the driver's own
 TIMELINE_POINTS = 60
@@ -47,7 +51,7 @@ TIMELINE_POINTS = 60
 @dataclass(frozen=True)
 class Combination:
     """rate: of each tenant, requests a second. longer: lengths as a share of ShareGPT's. span_s: for how long requests come; a
-    run is cut off after `limit` times that. running: most sequences of a tenant in a pass."""
+    run is cut off after `limit` times that. running: most sequences of a tenant in a pass. quantum_s: a turn's length."""
 
     name: str
     models: tuple[ModelShape, ...]
@@ -58,8 +62,8 @@ class Combination:
     quantum_s: float
     page_bytes: int
     dtype: str = "bfloat16"
-    limit: float = 2.0
-    rounds: int = 2
+    limit: float = 1.5
+    seeds: int = 3
 
     @property
     def itemsize(self) -> int:
@@ -75,6 +79,10 @@ class Combination:
         weights = self.weight_bytes()
         kv = sum(shape.kv_bytes for shape in self.models)
         return sum(weights) + kv + max(weights) + HEADROOM_BYTES, sum(weights)
+
+    def turning(self, quantum_s: float) -> Combination:
+        """With turns of this length, and requests for at least two of them."""
+        return replace(self, quantum_s=quantum_s, span_s=max(self.span_s, 2 * quantum_s))
 
     def scaled(self, share: float) -> Combination:
         """With this share of every model's layers."""
@@ -93,7 +101,7 @@ def _tiny(case: Combination) -> Combination:
         for index, shape in enumerate(case.models)
     )  # fmt: skip
     return replace(case, models=models, rate=20.0, longer=0.3, span_s=0.5, running=8, quantum_s=0.1, page_bytes=2 * MIB,
-                   dtype="float32", limit=4.0, rounds=1)  # fmt: skip
+                   dtype="float32", limit=4.0, seeds=2)  # fmt: skip
 
 
 def fitting(case: Combination, device_bytes: int, host_bytes: int) -> tuple[Combination, float]:
@@ -115,9 +123,9 @@ def longest(shape: ModelShape, itemsize: int) -> int:
     return max(8, min(tokens // 4, POSITIONS // 2))
 
 
-def make_requests(case: Combination) -> tuple[dict[str, list[Request]], int]:
-    """(requests by tenant, the seed). The first seed that gives every tenant about as many as its rate says, since few bursts
-    fall into so short a time; it depends on nothing that is measured."""
+def make_requests(case: Combination, after: int = -1) -> tuple[dict[str, list[Request]], int]:
+    """(requests by tenant, the seed). The first seed behind `after` that gives every tenant about as many as its rate says, since
+    few bursts fall into so short a time; it depends on nothing that is measured."""
     import random
 
     from remap.engine import Request, SamplingParams
@@ -129,7 +137,7 @@ def make_requests(case: Combination) -> tuple[dict[str, list[Request]], int]:
         for shape in case.models
     ]  # fmt: skip
     wanted = case.rate * case.span_s
-    for seed in range(10_000):
+    for seed in range(after + 1, after + 10_001):
         items = generate(loads, case.span_s, seed)
         counts = [sum(item.tenant == shape.name for item in items) for shape in case.models]
         if all(abs(each - wanted) <= 0.3 * wanted for each in counts):
@@ -187,6 +195,16 @@ class Arena:
                 max_model_len=2 * longest(shape, case.itemsize),
             )  # fmt: skip
             self.start[shape.name] = tenant.kv.usable_blocks
+        layers = {shape.name: shape.layers for shape in case.models}
+        self.whole = WholeModels(self.session, layers, self._follow)
+
+    def _follow(self, moved: Mapping[str, Mapping[int, int]]) -> None:
+        for name, pairs in moved.items():
+            self.engines[name].follow(pairs)
+
+    def shared(self, kind: str) -> Any:
+        """What decides in a run of this kind; None: nobody."""
+        return {"recompute": None, "swap": self.whole, "remap": self.session}[kind]
 
     def empty_cache(self) -> None:
         """What torch keeps of the device without needing it."""
@@ -244,6 +262,7 @@ class Run:
     result: Any
     unfinished: int
     late_s: tuple[float, ...]
+    seed: int = 0
 
     @property
     def first_s(self) -> list[float]:
@@ -262,6 +281,7 @@ class Run:
         every = max(1, len(timeline) // TIMELINE_POINTS)
         return {
             **self.result.summary(),
+            "seed": self.seed,
             "unfinished": self.unfinished,
             "without_a_token": len(self.late_s),
             "timeline": [
@@ -278,14 +298,16 @@ class Run:
         }
 
 
-def serve(kind: str, arena: Arena, requests: Mapping[str, Sequence[Request]], limit_s: float) -> Run:
+def serve(
+    kind: str, arena: Arena, requests: Mapping[str, Sequence[Request]], limit_s: float, quantum_s: float, seed: int
+) -> Run:
     """All requests, each from its arrival on, in turns of the tenants, until they are finished or the time is over."""
     from remap.engine import SharedEngines
 
-    session = arena.session if kind == "remap" else None
+    session = arena.shared(kind)
     for engine in arena.engines.values():
         engine.session = session
-    shared = SharedEngines(session, arena.engines, "temporal", quantum_s=arena.case.quantum_s)
+    shared = SharedEngines(session, arena.engines, "temporal", quantum_s=quantum_s)
     unfinished: set[tuple[str, str]] = {(name, each.id) for name, mine in requests.items() for each in mine}
     late: list[float] = []
 
@@ -302,98 +324,142 @@ def serve(kind: str, arena: Arena, requests: Mapping[str, Sequence[Request]], li
                     late.append(now - each.arrival_s)
 
     result = shared.run(requests, on_step)
-    return Run(kind, result, len(unfinished), tuple(late))
+    return Run(kind, result, len(unfinished), tuple(late), seed)
 
 
 # -- figures -----------------------------------------------------------------------------------------------------------
 
 
+def _spread(values: Sequence[float]) -> dict[str, Any]:
+    """How far the seeds lie apart."""
+    return {"runs": len(values), "least": min(values), "most": max(values)}
+
+
 def _figures(title: str, runs: Sequence[Run], more: Mapping[str, Any]) -> Iterator[Figure]:
-    """P99 of both latencies and tokens/s of each kind, all its runs together, and the ratios."""
-    first = {kind: [s for run in runs if run.kind == kind for s in run.first_s] or [0.0] for kind in KINDS}
-    between = {kind: [s for run in runs if run.kind == kind for s in run.between_s] or [0.0] for kind in KINDS}
-    speed = {}
-    for kind in KINDS:
-        mine = [run for run in runs if run.kind == kind]
-        tokens = sum(one.generated_tokens for run in mine for one in run.result.metrics.values())
-        speed[kind] = tokens / max(1e-9, sum(run.result.duration_s for run in mine))
-        detail = {"runs": [run.detail for run in mine], **more}
-        yield figure(f"{title}, {kind} (us: between tokens)", speed[kind], "tokens/s", between[kind], **detail)
-        yield figure(f"{title}, {kind}, first token, P99", quantile(first[kind], 0.99) * 1e3, "ms", first[kind])
-        late = quantile(between[kind], 0.99) * 1e3
-        yield figure(f"{title}, {kind}, between tokens, P99", late, "ms", between[kind])
+    """P99 of both latencies and tokens/s of each kind, and the ratios: the median over the seeds, and their range."""
+    by_kind = {kind: mine for kind in KINDS if (mine := [run for run in runs if run.kind == kind])}
+    first = {kind: [quantile(run.first_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
+    between = {kind: [quantile(run.between_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
+    speed = {kind: [_tokens_per_s(run) for run in mine] for kind, mine in by_kind.items()}
+    for kind, mine in by_kind.items():
+        all_first = [s for run in mine for s in run.first_s] or [0.0]
+        all_between = [s for run in mine for s in run.between_s] or [0.0]
+        detail = {"each": [run.detail for run in mine], **_spread(speed[kind]), **more}
+        rate = statistics.median(speed[kind])
+        yield figure(f"{title}, {kind} (us: between tokens)", rate, "tokens/s", all_between, **detail)
+        for name, values, samples in (("first token", first, all_first), ("between tokens", between, all_between)):
+            late = [value * 1e3 for value in values[kind]]
+            yield figure(f"{title}, {kind}, {name}, P99", statistics.median(late), "ms", samples, **_spread(late))
         again = sum(run.result.summary()["recomputed_tokens"] for run in mine)
         yield count(f"{title}, {kind}, tokens recomputed", again, "tokens", n=len(mine))
         yield count(f"{title}, {kind}, unfinished", sum(run.unfinished for run in mine), "requests", n=len(mine))
-    old, new = KINDS
-    for name, samples in (("first token, P99", first), ("between tokens, P99", between)):
-        value = quantile(samples[new], 0.99) / max(1e-9, quantile(samples[old], 0.99))
-        yield figure(f"{title}, {name}, {new} / {old}", value, "x", samples[new], n_of_the_other=len(samples[old]))
-    yield figure(f"{title}, tokens/s, {new} / {old}", speed[new] / max(1e-9, speed[old]), "x", between[new])
-    turns = [each for run in runs if run.kind == new for each in run.result.activations]
-    delays = [each.first_pass_s for each in turns if each.first_pass_s is not None] or [0.0]
-    yield figure(
-        f"{title}, from a turn's beginning to its first pass, P99",
-        quantile(delays, 0.99) * 1e3,
-        "ms",
-        delays,
-        restored_layers=sum(each.restored_layers for each in turns),
-        preempted_requests=sum(each.preempted_requests for each in turns),
-        predicted_stall_s=sum(each.predicted_stall_s for each in turns),
-    )
+    new = KINDS[-1]
+    for old in (kind for kind in by_kind if kind != new):
+        for name, values in (("first token, P99", first), ("between tokens, P99", between), ("tokens/s", speed)):
+            ratios = [ours / max(1e-9, theirs) for ours, theirs in zip(values[new], values[old])]
+            seconds = between[new] if values is speed else values[new]
+            yield figure(f"{title}, {name}, {new} / {old}", statistics.median(ratios), "x", seconds, **_spread(ratios))
+    for kind in KINDS[1:]:
+        yield from _activations(
+            f"{title}, {kind}", [each for run in by_kind.get(kind, ()) for each in run.result.activations]
+        )
     peak = max(tenant["layers_remapped_peak"] for run in runs if run.kind == new
                for tenant in run.result.summary()["tenants"].values())  # fmt: skip
-    yield count(f"{title}, layers of one model that were KV at once", peak, "layers", n=len(turns))
+    yield count(f"{title}, layers of one model that were KV at once", peak, "layers", n=len(by_kind[new]))
 
 
-def _both(ctx: Context, case: Combination) -> Iterator[Figure]:
+def _activations(title: str, turns: Sequence[Any]) -> Iterator[Figure]:
+    delays = [each.first_pass_s for each in turns if each.first_pass_s is not None]
+    if delays:
+        yield figure(
+            f"{title}, from a turn's beginning to its first pass, P99",
+            quantile(delays, 0.99) * 1e3,
+            "ms",
+            delays,
+            restored_layers=sum(each.restored_layers for each in turns),
+            preempted_requests=sum(each.preempted_requests for each in turns),
+            predicted_stall_s=sum(each.predicted_stall_s for each in turns),
+        )
+
+
+def _tokens_per_s(run: Run) -> float:
+    tokens = sum(one.generated_tokens for one in run.result.metrics.values())
+    return tokens / max(1e-9, run.result.duration_s)
+
+
+def _compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterator[Figure]:
+    """Every kind with every seed, with turns of each length, as far as the time goes; one seed at least."""
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
     share, device = 1.0, "cuda"
     if on_gpu:
         case, share = fitting(case, ctx.free_bytes, ctx.host_budget)
     else:
         case, device = _tiny(case), "cpu"
-    requests, seed = make_requests(case)
+    name = case.name if share == 1.0 else f"{case.name} with {share:.0%} of the layers"
     begun = time.monotonic()
-    runs: list[Run] = []
     with ExitStack() as stack:
         arena = Arena(case, device, stack)
         arena.warm_up()
-        setup_s = time.monotonic() - begun
-        # Odd rounds the other way round: whoever comes second finds a warmer machine.
-        for index in range(case.rounds):
-            left = ctx.until - time.monotonic()
-            if index and left < 2 * case.limit * case.span_s:
-                break
-            for kind in KINDS if index % 2 == 0 else KINDS[::-1]:
-                arena.restore()
-                runs.append(serve(kind, arena, requests, case.limit * case.span_s))
+        more = {
+            "layers_share": share,
+            "models": {shape.name: {"layers": shape.layers, "kv_bytes": shape.kv_bytes} for shape in case.models},
+            "capacity_bytes": arena.capacity,
+            "page_bytes": case.page_bytes,
+            "start_blocks": arena.start,
+            "rate_each": case.rate,
+            "cv": CV,
+            "lengths": f"ShareGPT's x {case.longer}",
+            "setup_s": time.monotonic() - begun,
+        }
+        for number, quantum_s in enumerate(turns):
+            timed = case.turning(quantum_s)
+            runs = _seeds(ctx, arena, timed, share=1.0 / (len(turns) - number))
+            counts = {run.seed: sum(len(each.ttft_s) for each in run.result.metrics.values()) for run in runs}
+            detail = {**more, "quantum_s": quantum_s, "span_s": timed.span_s, "answered": counts}
+            yield from _figures(f"{name}, turns of {quantum_s:g} s", runs, detail)
         arena.restore()
-    more = {
-        "layers_share": share,
-        "models": {shape.name: {"layers": shape.layers, "kv_bytes": shape.kv_bytes} for shape in case.models},
-        "capacity_bytes": arena.capacity,
-        "page_bytes": case.page_bytes,
-        "start_blocks": arena.start,
-        "requests": {name: len(mine) for name, mine in requests.items()},
-        "seed": seed,
-        "rate_each": case.rate,
-        "span_s": case.span_s,
-        "cv": CV,
-        "lengths": f"ShareGPT's x {case.longer}",
-        "setup_s": setup_s,
-    }
-    title = case.name if share == 1.0 else f"{case.name} with {share:.0%} of the layers"
-    yield from _figures(title, runs, more)
 
 
-@measure("sharing C1", needs=("torch", "transformers"), full_s=80, quick_s=None, emulated_s=10)
+def _seeds(ctx: Context, arena: Arena, case: Combination, share: float) -> list[Run]:
+    """One run of each kind with each seed."""
+    runs: list[Run] = []
+    seed = -1
+    for index in ctx.rounds(case.seeds, least=1, share=share):
+        requests, seed = make_requests(case, seed)
+        # Odd seeds the other way round: whoever comes later finds a warmer machine.
+        for kind in KINDS if index % 2 == 0 else KINDS[::-1]:
+            arena.restore()
+            runs.append(serve(kind, arena, requests, case.limit * case.span_s, case.quantum_s, seed))
+    return runs
+
+
+def _turns(ctx: Context, turns: tuple[float, ...]) -> tuple[float, ...]:
+    """On the emulated driver a tenth of it: its models are tiny."""
+    return tuple(each / 10 for each in turns[:1]) if ctx.emulated else turns
+
+
+SHORT, LONG = (1.0, 5.0), (20.0,)
+
+
+@measure("sharing C1", needs=("torch", "transformers"), full_s=250, quick_s=None, emulated_s=12)
 def sharing_c1(ctx: Context) -> Iterator[Figure]:
-    """OPT-13b, Llama-2-13b and Llama-3-8b in turns."""
-    yield from _both(ctx, C1)
+    """OPT-13b, Llama-2-13b and Llama-3-8b in turns of 1 and of 5 s."""
+    yield from _compared(ctx, C1, _turns(ctx, SHORT))
 
 
-@measure("sharing C2", needs=("torch", "transformers"), full_s=80, quick_s=None, emulated_s=10)
+@measure("sharing C2", needs=("torch", "transformers"), full_s=250, quick_s=None, emulated_s=12)
 def sharing_c2(ctx: Context) -> Iterator[Figure]:
-    """OPT-30b and OPT-6.7b in turns."""
-    yield from _both(ctx, C2)
+    """OPT-30b and OPT-6.7b in turns of 1 and of 5 s."""
+    yield from _compared(ctx, C2, _turns(ctx, SHORT))
+
+
+@measure("sharing C1, long turns", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
+def sharing_c1_long(ctx: Context) -> Iterator[Figure]:
+    """In turns of 20 s: a call of its own."""
+    yield from _compared(ctx, C1, LONG)
+
+
+@measure("sharing C2, long turns", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
+def sharing_c2_long(ctx: Context) -> Iterator[Figure]:
+    """In turns of 20 s: a call of its own."""
+    yield from _compared(ctx, C2, LONG)
