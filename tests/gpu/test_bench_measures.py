@@ -419,3 +419,51 @@ def test_continuous_batching_is_served_by_both_sides(small: Any) -> None:
             found[f"continuous batching, Llama-3-8b, 20 requests/s, {side}, goodput (us: first token)"].detail["runs"]
             >= 1
         )
+
+
+# -- what the hand remaps ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("compute_s", "copy_s", "selection", "least", "most"),
+    [
+        (150e-6, 11.4e-3, "slices", 0.1, 1.0),  # a layer of 13B behind PCIe: a few pages of each
+        (1e-3, 1.5e-3, "uniform", 1, 5),  # a fast link
+        (1e-6, 1.0, "slices", 0, 0),  # not even a page of each
+        (1e-3, 0.0, "uniform", 0, 0),  # no copy was timed
+    ],
+)
+def test_the_hand_takes_what_a_pass_nearly_hides(
+    compute_s: float, copy_s: float, selection: str, least: float, most: float
+) -> None:
+    needs("torch")
+    needs("transformers")
+    from bench.gpu.measures.serving import BUFFERS, SLOWDOWN, by_hand
+
+    from remap import schedule
+
+    layers, pages = 40, 301
+    choice = by_hand([compute_s] * layers, copy_s, pages)
+    assert choice.selection == selection
+    assert least <= choice.layers <= most
+    if selection == "uniform" and choice.layers:
+        streamed = schedule.uniform(layers, int(choice.layers), choice.buffers)
+        period = schedule.period([compute_s] * layers, [copy_s] * layers, streamed, choice.buffers)
+        assert period <= (1 + SLOWDOWN) * layers * compute_s * (1 + 1e-6)
+    elif choice.layers:
+        slice_s = choice.layers / (layers - BUFFERS) * copy_s
+        assert layers * slice_s <= (1 + SLOWDOWN) * layers * compute_s
+
+
+def test_what_the_hand_chose_can_be_remapped(raw: Any) -> None:
+    needs("torch")
+    needs("transformers")
+    from bench.gpu.measures.serving import by_hand
+
+    tenant, marks = raw
+    # A layer's copy takes longer than a pass: some pages of each, of which these layers have two.
+    choice = by_hand([1e-3] * tenant.layers, 20e-3, 32)
+    assert (choice.selection, choice.layers) == ("slices", 0.375)
+    tenant.session.remap("raw", choice.layers, choice.buffers, choice.selection)
+    tenant.verify(marks)
+    assert tenant.tenant.alpha >= choice.layers

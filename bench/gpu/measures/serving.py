@@ -2,7 +2,8 @@
 
 One model, attached once; the engine of `remap.engine` serves the same requests three times. What differs is who changes the
 number of remapped layers: nobody (a sequence that finds no block is preempted and computed again), the hand, once, before
-the burst, or the controller, at every step.
+the burst, or the controller, at every step. The hand takes what a decode pass can hide nearly all of, by the measured times of
+its layers and of their copies: where the link is slow that is the last pages of each layer, or nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from bench.gpu.results import Figure, count, figure, quantile
 from bench.gpu.tenants import PAGE
 
 import remap
+from remap import schedule
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
 
 BLOCK_TOKENS = 16
+BUFFERS = 2
+SLOWDOWN = 0.25  # of a decode pass, that the hand allows
 TIMELINE_POINTS = 100
 
 
@@ -71,6 +75,45 @@ def choose(ctx: Context) -> Shape:
         if 2.5 * shape.weight_bytes < ctx.free_bytes and 1.2 * shape.weight_bytes < ctx.host_budget:
             return shape
     raise Skip("not even OPT-125m fits into the free device memory and the budget of page-locked memory")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Arguments of `session.remap`. layers: 0 if a pass would wait too long for the smallest part of any layer."""
+
+    layers: float
+    buffers: int
+    selection: str
+
+
+def by_hand(compute_s: Sequence[float], copy_s: float, layer_pages: int) -> Choice:
+    """The most that a decode pass waits for no longer than SLOWDOWN of its computation; an eighth of the layers at most.
+
+    copy_s: of one layer, of `layer_pages` pages. Whole layers where one fits, otherwise the last pages of every layer.
+    """
+    layers, most = len(compute_s), max(1, len(compute_s) // 8)
+    if copy_s <= 0:
+        return Choice(0, BUFFERS, "uniform")
+    whole, buffers = schedule.max_remapped(compute_s, copy_s, slowdown=SLOWDOWN)
+    if whole:
+        return Choice(min(whole, most), buffers, "uniform")
+    # A slice of each layer is copied in every pass: their sum may take as long as the pass.
+    share = (1 + SLOWDOWN) * sum(compute_s) / (layers * copy_s)
+    pages = int(min(1.0, share) * layer_pages)
+    return Choice((layers - BUFFERS) * pages / layer_pages, BUFFERS, "slices")
+
+
+def _advised(engine: LLMEngine, session: remap.Session, requests: Sequence[Request], layer_pages: int) -> Choice:
+    """After a few requests with one layer remapped, so that computation and copies have been timed."""
+    session.remap("opt", 1, BUFFERS)
+    session.settle()
+    serve("measuring", engine, session, requests, 2.0)
+    session.remap("opt", 0)
+    session.settle()
+    times = engine.tenant.times()
+    if times is None:
+        raise Skip("no pass was timed")
+    return by_hand(times.compute_s, statistics.fmean(times.transfer_s), layer_pages)
 
 
 def make_model(shape: Shape, device: str) -> Any:
@@ -174,7 +217,7 @@ def _agreement(shape: Shape, base: Run, other: Run) -> Figure:
 
 @measure("serving", needs=("torch", "transformers"), full_s=75, quick_s=16, emulated_s=8)
 def serving(ctx: Context) -> Iterator[Figure]:
-    """The same burst three times: baseline, by hand (an eighth of the layers), controller."""
+    """The same burst three times: baseline, by hand (what the measured times allow), controller."""
     import torch
 
     from remap.engine import LLMEngine
@@ -208,10 +251,15 @@ def serving(ctx: Context) -> Iterator[Figure]:
             max_model_len=shape.prompt[1] + shape.output[1],
         )  # fmt: skip
         engine.warm_up()
-        for kind in ("recompute", "by hand", "controller"):
+        choice = _advised(engine, session, requests[:4], -(-12 * shape.hidden**2 * shape.itemsize // PAGE))
+        yield count(
+            f"{shape.name}, layers' worth remapped by hand", choice.layers, "layers", n=1, selection=choice.selection
+        )
+        # Where nothing would be remapped there is nothing to run by hand.
+        for kind in ("recompute", *(("by hand",) if choice.layers else ()), "controller"):
             session.remap("opt", 0)
             if kind == "by hand":
-                session.remap("opt", max(1, shape.layers // 8), 2)
+                session.remap("opt", choice.layers, choice.buffers, choice.selection)
             session.settle()
             engine.session = session if kind == "controller" else None
             serve(f"{kind} (warm-up)", engine, session, requests[:4], 2.0)
