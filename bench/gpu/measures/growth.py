@@ -235,7 +235,7 @@ def iteration_gap(ctx: Context) -> Iterator[Figure]:
         demand = {"raw": remap.Demand(blocks=0)}
         session, tenant, stream = raw.session, raw.tenant, raw.stream
         taken: dict[str, list[float]] = {"bare": [], "ours": []}
-        for index in ctx.rounds(ctx.pick(1000, 300, 10), share=0.9):
+        for index in ctx.rounds(ctx.pick(1000, 300, 10), least=6, share=0.9):
             for kind, samples in taken.items():
                 load.launch(2)
                 ended = marks.mark(raw.handle)

@@ -102,7 +102,7 @@ def calls_beside_repointing(ctx: Context) -> Iterator[Figure]:
     pages = ctx.pick((2 * MIB, 16 * MIB, 32 * MIB, 64 * MIB), (2 * MIB, 64 * MIB), (2 * MIB,))
     for page in pages:
         title = f"pages of {page // MIB} MiB"
-        layer_bytes = largest_layer(ctx, LAYERS, ctx.pick(512 * MIB, 256 * MIB, 16 * MIB), page)
+        layer_bytes = largest_layer(ctx, LAYERS, ctx.pick(256 * MIB, 128 * MIB, 16 * MIB), page)
         config = remap.ControllerConfig(dwell=10**9)
         spare = mover_bytes(LAYERS, layer_bytes, page)
         with (
