@@ -652,7 +652,7 @@ void part_calls(const Settings& settings, const Output& out) {
   CALL(gpu.driver, cuMemGetInfo, &free, &total);
   for (const u64 mib : {2, 16, 32, 64}) {
     const u64 page = mib * kMiB;
-    const u64 run = std::min<u64>(gpu.driver.emulated ? 4 : 16, free / 2 / page);
+    const u64 run = std::min<u64>(gpu.driver.emulated ? 2 : 16, free / 2 / page);
     if (run < 2) {
       out.write(Line("probe", "calls").add("page_bytes", page).add("skipped", "two pages do not fit into half of what is free"));
       continue;
@@ -662,7 +662,7 @@ void part_calls(const Settings& settings, const Output& out) {
     std::map<std::string, Samples> taken;
     for (int warm_up = 0; warm_up < 2; ++warm_up) time_calls(gpu, page, run, taken);
     taken.clear();
-    for (int i = 0; i < rounds && (i < 5 || now_us() < end); ++i) time_calls(gpu, page, run, taken);
+    for (int i = 0; i < rounds && (i < 3 || now_us() < end); ++i) time_calls(gpu, page, run, taken);
     for (const auto& [call, samples] : taken) {
       Line line("probe", "calls");
       line.add("page_bytes", page).add("call", call);
@@ -871,7 +871,8 @@ void edits_of(const EditCase& one, const Output& out) {
     pattern.read(where, home ? slot + 1 : slots + 1, behind);
     gpu.wait(behind);
   };
-  const int few = static_cast<int>(2 * slots) * std::max(1, 64 / static_cast<int>(2 * slots));
+  const int cycle = static_cast<int>(2 * slots);
+  const int few = cycle * (gpu.driver.emulated ? 1 : std::max(1, 64 / cycle));
   for (int i = 0; i < few; ++i) turn(i, alone);  // an even number of rounds: every slot shows the shared page again
 
   Readers readers(gpu, at, page, slots, one.kernel_ns);

@@ -86,7 +86,7 @@ def _check(lines: list[dict[str, Any]], *, kernels: bool) -> None:
         at_size = {line["call"]: line for line in by_part["calls"] if line["page_bytes"] == mib << 20}
         assert set(at_size) == CALLS
         for line in at_size.values():
-            assert line["n"] >= 5
+            assert line["n"] >= 3
             assert 0 < line["median_us"] <= line["p99_us"] <= line["max_us"]
     assert {line["case"] for line in by_part["aliases"]} == {"the same stream", "another stream, behind an event"}
     assert {(line["kernels"], line["wrong"]) for line in by_part["aliases"]} == {(kernels, 0)}
