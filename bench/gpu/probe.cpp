@@ -930,8 +930,8 @@ void edits_of(const EditCase& one, const Output& out) {
 
 EditCase edit_case(const Settings& settings, u64 mib, bool long_kernels) {
   const bool quick = settings.quick;
-  EditCase made{mib * kMiB, mib <= 2 ? 16U : 4U, 1'000'000, quick ? 1000 : 10'000, quick ? 5.0 : 20.0};
-  if (long_kernels) made = {made.page, made.slots, 50'000'000, quick ? 200 : 2000, quick ? 3.0 : 10.0};
+  EditCase made{mib * kMiB, mib <= 2 ? 16U : 4U, 1'000'000, quick ? 1000 : 10'000, quick ? 5.0 : 12.0};
+  if (long_kernels) made = {made.page, made.slots, 50'000'000, quick ? 200 : 2000, quick ? 3.0 : 6.0};
   return made;
 }
 
@@ -945,12 +945,12 @@ struct Part {
 
 const std::vector<Part>& parts() {
   static const std::vector<Part> all = {
-      {"device", 60, part_device},
-      {"calls", 60, part_calls},
-      {"aliases", 60, part_aliases},
-      {"edits", 60, [](const Settings& s, const Output& out) { edits_of(edit_case(s, 2, false), out); }},
-      {"edits-long-kernels", 45, [](const Settings& s, const Output& out) { edits_of(edit_case(s, 2, true), out); }},
-      {"edits-large-pages", 60, [](const Settings& s, const Output& out) { edits_of(edit_case(s, 32, false), out); }},
+      {"device", 30, part_device},
+      {"calls", 30, part_calls},
+      {"aliases", 20, part_aliases},
+      {"edits", 25, [](const Settings& s, const Output& out) { edits_of(edit_case(s, 2, false), out); }},
+      {"edits-long-kernels", 15, [](const Settings& s, const Output& out) { edits_of(edit_case(s, 2, true), out); }},
+      {"edits-large-pages", 25, [](const Settings& s, const Output& out) { edits_of(edit_case(s, 32, false), out); }},
   };
   return all;
 }
