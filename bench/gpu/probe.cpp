@@ -149,8 +149,8 @@ struct CallFailed : std::runtime_error {
   int code;
 };
 
-// X(name, version, parameters): the version decides the signature, whatever the driver's own is. The last four are of code for
-// the device; a driver without them can still be probed with copies.
+// X(name, version, parameters): the version decides the signature, whatever the driver's own is. A driver without the calls of
+// PROBE_KERNEL_CALLS can still be probed with copies.
 #define PROBE_CALLS(X)                                                                                                 \
   X(cuInit, 2000, (unsigned))                                                                                          \
   X(cuDriverGetVersion, 2020, (int*))                                                                                  \
