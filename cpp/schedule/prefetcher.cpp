@@ -79,24 +79,28 @@ Prefetcher::~Prefetcher() {
   }
 }
 
-void Prefetcher::released(LayerId layer) noexcept {
-  if (layer >= count_) return;
+bool Prefetcher::released(LayerId layer, const std::function<bool()>& current) noexcept {
+  if (layer >= count_) return true;
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
+  if (current && !current()) return false;
   s.errors[layer] = nullptr;  // re-pointing failed before, and was tried again
   if (s.simulator) s.released_s[layer] = s.simulator->now();
   s.set(layer, static_cast<std::uint8_t>(s.get(layer) & ~(kHeld | kFailed)));
   s.pump();
   s.changed.notify_all();
+  return true;
 }
 
-void Prefetcher::failed(LayerId layer, std::exception_ptr error) noexcept {
-  if (layer >= count_) return;
+bool Prefetcher::failed(LayerId layer, std::exception_ptr error, const std::function<bool()>& current) noexcept {
+  if (layer >= count_) return true;
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
+  if (current && !current()) return false;
   s.errors[layer] = std::move(error);
   s.set(layer, static_cast<std::uint8_t>((s.get(layer) & ~kHeld) | kFailed));
   s.changed.notify_all();
+  return true;
 }
 
 void Prefetcher::begin_pass(StreamHandle stream) {

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -102,10 +103,11 @@ class Prefetcher {
   // Copies already issued into memory that leaves the ring (or into a reloaded layer's region) may still be running:
   // drain(), or an event recorded on copy_stream(), orders its next writer or re-pointing behind them.
   void configure(const StreamConfiguration& configuration);
-  // A held layer's region now shows what the configuration says (called by the re-pointing worker).
-  void released(LayerId layer) noexcept;
+  // A held layer's region now shows what the configuration says (called by the re-pointing worker). `current` is asked first,
+  // under the lock that configure() takes: where it says false nothing happens. Both return what it said; without one, true.
+  bool released(LayerId layer, const std::function<bool()>& current = nullptr) noexcept;
   // Re-pointing failed: wait(layer) throws this error until the layer is configured again.
-  void failed(LayerId layer, std::exception_ptr error) noexcept;
+  bool failed(LayerId layer, std::exception_ptr error, const std::function<bool()>& current = nullptr) noexcept;
 
   // Begins a pass; an unfinished pass before it counts as abandoned and its leftovers are used or overwritten.
   // stream == 0: the calling thread computes. Otherwise the stream does, behind whatever it has to do by now, and wait() and

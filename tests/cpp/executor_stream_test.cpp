@@ -13,8 +13,16 @@ using World = remap::testing::PlanWorld;
 namespace {
 
 struct Observer final : PointObserver {
-  void released(std::uint32_t) noexcept override { ++released_count; }
-  void failed(std::uint32_t, std::exception_ptr) noexcept override { ++failed_count; }
+  bool released(std::uint32_t, const std::function<bool()>& current) noexcept override {
+    const bool told = current();
+    if (told) ++released_count;
+    return told;
+  }
+  bool failed(std::uint32_t, std::exception_ptr, const std::function<bool()>& current) noexcept override {
+    const bool told = current();
+    if (told) ++failed_count;
+    return told;
+  }
   std::atomic<int> released_count{0};
   std::atomic<int> failed_count{0};
 };

@@ -34,8 +34,18 @@ Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint3
 }
 
 struct Observer final : PointObserver {
-  void released(std::uint32_t layer) noexcept override { ++released_count; last = layer; }
-  void failed(std::uint32_t layer, std::exception_ptr) noexcept override { ++failed_count; last = layer; }
+  bool released(std::uint32_t layer, const std::function<bool()>& current) noexcept override {
+    if (!current()) return false;
+    ++released_count;
+    last = layer;
+    return true;
+  }
+  bool failed(std::uint32_t layer, std::exception_ptr, const std::function<bool()>& current) noexcept override {
+    if (!current()) return false;
+    ++failed_count;
+    last = layer;
+    return true;
+  }
   std::atomic<int> released_count{0};
   std::atomic<int> failed_count{0};
   std::atomic<std::uint32_t> last{99};
