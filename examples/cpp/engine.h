@@ -114,7 +114,7 @@ class Engine {
       page_bytes = std::max(page_bytes, backend->granularity());  // 2 MiB on a GPU
       stream = backend->create_stream();  // an engine that has a CUstream: adopt_stream()
     }
-    computed = backend->create_event();
+    computed = backend->create_event(false);
     // Creates all pages now. Nothing that comes later creates or destroys one.
     arena = std::make_shared<remap::Arena>(backend, remap::ArenaOptions{pages * page_bytes, page_bytes, mode});
     executor = std::make_unique<remap::Executor>(arena);

@@ -64,7 +64,8 @@ struct PrefetchStats {
   std::uint64_t abandoned = 0;        // begun, never completed
   std::uint64_t copies = 0;
   std::uint64_t copied_bytes = 0;
-  double copy_s = 0;                  // time in which copies ran, measured by events, of the copies known to be complete
+  double copy_s = 0;                  // time in which copies ran, measured by events, of copies known to be complete: of one in
+                                      // flight at a time, so of all of them only where they do not queue
   std::uint64_t timed_bytes = 0;      // bytes of those copies: timed_bytes / copy_s is the bandwidth
   std::uint64_t misses = 0;           // waits that found their layer not even issued (used out of order)
   double stall_s = 0;                 // time that computations waited for layers, all passes: what blocked the caller, and of
@@ -86,7 +87,11 @@ struct PassTiming {
 // In a forked child every call throws ForkedProcess, and the end of the object does nothing.
 class Prefetcher {
  public:
-  Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers);
+  // chunk_bytes: 0, or a copy of more than so many bytes is enqueued in pieces of that, with a fill of a few bytes between two.
+  // A device's copy engine serves one direction first come, first served, whatever the streams' priorities, and goes on with a
+  // stream as long as that has copies ready: so a layer's copy keeps everybody else's waiting for its whole length. The fill, which
+  // is not the copy engine's work, is where others get in (torchrec #4315, #4339).
+  Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers, std::size_t chunk_bytes = 0);
   ~Prefetcher();
   // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and nobody uses
   // copy_stream() any more. Throws the first error when all were tried; what could not be given back is tried by the next call.

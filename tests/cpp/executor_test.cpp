@@ -478,7 +478,7 @@ void a_deferred_step_waits_for_its_event() {
   World world(Mode::aliased);
   const auto observer = std::make_shared<Observer>();
   const StreamHandle stream = world.fault->create_stream();
-  const EventHandle event = world.fault->create_event();
+  const EventHandle event = world.fault->create_event(true);
   std::byte* memory = world.fault->allocate_host(16 << 20);
   for (int i = 0; i < 40; ++i) world.fault->fill(stream, memory, 1, 16 << 20);
   world.fault->record(event, stream);
