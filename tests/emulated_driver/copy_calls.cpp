@@ -39,7 +39,7 @@ CUresult classify(Emulator& e, const char* entry, Side side, CUdeviceptr at, std
 
 CUresult copy(const char* entry, Side to_side, CUdeviceptr to, Side from_side, CUdeviceptr from, std::size_t bytes,
               CUstream stream) {
-  return serve(entry, kWithContext, [&](Emulator& e, Lock&) {
+  return serve(entry, kEnqueuesWithContext, [&](Emulator& e, Lock&) {
     Operation operation;
     operation.kind = Operation::Kind::copy;
     operation.entry = entry;
@@ -80,7 +80,7 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUst
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t bytes, CUstream stream) {
-  return serve("cuMemsetD8Async", kWithContext, [&](Emulator& e, Lock&) {
+  return serve("cuMemsetD8Async", kEnqueuesWithContext, [&](Emulator& e, Lock&) {
     Operation operation;
     operation.kind = Operation::Kind::fill;
     operation.entry = "cuMemsetD8Async";
@@ -98,7 +98,7 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t bytes,
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
-  return serve("cuLaunchHostFunc", kWithContext, [&](Emulator& e, Lock&) {
+  return serve("cuLaunchHostFunc", kEnqueuesWithContext, [&](Emulator& e, Lock&) {
     if (function == nullptr) return e.violate(kInvalidValue, "cuLaunchHostFunc: no function");
     Operation operation;
     operation.entry = "cuLaunchHostFunc";
