@@ -108,6 +108,16 @@ void nothing_can_be_used_while_it_is_unmapped() {
   world.close();
 }
 
+void pinning_takes_time() {
+  Device device;
+  Locked locked;  // at no cost
+  FINE(CU(cuMemHostUnregister)(locked.at));
+  set("pin_ns_per_gib", 10'000 * kMs * (std::uint64_t{1} << 30) / (1000 * 4 * kPage));  // 10 ms for all of it
+  CHECK(length_of([&] { FINE(CU(cuMemHostRegister)(locked.at, 4 * kPage, kHostPortable)); }) >= nanoseconds(9 * kMs));
+  locked.close();
+  device.close();
+}
+
 }  // namespace
 
 int main() {
@@ -115,5 +125,6 @@ int main() {
   RUN(other_calls_do_not_wait_for_a_mapping_call);
   RUN(with_the_driver_lock_enqueueing_waits_for_a_mapping_call);
   RUN(nothing_can_be_used_while_it_is_unmapped);
+  RUN(pinning_takes_time);
   return failures();
 }

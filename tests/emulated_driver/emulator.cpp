@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <thread>
+#include <utility>
 
 namespace remap::emulated {
 
@@ -15,6 +16,11 @@ Emulator::Emulator() : process(getpid()) {}
 Emulator& Emulator::instance() {
   static auto* emulator = new Emulator;
   return *emulator;
+}
+
+CUresult Emulator::poison(std::string what) {
+  contexts.lose(Contexts::current(), kIllegalAddress);
+  return violate(kIllegalAddress, std::move(what) + ": undefined; from here on the context is lost");
 }
 
 void spend(Lock& lock, std::uint64_t ns) {

@@ -2,7 +2,8 @@
 // in which state, with which arguments, and what still runs when something is taken away. It proves nothing about speed, and
 // what it refuses is what the driver is documented to refuse; only a GPU can confirm that.
 //
-// Every call of a rule's breach gives the result that the driver would give and leaves a text in the journal.
+// Every call of a rule's breach gives the result that the driver would give and leaves a text in the journal. Where a
+// driver's behaviour is undefined (handles that were destroyed), the context is lost as well.
 #pragma once
 
 #include <sys/types.h>
@@ -37,6 +38,9 @@ class Emulator {
   const pid_t process;  // a child made by fork cannot use the driver
 
   CUresult violate(CUresult result, std::string what) { return journal.violate(result, std::move(what)); }
+  // A destroyed handle was used, or one that never was: a driver may crash, err, or hit what has the handle's memory now. Here
+  // the breach is told and the current context is lost, so that nobody can go on as if the call had merely been refused.
+  CUresult poison(std::string what);
 
  private:
   Emulator();
