@@ -215,6 +215,7 @@ void bind_backend(py::module_& module) {
         out["driver_version"] = probe.driver_version;
         out["emulated"] = probe.emulated;
         out["host_budget_bytes"] = probe.host_budget_bytes;
+        out["host_limited_by"] = probe.host_limited_by;
         out["devices"] = devices;
         return out;
       },

@@ -74,7 +74,9 @@ class Session:
 
     On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
     of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
-    many bytes of as there are weights (by default what the control group and the machine have to spare).
+    many bytes of as there are weights: by default the environment variable REMAP_HOST_BUDGET, else what the control group and the
+    machine have to spare. LimitExceeded says which of these it was: limited_by is "host_budget", "REMAP_HOST_BUDGET", "cgroup" or
+    "machine".
 
     Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had,
     DriverError if the device has no driver or one too old.
