@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from measure import RESULTS, Result, machine
+
+
+def pytest_addoption(parser: Any) -> None:
+    parser.addoption(
+        "--host-budget",
+        metavar="SIZE",
+        help="page-locked memory at most, such as 24GiB, of the sessions on a GPU (REMAP_DEVICE=cuda); sets REMAP_HOST_BUDGET",
+    )
+
+
+def pytest_configure(config: Any) -> None:
+    """Sessions are opened in many places, some in processes of their own: the environment reaches them all."""
+    if budget := config.getoption("--host-budget"):
+        os.environ["REMAP_HOST_BUDGET"] = budget
 
 
 def pytest_benchmark_update_machine_info(config: Any, machine_info: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """What `remap.attach` costs a transformers user while nothing is remapped, and while layers are streamed.
 
-    python bench/transformers_cost.py [runs]
+    python bench/transformers_cost.py [runs] [--host-budget 24GiB]
 
 SmolLM2-135M in float32, one compute thread, greedy. Three ways take turns: the bare model with its DynamicCache; attached with
 room for everything; attached with room for the weights and little more. Prints medians of `runs`
@@ -9,8 +9,9 @@ generations each, in seconds of the process's processor time, which neighbours o
 
 from __future__ import annotations
 
+import argparse
+import os
 import statistics
-import sys
 import time
 
 import torch
@@ -59,4 +60,10 @@ def main(runs: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 3)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("runs", nargs="?", type=int, default=3)
+    parser.add_argument("--host-budget", help="page-locked memory at most, where REMAP_DEVICE is a GPU")
+    given = parser.parse_args()
+    if given.host_budget:
+        os.environ["REMAP_HOST_BUDGET"] = given.host_budget
+    main(given.runs)

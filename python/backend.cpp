@@ -112,7 +112,7 @@ void bind_contract(py::module_& module) {
            [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uint8_t value, std::size_t bytes) {
              b.fill(stream, to_address(to), value, bytes);
            }, ReleaseGil())
-      .def("create_event", &Backend::create_event, ReleaseGil())
+      .def("create_event", &Backend::create_event, py::arg("timed") = true, ReleaseGil())
       .def("destroy_event", &Backend::destroy_event, ReleaseGil())
       .def("record", &Backend::record, ReleaseGil())
       .def("stream_wait", &Backend::stream_wait, ReleaseGil())
@@ -215,6 +215,7 @@ void bind_backend(py::module_& module) {
         out["driver_version"] = probe.driver_version;
         out["emulated"] = probe.emulated;
         out["host_budget_bytes"] = probe.host_budget_bytes;
+        out["host_limited_by"] = probe.host_limited_by;
         out["devices"] = devices;
         return out;
       },

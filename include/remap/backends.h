@@ -29,13 +29,16 @@ struct CudaOptions {
   std::string library;        // path of the driver library; empty: REMAP_LIBCUDA, else libcuda.so.1
   ShareableHandle shareable = ShareableHandle::none;  // what pages can be exported as; chosen when they are created
   bool gpu_direct_rdma = false;                       // NICs may register ranges that these pages stand behind
-  std::size_t host_budget_bytes = 0;  // page-locked host memory at most; 0: what the cgroup and the machine have to spare
+  // Page-locked host memory at most. 0: the environment variable REMAP_HOST_BUDGET ("24GiB", or a number of bytes); without that,
+  // what the cgroup and the machine have to spare. LimitExceeded tells which it was (field limited_by).
+  std::size_t host_budget_bytes = 0;
 };
 
 // Pages are driver allocations (cuMemCreate), mapped by the driver's virtual memory calls into the device's primary context.
 // Works beside torch and other users of that context. No CUDA toolkit or driver is needed to build or to import; drivers from
 // CUDA 12.0 on serve. Pages may have any aligned size; map() takes pages of one size.
-// Throws driver (with field `library` or `code`) where there is no driver, or one too old; invalid_argument for an unknown device.
+// Throws driver (with field `library` or `code`) where there is no driver, or one too old; invalid_argument for an unknown device,
+// or a REMAP_HOST_BUDGET that is no size.
 std::shared_ptr<Backend> make_cuda_backend(const CudaOptions& options);
 
 struct CudaDevice {
@@ -59,7 +62,8 @@ struct CudaProbe {
   std::string library;   // what was loaded
   int driver_version = 0;  // 13000 = CUDA 13.0
   bool emulated = false;   // the project's own emulated driver: proves order and bookkeeping, no speed
-  std::size_t host_budget_bytes = 0;  // page-locked memory that an arena may take here now
+  std::size_t host_budget_bytes = 0;  // page-locked memory that an arena may take here now, if it is opened without a budget
+  std::string host_limited_by;        // by what: "REMAP_HOST_BUDGET", "cgroup" or "machine"
   std::vector<CudaDevice> devices;
 };
 // What is there, without opening an arena (`remap doctor`). Throws as make_cuda_backend does if no driver can be loaded.

@@ -206,7 +206,8 @@ def _make_backend(
     budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
     if host_budget is not None and budget == 0:
         raise InvalidArgument(
-            "host_budget must be more than 0 bytes; nothing was created; leave it out for what the machine has to spare",
+            "host_budget must be more than 0 bytes; nothing was created; leave it out for REMAP_HOST_BUDGET, or for what the "
+            "machine has to spare",
             host_budget=host_budget,
         )
     if name.kind == "cuda":

@@ -60,7 +60,11 @@ class OutOfBlocks(Error):
 
 
 class LimitExceeded(Error):
-    """A hard limit (pages, mappings, host bytes, copies in flight) would be passed. Nothing changed."""
+    """A hard limit (pages, mappings, host bytes, copies in flight) would be passed. Nothing changed.
+
+    Of page-locked memory also limited_by: "host_budget" or "REMAP_HOST_BUDGET" (what was set), "cgroup" or "machine" (what these
+    have to spare), with requested, in_use and limit.
+    """
 
 
 class StalePlan(Error):

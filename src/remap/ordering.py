@@ -61,7 +61,7 @@ class Streams:
         with self._lock:
             event = next((each for each in self._events if self._complete(each)), 0)
             if event == 0:
-                self._events.append(self.backend.create_event())
+                self._events.append(self.backend.create_event(timed=False))
                 event = self._events[-1]
             self.backend.record(event, stream)
             return event

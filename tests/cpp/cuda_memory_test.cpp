@@ -227,6 +227,7 @@ void the_host_budget_is_exact() {
   CHECK(*field(error, "limit") == Error::Value{static_cast<std::int64_t>(4 * kOsPage)});
   CHECK(*field(error, "in_use") == Error::Value{static_cast<std::int64_t>(3 * kOsPage)});
   CHECK(*field(error, "requested") == Error::Value{static_cast<std::int64_t>(2 * kOsPage)});
+  CHECK(*field(error, "limited_by") == Error::Value{std::string("host_budget")});
   std::vector<std::byte> own(3 * kOsPage);
   std::byte* aligned = own.data() + (kOsPage - reinterpret_cast<std::uintptr_t>(own.data()) % kOsPage) % kOsPage;
   CHECK_ERROR(ErrorKind::limit_exceeded, backend->register_host(aligned + kOsPage - 1, 2));  // two bytes, two OS pages
@@ -247,6 +248,8 @@ void without_a_budget_the_machine_is_one() {
   CHECK(error.kind() == ErrorKind::limit_exceeded);
   CHECK(*field(error, "requested") == Error::Value{static_cast<std::int64_t>(absurd)});
   CHECK(std::get<std::int64_t>(*field(error, "limit")) > 0);
+  const auto by = std::get<std::string>(*field(error, "limited_by"));
+  CHECK(by == "machine" || by == "cgroup");
   CHECK_ERROR(ErrorKind::invalid_argument, backend->allocate_host(~std::size_t{0}));
   CHECK(calls("cuMemHostRegister") == 0 && same(backend->usage(), Usage{}));
 }
@@ -262,7 +265,7 @@ void closing_gives_everything_back() {
   std::vector<std::byte> own(100);
   backend->register_host(own.data(), own.size());
   const StreamHandle stream = backend->create_stream();
-  backend->record(backend->create_event(), stream);
+  backend->record(backend->create_event(true), stream);
   for (int i = 0; i < 100; ++i) backend->copy(stream, shown.at, host, 100);  // still running when it is closed
   backend.reset();
 }

@@ -71,6 +71,15 @@ inline std::string last_violation() {
 // The call breaks one rule and is refused for it.
 #define BREAKS(code, call) GIVES(code, 1u, call)
 
+// The call uses a handle that is none any more: undefined. The rule's breach is told, and nobody can go on as if the call had
+// been refused: the context is lost. Healed here, for the test to go on; settings are the environment's again.
+#define POISONS(call)                                                      \
+  do {                                                                     \
+    GIVES(kIllegalAddress, 1u, call);                                      \
+    GIVES(kIllegalAddress, 0u, CU(cuStreamQuery)(nullptr));                \
+    CONTROL(remapEmulatedReset)();                                         \
+  } while (false)
+
 constexpr std::size_t kPage = 64 << 10;
 constexpr std::size_t kPages = 16;
 

@@ -39,7 +39,7 @@ CUresult classify(Emulator& e, const char* entry, Side side, CUdeviceptr at, std
 
 CUresult copy(const char* entry, Side to_side, CUdeviceptr to, Side from_side, CUdeviceptr from, std::size_t bytes,
               CUstream stream) {
-  return serve(entry, kWithContext, [&](Emulator& e, Lock&) {
+  return serve(entry, kEnqueuesWithContext, [&](Emulator& e, Lock& lock) {
     Operation operation;
     operation.kind = Operation::Kind::copy;
     operation.entry = entry;
@@ -53,12 +53,19 @@ CUresult copy(const char* entry, Side to_side, CUdeviceptr to, Side from_side, C
       }
       const bool to_device = operation.to.kind == Place::Kind::device;
       const bool from_device = operation.from.kind == Place::Kind::device;
-      if (to_device && !from_device) operation.bytes_per_s = e.settings.h2d_bytes_per_s;
-      if (!to_device && from_device) operation.bytes_per_s = e.settings.d2h_bytes_per_s;
+      if (to_device && !from_device) {
+        operation.way = Operation::Way::to_device;
+        operation.bytes_per_s = e.settings.h2d_bytes_per_s;
+      } else if (!to_device && from_device) {
+        operation.way = Operation::Way::to_host;
+        operation.bytes_per_s = e.settings.d2h_bytes_per_s;
+      } else if (to_device) {
+        operation.way = Operation::Way::inside_device;
+      }
       const bool pageable = operation.to.kind == Place::Kind::pageable || operation.from.kind == Place::Kind::pageable;
       if (pageable) e.journal.pageable_copy();
     }
-    return e.streams.enqueue(stream, std::move(operation));
+    return e.streams.enqueue(lock, stream, std::move(operation));
   });
 }
 
@@ -80,7 +87,7 @@ CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUst
 }
 
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t bytes, CUstream stream) {
-  return serve("cuMemsetD8Async", kWithContext, [&](Emulator& e, Lock&) {
+  return serve("cuMemsetD8Async", kEnqueuesWithContext, [&](Emulator& e, Lock& lock) {
     Operation operation;
     operation.kind = Operation::Kind::fill;
     operation.entry = "cuMemsetD8Async";
@@ -93,18 +100,18 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, std::size_t bytes,
         return e.violate(kInvalidValue, "cuMemsetD8Async: " + hex(to) + " is ordinary memory, which a device cannot write");
       }
     }
-    return e.streams.enqueue(stream, std::move(operation));
+    return e.streams.enqueue(lock, stream, std::move(operation));
   });
 }
 
 CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void* data) {
-  return serve("cuLaunchHostFunc", kWithContext, [&](Emulator& e, Lock&) {
+  return serve("cuLaunchHostFunc", kEnqueuesWithContext, [&](Emulator& e, Lock& lock) {
     if (function == nullptr) return e.violate(kInvalidValue, "cuLaunchHostFunc: no function");
     Operation operation;
     operation.entry = "cuLaunchHostFunc";
     operation.function = function;
     operation.data = data;
-    return e.streams.enqueue(stream, std::move(operation));
+    return e.streams.enqueue(lock, stream, std::move(operation));
   });
 }
 

@@ -2,6 +2,10 @@
 
 #include <unistd.h>
 
+#include <chrono>
+#include <thread>
+#include <utility>
+
 namespace remap::emulated {
 
 pid_t current_process() { return getpid(); }
@@ -12,6 +16,35 @@ Emulator::Emulator() : process(getpid()) {}
 Emulator& Emulator::instance() {
   static auto* emulator = new Emulator;
   return *emulator;
+}
+
+CUresult Emulator::poison(std::string what) {
+  contexts.lose(Contexts::current(), kIllegalAddress);
+  return violate(kIllegalAddress, std::move(what) + ": undefined; from here on the context is lost");
+}
+
+void spend(Lock& lock, std::uint64_t ns) {
+  if (ns == 0) return;
+  // A thread that sleeps wakes late by about this much: the last of the time is waited for awake.
+  constexpr std::chrono::microseconds kAwake{100};
+  lock.unlock();
+  const auto until = std::chrono::steady_clock::now() + std::chrono::nanoseconds(ns);
+  std::this_thread::sleep_until(until - kAwake);
+  while (std::chrono::steady_clock::now() < until) {
+  }
+  lock.lock();
+}
+
+MappingCall::MappingCall(Emulator& emulator, Lock& lock) : emulator_(emulator), exclusive_(emulator.settings.driver_lock) {
+  if (!exclusive_) return;
+  emulator_.mapping_ended.wait(lock, [this] { return !emulator_.mapping; });
+  emulator_.mapping = true;
+}
+
+MappingCall::~MappingCall() {
+  if (!exclusive_) return;
+  emulator_.mapping = false;
+  emulator_.mapping_ended.notify_all();
 }
 
 CUresult admit(Emulator& emulator, const char* entry, unsigned needs) {

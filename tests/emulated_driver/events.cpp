@@ -3,10 +3,12 @@
 
 namespace remap::emulated {
 
-Event* Streams::known_event(CUevent handle, const char* entry) {
+Event* Streams::known_event(CUevent handle, const char* entry, CUresult* refused) {
   const auto found = events_.find(handle);
   if (found != events_.end()) return &found->second;
-  (void)emulator_.violate(kInvalidHandle, std::string(entry) + ": unknown or destroyed event");
+  // A null handle is one that a driver sees. It does not look at what others point to.
+  *refused = handle == nullptr ? emulator_.violate(kInvalidHandle, std::string(entry) + ": a null event")
+                               : emulator_.poison(std::string(entry) + ": unknown or destroyed event");
   return nullptr;
 }
 
@@ -25,14 +27,16 @@ CUresult Streams::create_event(CUevent* handle, unsigned flags) {
 
 // Recordings live on with the work that refers to them.
 CUresult Streams::destroy_event(CUevent handle) {
-  if (events_.erase(handle) == 0) return emulator_.violate(kInvalidHandle, "cuEventDestroy: unknown or destroyed event");
+  CUresult refused = kSuccess;
+  if (known_event(handle, "cuEventDestroy", &refused) == nullptr) return refused;
+  events_.erase(handle);
   return kSuccess;
 }
 
-CUresult Streams::record(CUevent handle, CUstream stream_handle) {
-  Event* event = known_event(handle, "cuEventRecord");
-  if (event == nullptr) return kInvalidHandle;
+CUresult Streams::record(Lock& lock, CUevent handle, CUstream stream_handle) {
   CUresult refused = kSuccess;
+  Event* event = known_event(handle, "cuEventRecord", &refused);
+  if (event == nullptr) return refused;
   const Shared stream = known(stream_handle, "cuEventRecord", &refused);
   if (!stream) return refused;
   if (stream->context != event->context) {
@@ -43,32 +47,36 @@ CUresult Streams::record(CUevent handle, CUstream stream_handle) {
   operation.entry = "cuEventRecord";
   operation.recording = std::make_shared<Recording>();
   auto recording = operation.recording;
-  const CUresult result = enqueue(stream_handle, std::move(operation));
-  if (result == kSuccess) event->last = std::move(recording);
-  return result;
+  if (const CUresult result = enqueue(lock, stream_handle, std::move(operation)); result != kSuccess) return result;
+  event = known_event(handle, "cuEventRecord", &refused);  // anew: enqueueing may have had to wait
+  if (event != nullptr) event->last = std::move(recording);
+  return refused;
 }
 
-CUresult Streams::wait(CUstream stream, CUevent handle, unsigned flags) {
-  const Event* event = known_event(handle, "cuStreamWaitEvent");
-  if (event == nullptr) return kInvalidHandle;
+CUresult Streams::wait(Lock& lock, CUstream stream, CUevent handle, unsigned flags) {
+  CUresult refused = kSuccess;
+  const Event* event = known_event(handle, "cuStreamWaitEvent", &refused);
+  if (event == nullptr) return refused;
   if (flags != 0) return emulator_.violate(kInvalidValue, "cuStreamWaitEvent: flags " + std::to_string(flags));
   Operation operation;
   operation.kind = Operation::Kind::wait;
   operation.entry = "cuStreamWaitEvent";
   operation.recording = event->last;  // the last one now; recording anew does not change what this waits for
-  return enqueue(stream, std::move(operation));
+  return enqueue(lock, stream, std::move(operation));
 }
 
 CUresult Streams::query_event(CUevent handle) {
-  const Event* event = known_event(handle, "cuEventQuery");
-  if (event == nullptr) return kInvalidHandle;
+  CUresult refused = kSuccess;
+  const Event* event = known_event(handle, "cuEventQuery", &refused);
+  if (event == nullptr) return refused;
   if (!event->last) return kSuccess;
   return event->last->complete ? event->last->error : kNotReady;
 }
 
 CUresult Streams::synchronize_event(Lock& lock, CUevent handle) {
-  const Event* event = known_event(handle, "cuEventSynchronize");
-  if (event == nullptr) return kInvalidHandle;
+  CUresult refused = kSuccess;
+  const Event* event = known_event(handle, "cuEventSynchronize", &refused);
+  if (event == nullptr) return refused;
   const std::shared_ptr<Recording> recording = event->last;
   if (!recording) return kSuccess;
   recorded_.wait(lock, [&] { return recording->complete; });
@@ -76,9 +84,11 @@ CUresult Streams::synchronize_event(Lock& lock, CUevent handle) {
 }
 
 CUresult Streams::elapsed(float* milliseconds, CUevent from_handle, CUevent to_handle) {
-  const Event* from = known_event(from_handle, "cuEventElapsedTime");
-  const Event* to = known_event(to_handle, "cuEventElapsedTime");
-  if (from == nullptr || to == nullptr) return kInvalidHandle;
+  CUresult refused = kSuccess;
+  const Event* from = known_event(from_handle, "cuEventElapsedTime", &refused);
+  if (from == nullptr) return refused;
+  const Event* to = known_event(to_handle, "cuEventElapsedTime", &refused);
+  if (to == nullptr) return refused;
   if (!from->last || !to->last || !from->timing || !to->timing) return kInvalidHandle;
   if (!from->last->complete || !to->last->complete) return kNotReady;
   if (from->last->error != kSuccess) return from->last->error;

@@ -158,6 +158,10 @@ const Memory::Mapping* Memory::mapping_at(CUdeviceptr at, CUdeviceptr* begin) co
   return &found->second;
 }
 
+std::size_t Memory::mappings_in(CUdeviceptr at, std::size_t bytes) const {
+  return static_cast<std::size_t>(std::distance(mappings_.lower_bound(at), mappings_.lower_bound(at + bytes)));
+}
+
 bool Memory::mapped(CUdeviceptr at, std::size_t bytes) const {
   for (CUdeviceptr next = at; next < at + bytes;) {
     CUdeviceptr begin = 0;

@@ -39,6 +39,7 @@ class Memory {
   CUresult set_access(CUdeviceptr at, std::size_t bytes, const CUmemAccessDesc* descriptors, std::size_t count);
 
   bool reserved(CUdeviceptr at) const;
+  std::size_t mappings_in(CUdeviceptr at, std::size_t bytes) const;  // that begin in it
   // Whether every byte is mapped; with `access`, whether `device` may use it so as well.
   bool mapped(CUdeviceptr at, std::size_t bytes) const;
   bool accessible(CUdeviceptr at, std::size_t bytes, CUdevice device, int access) const;

@@ -55,21 +55,31 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle page) {
 
 CUresult cuMemMap(CUdeviceptr at, std::size_t bytes, std::size_t offset, CUmemGenericAllocationHandle page,
                   unsigned long long flags) {
-  return serve("cuMemMap", kUnsafeWithContext,
-               [&](Emulator& e, Lock&) { return e.memory.map(at, bytes, offset, page, flags); });
+  return serve("cuMemMap", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
+    const MappingCall call(e, lock);
+    spend(lock, e.settings.map_ns);
+    return e.memory.map(at, bytes, offset, page, flags);
+  });
 }
 
 CUresult cuMemUnmap(CUdeviceptr at, std::size_t bytes) {
   return serve("cuMemUnmap", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
+    const MappingCall call(e, lock);
     if (const CUresult refused = e.memory.whole_mappings("cuMemUnmap", at, bytes); refused != kSuccess) return refused;
     report_in_flight(e, "cuMemUnmap", at, bytes);
     e.streams.quiesce(lock, at, bytes);
-    return e.memory.unmap(at, bytes);
+    const std::size_t pages = e.memory.mappings_in(at, bytes);
+    const CUresult result = e.memory.unmap(at, bytes);
+    // Gone from the first moment of the call, as mapped memory is there from the last: whoever counts on more is found out.
+    spend(lock, pages * e.settings.unmap_ns);
+    return result;
   });
 }
 
 CUresult cuMemSetAccess(CUdeviceptr at, std::size_t bytes, const CUmemAccessDesc* descriptors, std::size_t count) {
   return serve("cuMemSetAccess", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
+    const MappingCall call(e, lock);
+    spend(lock, e.memory.mappings_in(at, bytes) * e.settings.set_access_ns);
     e.streams.quiesce(lock, at, bytes);
     return e.memory.set_access(at, bytes, descriptors, count);
   });
@@ -86,12 +96,14 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* page, void
 }
 
 CUresult cuMemHostRegister(void* at, std::size_t bytes, unsigned flags) {
-  return serve("cuMemHostRegister", kUnsafeWithContext, [&](Emulator& e, Lock&) {
+  return serve("cuMemHostRegister", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
     const CUcontext context = Contexts::current();
     constexpr int kReadOnlyRegister = 113;
     if ((flags & kHostReadOnly) != 0 && e.settings.attribute(kReadOnlyRegister, e.contexts.device_of(context)) == 0) {
       return e.violate(kNotSupported, "cuMemHostRegister: the device has no read-only registration");
     }
+    constexpr double kGiB = std::size_t{1} << 30;
+    spend(lock, static_cast<std::uint64_t>(static_cast<double>(bytes) / kGiB * static_cast<double>(e.settings.pin_ns_per_gib)));
     return e.host.add(at, bytes, flags, context);
   });
 }

@@ -20,8 +20,15 @@ Settings Settings::from_environment() {
       {"REMAP_EMULATED_GRANULARITY", "granularity", 1},
       {"REMAP_EMULATED_DEVICES", "devices", 1},
       {"REMAP_EMULATED_DRIVER_VERSION", "driver_version", 1},
+      {"REMAP_EMULATED_COPY_GBPS", "copy_bytes_per_s", 1e9},  // the next two say it for one direction
       {"REMAP_EMULATED_H2D_GBPS", "h2d_bytes_per_s", 1e9},
       {"REMAP_EMULATED_D2H_GBPS", "d2h_bytes_per_s", 1e9},
+      {"REMAP_EMULATED_CHANNEL_OPS", "channel_ops", 1},
+      {"REMAP_EMULATED_PIN_S_PER_GIB", "pin_ns_per_gib", 1e9},
+      {"REMAP_EMULATED_MAP_US", "map_ns", 1e3},
+      {"REMAP_EMULATED_UNMAP_US", "unmap_ns", 1e3},
+      {"REMAP_EMULATED_SET_ACCESS_US", "set_access_ns", 1e3},
+      {"REMAP_EMULATED_DRIVER_LOCK", "driver_lock", 1},
   };
   Settings settings;
   for (const Variable& each : kVariables) {
@@ -49,6 +56,21 @@ bool Settings::set(const std::string& name, std::uint64_t value) {
     h2d_bytes_per_s = value;
   } else if (name == "d2h_bytes_per_s") {
     d2h_bytes_per_s = value;
+  } else if (name == "copy_bytes_per_s") {
+    h2d_bytes_per_s = d2h_bytes_per_s = value;
+  } else if (name == "channel_ops") {
+    if (value == 0) return false;
+    channel_ops = value;
+  } else if (name == "pin_ns_per_gib") {
+    pin_ns_per_gib = value;
+  } else if (name == "map_ns") {
+    map_ns = value;
+  } else if (name == "unmap_ns") {
+    unmap_ns = value;
+  } else if (name == "set_access_ns") {
+    set_access_ns = value;
+  } else if (name == "driver_lock") {
+    driver_lock = value != 0;
   } else if (name == "jitter_us") {
     jitter_us = value;
   } else if (name == "lose_context") {

@@ -23,7 +23,7 @@ CUresult cuStreamQuery(CUstream stream) {
   return serve("cuStreamQuery", kUnsafeWithContext, [&](Emulator& e, Lock&) { return e.streams.query(stream); });
 }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags) {
-  return serve("cuStreamWaitEvent", kWithContext, [&](Emulator& e, Lock&) { return e.streams.wait(stream, event, flags); });
+  return serve("cuStreamWaitEvent", kEnqueuesWithContext, [&](Emulator& e, Lock& lock) { return e.streams.wait(lock, stream, event, flags); });
 }
 CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
   return serve("cuStreamGetCtx", kWithContext, [&](Emulator& e, Lock&) { return e.streams.context_of(stream, context); });
@@ -36,7 +36,7 @@ CUresult cuEventDestroy(CUevent event) {
   return serve("cuEventDestroy", kWithContext, [&](Emulator& e, Lock&) { return e.streams.destroy_event(event); });
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
-  return serve("cuEventRecord", kWithContext, [&](Emulator& e, Lock&) { return e.streams.record(event, stream); });
+  return serve("cuEventRecord", kEnqueuesWithContext, [&](Emulator& e, Lock& lock) { return e.streams.record(lock, event, stream); });
 }
 CUresult cuEventQuery(CUevent event) {
   return serve("cuEventQuery", kUnsafeWithContext, [&](Emulator& e, Lock&) { return e.streams.query_event(event); });

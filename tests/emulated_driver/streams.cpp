@@ -11,6 +11,8 @@
 namespace remap::emulated {
 namespace {
 
+constexpr std::uintptr_t kHandleStep = 0x40;
+
 bool overlap(CUdeviceptr a, std::size_t a_bytes, CUdeviceptr b, std::size_t b_bytes) {
   return a < b + b_bytes && b < a + a_bytes;
 }
@@ -61,9 +63,14 @@ Streams::Shared Streams::find(CUstream handle) {
   return found == handles_.end() ? nullptr : found->second;
 }
 
+bool Streams::given_out(CUstream handle) const {
+  const auto number = reinterpret_cast<std::uintptr_t>(handle);
+  return number > kFirstStream && number <= next_stream_ && (number - kFirstStream) % kHandleStep == 0;
+}
+
 Streams::Shared Streams::known(CUstream handle, const char* entry, CUresult* refused) {
   Shared found = find(handle);
-  if (!found) *refused = emulator_.violate(kInvalidHandle, std::string(entry) + ": unknown or destroyed stream");
+  if (!found) *refused = emulator_.poison(std::string(entry) + ": unknown or destroyed stream");
   return found;
 }
 
@@ -74,7 +81,7 @@ CUresult Streams::create(CUstream* handle, unsigned flags) {
   Shared stream = start(Contexts::current(), (flags & kStreamNonBlocking) == 0);
   if (!stream) return kOutOfMemory;
   stream->own = true;
-  next_stream_ += 0x40;
+  next_stream_ += kHandleStep;
   *handle = reinterpret_cast<CUstream>(next_stream_);
   handles_.emplace(*handle, std::move(stream));
   return kSuccess;
@@ -82,7 +89,10 @@ CUresult Streams::create(CUstream* handle, unsigned flags) {
 
 CUresult Streams::destroy(CUstream handle) {
   const auto found = handles_.find(handle);
-  if (found == handles_.end()) return emulator_.violate(kInvalidHandle, "cuStreamDestroy: unknown or destroyed stream");
+  if (reinterpret_cast<std::uintptr_t>(handle) <= kPerThreadStream) {
+    return emulator_.violate(kInvalidHandle, "cuStreamDestroy: a default stream");
+  }
+  if (found == handles_.end()) return emulator_.poison("cuStreamDestroy: unknown or destroyed stream");
   found->second->destroyed = true;
   found->second->changed.notify_all();
   handles_.erase(found);
@@ -127,13 +137,35 @@ CUresult Streams::query(CUstream handle) {
 
 CUresult Streams::context_of(CUstream handle, CUcontext* context) {
   const Shared stream = find(handle);
-  // Asked of a handle that a user gave: no rule was broken. The driver need not survive a pointer that was never a stream.
+  if (!stream && given_out(handle)) return emulator_.poison("cuStreamGetCtx: destroyed stream");
+  // Asked of what a user gave, which nobody could check before: no rule was broken. A driver need not survive a pointer that
+  // was never a stream; to be lenient here lets tests pass such numbers in.
   if (!stream || context == nullptr) return kInvalidHandle;
   *context = stream->context;
   return kSuccess;
 }
 
+void Streams::line_up(const Stream& stream, const Operation* before, Operation& next) {
+  CopyEngine* const among = before != nullptr ? before->engine : nullptr;
+  if (next.way != Operation::Way::none) {
+    CopyEngine* const engine = &engines_[{stream.device, next.way}];
+    if (before != nullptr && among != engine) return;
+    next.engine = engine;
+    next.ticket = ++last_ticket_;
+    engine->line.push_back(next.ticket);
+    return;
+  }
+  const bool waits = next.kind == Operation::Kind::wait && next.recording && !next.recording->complete;
+  const bool event = next.kind == Operation::Kind::record || next.kind == Operation::Kind::wait;
+  const bool nothing = next.kind == Operation::Kind::copy && next.bytes == 0;
+  if (nothing || (event && !waits)) next.engine = among;
+}
+
 void Streams::append(Stream& stream, Operation operation) {
+  const Operation* before = nullptr;
+  if (stream.running) before = &*stream.running;
+  if (!stream.queue.empty()) before = &stream.queue.back();
+  line_up(stream, before, operation);
   stream.queue.push_back(std::move(operation));
   ++stream.enqueued;
   stream.changed.notify_all();
@@ -168,10 +200,15 @@ void Streams::order_with_legacy(Stream& stream) {
   }
 }
 
-CUresult Streams::enqueue(CUstream handle, Operation operation) {
+CUresult Streams::enqueue(Lock& lock, CUstream handle, Operation operation) {
   CUresult refused = kSuccess;
   const Shared stream = known(handle, operation.entry, &refused);
   if (!stream) return refused;
+  const auto has_room = [&] { return stream->enqueued - stream->finished < emulator_.settings.channel_ops; };
+  if (!has_room()) {
+    stream->changed.wait(lock, [&] { return stream->destroyed || has_room(); });
+    if (stream->destroyed) return emulator_.poison(std::string(operation.entry) + ": the stream was destroyed meanwhile");
+  }
   if (const CUresult captured = refused_by_capture(*stream, operation.entry); captured != kSuccess) return captured;
   order_with_legacy(*stream);
   append(*stream, std::move(operation));

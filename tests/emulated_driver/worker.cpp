@@ -34,6 +34,16 @@ void Streams::work(const Shared& stream) {
     if (stream->queue.empty()) break;
     stream->running.emplace(std::move(stream->queue.front()));
     stream->queue.pop_front();
+    if (stream->running->engine == nullptr) {
+      const Operation* before = nullptr;
+      Operation* next = &*stream->running;
+      line_up(*stream, before, *next);
+      for (auto behind = stream->queue.begin(); next->engine != nullptr && behind != stream->queue.end(); ++behind) {
+        before = next;
+        next = &*behind;
+        line_up(*stream, before, *next);
+      }
+    }
     run(lock, *stream);
     stream->running.reset();
     ++stream->finished;
@@ -57,6 +67,10 @@ void Streams::run(Lock& lock, Stream& stream) {
       if (stream.error == kSuccess && !operation.for_order_alone) stream.error = operation.recording->error;
       break;
     case Operation::Kind::copy:
+      if (error_of(stream) == kSuccess) await_turn(lock, operation);
+      if (error_of(stream) == kSuccess) move_bytes(lock, stream);
+      leave_line(operation);
+      break;
     case Operation::Kind::fill:
       if (error_of(stream) == kSuccess) move_bytes(lock, stream);
       break;
@@ -69,6 +83,20 @@ void Streams::run(Lock& lock, Stream& stream) {
       lock.lock();
       break;
   }
+}
+
+void Streams::await_turn(Lock& lock, const Operation& copy) {
+  if (copy.ticket == 0) return;
+  CopyEngine& engine = *copy.engine;
+  engine.moved.wait(lock, [&] { return engine.line.front() == copy.ticket; });
+}
+
+// Also of a copy that is skipped, wherever it stands.
+void Streams::leave_line(const Operation& copy) {
+  if (copy.ticket == 0) return;
+  std::deque<std::uint64_t>& line = copy.engine->line;
+  line.erase(std::find(line.begin(), line.end(), copy.ticket));
+  copy.engine->moved.notify_all();
 }
 
 void Streams::move_bytes(Lock& lock, Stream& stream) {

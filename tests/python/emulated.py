@@ -50,7 +50,7 @@ class Emulated:
         self.change(**settings)
 
     def change(self, **settings: int) -> None:
-        """These settings, by their names in settings.h: granularity, memory, driver_version, jitter_us, ..."""
+        """These settings, by their names in settings.h: granularity, memory, map_ns, driver_lock, jitter_us, ..."""
         for name, value in settings.items():
             status = self._library.remapEmulatedConfigure(name.encode(), ctypes.c_uint64(value))
             assert status == 0, f"{name} = {value} was refused ({status}) while there are {self.live()}"

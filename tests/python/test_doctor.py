@@ -17,7 +17,7 @@ from remap.cli.doctor_cuda import Seen
 from remap.cli.doctor_link import Link
 from remap.cli.finding import Finding
 from remap.cli.main import app
-from remap.errors import DriverError, Error, LimitExceeded, OutOfMemory
+from remap.errors import DriverError, Error, InvalidArgument, LimitExceeded, OutOfMemory
 
 MIB, GIB = 1 << 20, 1 << 30
 DEVICE: Mapping[str, Any] = {
@@ -42,6 +42,7 @@ PROBE: Mapping[str, Any] = {
     "driver_version": 13000,
     "emulated": False,
     "host_budget_bytes": 200 * GIB,
+    "host_limited_by": "machine",
     "devices": [DEVICE],
 }
 SLOT = {
@@ -154,6 +155,20 @@ def test_a_budget_below_the_device_is_a_note() -> None:
     assert by_subject(seen(probe={"host_budget_bytes": 80 * GIB}))["page-locked memory"].level == "ok"
     small = by_subject(seen(probe={"host_budget_bytes": 80 * GIB - 1}))["page-locked memory"]
     assert (small.level, "host_budget" in small.fix) == ("note", True)
+    assert "machine" in small.found
+
+
+def test_a_budget_that_was_set_is_said_to_be_what_limits() -> None:
+    probe = {"host_budget_bytes": 8 * GIB, "host_limited_by": "REMAP_HOST_BUDGET"}
+    found = by_subject(seen(probe=probe))["page-locked memory"]
+    assert (found.level, found.fix) == ("note", "raise REMAP_HOST_BUDGET")
+    assert "as REMAP_HOST_BUDGET says" in found.found and "spare" not in found.found
+
+
+def test_a_setting_that_no_session_accepts_is_bad() -> None:
+    error = InvalidArgument("REMAP_HOST_BUDGET must be a size", name="REMAP_HOST_BUDGET", value="lots")
+    found = by_subject(Seen(error=error))["cuda settings"]
+    assert (found.level, found.found) == ("bad", "REMAP_HOST_BUDGET must be a size")
 
 
 @pytest.mark.parametrize(("capability", "noted"), [((6, 0), False), ((7, 0), True), ((7, 2), True), ((7, 5), False)])

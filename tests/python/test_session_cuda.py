@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 from arena_worlds import PAGE, make_layers, make_spec, visible
 from cuda_streams import Driver
@@ -297,10 +298,8 @@ def test_what_is_no_stream_of_this_device_is_refused(make: Any, driver: Driver, 
     world = make()
     world.remap(2)
     world.a_pass(stream)
-    with driver.stream() as gone:
-        pass
     before = visible(world.session)
-    for wrong in ("stream", 1.5, -1, gone):
+    for wrong in ("stream", 1.5, -1, 0x1230):  # a number that never was a stream; nobody can ask about one that was
         with pytest.raises(InvalidArgument):
             world.tenant.forward(stream=wrong).__enter__()
         assert visible(world.session) == before
@@ -759,11 +758,55 @@ def test_a_host_budget_is_a_hard_limit(library: str, monkeypatch: pytest.MonkeyP
     with remap.Session(40 * PAGE, "cuda:0", page_bytes=PAGE, host_budget=needed // 2) as session:
         with pytest.raises(remap.Error) as caught:
             session.attach_bytes(layers, name="m", kv=make_spec(4))
-        assert type(caught.value) in (remap.LimitExceeded, remap.OutOfMemory)
+        assert type(caught.value) is remap.LimitExceeded
+        assert (caught.value.limited_by, caught.value.limit) == ("host_budget", needed // 2)
         assert session._backend.usage()["host_bytes"] == 0
         assert session.snapshot().pages.free == 40
     with remap.Session(40 * PAGE, "cuda:0", page_bytes=PAGE, host_budget="1GiB") as session:
         session.attach_bytes(layers, name="m", kv=make_spec(4))
+
+
+def test_the_environment_sets_the_host_budget_and_the_argument_wins(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layers = make_layers([2] * 4, 1)
+    needed = 4 * 2 * PAGE
+    monkeypatch.setenv("REMAP_LIBCUDA", library)
+    monkeypatch.setenv("REMAP_HOST_BUDGET", str(needed // 2))
+    with remap.Session(40 * PAGE, "cuda:0", page_bytes=PAGE) as session:
+        with pytest.raises(remap.LimitExceeded) as caught:
+            session.attach_bytes(layers, name="m", kv=make_spec(4))
+        assert (caught.value.limited_by, caught.value.limit) == ("REMAP_HOST_BUDGET", needed // 2)
+        assert "REMAP_HOST_BUDGET" in str(caught.value)
+        assert session._backend.usage()["host_bytes"] == 0
+    with remap.Session(40 * PAGE, "cuda:0", page_bytes=PAGE, host_budget="1GiB") as session:
+        session.attach_bytes(layers, name="m", kv=make_spec(4))
+    monkeypatch.setenv("REMAP_HOST_BUDGET", "1GiB")
+    probe = _core.probe_cuda()
+    assert (probe["host_budget_bytes"], probe["host_limited_by"]) == (1 << 30, "REMAP_HOST_BUDGET")
+    with remap.Session(40 * PAGE, "cuda:0", page_bytes=PAGE) as session:
+        session.attach_bytes(layers, name="m", kv=make_spec(4))
+    for wrong in ("lots", "0", "1.5", "-1GiB"):
+        monkeypatch.setenv("REMAP_HOST_BUDGET", wrong)
+        with pytest.raises(InvalidArgument) as refused:
+            remap.Session(40 * PAGE, "cuda:0", page_bytes=PAGE)
+        assert refused.value.fields == {"name": "REMAP_HOST_BUDGET", "value": wrong}
+    with remap.Session(40 * PAGE, "cpu", page_bytes=PAGE):
+        pass  # a host device has no such budget
+    monkeypatch.setenv("REMAP_HOST_BUDGET", "")
+    assert _core.probe_cuda()["host_limited_by"] in ("cgroup", "machine")
+
+
+def test_shared_memory_that_is_there_takes_nothing_more(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masters in shared memory, anonymous or of a memfd, are locked in place as private ones are."""
+    monkeypatch.setenv("REMAP_LIBCUDA", library)
+    memories = [mmap.mmap(-1, 2 * PAGE), mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)]
+    layers = [np.frombuffer(memory, np.uint8) for memory in memories]
+    for layer in layers:
+        layer[:] = 7
+    with remap.Session(40 * PAGE, "cuda:0", page_bytes=PAGE, host_budget=4 * PAGE) as session:
+        session.attach_bytes(layers, name="m", kv=make_spec(2))
+        assert session._backend.usage()["host_bytes"] == 4 * PAGE
 
 
 def test_the_device_is_named_by_argument_or_environment(library: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class CudaBackend final : public Backend {
         context_(std::make_unique<Context>(driver, device_of(driver, options.device))),
         streams_(std::make_unique<Streams>(*context_)),
         locked_(std::make_unique<LockedMemory>(
-            *context_, LockedMemory::Options{options.host_budget_bytes, device_.read_only_host_register, device_.coherent})) {
+            *context_, LockedMemory::Options{cuda::user_budget(options.host_budget_bytes), device_.read_only_host_register, device_.coherent})) {
     const AllocationProperties properties =
         allocation_properties(context_->device(), options.shareable, options.gpu_direct_rdma);
     memory_ = std::make_unique<Memory>(*context_, properties, cuda::granularity(driver, properties, kGranularityMinimum));
@@ -133,7 +133,7 @@ class CudaBackend final : public Backend {
     streams_->fill(stream, to, value, bytes);
   }
 
-  EventHandle create_event() override { return streams().create_event(); }
+  EventHandle create_event(bool timed) override { return streams().create_event(timed); }
   void destroy_event(EventHandle event) override { streams().destroy_event(event); }
   void record(EventHandle event, StreamHandle stream) override { streams().record(event, stream); }
   void stream_wait(StreamHandle stream, EventHandle event) override { streams().stream_wait(stream, event); }

@@ -4,13 +4,18 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <fstream>
+#include <locale>
 #include <sstream>
+
+#include "remap/error.h"
 
 namespace remap::cuda {
 namespace {
 
+constexpr const char* kVariable = "REMAP_HOST_BUDGET";
 constexpr std::size_t kUnlimited = ~std::size_t{0};
 // cgroup v1 writes "no limit" as the largest multiple of an OS page that fits a signed number.
 constexpr std::size_t kNoLimitV1 = std::size_t{1} << 62;
@@ -49,6 +54,14 @@ std::size_t left_in(const HostLimits::Group& group) {
   const std::size_t cache = number_of(group.stat, "total_inactive_file", number_of(group.stat, "inactive_file", 0));
   const std::size_t held = usage - std::min(usage, cache);
   return limit - std::min(limit, held);
+}
+
+// By the name that the kernel gives a mapping of it.
+bool shared_memory(const std::string& name) {
+  for (const char* prefix : {"/dev/zero (deleted)", "/memfd:", "/SYSV", "/dev/shm/", "/anon_hugepage"}) {
+    if (name.compare(0, std::string(prefix).size(), prefix) == 0) return true;
+  }
+  return false;
 }
 
 // `path`, and what is above it, down to "".
@@ -138,8 +151,69 @@ HostLimits read_host_limits(const std::string& root) {
   return limits;
 }
 
-std::size_t host_budget(const HostLimits& limits) {
+const char* to_string(LimitedBy by) noexcept {
+  switch (by) {
+    case LimitedBy::host_budget: return "host_budget";
+    case LimitedBy::environment: return kVariable;
+    case LimitedBy::cgroup: return "cgroup";
+    case LimitedBy::machine: break;
+  }
+  return "machine";
+}
+
+std::size_t parse_size(const std::string& text) {
+  struct Unit {
+    const char* name;
+    double bytes;
+  };
+  constexpr Unit kUnits[] = {{"B", 1},    {"KiB", 1ULL << 10}, {"MiB", 1ULL << 20}, {"GiB", 1ULL << 30}, {"TiB", 1ULL << 40},
+                             {"KB", 1e3}, {"MB", 1e6},         {"GB", 1e9},         {"TB", 1e12}};
+  const auto skip = [&](const char* among, std::size_t from) {
+    const std::size_t found = text.find_first_not_of(among, from);
+    return found == std::string::npos ? text.size() : found;
+  };
+  constexpr const char* kBlank = " \t\n\r\f\v";
+  constexpr const char* kDigits = "0123456789";
+  const std::size_t begin = skip(kBlank, 0);
+  const std::size_t whole = skip(kDigits, begin);
+  std::size_t end = whole;
+  if (end < text.size() && text[end] == '.') {
+    end = skip(kDigits, whole + 1);
+    if (end == whole + 1) return 0;
+  }
+  if (whole == begin) return 0;
+  const std::size_t unit = skip(kBlank, end);
+  std::string name = text.substr(unit);
+  while (!name.empty() && std::string(kBlank).find(name.back()) != std::string::npos) name.pop_back();
+  double factor = 0;
+  if (name.empty() && end == whole) factor = 1;  // bytes
+  for (const Unit& each : kUnits) {
+    if (name == each.name) factor = each.bytes;
+  }
+  std::istringstream number(text.substr(begin, end - begin));
+  number.imbue(std::locale::classic());
+  double value = 0;
+  if (!(number >> value)) return 0;
+  value *= factor;
+  constexpr double kMost = 9223372036854775808.0;  // 2^63: errors carry signed numbers
+  return value >= 1 && value < kMost && value == std::floor(value) ? static_cast<std::size_t>(value) : 0;
+}
+
+HostBudget user_budget(std::size_t option) {
+  if (option != 0) return {option, LimitedBy::host_budget};
+  const char* text = std::getenv(kVariable);
+  if (text == nullptr || *text == '\0') return {};
+  const std::size_t bytes = parse_size(text);
+  if (bytes != 0) return {bytes, LimitedBy::environment};
+  throw Error(ErrorKind::invalid_argument,
+              std::string(kVariable) + " must be a size above 0 such as 24GiB, or a number of bytes, got '" + text +
+                  "'. Nothing was opened. Correct it, or unset it for what the machine has to spare.",
+              {{"name", std::string(kVariable)}, {"value", std::string(text)}});
+}
+
+HostBudget host_budget(const HostLimits& limits) {
   // MemAvailable came with Linux 3.14.
+  LimitedBy by = LimitedBy::machine;
   std::size_t left = number_of(limits.meminfo, "MemAvailable", number_of(limits.meminfo, "MemFree", 0));
   if (!limits.nodes.empty()) {
     std::size_t on_nodes = 0;
@@ -148,8 +222,13 @@ std::size_t host_budget(const HostLimits& limits) {
     }
     left = std::min(left, on_nodes);
   }
-  for (const HostLimits::Group& group : limits.groups) left = std::min(left, left_in(group));
-  return left - left / 16;
+  for (const HostLimits::Group& group : limits.groups) {
+    const std::size_t in_group = left_in(group);
+    if (in_group >= left) continue;
+    left = in_group;
+    by = LimitedBy::cgroup;
+  }
+  return {left - left / 16, by};
 }
 
 RangeFacts range_facts(const std::string& maps, std::uintptr_t at, std::size_t bytes) {
@@ -169,11 +248,13 @@ RangeFacts range_facts(const std::string& maps, std::uintptr_t at, std::size_t b
     std::uint64_t inode = 0;
     words >> std::hex >> first >> dash >> last >> permissions >> offset >> device >> std::dec >> inode;
     if (!words || last <= next) continue;
+    std::string name;
+    std::getline(words >> std::ws, name);
     if (first > next) break;
     const std::uintptr_t stop = std::min<std::uintptr_t>(last, end);
     facts.readable = facts.readable && permissions[0] == 'r';
     facts.writable = facts.writable && permissions[1] == 'w';
-    if (inode != 0) facts.file_bytes += stop - next;
+    if (inode != 0 && !shared_memory(name)) facts.file_bytes += stop - next;
     next = stop;
   }
   if (next < end) facts.readable = facts.writable = false;

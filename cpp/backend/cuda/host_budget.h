@@ -25,13 +25,31 @@ struct HostLimits {
   std::vector<Group> groups;  // the process's memory cgroup and all above it
 };
 
+// What bounds page-locked memory: what the user has set, or else the tightest of what is shared with others.
+enum class LimitedBy { host_budget, environment, cgroup, machine };
+// "host_budget", "REMAP_HOST_BUDGET", "cgroup", "machine": the field limited_by of errors, and of the probe.
+const char* to_string(LimitedBy by) noexcept;
+
+struct HostBudget {
+  std::size_t bytes = 0;
+  LimitedBy limited_by = LimitedBy::machine;
+  bool set() const noexcept { return limited_by == LimitedBy::host_budget || limited_by == LimitedBy::environment; }
+};
+
+// What the user has set: `option` bytes if that is not 0, else the environment variable REMAP_HOST_BUDGET ("24GiB", or a number of
+// bytes). Not set() if there is neither. Throws invalid_argument (fields name, value) for a text that is no size above 0.
+HostBudget user_budget(std::size_t option);
+
+// A size as users write it: "24GiB", "1.5 GB", "4096". 0 for anything else, and for 0 itself.
+std::size_t parse_size(const std::string& text);
+
 // `root` stands before every path: empty, but in tests.
 HostLimits read_host_limits(const std::string& root = {});
 
-// Bytes that may be page-locked now: the least of MemAvailable and of what each cgroup has left, less a sixteenth that stays for
+// What may be page-locked now if the user sets no budget: the least of MemAvailable and of what each cgroup has left, less a sixteenth that stays for
 // everybody else. A cgroup's inactive file cache counts as left: it goes when memory is asked for. On machines whose GPU
 // memory is a NUMA node of the system (GH200), MemAvailable counts that too; there the nodes with processors bound it.
-std::size_t host_budget(const HostLimits& limits);
+HostBudget host_budget(const HostLimits& limits);
 
 // "0-2,5" -> 0, 1, 2, 5
 std::vector<int> parse_list(const std::string& text);
@@ -40,7 +58,9 @@ std::vector<int> parse_list(const std::string& text);
 struct RangeFacts {
   bool readable = true;        // mapped in whole, and may be read
   bool writable = true;        // may be written in whole
-  std::size_t file_bytes = 0;  // behind which a file stands, whose pages could be reclaimed until they are locked
+  // Behind which a file stands, whose pages could be reclaimed until they are locked. Shared memory that has no file on a disk
+  // (anonymous, memfd, System V, /dev/shm) is none of it: nobody counts its pages as available.
+  std::size_t file_bytes = 0;
 };
 RangeFacts range_facts(const std::string& maps, std::uintptr_t at, std::size_t bytes);
 

@@ -9,11 +9,7 @@
 #include <iterator>
 #include <string>
 
-#include "backend/cuda/host_budget.h"
-
-#ifndef MADV_POPULATE_WRITE
-#define MADV_POPULATE_WRITE 23
-#endif
+#include "backend/cuda/first_touch.h"
 
 namespace remap::cuda {
 namespace {
@@ -56,12 +52,9 @@ class Buffer {
   std::byte* get() const noexcept { return at_; }
   void keep() noexcept { at_ = nullptr; }
 
-  void fill_in(std::size_t os_page, const char* call) {
-    if (::madvise(at_, bytes_, MADV_POPULATE_WRITE) == 0) return;
-    if (errno != EINVAL) fail_system(call, "filling in", bytes_, errno);
-    for (std::size_t offset = 0; offset < bytes_; offset += os_page) {  // Linux before 5.14
-      *reinterpret_cast<volatile std::byte*>(at_ + offset) = std::byte{0};
-    }
+  void fill_in(const char* call) {
+    const int failure = first_touch(at_, bytes_, first_touch_threads(bytes_));
+    if (failure != 0) fail_system(call, "filling in", bytes_, failure);
   }
 
  private:
@@ -103,28 +96,34 @@ std::size_t LockedMemory::locked_span(Address at, std::size_t bytes) const noexc
 
 // `locked`: how much more would be page-locked. `to_find`: how much of that is not in memory yet.
 void LockedMemory::require_budget(std::size_t locked, std::size_t to_find, const char* call) const {
-  if (options_.budget_bytes != 0) {
-    if (locked <= options_.budget_bytes - std::min(options_.budget_bytes, locked_)) return;
+  const char* by = to_string(options_.budget.limited_by);
+  if (options_.budget.set()) {
+    if (locked <= options_.budget.bytes - std::min(options_.budget.bytes, locked_)) return;
     throw Error(ErrorKind::limit_exceeded,
                 std::string(call) + ": " + std::to_string(locked) + " bytes more of locked memory would pass the budget of " +
-                    std::to_string(options_.budget_bytes) + ", of which " + std::to_string(locked_) +
-                    " are in use. Nothing changed. Raise host_budget, or keep less in host memory.",
+                    std::to_string(options_.budget.bytes) + " that " + by + " sets, of which " + std::to_string(locked_) +
+                    " are in use. Nothing changed. Raise " + by + ", or keep less in host memory.",
                 {{"operation", std::string(call)},
                  {"requested", number(locked)},
                  {"in_use", number(locked_)},
-                 {"limit", number(options_.budget_bytes)}});
+                 {"limit", number(options_.budget.bytes)},
+                 {"limited_by", std::string(by)}});
   }
-  const std::size_t left = host_budget(read_host_limits());
-  const std::size_t available = left - std::min(left, file_bytes_);
+  const HostBudget left = host_budget(read_host_limits());
+  const std::size_t available = left.bytes - std::min(left.bytes, file_bytes_);
   if (to_find <= available) return;
+  by = to_string(left.limited_by);
+  const bool cgroup = left.limited_by == LimitedBy::cgroup;
   throw Error(ErrorKind::limit_exceeded,
-              std::string(call) + ": " + std::to_string(to_find) + " bytes would have to be found and page-locked, but the " +
-                  "machine and the cgroup can spare " + std::to_string(available) + ". Nothing changed. Free host memory, " +
-                  "raise the cgroup's limit, or set host_budget if you know better.",
+              std::string(call) + ": " + std::to_string(to_find) + " bytes would have to be found and page-locked, but the " + by +
+                  " can spare " + std::to_string(available) + ". Nothing changed. " +
+                  (cgroup ? "Raise the cgroup's limit" : "Free host memory") +
+                  ", or set host_budget or REMAP_HOST_BUDGET if you know better.",
               {{"operation", std::string(call)},
                {"requested", number(to_find)},
                {"in_use", number(locked_)},
-               {"limit", number(available)}});
+               {"limit", number(available)},
+               {"limited_by", std::string(by)}});
 }
 
 void LockedMemory::lock_pages(std::byte* at, std::size_t bytes, unsigned flags, const char* call) const {
@@ -154,9 +153,10 @@ std::byte* LockedMemory::allocate(std::size_t bytes) {
   }
   require_budget(rounded, rounded, "allocate_host");
   Buffer buffer(rounded, "allocate_host");
-  // A child made by fork has no use for it, and the kernel would copy locked pages for the child at once.
+  // A child made by fork has no use for it, and the kernel would copy locked pages for the child at once. Said before anything is
+  // touched: a fork meanwhile, on another thread, finds nothing here to copy, and none of the threads that touch.
   if (::madvise(buffer.get(), rounded, MADV_DONTFORK) != 0) fail_system("allocate_host", "madvise", rounded, errno);
-  buffer.fill_in(os_page_, "allocate_host");
+  buffer.fill_in("allocate_host");
   Ranges range;
   range.emplace(address_of(buffer.get()), Range{bytes, rounded, 0, true, true});
   lock_pages(buffer.get(), rounded, kHostRegisterPortable, "allocate_host");

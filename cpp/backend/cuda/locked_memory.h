@@ -2,7 +2,7 @@
 //
 // Buffers are mappings of our own, of the size asked for (rounded to OS pages and no further; allocators for page-locked memory
 // round to powers of two, which a machine full of weights cannot afford), of huge pages where the kernel gives them. They
-// are filled in by this processor and then registered with the driver.
+// are filled in by this processor, on several threads (first_touch.h), and then registered with the driver.
 //
 // On machines where the GPU reads pageable memory through the processor's page tables (attribute 100; GH200, say) the same is
 // done, for other reasons: the driver's registration fills in pages there but does not lock them, and copies are at full speed
@@ -20,6 +20,7 @@
 #include <shared_mutex>
 
 #include "backend/cuda/context.h"
+#include "backend/cuda/host_budget.h"
 #include "backend/mapping_table.h"
 #include "remap/backend.h"
 
@@ -28,7 +29,7 @@ namespace remap::cuda {
 class LockedMemory {
  public:
   struct Options {
-    std::size_t budget_bytes = 0;    // 0: what the cgroups and the machine have left
+    HostBudget budget;                // not set: what the cgroups and the machine have left, at each call
     bool read_only_register = false;  // the device can register memory that may not be written
     bool coherent = false;            // it reads pageable memory through the host's page tables
   };

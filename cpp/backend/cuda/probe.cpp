@@ -31,7 +31,10 @@ CudaProbe probe_cuda(const std::string& library) {
   probe.library = driver.library;
   probe.driver_version = driver.version;
   probe.emulated = driver.emulated;
-  probe.host_budget_bytes = host_budget(read_host_limits());
+  HostBudget budget = user_budget(0);
+  if (!budget.set()) budget = host_budget(read_host_limits());
+  probe.host_budget_bytes = budget.bytes;
+  probe.host_limited_by = to_string(budget.limited_by);
   try {
     initialize(driver);
   } catch (const Error& error) {

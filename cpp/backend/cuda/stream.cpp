@@ -182,16 +182,16 @@ void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::
 }
 
 // ---- events ----------------------------------------------------------------------------------------------------------
-// With timing: passes are timed by them. With blocking sync: a thread that waits without a deadline sleeps until the device
+// Timed only where somebody will ask: the device writes the time of each recording down then. With blocking sync: a thread that waits without a deadline sleeps until the device
 // interrupts it. Such waits are a worker's, off the critical path, while the cores that the driver's spinning would take
 // are the engine's.
-EventHandle Streams::create_event() {
+EventHandle Streams::create_event(bool timed) {
   const Context::Use use(context_, "create_event");
   EventPointer event = nullptr;
-  check(driver_, "create_event", "cuEventCreate", driver_.cuEventCreate(&event, kEventBlockingSync));
+  check(driver_, "create_event", "cuEventCreate", driver_.cuEventCreate(&event, timed ? kEventBlockingSync : kEventBlockingSync | kEventDisableTiming));
   try {
     const std::lock_guard<std::shared_mutex> lock(books_);
-    events_.try_emplace(last_event_ + 1, event);
+    events_.try_emplace(last_event_ + 1, event, timed);
     return ++last_event_;
   } catch (...) {
     (void)driver_.cuEventDestroy(event);
@@ -274,6 +274,11 @@ double Streams::elapsed(EventHandle from, EventHandle to) const {
   const std::shared_lock<std::shared_mutex> lock(books_);
   const Event& first = event_of(from, "elapsed");
   const Event& second = event_of(to, "elapsed");
+  for (const auto& [event, handle] : {std::pair(&first, from), std::pair(&second, to)}) {
+    if (event->timed) continue;
+    throw Error(ErrorKind::invalid_state, "elapsed: the event only orders. Nothing changed; create it with timed = true.",
+                {{"event", static_cast<std::int64_t>(handle)}});
+  }
   const auto refuse = [](EventHandle event) {
     throw Error(ErrorKind::invalid_state, "elapsed: expected two recorded and completed events. Synchronize first.",
                 {{"event", static_cast<std::int64_t>(event)}});

@@ -23,7 +23,7 @@ class Seen:
     """What `look` found. probe: `_core.probe_cuda()`, or None with the error that it raised. The rest is by device index."""
 
     probe: Mapping[str, Any] | None = None
-    error: DriverError | None = None
+    error: DriverError | InvalidArgument | None = None
     links: Mapping[int, Link | Error] = field(default_factory=dict)
     slots: Mapping[int, Mapping[str, str]] = field(default_factory=dict)  # doctor_link.read_slot
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Seen:
         }
 
 
-SETTINGS = ("REMAP_DEVICE", "REMAP_LIBCUDA", "CUDA_VISIBLE_DEVICES")
+SETTINGS = ("REMAP_DEVICE", "REMAP_LIBCUDA", "REMAP_HOST_BUDGET", "CUDA_VISIBLE_DEVICES")
 
 
 def look() -> Seen:
@@ -68,7 +68,7 @@ def look() -> Seen:
     }
     try:
         probe = _core.probe_cuda()
-    except DriverError as error:
+    except (DriverError, InvalidArgument) as error:
         return Seen(error=error, **common)
     links: dict[int, Link | Error] = {}
     slots = {}
@@ -100,6 +100,8 @@ def findings(seen: Seen) -> Iterator[Finding]:
 
 
 def _no_driver(seen: Seen, level: str) -> Finding:
+    if isinstance(seen.error, InvalidArgument):
+        return Finding("bad", "cuda settings", str(seen.error), "no session opens on device='cuda' with it")
     library = seen.environment.get("REMAP_LIBCUDA", "")
     fields = seen.error.fields if seen.error is not None else {}
     if library:
@@ -199,13 +201,18 @@ def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str)
 def _budget(probe: Mapping[str, Any]) -> Finding:
     """Every layer has a master copy in page-locked memory, so the budget bounds the weights that can be attached."""
     budget, largest = probe["host_budget_bytes"], max(device["total_bytes"] for device in probe["devices"])
-    found = f"{show_size(budget)} may be taken here now (what the cgroup and the machine have to spare)"
+    limited_by = probe["host_limited_by"]
+    by_setting = limited_by == "REMAP_HOST_BUDGET"
+    why = "as REMAP_HOST_BUDGET says" if by_setting else f"what the {limited_by} has to spare"
+    found = f"{show_size(budget)} may be taken here now ({why})"
     if budget < largest:
         return Finding(
             "note",
             "page-locked memory",
             f"{found}; the device holds {show_size(largest)}, and weights of more than the budget cannot be attached",
-            "raise the container's memory limit, free host memory, or set Session(host_budget=) yourself",
+            "raise REMAP_HOST_BUDGET"
+            if by_setting
+            else "raise the container's memory limit, free host memory, or set Session(host_budget=) or REMAP_HOST_BUDGET",
         )
     return Finding("ok", "page-locked memory", found)
 
