@@ -131,35 +131,24 @@ def test_calls_beside_repointing_are_counted(small: Any) -> None:
     assert found["calls made while the worker was at work, pages of 2 MiB"].exact
 
 
-def test_small_copies_are_measured_with_whole_layers_and_with_pieces(
-    small: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the argument the rest is skipped by name; with it (here: one that is swallowed) every size is measured."""
+def test_small_copies_are_measured_with_whole_layers_and_with_pieces(small: Any) -> None:
     from bench.gpu.measures import small_copies as module
 
-    import remap
+    assert module.takes_chunks()
+    found = figures_of(module.small_copies, small)
+    for title in ("whole layers", "1 MiB pieces"):
+        rate = found[f"prefetch, share of plain copies of whole layers, {title}"]
+        assert (rate.target, rate.at_least) == (0.97, True)
 
-    seen: list[Any] = []
-    real = remap.Session
 
-    class WithPieces(real):  # type: ignore[misc, valid-type]
-        """A session that takes the argument, whatever this one's signature is."""
+def test_pieces_are_left_out_by_name_where_sessions_take_none(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench.gpu.measures import small_copies as module
 
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            seen.append(more.pop(module.ARGUMENT, None))
-            super().__init__(*arguments, **more)
-
-    monkeypatch.setattr(remap, "Session", WithPieces)
     monkeypatch.setattr(module, "takes_chunks", lambda: False)
     figures: list[Figure] = []
     with pytest.raises(Skip, match="copy_chunk_bytes"):
         figures.extend(module.small_copies(small))
-    monkeypatch.setattr(module, "takes_chunks", lambda: True)
-    found = figures_of(module.small_copies, small)
-    assert seen == [None, 0, MIB]
-    for title in ("whole layers", "1 MiB pieces"):
-        rate = found[f"prefetch, share of plain copies of whole layers, {title}"]
-        assert (rate.target, rate.at_least) == (0.97, True)
+    assert {each.name.rpartition(", ")[2] for each in figures} <= {"whole layers", "P99"}
 
 
 # -- attention by layout -----------------------------------------------------------------------------------------------

@@ -174,9 +174,7 @@ def test_both_combinations_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) 
     )
     assert done.returncode == 0, done.stdout + done.stderr
     document = json.loads((tmp_path / "emulated.json").read_text())
-    assert document["errors"] == []
-    # Turns of 20 s are for a GPU.
-    assert {entry["what"] for entry in document["skipped"]} == {"sharing C1, long turns", "sharing C2, long turns"}
+    assert (document["errors"], document["skipped"]) == ([], [])
     found = {entry["name"]: entry for entry in document["results"]}
     for name in ("C1, turns of 0.1 s", "C2, turns of 0.1 s"):
         assert found[f"{name}, tokens/s, remap / recompute"]["value"] is None  # it has no speeds

@@ -453,13 +453,13 @@ def sharing_c2(ctx: Context) -> Iterator[Figure]:
     yield from _compared(ctx, C2, _turns(ctx, SHORT))
 
 
-@measure("sharing C1, long turns", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
+@measure("long turns, C1", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
 def sharing_c1_long(ctx: Context) -> Iterator[Figure]:
     """In turns of 20 s: a call of its own."""
     yield from _compared(ctx, C1, LONG)
 
 
-@measure("sharing C2, long turns", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
+@measure("long turns, C2", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
 def sharing_c2_long(ctx: Context) -> Iterator[Figure]:
     """In turns of 20 s: a call of its own."""
     yield from _compared(ctx, C2, LONG)
