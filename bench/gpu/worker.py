@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*")
     given = parser.parse_args(arguments)
     if given.list:
-        keys = ("name", "needs", "full_s", "quick_s", "emulated_s")
+        keys = ("name", "call", "packages", "full_s", "quick_s", "emulated_s")
         print(json.dumps([{key: getattr(each, key) for key in keys} for each in all_measures()]))
         return 0
     known = {each.name: each for each in all_measures()}
