@@ -164,8 +164,8 @@ class Record:
         with self._lock:
             text = json.dumps(self.document(), indent=1) + "\n"
             self.folder.mkdir(parents=True, exist_ok=True)
+            self._archive()  # first: whoever sees the document finds the archive
             _replace(self.folder / DOCUMENT, text.encode())
-            self._archive()
 
     def _archive(self) -> None:
         """All logs, if any of them has changed."""
