@@ -171,6 +171,43 @@ def test_after_a_fault_sessions_are_strict_and_the_run_says_so(
     assert found["backend calls before blocks are usable, most of any case"] == 0
 
 
+# -- compute-sanitizer -------------------------------------------------------------------------------------------------
+
+# Takes the options that the suite gives, runs the program, and says what TOOL_SAYS says.
+TOOL = """#!/bin/sh
+while [ "${1#--}" != "$1" ]; do shift 2; done
+"$@" || exit
+echo "========= $TOOL_SAYS"
+exit $TOOL_STATUS
+"""
+
+
+@pytest.mark.parametrize(
+    ("says", "status", "expected"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, (True, "ERROR SUMMARY: 0 errors")),
+        ("ERROR SUMMARY: 2 errors", 9, (False, "exit status 9; ERROR SUMMARY: 2 errors")),
+        ("Error: Device not supported", 1, "compute-sanitizer says that the device is not supported here"),
+    ],
+)
+def test_what_the_sanitizer_finds(tmp_path: Path, paths: steps.Paths, says: str, status: int, expected: object) -> None:
+    """On a stand-in for the tool: its options are taken as the real one documents them, and that is all that is shown."""
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(TOOL)
+    tool.chmod(0o755)
+    search = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environment = _environment(PATH=search, TOOL_SAYS=says, TOOL_STATUS=str(status))
+    step = steps.sanitizer("the name", paths, ("-c", "pass"), seconds=60, environment=environment)
+    assert expected == ((step.ok, step.summary) if isinstance(step, Step) else step)
+
+
+def test_the_small_case_is_right_on_the_emulated_driver(gpu: Any, paths: steps.Paths) -> None:
+    if not gpu.emulated:
+        pytest.skip("on a GPU compute-sanitizer runs it")
+    step = steps.small_case(paths, seconds=200, environment=_environment())
+    assert step.ok, step.detail
+
+
 # -- the command line --------------------------------------------------------------------------------------------------
 
 

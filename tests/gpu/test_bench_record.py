@@ -243,3 +243,23 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_where_it_was(gpu: Any, tmp_p
     look()
     assert set(finished) == set(names)
     assert sorted(name for name in names if f"measure: {name}: kept" in done.stdout) == sorted(kept)
+
+
+def test_a_run_that_is_told_to_end_says_what_it_was_at(gpu: Any, tmp_path: Path) -> None:
+    """SIGTERM: nothing goes on running, and what was found is written."""
+    if not gpu.emulated:
+        pytest.skip("the emulated driver shows it as well, and costs nothing")
+    command = [sys.executable, "-m", "bench.gpu", "build-and-check", "--emulated", "--out", str(tmp_path)]
+    command += ["--only", "tests/gpu/test_gpu_session.py"]
+    environment = {**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]}
+    run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    give_up = time.monotonic() + 120
+    while not any("--junitxml" in line for line in _running(str(tmp_path))):
+        assert run.poll() is None
+        assert time.monotonic() < give_up
+        time.sleep(0.02)
+    run.terminate()
+    assert run.wait(60) == 128 + signal.SIGTERM
+    _until_none_runs(str(tmp_path))
+    states = {part["name"]: part["state"] for part in _read(tmp_path)["parts"]}
+    assert states == {"tests/gpu/test_gpu_session.py": "running"}
