@@ -411,7 +411,9 @@ def _report(options: Options, record: Record, seconds: float, written: str) -> R
 def _notes(record: Record) -> list[str]:
     """The mode, and which engines were found and ran."""
     because = record.facts["strict_because"]
-    notes = [f"mode: {record.facts['mode']}" + (f", because of the {because}" if because else "")]
+    probe = record.parts.get("probe")
+    heard = "has found no fault" if probe is not None and probe.state == "ok" else "has not run"
+    notes = [f"mode: {record.facts['mode']}" + (f", because of the {because}" if because else f" (the probe {heard})")]
     packages = record.facts["packages"]
     found = {name: entry for name, entry in packages.items() if entry["version"] is not None}
     ran = [f"{name} {entry['version']} ({len(entry['ran'])})" for name, entry in found.items() if entry["ran"]]
