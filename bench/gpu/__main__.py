@@ -13,11 +13,11 @@ from .calls import CALLS, names
 
 DESCRIPTION = "Test and measure this checkout on a GPU, or on the emulated driver."
 EPILOG = """
-calls, each far below ten minutes and independent of the others:
+calls, each below ten minutes and independent of the others:
   probe            do page tables edited beside running kernels fault? If so, the later calls run in strict mode and say so
   build-and-check  conformance suite and tests/gpu, a process a file; compute-sanitizer on the small ones
   measure          the figures, those that convince most first
-  serve            whole engines under load; which of vllm, sglang, ... are here
+  serve            whole engines under load; more than fits into one call: the same call again takes what was left out
   all              these four, in this order (the default)
 
 DIR/results.json and DIR/results.tar.gz (all logs) are written at least every 10 seconds and renamed into place, so a run that
@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("call", nargs="?", default="all", choices=[*CALLS, "all"], metavar="CALL", help="see below")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer samples: seven minutes for all calls")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer samples, shorter limits")
     parser.add_argument("--emulated", action="store_true", help="on the emulated driver; no figure of a GPU comes out")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (build/gpu/results)")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="results.json of an earlier run, if DIR has none")
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--host-budget", metavar="SIZE", help="page-locked host memory for every session: 96GiB, or bytes"
     )
     parser.add_argument(
-        "--seconds", type=float, metavar="N", help="limit of each call (480; probe 90; less with --quick)"
+        "--seconds", type=float, metavar="N", help="limit of each call (480; probe 90, serve 560; less with --quick)"
     )
     parser.add_argument(
         "--only", action="append", default=[], metavar="GLOB", help="parts whose names match; may be repeated"

@@ -3,7 +3,7 @@
 #
 #   bench/gpu/run.sh CALL [--quick] [--emulated] [--out DIR] [--host-budget SIZE] [--seconds N] [--only GLOB] ...
 #
-# CALL is probe, build-and-check, measure, serve or all; each is far below ten minutes, writes DIR/results.json and
+# CALL is probe, build-and-check, measure, serve or all; each ends before ten minutes are over, writes DIR/results.json and
 # DIR/results.tar.gz at least every 10 seconds, and goes on where an earlier one ended: `bench/gpu/run.sh --help`.
 #
 # The Python is $PYTHON, else the first of python3 and .venv/bin/python that has torch, numpy, pybind11 and pytest. What is

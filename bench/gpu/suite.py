@@ -170,6 +170,7 @@ class _Call:
             if self.call.measures:
                 self._measures()
             self._gpu_state("after", entry)
+        self._follow_probe()  # which may have been this call
         self.record.facts["gpu"].setdefault("before", before)
         entry |= {
             "state": "ended" if problem is None else "nothing to run on",
@@ -189,7 +190,7 @@ class _Call:
         """If the probe has found a fault, sessions are strict: no mapping changes while the tenant's stream is at work."""
         part = self.record.parts.get("probe")
         fault = part.detail.get("fault") if part is not None else None
-        if fault and self.name != "probe":
+        if fault:
             self.environment["REMAP_MODE"] = "strict"
         mode = self.environment.get("REMAP_MODE") or "aliased"
         self.record.facts |= {"mode": mode, "strict_because": f"probe: {fault}" if fault else None}

@@ -16,8 +16,11 @@ from bench.gpu.record import Record
 from bench.gpu.table import Step
 from conftest import ROOT
 
-TEN_MINUTES = 600
+LONGEST_S = 570  # of ten minutes
+LAST_S = 10  # of the measure that runs when the time is over
 SPARE_S = 100  # for the build, and for measures that take longer than they say
+BUILT_S = 60  # the same for one long measure in a checkout that is built
+
 
 PROBE = """
 #include <cstdio>
@@ -79,23 +82,40 @@ def test_the_figures_that_convince_most_come_first() -> None:
     assert next(each.name for each in registry.all_measures() if each.call == "serve") == "sharing C1"
 
 
-def test_every_call_ends_far_below_ten_minutes() -> None:
+def test_every_call_ends_before_ten_minutes_are_over() -> None:
     for call in calls.CALLS.values():
         for quick in (False, True):
-            assert call.limit(quick=quick, emulated=False) <= TEN_MINUTES - 90
+            limit = call.limit(quick=quick, emulated=False)
+            assert limit + LAST_S <= LONGEST_S
+            assert limit <= 480 or call.name == "serve"
 
 
-@pytest.mark.parametrize("call", ["measure", "serve"])
+def _seconds(call: str, *, quick: bool, emulated: bool) -> list[float]:
+    """What the measures of a call say that they take."""
+    mine = [each for each in registry.all_measures() if each.call == call]
+    there = [each for each in mine if emulated or not quick or each.quick_s is not None]
+    return [each.seconds(quick=quick, emulated=emulated) for each in there]
+
+
 @pytest.mark.parametrize("quick", [False, True])
-def test_a_call_that_measures_reaches_its_end(call: str, quick: bool) -> None:
-    """By what the measures say that they take; and in a rehearsal as well."""
-    for emulated in (False, True):
-        mine = [each for each in registry.all_measures() if each.call == call]
-        taken = sum(
-            each.seconds(quick=quick, emulated=emulated) for each in mine if emulated or not quick or each.quick_s
-        )
-        limit = calls.CALLS[call].limit(quick=quick, emulated=emulated)
-        assert taken + (0 if emulated else min(SPARE_S, 0.4 * limit)) <= limit
+def test_what_measures_reaches_its_end(quick: bool) -> None:
+    limit = calls.CALLS["measure"].limit(quick=quick, emulated=False)
+    assert sum(_seconds("measure", quick=quick, emulated=False)) + min(SPARE_S, 0.4 * limit) <= limit
+
+
+def test_what_serves_fits_one_by_one_and_the_first_of_them_always() -> None:
+    """The same call again takes what was left out."""
+    for quick in (False, True):
+        limit = calls.CALLS["serve"].limit(quick=quick, emulated=False)
+        taken = _seconds("serve", quick=quick, emulated=False)
+        assert max(taken) + BUILT_S <= limit
+        assert taken[0] + SPARE_S <= limit
+
+
+def test_a_rehearsal_runs_everything() -> None:
+    for call in ("measure", "serve"):
+        limit = calls.CALLS[call].limit(quick=True, emulated=True)
+        assert sum(_seconds(call, quick=True, emulated=True)) <= limit
 
 
 def test_every_file_of_tests_runs_in_a_process_of_its_own(paths: steps.Paths) -> None:
@@ -153,10 +173,12 @@ def test_after_a_fault_sessions_are_strict_and_the_run_says_so(
         pytest.skip("shown on the emulated driver")
     environment = _environment(PROBE_DOES="faults", REMAP_EMULATED_DRIVER=os.environ["REMAP_LIBCUDA"])
     common: dict[str, Any] = {"quick": True, "emulated": True, "checkout": False, "out": tmp_path / "out"}
+    said = "mode: strict, because of the probe: the probe says so"
     assert suite.run(suite.Options(calls=("probe",), **common), environment) == 1
+    assert said in capsys.readouterr().out
     growth = suite.Options(calls=("measure",), only=("growth",), **common)
     assert suite.run(growth, environment) == 0
-    assert "mode: strict, because of the probe: the probe says so" in capsys.readouterr().out
+    assert said in capsys.readouterr().out
     document = json.loads((tmp_path / "out" / "results.json").read_text())
     assert document["mode"] == "strict"
     found = {entry["name"]: entry["value"] for entry in document["results"]}
