@@ -41,7 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("call", nargs="?", default="all", choices=[*CALLS, "all"], metavar="CALL", help="see below")
     parser.add_argument("--quick", action="store_true", help="fewer sizes, fewer samples, shorter limits")
     parser.add_argument("--emulated", action="store_true", help="on the emulated driver; no figure of a GPU comes out")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where results go (build/gpu/results)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where results go (build/gpu/results, or results-quick)"
+    )
     parser.add_argument("--resume", type=Path, metavar="FILE", help="results.json of an earlier run, if DIR has none")
     parser.add_argument(
         "--host-budget", metavar="SIZE", help="page-locked host memory for every session: 96GiB, or bytes"

@@ -58,7 +58,8 @@ class Part:
 class Record:
     """The parts of all calls, in the order in which they were begun. `logs`: the folder whose files the archive holds.
 
-    Calls may come from any thread. facts: what else belongs into results.json (machine, packages, ...).
+    Calls may come from any thread. facts: what else belongs into results.json (machine, packages, ...). It and `calls` are
+    changed with `lock` held, since a thread of its own may be writing them down.
     """
 
     def __init__(self, folder: Path, logs: Path, *, emulated: bool) -> None:
@@ -66,25 +67,25 @@ class Record:
         self.parts: dict[str, Part] = {}
         self.calls: dict[str, dict[str, Any]] = {}
         self.facts: dict[str, Any] = {}
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._archived: object = None
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
     def begin(self, name: str, call: str, kind: str, origin: Mapping[str, Any]) -> None:
         """It runs from now on. What an earlier run found of it is forgotten."""
-        with self._lock:
+        with self.lock:
             self.parts.pop(name, None)
             self.parts[name] = Part(name, call, kind, origin=dict(origin))
 
     def add(self, name: str, figure: Figure) -> None:
         """A figure that stays, whatever becomes of its part."""
-        with self._lock:
+        with self.lock:
             self.parts[name].figures.append(figure)
 
     def end(self, name: str, state: str, seconds: float, summary: str = "", **more: Any) -> None:
         """It has ended. more: detail, traceback."""
-        with self._lock:
+        with self.lock:
             part = self.parts[name]
             part.state, part.seconds, part.summary = state, seconds, summary
             part.ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
@@ -93,13 +94,13 @@ class Record:
 
     def skip(self, name: str, call: str, kind: str, why: str) -> None:
         """It was left out; the next run tries it again. Figures that there are already stay."""
-        with self._lock:
+        with self.lock:
             known = self.parts.pop(name, None) or Part(name, call, kind)
             self.parts[name] = replace(known, state="skipped", seconds=0.0, summary=why, traceback=None)
 
     def problem(self, name: str, call: str, why: str) -> None:
         """Something that is no part and keeps parts from running. The next run forgets it."""
-        with self._lock:
+        with self.lock:
             self.parts[name] = Part(name, call, "problem", "failed", summary=why)
 
     def kept(self, name: str, origin: Mapping[str, Any]) -> bool:
@@ -132,7 +133,7 @@ class Record:
 
     def document(self) -> dict[str, Any]:
         """results.json."""
-        with self._lock:
+        with self.lock:
             parts = list(self.parts.values())
             steps = [each for each in parts if each.kind == "step" and each.state != "skipped"]
             failed = [each for each in parts if each.kind != "step" and each.state == "failed"]
@@ -161,7 +162,7 @@ class Record:
 
     def save(self) -> None:
         """Write both files. Raises OSError."""
-        with self._lock:
+        with self.lock:
             text = json.dumps(self.document(), indent=1) + "\n"
             self.folder.mkdir(parents=True, exist_ok=True)
             self._archive()  # first: whoever sees the document finds the archive

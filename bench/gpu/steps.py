@@ -93,14 +93,14 @@ def probe(paths: Paths, *, seconds: float, environment: Mapping[str, str]) -> St
 
 def _fault(status: int | None, lines: Sequence[Mapping[str, Any]]) -> str | None:
     """What the probe found wrong with edits of page tables beside kernels; None if nothing, or if it could not run."""
-    told = next((line["fault"] for line in lines if line.get("fault")), None)
-    if told is not None:
-        return str(told)
     if status is None:
         return "the probe hung"
     if status < 0:
         return f"the probe was ended by signal {-status}"
-    return "the probe says so" if status == FAULTED else None
+    if status not in (0, FAULTED):
+        return None
+    told = [f"{line['fault']}: {line.get('why', '')}".rstrip(": ") for line in lines if line.get("fault")]
+    return "; ".join(told[:3]) or ("the probe says so" if status == FAULTED else None)
 
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:

@@ -80,7 +80,7 @@ def run(options: Options, environment: dict[str, str]) -> int:
 def _open(options: Options, device: str) -> tuple[Record, steps.Paths]:
     """The record that goes on from what is there. Raises Unusable if that cannot be."""
     build = ROOT / "build" / ("gpu-emulated" if options.emulated else "gpu")
-    folder = (options.out or build / "results").resolve()
+    folder = (options.out or build / ("results-quick" if options.quick else "results")).resolve()
     # Logs lie outside of the results: those are two files, whatever happens. A run that builds nothing leaves nothing behind
     # elsewhere, so that several can run at once.
     logs = (
@@ -159,9 +159,11 @@ class _Call:
             "limit_s": self.budget.seconds,
             "seconds": known["seconds"],
         }
-        self.record.calls[self.name] = entry
-        before = self._gpu_state("before", entry)
-        problem = None if self.name == "probe" else self._build_and_look()
+        with self.record.lock:
+            self.record.calls[self.name] = entry
+        self._gpu_state("before", entry)
+        # The probe asks a GPU's driver without this library. The emulated driver has to be built for it.
+        problem = None if self.name == "probe" and not self.options.emulated else self._build_and_look()
         if problem is not None:
             self.record.problem("driver", self.name, problem)
             print(f"bench/gpu: {problem}", flush=True)
@@ -171,11 +173,9 @@ class _Call:
                 self._measures()
             self._gpu_state("after", entry)
         self._follow_probe()  # which may have been this call
-        self.record.facts["gpu"].setdefault("before", before)
-        entry |= {
-            "state": "ended" if problem is None else "nothing to run on",
-            "seconds": known["seconds"] + self.budget.spent,
-        }
+        with self.record.lock:
+            entry["state"] = "ended" if problem is None else "nothing to run on"
+            entry["seconds"] = known["seconds"] + self.budget.spent
         self.record.save()
         return problem is None
 
@@ -193,17 +193,18 @@ class _Call:
         if fault:
             self.environment["REMAP_MODE"] = "strict"
         mode = self.environment.get("REMAP_MODE") or "aliased"
-        self.record.facts |= {"mode": mode, "strict_because": f"probe: {fault}" if fault else None}
+        with self.record.lock:
+            self.record.facts |= {"mode": mode, "strict_because": f"probe: {fault}" if fault else None}
 
-    def _gpu_state(self, when: str, entry: dict[str, Any]) -> dict[str, Any]:
+    def _gpu_state(self, when: str, entry: dict[str, Any]) -> None:
         if self.options.emulated:
             state = dict(UNAVAILABLE)
         else:
             devices = self.record.facts["gpu"].get("probe", {}).get("devices") or [{}]
             pcie = devices[0].get("pcie")
             state = machine.gpu_state(tuple(pcie) if pcie else None)
-        entry[f"gpu_{when}"] = self.record.facts["gpu"][when] = state
-        return state
+        with self.record.lock:
+            entry[f"gpu_{when}"] = self.record.facts["gpu"][when] = state
 
     def _build_and_look(self) -> str | None:
         """Build, and ask the driver. Returns why nothing can be run."""
@@ -219,7 +220,8 @@ class _Call:
         probe = _probe(self.environment, self.paths)
         problem = _unsuitable(self.options, probe)
         probe.pop("library", None)  # a path of this machine
-        self.record.facts["gpu"]["probe"] = probe
+        with self.record.lock:
+            self.record.facts["gpu"]["probe"] = probe
         return problem
 
     def _kept(self, name: str) -> bool:
@@ -257,6 +259,7 @@ class _Call:
         if self.budget.left < task.least_s:
             why = f"time: it takes {task.least_s:.0f} s at least, {max(0.0, self.budget.left):.0f} s were left"
             self.record.skip(task.name, self.name, "step", why)
+            self._say(task.name, f"skipped: {why}")
             return
         self._begin(task.name)
         step = task.run(min(task.most_s, self.budget.left), self.environment)
@@ -278,10 +281,11 @@ class _Call:
         self._say(name, f"{state} {step.seconds:.1f} s {step.summary}")
 
     def _ran(self, packages: Iterable[str], part: str) -> None:
-        for package in packages:
-            entry = self.record.facts["packages"].get(package)
-            if entry is not None and entry["version"] is not None and part not in entry["ran"]:
-                entry["ran"].append(part)
+        with self.record.lock:
+            for package in packages:
+                entry = self.record.facts["packages"].get(package)
+                if entry is not None and entry["version"] is not None and part not in entry["ran"]:
+                    entry["ran"].append(part)
 
     # -- measures --------------------------------------------------------------------------------------------------
 
@@ -306,7 +310,8 @@ class _Call:
             if part.state == "ok":
                 self._ran(known[name]["packages"], name)
             self.record.save()
-            self._say(name, f"{part.state} {part.seconds:.1f} s {part.summary}")
+            taken = ":" if part.state == "skipped" else f" {part.seconds:.1f} s"
+            self._say(name, f"{part.state}{taken} {part.summary}")
 
         workers = Workers(self.record, self.name, self.origin, self.environment, flags, ended=ended)
         workers.run(

@@ -175,7 +175,9 @@ def test_a_run_that_measured_nothing_leaves_no_file_among_the_results(
     monkeypatch.setattr(suite, "ROOT", tmp_path)
     environment = {**os.environ, "REMAP_LIBCUDA": str(tmp_path / "none.so"), "PYTHONPATH": os.pathsep.join(sys.path)}
     assert suite.run(_options(("measure",), emulated=False), environment) == 2
-    assert [path.parent.relative_to(tmp_path) for path in tmp_path.rglob("results.json")] == [Path("build/gpu/results")]
+    assert [path.parent.relative_to(tmp_path) for path in tmp_path.rglob("results.json")] == [
+        Path("build/gpu/results-quick")
+    ]
     assert not (tmp_path / "bench").exists()
 
 
