@@ -38,8 +38,8 @@ class Part:
     """One thing that a call does: a step (build, a file of tests), a measure, or a problem that kept others from running.
 
     state: "running" (in the file of a process that was killed: it was at this), "ok", "failed", "skipped" or "cut off" (running
-    when an earlier run was killed). summary: of a step what came out, else why it failed or was skipped. origin: what it was
-    run on; a part is kept by a later run with the same origin.
+    when an earlier run was killed). summary: of a step what came out, else why it failed or was skipped, or why a measure that
+    is ok has left out some of its figures. origin: what it was run on; a part is kept by a later run with the same origin.
     """
 
     name: str
@@ -53,6 +53,11 @@ class Part:
     detail: dict[str, Any] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
+
+    @property
+    def left_out(self) -> bool:
+        """Whether all of it or some of its figures were left out; the summary says why."""
+        return self.state == "skipped" or (self.kind == "measure" and self.state == "ok" and self.summary != "")
 
 
 class Record:
@@ -149,7 +154,7 @@ class Record:
                     for each in part.figures
                 ],
                 "errors": [{"what": each.name, "error": each.summary} for each in failed],
-                "skipped": [{"what": each.name, "why": each.summary} for each in parts if each.state == "skipped"],
+                "skipped": [{"what": each.name, "why": each.summary} for each in parts if each.left_out],
                 "steps": [
                     {"name": each.name, "ok": each.state == "ok", "seconds": each.seconds, "summary": each.summary}
                     for each in steps

@@ -405,7 +405,7 @@ def _report(options: Options, record: Record, seconds: float, written: str) -> R
         figures=[each for part in parts for each in part.figures],
         errors=[(part.name, part.summary) for part in parts if part.kind != "step" and part.state == "failed"],
         skipped=[
-            *((part.name, part.summary) for part in parts if part.state == "skipped"),
+            *((part.name, part.summary) for part in parts if part.left_out),
             *((part.name, "an earlier run was killed at it, and this one did not come to it") for part in unfinished),
         ],
         seconds=seconds,

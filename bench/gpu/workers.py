@@ -157,6 +157,7 @@ class Workers:
         elif kind == "error":
             self._fail(entry["error"], entry["traceback"])
         else:
-            self._record.end(name, "ok", entry["seconds"])
+            rest = f"in part: {entry['rest']}" if entry["rest"] else ""
+            self._record.end(name, "ok", entry["seconds"], rest)
             self._running = None
             self._done(name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -28,9 +29,6 @@ for name in arguments[arguments.index("--until") + 2:]:
         continue
     say("begin", at=time.monotonic(), seconds=-1000.0 if name == "hangs" else 10.0)
     say("figure", figure=figure)
-    if name == "half":
-        say("skip", reason="the rest does not fit")
-        continue
     if name == "raises":
         say("error", error="ValueError: no", traceback="...")
         sys.exit(3)
@@ -40,7 +38,7 @@ for name in arguments[arguments.index("--until") + 2:]:
         os.abort()
     if name == "hangs":
         time.sleep(600)
-    say("end", seconds=0.0)
+    say("end", seconds=0.0, rest="the large one does not fit" if name == "half" else "")
 """
 
 
@@ -67,12 +65,15 @@ def test_the_others_run_after_a_measure_that_raises_dies_or_hangs(workers: Worke
     names = ["good", "raises", "dies", "unable", "half", "hangs", "last"]
     workers.run(names, time.monotonic() + 60)
     assert _by_state(record) == {
-        "ok": ["good", "last"],
+        "ok": ["good", "half", "last"],
         "failed": ["raises", "dies", "hangs"],
-        "skipped": ["unable", "half"],
+        "skipped": ["unable"],
     }
     assert [part.name for part in record.parts.values() if part.figures] == [n for n in names if n != "unable"]
-    assert record.parts["unable"].summary == "nothing to do it with"
+    assert record.document()["skipped"] == [
+        {"what": "unable", "why": "nothing to do it with"},
+        {"what": "half", "why": "in part: the large one does not fit"},
+    ]
     assert record.parts["raises"].traceback == "..."
     assert "status -6" in record.parts["dies"].summary
 
@@ -191,3 +192,26 @@ def test_without_a_driver_there_is_a_table_and_a_failure(tmp_path: Path, capsys:
     assert [entry["what"] for entry in document["errors"]] == ["driver"]
     assert "none.so" in document["errors"][0]["error"]
     assert list(document["calls"]) == ["measure"]  # the next one would find no more
+
+
+def test_a_measure_that_cannot_do_all_of_it_keeps_what_it_has(tmp_path: Path) -> None:
+    """Without one figure it is skipped, with one it is done in part."""
+    for figures in (0, 1):
+        report = tmp_path / f"{figures}.jsonl"
+        code = (
+            "import sys\nfrom types import SimpleNamespace as Space\nfrom bench.gpu import worker, results\n"
+            "from bench.gpu.context import Skip\nfrom bench.gpu.registry import Measure\n"
+            "def body(ctx):\n"
+            f"    for _ in range({figures}):\n        yield results.count('calls', 1, 'calls', n=1)\n"
+            "    raise Skip('too large')\n"
+            "one = Measure('one', body, (), 1.0, 1.0, 1.0, 'measure', 0)\n"
+            "ctx = Space(emulated=True, quick=True, until=0.0, driver=Space(violations=list))\n"
+            f"with open({str(report)!r}, 'w') as file:\n"
+            "    assert worker._run(one, ctx, float('inf'), file)\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+        entries = [json.loads(line) for line in report.read_text().splitlines()]
+        kinds = [entry["kind"] for entry in entries]
+        assert kinds == (["begin", "figure", "end"] if figures else ["begin", "skip"])
+        assert entries[-1]["rest" if figures else "reason"] == "too large"
