@@ -8,6 +8,8 @@ PIP_TORCH_ARGS ?= auto
 DEMO_ARGS ?=
 # Models that `make demo` serves on one arena: 1 to 3.
 TENANTS ?= 1
+# probe, build-and-check, measure, serve, or all of them; arguments: bench/gpu/run.sh --help
+GPU_CALL ?= all
 GPU_ARGS ?=
 ABLATION_ARGS ?=
 PAPER_ARGS ?=
@@ -53,8 +55,8 @@ help:
 	@echo 'make bench            benchmarks (bench/results/)'
 	@echo 'make ablations        three models, each choice of the controller against its alternatives (hours; ABLATION_ARGS=--quick)'
 	@echo 'make paper            the figures of Oneiros and Pie simulated, beside the paper (PAPER_ARGS=--quick; half an hour)'
-	@echo 'make gpu              on a machine with a GPU: conformance, tests/gpu, measurements (GPU_ARGS=--quick for less)'
-	@echo 'make gpu-emulated     the same program on the emulated driver: it runs end to end; its figures mean nothing'
+	@echo 'make gpu              on a machine with a GPU: probe, build and tests, measurements, serving (GPU_CALL=, GPU_ARGS=--quick)'
+	@echo 'make gpu-emulated     the same calls on the emulated driver: they run end to end; their figures mean nothing'
 	@echo 'make wheel-check      build/dist: a wheel, what auditwheel calls it, whether it works in a clean environment'
 	@echo 'make wheel-manylinux  the same for a wheel that an old glibc can load (needs no container)'
 	@echo 'make format           rewrite the Python sources in the project format'
@@ -93,10 +95,10 @@ ablations: $(STAMPS)/wheel
 
 # Both build for themselves (build/gpu). On a machine with a GPU the Python packages are its own, torch for CUDA above all.
 gpu:
-	bench/gpu/run.sh $(GPU_ARGS)
+	bench/gpu/run.sh $(GPU_CALL) $(GPU_ARGS)
 
 gpu-emulated: $(STAMPS)/venv
-	PYTHON=$(CURDIR)/$(BIN)/python bench/gpu/run.sh --emulated $(GPU_ARGS)
+	PYTHON=$(CURDIR)/$(BIN)/python bench/gpu/run.sh $(GPU_CALL) --emulated --quick $(GPU_ARGS)
 
 format: $(STAMPS)/venv
 	$(BIN)/ruff check --fix .

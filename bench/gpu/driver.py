@@ -88,6 +88,19 @@ class Driver:
         self._call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
         self._device = number.value
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The primary context outlives whoever else lets go of it; it is made current on no thread.
+
+        Without this the last user's leaving tears the context down, and the next one pays for another.
+        """
+        context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(self._device))
+        try:
+            yield
+        finally:
+            self._call("cuDevicePrimaryCtxRelease", ctypes.c_int(self._device))
+
     def __enter__(self) -> Driver:
         context = ctypes.c_void_p()
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), ctypes.c_int(self._device))

@@ -11,12 +11,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-__all__ = ["describe", "gpu_state", "slug", "versions"]
+__all__ = ["ENGINES", "describe", "engines", "gpu_state", "slug", "versions"]
 
 PACKAGES = (
-    "torch", "triton", "transformers", "accelerate", "diffusers", "flashinfer-python", "cuda-bindings", "cuda-core", "numpy",
-    "pybind11",
+    "torch", "triton", "transformers", "accelerate", "diffusers", "flashinfer-python", "vllm", "sglang", "cuda-bindings",
+    "cuda-core", "numpy", "pybind11",
 )  # fmt: skip
+
+# What a run may find and use, by the name that is imported; each run says which of them it found, and what it ran of them.
+ENGINES = ("torch", "triton", "transformers", "flashinfer", "vllm", "sglang", "accelerate", "diffusers")
 
 # What nvidia-smi is asked, and the name under which the answer is kept. Units as nvidia-smi gives them with `nounits`.
 _QUERY = {
@@ -90,6 +93,12 @@ def versions() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return found
+
+
+def engines() -> dict[str, str | None]:
+    """The version of each of ENGINES; None where it is not installed."""
+    known = versions()
+    return {name: known.get("flashinfer-python" if name == "flashinfer" else name) for name in ENGINES}
 
 
 def _lines(path: str) -> list[str]:

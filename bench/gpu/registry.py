@@ -32,7 +32,8 @@ class Wrong(AssertionError):
 
 @dataclass(frozen=True)
 class Measure:
-    """full_s, quick_s, emulated_s: about how long it takes; quick_s None: no part of a quick run on a GPU. order: in the run."""
+    """full_s, quick_s, emulated_s: about how long it takes; quick_s None: no part of a quick run on a GPU. call: the call of the
+    suite that it is a part of ("measure" or "serve"), order: when in it."""
 
     name: str
     body: Body
@@ -40,7 +41,14 @@ class Measure:
     full_s: float
     quick_s: float | None
     emulated_s: float
+    call: str
     order: int
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """The Python packages that it needs, or uses where they are."""
+        needed = ("torch" if need == "torch-cuda" else need for need in self.needs if need not in ("driver", "gpu"))
+        return (*needed, *USES.get(self.name, ()))
 
     def seconds(self, *, quick: bool, emulated: bool) -> float:
         """How long it takes, about."""
@@ -51,30 +59,51 @@ class Measure:
 
 _REGISTERED: dict[str, Measure] = {}
 
-# In the order of the run: what everything else is judged by comes first, what takes long comes last.
-ORDER = (
-    "driver_calls",
-    "link",
-    "link_load",
-    "beside_kernels",
-    "growth",
-    "step_latency",
-    "prefetch",
-    "small_copies",
-    "overhead",
-    "period",
-    "reload",
-    "zeroing",
-    "attention",
-    "attention_layouts",
-    "graphs",
-    "decode_step",
-    "serving",
-    "pool",
-    "offloading",
-    "continuous_batching",
-    "shared_serving",
-)
+# The files of measures/ by the call that runs them, in its order: what everything else is judged by, and what convinces most,
+# comes first, so that a run that is cut off has it.
+ORDER = {
+    "measure": (
+        "driver_calls",
+        "link",
+        "link_load",
+        "beside_kernels",
+        "growth",
+        "step_latency",
+        "prefetch",
+        "small_copies",
+        "overhead",
+        "pool",
+        "period",
+        "zeroing",
+        "graphs",
+        "attention",
+        "attention_layouts",
+        "decode_step",
+        "reload",
+    ),
+    # Whole engines, each for a minute or more.
+    "serve": (
+        "shared_serving",
+        "serving",
+        "offloading",
+        "continuous_batching",
+        "long_turns",
+    ),
+}
+
+# Packages that a measure uses if they are there, beside those that it needs.
+USES = {
+    "decode attention": ("flashinfer",),
+    "decode attention by layout": ("flashinfer",),
+}
+
+
+def place(module: str) -> tuple[str, int]:
+    """(the call, the place in it) of a file of measures/. Raises ValueError if ORDER does not name it."""
+    for call, modules in ORDER.items():
+        if module in modules:
+            return call, modules.index(module)
+    raise ValueError(f"measures/{module}.py is in no call: name it in ORDER")
 
 
 def measure(
@@ -91,19 +120,20 @@ def measure(
         if name in _REGISTERED:
             raise ValueError(f"a measure {name!r} is there already")
         module = body.__module__.rpartition(".")[2]
-        _REGISTERED[name] = Measure(name, body, needs, full_s, quick_s, emulated_s, ORDER.index(module))
+        _REGISTERED[name] = Measure(name, body, needs, full_s, quick_s, emulated_s, *place(module))
         return body
 
     return register
 
 
 def all_measures() -> list[Measure]:
-    """Every measure, in the order of the run."""
+    """Every measure, call by call, in the order of the run."""
     from . import measures
 
     for module in pkgutil.iter_modules(measures.__path__):
         importlib.import_module(f"{measures.__name__}.{module.name}")
-    return sorted(_REGISTERED.values(), key=lambda each: each.order)
+    calls = list(ORDER)
+    return sorted(_REGISTERED.values(), key=lambda each: (calls.index(each.call), each.order))
 
 
 def missing(need: str, *, emulated: bool) -> str | None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 __all__ = ["Figure", "count", "figure", "quantile", "ratio", "seconds"]
+
+# What a figure of the emulated driver does not have.
+SPEEDS = ("value", "median_us", "p99_us", "detail")
 
 
 def quantile(samples: Sequence[float], share: float) -> float:
@@ -45,11 +48,19 @@ class Figure:
             return None
         return self.value >= self.target if self.at_least else self.value <= self.target
 
-    def to_json(self) -> dict[str, Any]:
-        """Without what only the table needs."""
+    def to_json(self, *, emulated: bool = False) -> dict[str, Any]:
+        """As the JSON has it. A speed of the emulated driver is no value: it stands apart, under a name that says so."""
         entry = {**asdict(self), "met": self.met}
-        del entry["shown"]
+        if emulated and not self.exact:
+            speeds = {key: entry[key] for key in SPEEDS}
+            entry.update(value=None, median_us=None, p99_us=None, met=None, detail={}, of_the_emulated_driver=speeds)
         return entry
+
+    @classmethod
+    def from_json(cls, entry: Mapping[str, Any]) -> Figure:
+        """The reverse of `to_json`. Keys that are no fields are left out."""
+        given = {**entry, **entry.get("of_the_emulated_driver", {})}
+        return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
 
 
 def figure(

@@ -1,16 +1,13 @@
 #!/bin/sh
-# Build, test and measure this checkout on a machine with a GPU, offline. One table at the end, one JSON file.
+# Build, test and measure this checkout on a machine with a GPU, offline.
 #
-#   bench/gpu/run.sh [--quick] [--emulated] [--name NAME] [--out DIR]
+#   bench/gpu/run.sh CALL [--quick] [--emulated] [--out DIR] [--host-budget SIZE] [--seconds N] [--only GLOB] ...
 #
-#   --quick      2 minutes instead of 8
-#   --emulated   on the emulated driver, without a GPU: shows that the suite runs, measures nothing of a GPU
-#   --name NAME  bench/results/gpu-NAME.json (default: the GPU's name)
-#   --out DIR    where the JSON goes (default: bench/results; emulated: build/gpu-emulated)
+# CALL is probe, build-and-check, measure, serve or all; each ends before ten minutes are over, writes DIR/results.json and
+# DIR/results.tar.gz at least every 10 seconds, and goes on where an earlier one ended: `bench/gpu/run.sh --help`.
 #
 # The Python is $PYTHON, else the first of python3 and .venv/bin/python that has torch, numpy, pybind11 and pytest. What is
-# built goes to build/gpu; nothing is installed. The exit status is 0 if everything ran: a missed target is a line in the
-# table, a step or measure that failed is a failure.
+# built goes to build/gpu; nothing is installed.
 set -u
 cd "$(dirname "$0")/../.." || exit 2
 

@@ -31,7 +31,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Report:
-    """All that a run has to say. errors and skipped: (what, why)."""
+    """All that a run has to say. errors and skipped: (what, why). notes: lines below the title."""
 
     title: str
     emulated: bool
@@ -41,6 +41,7 @@ class Report:
     skipped: Sequence[tuple[str, str]]
     seconds: float
     written: str
+    notes: Sequence[str] = ()
 
     @property
     def ok(self) -> bool:
@@ -53,8 +54,9 @@ def render(report: Report) -> str:
     head = [report.title]
     if report.emulated:
         head.append("Emulated driver: this shows that the suite runs. Speeds are left out, no GPU was involved.")
+    head += map(_clip, report.notes)
     head += [
-        _clip(f"{step.name:28} {'ok' if step.ok else 'FAILED':6} {step.seconds:6.1f} s  {step.summary}")
+        _clip(f"{step.name:44} {'ok' if step.ok else 'FAILED':6} {step.seconds:6.1f} s  {step.summary}")
         for step in report.steps
     ]
     tail = [line for what, why in report.errors[:MOST_ERRORS] for line in _error(what, why, len(report.errors))]

@@ -31,7 +31,8 @@ def make_masters(layers: int, layer_bytes: int) -> list[np.ndarray]:
     masters = []
     for layer in range(layers):
         pattern = np.random.default_rng(layer).integers(0, 256, min(layer_bytes, 4 * MIB), dtype=np.uint8)
-        memory = mmap.mmap(-1, layer_bytes)
+        # Private: a shared mapping's pages are not counted as this process's, and would weigh on the budget a second time.
+        memory = mmap.mmap(-1, layer_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(mmap.MADV_HUGEPAGE)  # fewer pages to lock
         master = np.frombuffer(memory, np.uint8)
         for at in range(0, layer_bytes, len(pattern)):

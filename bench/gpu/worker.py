@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("names", nargs="*")
     given = parser.parse_args(arguments)
     if given.list:
-        keys = ("name", "needs", "full_s", "quick_s", "emulated_s")
+        keys = ("name", "call", "packages", "full_s", "quick_s", "emulated_s")
         print(json.dumps([{key: getattr(each, key) for key in keys} for each in all_measures()]))
         return 0
     known = {each.name: each for each in all_measures()}
@@ -65,19 +65,25 @@ def _run(measure: Measure, context: Context, until: float, report: IO[str]) -> b
         return True
     context.until = now + takes
     say("begin", at=now, seconds=takes)
+    figures, rest = 0, ""
     try:
         broken = context.driver.violations()
         for figure in measure.body(context):
             say("figure", figure=asdict(figure))
+            figures += 1
         broken = context.driver.violations()[len(broken) :]
         if broken:
             raise Wrong(f"rules of the driver API were broken: {broken}")
     except Skip as skip:
-        say("skip", reason=str(skip))
+        rest = str(skip)
+        if not figures:
+            say("skip", reason=rest)
+            gc.collect()
+            return True
     except Exception as error:  # noqa: BLE001 - a boundary: whatever a measure raises is its entry in the report
         say("error", error=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
         return False
-    say("end", seconds=time.monotonic() - now)
+    say("end", seconds=time.monotonic() - now, rest=rest)
     gc.collect()  # what a measure has left in cycles may hold device memory
     return True
 

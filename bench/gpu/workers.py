@@ -7,20 +7,17 @@ next worker goes on behind it.
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import steps
+from .processes import run_limited, start, stop
+from .record import Record
 from .results import Figure
 
-__all__ = ["WORKER", "Measured", "Workers", "listing"]
+__all__ = ["WORKER", "Workers", "listing"]
 
 WORKER = (sys.executable, "-m", "bench.gpu.worker")
 GRACE = 3.0  # times its estimate, and then some: after that a measure hangs
@@ -29,21 +26,10 @@ LAST_S = 10.0  # after the end of the time for measures, for the one that runs t
 LOG_TAIL = 400
 
 
-@dataclass
-class Measured:
-    """What the workers reported. Pairs are (measure, what)."""
-
-    figures: list[tuple[str, Figure]] = field(default_factory=list)
-    errors: list[tuple[str, str]] = field(default_factory=list)
-    tracebacks: dict[str, str] = field(default_factory=dict)
-    skipped: list[tuple[str, str]] = field(default_factory=list)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
 def listing(environment: Mapping[str, str], log: Path) -> list[dict[str, Any]]:
     """Every measure with what it needs and about how long it takes, from a process of its own: this one imports no `remap`,
     which may not have been built when it begins. Raises RuntimeError with that process's last line."""
-    status, _ = steps.run_limited([*WORKER, "--list"], seconds=60, environment=environment, log=log)
+    status, _ = run_limited([*WORKER, "--list"], seconds=60, environment=environment, log=log)
     lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or ["it printed nothing"]
     if status != 0:
         raise RuntimeError(f"the measures could not be listed: {lines[-1]}")
@@ -52,77 +38,101 @@ def listing(environment: Mapping[str, str], log: Path) -> list[dict[str, Any]]:
 
 
 class Workers:
-    """Runs measures in `folder` (report and log). flags: the worker's own, --quick and --emulated."""
+    """Runs measures of one call into `record`; report and log go to its logs. flags: the worker's own, --quick and --emulated.
+
+    ended: called with a measure's name whenever one has ended in whatever way.
+    """
 
     def __init__(
-        self, folder: Path, environment: Mapping[str, str], flags: Sequence[str], command: Sequence[str] = WORKER
+        self,
+        record: Record,
+        call: str,
+        origin: Mapping[str, Any],
+        environment: Mapping[str, str],
+        flags: Sequence[str],
+        command: Sequence[str] = WORKER,
+        ended: Callable[[str], None] = lambda name: None,
     ) -> None:
-        self.measured = Measured()
-        self._log = folder / "worker.log"
-        self._report = folder / "measured.jsonl"
-        self._report.unlink(missing_ok=True)
-        self._report.touch()
-        self._position = 0  # how far the report was read
+        self._record, self._call, self._origin, self._ended = record, call, origin, ended
+        self._log = record.logs / f"{call}-worker.log"
+        self._report = record.logs / f"{call}.jsonl"
+        record.logs.mkdir(parents=True, exist_ok=True)
+        self._position = 0  # how far the report was read: what an earlier run has left is over
+        self._log_begins = 0
         self._environment = dict(environment)
         self._command = [*command, *flags]
         self._until = float("inf")
         self._over: set[str] = set()
-        self._running: tuple[str, float] | None = None  # (measure, when it must be over)
+        self._running: tuple[str, float, float] | None = None  # (measure, since when, when it must be over)
 
     def run(self, names: Sequence[str], until: float) -> None:
         """Each of these measures, or why not. until: on time.monotonic."""
         left, self._until = list(names), until
         while left:
             if time.monotonic() >= until:
-                self.measured.skipped += [(name, "time: none was left") for name in left]
+                for name in left:
+                    self._skip(name, "time: none was left")
                 return
             self._over.clear()
             status = self._one(left)
             if not self._over:  # not even the first line came: another one would do no better
-                self.measured.errors.append(("worker", f"status {status} before it measured anything: {self._tail()}"))
+                self._record.problem(
+                    "worker", self._call, f"status {status} before it measured anything: {self._tail()}"
+                )
                 return
             left = [name for name in left if name not in self._over]
 
     def _one(self, names: Sequence[str]) -> int | None:
         """One worker, from its first measure to its end. Returns its exit status; None if it was stopped."""
         command = [*self._command, "--report", str(self._report), "--until", str(self._until), *names]
-        with self._log.open("wb") as log:
-            process = subprocess.Popen(
-                command,
-                cwd=steps.ROOT,
-                env=self._environment,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                while True:
-                    status = process.poll()  # before reading: what it wrote last is read below
-                    self._read()
-                    if status is not None:
-                        self._died(status)
-                        return status
-                    if self._running is not None and time.monotonic() > self._running[1]:
-                        self._fail("it took far longer than it should and was stopped")
-                        return None
-                    time.sleep(0.05)
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
+        self._log_begins = self._log.stat().st_size if self._log.exists() else 0
+        self._new_line()
+        process = start(command, self._environment, self._log)
+        try:
+            while True:
+                status = process.poll()  # before reading: what it wrote last is read below
+                self._read()
+                if status is not None:
+                    self._died(status)
+                    return status
+                if self._running is not None and time.monotonic() > self._running[2]:
+                    self._fail("it took far longer than it should and was stopped", None)
+                    return None
+                time.sleep(0.05)
+        finally:
+            stop(process)
 
     def _died(self, status: int) -> None:
         if self._running is not None:
-            self._fail(f"the process ended with status {status}: {self._tail()}")
+            self._fail(f"the process ended with status {status}: {self._tail()}", None)
 
-    def _fail(self, why: str) -> None:
+    def _fail(self, why: str, traceback: str | None) -> None:
         assert self._running is not None
-        self.measured.errors.append((self._running[0], why))
-        self._over.add(self._running[0])
+        name, since, _ = self._running
+        self._record.end(name, "failed", time.monotonic() - since, why, traceback=traceback)
         self._running = None
+        self._done(name)
+
+    def _skip(self, name: str, why: str) -> None:
+        self._record.skip(name, self._call, "measure", why)
+        self._running = None
+        self._done(name)
+
+    def _done(self, name: str) -> None:
+        self._over.add(name)
+        self._ended(name)
 
     def _tail(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")[-LOG_TAIL:]
+        with self._log.open("rb") as file:
+            file.seek(self._log_begins)
+            return file.read().decode("utf-8", errors="replace")[-LOG_TAIL:]
+
+    def _new_line(self) -> None:
+        """A process that was killed may have left half a line: the next one begins behind it."""
+        with self._report.open("ab") as file:
+            if file.tell() > 0:
+                file.write(b"\n")
+            self._position = file.tell()
 
     def _read(self) -> None:
         """Take the complete lines that were added to the report."""
@@ -138,16 +148,16 @@ class Workers:
         name, kind = entry["measure"], entry["kind"]
         if kind == "begin":
             late = entry["at"] + GRACE * entry["seconds"] + GRACE_S
-            self._running = (name, min(late, self._until + LAST_S))
+            self._running = (name, time.monotonic(), min(late, self._until + LAST_S))
+            self._record.begin(name, self._call, "measure", self._origin)
         elif kind == "figure":
-            self.measured.figures.append((name, Figure(**entry["figure"])))
+            self._record.add(name, Figure(**entry["figure"]))
         elif kind == "skip":
-            self.measured.skipped.append((name, entry["reason"]))
-            self._over.add(name)
+            self._skip(name, entry["reason"])
         elif kind == "error":
-            self._fail(entry["error"])
-            self.measured.tracebacks[name] = entry["traceback"]
+            self._fail(entry["error"], entry["traceback"])
         else:
-            self.measured.seconds[name] = entry["seconds"]
-            self._over.add(name)
+            rest = f"in part: {entry['rest']}" if entry["rest"] else ""
+            self._record.end(name, "ok", entry["seconds"], rest)
             self._running = None
+            self._done(name)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .sim.hardware import Machine
 
-__all__ = ["SHAREABLE", "Device", "DeviceName", "default_name", "parse", "resolve", "simulated"]
+__all__ = ["SHAREABLE", "Device", "DeviceName", "default_mode", "default_name", "parse", "resolve", "simulated"]
 
 SHAREABLE = ("none", "posix_fd", "fabric")
 _SIM = re.compile(r"sim:([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
@@ -53,6 +53,11 @@ class DeviceName:
 def default_name() -> str:
     """REMAP_DEVICE, else "cpu"."""
     return os.environ.get("REMAP_DEVICE") or "cpu"
+
+
+def default_mode() -> str:
+    """REMAP_MODE, else "aliased"."""
+    return os.environ.get("REMAP_MODE") or "aliased"
 
 
 def parse(device: object) -> DeviceName:

@@ -64,7 +64,8 @@ class Session:
 
     capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda", "cuda:N" or "sim:NAME"
     (a named machine in virtual time, see devices.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
-    "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults). page_bytes: a
+    "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults, and no mapping
+    changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else "aliased". page_bytes: a
     power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
     `remap.footprint.footprint(model).page_size("cuda")` gives a size that suits a model: a driver is called for every page that
     a layer is pointed at. copy_threads: on the CPU, threads that share one copy.
@@ -89,7 +90,7 @@ class Session:
         capacity: int | str,
         device: str | None = None,
         *,
-        mode: str = "aliased",
+        mode: str | None = None,
         page_bytes: int | str = "2MiB",
         copy_chunk_bytes: int | str | None = None,
         backend: Any = None,
@@ -101,6 +102,8 @@ class Session:
     ) -> None:
         size, page = parse_size(capacity, "capacity"), parse_size(page_bytes, "page_bytes")
         self._copy_chunk_bytes = 0 if copy_chunk_bytes is None else parse_size(copy_chunk_bytes, "copy_chunk_bytes")
+        if mode is None:
+            mode = devices.default_mode()
         if mode not in ("aliased", "strict"):
             raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
         if page == 0 or size < page:

@@ -56,12 +56,15 @@ def _find() -> Gpu | str:
 
 
 @pytest.fixture(scope="session")
-def gpu() -> Gpu:
-    """A real GPU or the emulated driver."""
+def gpu() -> Iterator[Gpu]:
+    """A real GPU or the emulated driver. Its primary context lasts for the whole run: no test tears it down for the next."""
     found = _find()
     if isinstance(found, str):
         pytest.skip(found)
-    return found
+    from bench.gpu.driver import Driver
+
+    with Driver().held():
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -163,7 +163,18 @@ def test_both_combinations_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) 
     needs("transformers")
     if not gpu.emulated:
         pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
-    command = [sys.executable, "-m", "bench.gpu", "--emulated", "--quick", "--only", "sharing*", "--out", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench.gpu",
+        "serve",
+        "--emulated",
+        "--quick",
+        "--only",
+        "sharing*",
+        "--out",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         command,
         cwd=ROOT,
@@ -173,7 +184,7 @@ def test_both_combinations_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) 
         timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "emulated.json").read_text())
+    document = json.loads((tmp_path / "results.json").read_text())
     assert (document["errors"], document["skipped"]) == ([], [])
     found = {entry["name"]: entry for entry in document["results"]}
     for name in ("C1, turns of 0.1 s", "C2, turns of 0.1 s"):

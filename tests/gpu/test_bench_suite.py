@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from bench.gpu import results, suite, table
 from bench.gpu.budget import Budget
+from bench.gpu.record import Record
 from bench.gpu.workers import Workers
 
 WORKER = """
@@ -31,53 +33,80 @@ for name in arguments[arguments.index("--until") + 2:]:
         say("error", error="ValueError: no", traceback="...")
         sys.exit(3)
     if name == "dies":
+        report.write("half a li")
+        report.flush()
         os.abort()
     if name == "hangs":
         time.sleep(600)
-    say("end", seconds=0.0)
+    say("end", seconds=0.0, rest="the large one does not fit" if name == "half" else "")
 """
 
 
 @pytest.fixture
-def workers(tmp_path: Path) -> Workers:
+def record(tmp_path: Path) -> Record:
+    """An empty one."""
+    return Record(tmp_path, tmp_path / "logs", emulated=False)
+
+
+@pytest.fixture
+def workers(record: Record) -> Workers:
     """Workers that obey the script above."""
-    return Workers(tmp_path, {}, [], command=[sys.executable, "-c", WORKER])
+    return Workers(record, "measure", {}, {}, [], command=[sys.executable, "-c", WORKER])
 
 
-def test_the_others_run_after_a_measure_that_raises_dies_or_hangs(workers: Workers) -> None:
-    names = ["good", "raises", "dies", "unable", "hangs", "last"]
+def _by_state(record: Record) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for part in record.parts.values():
+        found.setdefault(part.state, []).append(part.name)
+    return found
+
+
+def test_the_others_run_after_a_measure_that_raises_dies_or_hangs(workers: Workers, record: Record) -> None:
+    names = ["good", "raises", "dies", "unable", "half", "hangs", "last"]
     workers.run(names, time.monotonic() + 60)
-    measured = workers.measured
-    assert list(measured.seconds) == ["good", "last"]
-    assert [name for name, _ in measured.figures] == ["good", "raises", "dies", "hangs", "last"]
-    assert [name for name, _ in measured.errors] == ["raises", "dies", "hangs"]
-    assert measured.skipped == [("unable", "nothing to do it with")]
-    assert measured.tracebacks == {"raises": "..."}
+    assert _by_state(record) == {
+        "ok": ["good", "half", "last"],
+        "failed": ["raises", "dies", "hangs"],
+        "skipped": ["unable"],
+    }
+    assert [part.name for part in record.parts.values() if part.figures] == [n for n in names if n != "unable"]
+    assert record.document()["skipped"] == [
+        {"what": "unable", "why": "nothing to do it with"},
+        {"what": "half", "why": "in part: the large one does not fit"},
+    ]
+    assert record.parts["raises"].traceback == "..."
+    assert "status -6" in record.parts["dies"].summary
 
 
-def test_a_worker_that_cannot_start_is_tried_once(tmp_path: Path) -> None:
-    workers = Workers(tmp_path, {}, [], command=[sys.executable, "-c", "import sys; sys.exit('no such module')"])
+def test_workers_go_on_behind_the_report_of_a_run_that_was_killed(record: Record) -> None:
+    """Half a line at the end of it is nobody's."""
+    record.logs.mkdir()
+    (record.logs / "measure.jsonl").write_text('{"kind": "end", "measure": "earlier", "seconds": 1.0}\n{"kind": "be')
+    Workers(record, "measure", {}, {}, [], command=[sys.executable, "-c", WORKER]).run(["good"], time.monotonic() + 60)
+    assert _by_state(record) == {"ok": ["good"]}
+
+
+def test_a_worker_that_cannot_start_is_tried_once(record: Record) -> None:
+    workers = Workers(
+        record, "measure", {}, {}, [], command=[sys.executable, "-c", "import sys; sys.exit('no such module')"]
+    )
     workers.run(["a", "b"], time.monotonic() + 60)
-    assert [what for what, _ in workers.measured.errors] == ["worker"]
-    assert "no such module" in workers.measured.errors[0][1]
+    assert list(record.parts) == ["worker"]
+    assert "no such module" in record.parts["worker"].summary
 
 
-def test_when_time_is_over_the_rest_is_named(workers: Workers) -> None:
+def test_when_time_is_over_the_rest_is_named(workers: Workers, record: Record) -> None:
     workers.run(["good", "last"], time.monotonic() - 1)
-    assert [name for name, _ in workers.measured.skipped] == ["good", "last"]
+    assert _by_state(record) == {"skipped": ["good", "last"]}
 
 
-def test_a_budget_leaves_out_what_no_longer_fits_and_says_so() -> None:
-    now = 0.0
+def test_a_budget_is_counted_from_its_beginning() -> None:
+    now = 10.0
     budget = Budget(100, clock=lambda: now)
-    assert budget.allows("first", 60)
-    now = 50.0
-    assert not budget.allows("second", 60)
-    assert budget.allows("third", 20, keep=30)
-    assert not budget.allows("fourth", 21, keep=30)
-    assert [what for what, _ in budget.skipped] == ["second", "fourth"]
-    assert "60 s" in budget.skipped[0][1]
-    assert "50 s" in budget.skipped[0][1]
+    now = 60.0
+    assert (budget.spent, budget.left, budget.deadline) == (50.0, 50.0, 110.0)
+    now = 120.0
+    assert budget.left == -10.0
 
 
 def _report(**more: Any) -> table.Report:
@@ -99,11 +128,12 @@ def _figures(number: int, **more: Any) -> list[results.Figure]:
 
 
 def test_the_table_never_takes_more_than_sixty_lines() -> None:
-    steps = [table.Step(f"step {index}", True, 1.0, "fine " * 100, {}) for index in range(5)]
+    steps = [table.Step(f"step {index}", True, 1.0, "fine " * 100, {}) for index in range(15)]
     errors = [(f"measure {index}", "what went wrong\n" * 30) for index in range(20)]
     skipped = [(f"other {index}", f"reason {index}") for index in range(30)]
     figures = [*_figures(100), *_figures(7, target=1.0)]
-    text = table.render(_report(steps=steps, errors=errors, skipped=skipped, figures=figures))
+    notes = ["something to note " * 20] * 4
+    text = table.render(_report(steps=steps, errors=errors, skipped=skipped, figures=figures, notes=notes))
     lines = text.splitlines()
     assert len(lines) <= table.MOST_LINES
     assert max(map(len, lines)) <= 150
@@ -118,38 +148,70 @@ def test_a_short_run_shows_every_figure() -> None:
 
 
 def test_the_emulated_driver_has_no_speeds() -> None:
-    """Neither in the table nor, as values, in the JSON; counts stay."""
-    speed = results.figure("a speed", 777.5, "GB/s", [0.000777], target=1.0, at_least=True, GBps=777.5)
+    """Neither in the table nor, as values, in the JSON; counts stay. Read back, both are what they were."""
+    speed = results.figure("a speed", 777.5, "GB/s", [0.000777], target=1.0, at_least=True, shown=False, GBps=777.5)
     calls = results.count("calls", 3, "calls", n=5, target=0)
-    text = table.render(_report(emulated=True, figures=[speed, calls]))
+    text = table.render(_report(emulated=True, figures=[results.figure("a speed", 777.5, "GB/s", [0.000777]), calls]))
     assert "777" not in text
     assert "no GPU was involved" in text
     assert "0 of 1 targets met" in text
-    entry = suite._entry(True, "measure", speed)
+    entry = speed.to_json(emulated=True)
     assert (entry["value"], entry["median_us"], entry["met"], entry["detail"]) == (None, None, None, {})
     assert entry["of_the_emulated_driver"]["value"] == 777.5
-    assert suite._entry(True, "measure", calls)["value"] == 3
-    assert suite._entry(False, "measure", speed)["value"] == 777.5
+    assert calls.to_json(emulated=True)["value"] == 3
+    assert speed.to_json()["value"] == 777.5
+    for each in (speed, calls):
+        for emulated in (True, False):
+            written = json.loads(json.dumps({"measure": "m", **each.to_json(emulated=emulated)}))
+            assert results.Figure.from_json(written) == each
+
+
+def _options(calls: tuple[str, ...], **more: Any) -> suite.Options:
+    return suite.Options(calls=calls, quick=True, checkout=False, **{"emulated": True, "seconds": 30, **more})
 
 
 def test_a_run_that_measured_nothing_leaves_no_file_among_the_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(suite.steps, "ROOT", tmp_path)
-    options = suite.Options(quick=True, emulated=False, checkout=False, seconds=30)
+    monkeypatch.setattr(suite, "ROOT", tmp_path)
     environment = {**os.environ, "REMAP_LIBCUDA": str(tmp_path / "none.so"), "PYTHONPATH": os.pathsep.join(sys.path)}
-    assert suite.run(options, environment) == 2
-    assert [path.parent.name for path in tmp_path.rglob("gpu-*.json")] == ["gpu"]
+    assert suite.run(_options(("measure",), emulated=False), environment) == 2
+    assert [path.parent.relative_to(tmp_path) for path in tmp_path.rglob("results.json")] == [
+        Path("build/gpu/results-quick")
+    ]
     assert not (tmp_path / "bench").exists()
 
 
 def test_without_a_driver_there_is_a_table_and_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = suite.Options(quick=True, emulated=True, checkout=False, seconds=30, out=tmp_path)
     environment = {**os.environ, "REMAP_EMULATED_DRIVER": str(tmp_path / "none.so")}
-    assert suite.run(options, environment) == 2
+    assert suite.run(_options(("measure", "serve"), out=tmp_path), environment) == 2
     assert "ERROR    driver: no CUDA driver could be used" in capsys.readouterr().out
-    document = json.loads((tmp_path / "emulated.json").read_text())
+    document = json.loads((tmp_path / "results.json").read_text())
     assert document["emulated"] is True
     assert document["results"] == []
     assert [entry["what"] for entry in document["errors"]] == ["driver"]
     assert "none.so" in document["errors"][0]["error"]
+    assert list(document["calls"]) == ["measure"]  # the next one would find no more
+
+
+def test_a_measure_that_cannot_do_all_of_it_keeps_what_it_has(tmp_path: Path) -> None:
+    """Without one figure it is skipped, with one it is done in part."""
+    for figures in (0, 1):
+        report = tmp_path / f"{figures}.jsonl"
+        code = (
+            "import sys\nfrom types import SimpleNamespace as Space\nfrom bench.gpu import worker, results\n"
+            "from bench.gpu.context import Skip\nfrom bench.gpu.registry import Measure\n"
+            "def body(ctx):\n"
+            f"    for _ in range({figures}):\n        yield results.count('calls', 1, 'calls', n=1)\n"
+            "    raise Skip('too large')\n"
+            "one = Measure('one', body, (), 1.0, 1.0, 1.0, 'measure', 0)\n"
+            "ctx = Space(emulated=True, quick=True, until=0.0, driver=Space(violations=list))\n"
+            f"with open({str(report)!r}, 'w') as file:\n"
+            "    assert worker._run(one, ctx, float('inf'), file)\n"
+        )
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+        entries = [json.loads(line) for line in report.read_text().splitlines()]
+        kinds = [entry["kind"] for entry in entries]
+        assert kinds == (["begin", "figure", "end"] if figures else ["begin", "skip"])
+        assert entries[-1]["rest" if figures else "reason"] == "too large"

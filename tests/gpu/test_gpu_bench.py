@@ -1,4 +1,4 @@
-"""`python -m bench.gpu` runs from end to end on the emulated driver. On a GPU bench/gpu/run.sh runs it, and these tests too."""
+"""The calls that measure run from end to end on the emulated driver. On a GPU bench/gpu/run.sh runs them."""
 
 from __future__ import annotations
 
@@ -37,17 +37,22 @@ EVERYWHERE = {
 def test_the_measures_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) -> None:
     if not gpu.emulated:
         pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
-    command = [sys.executable, "-m", "bench.gpu", "--emulated", "--quick", "--seconds", str(SECONDS)]
-    done = subprocess.run(
-        [*command, "--out", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]},
-        capture_output=True,
-        text=True,
-        timeout=3 * SECONDS,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "emulated.json").read_text())
+    for call in ("measure", "serve"):
+        command = [sys.executable, "-m", "bench.gpu", call, "--emulated", "--quick", "--seconds", str(SECONDS)]
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path)],
+            cwd=ROOT,
+            env={**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]},
+            capture_output=True,
+            text=True,
+            timeout=3 * SECONDS,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    document = json.loads((tmp_path / "results.json").read_text())
+    assert [(name, call["state"]) for name, call in document["calls"].items()] == [
+        ("measure", "ended"),
+        ("serve", "ended"),
+    ]
     assert document["errors"] == []
     # What was left out was so for a reason that is named: no GPU, a package that is missing, or a very slow machine.
     assert all(entry["why"] for entry in document["skipped"])

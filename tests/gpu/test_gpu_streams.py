@@ -80,11 +80,28 @@ def test_an_object_with_the_cuda_stream_protocol(raw: Any) -> None:
     _passes(tenant, marks, Protocol(tenant.stream), tenant.stream)
 
 
+def _come_home(tenant: Any, marks: Any) -> None:
+    """A pass on the tenant's own stream: the next one waits for its last stream, which has to live until then."""
+    with Reader(tenant, tenant.layers) as reader:
+        one_pass(tenant, reader, tenant.stream, tenant.handle)
+        marks.wait(marks.mark(tenant.handle))
+        reader.check()
+
+
 @pytest.mark.parametrize("library", OTHERS)
 def test_streams_of_other_libraries(real_gpu: Any, raw: Any, library: str) -> None:
     tenant, marks = raw
     with OTHERS[library]() as (stream, handle):
         _passes(tenant, marks, stream, handle)
+        _come_home(tenant, marks)
+
+
+def test_a_stream_may_die_once_the_tenant_has_left_it(context: Any, raw: Any) -> None:
+    tenant, marks = raw
+    with context.stream() as stream:
+        _passes(tenant, marks, stream, stream)
+        _come_home(tenant, marks)
+    _passes(tenant, marks, tenant.stream, tenant.stream)
 
 
 def test_the_legacy_default_stream(raw: Any) -> None:

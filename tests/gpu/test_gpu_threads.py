@@ -89,14 +89,14 @@ def use():
             tenant = session.attach_bytes(layers, name="raw", kv=spec)
             session.remap("raw", 1, 1)
             handle = backend.adopt_stream(stream)
-            for layer in range(3):
-                with tenant.forward(stream=stream):
+            with tenant.forward(stream=stream):
+                for layer in range(3):
                     tenant.wait(layer)
                     backend.copy(handle, host, session.layer_address("raw", layer), SIZE)
                     tenant.done(layer)
                     backend.record(event, handle)
-                assert backend.synchronize(event, 20.0)
-                seen.append(set(ctypes.string_at(host, SIZE)) == {layer})
+                    assert backend.synchronize(event, 20.0)
+                    seen.append(set(ctypes.string_at(host, SIZE)) == {layer})
         backend.destroy_event(event)
         backend.free_host(host, SIZE)
     seen.append(backend.device_index == 1)

@@ -39,9 +39,17 @@ def host() -> Any:
     return _core.make_host_backend(PAGES * PAGE, PAGE, 1)
 
 
+@cache
+def kept() -> Any:
+    """A backend of the GPU that stays for the whole run and holds the primary context: else the last backend that a test
+    destroys takes the context down, and the next test builds it anew."""
+    return _core.make_cuda_backend()
+
+
 def cuda() -> Any:
     """A GPU with all of its memory, or an emulated one with 16 pages."""
     if ON_GPU:
+        kept()
         return _core.make_cuda_backend()
     driver().configure(granularity=PAGE, memory=PAGES * PAGE)
     return _core.make_cuda_backend(library=driver().path)

@@ -53,6 +53,24 @@ def test_the_environment_names_the_default(monkeypatch):
         assert session.device == "cpu"
 
 
+def test_the_environment_names_the_default_mode(monkeypatch):
+    seen = []
+    for given in (None, "", "strict"):
+        if given is None:
+            monkeypatch.delenv("REMAP_MODE", raising=False)
+        else:
+            monkeypatch.setenv("REMAP_MODE", given)
+        with remap.Session(PAGE, "cpu", page_bytes=PAGE) as session:
+            seen.append(session._arena.mode.name)
+    assert seen == ["aliased", "aliased", "strict"]
+    with remap.Session(PAGE, "cpu", page_bytes=PAGE, mode="aliased") as session:
+        assert session._arena.mode.name == "aliased"
+    monkeypatch.setenv("REMAP_MODE", "fast")
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session(PAGE, "cpu", page_bytes=PAGE)
+    assert caught.value.fields == {"mode": "fast"}
+
+
 @pytest.mark.parametrize(
     "option",
     [{"shareable": "posix_fd"}, {"gpu_direct_rdma": True}, {"host_budget": "1GiB"}],

@@ -98,7 +98,7 @@ def test_a_capacity_below_one_page_says_the_minimum():
     remap.Session(caught.value.minimum_bytes).close()
 
 
-@pytest.mark.parametrize("arguments", [{"device": "cuda:x"}, {"device": "tpu"}, {"mode": "fast"}, {"mode": None}])
+@pytest.mark.parametrize("arguments", [{"device": "cuda:x"}, {"device": "tpu"}, {"mode": "fast"}, {"mode": 0}])
 def test_unknown_device_or_mode(arguments):
     with pytest.raises(InvalidArgument) as caught:
         remap.Session("1MiB", page_bytes=PAGE, **arguments)

@@ -387,7 +387,7 @@ def _tokens_per_s(run: Run) -> float:
     return tokens / max(1e-9, run.result.duration_s)
 
 
-def _compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterator[Figure]:
+def compared(ctx: Context, case: Combination, turns: Sequence[float]) -> Iterator[Figure]:
     """Every kind with every seed, with turns of each length, as far as the time goes; one seed at least."""
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
     share, device = 1.0, "cuda"
@@ -438,28 +438,13 @@ def _turns(ctx: Context, turns: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(each / 10 for each in turns[:1]) if ctx.emulated else turns
 
 
-SHORT, LONG = (1.0, 5.0), (20.0,)
-
-
 @measure("sharing C1", needs=("torch", "transformers"), full_s=250, quick_s=None, emulated_s=12)
 def sharing_c1(ctx: Context) -> Iterator[Figure]:
     """OPT-13b, Llama-2-13b and Llama-3-8b in turns of 1 and of 5 s."""
-    yield from _compared(ctx, C1, _turns(ctx, SHORT))
+    yield from compared(ctx, C1, _turns(ctx, (1.0, 5.0)))
 
 
 @measure("sharing C2", needs=("torch", "transformers"), full_s=250, quick_s=None, emulated_s=12)
 def sharing_c2(ctx: Context) -> Iterator[Figure]:
     """OPT-30b and OPT-6.7b in turns of 1 and of 5 s."""
-    yield from _compared(ctx, C2, _turns(ctx, SHORT))
-
-
-@measure("long turns, C1", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
-def sharing_c1_long(ctx: Context) -> Iterator[Figure]:
-    """In turns of 20 s: a call of its own."""
-    yield from _compared(ctx, C1, LONG)
-
-
-@measure("long turns, C2", needs=("torch", "transformers", "gpu"), full_s=500, quick_s=None)
-def sharing_c2_long(ctx: Context) -> Iterator[Figure]:
-    """In turns of 20 s: a call of its own."""
-    yield from _compared(ctx, C2, LONG)
+    yield from compared(ctx, C2, _turns(ctx, (1.0, 5.0)))

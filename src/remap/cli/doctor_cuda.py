@@ -54,7 +54,7 @@ class Seen:
         }
 
 
-SETTINGS = ("REMAP_DEVICE", "REMAP_LIBCUDA", "REMAP_HOST_BUDGET", "CUDA_VISIBLE_DEVICES")
+SETTINGS = ("REMAP_DEVICE", "REMAP_MODE", "REMAP_LIBCUDA", "REMAP_HOST_BUDGET", "CUDA_VISIBLE_DEVICES")
 
 
 def look() -> Seen:
@@ -172,7 +172,7 @@ def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str)
             "note",
             f"{name} re-pointing",
             "kvcached reports faults on Volta when mappings change beside running kernels (its issue 465)",
-            "Session(mode='strict') waits for the tenant's stream before it changes a mapping",
+            "Session(mode='strict') (or REMAP_MODE=strict) waits for the tenant's stream before it changes a mapping",
         )
     kinds = [label for label in ("posix_fd", "fabric") if device[label]]
     rdma = "NICs may register pages (gpu_direct_rdma=True)" if device["gpu_direct_rdma"] else "no GPUDirect RDMA"

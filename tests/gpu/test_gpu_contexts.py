@@ -1,0 +1,72 @@
+"""The device's primary context lasts for the whole run of tests: else each test would build it anew."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+
+def _holders(library: str) -> int:
+    """How many hold the context, as the emulated driver counts them."""
+    from emulated import Emulated
+
+    return Emulated(Path(library)).live().get("contexts", 0)
+
+
+def test_it_is_held_for_as_long_as_it_is_said(gpu: Any) -> None:
+    if not gpu.emulated:
+        pytest.skip("only the emulated driver counts who holds it")
+    from bench.gpu.driver import Driver
+
+    gc.collect()  # backends of other tests that are still to go
+    library = os.environ["REMAP_LIBCUDA"]
+    before = _holders(library)
+    assert before >= 1  # the fixture `gpu`
+    with Driver().held():
+        assert _holders(library) == before + 1
+    assert _holders(library) == before
+
+
+CONFORMANCE = """
+import contract
+from emulated import Emulated
+assert contract.ON_GPU
+for _ in range(2):
+    backend = contract.cuda()
+    del backend
+    print(contract.PAGE, Emulated(__import__("pathlib").Path(__import__("os").environ["REMAP_LIBCUDA"])).live())
+"""
+
+
+def test_it_outlives_every_backend_of_the_conformance_suite(gpu: Any) -> None:
+    """As on a GPU, with the emulated one in its place."""
+    if not gpu.emulated:
+        pytest.skip("only the emulated driver counts who holds it")
+    search = os.pathsep.join([str(ROOT / "tests" / "python"), *sys.path])
+    environment = {**os.environ, "REMAP_TEST_CUDA": "1", "PYTHONPATH": search}
+    done = subprocess.run(
+        [sys.executable, "-c", CONFORMANCE], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{2 << 20} {{'contexts': 1}}"] * 2
+
+
+def test_masters_of_the_benchmarks_count_as_memory_that_is_there(gpu: Any) -> None:
+    """Private memory: pages of a shared mapping are not seen as resident, and weigh on the budget a second time."""
+    from bench.gpu.tenants import make_masters
+
+    (master,) = make_masters(1, 1 << 20)
+    address = master.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(each, 16) for each in line.split()[0].split("-"))
+        if first <= address < last:
+            assert line.split()[1] == "rw-p"
+            return
+    pytest.fail("the master copy is in no mapping")
