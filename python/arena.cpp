@@ -10,7 +10,7 @@
 namespace remap::python {
 namespace {
 
-// Looking takes the arena's lock, which apply() and the re-pointing worker hold while they call the driver.
+// Looking takes the lock of the arena's tables, which set-up calls and plans hold while they call the driver.
 template <typename Result, typename... Arguments>
 auto looking(Result (Arena::*look)(Arguments...) const) {
   return [look](const Arena& arena, Arguments... arguments) {
@@ -114,12 +114,12 @@ void bind_arena(py::module_& module) {
            py::arg("tenant") = py::none())
       .def("check", &Arena::check, ReleaseGil())
       .def_property_readonly("regions", looking(&Arena::regions))
-      .def_property_readonly("epoch", looking(&Arena::epoch))
+      .def_property_readonly("epoch", &Arena::epoch)
       .def_property_readonly("page_bytes", &Arena::page_bytes)
       .def_property_readonly("total_pages", &Arena::total_pages)
       .def_property_readonly("mode", &Arena::mode)
-      .def_property_readonly("broken", looking(&Arena::broken))
-      .def_property_readonly("closed", looking(&Arena::closed));
+      .def_property_readonly("broken", &Arena::broken)
+      .def_property_readonly("closed", &Arena::closed);
 
   py::class_<Plan>(module, "Plan")
       .def(py::init([](std::uint64_t epoch) { return Plan{epoch, {}}; }), py::arg("epoch"))
@@ -165,7 +165,7 @@ void bind_arena(py::module_& module) {
           py::arg("prefetcher").none(true), py::arg("after") = 0, ReleaseGil())
       .def("rollback", &Executor::rollback, ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())
-      .def("undecided", &Executor::undecided, ReleaseGil())
+      .def("undecided", &Executor::undecided)
       .def(
           "failed_points",
           [](const Executor& executor, std::optional<TenantId> tenant) {

@@ -112,7 +112,7 @@ void bind_contract(py::module_& module) {
            [](Backend& b, StreamHandle stream, std::uintptr_t to, std::uint8_t value, std::size_t bytes) {
              b.fill(stream, to_address(to), value, bytes);
            }, ReleaseGil())
-      .def("create_event", &Backend::create_event, ReleaseGil())
+      .def("create_event", &Backend::create_event, py::arg("timed") = true, ReleaseGil())
       .def("destroy_event", &Backend::destroy_event, ReleaseGil())
       .def("record", &Backend::record, ReleaseGil())
       .def("stream_wait", &Backend::stream_wait, ReleaseGil())

@@ -43,15 +43,17 @@ void bind_prefetcher(py::module_& module) {
 
   py::class_<Prefetcher, std::shared_ptr<Prefetcher>>(module, "Prefetcher")
       .def(py::init([](std::shared_ptr<Backend> backend,
-                       const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& layers, const py::object&) {
+                       const std::vector<std::tuple<std::uintptr_t, std::uintptr_t, std::size_t>>& layers, const py::object&,
+                       std::size_t chunk_bytes) {
              std::vector<LayerMemory> memory;
              memory.reserve(layers.size());
              for (const auto& [region, master, bytes] : layers) memory.push_back({to_address(region), to_address(master), bytes});
-             return std::make_shared<Prefetcher>(std::move(backend), std::move(memory));
+             return std::make_shared<Prefetcher>(std::move(backend), std::move(memory), chunk_bytes);
            }),
            // keep: what the layers' memory belongs to. It outlives the prefetcher, whose end waits for its copies, in whatever
            // order a session that nobody closed is collected.
-           py::keep_alive<1, 4>(), py::arg("backend"), py::arg("layers"), py::arg("keep") = py::none())
+           py::keep_alive<1, 4>(), py::arg("backend"), py::arg("layers"), py::arg("keep") = py::none(),
+           py::arg("chunk_bytes") = 0)
       .def(
           "configure",
           [](Prefetcher& prefetcher, std::vector<LayerId> streamed, const std::vector<std::uintptr_t>& ring,

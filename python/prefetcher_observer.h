@@ -12,9 +12,11 @@ namespace remap {
 class PrefetcherObserver final : public PointObserver {
  public:
   explicit PrefetcherObserver(std::shared_ptr<Prefetcher> prefetcher) : prefetcher_(std::move(prefetcher)) {}
-  void released(std::uint32_t layer) noexcept override { prefetcher_->released(layer); }
-  void failed(std::uint32_t layer, std::exception_ptr error) noexcept override {
-    prefetcher_->failed(layer, std::move(error));
+  bool released(std::uint32_t layer, const std::function<bool()>& current) noexcept override {
+    return prefetcher_->released(layer, current);
+  }
+  bool failed(std::uint32_t layer, std::exception_ptr error, const std::function<bool()>& current) noexcept override {
+    return prefetcher_->failed(layer, std::move(error), current);
   }
 
  private:

@@ -53,7 +53,7 @@ class Forward : public Base {
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     inner_->fill(stream, to, value, bytes);
   }
-  EventHandle create_event() override { return inner_->create_event(); }
+  EventHandle create_event(bool timed) override { return inner_->create_event(timed); }
   void destroy_event(EventHandle event) override { inner_->destroy_event(event); }
   void record(EventHandle event, StreamHandle stream) override { inner_->record(event, stream); }
   void stream_wait(StreamHandle stream, EventHandle event) override { inner_->stream_wait(stream, event); }

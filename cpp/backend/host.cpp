@@ -79,7 +79,7 @@ class HostBackend final : public Backend {
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     streams().fill(stream, to, value, bytes);
   }
-  EventHandle create_event() override { return streams().create_event(); }
+  EventHandle create_event(bool timed) override { return streams().create_event(timed); }
   void destroy_event(EventHandle event) override { streams().destroy_event(event); }
   void record(EventHandle event, StreamHandle stream) override { streams().record(event, stream); }
   void stream_wait(StreamHandle stream, EventHandle event) override { streams().stream_wait(stream, event); }

@@ -27,6 +27,11 @@ void pause() noexcept {
 #endif
 }
 
+[[noreturn]] void refuse_untimed(EventHandle event) {
+  throw Error(ErrorKind::invalid_state, "elapsed: the event only orders. Nothing changed; create it with timed = true.",
+              {{"event", static_cast<std::int64_t>(event)}});
+}
+
 [[noreturn]] void unknown(const char* call, const char* what, std::uint64_t handle) {
   throw Error(ErrorKind::invalid_argument,
               std::string(call) + ": " + what + " " + std::to_string(handle) +
@@ -216,10 +221,10 @@ void HostStreams::perform(Stream& stream, Operation& operation) {
 }
 
 // ---- events ----------------------------------------------------------------------------------------------------------
-EventHandle HostStreams::create_event() {
+EventHandle HostStreams::create_event(bool timed) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const EventHandle handle = ++last_handle_;
-  events_.emplace(handle, nullptr);
+  events_.emplace(handle, Event{timed, nullptr});
   return handle;
 }
 
@@ -237,7 +242,7 @@ void HostStreams::record(EventHandle event, StreamHandle handle) {
   const auto found = events_.find(event);
   if (found == events_.end()) unknown("record", "event", event);
   enqueue(stream(handle, "record"), std::move(operation));
-  found->second = std::move(recording);
+  found->second.last = std::move(recording);
 }
 
 void HostStreams::stream_wait(StreamHandle handle, EventHandle event) {
@@ -247,8 +252,8 @@ void HostStreams::stream_wait(StreamHandle handle, EventHandle event) {
   const auto found = events_.find(event);
   if (found == events_.end()) unknown("stream_wait", "event", event);
   Stream& waiting = stream(handle, "stream_wait");
-  if (!found->second) return;
-  operation.recording = found->second;
+  if (!found->second.last) return;
+  operation.recording = found->second.last;
   enqueue(waiting, std::move(operation));
 }
 
@@ -256,7 +261,7 @@ std::shared_ptr<HostStreams::Recording> HostStreams::recording(EventHandle handl
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto found = events_.find(handle);
   if (found == events_.end()) unknown(call, "event", handle);
-  return found->second;
+  return found->second.last;
 }
 
 bool HostStreams::wait(Recording& recording, std::chrono::nanoseconds timeout) {
@@ -296,6 +301,12 @@ bool HostStreams::synchronize(EventHandle handle, std::chrono::nanoseconds timeo
 double HostStreams::elapsed(EventHandle from, EventHandle to) const {
   const auto first = recording(from, "elapsed");
   const auto second = recording(to, "elapsed");
+  for (const EventHandle event : {from, to}) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = events_.find(event);
+    if (found == events_.end()) unknown("elapsed", "event", event);
+    if (!found->second.timed) refuse_untimed(event);
+  }
   for (const auto* one : {&first, &second}) {
     if (!*one || (*one)->state.load(std::memory_order_acquire) != Recording::complete) {
       throw Error(ErrorKind::invalid_state, "elapsed: expected two recorded and completed events. Synchronize first.",

@@ -42,7 +42,7 @@ class HostStreams {
   // Calls `function` in stream order, on the worker. What it throws fails the stream.
   void call(StreamHandle stream, std::function<void()> function);
 
-  EventHandle create_event();
+  EventHandle create_event(bool timed);
   void destroy_event(EventHandle event);
   void record(EventHandle event, StreamHandle stream);
   void stream_wait(StreamHandle stream, EventHandle event);
@@ -67,7 +67,11 @@ class HostStreams {
   mutable std::mutex mutex_;
   std::uint64_t last_handle_ = 0;
   std::map<StreamHandle, std::unique_ptr<Stream>> streams_;
-  std::map<EventHandle, std::shared_ptr<Recording>> events_;  // the last recording; null before the first
+  struct Event {
+    bool timed = false;
+    std::shared_ptr<Recording> last;  // null before the first
+  };
+  std::map<EventHandle, Event> events_;
 };
 
 }  // namespace remap::host

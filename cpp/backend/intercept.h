@@ -82,8 +82,8 @@ class Intercept : public Forward<Base> {
     around(Call::fill, {stream, number(to), value, bytes}, [&] { this->inner_->fill(stream, to, value, bytes); });
   }
 
-  EventHandle create_event() override {
-    return around(Call::create_event, {}, [&] { return this->inner_->create_event(); });
+  EventHandle create_event(bool timed) override {
+    return around(Call::create_event, {number(timed)}, [&] { return this->inner_->create_event(timed); });
   }
   void destroy_event(EventHandle event) override {
     around(Call::destroy_event, {event}, [&] { this->inner_->destroy_event(event); });

@@ -104,8 +104,8 @@ class Limit final : public Forward<Backend> {
     inner_->destroy_stream(stream);
     drop(streams_, 1);
   }
-  EventHandle create_event() override {
-    return acquire(events_, 1, [&] { return inner_->create_event(); });
+  EventHandle create_event(bool timed) override {
+    return acquire(events_, 1, [&] { return inner_->create_event(timed); });
   }
   void destroy_event(EventHandle event) override {
     inner_->destroy_event(event);

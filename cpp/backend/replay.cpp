@@ -136,7 +136,7 @@ class Replay {
   // Waits for all copies.
   void finish() {
     if (!copying_) return;
-    if (event_ == 0) event_ = backend_.create_event();
+    if (event_ == 0) event_ = backend_.create_event(false);
     for (const auto& stream : streams_) {
       backend_.record(event_, stream.second);
       try {
@@ -290,7 +290,7 @@ void Replay::run(const TraceRecord& record) {
     }
     case Call::create_event:
       if (!record.failed) require_new(events_, record.result, "event");
-      events_[record.result] = backend_.create_event();
+      events_[record.result] = backend_.create_event(a[0] != 0);
       break;
     case Call::destroy_event:
       backend_.destroy_event(event(a[0]));

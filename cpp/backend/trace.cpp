@@ -20,7 +20,7 @@ constexpr std::array<std::size_t, kCallKinds> kArguments = {
     2, 2, 2, 1, 1, 3, 2, 3, 3, 2,  // reserve release retire create_page destroy_page map unmap set_access exchange populate
     1, 2, 2, 2,                 // allocate_host free_host register_host unregister_host
     0, 1, 1, 1, 4, 4,           // create_stream destroy_stream adopt_stream forget_stream copy fill
-    0, 1, 2, 2, 1, 2, 2,        // create_event destroy_event record stream_wait query synchronize elapsed
+    1, 1, 2, 2, 1, 2, 2,        // create_event destroy_event record stream_wait query synchronize elapsed
 };
 
 bool gives_back(Call call) noexcept {

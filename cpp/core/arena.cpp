@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <new>
+#include <string>
 #include <utility>
 
 #include "pointing.h"
@@ -105,6 +106,26 @@ Arena::~Arena() {
   } catch (...) {
     return;  // the backend's own destructor takes back what is left
   }
+}
+
+void Arena::fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages) {
+  broken_ = true;  // before anything is allocated: whatever fails here, the arena is
+  for (PageId id : pages) {
+    if (id != kNoPage) pages_[id].owner = Owner::quarantine;
+  }
+  std::size_t quarantined = 0;
+  for (const Page& page : pages_) quarantined += page.owner == Owner::quarantine ? 1 : 0;
+  std::string text(what);
+  try {
+    std::rethrow_exception(why);
+  } catch (const std::exception& error) {
+    text += error.what();
+  } catch (...) {
+    text += "unknown";
+  }
+  throw Error(ErrorKind::arena_broken,
+              text + ". The arena is broken, " + std::to_string(quarantined) + " pages are quarantined; only close() is allowed.",
+              {{"quarantined_pages", static_cast<std::int64_t>(quarantined)}});
 }
 
 void Arena::guard() const {
@@ -228,7 +249,7 @@ RegionId Arena::add_region(RegionKind kind, TenantId tenant, const std::string& 
 
 RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& home) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   std::vector<PageId> sorted(home);
   std::sort(sorted.begin(), sorted.end());
@@ -254,12 +275,12 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
     for (std::size_t slot = 0; slot < home.size(); ++slot) {
       if (is_unclean(home[slot], tenant)) unclean.push_back({id, slot_address(fresh.view, slot), home[slot], tenant});
     }
-    map_slots(fresh.view, 0, home);
+    Pointer(*this).map(fresh.view, 0, home);
     cleanse(unclean);
   } catch (...) {
     if (broken_) throw;
     try {
-      unmap_slots(fresh.view, 0, home.size());
+      Pointer(*this).unmap(fresh.view, 0, home.size());
     } catch (...) {
       fail_broken("mapping a layer failed and so did undoing it: ", std::current_exception(), home);
     }
@@ -273,14 +294,14 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
 
 RegionId Arena::add_ring_region(TenantId tenant, std::size_t slots) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   return add_region(RegionKind::ring, tenant, "ring", slots);
 }
 
 RegionId Arena::add_kv_region(TenantId tenant, std::size_t slots) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   if (kv_region_of(tenant) != nullptr) {
     throw Error(ErrorKind::invalid_state,
@@ -292,7 +313,7 @@ RegionId Arena::add_kv_region(TenantId tenant, std::size_t slots) {
 
 void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   Region& kv = region(kv_region);
   const bool fits = kv.kind == RegionKind::kv && first_slot <= kv.designated.size() &&
@@ -322,7 +343,7 @@ void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vec
                   {{"page", number(id)}});
     }
   }
-  if (options_.mode == Mode::aliased) map_slots(kv.view, first_slot, pages);
+  if (options_.mode == Mode::aliased) Pointer(*this).map(kv.view, first_slot, pages);
   for (std::size_t i = 0; i < pages.size(); ++i) {
     kv.designated[first_slot + i] = pages[i];
     kv.slot_of[pages[i]] = first_slot + i;
@@ -332,7 +353,7 @@ void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vec
 
 void Arena::seal(RegionId kv_region) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   const Region& kv = region(kv_region);
   if (kv.kind != RegionKind::kv) {
@@ -351,7 +372,7 @@ void Arena::seal(RegionId kv_region) {
 
 void Arena::designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   Region& ring = region(ring_region);
   if (ring.kind != RegionKind::ring || first_slot > ring.view.shown.size() ||
@@ -367,7 +388,7 @@ void Arena::designate_ring(RegionId ring_region, std::size_t first_slot, const s
 
 void Arena::prepare_view(RegionId layer_region, const std::vector<PageId>& pages) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   Region& layer = region(layer_region);
   if (layer.kind != RegionKind::layer || pages.size() != layer.view.shown.size()) {
@@ -435,17 +456,17 @@ void Arena::release_region(Region& gone) {
   // repeated.
   while (!gone.parked.empty()) {
     View& view = gone.parked.back();
-    unmap_slots(view, 0, view.shown.size());
+    Pointer(*this).unmap(view, 0, view.shown.size());
     backend_->release(view.address, gone.reserved_bytes);
     gone.parked.pop_back();
   }
-  unmap_slots(gone.view, 0, gone.view.shown.size());
+  Pointer(*this).unmap(gone.view, 0, gone.view.shown.size());
   give_back({gone.view.address, gone.reserved_bytes, gone.lease});
 }
 
 void Arena::remove_tenant(TenantId tenant, bool undoing) {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   guard();
   require_tenant(tenant);
   if (undecided_ && std::find(undecided_of_.begin(), undecided_of_.end(), tenant) != undecided_of_.end()) {
@@ -468,14 +489,14 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
   make_room_to_discard(views.size());
   std::size_t unmapped = 0;
   try {
-    for (; unmapped < views.size(); ++unmapped) unmap_slots(*views[unmapped].first, 0, views[unmapped].second.size());
+    for (; unmapped < views.size(); ++unmapped) Pointer(*this).unmap(*views[unmapped].first, 0, views[unmapped].second.size());
   } catch (...) {
     if (undoing) fail_broken("undoing an attachment failed: ", std::current_exception(), pages);
     if (broken_) throw;
     // Each is whole or nothing: the one that failed is as it was.
     while (unmapped-- > 0) {
       try {
-        map_slots(*views[unmapped].first, 0, views[unmapped].second);
+        Pointer(*this).map(*views[unmapped].first, 0, views[unmapped].second);
       } catch (...) {
         fail_broken("removing a tenant failed and so did undoing it: ", std::current_exception(), pages);
       }
@@ -503,7 +524,7 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
 
 void Arena::close() {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
+  const Both locks(*this);
   if (closed_) return;
   undecided_ = false;  // whatever was applied, nobody can undo it any more
   registered_.clear();

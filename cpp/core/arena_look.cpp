@@ -1,4 +1,4 @@
-// Looking at the arena: each call is a copy of the tables at one moment.
+// Looking at the arena: each call is a copy of the tables at one moment. What steps and passes ask for takes no lock.
 #include "remap/arena.h"
 #include "remap/fork.h"
 
@@ -18,7 +18,6 @@ std::size_t Arena::region_bytes(RegionId id) const {
 
 std::uint64_t Arena::epoch() const {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
   return epoch_;
 }
 
@@ -85,13 +84,11 @@ std::size_t Arena::regions() const {
 
 bool Arena::broken() const {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
   return broken_;
 }
 
 bool Arena::closed() const {
   refuse_fork(fork_generation_);
-  std::lock_guard<std::mutex> lock(mutex_);
   return closed_;
 }
 

@@ -51,7 +51,7 @@ bool Arena::is_unclean(PageId id, TenantId tenant) const {
 }
 
 void Arena::open_fills() {
-  if (fill_event_ == 0) fill_event_ = backend_->create_event();
+  if (fill_event_ == 0) fill_event_ = backend_->create_event(false);
   if (fill_stream_ == 0) fill_stream_ = backend_->create_stream();
 }
 

@@ -32,11 +32,10 @@ Executor::~Executor() { end(); }
 
 // Everything that can be known without the backend is refused here, so that apply() can fail later only by the backend.
 // Steps may build on each other (a page may move twice), hence the overlay of owners.
-// Says whether a step may unmap something, or change at once what an address shows.
-bool Executor::validate(const Plan& plan) {
+Executor::Needs Executor::validate(const Plan& plan) {
   const Arena& arena = *arena_;
   const bool strict = arena.options_.mode == Mode::strict;
-  bool unmaps = false;
+  Needs needs;
   // Not a hash table: growth is on the engine's critical path, and a layer may have 10^4 pages.
   moved_.resize(arena.pages_.size());
   ++validation_;
@@ -66,7 +65,8 @@ bool Executor::validate(const Plan& plan) {
         moved_[id] = {validation_, after, move.to};
       }
       if (strict && !move.pages.empty()) {
-        unmaps = unmaps || move.from == Owner::kv || move.from == Owner::ring;
+        needs.points = true;
+        needs.unmaps = needs.unmaps || move.from == Owner::kv || move.from == Owner::ring;
         refuse_registered(move);
       }
       continue;
@@ -88,10 +88,12 @@ bool Executor::validate(const Plan& plan) {
     if (std::equal(first, last, point.pages.begin())) continue;
     arena.refuse_registered(point.region);
     const bool later = point.deferred && !strict && region.kind == RegionKind::layer;
-    unmaps = unmaps || (!later && std::any_of(first, last, [](PageId id) { return id != kNoPage; }));
+    if (later) continue;
+    needs.points = true;
+    needs.unmaps = needs.unmaps || std::any_of(first, last, [](PageId id) { return id != kNoPage; });
   }
   require_backed(plan);
-  return unmaps;
+  return needs;
 }
 
 // What layers and (strict) rings show when the plan is done has the right owner then: A6 and A7 of arena.h. Part of validate().
@@ -174,8 +176,8 @@ void Executor::refuse_registered(const SetOwner& move) const {
   }
 }
 
-// Pre: the arena's lock is held. What validate() says; throws if the plan cannot be applied now.
-bool Executor::admit(const Plan& plan) {
+// Pre: the lock of the arena's tables is held. What validate() says; throws if the plan cannot be applied now.
+Executor::Needs Executor::admit(const Plan& plan) {
   Arena& arena = *arena_;
   arena.guard();
   if (arena.undecided_) {
@@ -184,7 +186,7 @@ bool Executor::admit(const Plan& plan) {
   if (plan.epoch != arena.epoch_) {
     throw Error(ErrorKind::stale_plan,
                 "The plan was made for epoch " + std::to_string(plan.epoch) + ", the arena is at " +
-                    std::to_string(arena.epoch_) + ". No call was made; make the plan again from a fresh snapshot.",
+                    std::to_string(arena.epoch_.load()) + ". No call was made; make the plan again from a fresh snapshot.",
                 {{"plan_epoch", number(plan.epoch)}, {"arena_epoch", number(arena.epoch_)}});
   }
   return validate(plan);
@@ -193,14 +195,19 @@ bool Executor::admit(const Plan& plan) {
 Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   Arena& arena = *arena_;
   refuse_fork(arena.fork_generation_);
-  std::unique_lock<std::mutex> lock(arena.mutex_);
-  if (admit(plan) && ordering.after != 0) {
-    // Unmapping waits for nobody, so this thread does, before it begins. Not with the lock: others look at the tables, maybe
-    // holding what the device needs to come to this event.
-    lock.unlock();
-    arena.backend_->synchronize(ordering.after, std::chrono::nanoseconds::max());
-    lock.lock();
-    admit(plan);
+  std::unique_lock<std::mutex> pointing(arena.pointing_mutex_, std::defer_lock);
+  std::unique_lock<std::mutex> tables(arena.mutex_);
+  const Needs needs = admit(plan);
+  if (needs.points) {
+    // Unmapping waits for nobody, so this thread does, before it begins. Not with the tables: others look at them, maybe holding
+    // what the device needs to come to this event. Nor is the worker waited for with them.
+    tables.unlock();
+    if (needs.unmaps && ordering.after != 0) {
+      arena.backend_->synchronize(ordering.after, std::chrono::nanoseconds::max());
+    }
+    pointing.lock();
+    tables.lock();
+    admit(plan);  // another plan may have been faster
   }
   Applied applied;
   undo_.clear();
@@ -268,8 +275,8 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   if (strict && loses) {
     for (PageId id : step.pages) {
       const std::size_t slot = kv->slot_of[id];
-      change([&arena, kv, slot, id] { arena.map_slots(kv->view, slot, {id}); }, {id},
-             [&] { arena.unmap_slots(kv->view, slot, 1); });
+      change([&arena, kv, slot, id] { Pointer(arena).map(kv->view, slot, {id}); }, {id},
+             [&] { Pointer(arena).unmap(kv->view, slot, 1); });
     }
   }
   if (strict && gains) {
@@ -281,8 +288,8 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
       while (end < step.pages.size() && kv->slot_of[step.pages[end]] == first + (end - i)) ++end;
       const std::vector<PageId> run(step.pages.begin() + static_cast<std::ptrdiff_t>(i),
                                     step.pages.begin() + static_cast<std::ptrdiff_t>(end));
-      change([&arena, kv, first, count = run.size()] { arena.unmap_slots(kv->view, first, count); }, run,
-             [&] { arena.map_slots(kv->view, first, run); });
+      change([&arena, kv, first, count = run.size()] { Pointer(arena).unmap(kv->view, first, count); }, run,
+             [&] { Pointer(arena).map(kv->view, first, run); });
       i = end;
     }
   }
@@ -294,8 +301,8 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
         const PageId id = ring.view.shown[slot];
         if (id == kNoPage || std::find(step.pages.begin(), step.pages.end(), id) == step.pages.end()) continue;
         View& view = ring.view;
-        change([&arena, &view, slot, id] { arena.map_slots(view, slot, {id}); }, {id},
-               [&] { arena.unmap_slots(view, slot, 1); });
+        change([&arena, &view, slot, id] { Pointer(arena).map(view, slot, {id}); }, {id},
+               [&] { Pointer(arena).unmap(view, slot, 1); });
       }
     }
   }
@@ -368,14 +375,17 @@ void Executor::point(const Point& step, Applied& applied) {
   if (step.deferred && arena.options_.mode == Mode::aliased) {
     const auto back = [&arena, &region, before = region.target, was_pending] {
       // The worker may have come to an earlier plan's step since, and done it with this plan's target: it will not come again.
+      // Only where apply() has let go of the tables, so in rollback(), which holds both locks.
       const bool done = was_pending && !region.pending;
       if (done) Pointer(arena).layer(region, before);
       region.target = before;
+      ++region.targets;
       region.pending = was_pending && !done;
     };
     change(back, step.pages, [&] {
       deferred_.push_back(step);  // which may fail, with nothing changed
       region.target.swap(target);
+      ++region.targets;
       region.pending = true;
     });
     ++applied.points_deferred;
@@ -384,11 +394,13 @@ void Executor::point(const Point& step, Applied& applied) {
   const auto back = [&arena, &region, before = region.target, was_pending] {
     Pointer(arena).layer(region, before);
     region.target = before;
+    ++region.targets;
     region.pending = was_pending;
   };
   change(back, step.pages, [&] {
     Pointer(arena).layer(region, step.pages);
     region.target.swap(target);
+    ++region.targets;
     region.pending = false;
   });
   ++applied.points_done;
@@ -422,7 +434,7 @@ void Executor::undo_all() {
 
 void Executor::rollback() {
   refuse_fork(arena_->fork_generation_);
-  std::lock_guard<std::mutex> lock(arena_->mutex_);
+  const Arena::Both locks(*arena_);
   if (!arena_->undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
   arena_->undecided_ = false;
   undo_all();
@@ -430,7 +442,6 @@ void Executor::rollback() {
 
 bool Executor::undecided() const {
   refuse_fork(arena_->fork_generation_);
-  std::lock_guard<std::mutex> lock(arena_->mutex_);
   return arena_->undecided_;
 }
 

@@ -49,27 +49,51 @@ std::exception_ptr Executor::await(EventHandle after) noexcept {
   }
 }
 
+// The region shows its present target. `targets`: which one that is, known whatever fails later.
+void Executor::repoint(RegionId id, std::uint64_t& targets) {
+  const std::lock_guard<std::mutex> pointing(arena_->pointing_mutex_);
+  std::vector<PageId> target;
+  {
+    const std::lock_guard<std::mutex> tables(arena_->mutex_);
+    const Region& region = arena_->region(id);
+    targets = region.targets;
+    arena_->guard();
+    target = region.target;
+  }
+  Pointer(*arena_, Pointer::Tables::free).layer(arena_->region(id), target);
+}
+
 void Executor::run(Job& job, std::exception_ptr error) noexcept {
   // Whatever is thrown: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
   job.error = std::move(error);
   if (!job.error) job.after = 0;  // seen complete: a second try has nothing to wait for, and the event may be another's by then
-  std::lock_guard<std::mutex> lock(arena_->mutex_);
-  try {
-    if (!job.error) {
-      arena_->guard();
-      Region& region = arena_->region(job.region);
-      Pointer(*arena_).layer(region, region.target);
-      region.pending = false;
-    }
-  } catch (...) {
-    job.error = std::current_exception();
-  }
-  if (!job.observer) return;
+  std::uint64_t targets = 0;
+  // Under the lock of the tables: whether the region's target is still the one that this job was about. The region is settled then,
+  // if nothing failed. One that has gone is nobody's: whatever is said of it is as good as any.
+  const auto current = [&] {
+    const std::lock_guard<std::mutex> tables(arena_->mutex_);
+    const auto found = arena_->regions_.find(job.region);
+    if (found == arena_->regions_.end()) return true;
+    if (found->second.targets != targets) return false;
+    if (!job.error) found->second.pending = false;
+    return true;
+  };
+  const std::function<bool()> asked(std::ref(current));  // allocates nothing
   if (job.error) {
-    job.observer->failed(job.layer, job.error);
-  } else {
-    job.observer->released(job.layer);
+    const std::lock_guard<std::mutex> tables(arena_->mutex_);
+    const auto found = arena_->regions_.find(job.region);
+    if (found != arena_->regions_.end()) targets = found->second.targets;
   }
+  while (!job.error) {
+    try {
+      repoint(job.region, targets);
+      if (job.observer ? job.observer->released(job.layer, asked) : asked()) return;
+    } catch (...) {
+      job.error = std::current_exception();
+    }
+  }
+  // Where it is told in vain, a plan has set another target since, and its own step comes later.
+  if (job.observer) job.observer->failed(job.layer, job.error, asked);
 }
 
 void Executor::work() noexcept {

@@ -1,7 +1,12 @@
-// Which pages a view shows: the only code that changes a mapping. Used by Arena (set-up) and Executor (plans).
-// Every function: pre: the arena's lock is held. Whole, or nothing and a typed error; ArenaBroken if undoing fails.
+// Which pages a view shows: the only code that changes a mapping. Used by Arena (set-up) and Executor (plans, and its worker).
+// Every function: pre: the arena's pointing lock is held. Whole, or nothing and a typed error; ArenaBroken if undoing fails.
+//
+// The driver is called with or without the lock of the tables: set-up calls and plans hold both; the worker holds the pointing
+// lock alone, so that nobody who only looks waits for a driver, and this class takes the tables for as long as it takes to write
+// down what a call has done. Views are read here without that lock: who writes them holds the pointing lock as well (arena.h).
 #pragma once
 
+#include <mutex>
 #include <vector>
 
 #include "remap/arena.h"
@@ -10,18 +15,36 @@ namespace remap {
 
 class Pointer {
  public:
-  explicit Pointer(Arena& arena) : arena_(arena) {}
+  // Whether the caller holds the lock of the tables.
+  enum class Tables { held, free };
+  explicit Pointer(Arena& arena, Tables tables = Tables::held) : arena_(arena), tables_(tables) {}
 
   // A layer's region, as a whole. With can_exchange(): one exchange with a parked view that shows `pages` already; the view
-  // is made first if there is none. Otherwise unmap, map, one set_access.
+  // is made first if there is none. Otherwise slots().
   void layer(Region& region, const std::vector<PageId>& pages);
-  // Slots of a ring region; kNoPage leaves a slot empty.
+  // Slots of a region; kNoPage leaves a slot empty. Those that change are unmapped and mapped in pieces of a few pages, each with
+  // one set_access: a driver holds locks of its own meanwhile, for which kernel launches may have to wait.
   void slots(View& view, std::size_t first_slot, const std::vector<PageId>& pages);
   // The parked view that shows `pages`, made if there is none.
   View& parked(Region& region, const std::vector<PageId>& pages);
+  // Slots with nothing behind them show `pages`; kNoPage leaves one as it is.
+  void map(View& view, std::size_t first_slot, const std::vector<PageId>& pages);
+  // Nothing is behind these slots any more.
+  void unmap(View& view, std::size_t first_slot, std::size_t count);
 
  private:
+  void piece(View& view, std::size_t first_slot, const std::vector<PageId>& pages);
+  // Makes a change of the tables under their lock.
+  template <typename Change>
+  void write(Change&& change) {
+    std::unique_lock<std::mutex> lock(arena_.mutex_, std::defer_lock);
+    if (tables_ == Tables::free) lock.lock();
+    change();
+  }
+  [[noreturn]] void fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages);
+
   Arena& arena_;
+  const Tables tables_;
 };
 
 }  // namespace remap

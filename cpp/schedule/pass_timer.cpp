@@ -35,7 +35,7 @@ EventHandle PassTimer::acquire() {
   if (free_.empty()) {
     if (made_ == kEvents) return 0;
     if (free_.capacity() <= made_) free_.reserve(2 * made_ + 16);  // give_back() never allocates
-    const EventHandle event = backend_.create_event();
+    const EventHandle event = backend_.create_event(true);
     ++made_;
     return event;
   }

@@ -203,7 +203,7 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   const std::size_t wanted = std::min(kTickets, std::size_t{2} * buffers + reloads.size());
   while (s.free.size() < wanted) s.grow();
   const StreamHandle copies = s.stream.load(std::memory_order_relaxed);
-  while (s.spare.size() < buffers) s.spare.push_back(s.backend->create_event());  // kept, whatever happens
+  while (s.spare.size() < buffers) s.spare.push_back(s.backend->create_event(false));  // kept, whatever happens
   // Readers of memory that leaves the ring: it may be part of what is written next. Of a buffer that stays, pages may have
   // come home with a part.
   for (std::size_t old = 0; old < s.slots.size(); ++old) {

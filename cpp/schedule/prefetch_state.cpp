@@ -18,9 +18,7 @@ void Prefetcher::State::grow() {
   auto ticket = std::make_unique<Ticket>();
   pool.reserve(pool.size() + 1);
   free.reserve(pool.size() + 1);
-  if (half == 0) half = backend->create_event();
-  ticket->end = backend->create_event();
-  ticket->start = std::exchange(half, 0);
+  ticket->end = backend->create_event(false);
   free.push_back(ticket.get());
   pool.push_back(std::move(ticket));
 }
@@ -28,13 +26,14 @@ void Prefetcher::State::grow() {
 Ticket* Prefetcher::State::acquire() {
   collect();
   if (free.empty()) {
-    // A copy that nobody waits for any more (its buffer was filled again since) is only there to be timed.
+    // A copy that nobody waits for any more (its buffer was filled again since) need not be followed.
     const auto stolen = std::find_if(in_flight.begin(), in_flight.end(), [](Ticket* t) { return t->refs == 1; });
     if (pool.size() < kTickets || stolen == in_flight.end()) {
       grow();
     } else {
       Ticket* ticket = *stolen;
       in_flight.erase(stolen);
+      if (sample.ticket == ticket) sample.ticket = nullptr;
       unref(ticket);
     }
   }
@@ -61,16 +60,51 @@ void Prefetcher::State::collect() noexcept {
     while (!in_flight.empty() && !broken && poll(in_flight.front())) {
       Ticket* ticket = in_flight.front();
       in_flight.pop_front();
-      try {
-        stats.copy_s += backend->elapsed(ticket->start, ticket->end);
-        stats.timed_bytes += ticket->bytes;
-      } catch (const Error&) {
-        // Not timed; the copy itself is good.
+      if (sample.ticket == ticket) {
+        sample.ticket = nullptr;
+        try {
+          stats.copy_s += backend->elapsed(sample.start, sample.end);
+          stats.timed_bytes += ticket->bytes;
+        } catch (const Error&) {
+          // Not timed; the copy itself is good.
+        }
       }
       unref(ticket);
     }
   } catch (const Error&) {
     // poll() has kept it in `broken`.
+  }
+}
+
+bool Prefetcher::State::begin_sample(StreamHandle copies) noexcept {
+  if (sample.ticket != nullptr) return false;
+  try {
+    if (sample.start == 0) sample.start = backend->create_event(true);
+    if (sample.end == 0) sample.end = backend->create_event(true);
+    backend->record(sample.start, copies);
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+void Prefetcher::State::end_sample(StreamHandle copies, const Ticket* ticket) noexcept {
+  try {
+    backend->record(sample.end, copies);
+    sample.ticket = ticket;
+  } catch (...) {
+    sample.ticket = nullptr;
+  }
+}
+
+void Prefetcher::State::enqueue(StreamHandle copies, std::byte* to, const std::byte* from, std::size_t bytes, bool& enqueued) {
+  const std::size_t chunk = chunk_bytes == 0 ? bytes : std::min(chunk_bytes, bytes);
+  for (std::size_t at = 0; at < bytes; at += chunk) {
+    const std::size_t size = std::min(chunk, bytes - at);
+    // What it writes is copied over by the chunk that follows it on the same stream.
+    if (at != 0) backend->fill(copies, to + at, 0, std::min(size, kGap));
+    backend->copy(copies, to + at, from + at, size);
+    enqueued = true;
   }
 }
 
@@ -88,13 +122,14 @@ Ticket* Prefetcher::State::issue(LayerId layer, std::size_t first, std::size_t b
     if (readers != nullptr) {
       for (const Reader& reader : *readers) backend->stream_wait(copies, reader.event);
     }
-    backend->record(ticket->start, copies);
-    backend->copy(copies, to, memory.master + first, bytes);
-    enqueued = true;
+    const bool timed = begin_sample(copies);
+    enqueue(copies, to, memory.master + first, bytes, enqueued);
+    if (timed) end_sample(copies, ticket);  // before the copy's own event: complete when that is
     backend->record(ticket->end, copies);
   } catch (...) {
     // A copy whose end nobody can see: only destroying the stream waits for it.
     if (enqueued) broken = std::current_exception();
+    if (sample.ticket == ticket) sample.ticket = nullptr;
     if (listed) in_flight.pop_back();
     unref(ticket);
     throw;
@@ -185,6 +220,7 @@ void Prefetcher::State::recover() {
   schedule.forget();
   for (Ticket* ticket : in_flight) unref(ticket);
   in_flight.clear();
+  sample.ticket = nullptr;
   for (Slot& slot : slots) unref(std::exchange(slot.ready, nullptr));
   for (Reload& reload : reloads) unref(std::exchange(reload.ticket, nullptr));
   broken = nullptr;
@@ -210,7 +246,7 @@ void Prefetcher::State::record_reader(Slot& slot, StreamHandle reader_stream) {
   slot.readers.reserve(slot.readers.size() + 1);
   if (spare.empty()) {
     spare.reserve(1);
-    spare.push_back(backend->create_event());
+    spare.push_back(backend->create_event(false));
   }
   backend->record(spare.back(), reader_stream);
   slot.readers.push_back({reader_stream, spare.back()});

@@ -54,20 +54,29 @@ inline constexpr std::uint8_t kHeld = 4;
 inline constexpr std::uint8_t kFailed = 8;
 inline constexpr std::uint8_t kUnwaited = 16;  // only in a pass: it was not 0 when the pass began, and nobody has waited for it
 
-// Copies whose completion was not yet seen, at most; beyond, the oldest of them are not timed.
+// Copies whose completion was not yet seen, at most; beyond, the oldest of them are not followed.
 inline constexpr std::size_t kTickets = 256;
 // How long a wait stays inside the backend before it looks around again.
 inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(20);
 
+// Bytes that the fill between two chunks of a copy writes.
+inline constexpr std::size_t kGap = 4;
+
 inline double seconds(Clock::duration duration) { return std::chrono::duration<double>(duration).count(); }
 
-// The two events around one copy. In use while refs > 0; recorded anew only when it is 0 (or stolen, see acquire()).
+// The event behind one copy. In use while refs > 0; recorded anew only when it is 0 (or stolen, see acquire()).
 struct Ticket {
-  EventHandle start = 0;
   EventHandle end = 0;
   std::size_t bytes = 0;
   unsigned refs = 0;
   bool complete = false;
+};
+
+// The copy that is being timed: one at a time, so that most copies of a busy stream carry no event but their own.
+struct Sample {
+  EventHandle start = 0;
+  EventHandle end = 0;
+  const Ticket* ticket = nullptr;  // null: none
 };
 
 struct Reader {
@@ -106,6 +115,7 @@ using namespace prefetch;
 struct Prefetcher::State {
   std::shared_ptr<Backend> backend;
   std::vector<LayerMemory> layers;
+  std::size_t chunk_bytes = 0;  // 0: a copy is one
   std::atomic<std::uint8_t>* states = nullptr;
 
   mutable std::mutex mutex;
@@ -130,8 +140,8 @@ struct Prefetcher::State {
   std::vector<Ticket*> free;
   std::deque<Ticket*> in_flight;  // in the copy stream's order
   std::vector<EventHandle> spare;
-  // Left over where the next call failed, and used first when it is tried again: destroying them there might fail as well.
-  EventHandle half = 0;           // an event for half a ticket
+  Sample sample;
+  // Left over where the next call failed, and used first when it is tried again: destroying it there might fail as well.
   StreamHandle next_stream = 0;   // a copy stream that has not taken over
   std::exception_ptr broken;  // the copy stream's error
 
@@ -147,10 +157,15 @@ struct Prefetcher::State {
   bool poll(Ticket* ticket);
   // Takes what is complete off the list, without blocking. An error is kept for those who wait.
   void collect() noexcept;
+  // The next copy will be timed, if none is being timed. A failure here fails no copy: it stays untimed.
+  bool begin_sample(StreamHandle copies) noexcept;
+  void end_sample(StreamHandle copies, const Ticket* ticket) noexcept;
 
   // ---- copies ----------------------------------------------------------------------------------------------------
   // Post: a ticket with one reference for the caller. If it throws, the target's contents are unknown.
   Ticket* issue(LayerId layer, std::size_t first, std::size_t bytes, std::byte* to, const std::vector<Reader>* readers);
+  // The copy itself, in chunks. `enqueued`: whether some of it is on its way, also on an error.
+  void enqueue(StreamHandle copies, std::byte* to, const std::byte* from, std::size_t bytes, bool& enqueued);
   void issue_ring(const LayerSchedule::Copy& copy);
   void issue_reload(Reload& reload) {
     reload.ticket = issue(reload.layer, reload.first, reload.bytes, layers[reload.layer].region + reload.first, nullptr);

@@ -5,7 +5,7 @@
 
 namespace remap {
 
-Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers)
+Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers, std::size_t chunk_bytes)
     : count_(layers.size()),
       states_(std::make_unique<std::atomic<std::uint8_t>[]>(layers.size())),
       state_(std::make_unique<State>()) {
@@ -23,6 +23,7 @@ Prefetcher::Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory
   State& s = *state_;
   s.backend = std::move(backend);
   s.layers = std::move(layers);
+  s.chunk_bytes = chunk_bytes;
   s.states = states_.get();
   s.position.resize(count_);
   s.errors.resize(count_);
@@ -52,13 +53,13 @@ void Prefetcher::close() {
   s.stream.store(stream, std::memory_order_relaxed);
   give_back(s.next_stream, &Backend::destroy_stream);
   for (const auto& ticket : s.pool) {
-    give_back(ticket->start, &Backend::destroy_event);
     give_back(ticket->end, &Backend::destroy_event);
   }
   for (Slot& slot : s.slots) {
     for (Reader& reader : slot.readers) give_back(reader.event, &Backend::destroy_event);
   }
-  give_back(s.half, &Backend::destroy_event);
+  give_back(s.sample.start, &Backend::destroy_event);
+  give_back(s.sample.end, &Backend::destroy_event);
   for (EventHandle& event : s.spare) give_back(event, &Backend::destroy_event);
   if (first) std::rethrow_exception(first);
 }
@@ -79,24 +80,28 @@ Prefetcher::~Prefetcher() {
   }
 }
 
-void Prefetcher::released(LayerId layer) noexcept {
-  if (layer >= count_) return;
+bool Prefetcher::released(LayerId layer, const std::function<bool()>& current) noexcept {
+  if (layer >= count_) return true;
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
+  if (current && !current()) return false;
   s.errors[layer] = nullptr;  // re-pointing failed before, and was tried again
   if (s.simulator) s.released_s[layer] = s.simulator->now();
   s.set(layer, static_cast<std::uint8_t>(s.get(layer) & ~(kHeld | kFailed)));
   s.pump();
   s.changed.notify_all();
+  return true;
 }
 
-void Prefetcher::failed(LayerId layer, std::exception_ptr error) noexcept {
-  if (layer >= count_) return;
+bool Prefetcher::failed(LayerId layer, std::exception_ptr error, const std::function<bool()>& current) noexcept {
+  if (layer >= count_) return true;
   State& s = *state_;
   const std::lock_guard<std::mutex> lock(s.mutex);
+  if (current && !current()) return false;
   s.errors[layer] = std::move(error);
   s.set(layer, static_cast<std::uint8_t>((s.get(layer) & ~kHeld) | kFailed));
   s.changed.notify_all();
+  return true;
 }
 
 void Prefetcher::begin_pass(StreamHandle stream) {

@@ -68,8 +68,12 @@ inline remap::Step point(remap::RegionId region, std::vector<remap::PageId> page
 class Released final : public remap::PointObserver {
  public:
   explicit Released(std::shared_ptr<remap::Prefetcher> prefetcher) : prefetcher_(std::move(prefetcher)) {}
-  void released(std::uint32_t layer) noexcept override { prefetcher_->released(layer); }
-  void failed(std::uint32_t layer, std::exception_ptr error) noexcept override { prefetcher_->failed(layer, error); }
+  bool released(std::uint32_t layer, const std::function<bool()>& current) noexcept override {
+    return prefetcher_->released(layer, current);
+  }
+  bool failed(std::uint32_t layer, std::exception_ptr error, const std::function<bool()>& current) noexcept override {
+    return prefetcher_->failed(layer, error, current);
+  }
 
  private:
   std::shared_ptr<remap::Prefetcher> prefetcher_;
@@ -110,7 +114,7 @@ class Engine {
       page_bytes = std::max(page_bytes, backend->granularity());  // 2 MiB on a GPU
       stream = backend->create_stream();  // an engine that has a CUstream: adopt_stream()
     }
-    computed = backend->create_event();
+    computed = backend->create_event(false);
     // Creates all pages now. Nothing that comes later creates or destroys one.
     arena = std::make_shared<remap::Arena>(backend, remap::ArenaOptions{pages * page_bytes, page_bytes, mode});
     executor = std::make_unique<remap::Executor>(arena);

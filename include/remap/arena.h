@@ -20,6 +20,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -127,6 +128,7 @@ struct Region {
   View view;                        // the address that tensors live at: never changes
   std::vector<PageId> home;         // layer: its own pages
   std::vector<PageId> target;       // layer: what view shows, or will once the deferred step is done
+  std::uint64_t targets = 0;        // layer: how often a plan, or its undoing, has set it
   std::vector<View> parked;         // layer, where the backend can exchange: ready-made views to swap with
   bool pending = false;             // layer: a deferred step will make view show target
   std::vector<PageId> designated;   // kv: the page that stands at each slot whenever the slot is mapped
@@ -220,12 +222,25 @@ class Arena : public std::enable_shared_from_this<Arena> {
   friend class Executor;
   friend class Pointer;
 
-  void guard() const;                    // pre: lock held; ForkedProcess, closed, ArenaBroken
-  Region& region(RegionId id);           // pre: lock held; InvalidArgument
+  // Two locks, always taken in this order, and who may do what:
+  //   pointing_mutex_  whoever changes what an address shows: it is held through the driver's calls, which may take milliseconds.
+  //   mutex_           the tables. The re-pointing worker holds it only to read what is wanted and to write down what it has done.
+  // What views there are and what they show (regions_, View::shown, parked, designated, slot_of, leftovers_) is written by holders
+  // of both, so a holder of either may read it. All other tables are mutex_'s alone. epoch_, broken_, closed_ and undecided_ are
+  // written under mutex_ and read without a lock: a step or a pass that only looks waits for nobody.
+  // Set-up calls and plans that map or unmap in apply() hold both until they return: a check, the change and the bookkeeping are
+  // one step, and the time is their caller's own. Plans that call no driver (growing, in aliased mode) take mutex_ alone.
+  struct Both {
+    explicit Both(Arena& arena) : pointing(arena.pointing_mutex_), tables(arena.mutex_) {}
+    std::lock_guard<std::mutex> pointing;
+    std::lock_guard<std::mutex> tables;
+  };
+
+  // Pre of all below: mutex_ is held. Where a mapping changes: both are.
+  void guard() const;                    // ForkedProcess, closed, ArenaBroken
+  Region& region(RegionId id);           // InvalidArgument. (Either lock will do.)
   const Region& region(RegionId id) const;
   RegionId add_region(RegionKind kind, TenantId tenant, const std::string& name, std::size_t slots);
-  void map_slots(View& view, std::size_t first_slot, const std::vector<PageId>& pages);    // whole or nothing
-  void unmap_slots(View& view, std::size_t first_slot, std::size_t count);
   std::byte* slot_address(const View& view, std::size_t slot) const { return view.address + slot * options_.page_bytes; }
   const Region* kv_region_of(TenantId tenant) const;
   void release_region(Region& region);
@@ -242,7 +257,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void release_leftovers();
   static void require_tenant(TenantId tenant);
   void require_pages(const std::vector<PageId>& pages) const;
-  void refuse_registered(RegionId id) const;  // pre: lock held; InvalidState if the region lies in a declared range
+  void refuse_registered(RegionId id) const;  // InvalidState if the region lies in a declared range
+  [[noreturn]] void fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages);
 
   // ---- zeroing: cleansing.cpp; all pre: lock held --------------------------------------------------------------
   bool is_unclean(PageId id, TenantId tenant) const;
@@ -255,10 +271,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // The same by fills on ordering.zero_on, without waiting. `enqueued`: the pages whose fill is on its way, also on an error.
   std::size_t cleanse_on(const std::vector<Unclean>& pages, const Ordering& ordering, std::vector<PageId>& enqueued);
   void undo_fills(StreamHandle zero_on, const std::vector<PageId>& enqueued);
-  [[noreturn]] void fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages);
 
   std::shared_ptr<Backend> backend_;
   ArenaOptions options_;
+  std::mutex pointing_mutex_;
   // One lock for all tables: they change a few times a second at most, and never per layer. The engine's hot path
   // (Prefetcher::wait and done) does not take it.
   mutable std::mutex mutex_;
@@ -270,11 +286,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   StreamHandle fill_stream_ = 0;  // made when a page first changes tenant, or becomes free behind an event
   EventHandle fill_event_ = 0;
   bool gathered_ = false;         // fill_stream_ may still wait for somebody; fill_event_ is behind them all
-  std::uint64_t epoch_ = 1;
-  bool undecided_ = false;  // a plan is applied, and neither committed nor rolled back
+  std::atomic<std::uint64_t> epoch_{1};
+  std::atomic<bool> undecided_{false};  // a plan is applied, and neither committed nor rolled back
   std::vector<TenantId> undecided_of_;  // the tenants that it names
-  bool broken_ = false;
-  bool closed_ = false;
+  std::atomic<bool> broken_{false};
+  std::atomic<bool> closed_{false};
   unsigned fork_generation_ = 0;
 };
 

@@ -169,7 +169,8 @@ class Backend {
   virtual void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) = 0;
 
   // ---- events --------------------------------------------------------------------------------------------------
-  virtual EventHandle create_event() = 0;
+  // timed: elapsed() can ask it. An event that only orders costs the device less.
+  virtual EventHandle create_event(bool timed) = 0;
   // Allowed while recorded work is pending: the event is forgotten, the work goes on.
   virtual void destroy_event(EventHandle event) = 0;
   // The event completes when all earlier work of the stream has. Recording again starts it anew.
@@ -181,7 +182,7 @@ class Backend {
   virtual bool query(EventHandle event) = 0;
   // Blocks until complete or `timeout` has passed; says whether it is complete. Throws the stream's error.
   virtual bool synchronize(EventHandle event, std::chrono::nanoseconds timeout) = 0;
-  // Seconds between two completed events; invalid_state if one was never recorded or is not complete.
+  // Seconds between two completed events; invalid_state if one was never recorded, is not complete, or was not made for that.
   virtual double elapsed(EventHandle from, EventHandle to) = 0;
 };
 

@@ -31,12 +31,19 @@
 
 namespace remap {
 
-// Told by the worker when a layer's region shows its target (Prefetcher is behind it in this library).
+// Told by the worker when a layer's region shows its target (Prefetcher is behind it in this library). No lock of the arena's or
+// the executor's is held then: what the observer does next, enqueueing copies say, may take its time.
+//
+// Meanwhile a plan may have been applied that points the layer elsewhere, and the layer be held for that. So the observer asks
+// `current`, under the lock that orders its own holds: false says that what it is told is of the past, and it changes nothing.
+// Where it is true a plan that comes later finds the observer's lock taken, and its hold comes behind. `current` takes the lock of
+// the arena's tables for a moment and throws nothing.
 class PointObserver {
  public:
   virtual ~PointObserver() = default;
-  virtual void released(std::uint32_t layer) noexcept = 0;
-  virtual void failed(std::uint32_t layer, std::exception_ptr error) noexcept = 0;
+  // Both return what `current` said.
+  virtual bool released(std::uint32_t layer, const std::function<bool()>& current) noexcept = 0;
+  virtual bool failed(std::uint32_t layer, std::exception_ptr error, const std::function<bool()>& current) noexcept = 0;
 };
 
 class Executor {
@@ -89,11 +96,16 @@ class Executor {
     std::uint64_t commit = 0;  // which one it came with
     std::exception_ptr error;
   };
-  bool admit(const Plan& plan);
+  // What applying a plan takes.
+  struct Needs {
+    bool points = false;  // apply() itself maps or unmaps
+    bool unmaps = false;  // and somebody may still use what it unmaps, or changes at once
+  };
+  Needs admit(const Plan& plan);
   void set_owner(const SetOwner& step, Applied& applied);
   void point(const Point& step, Applied& applied);
   void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
-  bool validate(const Plan& plan);
+  Needs validate(const Plan& plan);
   void require_backed(const Plan& plan) const;
   void refuse_mixing(PageId id, TenantId after, Owner to) const;
   void refuse_registered(const SetOwner& move) const;
@@ -105,10 +117,11 @@ class Executor {
   void work() noexcept;
   std::exception_ptr await(EventHandle after) noexcept;
   void run(Job& job, std::exception_ptr error) noexcept;
+  void repoint(RegionId id, std::uint64_t& targets);
   void retry(std::list<Job>& jobs);
 
   std::shared_ptr<Arena> arena_;
-  // Guarded by arena_->mutex_: the plan between apply() and commit() (Arena::undecided_).
+  // Guarded by arena_->mutex_, the lock of the tables: the plan between apply() and commit() (Arena::undecided_).
   std::vector<Point> deferred_;
   std::vector<Unclean> unclean_;  // what it has to zero
   struct Undo {
@@ -126,9 +139,9 @@ class Executor {
   std::vector<Moved> moved_;
   std::uint64_t validation_ = 0;
 
-  // Guarded by queue_mutex_: jobs for the worker. It takes a job out, lets go of this lock, then takes arena_->mutex_ to
-  // re-point. A job always points its region to the region's *present* target, and tells its observer before it lets go of
-  // arena_->mutex_: a plan applied later takes that lock first, so no stale "released" can follow its hold.
+  // Guarded by queue_mutex_: jobs for the worker. It takes a job out, lets go of this lock, and re-points under the arena's
+  // pointing lock. A job always points its region to the region's *present* target, and again if a plan has changed that
+  // meanwhile: who used the region before it was held is behind the event that the job came with, and nobody has used it since.
   mutable std::mutex queue_mutex_;
   std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
   // Lists: a job changes its list without being allocated anew, so none is lost when memory runs out.

@@ -16,6 +16,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <vector>
 
@@ -63,7 +64,8 @@ struct PrefetchStats {
   std::uint64_t abandoned = 0;        // begun, never completed
   std::uint64_t copies = 0;
   std::uint64_t copied_bytes = 0;
-  double copy_s = 0;                  // time in which copies ran, measured by events, of the copies known to be complete
+  double copy_s = 0;                  // time in which copies ran, measured by events, of copies known to be complete: of one in
+                                      // flight at a time, so of all of them only where they do not queue
   std::uint64_t timed_bytes = 0;      // bytes of those copies: timed_bytes / copy_s is the bandwidth
   std::uint64_t misses = 0;           // waits that found their layer not even issued (used out of order)
   double stall_s = 0;                 // time that computations waited for layers, all passes: what blocked the caller, and of
@@ -85,7 +87,11 @@ struct PassTiming {
 // In a forked child every call throws ForkedProcess, and the end of the object does nothing.
 class Prefetcher {
  public:
-  Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers);
+  // chunk_bytes: 0, or a copy of more than so many bytes is enqueued in pieces of that, with a fill of a few bytes between two.
+  // A device's copy engine serves one direction first come, first served, whatever the streams' priorities, and goes on with a
+  // stream as long as that has copies ready: so a layer's copy keeps everybody else's waiting for its whole length. The fill, which
+  // is not the copy engine's work, is where others get in (torchrec #4315, #4339).
+  Prefetcher(std::shared_ptr<Backend> backend, std::vector<LayerMemory> layers, std::size_t chunk_bytes = 0);
   ~Prefetcher();
   // Gives the copy stream and all events back; called by the destructor too. Pre: no other call is in progress, and nobody uses
   // copy_stream() any more. Throws the first error when all were tried; what could not be given back is tried by the next call.
@@ -102,10 +108,11 @@ class Prefetcher {
   // Copies already issued into memory that leaves the ring (or into a reloaded layer's region) may still be running:
   // drain(), or an event recorded on copy_stream(), orders its next writer or re-pointing behind them.
   void configure(const StreamConfiguration& configuration);
-  // A held layer's region now shows what the configuration says (called by the re-pointing worker).
-  void released(LayerId layer) noexcept;
+  // A held layer's region now shows what the configuration says (called by the re-pointing worker). `current` is asked first,
+  // under the lock that configure() takes: where it says false nothing happens. Both return what it said; without one, true.
+  bool released(LayerId layer, const std::function<bool()>& current = nullptr) noexcept;
   // Re-pointing failed: wait(layer) throws this error until the layer is configured again.
-  void failed(LayerId layer, std::exception_ptr error) noexcept;
+  bool failed(LayerId layer, std::exception_ptr error, const std::function<bool()>& current = nullptr) noexcept;
 
   // Begins a pass; an unfinished pass before it counts as abandoned and its leftovers are used or overwritten.
   // stream == 0: the calling thread computes. Otherwise the stream does, behind whatever it has to do by now, and wait() and

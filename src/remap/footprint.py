@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["PAGE_SIZES", "Footprint", "footprint"]
+__all__ = ["DEVICE_PAGE_SIZES", "DEVICE_WASTE", "PAGE_SIZES", "Footprint", "footprint"]
 
 PAGE_SIZES = (2**21, 2**20, 2**19, 2**18, 2**17, 2**16)
-"""Where pages may be any size: from the usual one down."""
+"""On the CPU, where pages may be any size: from the usual one down."""
+DEVICE_PAGE_SIZES = (2**25, 2**24, 2**23, 2**22, 2**21)
+"""On a device, whose driver is called for every page that a layer's region is pointed at: from large down to its granularity.
+PyTorch takes device memory in segments of 20 MiB where large tensors live."""
+DEVICE_WASTE = 0.03
+"""Share of the weights that large pages may cost on a device, in rounding up to whole pages."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +41,23 @@ class Footprint:
         """Pages of the whole model."""
         return sum(self.layer_pages(page_bytes)) + -(-self.rest_bytes // page_bytes)
 
-    def page_size(self, waste: float = 0.01) -> int:
-        """The largest of PAGE_SIZES at which rounding up to whole pages costs at most `waste` of the model, or the smallest."""
-        for size in PAGE_SIZES:
-            if self.pages(size) * size <= (1 + waste) * self.nbytes:
+    def waste(self, page_bytes: int) -> float:
+        """Share of the model's bytes that rounding up to whole pages costs."""
+        taken = self.pages(page_bytes) * page_bytes
+        return taken / self.nbytes - 1 if self.nbytes else math.inf if taken else 0.0
+
+    def page_size(self, device: str = "cpu", *, ranges: int = 1) -> int:
+        """Bytes of a page that suits the model: the largest at which rounding costs little, or the smallest there is.
+
+        device: "cpu": PAGE_SIZES, 1 % of the model; any other: DEVICE_PAGE_SIZES, DEVICE_WASTE. ranges: ranges of addresses
+        that a KV cache grows in at once, a page in each (2 x layers in the layer_major layout): together no more than a layer.
+        """
+        sizes, most = (PAGE_SIZES, 0.01) if device.partition(":")[0] == "cpu" else (DEVICE_PAGE_SIZES, DEVICE_WASTE)
+        layer = max(self.layer_bytes, default=0)
+        for size in sizes:
+            if self.waste(size) <= most and (ranges == 1 or ranges * size <= layer):
                 return size
-        return PAGE_SIZES[-1]
+        return sizes[-1]
 
 
 def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = ()) -> Footprint:

@@ -62,7 +62,7 @@ class Streams:
         with self._lock:
             event = next((each for each in self._events if each not in self._recording and self._complete(each)), 0)
             if event == 0:
-                self._events.append(self.backend.create_event())
+                self._events.append(self.backend.create_event(timed=False))
                 event = self._events[-1]
             self._recording.add(event)
         # Without the lock: while the stream's queue is full a driver blocks here, and other tenants' passes begin meanwhile.

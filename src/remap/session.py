@@ -66,7 +66,11 @@ class Session:
     (a named machine in virtual time, see devices.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults). page_bytes: a
     power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
-    copy_threads: on the CPU, threads that share one copy.
+    `remap.footprint.footprint(model).page_size("cuda")` gives a size that suits a model: a driver is called for every page that
+    a layer is pointed at. copy_threads: on the CPU, threads that share one copy.
+
+    copy_chunk_bytes: copies of layers go in chunks of so many bytes, between which copies of others get in: for engines that copy
+    their inputs to the device themselves, and would wait for a layer of hundreds of MB. None or 0: a layer's copy is one.
 
     On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
     of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
@@ -87,6 +91,7 @@ class Session:
         *,
         mode: str = "aliased",
         page_bytes: int | str = "2MiB",
+        copy_chunk_bytes: int | str | None = None,
         backend: Any = None,
         controller: ControllerConfig | None = None,
         copy_threads: int = 1,
@@ -95,6 +100,7 @@ class Session:
         host_budget: int | str | None = None,
     ) -> None:
         size, page = parse_size(capacity, "capacity"), parse_size(page_bytes, "page_bytes")
+        self._copy_chunk_bytes = 0 if copy_chunk_bytes is None else parse_size(copy_chunk_bytes, "copy_chunk_bytes")
         if mode not in ("aliased", "strict"):
             raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
         if page == 0 or size < page:

@@ -92,6 +92,7 @@ def _admit(
             arena,
             source.keep_alive,
         ),  # its copies read the one and write to the other, in whatever order a session is collected
+        chunk_bytes=session._copy_chunk_bytes,
     )
     compute = ComputeStream(streams, session._device)
     mover = functools.partial(changes.move_bytes, compute)

@@ -55,7 +55,7 @@ void threads_share_one_backend() {
     std::byte* b = backend->reserve(bytes, kPage);
     std::byte* master = backend->allocate_host(bytes);
     const StreamHandle stream = backend->create_stream();
-    const EventHandle event = backend->create_event();
+    const EventHandle event = backend->create_event(true);
     for (std::size_t round = 0; round < kRounds; ++round) {
       const auto cookie = static_cast<std::byte>(1 + thread * 16 + round % 16);
       std::vector<PageHandle> pages;
@@ -131,8 +131,8 @@ void a_pipeline_sees_every_copy_whole() {
   std::vector<std::byte> masters[4];
   for (std::size_t i = 0; i < 4; ++i) masters[i].assign(kBytes, static_cast<std::byte>(i + 1));
   const StreamHandle copies = backend->create_stream(), compute = backend->create_stream();
-  EventHandle arrived[2] = {backend->create_event(), backend->create_event()};
-  EventHandle used[2] = {backend->create_event(), backend->create_event()};
+  EventHandle arrived[2] = {backend->create_event(true), backend->create_event(true)};
+  EventHandle used[2] = {backend->create_event(true), backend->create_event(true)};
   for (std::size_t layer = 0; layer < kLayers; ++layer) {
     const std::size_t slot = layer % 2;
     backend->stream_wait(copies, used[slot]);
@@ -150,7 +150,7 @@ void several_streams_share_the_copy_threads() {
   on_threads(4, [&](std::size_t thread) {
     std::vector<std::byte> from(kBytes), to(kBytes);
     const StreamHandle stream = backend->create_stream();
-    const EventHandle event = backend->create_event();
+    const EventHandle event = backend->create_event(true);
     for (int round = 0; round < 12; ++round) {
       std::fill(from.begin(), from.end(), static_cast<std::byte>(thread * 20 + static_cast<std::size_t>(round)));
       backend->copy(stream, to.data(), from.data(), kBytes);
@@ -168,7 +168,7 @@ void streams_that_wait_for_each_other_always_end() {
   std::vector<StreamHandle> streams;
   std::vector<EventHandle> events;
   for (int i = 0; i < 4; ++i) streams.push_back(backend->create_stream());
-  for (int i = 0; i < 8; ++i) events.push_back(backend->create_event());
+  for (int i = 0; i < 8; ++i) events.push_back(backend->create_event(true));
   std::vector<std::vector<std::byte>> targets(4, std::vector<std::byte>(4096));
   on_threads(4, [&](std::size_t thread) {
     std::mt19937 random(static_cast<unsigned>(thread) + 100);
@@ -193,7 +193,7 @@ void failures_never_leave_anybody_waiting() {
   fault->fail_async_copy(7, false);
   on_threads(4, [&](std::size_t thread) {
     std::vector<std::byte> from(8192, std::byte{1}), to(8192);
-    const EventHandle event = fault->create_event();
+    const EventHandle event = fault->create_event(true);
     for (int round = 0; round < 40; ++round) {
       const StreamHandle stream = fault->create_stream();
       if (thread == 0 && round % 3 == 0) fault->fail_async_copy(1 + static_cast<std::uint64_t>(round) % 5);

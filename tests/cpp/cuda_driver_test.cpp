@@ -117,7 +117,7 @@ void a_forked_child_is_refused_and_calls_no_driver() {
   auto backend = open_cuda();
   const Shown shown(*backend, 1);
   const StreamHandle stream = backend->create_stream();
-  const EventHandle event = backend->create_event();
+  const EventHandle event = backend->create_event(true);
   std::byte* host = backend->allocate_host(kPage);
   const int status = status_of_child([&] {
     CHECK_ERROR(ErrorKind::forked_process, backend->reserve(kPage, kPage));

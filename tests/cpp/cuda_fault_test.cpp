@@ -71,8 +71,8 @@ int go_through(Backend& backend, StreamHandle lent, int code = kUnknown, bool fo
   attempt([&] { backend.register_host(own.data(), own.size()); });
   const StreamHandle stream = attempt([&] { return backend.create_stream(); });
   CHECK(attempt([&] { return backend.adopt_stream(lent); }) == lent);
-  const EventHandle first = attempt([&] { return backend.create_event(); });
-  const EventHandle second = attempt([&] { return backend.create_event(); });
+  const EventHandle first = attempt([&] { return backend.create_event(true); });
+  const EventHandle second = attempt([&] { return backend.create_event(true); });
   attempt([&] { backend.copy(stream, at, own.data(), kPage); });
   attempt([&] { backend.record(first, stream); });
   attempt([&] { backend.stream_wait(lent, first); });
@@ -218,7 +218,7 @@ void a_stream_that_cannot_be_waited_for_by_the_driver() {
   Shown shown(*backend, 1);
   std::byte* host = backend->allocate_host(kPage);
   const StreamHandle stream = backend->create_stream();
-  const EventHandle event = backend->create_event();
+  const EventHandle event = backend->create_event(true);
   backend->copy(stream, shown.at, host, kPage);
   backend->record(event, stream);
   arm("cuEventSynchronize", 1, kUnknown);
@@ -238,7 +238,7 @@ void closing_never_throws() {
         "cuMemUnmap", "cuMemAddressFree", "cuMemRelease", "cuDevicePrimaryCtxRelease"}) {
     auto backend = open_cuda();
     const Shown shown(*backend, 1);
-    (void)backend->create_event();
+    (void)backend->create_event(true);
     (void)backend->allocate_host(10);
     const StreamHandle stream = backend->create_stream();
     backend->fill(stream, shown.at, 1, kPage);

@@ -265,7 +265,7 @@ void closing_gives_everything_back() {
   std::vector<std::byte> own(100);
   backend->register_host(own.data(), own.size());
   const StreamHandle stream = backend->create_stream();
-  backend->record(backend->create_event(), stream);
+  backend->record(backend->create_event(true), stream);
   for (int i = 0; i < 100; ++i) backend->copy(stream, shown.at, host, 100);  // still running when it is closed
   backend.reset();
 }

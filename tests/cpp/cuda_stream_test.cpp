@@ -77,7 +77,7 @@ void a_handle_is_the_drivers_own() {
   const StreamHandle stream = backend->create_stream();
   {
     Gate gate(stream);  // works only if the handle is a CUstream
-    const EventHandle event = backend->create_event();
+    const EventHandle event = backend->create_event(true);
     backend->record(event, stream);
     CHECK(!backend->query(event));
     gate.open();
@@ -94,8 +94,8 @@ void waits_bind_to_the_last_recording() {
   const User user;
   const StreamHandle slow = backend->create_stream();
   const StreamHandle quick = backend->create_stream();
-  const EventHandle event = backend->create_event();
-  const EventHandle end = backend->create_event();
+  const EventHandle event = backend->create_event(true);
+  const EventHandle end = backend->create_event(true);
   backend->record(event, quick);
   Gate gate(slow);
   backend->stream_wait(quick, event);  // the recording on `quick` ...
@@ -124,9 +124,9 @@ void waits_bind_to_the_last_recording() {
 void event_handles_are_never_given_twice() {
   emulate();
   const auto backend = open_cuda();
-  const EventHandle first = backend->create_event();
+  const EventHandle first = backend->create_event(true);
   backend->destroy_event(first);
-  const EventHandle second = backend->create_event();
+  const EventHandle second = backend->create_event(true);
   CHECK(second != first && first != 0);
   CHECK_ERROR(ErrorKind::invalid_argument, backend->query(first));
   backend->destroy_event(second);
@@ -141,7 +141,7 @@ void adopted_streams_work_and_stay_their_owners() {
   CHECK(backend->adopt_stream(1) == 1 && backend->adopt_stream(2) == 2);
   CHECK(backend->usage().streams == 0);
   Shown shown(*backend, 1);
-  const EventHandle event = backend->create_event();
+  const EventHandle event = backend->create_event(true);
   const StreamHandle own = backend->create_stream();
   for (const StreamHandle stream : {theirs, StreamHandle{1}, StreamHandle{2}}) {
     backend->fill(stream, shown.at, static_cast<std::uint8_t>(stream % 200), kPage);
@@ -195,7 +195,7 @@ void the_callers_context_is_as_before() {
   {
     const User same;
     const Counted pushed("cuCtxPushCurrent");
-    const EventHandle event = backend->create_event();
+    const EventHandle event = backend->create_event(true);
     CHECK(backend->query(event));
     backend->destroy_event(event);
     CHECK(pushed == 0);  // beside torch it is current already
@@ -219,7 +219,7 @@ void streams_under_capture_are_refused() {
   (void)backend->adopt_stream(theirs);
   Shown shown(*backend, 1);
   std::byte* host = backend->allocate_host(kPage);
-  const EventHandle event = backend->create_event();
+  const EventHandle event = backend->create_event(true);
   User::begin_capture(theirs, 2);
   for (const std::function<void()>& call : std::initializer_list<std::function<void()>>{
            [&] { backend->record(event, theirs); }, [&] { backend->stream_wait(theirs, event); },
@@ -251,7 +251,7 @@ void calls_from_other_threads_do_not_disturb_a_capture() {
   User::begin_capture(theirs, 0);
   std::thread([&] {
     const StreamHandle stream = backend->create_stream();
-    const EventHandle event = backend->create_event();
+    const EventHandle event = backend->create_event(true);
     backend->record(event, stream);
     CHECK(backend->synchronize(event, kWait));
     backend->destroy_page(backend->create_page(kPage));
@@ -260,7 +260,7 @@ void calls_from_other_threads_do_not_disturb_a_capture() {
     CHECK(User::exchange_capture_mode(0) == 0);  // the thread's mode is as it was
     CHECK(User::exchange_capture_mode(1) == 0);
     CHECK(backend->usage().streams == 0);
-    backend->destroy_event(backend->create_event());
+    backend->destroy_event(backend->create_event(true));
     CHECK(User::exchange_capture_mode(0) == 1);
   }).join();
   User::end_capture(theirs);
@@ -280,7 +280,7 @@ void adopted_streams_pass_the_decorators() {
     if (kind == 0) CHECK(fault->adopt_stream(1) == 1);  // and does not count towards the limit
     if (kind == 1) CHECK_ERROR(ErrorKind::driver, fault->forget_stream(1));
   }
-  const EventHandle event = fault->create_event();
+  const EventHandle event = fault->create_event(true);
   fault->record(event, 1);
   CHECK(fault->synchronize(event, kWait));
   fault->forget_stream(1);
@@ -303,9 +303,9 @@ void failed_work_reaches_every_waiter() {
   std::byte* host = backend->allocate_host(kPage);
   const StreamHandle failing = backend->create_stream();
   const StreamHandle waiting = backend->create_stream();
-  const EventHandle early = backend->create_event();
-  const EventHandle event = backend->create_event();
-  const EventHandle end = backend->create_event();
+  const EventHandle early = backend->create_event(true);
+  const EventHandle event = backend->create_event(true);
+  const EventHandle end = backend->create_event(true);
   backend->record(early, failing);
   arm("run:cuMemcpyDtoHAsync", 1, 719);
   backend->copy(failing, host, shown.at, kPage);
@@ -335,7 +335,7 @@ void a_lost_context_is_reported_by_every_call() {
   const auto backend = open_cuda();
   Shown shown(*backend, 1);
   const StreamHandle stream = backend->create_stream();
-  const EventHandle event = backend->create_event();
+  const EventHandle event = backend->create_event(true);
   const User user;
   Gate gate(stream);  // so that all is enqueued before the context is lost
   arm("run:cuMemsetD8Async", 1, 700);
@@ -380,8 +380,8 @@ void a_full_queue_holds_up_its_own_stream_alone() {
   const User user;
   const StreamHandle theirs = User::make_stream();
   const StreamHandle full = backend->create_stream();
-  const EventHandle recorded = backend->create_event();
-  const EventHandle waited = backend->create_event();
+  const EventHandle recorded = backend->create_event(true);
+  const EventHandle waited = backend->create_event(true);
   for (const bool waits : {false, true}) {
     Gate gate(full);
     for (int i = 0; i < 3; ++i) backend->record(recorded, full);
@@ -393,7 +393,7 @@ void a_full_queue_holds_up_its_own_stream_alone() {
     while (CONTROL(remapEmulatedLive)("blocked") == 0) std::this_thread::yield();
 
     CHECK(backend->adopt_stream(theirs) == theirs);
-    const EventHandle event = backend->create_event();
+    const EventHandle event = backend->create_event(true);
     backend->record(event, theirs);
     CHECK(backend->synchronize(event, kWait) && !backend->query(recorded));
     const StreamHandle own = backend->create_stream();
@@ -435,7 +435,7 @@ void a_full_queue_holds_up_its_own_stream_alone() {
 void an_event_that_cannot_be_destroyed_is_there_still() {
   emulate();
   const auto backend = open_cuda();
-  const EventHandle event = backend->create_event();
+  const EventHandle event = backend->create_event(true);
   arm("cuEventDestroy", 1, 999);
   CHECK_ERROR(ErrorKind::driver, backend->destroy_event(event));
   CHECK(backend->usage().events == 1 && backend->query(event));

@@ -48,7 +48,7 @@ struct Tour {
         {Call::allocate_host, [&] { master = b.allocate_host(kPage); }},
         {Call::register_host, [&] { b.register_host(mine.data(), kPage); }},
         {Call::create_stream, [&] { stream = b.create_stream(); }},
-        {Call::create_event, [&] { event = b.create_event(); }},
+        {Call::create_event, [&] { event = b.create_event(true); }},
         {Call::fill, [&] { b.fill(stream, master, 5, kPage); }},
         {Call::copy, [&] { b.copy(stream, at, master, kPage); }},
         {Call::record, [&] { b.record(event, stream); }},
@@ -107,19 +107,19 @@ void every_call_can_fail_and_be_retried() {
 void faults_come_at_the_nth_call_once_or_for_ever() {
   auto fault = make_fault_backend(host());
   fault->arm(Call::create_event, 3);
-  fault->create_event();
+  fault->create_event(true);
   fault->create_stream();  // another kind does not count
-  fault->create_event();
-  CHECK_ERROR(ErrorKind::driver, fault->create_event());
-  fault->create_event();
+  fault->create_event(true);
+  CHECK_ERROR(ErrorKind::driver, fault->create_event(true));
+  fault->create_event(true);
   fault->arm(Call::create_event, 2, true);
-  fault->create_event();
-  for (int i = 0; i < 3; ++i) CHECK_ERROR(ErrorKind::driver, fault->create_event());
+  fault->create_event(true);
+  for (int i = 0; i < 3; ++i) CHECK_ERROR(ErrorKind::driver, fault->create_event(true));
   fault->disarm();
-  fault->create_event();
+  fault->create_event(true);
   fault->arm_any(2, true, ErrorKind::limit_exceeded);
-  fault->create_event();
-  CHECK_ERROR(ErrorKind::limit_exceeded, fault->create_event());
+  fault->create_event(true);
+  CHECK_ERROR(ErrorKind::limit_exceeded, fault->create_event(true));
   CHECK_ERROR(ErrorKind::limit_exceeded, fault->reserve(kPage, kPage));
   fault->disarm();
   CHECK_ERROR(ErrorKind::invalid_argument, (fault->arm(Call::map, 0), 0));
@@ -129,8 +129,8 @@ void a_copy_that_fails_while_running_fails_its_stream() {
   auto fault = make_fault_backend(host());
   std::vector<std::byte> from(1000, std::byte{1}), to(1000), later(1000), good(1000);
   const StreamHandle stream = fault->create_stream(), waiting = fault->create_stream(), other = fault->create_stream();
-  const EventHandle before = fault->create_event(), behind = fault->create_event(), chained = fault->create_event(),
-                    fine = fault->create_event();
+  const EventHandle before = fault->create_event(true), behind = fault->create_event(true), chained = fault->create_event(true),
+                    fine = fault->create_event(true);
   fault->fail_async_copy(2);
   fault->copy(stream, good.data(), from.data(), 1000);
   fault->record(before, stream);
@@ -199,7 +199,7 @@ void limits_are_exact() {
   check(limits, [&](Backend& b) { held.push_back(b.create_stream()); }, [&](Backend& b) { b.destroy_stream(pop(held)); });
   limits = {};
   limits.events = 2;
-  check(limits, [&](Backend& b) { held.push_back(b.create_event()); }, [&](Backend& b) { b.destroy_event(pop(held)); });
+  check(limits, [&](Backend& b) { held.push_back(b.create_event(true)); }, [&](Backend& b) { b.destroy_event(pop(held)); });
   limits = {};
   limits.mappings = 2;
   std::byte* at = nullptr;
@@ -266,7 +266,7 @@ void a_trace_counts_and_logs_every_call() {
           again[i].args == log[i].args && again[i].pages == log[i].pages);
   }
   trace->set_logging(false);
-  trace->create_event();
+  trace->create_event(true);
   CHECK(trace->log().size() == log.size() && trace->count(Call::create_event) == 2);
   trace->clear_log();
   CHECK(trace->log().empty() && trace->count() == kTour + 2);
@@ -277,7 +277,7 @@ void bad_trace_lines_are_named() {
                          "map ok 0 1 2 4096 pages 7", "map ok 0 1 1 4096", "unmap ok 0 99999999999999999999 1"};
   for (const char* line : lines) {
     try {
-      parse_trace(std::string("create_event ok 1\n") + line + "\n");
+      parse_trace(std::string("create_event ok 1 0\n") + line + "\n");
       CHECK(false);
     } catch (const Error& error) {
       CHECK(error.kind() == ErrorKind::invalid_argument && std::get<std::int64_t>(error.fields()[0].second) == 2);
@@ -297,7 +297,7 @@ void a_random_trace_replays() {
     trace->register_host(mine.data(), kPage);
     std::vector<PageHandle> pages;
     const StreamHandle stream = trace->create_stream();
-    const EventHandle event = trace->create_event();
+    const EventHandle event = trace->create_event(true);
     for (int step = 0; step < 300; ++step) {
       if (step % 37 == 0) fault->arm_any(1 + pick(5));
       try {
@@ -355,7 +355,7 @@ void replay_needs_no_memory_of_the_caller() {
   trace->map(at, &page, 1, kPage);
   trace->set_access(at, kPage, Access::read_write);
   const StreamHandle stream = trace->create_stream();
-  const EventHandle event = trace->create_event();
+  const EventHandle event = trace->create_event(true);
   {
     const std::vector<std::byte> gone(kPage, std::byte{4});
     trace->copy(stream, at, gone.data(), kPage);

@@ -39,7 +39,7 @@ struct Shared {
   std::map<PageId, std::pair<TenantId, std::byte>> left;  // what a free page's last tenant left in it
 
   EventHandle record(StreamHandle stream) {
-    events.push_back(device->create_event());
+    events.push_back(device->create_event(true));
     device->record(events.back(), stream);
     return events.back();
   }

@@ -13,8 +13,16 @@ using World = remap::testing::PlanWorld;
 namespace {
 
 struct Observer final : PointObserver {
-  void released(std::uint32_t) noexcept override { ++released_count; }
-  void failed(std::uint32_t, std::exception_ptr) noexcept override { ++failed_count; }
+  bool released(std::uint32_t, const std::function<bool()>& current) noexcept override {
+    const bool told = current();
+    if (told) ++released_count;
+    return told;
+  }
+  bool failed(std::uint32_t, std::exception_ptr, const std::function<bool()>& current) noexcept override {
+    const bool told = current();
+    if (told) ++failed_count;
+    return told;
+  }
   std::atomic<int> released_count{0};
   std::atomic<int> failed_count{0};
 };
@@ -246,7 +254,7 @@ void every_call_fails_once() {
       EventHandle after = 0;
       attempt([&] { world.change({owner({6, 7, 8}, Owner::free, Owner::kv, kA)}, {0, world.a}); });
       world.write(world.a, world.slot(world.kv_a, 1), 8);
-      attempt([&] { after = after != 0 ? after : world.device->create_event(); });
+      attempt([&] { after = after != 0 ? after : world.device->create_event(true); });
       attempt([&] { world.device->record(after, world.a); });
       attempt([&] { world.change({owner({6, 8}, Owner::kv, Owner::free, kA)}, {after, world.a}); });
       attempt([&] { world.change({owner({6, 8, 9}, Owner::free, Owner::kv, kB)}, {0, world.b}); });

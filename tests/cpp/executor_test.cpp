@@ -34,8 +34,18 @@ Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint3
 }
 
 struct Observer final : PointObserver {
-  void released(std::uint32_t layer) noexcept override { ++released_count; last = layer; }
-  void failed(std::uint32_t layer, std::exception_ptr) noexcept override { ++failed_count; last = layer; }
+  bool released(std::uint32_t layer, const std::function<bool()>& current) noexcept override {
+    if (!current()) return false;
+    ++released_count;
+    last = layer;
+    return true;
+  }
+  bool failed(std::uint32_t layer, std::exception_ptr, const std::function<bool()>& current) noexcept override {
+    if (!current()) return false;
+    ++failed_count;
+    last = layer;
+    return true;
+  }
   std::atomic<int> released_count{0};
   std::atomic<int> failed_count{0};
   std::atomic<std::uint32_t> last{99};
@@ -468,7 +478,7 @@ void a_deferred_step_waits_for_its_event() {
   World world(Mode::aliased);
   const auto observer = std::make_shared<Observer>();
   const StreamHandle stream = world.fault->create_stream();
-  const EventHandle event = world.fault->create_event();
+  const EventHandle event = world.fault->create_event(true);
   std::byte* memory = world.fault->allocate_host(16 << 20);
   for (int i = 0; i < 40; ++i) world.fault->fill(stream, memory, 1, 16 << 20);
   world.fault->record(event, stream);

@@ -71,10 +71,11 @@ class FakeBackend : public Backend {
   void fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::size_t bytes) override {
     const Lock lock(mutex_);
     fault(Call::fill);
+    ++fills;
     compute_write(stream, to, bytes, static_cast<std::byte>(value));
   }
 
-  EventHandle create_event() override {
+  EventHandle create_event(bool) override {
     const Lock lock(mutex_);
     fault(Call::create_event);
     events_[++handles_];
@@ -261,6 +262,7 @@ class FakeBackend : public Backend {
   }
 
   std::vector<std::pair<const std::byte*, const std::byte*>> copies;  // (to, from) in the order issued
+  std::uint64_t fills = 0;
   std::atomic<std::uint64_t> waited{0};  // how often a caller was blocked
 
  protected:

@@ -110,7 +110,7 @@ void a_forked_child_cannot_touch_the_arena() {
 void a_forked_child_gets_an_error_and_can_exit() {
   Mapped m(1, kPage);
   const StreamHandle stream = m.backend->create_stream();
-  const EventHandle event = m.backend->create_event();
+  const EventHandle event = m.backend->create_event(true);
   const int status = in_child([&] {
     int refused = 0;
     const auto call = [&](auto&& body) {
@@ -261,7 +261,7 @@ void nothing_is_left_behind() {
     std::byte* master = m.backend->allocate_host(kPage);
     const StreamHandle stream = m.backend->create_stream();
     m.backend->copy(stream, m.at, master, kPage);
-    m.backend->record(m.backend->create_event(), stream);
+    m.backend->record(m.backend->create_event(true), stream);
   };
   for (int i = 0; i < 3; ++i) cycle();  // thread stacks are kept by the C library
   const std::size_t files = entries("/proc/self/fd");

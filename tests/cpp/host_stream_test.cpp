@@ -36,7 +36,7 @@ struct Gate {
 void work_of_one_stream_runs_in_order() {
   HostStreams streams(1);
   const StreamHandle stream = streams.create_stream();
-  const EventHandle event = streams.create_event();
+  const EventHandle event = streams.create_event(true);
   std::vector<std::byte> a(100000), b(100000), c(100000);
   Gate gate;
   streams.call(stream, gate.wait());
@@ -58,7 +58,7 @@ void work_of_one_stream_runs_in_order() {
 void streams_wait_for_events_of_others() {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
-  const EventHandle event = streams.create_event(), end = streams.create_event();
+  const EventHandle event = streams.create_event(true), end = streams.create_event(true);
   std::atomic<int> order{0};
   Gate gate;
   streams.stream_wait(second, event);  // never recorded: complete
@@ -77,7 +77,7 @@ void streams_wait_for_events_of_others() {
 void recordings_are_versioned() {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
-  const EventHandle event = streams.create_event(), end = streams.create_event();
+  const EventHandle event = streams.create_event(true), end = streams.create_event(true);
   CHECK(streams.query(event) && streams.synchronize(event, 0ns));
   Gate gate, other;
   streams.call(first, gate.wait());
@@ -96,7 +96,7 @@ void recordings_are_versioned() {
 void events_may_go_while_pending() {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
-  const EventHandle event = streams.create_event(), end = streams.create_event();
+  const EventHandle event = streams.create_event(true), end = streams.create_event(true);
   Gate gate;
   streams.call(first, gate.wait());
   streams.record(event, first);
@@ -113,8 +113,8 @@ void events_may_go_while_pending() {
 void a_failure_reaches_every_waiter() {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream(), third = streams.create_stream();
-  const EventHandle before = streams.create_event(), behind = streams.create_event(), other = streams.create_event(),
-                    fine = streams.create_event();
+  const EventHandle before = streams.create_event(true), behind = streams.create_event(true), other = streams.create_event(true),
+                    fine = streams.create_event(true);
   std::byte target{1};
   const std::byte source{2};
   Gate gate;
@@ -170,7 +170,7 @@ void destroying_waits_for_the_work() {
 void elapsed_is_the_time_between_events() {
   HostStreams streams(1);
   const StreamHandle stream = streams.create_stream();
-  const EventHandle from = streams.create_event(), to = streams.create_event();
+  const EventHandle from = streams.create_event(true), to = streams.create_event(true);
   CHECK_ERROR(ErrorKind::invalid_state, streams.elapsed(from, to));
   Gate gate;
   streams.record(from, stream);
@@ -188,7 +188,7 @@ void elapsed_is_the_time_between_events() {
 void bad_arguments_are_refused() {
   auto backend = make_host_backend({4096, 4096, 1});
   const StreamHandle stream = backend->create_stream();
-  const EventHandle event = backend->create_event();
+  const EventHandle event = backend->create_event(true);
   std::byte byte{};
   CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, nullptr, &byte, 1));
   CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, &byte, nullptr, 1));
@@ -263,7 +263,7 @@ void copies_reach_mapped_pages() {
     }
     std::byte* master = backend->allocate_host(4 * kPage);
     const StreamHandle stream = backend->create_stream();
-    const EventHandle event = backend->create_event();
+    const EventHandle event = backend->create_event(true);
     for (int round = 0; round < 5; ++round) {
       for (std::size_t i = 0; i < 4 * kPage; i += 512) master[i] = static_cast<std::byte>(i / 512 + static_cast<unsigned>(round));
       backend->copy(stream, at, master, 4 * kPage);

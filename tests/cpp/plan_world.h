@@ -67,7 +67,7 @@ struct PlanWorld {
     return applied;
   }
   EventHandle behind(StreamHandle stream) {
-    const EventHandle event = device->create_event();
+    const EventHandle event = device->create_event(true);
     device->record(event, stream);
     return event;
   }

@@ -260,7 +260,7 @@ void random_interleavings() {
     const std::vector<StreamHandle> streams = {0, backend.create_stream(), backend.create_stream()};
     const std::uint64_t mode = random() % 4;  // host readers, one stream, or each layer on any of two or three
     const auto pick = [&] { return mode < 2 ? streams[mode] : streams[random() % mode]; };
-    const remap::EventHandle fences[] = {backend.create_event(), backend.create_event(), backend.create_event()};
+    const remap::EventHandle fences[] = {backend.create_event(true), backend.create_event(true), backend.create_event(true)};
     for (int round = 0; round < 10; ++round) {
       if (round == 0 || random() % 2 == 0) {
         const std::size_t pages = random() % (kBytes + 1);

@@ -74,7 +74,7 @@ void a_reload_waits_for_readers_on_a_stream() {
       World world(2, seed);
       FakeBackend& backend = *world.backend;
       const StreamHandle stream = backend.create_stream();
-      const EventHandle after = backend.create_event();
+      const EventHandle after = backend.create_event(true);
       for (int pass = 0; pass < 4; ++pass) world.pass_on(stream);
       backend.record(after, stream);
       StreamConfiguration c = world.configuration({}, 0);
@@ -116,7 +116,7 @@ void the_host_runs_ahead_of_changes() {
     Prefetcher& prefetcher = *world.prefetcher;
     const StreamHandle streams[] = {0, backend.create_stream(), backend.create_stream()};
     StreamHandle last = streams[1];
-    const EventHandle turn = backend.create_event();
+    const EventHandle turn = backend.create_event(true);
     std::vector<EventHandle> afters;
     std::vector<LayerId> held;     // by the worker, until `after` is complete
     EventHandle held_after = 0;
@@ -174,7 +174,7 @@ void the_host_runs_ahead_of_changes() {
         } else {  // the stream that the new owners write on comes behind copies in flight
           backend.record(turn, prefetcher.copy_stream());
           backend.stream_wait(last, turn);
-          backend.record(afters.emplace_back(backend.create_event()), last);
+          backend.record(afters.emplace_back(backend.create_event(true)), last);
           c.after = afters.back();
           if (!backend.query(c.after)) ++behind;
         }
@@ -307,7 +307,7 @@ void every_call_fails_and_nothing_is_left() {
       World world(6, nth);
       FakeBackend& backend = *world.backend;
       const StreamHandle stream = backend.create_stream();
-      const EventHandle after = backend.create_event();
+      const EventHandle after = backend.create_event(true);
       backend.fail_any(nth, always);
       bool failed = false;
       const auto attempt = [&](const std::function<void()>& action) {

@@ -184,7 +184,7 @@ void many_passes_in_flight_on_a_stream() {
   World world(7);
   std::mt19937_64 random(2);
   const StreamHandle stream = world.backend->create_stream();
-  const remap::EventHandle end = world.backend->create_event();
+  const remap::EventHandle end = world.backend->create_event(true);
   for (int round = 0; round < 25; ++round) {
     world.change(random, false);
     // The computation of a layer is a copy of what it sees.
@@ -224,7 +224,7 @@ void passes_on_streams_with_changes_under_way() {
   std::mt19937_64 random(3);
   Backend& backend = *world.backend;
   const StreamHandle streams[] = {backend.create_stream(), backend.create_stream()};
-  const remap::EventHandle turn = backend.create_event();
+  const remap::EventHandle turn = backend.create_event(true);
   StreamHandle last = streams[0];
   std::atomic<bool> stop{false};
   Thread observer([&] {
@@ -254,7 +254,7 @@ void passes_on_streams_with_changes_under_way() {
       }
       backend.record(turn, world.prefetcher->copy_stream());
       backend.stream_wait(last, turn);
-      const remap::EventHandle after = backend.create_event();
+      const remap::EventHandle after = backend.create_event(true);
       backend.record(after, last);
       next.after = after;
       for (const LayerId layer : next.streamed) backend.fill(last, world.regions[layer].data(), 0xDF, kBytes);

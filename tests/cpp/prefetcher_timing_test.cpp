@@ -44,7 +44,7 @@ void a_stall_is_what_the_stream_waits() {
     CHECK(backend.step(copies));
     stalled += 1;
   }
-  CHECK(stalled == 4);  // the copy's start event, its two steps, its end event
+  CHECK(stalled == 5);  // the copy's start event, its two steps, the event that times it, its own event
   backend.finish();
   const std::vector<PassTiming> first = world.prefetcher->take_timings();
   CHECK(first.size() == 1 && first[0].pass == 1);

@@ -26,7 +26,7 @@ struct World {
   std::vector<LayerId> streamed;
   std::vector<std::byte*> views;  // the ring as configured
 
-  explicit World(std::size_t layers, std::uint64_t seed = 1)
+  explicit World(std::size_t layers, std::uint64_t seed = 1, std::size_t chunk_bytes = 0)
       : masters(layers), regions(layers), ring(kRing), backend(std::make_shared<FakeBackend>(seed)) {
     std::vector<LayerMemory> memory;
     for (std::size_t i = 0; i < layers; ++i) {
@@ -35,7 +35,7 @@ struct World {
       memory.push_back({regions[i].data(), masters[i].data(), kBytes});
     }
     for (Buffer& buffer : ring) buffer.fill(std::byte{0xDF});
-    prefetcher = std::make_unique<Prefetcher>(backend, memory);
+    prefetcher = std::make_unique<Prefetcher>(backend, memory, chunk_bytes);
   }
 
   static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }

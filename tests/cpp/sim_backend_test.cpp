@@ -153,8 +153,8 @@ void threads_share_one_backend(bool backed) {
         std::vector<PageHandle> pages;
         for (std::size_t i = 0; i < kPages; ++i) pages.push_back(backend->create_page(kPage));
         const StreamHandle stream = backend->create_stream();
-        const EventHandle begin = backend->create_event();
-        const EventHandle end = backend->create_event();
+        const EventHandle begin = backend->create_event(true);
+        const EventHandle end = backend->create_event(true);
         double last = 0;
         for (std::size_t round = 0; round < kRounds; ++round) {
           backend->map(at, pages.data(), kPages, kPage);

@@ -29,6 +29,7 @@ def test_every_variable_reaches_its_field():
             "REMAP_MAX_TOKENS": "4096",
             "REMAP_HEADROOM": "7",
             "REMAP_PAGE_BYTES": "65536",
+            "REMAP_COPY_CHUNK_BYTES": "16MiB",
             "REMAP_BUFFERS": "2",
             "REMAP_LINK": "24GB",
             "REMAP_REVERSION": "0",
@@ -42,6 +43,7 @@ def test_every_variable_reaches_its_field():
         max_tokens=4096,
         headroom=7,
         page_bytes=65536,
+        copy_chunk_bytes=16 << 20,
         buffers=2,
         link=24 * 10**9,
         reversion=False,
@@ -53,6 +55,9 @@ def test_what_is_not_set_or_empty_is_as_the_controller_has_it():
     bare = Settings.read(ON)
     assert bare == Settings(capacity=600 * 2**20)
     assert bare.controller() == ControllerConfig()
+    assert (
+        bare.copy_chunk_bytes == 32 << 20 and Settings.read({**ON, "REMAP_COPY_CHUNK_BYTES": "0"}).copy_chunk_bytes == 0
+    )
     empty = dict.fromkeys(("REMAP_SLOWDOWN", "REMAP_MAX_LAYERS", "REMAP_MAX_TOKENS", "REMAP_PAGE_BYTES"), "")
     assert Settings.read({**ON, **empty, "REMAP_BUFFERS": "", "REMAP_LINK": ""}) == bare
 
@@ -79,6 +84,7 @@ def test_a_layer_count_of_zero_is_a_cap_of_zero():
         ("REMAP_MAX_TOKENS", "0"),
         ("REMAP_HEADROOM", "some"),
         ("REMAP_PAGE_BYTES", "0"),
+        ("REMAP_COPY_CHUNK_BYTES", "-1"),
         ("REMAP_BUFFERS", "3"),
         ("REMAP_LINK", "fast"),
         ("REMAP_REVERSION", "sometimes"),

@@ -8,7 +8,7 @@ from byte_world import spec
 import remap
 from remap.adapters.arenas import SharedSession, shared
 
-SIZE = {"capacity": 4 << 20, "device": "cpu", "page_bytes": 1 << 16}
+SIZE = {"capacity": 4 << 20, "device": "cpu", "page_bytes": 1 << 16, "copy_chunk_bytes": 0}
 
 
 def attach(arena, name):
@@ -18,8 +18,9 @@ def attach(arena, name):
 
 def test_the_first_opens_and_the_last_closes():
     arena = shared("test_arenas")
-    assert shared("test_arenas") is arena
+    assert shared("test_arenas") is arena and arena.page_bytes is None
     first = arena.enter(**SIZE)
+    assert arena.page_bytes == SIZE["page_bytes"]  # for those who come without a wish
     assert arena.enter(**SIZE) is first
     names = []
     for _ in range(3):

@@ -74,7 +74,7 @@ def test_the_text_form_loses_nothing() -> None:
 )
 def test_a_line_that_is_no_record_is_refused_by_number(line: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        _core.parse_trace("create_event ok 1\n\n" + line + "\n")
+        _core.parse_trace("create_event ok 1 0\n\n" + line + "\n")
     assert caught.value.line == 3
 
 

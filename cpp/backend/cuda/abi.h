@@ -67,6 +67,7 @@ constexpr unsigned kStreamNonBlocking = 1;      // CU_STREAM_NON_BLOCKING
 constexpr std::uint64_t kStreamLegacy = 1;      // CU_STREAM_LEGACY
 constexpr std::uint64_t kStreamPerThread = 2;   // CU_STREAM_PER_THREAD
 constexpr unsigned kEventBlockingSync = 1;      // CU_EVENT_BLOCKING_SYNC
+constexpr unsigned kEventDisableTiming = 2;     // CU_EVENT_DISABLE_TIMING
 constexpr int kCaptureStatusNone = 0;           // CU_STREAM_CAPTURE_STATUS_NONE
 constexpr int kCaptureModeRelaxed = 2;          // CU_STREAM_CAPTURE_MODE_RELAXED
 constexpr unsigned kHostRegisterPortable = 1;   // CU_MEMHOSTREGISTER_PORTABLE

@@ -183,16 +183,17 @@ void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::
 }
 
 // ---- events ----------------------------------------------------------------------------------------------------------
-// With timing: passes are timed by them. With blocking sync: a thread that waits without a deadline sleeps until the device
-// interrupts it. Such waits are a worker's, off the critical path, while the cores that the driver's spinning would take
-// are the engine's.
-EventHandle Streams::create_event() {
+// Timed only where somebody will ask: the device writes the time of each recording down then. With blocking sync: a thread that
+// waits without a deadline sleeps until the device interrupts it. Such waits are a worker's, off the critical path, while the
+// cores that the driver's spinning would take are the engine's.
+EventHandle Streams::create_event(bool timed) {
   const Context::Use use(context_, "create_event");
   EventPointer event = nullptr;
-  check(driver_, "create_event", "cuEventCreate", driver_.cuEventCreate(&event, kEventBlockingSync));
+  const unsigned flags = timed ? kEventBlockingSync : kEventBlockingSync | kEventDisableTiming;
+  check(driver_, "create_event", "cuEventCreate", driver_.cuEventCreate(&event, flags));
   try {
     const std::lock_guard<std::shared_mutex> lock(books_);
-    events_.emplace(last_event_ + 1, std::make_shared<Event>(event));
+    events_.emplace(last_event_ + 1, std::make_shared<Event>(event, timed));
     return ++last_event_;
   } catch (...) {
     (void)driver_.cuEventDestroy(event);
@@ -293,6 +294,11 @@ double Streams::elapsed(EventHandle from, EventHandle to) const {
     // In one order whichever way round they are asked about, and one lock not twice.
     one.emplace(from < to ? first : second);
     if (from != to) another.emplace(from < to ? second : first);
+  }
+  for (const auto& [event, handle] : {std::pair(first.get(), from), std::pair(second.get(), to)}) {
+    if (event->timed) continue;
+    throw Error(ErrorKind::invalid_state, "elapsed: the event only orders. Nothing changed; create it with timed = true.",
+                {{"event", static_cast<std::int64_t>(handle)}});
   }
   const auto refuse = [](EventHandle event) {
     throw Error(ErrorKind::invalid_state, "elapsed: expected two recorded and completed events. Synchronize first.",

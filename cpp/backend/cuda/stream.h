@@ -51,7 +51,7 @@ class Streams {
   // Throws invalid_argument for an unknown stream.
   void require_stream(StreamHandle stream, const char* call) const;
 
-  EventHandle create_event();
+  EventHandle create_event(bool timed);
   void destroy_event(EventHandle event);
   void record(EventHandle event, StreamHandle stream);
   void stream_wait(StreamHandle stream, EventHandle event);
@@ -62,8 +62,9 @@ class Streams {
  private:
   enum class Origin : std::uint8_t { own, adopted };
   struct Event {
-    explicit Event(EventPointer pointer) : native(pointer) {}
+    Event(EventPointer pointer, bool with_time) : native(pointer), timed(with_time) {}
     const EventPointer native;
+    const bool timed;
     std::atomic<bool> recorded{false};
     bool going = false;       // guarded by books_: being destroyed, unknown to every other call
     std::shared_mutex in_use;

@@ -235,9 +235,9 @@ const Clock::Event& Clock::event(EventHandle handle, const char* call) const {
   return found->second;
 }
 
-EventHandle Clock::create_event() {
+EventHandle Clock::create_event(bool timed) {
   const Lock lock(mutex_);
-  events_.try_emplace(last_event_ + 1);
+  events_.try_emplace(last_event_ + 1, Event{0, 0, timed});
   return ++last_event_;
 }
 
@@ -251,7 +251,8 @@ void Clock::record(EventHandle handle, StreamHandle on) {
   const auto found = events_.find(handle);
   if (found == events_.end()) unknown("record", "event", handle);
   const double time = std::max(stream(on, "record").end, mine());
-  found->second = {time, ++last_recording_};
+  found->second.time = time;
+  found->second.recording = ++last_recording_;
 }
 
 void Clock::stream_wait(StreamHandle on, EventHandle handle) {
@@ -284,6 +285,10 @@ double Clock::elapsed(EventHandle from, EventHandle to) const {
   const Event& second = event(to, "elapsed");
   const double seen = mine();
   for (const auto& [asked, handle] : {std::pair(&first, from), std::pair(&second, to)}) {
+    if (!asked->timed) {
+      throw Error(ErrorKind::invalid_state, "elapsed: the event only orders. Nothing changed; create it with timed = true.",
+                  {{"event", static_cast<std::int64_t>(handle)}});
+    }
     if (asked->recording != 0 && asked->time <= seen) continue;
     throw Error(ErrorKind::invalid_state, "elapsed: expected two recorded and completed events. Synchronize first.",
                 {{"event", static_cast<std::int64_t>(handle)}});

@@ -54,7 +54,7 @@ class Clock {
   SimTraffic traffic(SimRoute route) const;
 
   // ---- events ----
-  EventHandle create_event();
+  EventHandle create_event(bool timed);
   void destroy_event(EventHandle event);
   void record(EventHandle event, StreamHandle stream);
   void stream_wait(StreamHandle stream, EventHandle event);
@@ -70,6 +70,7 @@ class Clock {
   struct Event {
     double time = 0;  // of the last recording
     std::uint64_t recording = 0;  // 0: never recorded
+    bool timed = false;
   };
   // A thread that is not the host.
   struct Beside {

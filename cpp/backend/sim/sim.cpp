@@ -136,7 +136,7 @@ class SimDevice final : public SimBackend, public std::enable_shared_from_this<S
     if (options_.backed && bytes != 0) std::memset(to, value, bytes);
   }
 
-  EventHandle create_event() override { return clock().create_event(); }
+  EventHandle create_event(bool timed) override { return clock().create_event(timed); }
   void destroy_event(EventHandle event) override { clock().destroy_event(event); }
   void record(EventHandle event, StreamHandle stream) override { clock().record(event, stream); }
   void stream_wait(StreamHandle stream, EventHandle event) override { clock().stream_wait(stream, event); }

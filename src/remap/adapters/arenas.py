@@ -24,11 +24,17 @@ class SharedSession:
             raise InvalidArgument("no engine has entered this arena, or all have left; nothing changed")
         return self._session
 
-    def enter(self, *, capacity: int, device: str, page_bytes: int) -> Session:
+    @property
+    def page_bytes(self) -> int | None:
+        """Bytes of a page of the open session, for an engine that has no wish of its own; None if no engine has entered."""
+        return None if self._session is None or self._session.closed else self._session.snapshot().page_bytes
+
+    def enter(self, *, capacity: int, device: str, page_bytes: int, copy_chunk_bytes: int) -> Session:
         """The session: opened for the first engine, the same one for others. Raises InvalidArgument (fields capacity,
         page_bytes) if they ask for another one, and what `Session` raises; nobody has entered then."""
         if self._session is None or self._session.closed:
-            self._session, self._users = Session(capacity=capacity, device=device, page_bytes=page_bytes), 0
+            self._session = Session(capacity, device, page_bytes=page_bytes, copy_chunk_bytes=copy_chunk_bytes)
+            self._users = 0
         there = self._session.snapshot()
         if (there.page_bytes, there.capacity_bytes) != (page_bytes, capacity):
             raise InvalidArgument(

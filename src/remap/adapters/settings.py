@@ -9,7 +9,8 @@ reaches all of them. Nothing is read unless REMAP_ENABLE is set: an installed pl
     REMAP_MAX_LAYERS=8        most layers that are ever remapped (alpha)
     REMAP_MAX_TOKENS=65536    most tokens the KV cache may grow to; by default what the layers that may be remapped make room for
     REMAP_HEADROOM=64         blocks kept free beyond the demand; by default derived from how the demand varies
-    REMAP_PAGE_BYTES=2MiB     page size of the arena
+    REMAP_PAGE_BYTES=2MiB     page size of the arena; by default chosen for the model (`footprint.Footprint.page_size`)
+    REMAP_COPY_CHUNK_BYTES=32MiB  copies of layers go in chunks, between which the engine's own copies get in; 0: whole layers
     REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
     REMAP_LINK=24GB           bytes per second from host to device, until copies have been measured
     REMAP_REVERSION=1         whether layers come home by themselves
@@ -27,7 +28,11 @@ from remap.config import ControllerConfig
 from remap.errors import Error, InvalidArgument
 from remap.sizes import parse_size
 
-__all__ = ["Settings", "enabled"]
+__all__ = ["COPY_CHUNK_BYTES", "Settings", "enabled"]
+
+COPY_CHUNK_BYTES = 32 << 20
+"""Engines copy their inputs to the device while layers stream, and a copy engine serves who came first. torchrec takes this size
+(#4373)."""
 
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
@@ -47,6 +52,7 @@ class Settings:
     max_tokens: int | None = None
     headroom: int | None = None
     page_bytes: int | None = None
+    copy_chunk_bytes: int = COPY_CHUNK_BYTES
     buffers: int | Literal["auto"] = "auto"
     link: int | None = None
     reversion: bool = True
@@ -84,6 +90,7 @@ class Settings:
             max_tokens=_count(environment, "REMAP_MAX_TOKENS", 1),
             headroom=_count(environment, "REMAP_HEADROOM", 0),
             page_bytes=_size(environment, "REMAP_PAGE_BYTES"),
+            copy_chunk_bytes=_chunk(environment),
             buffers="auto" if buffers == "auto" else int(buffers),
             link=_size(environment, "REMAP_LINK"),
             reversion=_switch(environment, "REMAP_REVERSION", True),
@@ -126,6 +133,13 @@ def _count(environment: Mapping[str, str], name: str, least: int) -> int | None:
     if not (value.isascii() and value.isdigit() and int(value) >= least):
         raise _refuse(name, value, f"an int of at least {least}")
     return int(value)
+
+
+def _chunk(environment: Mapping[str, str]) -> int:
+    if environment.get("REMAP_COPY_CHUNK_BYTES") == "0":
+        return 0
+    found = _size(environment, "REMAP_COPY_CHUNK_BYTES")
+    return COPY_CHUNK_BYTES if found is None else found
 
 
 def _size(environment: Mapping[str, str], name: str) -> int | None:

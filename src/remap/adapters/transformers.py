@@ -26,8 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from remap import devices
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.footprint import footprint
 from remap.hooks import OURS, call_shape
 from remap.kv_geometry import KVSpec
 from remap.modules import find_layers, resolve_layers
@@ -39,6 +41,7 @@ from remap.views import Demand
 from .block_tables import BlockTable, Growth, SharedBlocks
 from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
+from .settings import COPY_CHUNK_BYTES
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -100,7 +103,7 @@ def attach(
         )
     modules = resolve_layers(inner, find_layers(inner) if layers is None else layers)
     shape = kv_shape(inner, modules, dtype)
-    home = session or Session(capacity or 0, device, **dict(session_options or {}))
+    home = session or _open(inner, modules, capacity or 0, device, session_options or {})
     attached = None
     try:
         one = KVSpec(
@@ -311,6 +314,15 @@ class Attached:
 
 # Who is attached to which session: a step may move the blocks of any of them.
 _AT: weakref.WeakKeyDictionary[Session, weakref.WeakValueDictionary[str, Attached]] = weakref.WeakKeyDictionary()
+
+
+def _open(model: Any, layers: Any, capacity: int | str, device: str | None, options: Mapping[str, Any]) -> Session:
+    """A session for this model: its copies make way for the engine's own, its pages suit the layers."""
+    chosen = {"copy_chunk_bytes": COPY_CHUNK_BYTES, **options}
+    where = device or devices.default_name()
+    if where != "cpu" and "backend" not in chosen:
+        chosen.setdefault("page_bytes", footprint(model, layers).page_size(where))
+    return Session(capacity, device, **chosen)
 
 
 def _abandon(session: Session, name: str, owned: bool) -> None:

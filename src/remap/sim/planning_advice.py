@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from remap.config import ControllerConfig
+from remap.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, Footprint
+from remap.sizes import show_size
 
+from .hardware import Model
 from .planning_numbers import Donor, Numbers
 from .roofline import Roofline, prefill_pairs
 
@@ -72,6 +75,21 @@ def _times(speedup: float) -> str:
     return f"{speedup:.2f}x tokens/s" if speedup < math.inf else "instead of no request at all"
 
 
+def _pages(model: Model) -> Step:
+    size = Footprint((model.layer_bytes,) * model.layers, model.weight_bytes - model.layers * model.layer_bytes)
+    page = size.page_size("cuda")
+    lost = f"{size.waste(page):.1%} of the weights lost in rounding"
+    return Step(
+        "pages of a layer: mappings that re-pointing it makes",
+        f"bytes of a layer / page_bytes, the largest power of two up to {show_size(DEVICE_PAGE_SIZES[0])} that loses at most "
+        f"{DEVICE_WASTE:.0%}",
+        f"{model.layer_bytes / 1e6:.1f} MB / {show_size(page)} = {-(-model.layer_bytes // page)} pages, {lost} "
+        f"(of 2 MiB: {-(-model.layer_bytes // 2**21)}, {size.waste(2**21):.1%})",
+        page,
+        "bytes a page",
+    )
+
+
 def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
     """Each number of the plan, with its formula and what was put in."""
     machine, model, balance, reload = numbers.machine, numbers.model, numbers.balance, numbers.reload
@@ -99,6 +117,7 @@ def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
             tokens_per_layer,
             "tokens",
         ),
+        _pages(model),
         Step(
             "ratio R of memory to link",
             "memory bandwidth / host-to-device bandwidth",

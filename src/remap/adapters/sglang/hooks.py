@@ -32,10 +32,7 @@ from . import versions
 __all__ = ["Adapter", "configure", "current", *versions.TARGETS]
 
 NAME = "sglang"
-_CPU_PAGE, _GPU_PAGE = (
-    64 << 10,
-    2 << 20,
-)  # layer-major blocks come in groups of 2 x layers pages: small ones where they may be
+_CPU_PAGE = 64 << 10  # layer-major blocks come in groups of 2 x layers pages: small ones where they may be
 _PADDING = 0  # the page that padded tokens write into
 _NO_TOKEN = "NO_TOKEN"
 _TRIES = 3  # changes for one shortage, at most
@@ -51,7 +48,10 @@ class Adapter:
         versions.check_arguments(runner.server_args)
         shape = versions.geometry_of(runner)
         device = versions.device_of(runner)
-        page_bytes = settings.page_bytes or (_CPU_PAGE if device == "cpu" else _GPU_PAGE)
+        layers = resolve_layers(runner.model, find_layers(runner.model))
+        size = footprint(runner.model, layers)
+        chosen = _CPU_PAGE if device == "cpu" else size.page_size(device, ranges=2 * len(layers))
+        page_bytes = settings.page_bytes or chosen
         widest = remap.KVSpec(**shape, min_blocks=0, max_blocks=1, layout="layer_major")
         blocks = settings.capacity // widest.block_bytes
         if settings.max_tokens is not None:
@@ -64,10 +64,9 @@ class Adapter:
         self.pool: Any = None
         self._wanted = 0  # blocks that the last iteration wanted to be able to allocate
         self._refused = False  # growing was refused in this iteration already
-        layers = resolve_layers(runner.model, find_layers(runner.model))
         self._unseen = set(range(len(layers)))
         self._group = -(-page_bytes // geometry.unit_bytes)  # blocks that become usable together
-        weights = footprint(runner.model, layers).pages(page_bytes)
+        weights = size.pages(page_bytes)
         pages = min(max(0, settings.capacity // page_bytes - weights), geometry.region_pages)
         first = geometry.blocks_for_pages(pages)  # all that is there: nothing is gained by leaving pages free
         if first < 2:
@@ -78,7 +77,13 @@ class Adapter:
                 capacity=settings.capacity,
                 weights=weights * page_bytes,
             )
-        self.session = remap.Session(settings.capacity, device, page_bytes=page_bytes, controller=_controller(settings))
+        self.session = remap.Session(
+            settings.capacity,
+            device,
+            page_bytes=page_bytes,
+            copy_chunk_bytes=settings.copy_chunk_bytes,
+            controller=_controller(settings),
+        )
         try:
             spec = remap.KVSpec(**shape, min_blocks=first)
             self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)

@@ -36,7 +36,6 @@ __all__ = ["NAME", "worker_class"]
 logger = logging.getLogger("vllm.remap")  # vLLM shows what its own loggers say
 
 NAME = "vllm"
-PAGE_BYTES = 2**21
 
 
 class RemapWorker:
@@ -103,7 +102,7 @@ class RemapWorker:
         own = int(super().determine_available_memory())  # type: ignore[misc]
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
-        page = settings.page_bytes or (size.page_size() if current_platform.is_cpu() else PAGE_BYTES)
+        page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device())
         self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else settings.capacity - self._remap_weights
         if self.vllm_config.parallel_config.world_size > 1:  # what one rank opens the others open too
@@ -164,8 +163,9 @@ class RemapWorker:
         self._remap_arena = arena = shared(settings.arena)
         session = arena.enter(
             capacity=settings.capacity if settings.arena else self._remap_weights + pages * page,
-            device="cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}",
+            device=_device(),
             page_bytes=page,
+            copy_chunk_bytes=settings.copy_chunk_bytes,
         )
         name = arena.name_for(self.vllm_config.model_config.model) if settings.arena else NAME
         # vLLM's own views say what lies in a block: to us it is so many bytes.
@@ -277,6 +277,10 @@ def _least(value: int) -> int:
     found = torch.tensor([value])
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MIN, get_world_group().cpu_group)
     return int(found)
+
+
+def _device() -> str:
+    return "cpu" if current_platform.is_cpu() else f"cuda:{torch.cuda.current_device()}"
 
 
 def _to_host(model: Any) -> None:

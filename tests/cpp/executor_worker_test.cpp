@@ -1,0 +1,229 @@
+// The re-pointing worker beside everybody else: nobody who only looks, and no plan that calls no driver, waits for the driver's
+// calls that the worker makes. A driver that stays in a call until it is let go takes the place of a slow one: what would wait for
+// it waits for ever, and the test hangs.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "backend/forward.h"
+#include "check.h"
+#include "remap/backends.h"
+#include "remap/executor.h"
+
+using namespace remap;
+
+
+namespace {
+
+constexpr std::size_t kPage = 64 << 10;
+constexpr std::size_t kLayerPages = 40;  // more than one piece
+constexpr TenantId kTenant = 7;
+
+// As a GPU's driver: page tables cannot be swapped, and a call may take long. Calls of the thread that made it go through.
+class Gate final : public Forward<Backend> {
+ public:
+  using Forward<Backend>::Forward;
+  bool can_exchange() const noexcept override { return false; }
+  void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) override {
+    pass(count);
+    Forward::map(at, pages, count, page_bytes);
+  }
+  void unmap(std::byte* at, std::size_t bytes) override {
+    pass(bytes / kPage);
+    Forward::unmap(at, bytes);
+  }
+  void shut() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = false;
+  }
+  void let_through(int calls) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    tickets_ += calls;
+    changed_.notify_all();
+  }
+  void open() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    open_ = true;
+    changed_.notify_all();
+  }
+  // Until somebody else is inside a call and stays there.
+  void await_caller() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [&] { return inside_ && tickets_ == 0; });
+  }
+  std::size_t largest() const noexcept { return largest_; }  // pages of one call of others
+
+ private:
+  void pass(std::size_t pages) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (std::this_thread::get_id() == owner_) return;
+    largest_ = std::max(largest_, pages);
+    inside_ = true;
+    changed_.notify_all();
+    changed_.wait(lock, [&] { return open_ || tickets_ > 0; });
+    if (!open_) --tickets_;
+    inside_ = false;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  const std::thread::id owner_ = std::this_thread::get_id();
+  bool open_ = true;
+  bool inside_ = false;
+  int tickets_ = 0;
+  std::size_t largest_ = 0;
+};
+
+struct Observer final : PointObserver {
+  bool released(std::uint32_t, const std::function<bool()>& current) noexcept override {
+    if (!current()) {
+      ++stale;
+      return false;
+    }
+    ++released_count;
+    return true;
+  }
+  bool failed(std::uint32_t, std::exception_ptr, const std::function<bool()>& current) noexcept override {
+    const bool told = current();
+    if (told) ++failed_count;
+    return told;
+  }
+  std::atomic<int> released_count{0};
+  std::atomic<int> failed_count{0};
+  std::atomic<int> stale{0};
+};
+
+Step owner(std::vector<PageId> pages, Owner from, Owner to) {
+  Step step;
+  step.set_owner = {std::move(pages), from, to, kTenant};
+  return step;
+}
+
+Step point(RegionId region, std::vector<PageId> pages) {
+  Step step;
+  step.kind = Step::Kind::point;
+  step.point = {region, 0, std::move(pages), true, 1};
+  return step;
+}
+
+std::vector<PageId> from(PageId first, std::size_t count) {
+  std::vector<PageId> pages(count);
+  for (std::size_t i = 0; i < count; ++i) pages[i] = first + static_cast<PageId>(i);
+  return pages;
+}
+
+// Two layers of kLayerPages pages, and some free ones that have a place in a KV region.
+struct World {
+  std::shared_ptr<Gate> gate;
+  std::shared_ptr<Arena> arena;
+  std::unique_ptr<Executor> executor;
+  std::shared_ptr<Observer> observer = std::make_shared<Observer>();
+  RegionId one = 0, two = 0, kv = 0;
+
+  World() {
+    HostOptions options;
+    options.capacity_bytes = (2 * kLayerPages + 4) * kPage;
+    options.page_bytes = kPage;
+    gate = std::make_shared<Gate>(make_host_backend(options));
+    arena = std::make_shared<Arena>(gate, ArenaOptions{options.capacity_bytes, kPage, Mode::aliased});
+    executor = std::make_unique<Executor>(arena);
+    one = arena->add_layer_region(kTenant, "one", arena->take(kLayerPages, Owner::params, kTenant));
+    two = arena->add_layer_region(kTenant, "two", arena->take(kLayerPages, Owner::params, kTenant));
+    kv = arena->add_kv_region(kTenant, kLayerPages + 4);
+    arena->designate(kv, 0, from(2 * kLayerPages, 4));
+    arena->designate(kv, 4, home_of_two());
+    std::memset(arena->address(one), 1, kLayerPages * kPage);
+    std::memset(arena->address(two), 2, kLayerPages * kPage);
+  }
+  ~World() { gate->open(); }  // a check that failed must not leave the worker inside a call: its end is waited for
+  static std::vector<PageId> home_of_one() { return from(0, kLayerPages); }
+  static std::vector<PageId> home_of_two() { return from(kLayerPages, kLayerPages); }
+  void apply(std::vector<Step> steps) {
+    Plan plan;
+    plan.epoch = arena->epoch();
+    plan.steps = std::move(steps);
+    executor->apply(plan);
+  }
+  // Layer two streams through layer one's pages, which become the ring; its own become KV. The worker stays in its first call.
+  void give_and_hold() {
+    apply({owner(home_of_one(), Owner::params, Owner::ring), owner(home_of_two(), Owner::params, Owner::kv),
+           point(one, home_of_one()), point(two, home_of_one())});
+    gate->shut();
+    executor->commit(observer);
+    gate->await_caller();
+  }
+};
+
+void nobody_waits_for_a_call_of_the_workers() {
+  World world;
+  world.give_and_hold();
+  const std::uint64_t epoch = world.arena->epoch();
+  CHECK(!world.arena->broken() && !world.arena->closed() && !world.executor->undecided());
+  CHECK(world.arena->counts()[Owner::kv] == kLayerPages && world.arena->owners().size() == 2 * kLayerPages + 4);
+  world.apply({owner(from(2 * kLayerPages, 4), Owner::free, Owner::kv)});  // growing: no call of the driver
+  world.executor->commit(nullptr);
+  CHECK(world.arena->epoch() == epoch + 1 && world.arena->counts()[Owner::kv] == kLayerPages + 4);
+  world.arena->check();  // beside half a re-pointing
+  CHECK(world.observer->released_count == 1);  // layer one shows what it should: nothing to do there
+  world.gate->open();
+  world.executor->drain();
+  CHECK(world.observer->released_count == 2 && world.arena->shown(world.two) == World::home_of_one());
+}
+
+void re_points_in_pieces() {
+  World world;
+  world.give_and_hold();
+  world.gate->let_through(2);  // one piece: unmap and map
+  world.gate->await_caller();
+  const std::vector<PageId> shown = world.arena->shown(world.two);
+  const auto changed = static_cast<std::size_t>(
+      std::count_if(shown.begin(), shown.end(), [](PageId page) { return page < kLayerPages; }));
+  CHECK(changed > 0 && changed < kLayerPages && changed == world.gate->largest());
+  world.arena->check();
+  world.gate->open();
+  world.executor->drain();
+  CHECK(world.arena->shown(world.two) == World::home_of_one());
+}
+
+// A plan is applied while the worker is inside a call for an older one: nobody is told that the layer is ready before it shows
+// what the newer plan wants.
+void what_a_newer_plan_changes_is_not_released() {
+  World world;
+  world.give_and_hold();
+  world.apply({owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
+               point(world.two, World::home_of_two())});
+  CHECK(world.observer->released_count == 1);
+  world.gate->open();
+  world.executor->commit(world.observer);
+  world.executor->drain();
+  CHECK(world.observer->stale == 1 && world.observer->released_count == 3 && world.observer->failed_count == 0);
+  CHECK(world.arena->shown(world.two) == World::home_of_two());
+  world.arena->check();
+}
+
+void a_plan_rolled_back_beside_the_worker_leaves_no_trace() {
+  World world;
+  world.give_and_hold();
+  world.apply({owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
+               point(world.two, World::home_of_two())});
+  world.gate->open();
+  world.executor->rollback();  // waits for the worker: undoing may have to re-point
+  world.executor->drain();
+  CHECK(world.arena->shown(world.two) == World::home_of_one() && world.executor->failed_points() == 0);
+  CHECK(world.arena->counts()[Owner::kv] == kLayerPages);
+  world.arena->check();
+}
+
+}  // namespace
+
+int main() {
+  RUN(nobody_waits_for_a_call_of_the_workers);
+  RUN(re_points_in_pieces);
+  RUN(what_a_newer_plan_changes_is_not_released);
+  RUN(a_plan_rolled_back_beside_the_worker_leaves_no_trace);
+  return remap::testing::failures();
+}

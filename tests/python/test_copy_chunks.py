@@ -1,0 +1,57 @@
+"""Copies of layers in chunks: the same bytes, more pieces, one copy to whoever waits or counts."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+
+import pytest
+from byte_world import spec
+
+import remap
+from remap import _core
+
+LAYERS, SIZE = 8, 20_000  # five pages each
+MASTERS = [bytes((17 * layer + at) % 251 for at in range(SIZE)) for layer in range(LAYERS)]
+
+
+def passes(session: remap.Session, tenant: remap.Tenant, count: int) -> None:
+    for _ in range(count):
+        with tenant.forward():
+            for layer in range(LAYERS):
+                tenant.wait(layer)
+                assert ctypes.string_at(session.layer_address("model", layer), SIZE) == MASTERS[layer]
+                tenant.done(layer)
+
+
+@pytest.mark.parametrize("chunk", [None, 0, 100, 4096, "6KiB", 19_999, 20_000, 1 << 30])
+@pytest.mark.parametrize("selection", ["nested", "slices"])
+def test_every_chunk_size_brings_the_same_bytes(chunk, selection):
+    trace = _core.make_trace_backend(_core.make_host_backend(2 << 20, 4096))
+    config = remap.ControllerConfig(selection="slices" if selection == "slices" else "nested")
+    with remap.Session(2 << 20, backend=trace, page_bytes=4096, copy_chunk_bytes=chunk, controller=config) as session:
+        tenant = session.attach_bytes(MASTERS, name="model", kv=replace(spec(), max_blocks=400))
+        passes(session, tenant, 2)
+        before = {call: trace.count(call) for call in (_core.Call.copy, _core.Call.fill)}
+        copies = tenant._prefetcher.stats().copies
+        session.remap("model", 2)
+        passes(session, tenant, 3)
+        session.remap("model", 0)
+        session.settle()
+        passes(session, tenant, 2)
+        stats = tenant._prefetcher.stats()
+        pieces = trace.count(_core.Call.copy) - before[_core.Call.copy]
+        gaps = trace.count(_core.Call.fill) - before[_core.Call.fill]
+        assert stats.copies > copies and pieces == stats.copies - copies + gaps
+        if chunk in (None, 0, 20_000, 1 << 30):
+            assert gaps == 0
+        elif selection == "nested":
+            size = {"6KiB": 6144}.get(chunk, chunk)
+            assert pieces == (stats.copies - copies) * -(-SIZE // size)
+
+
+@pytest.mark.parametrize("chunk", [-1, "many", 0.5, True])
+def test_a_bad_chunk_size_makes_no_session(chunk):
+    with pytest.raises(remap.InvalidArgument) as refused:
+        remap.Session(2 << 20, page_bytes=4096, copy_chunk_bytes=chunk)
+    assert refused.value.name == "copy_chunk_bytes"
