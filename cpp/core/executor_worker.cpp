@@ -8,6 +8,12 @@
 #include "remap/fork.h"
 
 namespace remap {
+namespace {
+
+// How long the worker waits for one tenant's event before it looks at another's.
+constexpr std::chrono::milliseconds kTurn{1};
+
+}  // namespace
 
 void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after) {
   refuse_fork(arena_->fork_generation_);
@@ -17,16 +23,15 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
     if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
     // All that can fail comes before the first change.
     std::list<Job> jobs;
+    const auto fence = std::make_shared<Fence>(Fence{after, nullptr});
     for (const Point& point : deferred_) {
-      jobs.push_back(Job{point.region, point.layer, arena.region(point.region).tenant, observer, after, 0, nullptr});
+      jobs.push_back(Job{point.region, point.layer, arena.region(point.region).tenant, observer, fence, nullptr});
     }
     std::lock_guard<std::mutex> queue_lock(queue_mutex_);
     if (stopping_ && !jobs.empty()) {
       throw Error(ErrorKind::invalid_state,
                   "The executor is stopped, nobody would re-point what the plan deferred. The plan is applied as before; roll it back.");
     }
-    ++commits_;
-    for (Job& job : jobs) job.commit = commits_;
     queue_.splice(queue_.end(), jobs);
     arena.undecided_ = false;
     undo_.clear();
@@ -38,15 +43,28 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
 
 // ---- the re-pointing worker -------------------------------------------------------------------------------------
 
-// Without any lock: the device may need a long time to come to this event, and a thread that waits for a lock of ours may
-// hold what it needs for that.
-std::exception_ptr Executor::await(EventHandle after) noexcept {
+// Whether it is known what the event came to. Without any lock: the device may need a long time to come to it, and a thread that
+// waits for a lock of ours may hold what it needs for that.
+bool Executor::await(Fence& fence, std::chrono::nanoseconds timeout) noexcept {
+  if (fence.after == 0 || fence.error) return true;
   try {
-    if (after != 0) arena_->backend_->synchronize(after, std::chrono::nanoseconds::max());
-    return nullptr;
+    if (!arena_->backend_->synchronize(fence.after, timeout)) return false;
+    fence.after = 0;
   } catch (const std::exception&) {
-    return std::current_exception();
+    fence.error = std::current_exception();
   }
+  return true;
+}
+
+// The tenant's jobs go behind all others', in their order. Pre: queue_mutex_ is held.
+void Executor::give_turn(TenantId tenant) noexcept {
+  std::list<Job> others;
+  for (auto job = queue_.begin(); job != queue_.end();) {
+    const auto next = std::next(job);
+    if (job->tenant != tenant) others.splice(others.end(), queue_, job);
+    job = next;
+  }
+  queue_.splice(queue_.begin(), others);
 }
 
 // The region shows its present target. `targets`: which one that is, known whatever fails later.
@@ -66,7 +84,6 @@ void Executor::repoint(RegionId id, std::uint64_t& targets) {
 void Executor::run(Job& job, std::exception_ptr error) noexcept {
   // Whatever is thrown: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
   job.error = std::move(error);
-  if (!job.error) job.after = 0;  // seen complete: a second try has nothing to wait for, and the event may be another's by then
   std::uint64_t targets = 0;
   // Under the lock of the tables: whether the region's target is still the one that this job was about. The region is settled then,
   // if nothing failed. One that has gone is nobody's: whatever is said of it is as good as any.
@@ -97,10 +114,6 @@ void Executor::run(Job& job, std::exception_ptr error) noexcept {
 }
 
 void Executor::work() noexcept {
-  // What the present commit's event came to. Its steps wait once: the event may be recorded anew as soon as it is complete, and
-  // the second step would wait for that.
-  std::uint64_t commit = 0;
-  std::exception_ptr awaited;
   std::unique_lock<std::mutex> lock(queue_mutex_);
   while (true) {
     queue_changed_->wait(lock, [&] { return stopping_ || !queue_.empty(); });
@@ -110,15 +123,16 @@ void Executor::work() noexcept {
     Job& job = taken.front();
     busy_ = true;
     lock.unlock();
-    if (job.commit != commit) {
-      commit = job.commit;
-      awaited = await(job.after);
+    const TenantId tenant = job.tenant;
+    const bool arrived = await(*job.behind, kTurn);
+    if (arrived) {
+      run(job, job.behind->error);
+      if (!job.error) taken.clear();  // without the lock: the observer may end here, and what it holds
     }
-    run(job, awaited);
-    if (!job.error) taken.clear();  // without the lock: the observer may end here, and what it holds
     lock.lock();
     busy_ = false;
-    failed_.splice(failed_.end(), taken);
+    (arrived ? failed_ : queue_).splice(arrived ? failed_.end() : queue_.begin(), taken);
+    give_turn(tenant);
     queue_changed_->notify_all();
   }
 }
@@ -167,7 +181,11 @@ void Executor::retry_failed(TenantId tenant) {
 }
 
 void Executor::retry(std::list<Job>& jobs) {
-  for (Job& job : jobs) run(job, await(job.after));
+  for (Job& job : jobs) job.behind->error = nullptr;
+  for (Job& job : jobs) {
+    await(*job.behind, std::chrono::nanoseconds::max());
+    run(job, job.behind->error);
+  }
   jobs.remove_if([](const Job& job) { return !job.error; });
   if (jobs.empty()) return;
   const std::exception_ptr first = jobs.front().error;

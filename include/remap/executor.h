@@ -17,6 +17,7 @@
 // growing, and re-pointing left to the worker, wait for nothing.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <exception>
@@ -60,7 +61,8 @@ class Executor {
   // observer: told of each deferred step, by the worker's thread; kept until the last of them is done. It passes that on to who
   // holds the layers. nullptr: nobody is told, so what a Prefetcher holds for the plan stays held.
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
-  // copy into it), once for all steps of the plan. It lives until drain() has returned and no step of the plan has failed;
+  // copy into it), once for all steps of the plan. Tenants take turns, a step each, and one whose event has not come keeps no
+  // other waiting. It lives until drain() has returned and no step of the plan has failed;
   // recorded anew before, it makes the worker wait for longer than needed.
   // Throws InvalidState if no plan is applied, or if the plan has deferred steps and the worker was stopped. After any error the
   // plan is applied as before: commit() again or rollback().
@@ -87,13 +89,17 @@ class Executor {
   void stop();
 
  private:
+  // What the steps of one commit come behind. Whoever has one of its jobs in hand, the worker or retry(), and nobody else then.
+  struct Fence {
+    EventHandle after = 0;     // 0 once it was seen complete: it may be recorded anew then, and is another's
+    std::exception_ptr error;  // its stream's
+  };
   struct Job {
     RegionId region = 0;
     std::uint32_t layer = 0;
     TenantId tenant = kNobody;  // the region's
     std::shared_ptr<PointObserver> observer;
-    EventHandle after = 0;     // 0 once it was seen complete
-    std::uint64_t commit = 0;  // which one it came with
+    std::shared_ptr<Fence> behind;
     std::exception_ptr error;
   };
   // What applying a plan takes.
@@ -115,7 +121,8 @@ class Executor {
   void undo_all();
   void end() noexcept;
   void work() noexcept;
-  std::exception_ptr await(EventHandle after) noexcept;
+  bool await(Fence& fence, std::chrono::nanoseconds timeout) noexcept;
+  void give_turn(TenantId tenant) noexcept;
   void run(Job& job, std::exception_ptr error) noexcept;
   void repoint(RegionId id, std::uint64_t& targets);
   void retry(std::list<Job>& jobs);
@@ -146,7 +153,6 @@ class Executor {
   std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
   // Lists: a job changes its list without being allocated anew, so none is lost when memory runs out.
   std::list<Job> queue_;
-  std::uint64_t commits_ = 0;
   std::list<Job> failed_;
   bool busy_ = false;
   bool stopping_ = false;

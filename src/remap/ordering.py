@@ -40,6 +40,7 @@ class Streams:
         self._keep: Any = None  # owns what copies on it may be reading
         self._timing: list[int] = []  # two events
         self._events: list[int] = []
+        self._recording: set[int] = set()  # of these: taken, and not recorded yet
         self._retired: list[Any] = []
         # A pass may begin on the engine's thread while another thread changes another tenant.
         self._lock = threading.Lock()
@@ -59,12 +60,17 @@ class Streams:
         nothing is recorded then.
         """
         with self._lock:
-            event = next((each for each in self._events if self._complete(each)), 0)
+            event = next((each for each in self._events if each not in self._recording and self._complete(each)), 0)
             if event == 0:
                 self._events.append(self.backend.create_event(timed=False))
                 event = self._events[-1]
+            self._recording.add(event)
+        # Without the lock: while the stream's queue is full a driver blocks here, and other tenants' passes begin meanwhile.
+        try:
             self.backend.record(event, stream)
-            return event
+        finally:
+            self._recording.discard(event)
+        return event
 
     def order(self, later: int, earlier: int) -> None:
         """Work enqueued on `later` from now on waits for all that is enqueued on `earlier` now. The host waits for nothing.

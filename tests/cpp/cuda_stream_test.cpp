@@ -371,6 +371,79 @@ void a_stream_with_pending_work_is_not_destroyed_unwaited() {
   }
 }
 
+// One tenant's engine is far ahead of the device and waits in a call that enqueues. Others make events and streams meanwhile, use
+// them, and begin passes on streams of their own.
+void a_full_queue_holds_up_its_own_stream_alone() {
+  emulate();
+  configure("channel_ops", 4);
+  const auto backend = open_cuda();
+  const User user;
+  const StreamHandle theirs = User::make_stream();
+  const StreamHandle full = backend->create_stream();
+  const EventHandle recorded = backend->create_event(true);
+  const EventHandle waited = backend->create_event(true);
+  for (const bool waits : {false, true}) {
+    Gate gate(full);
+    for (int i = 0; i < 3; ++i) backend->record(recorded, full);
+    std::atomic<bool> enqueued{false};
+    std::thread engine([&] {
+      waits ? backend->stream_wait(full, waited) : backend->record(recorded, full);
+      enqueued = true;
+    });
+    while (CONTROL(remapEmulatedLive)("blocked") == 0) std::this_thread::yield();
+
+    CHECK(backend->adopt_stream(theirs) == theirs);
+    const EventHandle event = backend->create_event(true);
+    backend->record(event, theirs);
+    CHECK(backend->synchronize(event, kWait) && !backend->query(recorded));
+    const StreamHandle own = backend->create_stream();
+    backend->stream_wait(own, event);
+    backend->destroy_stream(own);
+    backend->destroy_event(event);
+    backend->forget_stream(theirs);
+    CHECK(!enqueued);
+    gate.open();
+    engine.join();
+    CHECK(backend->synchronize(recorded, kWait));
+  }
+  // An event in such a call is destroyed when the call is over, and is unknown to everybody from the moment that was asked for.
+  Gate gate(full);
+  for (int i = 0; i < 3; ++i) backend->record(recorded, full);
+  std::thread engine([&] { backend->record(waited, full); });
+  while (CONTROL(remapEmulatedLive)("blocked") == 0) std::this_thread::yield();
+  std::thread destroyer([&] { backend->destroy_event(waited); });
+  const auto unknown = [&] {
+    try {
+      (void)backend->query(waited);
+    } catch (const Error& error) {
+      return error.kind() == ErrorKind::invalid_argument;
+    }
+    return false;
+  };
+  while (!unknown()) std::this_thread::yield();
+  CHECK(calls("cuEventDestroy") == 2);  // of the two above; not of this one yet
+  gate.open();
+  engine.join();
+  destroyer.join();
+  CHECK(calls("cuEventDestroy") == 3);
+  backend->destroy_event(recorded);
+  backend->destroy_stream(full);
+  User::destroy_stream(theirs);
+}
+
+// A destruction that the driver refuses leaves the event as it was.
+void an_event_that_cannot_be_destroyed_is_there_still() {
+  emulate();
+  const auto backend = open_cuda();
+  const EventHandle event = backend->create_event(true);
+  arm("cuEventDestroy", 1, 999);
+  CHECK_ERROR(ErrorKind::driver, backend->destroy_event(event));
+  CHECK(backend->usage().events == 1 && backend->query(event));
+  CHECK_ERROR(ErrorKind::invalid_state, (void)backend->elapsed(event, event));  // never recorded
+  backend->destroy_event(event);
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->destroy_event(event));
+}
+
 }  // namespace
 
 int main() {
@@ -386,5 +459,7 @@ int main() {
   CLEAN_RUN(failed_work_reaches_every_waiter);
   CLEAN_RUN(a_lost_context_is_reported_by_every_call);
   CLEAN_RUN(a_stream_with_pending_work_is_not_destroyed_unwaited);
+  CLEAN_RUN(a_full_queue_holds_up_its_own_stream_alone);
+  CLEAN_RUN(an_event_that_cannot_be_destroyed_is_there_still);
   return failures();
 }

@@ -168,14 +168,13 @@ void enqueueing_blocks_while_the_channel_is_full() {
   Gate gate;
   gate.close_on(world.stream);  // counts: it is not done
   for (int i = 0; i < 3; ++i) FINE(CU(cuMemsetD8Async)(world.region.slot(0), 1, kPage, world.stream));
-  const std::uint64_t before = CONTROL(remapEmulatedCalls)("cuEventRecord");
   std::atomic<bool> enqueued{false};
   std::thread engine([&] {
     FINE(CU(cuCtxSetCurrent)(world.device.context));
     FINE(CU(cuEventRecord)(world.event, world.stream));
     enqueued = true;
   });
-  while (CONTROL(remapEmulatedCalls)("cuEventRecord") == before) std::this_thread::yield();
+  while (CONTROL(remapEmulatedLive)("blocked") == 0 && !enqueued) std::this_thread::yield();
   CHECK(CONTROL(remapEmulatedLive)("work") == 4 && !enqueued);
   CUstream other = nullptr;  // each has its own
   FINE(CU(cuStreamCreate)(&other, kStreamNonBlocking));

@@ -19,20 +19,28 @@ class Gate {
   void close_on(CUstream stream) {
     FINE(CU(cuLaunchHostFunc)(stream, &Gate::pass, this));
   }
+  // Until the stream stands before it.
+  void await() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return reached_; });
+  }
   void open() {
     const std::lock_guard<std::mutex> lock(mutex_);
     open_ = true;
-    opened_.notify_all();
+    changed_.notify_all();
   }
 
  private:
   static void pass(void* self) {
     auto* gate = static_cast<Gate*>(self);
     std::unique_lock<std::mutex> lock(gate->mutex_);
-    gate->opened_.wait(lock, [gate] { return gate->open_; });
+    gate->reached_ = true;
+    gate->changed_.notify_all();
+    gate->changed_.wait(lock, [gate] { return gate->open_; });
   }
   std::mutex mutex_;
-  std::condition_variable opened_;
+  std::condition_variable changed_;
+  bool reached_ = false;
   bool open_ = false;
 };
 

@@ -36,6 +36,13 @@ class Gate final : public Forward<Backend> {
     pass(bytes / kPage);
     Forward::unmap(at, bytes);
   }
+  // Events stay incomplete, however long somebody waits.
+  bool synchronize(EventHandle event, std::chrono::nanoseconds timeout) override {
+    if (!held_) return Forward::synchronize(event, timeout);
+    std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(timeout, std::chrono::milliseconds(5)));
+    return false;
+  }
+  void hold_events(bool hold) { held_ = hold; }
   void shut() {
     const std::lock_guard<std::mutex> lock(mutex_);
     open_ = false;
@@ -74,6 +81,7 @@ class Gate final : public Forward<Backend> {
   const std::thread::id owner_ = std::this_thread::get_id();
   bool open_ = true;
   bool inside_ = false;
+  std::atomic<bool> held_{false};
   int tickets_ = 0;
   std::size_t largest_ = 0;
 };
@@ -126,7 +134,7 @@ struct World {
 
   World() {
     HostOptions options;
-    options.capacity_bytes = (2 * kLayerPages + 4) * kPage;
+    options.capacity_bytes = (2 * kLayerPages + 8) * kPage;
     options.page_bytes = kPage;
     gate = std::make_shared<Gate>(make_host_backend(options));
     arena = std::make_shared<Arena>(gate, ArenaOptions{options.capacity_bytes, kPage, Mode::aliased});
@@ -163,7 +171,7 @@ void nobody_waits_for_a_call_of_the_workers() {
   world.give_and_hold();
   const std::uint64_t epoch = world.arena->epoch();
   CHECK(!world.arena->broken() && !world.arena->closed() && !world.executor->undecided());
-  CHECK(world.arena->counts()[Owner::kv] == kLayerPages && world.arena->owners().size() == 2 * kLayerPages + 4);
+  CHECK(world.arena->counts()[Owner::kv] == kLayerPages && world.arena->owners().size() == 2 * kLayerPages + 8);
   world.apply({owner(from(2 * kLayerPages, 4), Owner::free, Owner::kv)});  // growing: no call of the driver
   world.executor->commit(nullptr);
   CHECK(world.arena->epoch() == epoch + 1 && world.arena->counts()[Owner::kv] == kLayerPages + 4);
@@ -172,6 +180,35 @@ void nobody_waits_for_a_call_of_the_workers() {
   world.gate->open();
   world.executor->drain();
   CHECK(world.observer->released_count == 2 && world.arena->shown(world.two) == World::home_of_one());
+}
+
+// A tenant whose stream has not come to its event keeps nobody else waiting; and two tenants' layers are pointed in turns.
+void tenants_take_turns() {
+  World world;
+  constexpr TenantId kOther = kTenant + 1;
+  const RegionId theirs = world.arena->add_layer_region(kOther, "theirs", world.arena->take(2, Owner::params, kOther));
+  const RegionId ours = world.arena->add_layer_region(kOther, "ring's", world.arena->take(2, Owner::params, kOther));
+  const std::vector<PageId> ring = world.arena->shown(ours), home = world.arena->shown(theirs);
+  const StreamHandle stream = world.gate->create_stream();
+  const EventHandle event = world.gate->create_event(false);
+  world.gate->hold_events(true);
+  world.gate->record(event, stream);
+  world.apply({owner(World::home_of_one(), Owner::params, Owner::ring), owner(World::home_of_two(), Owner::params, Owner::kv),
+               point(world.one, World::home_of_one()), point(world.two, World::home_of_one())});
+  world.executor->commit(world.observer, event);
+  const auto observer = std::make_shared<Observer>();
+  Step lend = owner(ring, Owner::params, Owner::ring), free = owner(home, Owner::params, Owner::free);
+  lend.set_owner.tenant = free.set_owner.tenant = kOther;
+  world.apply({lend, free, point(ours, ring), point(theirs, ring)});
+  world.executor->commit(observer);
+  while (observer->released_count < 2) std::this_thread::yield();  // or it hangs
+  CHECK(world.observer->released_count == 0 && world.arena->shown(theirs) == ring);
+  world.gate->hold_events(false);
+  world.executor->drain();
+  CHECK(world.observer->released_count == 2 && world.arena->shown(world.two) == World::home_of_one());
+  world.arena->check();
+  world.gate->destroy_event(event);
+  world.gate->destroy_stream(stream);
 }
 
 void re_points_in_pieces() {
@@ -222,6 +259,7 @@ void a_plan_rolled_back_beside_the_worker_leaves_no_trace() {
 
 int main() {
   RUN(nobody_waits_for_a_call_of_the_workers);
+  RUN(tenants_take_turns);
   RUN(re_points_in_pieces);
   RUN(what_a_newer_plan_changes_is_not_released);
   RUN(a_plan_rolled_back_beside_the_worker_leaves_no_trace);

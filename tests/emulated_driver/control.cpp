@@ -148,5 +148,6 @@ std::uint64_t remapEmulatedLive(const char* kind) {
   if (what == "registrations") return e.host.count();
   if (what == "contexts") return e.contexts.references();
   if (what == "work") return e.streams.unfinished();
+  if (what == "blocked") return e.streams.blocked();
   return ~std::uint64_t{0};
 }

@@ -35,5 +35,6 @@ REMAP_EMULATED_EXPORT const char* remapEmulatedViolation(std::uint64_t index);
 REMAP_EMULATED_EXPORT std::uint64_t remapEmulatedPageable();
 
 // How many there are now of: reservations, mappings, pages, streams (without default ones), events, registrations, contexts
-// (references to primary ones), work (operations that are not done). All bits set for an unknown kind.
+// (references to primary ones), work (operations that are not done), blocked (callers that wait in a call that enqueues, since their
+// stream's channel is full). All bits set for an unknown kind.
 REMAP_EMULATED_EXPORT std::uint64_t remapEmulatedLive(const char* kind);

@@ -206,7 +206,9 @@ CUresult Streams::enqueue(Lock& lock, CUstream handle, Operation operation) {
   if (!stream) return refused;
   const auto has_room = [&] { return stream->enqueued - stream->finished < emulator_.settings.channel_ops; };
   if (!has_room()) {
+    ++blocked_;
     stream->changed.wait(lock, [&] { return stream->destroyed || has_room(); });
+    --blocked_;
     if (stream->destroyed) return emulator_.poison(std::string(operation.entry) + ": the stream was destroyed meanwhile");
   }
   if (const CUresult captured = refused_by_capture(*stream, operation.entry); captured != kSuccess) return captured;

@@ -120,6 +120,7 @@ class Streams {
   std::size_t events() const { return events_.size(); }
   std::size_t owned_by(CUcontext context) const;
   std::size_t unfinished() const;  // operations
+  std::size_t blocked() const { return blocked_; }  // callers that wait for room in a channel
   // The context is gone: its default streams end when their work is done.
   void forget_context(CUcontext context);
   // Errors of streams, for tests that caused them on purpose.
@@ -180,6 +181,7 @@ class Streams {
   std::map<CUevent, Event> events_;
   std::map<std::pair<CUdevice, Operation::Way>, CopyEngine> engines_;
   std::uint64_t last_ticket_ = 0;
+  std::size_t blocked_ = 0;
   std::condition_variable recorded_;  // some recording was completed
   std::condition_variable touched_;   // some worker no longer touches memory
   static constexpr std::uintptr_t kFirstStream = 0x0500'0000'0000;

@@ -79,6 +79,10 @@ class Emulated:
         """Copies since `reset` whose host side was not page-locked."""
         return int(self._library.remapEmulatedPageable())
 
+    def blocked(self) -> int:
+        """Callers that wait in a call that enqueues, since their stream's channel is full."""
+        return int(self._library.remapEmulatedLive(b"blocked"))
+
     def violations(self) -> list[str]:
         """Rules of the driver that were broken since `reset`."""
         count = int(self._library.remapEmulatedViolations())

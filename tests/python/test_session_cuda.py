@@ -751,6 +751,49 @@ def test_attaching_that_fails_gives_the_host_memory_back(make: Any) -> None:
     # What could not be given back while every call failed is given back by close(), which the fixture looks at.
 
 
+def test_an_engine_far_ahead_of_the_device_holds_up_no_other(
+    make: Any, driver: Driver, stream: int, other: int, emulated: Any
+) -> None:
+    """One tenant's stream is full: its engine waits in a call that enqueues. The other's passes begin, run and end."""
+    world = make()
+    layers = make_layers([2, 1], 9)
+    tenant = world.session.attach_bytes(layers, name="other", kv=make_spec(2))
+    world.remap(2)
+    world.steady(stream, driver)
+    emulated.change(channel_ops=16)
+    gate = driver.hold(stream)
+    ahead = threading.Event()
+    failures: list[BaseException] = []
+
+    def run_ahead() -> None:
+        try:
+            for _ in range(8):
+                with world.tenant.forward(stream=stream):
+                    world.wait_for_all()
+            ahead.set()
+        except BaseException as error:  # noqa: BLE001  looked at below
+            failures.append(error)
+
+    engine = threading.Thread(target=run_ahead)
+    engine.start()
+    while not emulated.blocked() and engine.is_alive():
+        threading.Event().wait(0.001)
+    for _ in range(3):
+        with tenant.forward(stream=other):
+            for layer in range(2):
+                tenant.wait(layer)
+                world.read(other, world.session.layer_address("other", layer), layers[layer], f"layer {layer}")
+                tenant.done(layer)
+    driver.synchronize(other)
+    assert gate.shut and not gate.forced and not ahead.is_set()
+    gate.open()
+    engine.join()
+    assert ahead.is_set() and not failures
+    driver.synchronize(stream)
+    world.session.detach("other")
+    world.check()
+
+
 def test_a_host_budget_is_a_hard_limit(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     layers = make_layers([2] * 4, 1)
     needed = 4 * 2 * PAGE

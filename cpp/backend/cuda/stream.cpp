@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 
@@ -39,7 +40,7 @@ Streams::~Streams() {
       (void)driver_.cuStreamSynchronize(native(stream.first));
       (void)driver_.cuStreamDestroy(native(stream.first));
     }
-    for (const auto& event : events_) (void)driver_.cuEventDestroy(event.second.native);
+    for (const auto& event : events_) (void)driver_.cuEventDestroy(event.second->native);
   } catch (const Error&) {
     // No context to work in: the process is ending, and its end gives everything back.
   }
@@ -182,16 +183,17 @@ void Streams::fill(StreamHandle stream, std::byte* to, std::uint8_t value, std::
 }
 
 // ---- events ----------------------------------------------------------------------------------------------------------
-// Timed only where somebody will ask: the device writes the time of each recording down then. With blocking sync: a thread that waits without a deadline sleeps until the device
-// interrupts it. Such waits are a worker's, off the critical path, while the cores that the driver's spinning would take
-// are the engine's.
+// Timed only where somebody will ask: the device writes the time of each recording down then. With blocking sync: a thread that
+// waits without a deadline sleeps until the device interrupts it. Such waits are a worker's, off the critical path, while the
+// cores that the driver's spinning would take are the engine's.
 EventHandle Streams::create_event(bool timed) {
   const Context::Use use(context_, "create_event");
   EventPointer event = nullptr;
-  check(driver_, "create_event", "cuEventCreate", driver_.cuEventCreate(&event, timed ? kEventBlockingSync : kEventBlockingSync | kEventDisableTiming));
+  const unsigned flags = timed ? kEventBlockingSync : kEventBlockingSync | kEventDisableTiming;
+  check(driver_, "create_event", "cuEventCreate", driver_.cuEventCreate(&event, flags));
   try {
     const std::lock_guard<std::shared_mutex> lock(books_);
-    events_.try_emplace(last_event_ + 1, event, timed);
+    events_.emplace(last_event_ + 1, std::make_shared<Event>(event, timed));
     return ++last_event_;
   } catch (...) {
     (void)driver_.cuEventDestroy(event);
@@ -199,42 +201,56 @@ EventHandle Streams::create_event(bool timed) {
   }
 }
 
-const Streams::Event& Streams::event_of(EventHandle event, const char* call) const {
+std::shared_ptr<Streams::Event> Streams::event_of(EventHandle event, const char* call) const {
   const auto found = events_.find(event);
-  if (found == events_.end()) unknown(call, "event", event);
+  if (found == events_.end() || found->second->going) unknown(call, "event", event);
   return found->second;
+}
+
+Streams::Held Streams::hold(EventHandle event, const char* call) const {
+  const std::shared_lock<std::shared_mutex> lock(books_);
+  return Held(event_of(event, call));  // does not wait: who holds an event's lock alone has put it out of sight before
 }
 
 void Streams::destroy_event(EventHandle event) {
   const Context::Use use(context_, "destroy_event");
+  std::shared_ptr<Event> going;
+  {
+    const std::lock_guard<std::shared_mutex> lock(books_);
+    going = event_of(event, "destroy_event");
+    going->going = true;
+  }
+  Result code = result::kSuccess;
+  {
+    const std::lock_guard<std::shared_mutex> alone(going->in_use);
+    code = driver_.cuEventDestroy(going->native);
+  }
   const std::lock_guard<std::shared_mutex> lock(books_);
-  check(driver_, "destroy_event", "cuEventDestroy", driver_.cuEventDestroy(event_of(event, "destroy_event").native));
+  going->going = false;  // it is there still, if that failed
+  check(driver_, "destroy_event", "cuEventDestroy", code);
   events_.erase(event);
 }
 
 void Streams::record(EventHandle event, StreamHandle stream) {
   const Origin origin = origin_of(stream, "record");
   const Context::Use use(context_, "record");
-  const std::shared_lock<std::shared_mutex> lock(books_);
-  const auto found = events_.find(event);
-  if (found == events_.end()) unknown("record", "event", event);
+  const Held recorded = hold(event, "record");
   refuse_capture(stream, origin, "record");
-  check(driver_, "record", "cuEventRecord", driver_.cuEventRecord(found->second.native, native(stream)));
-  found->second.recorded.store(true, std::memory_order_relaxed);
+  check(driver_, "record", "cuEventRecord", driver_.cuEventRecord(recorded->native, native(stream)));
+  recorded->recorded.store(true, std::memory_order_relaxed);
 }
 
 void Streams::stream_wait(StreamHandle stream, EventHandle event) {
   const Origin origin = origin_of(stream, "stream_wait");
   const Context::Use use(context_, "stream_wait");
-  const std::shared_lock<std::shared_mutex> lock(books_);
-  const Event& waited = event_of(event, "stream_wait");
+  const Held waited = hold(event, "stream_wait");
   refuse_capture(stream, origin, "stream_wait");
-  check(driver_, "stream_wait", "cuStreamWaitEvent", driver_.cuStreamWaitEvent(native(stream), waited.native, 0));
+  check(driver_, "stream_wait", "cuStreamWaitEvent", driver_.cuStreamWaitEvent(native(stream), waited->native, 0));
 }
 
 bool Streams::complete(EventHandle event, const char* call) const {
-  const std::shared_lock<std::shared_mutex> lock(books_);
-  const Result code = driver_.cuEventQuery(event_of(event, call).native);
+  const Held asked = hold(event, call);
+  const Result code = driver_.cuEventQuery(asked->native);
   if (code == result::kNotReady) return false;
   check(driver_, call, "cuEventQuery", code);
   return true;
@@ -250,11 +266,7 @@ bool Streams::synchronize(EventHandle event, std::chrono::nanoseconds timeout) c
   if (complete(event, "synchronize")) return true;
   if (timeout <= std::chrono::nanoseconds::zero()) return false;
   if (timeout >= kForever) {
-    EventPointer waited = nullptr;
-    {
-      const std::shared_lock<std::shared_mutex> lock(books_);
-      waited = event_of(event, "synchronize").native;
-    }
+    const EventPointer waited = hold(event, "synchronize")->native;
     check(driver_, "synchronize", "cuEventSynchronize", driver_.cuEventSynchronize(waited));
     return true;
   }
@@ -271,10 +283,19 @@ bool Streams::synchronize(EventHandle event, std::chrono::nanoseconds timeout) c
 
 double Streams::elapsed(EventHandle from, EventHandle to) const {
   const Context::Use use(context_, "elapsed");
-  const std::shared_lock<std::shared_mutex> lock(books_);
-  const Event& first = event_of(from, "elapsed");
-  const Event& second = event_of(to, "elapsed");
-  for (const auto& [event, handle] : {std::pair(&first, from), std::pair(&second, to)}) {
+  std::shared_ptr<Event> first;
+  std::shared_ptr<Event> second;
+  std::optional<Held> one;
+  std::optional<Held> another;
+  {
+    const std::shared_lock<std::shared_mutex> lock(books_);
+    first = event_of(from, "elapsed");
+    second = event_of(to, "elapsed");
+    // In one order whichever way round they are asked about, and one lock not twice.
+    one.emplace(from < to ? first : second);
+    if (from != to) another.emplace(from < to ? second : first);
+  }
+  for (const auto& [event, handle] : {std::pair(first.get(), from), std::pair(second.get(), to)}) {
     if (event->timed) continue;
     throw Error(ErrorKind::invalid_state, "elapsed: the event only orders. Nothing changed; create it with timed = true.",
                 {{"event", static_cast<std::int64_t>(handle)}});
@@ -283,11 +304,11 @@ double Streams::elapsed(EventHandle from, EventHandle to) const {
     throw Error(ErrorKind::invalid_state, "elapsed: expected two recorded and completed events. Synchronize first.",
                 {{"event", static_cast<std::int64_t>(event)}});
   };
-  if (!first.recorded.load(std::memory_order_relaxed)) refuse(from);
-  if (!second.recorded.load(std::memory_order_relaxed)) refuse(to);
+  if (!first->recorded.load(std::memory_order_relaxed)) refuse(from);
+  if (!second->recorded.load(std::memory_order_relaxed)) refuse(to);
   float milliseconds = 0;
-  const Result code = driver_.cuEventElapsedTime(&milliseconds, first.native, second.native);
-  if (code == result::kNotReady) refuse(driver_.cuEventQuery(first.native) == result::kNotReady ? from : to);
+  const Result code = driver_.cuEventElapsedTime(&milliseconds, first->native, second->native);
+  if (code == result::kNotReady) refuse(driver_.cuEventQuery(first->native) == result::kNotReady ? from : to);
   check(driver_, "elapsed", "cuEventElapsedTime", code);
   return static_cast<double>(milliseconds) / 1e3;
 }

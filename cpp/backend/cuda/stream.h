@@ -9,16 +9,21 @@
 // Errors: when work fails on a device its context is lost, and every later call in it says so. query(), synchronize() and
 // elapsed() report that through the event they are asked about; stream_wait(), record() and copies when they are called.
 //
-// Concurrency: the driver orders what threads enqueue on one stream. `books_` guards the tables, and is shared while an event is
-// used, so that it is not destroyed meanwhile. It is never held while anything is waited for, nor during a copy's enqueuing: the
-// driver blocks in that if the stream's queue is full or the host memory is not page-locked.
+// Concurrency: the driver orders what threads enqueue on one stream. `books_` guards the tables. It is never held while anything
+// is waited for, nor while anything is enqueued: the driver blocks in that if the stream's queue is full (or, in a copy, if the
+// host memory is not page-locked), and one tenant's full queue must not keep others from making events or adopting streams.
+// Each event has a lock of its own, which is shared while a call uses the event. Who destroys it first takes it out of sight
+// (`going`, under books_), then waits for those calls with that lock, holding no other. To share an event's lock is never to wait,
+// since that is done under books_ for what is in sight; and books_ is not taken by who has such a lock.
 #pragma once
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <memory>
 #include <shared_mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "backend/cuda/context.h"
 #include "remap/backend.h"
@@ -61,10 +66,23 @@ class Streams {
     const EventPointer native;
     const bool timed;
     std::atomic<bool> recorded{false};
+    bool going = false;       // guarded by books_: being destroyed, unknown to every other call
+    std::shared_mutex in_use;
+  };
+  // An event that is not destroyed while this lives.
+  class Held {
+   public:
+    explicit Held(std::shared_ptr<Event> event) : event_(std::move(event)), lock_(event_->in_use) {}
+    Event* operator->() const noexcept { return event_.get(); }
+
+   private:
+    std::shared_ptr<Event> event_;
+    std::shared_lock<std::shared_mutex> lock_;  // declared last: released before the event may go
   };
 
   Origin origin_of(StreamHandle stream, const char* call) const;  // takes the lock
-  const Event& event_of(EventHandle event, const char* call) const;  // pre: lock held
+  std::shared_ptr<Event> event_of(EventHandle event, const char* call) const;  // pre: lock held
+  Held hold(EventHandle event, const char* call) const;                       // takes the lock
   void refuse_capture(StreamHandle stream, Origin origin, const char* call) const;
   bool complete(EventHandle event, const char* call) const;  // pre: inside a Context::Use
 
@@ -72,7 +90,7 @@ class Streams {
   const Driver& driver_;
   mutable std::shared_mutex books_;  // guards all below
   std::unordered_map<StreamHandle, Origin> streams_;
-  std::unordered_map<EventHandle, Event> events_;
+  std::unordered_map<EventHandle, std::shared_ptr<Event>> events_;
   std::size_t own_streams_ = 0;
   EventHandle last_event_ = 0;
 };
