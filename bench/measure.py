@@ -129,6 +129,7 @@ class RawTenant:
         copy_threads: int = 1,
         traced: bool = False,
         controller: remap.ControllerConfig | None = None,
+        copy_chunk_bytes: int = 0,
     ) -> None:
         rng = np.random.default_rng(layers)
         self.masters = [rng.integers(0, 256, layer_bytes, dtype=np.uint8) for _ in range(layers)]
@@ -152,7 +153,12 @@ class RawTenant:
             self.trace.set_logging(False)
             backend = self.trace
         self.session = remap.Session(
-            capacity, page_bytes=page_bytes, backend=backend, controller=controller, copy_threads=copy_threads
+            capacity,
+            page_bytes=page_bytes,
+            backend=backend,
+            controller=controller,
+            copy_threads=copy_threads,
+            copy_chunk_bytes=copy_chunk_bytes,
         )
         self.tenant = self.session.attach_bytes(self.masters, name="raw", kv=spec)
 

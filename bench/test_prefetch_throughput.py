@@ -92,3 +92,49 @@ def test_streaming_against_memcpy(benchmark, buffers, copy_threads):
             bytes_per_s=SMOLLM2_LAYER_BYTES / per_copy,
             memcpy_bytes_per_s={str(threads): SMOLLM2_LAYER_BYTES / seconds for threads, seconds in best.items()},
         )
+
+
+@pytest.mark.parametrize("chunk_mib", [16, 32])
+def test_chunks_against_whole_layers(benchmark, chunk_mib):
+    """Layers of 128 MiB, streamed whole and in chunks, in turns. Target: 0.97 of the rate of whole ones."""
+    layers, layer_bytes = 4, 128 << 20
+    with (
+        RawTenant(layers, layer_bytes) as whole,
+        RawTenant(layers, layer_bytes, copy_chunk_bytes=chunk_mib << 20) as cut,
+    ):
+        times: dict[RawTenant, list[float]] = {whole: [], cut: []}
+        for raw in times:
+            raw.session.remap("raw", layers - 1, 1)
+            raw.verify(passes=2)
+
+        def stream(raw: RawTenant) -> float:
+            begun = time.perf_counter()
+            with raw.tenant.forward():
+                for layer in range(layers):
+                    raw.tenant.wait(layer)
+                    raw.tenant.done(layer)
+            raw.tenant._prefetcher.drain()
+            return time.perf_counter() - begun
+
+        turn = iter(range(1 << 30))
+
+        def both() -> None:
+            for raw in (whole, cut) if next(turn) % 2 else (cut, whole):
+                times[raw].append(stream(raw))
+
+        benchmark.pedantic(both, rounds=20, warmup_rounds=2)
+        for raw in times:
+            raw.verify()
+        ours, theirs = times[cut][2:], times[whole][2:]
+        record(
+            benchmark,
+            f"prefetch in chunks of {chunk_mib} MiB / whole layers",
+            statistics.median(theirs) / statistics.median(ours),
+            "x",
+            ours,
+            target=0.97,
+            at_least=True,
+            ratio_of_minima=min(theirs) / min(ours),
+            ratios=sorted(a / b for a, b in zip(theirs, ours)),
+            bytes_per_s=layers * layer_bytes / statistics.median(ours),
+        )

@@ -114,13 +114,14 @@ class FakeDevice final : public FakeBackend {
       std::atomic<int>& count;
       ~Waited() { --count; }
     } waited_here{waiting};
-    if (timeout != std::chrono::nanoseconds::max()) return FakeBackend::synchronize(event, timeout);
+    if (timeout == std::chrono::nanoseconds(0)) return FakeBackend::synchronize(event, timeout);
     for (;;) {
       {
         const Lock lock(mutex_);
         if (!frozen && FakeBackend::synchronize(event, std::chrono::nanoseconds(0))) return true;
       }
-      std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::microseconds(20));
+      if (frozen && timeout != std::chrono::nanoseconds::max()) return false;  // time passes only while nothing else does
     }
   }
 
