@@ -34,7 +34,8 @@ EMULATED_DEVICE := REMAP_DEVICE=cuda:0 REMAP_LIBCUDA=$(EMULATED_DRIVER) REMAP_EM
 DEVICE_SUITES := tests/python/device_suites.txt
 # An empty list would mean every file to pytest.
 RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \
-  $(EMULATED_DEVICE) $(BIN)/python -m pytest $(PYTEST_ARGS) $$files
+  $(EMULATED_DEVICE) $(BIN)/python -m pytest $(PYTEST_ARGS) $$files && \
+  $(EMULATED_DEVICE) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/gpu
 
 # What goes into the wheel. The list itself is a dependency too, so that a deleted file rebuilds.
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
