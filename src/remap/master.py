@@ -450,7 +450,7 @@ def _open(path: Path) -> dict[str, _Entry]:
                 start=base + start,
                 end=base + end,
             )
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         if isinstance(error, InvalidArgument):
             raise
         raise refuse(f"its header is malformed ({error!r})") from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from .errors import InvalidArgument
 
-__all__ = ["parse_size", "show_size"]
+__all__ = ["MOST_BYTES", "parse_size", "show_size"]
 
 _UNITS = {
     "B": 1,
@@ -19,31 +20,61 @@ _UNITS = {
     "GB": 10**9,
     "TB": 10**12,
 }
+MOST_BYTES = 2**63 - 1
+"""The largest size: what the core counts in."""
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_size(size: int | str, name: str = "size") -> int:
-    """Bytes. Raises InvalidArgument (field: name) for a negative, an unknown unit, or a fraction of a byte."""
+    """Bytes. Raises InvalidArgument (field: name) for a negative, an unknown unit, a fraction of a byte, or more than
+    MOST_BYTES."""
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise InvalidArgument(
-                f"{name} must not be negative, got {size} bytes; nothing changed", name=name, value=size
+                f"{name} must not be negative, got {_shown(size)} bytes; nothing changed", name=name, value=size
             )
-        return size
+        return _bounded(size, name, size)
     match = _TEXT.fullmatch(size) if isinstance(size, str) else None
     if match is None or match[2] not in _UNITS:
         raise InvalidArgument(
-            f"{name} must be an int of bytes or text such as '24GiB' (units: {', '.join(_UNITS)}), got {size!r}; "
+            f"{name} must be an int of bytes or text such as '24GiB' (units: {', '.join(_UNITS)}), got {_shown(size)}; "
             "nothing changed",
             name=name,
             value=size,
         )
-    value = float(match[1]) * _UNITS[match[2]]
-    if value != int(value):
+    if len(match[1]) > _LONG:
+        raise _too_large(name, size)
+    value = Fraction(match[1]) * _UNITS[match[2]]
+    if value.denominator != 1:
         raise InvalidArgument(
             f"{name} of {size!r} is not a whole number of bytes; nothing changed", name=name, value=size
         )
-    return int(value)
+    return _bounded(int(value), name, size)
+
+
+_LONG = 60  # characters of a number; more are not read, and not repeated in a message
+
+
+def _bounded(size: int, name: str, given: int | str) -> int:
+    if size > MOST_BYTES:
+        raise _too_large(name, given)
+    return size
+
+
+def _too_large(name: str, given: int | str) -> InvalidArgument:
+    return InvalidArgument(
+        f"{name} must be at most {MOST_BYTES} bytes ({show_size(MOST_BYTES)}), got {_shown(given)}; nothing changed; give a "
+        "smaller size",
+        name=name,
+        value=given,
+    )
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, int) and value.bit_length() > 4 * _LONG:  # Python refuses to print an int of 5000 digits
+        return f"a number of about {int(value.bit_length() * 0.30103) + 1} digits"
+    text = repr(value)
+    return text if len(text) <= 2 * _LONG else f"{text[:_LONG]}... ({len(text)} characters)"
 
 
 def show_size(size: int) -> str:

@@ -93,7 +93,7 @@ def test_select_keeps_the_order_and_refuses_unknown_names():
         select(["cap", "caps"])
     assert caught.value.ablation == "caps"
     result = CliRunner().invoke(app, ["bench", "ablations", "--only", "caps"])
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "no ablation 'caps'" in result.output
 
 

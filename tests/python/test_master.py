@@ -271,6 +271,7 @@ def test_layers_without_bytes_need_nothing():
         struct.pack("<Q", 8) + b'{"a": 1}',
         struct.pack("<Q", 52) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'[:52],
         struct.pack("<Q", 54) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}',
+        struct.pack("<Q", 100_000) + b"[" * 100_000,  # too deep for the reader
         struct.pack("<Q", 55) + b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[-4,0]}}',
     ],
 )

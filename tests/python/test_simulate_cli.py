@@ -242,7 +242,7 @@ def test_without_matplotlib_the_page_is_refused_before_anything_runs(engine, mon
 
     monkeypatch.setattr(simulate_plots, "import_module", missing)
     result = invoke("--html", str(tmp_path / "out.html"))
-    assert result.exit_code == 1 and "remap[bench]" in result.output
+    assert result.exit_code == 2 and "remap[bench]" in result.output
     assert not engine and not (tmp_path / "out.html").exists()
     with pytest.raises(InvalidState) as caught:
         simulate_plots.ttft_cdf([])

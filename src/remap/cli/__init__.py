@@ -15,4 +15,4 @@ def main() -> None:
         if error.name not in ("typer", "rich"):
             raise
         sys.exit(f"The command line needs the package {error.name}: pip install 'remap[cli]'")
-    app()
+    app(prog_name="remap")

@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from remap.errors import InvalidArgument, InvalidState
+from remap.errors import InvalidArgument
 
 from .bench_machine_operators import Operators, Sizes, flops_of
-from .told import errors_told
+from .told import Missing, errors_told
 
 __all__ = ["bench_machine", "fit_command", "measure"]
 
@@ -76,7 +76,7 @@ def measure(
     """Measurements of this machine in the form that `remap.sim.fit` takes. device: "cpu" or "cuda:N"; dtype: a name of
     torch's, by default bfloat16 on CUDA and float32 on the CPU.
 
-    Raises InvalidArgument (field) for a bad device or dtype, InvalidState without torch or its CUDA, DriverError where a
+    Raises InvalidArgument (field) for a bad device or dtype, told.Missing without torch or its CUDA, DriverError where a
     result is wrong or a device does not answer.
     """
     from remap import devices
@@ -125,11 +125,11 @@ def _torch(cuda: bool) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise InvalidState(
+        raise Missing(
             "`remap bench machine` measures with torch, which is not installed; nothing was measured; install remap[torch]"
         ) from error
     if cuda and not torch.cuda.is_available():
-        raise InvalidState(
+        raise Missing(
             "this torch reaches no GPU; nothing was measured; install torch for CUDA, or measure with --device cpu"
         )
     return torch
@@ -191,7 +191,7 @@ def fit_command(
     ] = None,
 ) -> None:
     """Fit a machine's constants to measurements of it. The result is a table for `remap plan --tables`."""
-    from remap.sim.fit import fit
+    from remap.sim.fit import POOR_MISFIT, fit
 
     console = Console(soft_wrap=True)
     with errors_told():
@@ -200,6 +200,12 @@ def fit_command(
     for group, off in found.errors.items():
         text = f"{group.replace('_', ' '):18} {found.points[group]:4} points, off by {off:.1%} on average"
         console.print(text, markup=False, highlight=False)
+    for group, off in found.poor.items():
+        text = (
+            f"warning: {group.replace('_', ' ')} is off by {off:.1%}, more than {POOR_MISFIT:.0%}: plans for this machine may be "
+            "off as much; measure again on a quiet machine"
+        )
+        Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
     figures, roofline = found.entry["figures"], found.entry["roofline"]
     console.print(
         f"link {figures['h2d_bytes_per_s']['value'] / 1e9:.1f} GB/s to the device, memory "
@@ -221,7 +227,7 @@ def _read(path: Path) -> Any:
             field="measurements",
             value=str(path),
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(
             f"measurements: {path} is not JSON ({error}); nothing was fitted; measure again",
             field="measurements",

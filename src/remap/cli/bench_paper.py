@@ -167,7 +167,7 @@ class Store:
                         point = {figure: columns[figure][place] for figure in POINT}
                         found.points.cells.setdefault(name, {}).setdefault(key, {}).setdefault(policy, []).append(point)
             found.gaps = data["gaps"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgument(
                 f"{path} is not a result of `remap bench paper` ({error!r}); nothing was run; name another file, or run "
                 "without --report-only",

@@ -10,6 +10,7 @@ vLLM's rows depend on which others are in the batch, so neither side reaches all
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,7 +23,9 @@ from typing import Any
 from remap.errors import InvalidState
 from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
 
-__all__ = ["LOADS", "SIDES", "VllmBench", "measure"]
+from .told import Missing
+
+__all__ = ["LOADS", "SIDES", "VllmBench", "measure", "need_vllm"]
 
 SIDES = ("stock", "remap")
 LOADS = {"calm": 0.1, "edge": 0.25, "beyond": 1.0}
@@ -54,6 +57,7 @@ class VllmBench:
 def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
     """All runs: {"settings", "rate", "loads", "runs": [{"side", "loads": name -> result}]}. Raises InvalidState if one fails,
     with what it wrote last."""
+    need_vllm()
     rate = _calibrate(bench)
     say(f"stock vLLM with ample KV cache serves {rate:.2f} requests/s of these lengths here")
     loads = {name: _items(bench, share * rate, name) for name, share in LOADS.items()}
@@ -78,6 +82,16 @@ def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
                 )
             runs.append({"side": side, **results})
     return {"settings": asdict(bench), "rate": rate, "loads": LOADS, "runs": runs}
+
+
+def need_vllm() -> None:
+    """Raises told.Missing where vLLM is not installed: each run would end in its import."""
+    if importlib.util.find_spec("vllm") is None:
+        raise Missing(
+            "`remap bench vllm` compares with vLLM, which is not installed here; nothing was run; install remap[vllm], or run it "
+            "with the Python that has vLLM",
+            package="vllm",
+        )
 
 
 def _items(bench: VllmBench, rate: float, name: str) -> list[list[float]]:
@@ -136,7 +150,7 @@ def _run(bench: VllmBench, side: str, loads: dict[str, Any], kv_bytes: int | Non
 def model_folder(given: str | None) -> str:
     """The model to serve: the one given, or SmolLM2 as it lies in the demo's cache (which the demo makes).
 
-    Raises InvalidState if there is none.
+    Raises told.Missing if there is none.
     """
     if given is not None:
         return given
@@ -144,7 +158,7 @@ def model_folder(given: str | None) -> str:
 
     found = sorted(Path(cache_root()).glob("SmolLM2-*-bfloat16-*/model.safetensors"))
     if not found:
-        raise InvalidState(
+        raise Missing(
             "no model given, and the demo's is not in the cache; nothing was run; give --model, or run `remap demo` first"
         )
     return str(found[0].parent)

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from remap.errors import InvalidState
+from remap.errors import InvalidArgument, InvalidState
 from remap.sizes import show_size
 
 from . import smollm2
@@ -54,8 +54,8 @@ def environment(config: DemoConfig) -> dict[str, str]:
 
 
 def run_in_process(kind: str, config: DemoConfig, on_progress: Callable[[RunProgress], None]) -> RunResult | None:
-    """One run in a new process; None for the kind "prepare". Raises InvalidState with the end of what it said on
-    standard error if it fails; it is never left behind."""
+    """One run in a new process; None for the kind "prepare". Raises InvalidArgument if the run refuses its settings,
+    InvalidState with the end of what it said on standard error if it fails; it is never left behind."""
     with tempfile.TemporaryDirectory(prefix="remap-demo-") as folder:
         result = Path(folder) / "result.json"
         said = Path(folder) / "stderr"
@@ -88,7 +88,13 @@ def run_in_process(kind: str, config: DemoConfig, on_progress: Callable[[RunProg
                 kind=kind,
                 status=code,
             )
-        return RunResult.from_dict(json.loads(result.read_text(encoding="utf-8"))) if kind != "prepare" else None
+        if kind == "prepare":
+            return None
+        found = json.loads(result.read_text(encoding="utf-8"))
+        if "message" in found:
+            told = f"the {kind} run: {found['message']}"
+            raise InvalidArgument(told, kind=kind) if found["refused"] else InvalidState(told, kind=kind)
+        return RunResult.from_dict(found)
 
 
 def _settings(config: DemoConfig) -> Mapping[str, Any]:

@@ -14,13 +14,15 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from remap.errors import Error, InvalidArgument
 from remap.footprint import footprint
+from remap.sizes import show_size
 
 from .demo_prompts import PROMPTS
 from .demo_report import RunResult
@@ -154,6 +156,7 @@ def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
         )
 
     weight_pages = footprint(model, None).pages(config.page_bytes)
+    _room(config, weight_pages, spec(0, 1).block_bytes, requests)
     capacity, start, most = kv_limits(kind, config, weight_pages, spec(0, 1).block_bytes, wanted)
     with remap.Session(capacity=capacity, device="cpu", page_bytes=config.page_bytes) as session:
         tenant = session.attach(
@@ -178,6 +181,21 @@ def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
         warm = [Request(f"warm-{i}", tokens[i:], SamplingParams(max_tokens=WARM_TOKENS)) for i in range(2)]
         engine.run(warm)
         yield Serving(session, tenant, engine, shape, requests, warm, capacity, start)
+
+
+def _room(config: DemoConfig, weight_pages: int, block_bytes: int, requests: Sequence[Request]) -> None:
+    """Raises InvalidArgument if the budget does not hold the weights and the longest request: the baseline could not serve."""
+    longest = max(-(-request.max_kv_tokens // config.block_tokens) for request in requests)
+    least = (weight_pages + -(-longest * block_bytes // config.page_bytes)) * config.page_bytes
+    if config.budget_bytes < least:
+        raise InvalidArgument(
+            f"budget must hold the weights ({show_size(weight_pages * config.page_bytes)}) and the KV cache of the longest "
+            f"request ({longest} blocks), together {show_size(least)}, got {show_size(config.budget_bytes)}; nothing was served; "
+            f"give at least {show_size(least)}",
+            name="budget",
+            value=config.budget_bytes,
+            needed=least,
+        )
 
 
 def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:
@@ -260,8 +278,11 @@ def main(arguments: list[str]) -> None:
         def report(progress: Progress) -> None:
             pipe.write(json.dumps(vars(progress)) + "\n")
 
-        result = run_one(kind, config, report)
-    Path(result_path).write_text(json.dumps(result.to_dict()), encoding="utf-8")
+        try:
+            found: dict[str, Any] = run_one(kind, config, report).to_dict()
+        except Error as error:  # the parent raises it again, and shows no traceback
+            found = {"refused": isinstance(error, InvalidArgument), "message": f"{type(error).__name__}: {error}"}
+    Path(result_path).write_text(json.dumps(found), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -16,12 +16,13 @@ from .demo_run import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .plan import plan
 from .simulate import simulate
-from .told import errors_told
+from .told import EXIT_CODES, errors_told
 
 __all__ = ["app"]
 
 app = typer.Typer(
     help="Turn model weights into KV cache while an engine serves, and back.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -32,6 +33,27 @@ app.command("simulate")(simulate)
 app.command("fit")(fit_command)
 bench.command("machine")(bench_machine)
 DEFAULTS = default_config()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            typer.echo(f"remap {version('remap')}")
+        except PackageNotFoundError as error:  # a source tree that nobody installed
+            Console(stderr=True).print("remap is not installed here, so it has no version", style="red")
+            raise typer.Exit(2) from error
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Turn model weights into KV cache while an engine serves, and back."""
 
 
 @app.command()
@@ -160,11 +182,12 @@ def bench_vllm(
     out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json.")] = Path("bench/results"),
 ) -> None:
     """Stock vLLM against vLLM on remap at the same memory, under three loads. Run it where vLLM is installed."""
-    from .bench_vllm import VllmBench, measure, model_folder
+    from .bench_vllm import VllmBench, measure, model_folder, need_vllm
     from .bench_vllm_report import write
 
     console = Console(soft_wrap=True)
     with errors_told():
+        need_vllm()
         settings = VllmBench(
             model=model_folder(model), kv_bytes=parse_size(kv, "kv"), seconds=seconds, runs=runs, threads=threads
         )

@@ -42,7 +42,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """How much KV cache a model would gain on a machine, what is hidden, and what to set, with the arithmetic shown."""
-    with errors_told(invalid_argument=2):
+    with errors_told():
         on = machine_of(machine, tables)
         found = make_plan(
             on,

@@ -248,7 +248,7 @@ def simulate(
         models_file=models_file,
         machines_file=machines_file,
     )
-    with errors_told(OSError, invalid_argument=2):
+    with errors_told():
         if html is not None:
             from .simulate_plots import need_matplotlib
 

@@ -1,6 +1,6 @@
 """Pictures of simulated runs: each function takes results and returns a matplotlib figure; `svg` and `png` make files of it.
 
-Needs matplotlib (the extra `bench`); without it every function raises InvalidState. Nothing here touches pyplot's global state.
+Needs matplotlib (the extra `bench`); without it every function raises told.Missing. Nothing here touches pyplot's global state.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from remap.errors import InvalidState
 from remap.sim.results import PolicyResult, Sample
+
+from .told import Missing
 
 __all__ = [
     "alpha_over_time",
@@ -50,11 +51,11 @@ STYLE = {
 
 
 def need_matplotlib() -> Any:
-    """The module. Raises InvalidState, naming the extra, where it is not installed."""
+    """The module. Raises told.Missing (an InvalidState), naming the extra, where it is not installed."""
     try:
         return import_module("matplotlib")
     except ImportError as error:
-        raise InvalidState(
+        raise Missing(
             "pictures need matplotlib, of the extra `bench`: pip install 'remap[bench]'; nothing was drawn; tables and JSON work "
             "without it",
             extra="bench",

@@ -1,4 +1,9 @@
-"""How a command ends that cannot do what it was asked: one red line that says why, no traceback, and an exit code."""
+"""How a command ends that cannot do what it was asked: one red line that says why, no traceback, and an exit code.
+
+    0  it did what was asked
+    1  it ran, and something failed or was found (a run broke off, a fit is too far off, `doctor` found a fault)
+    2  nothing was done: the command line is wrong, an input cannot be read, or what the command needs is missing
+"""
 
 from __future__ import annotations
 
@@ -8,20 +13,30 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 
-from remap.errors import Error, InvalidArgument
+from remap.errors import Error, InvalidArgument, InvalidState
 
-__all__ = ["errors_told"]
+__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "errors_told"]
+
+FAILED, REFUSED = 1, 2
+EXIT_CODES = (
+    "Exit codes, of all commands: 0 done; 1 it ran, and something failed or was found; 2 nothing was done: wrong usage, "
+    "an input that cannot be read, or something that is not installed."
+)
+
+
+class Missing(InvalidState):
+    """What the command needs is not here (a package, a device, a model), so nothing was begun. The message names it."""
 
 
 @contextmanager
-def errors_told(*others: type[Exception], invalid_argument: int = 1) -> Iterator[None]:
-    """An Error of remap's that leaves the block, or one of `others`, becomes a line on stderr and exit code 1, or
-    `invalid_argument` if it is an InvalidArgument. All other exceptions pass.
+def errors_told(*others: type[Exception]) -> Iterator[None]:
+    """An Error of remap's that leaves the block, an OSError, or one of `others`, becomes a line on stderr and an exit code: REFUSED of
+    an InvalidArgument or Missing, FAILED of all others. Other exceptions pass.
     """
-    caught: tuple[type[Exception], ...] = (Error, *others)
+    caught: tuple[type[Exception], ...] = (Error, OSError, *others)
     try:
         yield
     except caught as error:
         text = f"{type(error).__name__}: {error}"
         Console(stderr=True, soft_wrap=True, emoji=False).print(text, style="red", markup=False, highlight=False)
-        raise typer.Exit(invalid_argument if isinstance(error, InvalidArgument) else 1) from error
+        raise typer.Exit(REFUSED if isinstance(error, (InvalidArgument, Missing)) else FAILED) from error

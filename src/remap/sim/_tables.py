@@ -79,7 +79,7 @@ def _read(extra: Extra) -> Mapping[str, Any]:
             field="extra",
             value=str(extra),
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument(
             f"extra: {extra} is not JSON ({error}); nothing changed; correct the file", field="extra", value=str(extra)
         ) from error
