@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,14 @@ import typer
 from typer.testing import CliRunner
 
 from remap.cli.bench_machine import fit_command
-from remap.errors import InvalidArgument
+from remap.errors import InvalidArgument, InvalidState
 from remap.sim import fit as fitting
 from remap.sim._least_squares import line, minimise
-from remap.sim.fit import GROUPS, fit
+from remap.sim.fit import GROUPS, MOST_MISFIT, POOR_MISFIT, Misfit, fit
 from remap.sim.hardware import Machine, Model, machine, model
 from remap.sim.roofline import Roofline, prefill_pairs
+
+pytest.importorskip("scipy", reason="curves are fitted with scipy, of the extra `sim`")
 
 SHAPES = ((4096, 12288), (4096, 4096), (4096, 22016), (11008, 4096), (8192, 8192))
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096)
@@ -205,9 +208,13 @@ def test_lines_and_minima() -> None:
     assert line([(1.0, 2.0), (2.0, 3.9)])[0] == pytest.approx(0.1)
     assert line([(1.0, 2.0), (2.0, 4.4)]) == (0.0, pytest.approx(2.1, rel=0.05))
     assert line([(4.0, 8.0)]) == (0.0, 2.0)
-    found = minimise(lambda v: [10 * (v[1] - v[0] ** 2), 1 - v[0]], [(-1.2, 1.0)])
+    # Squares of these leave the range of a float.
+    assert line([(x * 1e200, (3 + 2 * x) * 1e-200) for x in (0.0, 1.0, 5.0)]) == pytest.approx((3e-200, 0.0), rel=1e-6)
+    wide = [(-5.0, 5.0)] * 2
+    found = minimise(lambda v: [10 * (v[1] - v[0] ** 2), 1 - v[0]], [(-1.2, 1.0)], wide)
     assert found == pytest.approx([1, 1], rel=1e-5)
-    assert minimise(lambda v: [v[0] - 2, 0.0], [(0.0, 7.0)]) == pytest.approx([2, 7])
+    assert minimise(lambda v: [v[0] - 2, 0.0], [(0.0, 4.0)], wide) == pytest.approx([2, 4])
+    assert minimise(lambda v: [v[0] - 7], [(9.0,)], [(-5.0, 5.0)]) == pytest.approx([5]), "within the bounds, from outside"
 
 
 def test_the_command_writes_a_table_that_the_others_read(tmp_path: Path) -> None:
@@ -222,10 +229,10 @@ def test_the_command_writes_a_table_that_the_others_read(tmp_path: Path) -> None
     for text in ("{", "[]"):
         (tmp_path / "bad.json").write_text(text)
         done = CliRunner().invoke(app, [str(tmp_path / "bad.json"), "--name", "x", "--out", str(tmp_path / "x.json")])
-        assert done.exit_code == 1 and "nothing was fitted" in done.output
+        assert done.exit_code == 2 and "nothing was fitted" in done.output
         assert not (tmp_path / "x.json").exists()
     done = CliRunner().invoke(app, [str(tmp_path / "no.json"), "--name", "x", "--out", str(tmp_path / "x.json")])
-    assert done.exit_code == 1 and "cannot be read" in done.output
+    assert done.exit_code == 2 and "cannot be read" in done.output
 
 
 def test_powers_of_seconds_that_leave_the_range_of_a_float() -> None:
@@ -234,3 +241,57 @@ def test_powers_of_seconds_that_leave_the_range_of_a_float() -> None:
     slow = fitting._Linear(bandwidth=1e-3, flops=1e-3, p=64.0, overhead_s=0.5)
     assert slow.seconds(point, 2.0) == pytest.approx(2 * (1024 * 1024 + 2048) / 1e-3 + 0.5, rel=0.02)
     assert fitting._Linear(1e300, 1e300, 64.0, 0.5).seconds(point, 2.0) == pytest.approx(0.5)
+
+
+def spread(points: dict[str, Any], factor: float, group: str = "linear") -> dict[str, Any]:
+    """Every other point of a group took `factor` times as long: no machine of the model's form does that."""
+    found = copy.deepcopy(points)
+    for point in found[group][::2]:
+        point["seconds"] *= factor
+    return found
+
+
+def test_a_fit_that_is_far_off_is_an_error_and_one_that_is_off_a_warning(tmp_path: Path) -> None:
+    points = measured(machine("A100"))
+    with pytest.raises(Misfit) as caught:
+        fit(spread(points, 30.0), "far")
+    assert caught.value.group == "linear" and caught.value.misfit > caught.value.limit == MOST_MISFIT
+    assert caught.value.errors["linear"] == caught.value.misfit
+    off = fit(spread(points, 1.8), "off")
+    assert POOR_MISFIT < off.errors["linear"] < MOST_MISFIT and set(off.poor) == {"linear"}
+    assert fit(points, "near").poor == {}
+
+    app = typer.Typer()
+    app.command()(fit_command)
+    for factor, code, told in ((30.0, 1, "Misfit"), (1.8, 0, "warning")):
+        out = tmp_path / f"{code}.json"
+        (tmp_path / "m.json").write_text(json.dumps(spread(points, factor)))
+        done = CliRunner().invoke(app, [str(tmp_path / "m.json"), "--name", "x", "--out", str(out)])
+        assert done.exit_code == code and told in done.output, done.output
+        assert out.exists() == (code == 0)
+
+
+def test_a_table_carries_its_misfit() -> None:
+    found = fit(spread(measured(machine("A100")), 1.8), "off")
+    assert machine("off", found.document()).misfit == found.errors
+    assert machine("A100").misfit == {}
+    entry = {"machines": {"x": {"like": "A100", "misfit": {"linear": "much"}}}}
+    with pytest.raises(InvalidArgument) as caught:
+        machine("x", entry)
+    assert caught.value.field == "x.misfit.linear"
+
+
+def test_times_at_the_ends_of_a_floats_range_do_not_overflow() -> None:
+    points = measured(machine("H100"))
+    for scale in (1e-150, 1e150):
+        scaled = copy.deepcopy(points)
+        for point in scaled["linear"]:
+            point["seconds"] *= scale
+        fitting._fit_linear(scaled["linear"], 2.0)
+
+
+def test_without_scipy_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    with pytest.raises(InvalidState) as caught:
+        fit(measured(machine("H100")), "x")
+    assert caught.value.extra == "sim"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 from collections.abc import Callable
@@ -195,6 +196,8 @@ def fit_command(
 
     console = Console(soft_wrap=True)
     with errors_told():
+        if importlib.util.find_spec("scipy") is None:
+            raise Missing("`remap fit` needs scipy: pip install 'remap[sim]'; nothing was fitted", package="scipy")
         found = fit(_read(measurements), name, like)
         _write(out, found.document())
     for group, off in found.errors.items():

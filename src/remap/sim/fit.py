@@ -5,25 +5,29 @@
     found.errors                                         # {"linear": 0.041, ...}: mean absolute relative errors
 
 Linear operators give the bandwidth and the FLOP/s that are reached, the sharpness p of the knee between them, and the time
-that an operator takes at least: four parameters, least squares of the logarithms' errors. Copies, attention and the other
+that an operator takes at least: four parameters within bounds, least squares of the logarithms' errors (scipy). Copies, attention and the other
 operators are straight lines through their points, least squares of relative errors. The nominal bandwidth and FLOP/s are what
 was measured, so efficiencies of a fitted machine are shares of that.
+
+A fit that is off by more than MOST_MISFIT in the mean of a group is refused: no plan could be made of it. The table that a fit
+writes carries its misfit, and `remap plan` says it; above POOR_MISFIT as a warning.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from remap.errors import InvalidArgument
+from remap.errors import Error, InvalidArgument
 
 from ._least_squares import line, minimise
-from .hardware import Extra, Machine, RooflineConstants, machine
+from .hardware import MOST_MISFIT, POOR_MISFIT, Extra, Machine, RooflineConstants, machine
 
-__all__ = ["GROUPS", "Fit", "fit"]
+__all__ = ["GROUPS", "MOST_MISFIT", "POOR_MISFIT", "Fit", "Misfit", "fit"]
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
     "linear": ("k", "n", "tokens", "seconds"),
@@ -40,6 +44,10 @@ LEAST_LINEAR = 8
 _ASSUMED_LIKE = "H100-SXM"  # what its table assumes is assumed of a machine where it was not measured
 
 
+class Misfit(Error):
+    """No machine of this form is near the measurements. Nothing was written. Fields: group, misfit, limit, errors."""
+
+
 @dataclass(frozen=True)
 class Fit:
     """A fitted machine. entry: as in the table of machines; errors: mean absolute relative error of each group."""
@@ -48,6 +56,11 @@ class Fit:
     entry: Mapping[str, Any]
     errors: Mapping[str, float]
     points: Mapping[str, int]
+
+    @property
+    def poor(self) -> dict[str, float]:
+        """The groups that are off by more than POOR_MISFIT, with their errors."""
+        return {group: error for group, error in self.errors.items() if error > POOR_MISFIT}
 
     def document(self) -> dict[str, Any]:
         """What `machine(name, extra=...)` takes, and a file of which may hold."""
@@ -60,7 +73,7 @@ def fit(measurements: Mapping[str, Any], name: str, like: str | None = None, ext
     gives what was not measured; without one only driver calls, the gap between iterations and duplex may be missing.
 
     Raises InvalidArgument (field): measurements of another form, fewer than 8 linear operators, a group that is missing while
-    no machine is named to take its figures from.
+    no machine is named to take its figures from. Misfit: a group that is off by more than MOST_MISFIT. InvalidState: no scipy.
     """
     if not isinstance(name, str) or not name.strip():
         raise _refuse("name", name, "text that is not empty")
@@ -132,6 +145,18 @@ def fit(measurements: Mapping[str, Any], name: str, like: str | None = None, ext
         **{key: getattr(base.roofline, key) for key in lacking},
         **roofline,
     }
+    worst = max(errors, key=lambda group: errors[group])
+    if errors[worst] > MOST_MISFIT:
+        raise Misfit(
+            f"{worst.replace('_', ' ')}: the best fit is off by {errors[worst]:.1%} in the mean of {len(groups[worst])} points, at "
+            f"most {MOST_MISFIT:.0%} is of use; nothing was written; measure again on a quiet machine, with more sizes, or "
+            "correct the points that stand out",
+            group=worst,
+            misfit=errors[worst],
+            limit=MOST_MISFIT,
+            errors=errors,
+        )
+    entry["misfit"] = dict(errors)
     found = Fit(name, entry, errors, {group: len(points) for group, points in groups.items() if points})
     machine(name, found.document())  # refuses what no machine may be
     return found
@@ -162,7 +187,7 @@ def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= sys.float_info.max:
         return None
     return float(value)
 
@@ -221,9 +246,9 @@ class _Linear:
 
 
 def _linear_of(values: Sequence[float]) -> _Linear:
-    """From the logarithms of bandwidth, FLOP/s, p - 1 and the overhead, each kept within what a float and a machine can be."""
-    a, f, q, c = (min(max(value, -60.0), 60.0) for value in values)
-    return _Linear(math.exp(a), math.exp(f), 1 + min(math.exp(q), 40.0), math.exp(c))
+    """From the logarithms of bandwidth, FLOP/s, p - 1 and the overhead."""
+    a, f, q, c = values
+    return _Linear(math.exp(a), math.exp(f), 1 + math.exp(q), math.exp(c))
 
 
 def _fit_linear(points: Sequence[Mapping[str, float]], element: float) -> _Linear:
@@ -239,7 +264,15 @@ def _fit_linear(points: Sequence[Mapping[str, float]], element: float) -> _Linea
         for p in (1.3, 2.0, 5.0)
         for share in (0.01, 0.3)
     ]
-    return _linear_of(minimise(residuals, starts))
+    # A machine is no slower than its best operator, and may be much faster where none came near its limit; an operator takes
+    # no more at least than the fastest one took.
+    bounds = [
+        (math.log(bandwidth / 2), math.log(bandwidth * 1e4)),
+        (math.log(flops / 2), math.log(flops * 1e4)),
+        (math.log(0.02), math.log(40.0)),
+        (math.log(1e-6 * least), math.log(least)),
+    ]
+    return _linear_of(minimise(residuals, starts, bounds))
 
 
 def _kv_bytes(point: Mapping[str, float], element: float) -> float:

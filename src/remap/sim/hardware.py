@@ -20,17 +20,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ._tables import Extra, refuse, resolve, table_of
 
-__all__ = ["Extra", "Machine", "Model", "RooflineConstants", "machine", "machines", "model", "models"]
+__all__ = [
+    *("MOST_MISFIT", "POOR_MISFIT"),
+    *("Extra", "Machine", "Model", "RooflineConstants", "machine", "machines", "model", "models"),
+]
+
+POOR_MISFIT, MOST_MISFIT = 0.15, 0.5
+"""A fit that is off by more than the first, in the mean of a group, is warned of; by more than the second, refused."""
 
 
 def _number(name: str, value: object, *, least: float = 0.0, above: bool = True, most: float = math.inf) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise refuse(name, value, "a finite number")
     if value < least or (above and value == least) or value > most:
         limit = f" and at most {most:g}" if most < math.inf else ""
@@ -86,7 +93,8 @@ class Machine:
     h2d_bytes_per_s, d2h_bytes_per_s: what large copies reach, alone. duplex: the share of a direction's bandwidth that is
     left while the other one is busy too. copy_setup_s: of each copy. create_page_s, map_page_s, set_access_s,
     unmap_page_s: driver calls for one 2 MiB page. iteration_gap_s: between two iterations of an engine. sources: figure ->
-    "grade: source"; it is read only, and two machines with the same figures are equal whatever it says.
+    "grade: source"; it is read only, and two machines with the same figures are equal whatever it says. misfit: of a fitted machine,
+    group of measurements -> mean relative error of the fit.
     """
 
     name: str
@@ -105,6 +113,7 @@ class Machine:
     iteration_gap_s: float
     roofline: RooflineConstants
     sources: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    misfit: Mapping[str, float] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("name", "link"):
@@ -123,7 +132,7 @@ class Machine:
         """A machine with other figures, those of the roofline included. Raises InvalidArgument (field) for unknown names
         and bad values. The changed figures' sources say so."""
         constants = {f.name for f in dataclasses.fields(RooflineConstants)}
-        own = {f.name for f in dataclasses.fields(Machine)} - {"sources"}
+        own = {f.name for f in dataclasses.fields(Machine)} - {"sources", "misfit"}
         for name in changes:
             if name not in own | constants:
                 raise refuse("name of a figure", name, f"one of {', '.join(sorted(own | constants))}")
@@ -270,6 +279,7 @@ def machine(name: str, extra: Extra = None) -> Machine:
         link=entry.get("link", ""),
         roofline=RooflineConstants(**inner),
         sources=sources,
+        misfit=_misfit(entry.get("misfit", {}), found),
         **values,
     )
 
@@ -295,6 +305,12 @@ def _part(entry: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise refuse(f"{name}.{part}", value, "an object of figures by name")
     return value
+
+
+def _misfit(given: object, name: str) -> dict[str, float]:
+    if not isinstance(given, Mapping):
+        raise refuse(f"{name}.misfit", given, "an object of mean relative errors by group")
+    return {str(group): _number(f"{name}.misfit.{group}", error, above=False) for group, error in given.items()}
 
 
 def _value(figures: Mapping[str, Any], key: str, name: str, sources: dict[str, str]) -> Any:
