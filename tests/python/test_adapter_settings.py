@@ -33,6 +33,13 @@ def test_every_variable_reaches_its_field():
             "REMAP_BUFFERS": "2",
             "REMAP_LINK": "24GB",
             "REMAP_REVERSION": "0",
+            "REMAP_SELECTION": "slices",
+            "REMAP_CONTENTION": "0.25",
+            "REMAP_MAP_S": "0.002",
+            "REMAP_POLICY": "mru",
+            "REMAP_MIN_IDLE": "4.0",
+            "REMAP_TTFT_BUDGET_S": "0.5",
+            "REMAP_LENDS": "0",
             "REMAP_UNKNOWN": "is somebody else's",
         }
     )
@@ -47,8 +54,21 @@ def test_every_variable_reaches_its_field():
         buffers=2,
         link=24 * 10**9,
         reversion=False,
+        **(
+            sharing := {
+                "selection": "slices",
+                "contention": 0.25,
+                "map_s": 0.002,
+                "policy": "mru",
+                "min_idle": 4.0,
+                "ttft_budget_s": 0.5,
+                "lends": False,
+            }
+        ),
     )
-    assert settings.controller() == ControllerConfig(slowdown=0.5, cap=3, headroom_blocks=7, buffers=2, reversion=False)
+    assert settings.controller() == ControllerConfig(
+        slowdown=0.5, cap=3, headroom_blocks=7, buffers=2, reversion=False, **sharing
+    )
 
 
 def test_what_is_not_set_or_empty_is_as_the_controller_has_it():
@@ -76,6 +96,15 @@ def test_a_layer_count_of_zero_is_a_cap_of_zero():
         ("REMAP_CAPACITY", "24 gigabytes"),
         ("REMAP_SLOWDOWN", "-0.1"),
         ("REMAP_SLOWDOWN", "nan"),
+        ("REMAP_CAPACITY", "1" * 400),
+        ("REMAP_CAPACITY", "1" * 6000),
+        ("REMAP_CAPACITY", "1" * 400 + "GiB"),
+        ("REMAP_MAX_LAYERS", "1" * 6000),
+        ("REMAP_SELECTION", "all"),
+        ("REMAP_POLICY", "fifo"),
+        ("REMAP_CONTENTION", "-1"),
+        ("REMAP_MAP_S", "1" * 400),
+        ("REMAP_LENDS", "perhaps"),
         ("REMAP_SLOWDOWN", "inf"),
         ("REMAP_SLOWDOWN", "fast"),
         ("REMAP_MAX_LAYERS", "-1"),

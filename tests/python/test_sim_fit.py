@@ -6,6 +6,7 @@ import copy
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +30,7 @@ ALIKE = 0.02
 
 
 def shaped(heads: int, kv_heads: int, head_dim: int, hidden: int) -> Model:
-    return model(
-        "shape",
-        {
-            "models": {
-                "shape": {
-                    "like": "OPT-13b",
-                    "heads": heads,
-                    "kv_heads": kv_heads,
-                    "head_dim": head_dim,
-                    "hidden": hidden,
-                }
-            }
-        },
-    )
+    return replace(model("OPT-13b"), heads=heads, kv_heads=kv_heads, head_dim=head_dim, hidden=hidden)
 
 
 def measured(of: Machine, noise: float = 0.0) -> dict[str, Any]:
@@ -214,7 +202,9 @@ def test_lines_and_minima() -> None:
     found = minimise(lambda v: [10 * (v[1] - v[0] ** 2), 1 - v[0]], [(-1.2, 1.0)], wide)
     assert found == pytest.approx([1, 1], rel=1e-5)
     assert minimise(lambda v: [v[0] - 2, 0.0], [(0.0, 4.0)], wide) == pytest.approx([2, 4])
-    assert minimise(lambda v: [v[0] - 7], [(9.0,)], [(-5.0, 5.0)]) == pytest.approx([5]), "within the bounds, from outside"
+    assert minimise(lambda v: [v[0] - 7], [(9.0,)], [(-5.0, 5.0)]) == pytest.approx([5]), (
+        "within the bounds, from outside"
+    )
 
 
 def test_the_command_writes_a_table_that_the_others_read(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Machine, Model, machine, machines, model, models
+from remap.sim.hardware import Machine, Model, machine, machines, model, models, namesakes
 
 MACHINES = (
-    *("GH200-96GB", "GB200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "RTX-4090", "L40S", "MI300X"),
+    *("GH200-96GB", "GB200", "B200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "RTX-4090", "L40S"),
+    "MI300X",
 )
 # Totals of the published checkpoints, which the layers and the rest must add up to.
 PARAMETERS = {
@@ -32,6 +33,12 @@ PARAMETERS = {
     "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-72B": 72_706_203_648,
     "Mixtral-8x7B": 46_702_792_704,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-8B": 8_190_735_360,
+    "Qwen3-14B": 14_768_307_200,
+    "Qwen3-32B": 32_762_123_264,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
 }
 
 
@@ -101,6 +108,12 @@ def test_kv_bytes_are_the_published_ones() -> None:
 )
 def test_machines_are_found_by_alias_and_by_a_unique_beginning(asked: str, found: str) -> None:
     assert machine(asked).name == found
+
+
+def test_a_name_that_could_mean_another_machine_says_which() -> None:
+    assert namesakes("H100") == ("H100-PCIe",) == namesakes(" h100 ")
+    for clear in ("H100-SXM", "H100-PCIe", "h100-p", "H200", "B200", "GH200", "4090"):
+        assert namesakes(clear) == (), clear
 
 
 def test_unknown_names_list_the_known_ones() -> None:
@@ -196,6 +209,11 @@ def test_a_malformed_machine_is_refused_by_its_field(field: str, table: Any) -> 
         ("head", {"like": "OPT-13b", "head": 7}),
         ("expert_ops", {"like": "OPT-13b", "expert_ops": ["nobody"]}),
         ("active_experts", {"like": "OPT-13b", "active_experts": 2}),
+        # Sizes of two models in one: what was left out came from the model that the entry is like.
+        ("x.layer_bytes", {"like": "Mixtral-8x7B", "layers": 48, "experts": 128, "active_experts": 8}),
+        ("x.layer_bytes", {"like": "OPT-13b", "matrix_bytes": 1}),
+        ("x.linear_ops", {"like": "Mixtral-8x7B", "layers": 48, "hidden": 2048}),
+        ("x.linear_ops", {"like": "Llama-3-8b", "kv_heads": 4}),
     ],
 )
 def test_a_malformed_model_is_refused_by_its_field(field: str, entry: Any) -> None:

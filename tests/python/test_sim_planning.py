@@ -11,12 +11,14 @@ import typer
 from typer.testing import CliRunner
 
 from remap import schedule, selection
+from remap.adapters.settings import Settings
 from remap.cli.plan import plan as command
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument
 from remap.sim import planning
 from remap.sim.hardware import machine, model
-from remap.sim.planning import MOST_ROWS, PAGE_BYTES, balance, kv_tokens, limit, memory_of, plan
+from remap.sim.model_variants import in_dtype, least_rows, sharded
+from remap.sim.planning import MAX_REQUESTS, PAGE_BYTES, balance, kv_tokens, limit, memory_of, plan
 from remap.sim.roofline import Roofline, prefill_pairs
 
 GH200 = machine("GH200")
@@ -208,9 +210,11 @@ def test_limits_agree_with_the_schedule() -> None:
 )
 def test_the_advice(on: str, what: str, memory: str | None, active: bool, selection_set: str | None) -> None:
     where = machine(on)
-    found = plan(
-        where, model(what), memory_bytes=memory_of(memory, where), donors=[model("OPT-6.7b"), model("OPT-13b")]
-    )
+    # As large a machine as donors beside it need: what is asked here is the advice.
+    donors = [model("OPT-6.7b"), model("OPT-13b")]
+    bytes_of = memory_of(memory, where)
+    where = where.with_(hbm_bytes=where.hbm_bytes + sum(donor.weight_bytes for donor in donors))
+    found = plan(where, model(what), memory_bytes=bytes_of, donors=donors)
     assert found.advice.active is active
     assert found.advice.donors
     values = {setting.name: setting.value for setting in found.advice.settings}
@@ -275,7 +279,7 @@ def test_the_arithmetic_is_shown_with_its_numbers() -> None:
 def test_a_mixture_of_experts_is_told_that_its_layers_are_large() -> None:
     found = plan(GH200, model("Mixtral"), memory_bytes=GH200.hbm_bytes)
     assert any("experts" in text for text in found.advice.why)
-    assert found.balance.rows == MOST_ROWS
+    assert found.balance.rows == MAX_REQUESTS
 
 
 def test_no_request_before_and_some_after() -> None:
@@ -329,6 +333,7 @@ def test_the_command_prints_answer_tables_settings_and_arithmetic() -> None:
         "6 whole layers",
         "8.33 layers",
         "selection='slices'",
+        "REMAP_SELECTION=slices",
         "35.92 GB",
         "P: Pie Fig 1",
         "8,520",
@@ -359,6 +364,11 @@ def test_the_command_prints_json() -> None:
         (("--machine", "H100", "--model", "OPT-13b", "--memory", "9 lives"), "memory"),
         (("--machine", "H100", "--model", "OPT-13b", "--context", "4096"), "context"),
         (("--machine", "H100", "--model", "OPT-66b"), "needs at least"),
+        (("--machine", "H100", "--model", "OPT-13b", "--memory", "200GiB"), "85.5 GB that H100-SXM has"),
+        (("--machine", "H100", "--model", "OPT-13b", "--dtype", "int3"), "bfloat16, float16, fp8"),
+        (("--machine", "H100", "--model", "OPT-13b", "--tp", "3"), "40 heads"),
+        (("--machine", "H100", "--model", "OPT-13b", "--max-requests", "0"), "max-requests"),
+        (("--machine", "H100", "--model", "nowhere/config.json"), "cannot be read"),
         (("--machine", "H100", "--model", "OPT-13b", "--tables", "/nonexistent.json"), "cannot be read"),
     ],
 )
@@ -367,3 +377,132 @@ def test_the_command_refuses_with_a_message(arguments: tuple[str, ...], text: st
     assert found.exit_code == 2
     assert text in found.output
     assert "Traceback" not in found.output
+
+
+# ---------------------------------------------------------------------------------------------- it fits, and is one answer
+
+
+def test_memory_and_donors_must_fit_on_the_device() -> None:
+    h100, opt, llama = machine("H100"), model("OPT-13b"), model("Llama-3-8b")
+    error = refused("memory", plan, h100, opt, memory_bytes=h100.hbm_bytes + 1)
+    assert (error.value, error.available) == (h100.hbm_bytes + 1, h100.hbm_bytes)
+    room = h100.hbm_bytes - opt.weight_bytes
+    error = refused("donors", plan, h100, llama, memory_bytes=room + 1, donors=[opt])
+    assert error.available == opt.weight_bytes - 1
+    assert plan(h100, llama, memory_bytes=room, donors=[opt]).memory_bytes == room
+    # Without a memory, what 90 % leaves beside them; and if that is too little, it says so.
+    found = plan(h100, llama, donors=[opt])
+    assert found.memory_bytes == memory_of(None, h100) - opt.weight_bytes
+    assert any("donors" in text for text in found.assumed)
+    refused("memory", plan, machine("4090"), model("Llama-2-7b"), donors=[opt])
+
+
+@pytest.mark.parametrize(("on", "what", "memory"), [("GH200", "OPT-13b", "35%"), ("H100", "OPT-13b", "40%")])
+def test_adapters_accept_every_setting_that_is_advised(on: str, what: str, memory: str) -> None:
+    where = machine(on)
+    found = plan(
+        where, model(what), memory_bytes=memory_of(memory, where), donors=[model("OPT-6.7b"), model("Llama-3-8b")]
+    )
+    assert {setting.name for setting in found.advice.settings} >= {"contention", "map_s", "ttft_budget_s", "policy"}
+    settings = Settings.read(found.environment())
+    assert settings is not None
+    assert settings.controller() == found.advice.config()
+    assert settings.capacity == found.memory_bytes - found.activation_bytes
+    assert settings.link == where.h2d_bytes_per_s
+    assert found.as_dict()["environment"] == found.environment()
+
+
+def test_the_most_requests_are_a_setting_and_named_where_they_limit() -> None:
+    memory = memory_of("20%", GH200)
+    few, many = (plan(GH200, model("Llama-3-8b"), memory_bytes=memory, max_requests=most) for most in (64, 512))
+    assert few.balance.rows == 64 and "--max-requests 64 was the limit" in few.advice.why[0]
+    assert many.balance.rows > 64 and not any("--max-requests" in text for text in many.advice.why)
+    refused("max_requests", plan, GH200, model("Llama-3-8b"), max_requests=0)
+
+
+@pytest.mark.parametrize("memory", ["20%", "21%", "25%", "40%", "90%"])
+@pytest.mark.parametrize("most", [8, 64, 256])
+def test_the_answer_says_one_thing(memory: str, most: int) -> None:
+    """Layers free of stalls beside "does not pay here" read as two answers: what is hidden stands in the verdict."""
+    found = run(
+        *("--machine", "GH200", "--model", "Llama-3-8b", "--memory", memory, "--max-requests", str(most)),
+    )
+    assert found.exit_code == 0, found.output
+    verdicts = [line for line in found.output.splitlines() if line.startswith(("Stream active", "Do not stream"))]
+    assert len(verdicts) == 1
+    assert "Free of stalls" not in found.output and "does not pay" not in found.output
+    read = json.loads(run(*("--machine", "GH200", "--model", "Llama-3-8b", "--memory", memory), "--json").output)
+    assert read["assumed"] == []
+
+
+def test_a_name_of_two_machines_is_told() -> None:
+    assert "H100-PCIe" in run("--machine", "H100", "--model", "OPT-13b").output
+    assert "H100-PCIe" not in run("--machine", "H100-SXM", "--model", "OPT-13b").output
+
+
+# ---------------------------------------------------------------------------------------------- dtypes, devices, experts
+
+
+def test_fp8_halves_the_matrices_and_nothing_else() -> None:
+    whole = model("Llama-3-8b")
+    small = in_dtype(whole, "fp8")
+    assert small.layer_bytes == whole.layer_bytes - whole.matrix_elements
+    assert (small.resident_bytes, small.kv_bytes_per_token) == (whole.resident_bytes, whole.kv_bytes_per_token)
+    assert in_dtype(small, "bf16") == whole == in_dtype(whole, "float16")
+    double = in_dtype(whole, "fp32")
+    assert double.weight_bytes == 2 * whole.weight_bytes and in_dtype(double, "bfloat16") == whole
+    refused("dtype", in_dtype, whole, "int4")
+    refused("dtype", in_dtype, whole, None)
+    slow, fast = Roofline(GH200, whole).layer_s(0, 0, 1, 512), Roofline(GH200, small).layer_s(0, 0, 1, 512)
+    assert 0.5 < fast / slow < 0.7, "one request reads half of the bytes"
+    found = plan(GH200, small, memory_bytes=memory_of("20%", GH200))
+    assert any("1 byte an element" in text for text in found.assumed)
+
+
+@pytest.mark.parametrize("name", ["Llama-3.1-70B", "OPT-13b", "Qwen3-30B-A3B", "Mixtral-8x7B"])
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_shares_of_a_layer_add_up(name: str, devices: int) -> None:
+    whole, part = model(name), sharded(model(name), devices)
+    rest = whole.layer_bytes - whole.matrix_elements * whole.matrix_bytes
+    copied = max(1, devices // whole.kv_heads)  # of each KV head
+    keys = 2 * whole.kv_heads * whole.head_dim * whole.hidden * whole.dtype_bytes
+    assert devices * (part.layer_bytes - rest) == whole.layer_bytes - rest + (copied - 1) * keys
+    assert part.kv_bytes_per_token * devices == whole.kv_bytes_per_token * copied
+    assert whole.weight_bytes / devices <= part.weight_bytes < 1.15 * whole.weight_bytes / devices
+    assert sharded(whole, 1) is whole
+    roof = Roofline(GH200, part)
+    assert roof.layer_s(0, 0, 64, 64 * 512) < Roofline(GH200, whole).layer_s(0, 0, 64, 64 * 512)
+
+
+def test_devices_that_do_not_divide_are_refused() -> None:
+    for devices in (0, 3, 7, True, 1.5, 4096):
+        refused("tp", sharded, model("Llama-3-8b"), devices)
+    found = plan(machine("H100"), model("Llama-3.1-70B"), tp=4)
+    assert found.tp == 4 and found.model.heads == 16
+    assert any("tensor parallelism over 4 devices" in text for text in found.assumed)
+    refused("memory", plan, machine("H100"), model("Llama-3.1-70B"))
+
+
+def test_a_mixture_is_planned_only_where_a_batch_touches_its_experts() -> None:
+    assert least_rows(model("OPT-13b")) == 1
+    many = model("Qwen3-30B-A3B")
+    least = least_rows(many)
+    assert 1 - (1 - 8 / 128) ** least >= 0.95 > 1 - (1 - 8 / 128) ** (least - 1)
+    found = plan(machine("H200"), many)
+    assert found.balance.rows_before >= least and min(each.rows for each in found.limits) >= least
+    assert any("experts" in text for text in found.assumed)
+    error = refused("model", plan, machine("H200"), many, max_requests=8)
+    assert (error.least_batch, error.batch) == (least, 8)
+    refused("model", plan, machine("H200"), many, batch=4)
+    refused("model", plan, machine("H200"), many, context=20_000)
+
+
+def test_a_plan_says_how_far_a_fitted_machine_is_off() -> None:
+    def on(misfit: float) -> Any:
+        return machine("x", {"machines": {"x": {"like": "H200", "misfit": {"linear": misfit, "h2d": 0.01}}}})
+
+    (told,) = plan(on(0.04), model("OPT-13b")).assumed
+    assert "4.0%" in told and "WARNING" not in told
+    (told,) = plan(on(0.3), model("OPT-13b")).assumed
+    assert told.startswith("WARNING") and "30.0%" in told and "linear" in told
+    assert refused("machine", plan, on(1.245), model("OPT-13b")).misfit == 1.245

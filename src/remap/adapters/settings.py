@@ -1,7 +1,7 @@
 """What engine plugins are told by environment variables: one frozen value, checked as a whole. Pure.
 
 A plugin is loaded by the engine in processes that the user does not start himself, so the environment is the one way in that
-reaches all of them. Nothing is read unless REMAP_ENABLE is set: an installed plugin that nobody switched on does nothing.
+reaches all of them. `remap plan` prints these lines for a machine and a model. Nothing is read unless REMAP_ENABLE is set: an installed plugin that nobody switched on does nothing.
 
     REMAP_ENABLE=1            switch on
     REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required
@@ -14,6 +14,13 @@ reaches all of them. Nothing is read unless REMAP_ENABLE is set: an installed pl
     REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
     REMAP_LINK=24GB           bytes per second from host to device, until copies have been measured
     REMAP_REVERSION=1         whether layers come home by themselves
+    REMAP_SELECTION=nested    which layers stream: nested, uniform, slices or auto
+    REMAP_CONTENTION=0.1      what a hidden copy costs the computation, as a share of the copy's time
+    REMAP_MAP_S=0.001         seconds to map a layer back
+    REMAP_POLICY=priority     which idle model gives first: priority, mru, lru, round_robin or expected_next_use
+    REMAP_MIN_IDLE=1          how many times what its reload is worth a model is idle before it gives
+    REMAP_TTFT_BUDGET_S=0.1   by how much a first prefill may be late because its model gave layers
+    REMAP_LENDS=1             whether other models get this one's unused KV cache and layers
     REMAP_CPU_LINEAR=exact    exact or packed: how linear layers are computed on a CPU (vLLM; see its cpu_linear)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
 """
@@ -24,9 +31,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from remap.config import ControllerConfig
+from remap.config import POLICIES, SELECTIONS, ControllerConfig
 from remap.errors import Error, InvalidArgument
-from remap.sizes import parse_size
+from remap.sizes import MOST_BYTES, parse_size
 
 __all__ = ["COPY_CHUNK_BYTES", "Settings", "enabled"]
 
@@ -34,6 +41,7 @@ COPY_CHUNK_BYTES = 32 << 20
 """Engines copy their inputs to the device while layers stream, and a copy engine serves who came first. torchrec takes this size
 (#4373)."""
 
+_DEFAULTS = ControllerConfig()
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -58,6 +66,13 @@ class Settings:
     reversion: bool = True
     arena: str = ""
     cpu_linear: Literal["exact", "packed"] = "exact"
+    selection: str = _DEFAULTS.selection
+    contention: float = _DEFAULTS.contention
+    map_s: float = _DEFAULTS.map_s
+    policy: str = _DEFAULTS.policy
+    min_idle: float = _DEFAULTS.min_idle
+    ttft_budget_s: float = _DEFAULTS.ttft_budget_s
+    lends: bool = _DEFAULTS.lends
 
     @classmethod
     def read(cls, environment: Mapping[str, str]) -> Settings | None:
@@ -96,6 +111,13 @@ class Settings:
             reversion=_switch(environment, "REMAP_REVERSION", True),
             arena=environment.get("REMAP_ARENA", ""),
             cpu_linear="packed" if linear == "packed" else "exact",
+            selection=_choice(environment, "REMAP_SELECTION", SELECTIONS, _DEFAULTS.selection),
+            contention=_share(environment, "REMAP_CONTENTION", _DEFAULTS.contention),
+            map_s=_share(environment, "REMAP_MAP_S", _DEFAULTS.map_s),
+            policy=_choice(environment, "REMAP_POLICY", POLICIES, _DEFAULTS.policy),
+            min_idle=_share(environment, "REMAP_MIN_IDLE", _DEFAULTS.min_idle),
+            ttft_budget_s=_share(environment, "REMAP_TTFT_BUDGET_S", _DEFAULTS.ttft_budget_s),
+            lends=_switch(environment, "REMAP_LENDS", _DEFAULTS.lends),
         )
 
     def controller(self) -> ControllerConfig:
@@ -106,12 +128,20 @@ class Settings:
             cap=self.max_layers,
             buffers=self.buffers,
             reversion=self.reversion,
+            selection=self.selection,
+            contention=self.contention,
+            map_s=self.map_s,
+            policy=self.policy,
+            min_idle=self.min_idle,
+            ttft_budget_s=self.ttft_budget_s,
+            lends=self.lends,
         )
 
 
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
+def _refuse(name: str, value: str, expected: str) -> InvalidArgument:
+    shown = repr(value) if len(value) <= 100 else f"{value[:60]!r}... ({len(value)} characters)"
     return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing was attached; correct it or unset it",
+        f"{name} must be {expected}, got {shown}; nothing was attached; correct it or unset it",
         name=name,
         value=value,
     )
@@ -126,11 +156,18 @@ def _switch(environment: Mapping[str, str], name: str, default: bool) -> bool:
     return value.lower() in _YES
 
 
+def _choice(environment: Mapping[str, str], name: str, known: tuple[str, ...], default: str) -> str:
+    value = environment.get(name) or default
+    if value not in known:
+        raise _refuse(name, value, f"one of {', '.join(known)}")
+    return value
+
+
 def _count(environment: Mapping[str, str], name: str, least: int) -> int | None:
     value = environment.get(name)
     if not value:
         return None
-    if not (value.isascii() and value.isdigit() and int(value) >= least):
+    if not (value.isascii() and value.isdigit() and len(value) < 19 and int(value) >= least):
         raise _refuse(name, value, f"an int of at least {least}")
     return int(value)
 
@@ -148,10 +185,10 @@ def _size(environment: Mapping[str, str], name: str) -> int | None:
         return None
     expected = "a number of bytes above 0, or text such as 24GiB"
     try:
-        size = int(value) if value.isascii() and value.isdigit() else parse_size(value, name)
+        size = int(value) if value.isascii() and value.isdigit() and len(value) < 20 else parse_size(value, name)
     except Error as error:
         raise _refuse(name, value, expected) from error
-    if size <= 0:
+    if not 0 < size <= MOST_BYTES:
         raise _refuse(name, value, expected)
     return size
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -12,9 +13,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from remap.sim.hardware import Model, namesakes
 from remap.sim.hardware import machine as machine_of
 from remap.sim.hardware import model as model_of
-from remap.sim.planning import Plan, memory_of
+from remap.sim.hf_config import read_config
+from remap.sim.model_variants import in_dtype
+from remap.sim.planning import MAX_REQUESTS, Plan, memory_of
 from remap.sim.planning import plan as make_plan
 from remap.sim.planning_numbers import Donor, Reload
 from remap.sizes import show_size
@@ -25,17 +29,29 @@ __all__ = ["plan", "show"]
 
 
 def plan(
-    machine: Annotated[str, typer.Option(help="Such as GH200, H200-SXM, A100, 4090.")],
-    model: Annotated[str, typer.Option(help="Such as llama-3-8b, OPT-13b.")],
+    machine: Annotated[str, typer.Option(help="Such as GH200, H100-SXM, H100-PCIe, B200, A100, 4090.")],
+    model: Annotated[
+        str,
+        typer.Option(help="Such as llama-3-8b, Qwen3-32B, or the path of a checkpoint's config.json or its folder."),
+    ],
     memory: Annotated[
         str | None,
-        typer.Option(help="For weights and KV cache: 40% of the device, or 24GiB.", show_default="90%"),
+        typer.Option(
+            help="Of one device, for weights and KV cache: 40% of it, or 24GiB.",
+            show_default="90%, less the donors' weights",
+        ),
     ] = None,
     context: Annotated[int, typer.Option(min=1, help="Tokens that a decoding request has on average.")] = 512,
     batch: Annotated[int | None, typer.Option(min=1, help="Show this many requests at once, too.")] = None,
     donors: Annotated[
-        str, typer.Option(help="Idle models on the same machine, as OPT-13b,Llama-3-8b.", show_default="none")
+        str,
+        typer.Option(help="Idle models on the same machine, as OPT-13b,Llama-3-8b; paths, too.", show_default="none"),
     ] = "",
+    max_requests: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = MAX_REQUESTS,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the weights: bf16, fp16, fp32 or fp8.", show_default="the model's")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Devices that share every layer; the plan is one device's.")] = 1,
     tables: Annotated[
         Path | None, typer.Option(help="JSON with machines and models of your own, as `remap fit` writes it.")
     ] = None,
@@ -43,19 +59,34 @@ def plan(
 ) -> None:
     """How much KV cache a model would gain on a machine, what is hidden, and what to set, with the arithmetic shown."""
     with errors_told():
-        on = machine_of(machine, tables)
+        on, assumed = machine_of(machine, tables), []
+        if others := namesakes(machine, tables):
+            assumed.append(f"{machine} is {on.name}; {' or '.join(others)} is another machine: give the full name")
         found = make_plan(
             on,
-            model_of(model, tables),
-            memory_bytes=memory_of(memory, on),
+            _model(model, tables, dtype, assumed),
+            memory_bytes=None if memory is None else memory_of(memory, on),
             context=context,
             batch=batch,
-            donors=[model_of(name.strip(), tables) for name in donors.split(",") if name.strip()],
+            donors=[_model(name.strip(), tables, None, assumed) for name in donors.split(",") if name.strip()],
+            max_requests=max_requests,
+            tp=tp,
+            assumed=assumed,
         )
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2, allow_nan=False))
     else:
         show(found, Console(soft_wrap=True, emoji=False))
+
+
+def _model(name: str, tables: Path | None, dtype: str | None, assumed: list[str]) -> Model:
+    """By its name in a table, or from a config.json."""
+    if name.endswith(".json") or os.sep in name or Path(name).is_dir():
+        found, notes = read_config(name, dtype)
+        assumed.extend(notes)
+        return found
+    found = model_of(name, tables)
+    return found if dtype is None else in_dtype(found, dtype)
 
 
 def show(found: Plan, console: Console) -> None:
@@ -64,23 +95,20 @@ def show(found: Plan, console: Console) -> None:
     def say(text: str = "", style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False)
 
-    best = found.balance
+    share = f", one of {found.tp} devices" if found.tp > 1 else ""
     say(
-        f"{found.model.name} on {found.machine.name}, {show_size(found.memory_bytes)} for weights and KV cache, "
+        f"{found.model.name} on {found.machine.name}{share}, {show_size(found.memory_bytes)} for weights and KV cache, "
         f"{found.context} tokens a request",
         style="bold",
     )
     say(
-        f"KV cache {found.kv_tokens:,} tokens, {best.rows_before} requests at once. Each remapped layer adds "
+        f"KV cache {found.kv_tokens:,} tokens, {found.balance.rows_before} requests at once. Each remapped layer adds "
         f"{found.tokens_per_layer:,.0f} tokens."
     )
-    if best.remapped or best.slices:
-        say(
-            f"Free of stalls with the cache full: {best.remapped} whole layers ({best.rows} requests, {_times(best.speedup)}), "
-            f"or {best.slices:.3g} layers' worth in slices ({best.slices_rows} requests, {_times(best.slices_speedup)})."
-        )
     for text in found.advice.why:
         say(text)
+    for text in found.assumed:
+        say(f"Assumed: {text}.", style="yellow")
     say()
     console.print(_limits(found))
     say()
@@ -91,10 +119,16 @@ def show(found: Plan, console: Console) -> None:
         say()
         console.print(_donors(found.donors))
     say()
-    say("What to set: remap.ControllerConfig(", style="bold")
-    for setting in found.advice.settings:
-        say(f"    {setting.name}={setting.value!r},  # {setting.reason}")
-    say(")")
+    say("What to set, for the engine's process", style="bold")
+    reasons = {setting.variable: setting.reason for setting in found.advice.settings} | {
+        "REMAP_CAPACITY": "the memory less activations, of this model; engines on one REMAP_ARENA are given the sum of theirs",
+        "REMAP_LINK": "bytes/s from the host, until copies have been measured",
+    }
+    for name, value in found.environment().items():
+        say(f"  {name}={value}" + (f"  # {reasons[name]}" if name in reasons else ""))
+    say(
+        "  In Python: remap.ControllerConfig(" + ", ".join(f"{s.name}={s.value!r}" for s in found.advice.settings) + ")"
+    )
     say()
     say("The arithmetic", style="bold")
     for step in found.steps:
@@ -110,10 +144,6 @@ def show(found: Plan, console: Console) -> None:
         shown.setdefault(source, []).append(name.removeprefix("roofline."))
     for source, names in shown.items():
         say(f"  {', '.join(names)}: {source}")
-
-
-def _times(speedup: float) -> str:
-    return f"{speedup:.2f}x tokens/s" if math.isfinite(speedup) else "instead of none"
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -1,8 +1,8 @@
 """How a command ends that cannot do what it was asked: one red line that says why, no traceback, and an exit code.
 
-    0  it did what was asked
-    1  it ran, and something failed or was found (a run broke off, a fit is too far off, `doctor` found a fault)
-    2  nothing was done: the command line is wrong, an input cannot be read, or what the command needs is missing
+0  it did what was asked
+1  it ran, and something failed or was found (a run broke off, a fit is too far off, `doctor` found a fault)
+2  nothing was done: the command line is wrong, an input cannot be read, or what the command needs is missing
 """
 
 from __future__ import annotations

@@ -36,14 +36,18 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return 0.0, t1 / s2 * high / wide
 
 
-def minimise(residuals: Residuals, starts: Sequence[Sequence[float]], bounds: Sequence[tuple[float, float]]) -> list[float]:
+def minimise(
+    residuals: Residuals, starts: Sequence[Sequence[float]], bounds: Sequence[tuple[float, float]]
+) -> list[float]:
     """The parameters within `bounds` of the least sum of squares that scipy finds from any of the starts, which are moved
     into the bounds. Raises InvalidState without scipy."""
     try:
         from scipy.optimize import least_squares
     except ImportError as error:
         raise InvalidState(
-            "fitting needs scipy, of the extra `sim`: pip install 'remap[sim]'; nothing was fitted", extra="sim", package="scipy"
+            "fitting needs scipy, of the extra `sim`: pip install 'remap[sim]'; nothing was fitted",
+            extra="sim",
+            package="scipy",
         ) from error
     low, high = [bound[0] for bound in bounds], [bound[1] for bound in bounds]
     found = [

@@ -29,7 +29,7 @@ from ._tables import Extra, refuse, resolve, table_of
 
 __all__ = [
     *("MOST_MISFIT", "POOR_MISFIT"),
-    *("Extra", "Machine", "Model", "RooflineConstants", "machine", "machines", "model", "models"),
+    *("Extra", "Machine", "Model", "RooflineConstants", "machine", "machines", "model", "models", "namesakes"),
 ]
 
 POOR_MISFIT, MOST_MISFIT = 0.15, 0.5
@@ -166,7 +166,8 @@ class Model:
     layer_bytes: weights of one layer. resident_bytes: embeddings, head and final norm, which are never remapped.
     linear_ops: (name, k, n) of each matrix of one layer, k inputs and n outputs. head: (k, n). context: most tokens of a
     request. experts, active_experts, expert_ops: a mixture of experts has `experts` copies of each operator named
-    in expert_ops, and each token uses `active_experts` of them; otherwise 1, 1 and ().
+    in expert_ops, and each token uses `active_experts` of them; otherwise 1, 1 and (). matrix_bytes: of an element of the
+    layers' matrices, where they are stored smaller than the rest; 0: dtype_bytes.
     """
 
     name: str
@@ -185,12 +186,14 @@ class Model:
     experts: int = 1
     active_experts: int = 1
     expert_ops: tuple[str, ...] = ()
+    matrix_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
             raise refuse("name", self.name, "text that is not empty")
         for name in (*_MODEL_COUNTS, "experts", "active_experts"):
             object.__setattr__(self, name, _count(name, getattr(self, name), _LEAST.get(name, 1)))
+        object.__setattr__(self, "matrix_bytes", _count("matrix_bytes", self.matrix_bytes, 0) or self.dtype_bytes)
         object.__setattr__(self, "linear_ops", _operators(self.linear_ops))
         pair = self.head
         if isinstance(pair, (str, Mapping)) or not isinstance(pair, Iterable) or len(tuple(pair)) != 2:
@@ -202,6 +205,11 @@ class Model:
             raise refuse("expert_ops", self.expert_ops, f"names of linear_ops; {unknown} are none")
         if self.active_experts > self.experts:
             raise refuse("active_experts", self.active_experts, f"at most experts, {self.experts}")
+
+    @property
+    def matrix_elements(self) -> int:
+        """Of one layer's matrices, all experts' together."""
+        return sum(k * n * (self.experts if name in self.expert_ops else 1) for name, k, n in self.linear_ops)
 
     @property
     def kv_bytes_per_token_layer(self) -> int:
@@ -224,7 +232,8 @@ _MODEL_COUNTS = (
     "context",
 )
 _LEAST = {"resident_bytes": 0, "context": 2}  # a prompt and an answer of one token each
-_MODEL_FIELDS = (*_MODEL_COUNTS, "linear_ops", "head", "experts", "active_experts", "expert_ops")
+_DEFAULTED = ("experts", "active_experts", "expert_ops", "matrix_bytes")
+_MODEL_FIELDS = (*_MODEL_COUNTS, "linear_ops", "head", *_DEFAULTED)
 
 
 def _operators(value: object) -> tuple[tuple[str, int, int], ...]:
@@ -294,10 +303,44 @@ def model(name: str, extra: Extra = None) -> Model:
     for key in entry:
         if key not in _MODEL_FIELDS:
             raise refuse(found, key, f"made of {', '.join(_MODEL_FIELDS)}, aliases, source and grade")
-    for key in _MODEL_FIELDS[:-3]:
+    for key in _MODEL_FIELDS[: -len(_DEFAULTED)]:
         if key not in entry:
             raise refuse(f"{found}.{key}", None, "given (or `like` must name a model to take it from)")
-    return Model(name=found, **entry)
+    made = Model(name=found, **entry)
+    _consistent(made)
+    return made
+
+
+_REST = 0.02
+"""Share of a layer that norms, biases and a router take at most, beside a mebibyte."""
+
+
+def _consistent(found: Model) -> None:
+    """An entry that is like another one takes what it leaves out from there: sizes that then belong to two different models are
+    refused, since every figure of a plan would be wrong."""
+    matrices = found.matrix_elements * found.matrix_bytes
+    if not matrices <= found.layer_bytes <= matrices * (1 + _REST) + 2**20:
+        many = f", {found.experts} experts" if found.experts > 1 else ""
+        raise refuse(
+            f"{found.name}.layer_bytes",
+            found.layer_bytes,
+            f"what its linear_ops take{many}: {matrices} bytes and a little more",
+        )
+    for name, k, n in found.linear_ops:
+        width = (found.heads + 2 * found.kv_heads) * found.head_dim
+        if name == "qkv" and (k, n) != (found.hidden, width):
+            raise refuse(
+                f"{found.name}.linear_ops", (name, k, n), f"('qkv', {found.hidden}, {width}) by hidden and heads"
+            )
+
+
+def namesakes(name: str, extra: Extra = None) -> tuple[str, ...]:
+    """The other machines whose names begin with what was asked for: `H100` is H100-SXM, and H100-PCIe could be meant."""
+    table = table_of("machines", extra)
+    found, wanted = resolve("machine", name, table), name.strip().lower()
+    return tuple(
+        known for known in table if known != found and found.lower() != wanted and known.lower().startswith(wanted)
+    )
 
 
 def _part(entry: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:

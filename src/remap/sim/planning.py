@@ -7,6 +7,9 @@ Layer times come from the roofline, copies from the machine's link, what can be 
 `remap.selection`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing, and
 that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
 
+Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
+mixture of experts only batches are planned for that touch nearly all experts: below, the roofline knows no layer's time.
+
 The batch and what it hides depend on each other: more layers remapped make room for more requests, whose pass is longer and
 hides more. `Balance` is the largest number of layers that the batch which it makes possible still hides.
 """
@@ -22,13 +25,15 @@ from remap import schedule, selection
 from remap.errors import InvalidArgument
 from remap.sizes import parse_size
 
-from .hardware import Machine, Model
+from .hardware import MOST_MISFIT, POOR_MISFIT, Machine, Model
+from .model_variants import TOUCHED, least_rows, sharded
 from .planning_advice import Advice, Step, advise, arithmetic
 from .planning_numbers import KINDS, Balance, Donor, Limit, Numbers, Reload, Selection, WhatIf
 from .roofline import Roofline, prefill_pairs
 
 __all__ = [
     "ACTIVATION_BYTES",
+    "MAX_REQUESTS",
     "PAGE_BYTES",
     "Balance",
     "Donor",
@@ -47,7 +52,8 @@ __all__ = [
 ACTIVATION_BYTES = 500_000_000
 """Left out of the KV cache for activations and the engine's own buffers: an assumption."""
 PAGE_BYTES = 2 << 20
-MOST_ROWS = 256  # requests at once, at most: vLLM's default
+MAX_REQUESTS = 256
+"""Requests at once, at most, unless it is said otherwise (max_requests)."""
 BATCHES = (1, 4, 16, 64, 128, 256)
 PREFILLS = (512, 2048)
 WHAT_IF = (0, 2, 4, 8, 15)
@@ -56,15 +62,25 @@ WHAT_IF = (0, 2, 4, 8, 15)
 @dataclass(frozen=True)
 class Plan(Numbers):
     """The answer. steps: each number with its formula and what was put in. advice: whether streaming active layers pays here,
-    and which settings follow, each with its reason."""
+    and which settings follow, each with its reason. assumed: what the plan takes for granted, in sentences."""
 
     steps: tuple[Step, ...]
     advice: Advice
+    assumed: tuple[str, ...]
+
+    def environment(self) -> dict[str, str]:
+        """What to set for an engine's adapter (`remap.adapters.settings` reads it): the advice, on one device."""
+        return {
+            "REMAP_ENABLE": "1",
+            "REMAP_CAPACITY": str(self.memory_bytes - self.activation_bytes),
+            "REMAP_LINK": str(int(self.machine.h2d_bytes_per_s)),
+            **{setting.variable: str(setting.value) for setting in self.advice.settings},
+        }
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; what is not finite (a speed-up from nothing) is None."""
         found: dict[str, Any] = _finite(asdict(self))
-        return found
+        return {**found, "environment": self.environment()}
 
 
 def _finite(value: Any) -> Any:
@@ -171,8 +187,8 @@ def _period(roof: Roofline, layer_s: float, remapped: int) -> tuple[float, int, 
     return best
 
 
-def _rows(tokens: float, context: int) -> int:
-    return min(MOST_ROWS, int(tokens // context))
+def _rows(tokens: float, context: int, most: int) -> int:
+    return min(most, int(tokens // context))
 
 
 def _iteration_s(roof: Roofline, rows: int, pass_s: float) -> float:
@@ -192,15 +208,15 @@ def _over(rate: float, base: float) -> float:
     return rate / base if base else math.inf if rate else 1.0
 
 
-def balance(roof: Roofline, kv_tokens: int, context: int) -> Balance:
+def balance(roof: Roofline, kv_tokens: int, context: int, most: int = MAX_REQUESTS) -> Balance:
     """The self-consistent limit with the KV cache full. Exact, fixed slots; see the module's text."""
     model = roof.model
-    before = _rows(kv_tokens, context)
+    before = _rows(kv_tokens, context, most)
     base = _rate(roof, before, context)
     remapped, buffers, kind, rows = 0, 1, KINDS[0], before
     copy_s = roof.machine.copy_s(model.layer_bytes)
     for alpha in range(model.layers - 1, 0, -1):
-        batch = _rows(kv_tokens + alpha * _per_layer(model), context)
+        batch = _rows(kv_tokens + alpha * _per_layer(model), context, most)
         layer_s = roof.layer_s(0, 0, batch, batch * context)
         allowed = model.layers * layer_s * (1 + schedule.RELATIVE_EPSILON)
         if batch == 0 or alpha * copy_s > allowed:  # at least alpha layers are copied in a pass
@@ -209,7 +225,7 @@ def balance(roof: Roofline, kv_tokens: int, context: int) -> Balance:
         if seconds <= allowed:
             remapped, buffers, kind, rows = alpha, found, chosen, batch
             break
-    slices, sliced = _sliced_balance(roof, kv_tokens, context)
+    slices, sliced = _sliced_balance(roof, kv_tokens, context, most)
     return Balance(
         remapped=remapped,
         buffers=buffers,
@@ -225,28 +241,30 @@ def balance(roof: Roofline, kv_tokens: int, context: int) -> Balance:
     )
 
 
-def _sliced_balance(roof: Roofline, kv_tokens: int, context: int) -> tuple[float, int]:
+def _sliced_balance(roof: Roofline, kv_tokens: int, context: int, most: int) -> tuple[float, int]:
     """(layers' worth, rows): the largest tail of every layer that the batch which it makes possible hides. More pages may be
     hidden where fewer are not (a batch grows in whole requests), so all are tried, from the largest that any batch hides."""
     model = roof.model
     pages = _pages(model)
     for tail in range(pages, 0, -1):
         freed = max(0, selection.slices_freed(tail, [pages] * model.layers, 2)) / pages
-        rows = _rows(kv_tokens + freed * _per_layer(model), context)
+        rows = _rows(kv_tokens + freed * _per_layer(model), context, most)
         layer_s = roof.layer_s(0, 0, rows, rows * context)
         size = min(tail * PAGE_BYTES, model.layer_bytes)
         allowed = model.layers * layer_s * (1 + schedule.RELATIVE_EPSILON)
         if rows and model.layers * roof.machine.copy_s(size) <= allowed and _sliced_s(roof, layer_s, tail) <= allowed:
             return freed, rows
-    return 0.0, _rows(kv_tokens, context)
+    return 0.0, _rows(kv_tokens, context, most)
 
 
-def _what_if(roof: Roofline, kv_tokens: int, context: int, counts: Iterable[int]) -> tuple[WhatIf, ...]:
+def _what_if(
+    roof: Roofline, kv_tokens: int, context: int, counts: Iterable[int], most: int = MAX_REQUESTS
+) -> tuple[WhatIf, ...]:
     model = roof.model
-    base = _rate(roof, _rows(kv_tokens, context), context)
+    base = _rate(roof, _rows(kv_tokens, context, most), context)
     found = []
     for alpha in sorted({count for count in counts if 0 <= count <= model.layers - 2}):
-        rows = _rows(kv_tokens + alpha * _per_layer(model), context)
+        rows = _rows(kv_tokens + alpha * _per_layer(model), context, most)
         if rows == 0:
             continue
         layer_s = roof.layer_s(0, 0, rows, rows * context)
@@ -295,36 +313,53 @@ def plan(
     batch: int | None = None,
     donors: Sequence[Model] = (),
     activation_bytes: int = ACTIVATION_BYTES,
+    max_requests: int = MAX_REQUESTS,
+    tp: int = 1,
+    assumed: Sequence[str] = (),
 ) -> Plan:
-    """What remapping would do. memory_bytes: for weights and KV cache, by default 90 % of the device's. context: tokens that a
-    decoding request has on average. batch: one more row of the table. donors: other models on the machine that are idle.
+    """What remapping would do. memory_bytes: of one device, for weights and KV cache; by default what 90 % of it leaves beside
+    the donors' weights. context: tokens that a decoding request has on average. batch: one more row of the table. donors: other
+    models on the same devices that are idle. max_requests: that run at once. tp: devices that share every layer. assumed: what
+    the caller assumed, to be told with the rest.
 
-    Raises InvalidArgument (field): context outside 1 to the model's, batch < 1, memory that holds no weights and one token.
+    Raises InvalidArgument (field): context outside 1 to the model's, batch or max_requests < 1, memory that the device does not
+    have or that holds no weights and one token, donors that do not fit beside it, tp that does not divide, a machine whose fit is
+    off by more than MOST_MISFIT, a mixture of experts at batches for which its layer's time is not known.
     """
-    memory = memory_of(None, machine) if memory_bytes is None else memory_bytes
-    for name, value, most in (("context", context, model.context), ("batch", batch, 1 << 20)):
+    _check_fit(machine)
+    for name, value, most in (
+        ("context", context, model.context),
+        ("batch", batch, 1 << 20),
+        ("max_requests", max_requests, 1 << 20),
+    ):
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise InvalidArgument(
-                f"{name} must be from 1 to {most} for {model.name}, got {value!r}; nothing was computed; correct {name}",
+                f"{name} must be from 1 to {most} for {model.name}, got {_short(value)}; nothing was computed; correct {name}",
                 field=name,
                 value=value,
             )
+    whole, model, donors = model, sharded(model, tp), [sharded(donor, tp) for donor in donors]
+    memory = _memory(machine, donors, memory_bytes)
     tokens = kv_tokens(model, memory, activation_bytes)
     if tokens == 0:
         least = model.weight_bytes + activation_bytes + model.kv_bytes_per_token
+        beside = f", beside {_donated(donors) / 1e9:.1f} GB of donors" if donors else ""
+        share = f" (its share of {tp} devices)" if tp > 1 else ""
         raise InvalidArgument(
-            f"{model.name} needs at least {least / 1e9:.1f} GB (weights {model.weight_bytes / 1e9:.1f} GB, activations "
+            f"{model.name}{share} needs at least {least / 1e9:.1f} GB (weights {model.weight_bytes / 1e9:.1f} GB, activations "
             f"{activation_bytes / 1e9:.1f} GB, one token), memory is {memory / 1e9:.1f} GB of the "
-            f"{machine.hbm_bytes / 1e9:.1f} GB of {machine.name}; nothing was computed; give more memory or another model",
+            f"{machine.hbm_bytes / 1e9:.1f} GB of {machine.name}{beside}; nothing was computed; give more memory, more devices "
+            "(tp) or another model",
             field="memory",
             value=memory,
             needed=least,
         )
     roof = Roofline(machine, model)
+    found = balance(roof, tokens, context, max_requests)
+    least_batch = _least_batch(model, found, batch)
     contexts = sorted({context, min(2048, model.context)})
-    batches = sorted({*BATCHES, *([batch] if batch else [])})
+    batches = sorted({*(each for each in BATCHES if each >= least_batch), *([batch] if batch else [])})
     limits = tuple(limit(roof, rows, each, tokens) for each in contexts for rows in batches)
-    found = balance(roof, tokens, context)
     counts = {*WHAT_IF, found.remapped, model.layers // 2}
     numbers = Numbers(
         machine=machine,
@@ -333,14 +368,114 @@ def plan(
         context=context,
         batch=batch,
         activation_bytes=activation_bytes,
-        most_rows=MOST_ROWS,
+        max_requests=max_requests,
+        tp=tp,
         kv_tokens=tokens,
         tokens_per_layer=_per_layer(model),
         limits=limits,
         balance=found,
-        what_if=_what_if(roof, tokens, context, counts),
+        what_if=_what_if(roof, tokens, context, counts, max_requests),
         reload=_reload(machine, model),
         donors=tuple(_donor(machine, each, model) for each in donors),
     )
     values = {each.name: getattr(numbers, each.name) for each in fields(numbers)}
-    return Plan(**values, steps=arithmetic(numbers), advice=advise(numbers, PAGE_BYTES))
+    taken = (*assumed, *_assumed(numbers, whole, donors, default_memory=memory_bytes is None))
+    return Plan(**values, steps=arithmetic(numbers), advice=advise(numbers, PAGE_BYTES), assumed=taken)
+
+
+def _short(value: object) -> str:
+    return (
+        repr(value)
+        if not isinstance(value, int) or value.bit_length() < 128
+        else f"a number of {value.bit_length()} bits"
+    )
+
+
+def _check_fit(machine: Machine) -> None:
+    group, error = max(machine.misfit.items(), key=lambda each: each[1], default=("", 0.0))
+    if error > MOST_MISFIT:
+        raise InvalidArgument(
+            f"the figures of {machine.name} are of a fit that is off by {error:.1%} ({group}), at most {MOST_MISFIT:.0%} is of use; "
+            "nothing was computed; measure the machine again",
+            field="machine",
+            value=machine.name,
+            misfit=error,
+        )
+
+
+def _donated(donors: Sequence[Model]) -> int:
+    return sum(donor.weight_bytes for donor in donors)
+
+
+def _memory(machine: Machine, donors: Sequence[Model], given: int | None) -> int:
+    """Bytes for weights and KV cache; donors' weights lie beside them."""
+    beside = _donated(donors)
+    memory = max(0, memory_of(None, machine) - beside) if given is None else given
+    if memory > machine.hbm_bytes:
+        raise InvalidArgument(
+            f"memory of {memory / 1e9:.1f} GB is more than the {machine.hbm_bytes / 1e9:.1f} GB that {machine.name} has; nothing "
+            "was computed; give at most that, or a share such as 90%",
+            field="memory",
+            value=memory,
+            available=machine.hbm_bytes,
+        )
+    if given is not None and beside and memory + beside > machine.hbm_bytes:
+        raise InvalidArgument(
+            f"donors take {beside / 1e9:.1f} GB of weights beside the memory of {memory / 1e9:.1f} GB, together "
+            f"{(memory + beside) / 1e9:.1f} GB of the {machine.hbm_bytes / 1e9:.1f} GB of {machine.name}; nothing was computed; "
+            f"give a memory of at most {max(0, machine.hbm_bytes - beside) / 1e9:.1f} GB, or fewer donors",
+            field="donors",
+            value=beside,
+            available=machine.hbm_bytes - memory,
+        )
+    return memory
+
+
+def _least_batch(model: Model, found: Balance, batch: int | None) -> int:
+    """The least batch that can be planned for. Raises InvalidArgument where the plan would need a smaller one."""
+    least = least_rows(model)
+    rows = [each for each in (found.rows_before, found.rows, batch) if each]
+    if rows and min(rows) < least:
+        raise InvalidArgument(
+            f"{model.name} has {model.experts} experts of which a token uses {model.active_experts}: a batch of {min(rows)} requests "
+            f"touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and what is missing is a measurement of how many, "
+            "and of how long a layer takes then; nothing was computed; give more memory, a shorter context, or a batch of at least "
+            f"{least}",
+            field="model",
+            value=model.name,
+            least_batch=least,
+            batch=min(rows),
+        )
+    return least
+
+
+def _assumed(numbers: Numbers, whole: Model, donors: Sequence[Model], *, default_memory: bool) -> Iterable[str]:
+    machine, model = numbers.machine, numbers.model
+    if donors and default_memory:
+        yield (
+            f"memory is what 90% of the device leaves beside the donors' {_donated(donors) / 1e9:.1f} GB of weights; --memory says "
+            "otherwise"
+        )
+    if numbers.tp > 1:
+        copied = " (KV heads are copied: there are fewer than devices)" if whole.kv_heads < numbers.tp else ""
+        yield (
+            f"tensor parallelism over {numbers.tp} devices: every figure is one device's share{copied}; each has a link of its own at "
+            "full speed; what the devices tell one another is not counted, so that passes take longer and hide more than is said "
+            "here, and tokens/s are lower"
+        )
+    if model.matrix_bytes < model.dtype_bytes:
+        yield (
+            f"matrices of layers take {model.matrix_bytes} byte an element, scales left out; embeddings, head, norms, activations "
+            "and KV cache 16 bit; operators compute at the rate of 16 bit, which no measurement of this dtype backs"
+        )
+    elif model.dtype_bytes > 2:
+        yield "the machine's FLOP/s are those of its table, which for a GPU are of 16 bit: computing in 32 bit takes longer"
+    if model.experts > 1:
+        yield (
+            f"a batch touches all {model.experts} experts of a layer, as it does from {least_rows(model)} requests on with even "
+            "routing, and kernels for experts are as near the machine's limits as those for dense matrices: neither is measured"
+        )
+    if machine.misfit:
+        group, error = max(machine.misfit.items(), key=lambda each: each[1])
+        warning = "WARNING: " if error > POOR_MISFIT else ""
+        yield f"{warning}the figures of {machine.name} are fitted, and off by up to {error:.1%} in the mean ({group.replace('_', ' ')})"

@@ -42,6 +42,11 @@ class Setting:
     value: float | int | str
     reason: str
 
+    @property
+    def variable(self) -> str:
+        """What engines' adapters read it from."""
+        return f"REMAP_{self.name.upper()}"
+
 
 @dataclass(frozen=True)
 class Advice:
@@ -93,7 +98,7 @@ def _pages(model: Model) -> Step:
 def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
     """Each number of the plan, with its formula and what was put in."""
     machine, model, balance, reload = numbers.machine, numbers.model, numbers.balance, numbers.reload
-    memory_bytes, activation_bytes, most_rows = numbers.memory_bytes, numbers.activation_bytes, numbers.most_rows
+    memory_bytes, activation_bytes, most = numbers.memory_bytes, numbers.activation_bytes, numbers.max_requests
     context, kv_tokens, tokens_per_layer = numbers.context, numbers.kv_tokens, numbers.tokens_per_layer
     n, copy_s = model.layers, machine.copy_s(model.layer_bytes)
     roof = Roofline(machine, model)
@@ -159,7 +164,7 @@ def arithmetic(numbers: Numbers) -> tuple[Step, ...]:
             "KV tokens + layers x tokens per layer",
             f"{kv_tokens:,} + {balance.remapped} x {tokens_per_layer:,.1f} = {balance.kv_tokens:,} tokens, "
             f"{balance.rows} requests of {context} instead of {balance.rows_before}"
-            + (f" (at most {most_rows} at once)" if balance.rows == most_rows else ""),
+            + (f" (at most {most} at once: --max-requests)" if balance.rows == most else ""),
             balance.kv_tokens,
             "tokens",
         ),
@@ -201,11 +206,10 @@ def advise(numbers: Numbers, page_bytes: int) -> Advice:
     model, balance, donors = numbers.model, numbers.balance, numbers.donors
     sliced = balance.slices_speedup > balance.speedup + 1e-9
     gain = max(balance.speedup, balance.slices_speedup)
-    most = max(float(balance.remapped), balance.slices)
-    full = balance.rows_before >= numbers.most_rows
+    full = balance.rows_before >= numbers.max_requests
     active = gain >= WORTH_IT and not full
     lendable = bool(donors) and any(donor.tokens_half for donor in donors)
-    why = [_why_active(numbers, active=active, full=full, gain=gain, most=most)]
+    why = [_why_active(numbers, active=active, full=full)]
     if model.experts > 1:
         why.append(
             f"A layer of {model.name} holds {model.experts} experts ({_gb(model.layer_bytes)}): whole layers are a coarse "
@@ -220,17 +224,28 @@ def advise(numbers: Numbers, page_bytes: int) -> Advice:
     )
 
 
-def _why_active(numbers: Numbers, *, active: bool, full: bool, gain: float, most: float) -> str:
+def _why_active(numbers: Numbers, *, active: bool, full: bool) -> str:
+    """One verdict, and what could be hidden as its reason: both on one page without it would contradict each other."""
     machine, model, balance = numbers.machine, numbers.model, numbers.balance
+    hidden = []
+    if balance.remapped:
+        hidden.append(f"{balance.remapped} whole layers ({balance.rows} requests, {_times(balance.speedup)})")
+    if balance.slices:
+        hidden.append(
+            f"{balance.slices:.3g} layers' worth in slices ({balance.slices_rows} requests, {_times(balance.slices_speedup)})"
+        )
+    could = " or ".join(hidden)
+    limited = numbers.max_requests in (balance.rows_before, balance.rows, balance.slices_rows)
+    limit = f" --max-requests {numbers.max_requests} was the limit: so many run at once at most." if limited else ""
     if full:
         return (
-            f"Streaming active layers gains nothing at {numbers.context} tokens: the KV cache holds {balance.rows_before} "
-            "requests already, as many as run at once."
+            f"Do not stream active layers: at {numbers.context} tokens the KV cache holds the {balance.rows_before} requests that run "
+            f"at once without it.{limit}"
         )
     if active:
         return (
-            f"Streaming active layers pays: up to {most:.3g} of {model.layers} layers are hidden by the batch that they make "
-            f"room for, {_times(gain)}."
+            f"Stream active layers: with the cache full, of {model.layers} layers a pass hides {could}, instead of "
+            f"{balance.rows_before} requests.{limit}"
         )
     tail = ""
     worse = next((each for each in numbers.what_if if each.remapped == 2), None)
@@ -239,10 +254,14 @@ def _why_active(numbers: Numbers, *, active: bool, full: bool, gain: float, most
             f" Two layers all the same would take an iteration from {_ms(numbers.what_if[0].iteration_s)} to "
             f"{_ms(worse.iteration_s)}, {_times(worse.speedup)}."
         )
-    found = f"hides {most:.2g} layers' worth, {_times(gain)}" if most else "hides none"
+    found = (
+        f"a full batch could hide {could}, but below {WORTH_IT:g}x the gain is within the error of this plan"
+        if hidden
+        else "a full batch hides none"
+    )
     return (
-        f"Streaming active layers does not pay here: a full batch {found}. R is {machine.ratio:.0f}: while a decode pass reads "
-        f"all weights once, the link brings 1/{machine.ratio:.0f} of them.{tail}"
+        f"Do not stream active layers: {found}. R is {machine.ratio:.0f}: while a decode pass reads all weights once, the link "
+        f"brings 1/{machine.ratio:.0f} of them.{tail}{limit}"
     )
 
 

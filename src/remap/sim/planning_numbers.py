@@ -38,7 +38,7 @@ class Limit:
 class Balance:
     """The most whole layers that the batch which they make possible still hides, with the KV cache full.
 
-    kv_tokens, rows: with them; kv_tokens_before, rows_before: without. rows are at most `Numbers.most_rows`. speedup:
+    kv_tokens, rows: with them; kv_tokens_before, rows_before: without. rows are at most `Numbers.max_requests`. speedup:
     tokens/s with them over those without, queueing left out; infinite if not one request had room. slices, slices_rows,
     slices_speedup: the same in slices, in layers' worth.
     """
@@ -98,7 +98,8 @@ class Donor:
 @dataclass(frozen=True)
 class Numbers:
     """What a plan found. kv_tokens: without remapping; tokens_per_layer: what one remapped layer adds. limits: by context, then
-    rows. activation_bytes, most_rows: what was assumed."""
+    rows. activation_bytes: what was assumed. max_requests: that run at once, at most. tp: devices that share each layer; model,
+    memory_bytes and all that follows are of one of them."""
 
     machine: Machine
     model: Model
@@ -106,7 +107,8 @@ class Numbers:
     context: int
     batch: int | None
     activation_bytes: int
-    most_rows: int
+    max_requests: int
+    tp: int
     kv_tokens: int
     tokens_per_layer: float
     limits: tuple[Limit, ...]

@@ -89,11 +89,11 @@ class Roofline:
             seconds = self._ends[key] = self._ends_s(tokens, sampled_rows)
         return seconds
 
-    def op_s(self, k: int, n: int, tokens: int, *, copies: int = 1, uses: int = 1) -> float:
+    def op_s(self, k: int, n: int, tokens: int, *, copies: int = 1, uses: int = 1, element: int | None = None) -> float:
         """Seconds of one linear operator of k inputs and n outputs over `tokens`, of whose `copies` (experts) each token
-        uses `uses`."""
-        rows = tokens * uses
-        size = self.model.dtype_bytes * (min(copies, rows) * k * n + rows * (k + n))
+        uses `uses`. element: bytes of an element of the matrix, by default as of the inputs."""
+        rows, each = tokens * uses, self.model.dtype_bytes
+        size = (each if element is None else element) * min(copies, rows) * k * n + each * rows * (k + n)
         memory, compute = size / self._bandwidth, 2.0 * rows * k * n / self._compute
         return float((memory**self._power + compute**self._power) ** self._inverse) + self._overhead
 
@@ -110,9 +110,11 @@ class Roofline:
         seconds = c.other_ops_s + c.other_ops_s_per_token_per_khidden * tokens * model.hidden / 1000.0
         for name, k, n in model.linear_ops:
             if name in model.expert_ops:
-                seconds += self.op_s(k, n, tokens, copies=model.experts, uses=model.active_experts)
+                seconds += self.op_s(
+                    k, n, tokens, copies=model.experts, uses=model.active_experts, element=model.matrix_bytes
+                )
             else:
-                seconds += self.op_s(k, n, tokens)
+                seconds += self.op_s(k, n, tokens, element=model.matrix_bytes)
         return seconds
 
     def _ends_s(self, tokens: int, sampled_rows: int) -> float:

@@ -1,0 +1,234 @@
+"""A model's sizes from the `config.json` of its checkpoint: families whose layers are all alike. Pure; nothing is downloaded.
+
+    found, notes = read_config("Qwen3-8B/config.json")
+
+Weights are counted from the shapes, as the checkpoint has them: biases, norms and learned positions included. What a family does
+that these counts do not know (layers of several kinds, windows that differ from layer to layer) is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from remap.errors import InvalidArgument
+
+from ._tables import refuse
+from .hardware import Model
+from .model_variants import in_dtype
+
+__all__ = ["FAMILIES", "read_config"]
+
+_GATED = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe")
+FAMILIES = (*_GATED, "opt", "gpt2")
+"""Values of `model_type` that are understood."""
+_UNLIKE = {
+    "gemma2": "every other layer keeps only a window of the KV cache",
+    "gemma3": "most layers keep only a window of the KV cache",
+    "gemma3_text": "most layers keep only a window of the KV cache",
+    "deepseek_v2": "its KV cache is compressed, and its first layers are dense",
+    "deepseek_v3": "its KV cache is compressed, and its first layers are dense",
+    "gpt_oss": "every other layer keeps only a window of the KV cache",
+}
+_DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class _Config:
+    """The numbers of one config.json, each refused by its name."""
+
+    def __init__(self, path: Path, values: Mapping[str, Any]) -> None:
+        self.path, self.values = path, values
+
+    def count(self, *names: str, default: int | None = None) -> int:
+        """The first of the names that is there."""
+        for name in names:
+            value = self.values.get(name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
+                raise refuse(f"{self.path}: {name}", value, "a whole number of at least 1")
+            return value
+        if default is None:
+            raise refuse(f"{self.path}: {names[0]}", None, "given")
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise refuse(f"{self.path}: {name}", value, "true or false")
+        return default if value is None else value
+
+
+def read_config(path: str | Path, dtype: str | None = None) -> tuple[Model, tuple[str, ...]]:
+    """(the model, what was assumed of it, in sentences). path: a config.json, or the folder of one. dtype: instead of the
+    checkpoint's, see `model_variants.in_dtype`. Raises InvalidArgument (field): a file that cannot be read, a family that is not
+    in FAMILIES, a number that is missing or cannot be, weights that are quantised in a way that is not known."""
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    config = _Config(file, _read(file))
+    family = config.values.get("model_type")
+    if family not in FAMILIES:
+        why = f": {_UNLIKE[family]}, which is not counted here" if isinstance(family, str) and family in _UNLIKE else ""
+        raise InvalidArgument(
+            f"{file}: models of type {family!r} are not known{why}; nothing was computed; known are {', '.join(FAMILIES)}, and a "
+            "table (--tables) may describe any model of equal layers",
+            field="model",
+            value=family,
+            known=FAMILIES,
+        )
+    notes: list[str] = []
+    stored = config.values.get("dtype", config.values.get("torch_dtype"))
+    if stored is None:
+        notes.append(f"{file} names no dtype: 16 bit is assumed")
+    elif not isinstance(stored, str) or stored not in _DTYPES:
+        raise refuse(f"{file}: dtype", stored, f"one of {', '.join(_DTYPES)}")
+    size = 2 if stored is None else _DTYPES[stored]
+    found = _gated(config, family, size, notes) if family in _GATED else _plain(config, family, size)
+    wanted = dtype or _quantised(config)
+    return (found if wanted is None else in_dtype(found, wanted)), tuple(notes)
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument(
+            f"model: {file} cannot be read ({error.strerror}); nothing was computed; correct the path",
+            field="model",
+            value=str(file),
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"model: {file} is not JSON ({error}); nothing was computed; give the checkpoint's config.json",
+            field="model",
+            value=str(file),
+        ) from error
+    if not isinstance(values, Mapping):
+        raise refuse("model", str(file), "a config.json, one object")
+    return values
+
+
+def _quantised(config: _Config) -> str | None:
+    given = config.values.get("quantization_config")
+    if given is None:
+        return None
+    method = given.get("quant_method") if isinstance(given, Mapping) else given
+    if method == "fp8":
+        return "fp8"
+    raise InvalidArgument(
+        f"{config.path}: weights quantised by {method!r} are not counted here, only fp8; nothing was computed; say --dtype to "
+        "count them as if they were stored so",
+        field="model",
+        value=method,
+    )
+
+
+def _name(config: _Config) -> str:
+    given = config.values.get("_name_or_path")
+    if isinstance(given, str) and given.strip("/ "):
+        return given.rstrip("/").rsplit("/", 1)[-1]
+    return config.path.resolve().parent.name or str(config.path)
+
+
+def _gated(config: _Config, family: str, size: int, notes: list[str]) -> Model:
+    """Llama and its relatives: RMS norms, rotary positions, a gated MLP or a mixture of them."""
+    hidden, heads = config.count("hidden_size"), config.count("num_attention_heads")
+    kv_heads = config.count("num_key_value_heads", default=heads)
+    head_dim = config.count("head_dim", default=max(1, hidden // heads))
+    vocab, layers = config.count("vocab_size"), config.count("num_hidden_layers")
+    qkv, out = (heads + 2 * kv_heads) * head_dim, heads * head_dim
+    experts = active = 1
+    inner = "intermediate_size"
+    if family == "mixtral":
+        experts, active = config.count("num_local_experts"), config.count("num_experts_per_tok")
+    elif family == "qwen3_moe":
+        experts, active = config.count("num_experts", "num_local_experts"), config.count("num_experts_per_tok")
+        inner = "moe_intermediate_size"
+        if config.count("decoder_sparse_step", default=1) != 1 or config.values.get("mlp_only_layers"):
+            raise refuse(
+                f"{config.path}: decoder_sparse_step and mlp_only_layers", "layers without experts", "1 and empty"
+            )
+    width = config.count(inner)
+    operators = (("qkv", hidden, qkv), ("o", out, hidden), ("gate_up", hidden, 2 * width), ("down", width, hidden))
+    matrices = hidden * qkv + out * hidden + experts * 3 * hidden * width
+    rest = 2 * hidden + (hidden * experts if experts > 1 else 0)  # norms, router
+    if family == "qwen2":
+        rest += qkv
+    elif config.flag("attention_bias", False):
+        rest += qkv + hidden
+    if family == "llama" and config.flag("mlp_bias", False):
+        rest += 2 * width + hidden
+    if family.startswith("qwen3"):
+        rest += 2 * head_dim
+    tied = config.flag("tie_word_embeddings", family == "gemma")
+    context = config.count("max_position_embeddings")
+    window = config.values.get("sliding_window")
+    if (
+        window
+        and (family != "qwen2" or config.flag("use_sliding_window", False))
+        and family in ("mistral", "qwen2", "mixtral")
+    ):
+        context = min(context, config.count("sliding_window"))
+        notes.append(f"{_name(config)} attends to a window of {context} tokens: requests of more are not planned for")
+    return Model(
+        name=_name(config),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        vocab=vocab,
+        dtype_bytes=size,
+        layer_bytes=(matrices + rest) * size,
+        resident_bytes=(vocab * hidden * (1 if tied else 2) + hidden) * size,
+        linear_ops=operators,
+        head=(hidden, vocab),
+        context=context,
+        experts=experts,
+        active_experts=active,
+        expert_ops=("gate_up", "down") if experts > 1 else (),
+    )
+
+
+def _plain(config: _Config, family: str, size: int) -> Model:
+    """OPT and GPT-2: layer norms, learned positions, biases everywhere, embeddings tied."""
+    if family == "opt":
+        hidden, heads, layers = (
+            config.count(f"{n}") for n in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        )
+        width, context = config.count("ffn_dim"), config.count("max_position_embeddings")
+        positions = context + 2
+        if config.count("word_embed_proj_dim", default=hidden) != hidden or not config.flag(
+            "do_layer_norm_before", True
+        ):
+            raise refuse(
+                f"{config.path}: word_embed_proj_dim, do_layer_norm_before",
+                "others",
+                f"{hidden} and true, as most OPTs",
+            )
+    else:
+        hidden, heads, layers = (config.count(n) for n in ("n_embd", "n_head", "n_layer"))
+        width, context = config.count("n_inner", default=4 * hidden), config.count("n_positions")
+        positions = context
+    vocab = config.count("vocab_size")
+    matrices = 4 * hidden * hidden + 2 * hidden * width
+    rest = 4 * hidden + hidden + width + 4 * hidden  # biases of qkv and o, of the MLP; two norms
+    tied = config.flag("tie_word_embeddings", True)
+    return Model(
+        name=_name(config),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=max(1, hidden // heads),
+        vocab=vocab,
+        dtype_bytes=size,
+        layer_bytes=(matrices + rest) * size,
+        resident_bytes=(vocab * hidden * (1 if tied else 2) + positions * hidden + 2 * hidden) * size,
+        linear_ops=(("qkv", hidden, 3 * hidden), ("o", hidden, hidden), ("fc1", hidden, width), ("fc2", width, hidden)),
+        head=(hidden, vocab),
+        context=context,
+    )
