@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from remap.cli import main
+
+def _main() -> None:
+    from remap.cli import main
+
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    _main()

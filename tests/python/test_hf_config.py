@@ -1,4 +1,4 @@
-"""Models from a checkpoint's config.json: the same bytes as transformers' own modules have, and what is not counted is refused."""
+"""Models from a checkpoint's config.json: the bytes that transformers' own modules have; what is not counted is refused."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 import remap
-from remap.cli.simulate_report import tables, writable
+from remap.cli.simulate_report import tables
+from remap.cli.told import writable
 from remap.errors import InvalidArgument
 from remap.kv_geometry import KVGeometry
 from remap.sim import running

@@ -413,3 +413,15 @@ def test_the_first_thing_that_is_wrong_is_named() -> None:
     with pytest.raises(InvalidArgument) as caught:
         prepare(Options("GH200-96GB", "C1", rate=""))
     assert caught.value.field == "rate"
+
+
+def test_what_is_assumed_of_a_machine_and_a_mixture_is_told(engine, tmp_path) -> None:
+    table = tmp_path / "mine.json"
+    table.write_text(json.dumps({"machines": {"off": {"like": "GH200-96GB", "misfit": {"linear": 0.3}}}}))
+    result = invoke("--machines-file", str(table), "--machine", "off", "--tenants", "Mixtral:100%")
+    assert result.exit_code == 0, result.output
+    assert "30.0%" in result.output and "8 experts" in result.output.replace("\n", " ")
+    assert "H100-PCIe" in invoke("--machine", "H100", "--tenants", "OPT-13b").output
+    table.write_text(json.dumps({"machines": {"off": {"like": "GH200-96GB", "misfit": {"linear": 1.245}}}}))
+    result = invoke("--machines-file", str(table), "--machine", "off", "--tenants", "OPT-13b")
+    assert result.exit_code == 2 and "124.5%" in result.output

@@ -1,7 +1,8 @@
 """What engine plugins are told by environment variables: one frozen value, checked as a whole. Pure.
 
 A plugin is loaded by the engine in processes that the user does not start himself, so the environment is the one way in that
-reaches all of them. `remap plan` prints these lines for a machine and a model. Nothing is read unless REMAP_ENABLE is set: an installed plugin that nobody switched on does nothing.
+reaches all of them. `remap plan` prints these lines for a machine and a model. Nothing is read unless REMAP_ENABLE is set: an
+installed plugin that nobody switched on does nothing.
 
     REMAP_ENABLE=1            switch on
     REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required

@@ -15,7 +15,7 @@ from rich.console import Console
 from remap.errors import InvalidArgument
 
 from .bench_machine_operators import Operators, Sizes, flops_of
-from .told import Missing, errors_told
+from .told import Missing, errors_told, writable
 
 __all__ = ["bench_machine", "fit_command", "measure"]
 
@@ -174,6 +174,7 @@ def bench_machine(
     """Measure operators, copies and driver calls of this machine, for `remap fit`, `remap plan` and `remap simulate`."""
     console = Console(soft_wrap=True)
     with errors_told():
+        writable(out)
         if threads is not None:
             _torch(False).set_num_threads(threads)
         found = measure(
@@ -196,6 +197,7 @@ def fit_command(
 
     console = Console(soft_wrap=True)
     with errors_told():
+        writable(out)
         if importlib.util.find_spec("scipy") is None:
             raise Missing("`remap fit` needs scipy: pip install 'remap[sim]'; nothing was fitted", package="scipy")
         found = fit(_read(measurements), name, like)

@@ -16,7 +16,7 @@ from .demo_run import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .plan import plan
 from .simulate import simulate
-from .told import EXIT_CODES, errors_told
+from .told import EXIT_CODES, errors_told, writable
 
 __all__ = ["app"]
 
@@ -97,6 +97,7 @@ def demo(
             threads=threads,
             tenants=tenants,
         )
+        writable(out / "demo.json")
         run(config, out, console)
 
 
@@ -120,6 +121,7 @@ def ablations(
     from .ablations_run import run_all
 
     with errors_told():
+        writable(out / "ablations.json")
         run_all(only or [], out, Console(), quick=quick, seconds=seconds, runs=runs)
 
 
@@ -165,6 +167,7 @@ def bench_twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] 
     from .bench_twin import twin
 
     with errors_told():
+        writable(out / "twin.json")
         twin(DEFAULTS, out, Console(soft_wrap=True))
 
 
@@ -188,6 +191,7 @@ def bench_vllm(
     console = Console(soft_wrap=True)
     with errors_told():
         need_vllm()
+        writable(out / "vllm.json")
         settings = VllmBench(
             model=model_folder(model), kv_bytes=parse_size(kv, "kv"), seconds=seconds, runs=runs, threads=threads
         )

@@ -13,8 +13,8 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
-from .simulate_report import tables, writable, write_json
-from .told import errors_told
+from .simulate_report import tables, write_json
+from .told import errors_told, writable
 
 if TYPE_CHECKING:
     from remap.sim.results import PolicyResult
@@ -76,9 +76,10 @@ def prepare(options: Options) -> Prepared:
     """Look everything up and draw the requests. Raises InvalidArgument for the first thing that is wrong; of a name that is not
     known it lists those that are.
     """
-    from remap.sim import hardware, loads, policies, serving
+    from remap.sim import hardware, loads, planning_checks, policies, serving
 
     machine = hardware.machine(options.machine, options.machines_file)
+    planning_checks.check_fit(machine)
     try:
         tenants = serving.tenants(options.tenants, machine, options.models_file)
     except InvalidArgument as error:
@@ -118,6 +119,26 @@ def prepare(options: Options) -> Prepared:
         context={tenant.name: tenant.model.context for tenant in tenants},
     )
     return Prepared(setup, items, chosen, _configuration(options, setup, items), _title(options, setup, rates))
+
+
+def _notes(options: Options, prepared: Prepared) -> list[str]:
+    """What is taken for granted of the machine and the models, in sentences."""
+    from remap.sim.hardware import namesakes
+    from remap.sim.planning_checks import fit_note
+
+    machine, found = prepared.setup.machine, []
+    if others := namesakes(options.machine, options.machines_file):
+        found.append(
+            f"{options.machine} is {machine.name}; {' or '.join(others)} is another machine: give the full name"
+        )
+    found += fit_note(machine)
+    found += [
+        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with small batches "
+        "its layers are faster than that"
+        for tenant in prepared.setup.tenants
+        if tenant.model.experts > 1
+    ]
+    return found
 
 
 def _title(options: Options, setup: Setup, rates: Sequence[float]) -> str:
@@ -257,7 +278,10 @@ def simulate(
             if path is not None:
                 writable(path)
         prepared = prepare(options)
-        results = run(prepared, Console(stderr=True, emoji=False))
+        aside = Console(stderr=True, emoji=False, soft_wrap=True)
+        for text in _notes(options, prepared):
+            aside.print(f"Assumed: {text}.", style="yellow", markup=False, highlight=False)
+        results = run(prepared, aside)
         console = Console(emoji=False)  # "fixed:100:0" is no picture of a hundred
         for part in tables(results, prepared.title, console):
             console.print(part, markup=False, highlight=False)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.errors import InvalidArgument
 from remap.sim.results import PolicyResult, TenantResult, percentile, report, weighted_percentile
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ __all__ = [
     "table_rows",
     "tables",
     "tenant_rows",
-    "writable",
     "write_json",
 ]
 
@@ -120,17 +117,6 @@ def tables(results: Sequence[PolicyResult], title: str, console: Console) -> lis
             shown = [results[0], result]
             made.append(table(shown, title))
     return made
-
-
-def writable(path: Path) -> None:
-    """Say now, not after the run, if the file cannot be written. Raises InvalidArgument (field)."""
-    folder = path.parent
-    while not folder.exists() and folder != folder.parent:
-        folder = folder.parent
-    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise InvalidArgument(
-            f"{path} cannot be written; nothing was run; give another path", field="path", value=str(path)
-        )
 
 
 def table(results: Sequence[PolicyResult], title: str) -> Table:

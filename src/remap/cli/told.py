@@ -7,15 +7,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 from rich.console import Console
 
 from remap.errors import Error, InvalidArgument, InvalidState
 
-__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "errors_told"]
+__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "errors_told", "writable"]
 
 FAILED, REFUSED = 1, 2
 EXIT_CODES = (
@@ -30,8 +32,8 @@ class Missing(InvalidState):
 
 @contextmanager
 def errors_told(*others: type[Exception]) -> Iterator[None]:
-    """An Error of remap's that leaves the block, an OSError, or one of `others`, becomes a line on stderr and an exit code: REFUSED of
-    an InvalidArgument or Missing, FAILED of all others. Other exceptions pass.
+    """An Error of remap's that leaves the block, an OSError, or one of `others`, becomes a line on stderr and an exit code:
+    REFUSED of an InvalidArgument or Missing, FAILED of all others. Other exceptions pass.
     """
     caught: tuple[type[Exception], ...] = (Error, OSError, *others)
     try:
@@ -40,3 +42,14 @@ def errors_told(*others: type[Exception]) -> Iterator[None]:
         text = f"{type(error).__name__}: {error}"
         Console(stderr=True, soft_wrap=True, emoji=False).print(text, style="red", markup=False, highlight=False)
         raise typer.Exit(REFUSED if isinstance(error, (InvalidArgument, Missing)) else FAILED) from error
+
+
+def writable(path: Path) -> None:
+    """Say now, not after the run, if the file cannot be written. Raises InvalidArgument (field)."""
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    if path.is_dir() or not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise InvalidArgument(
+            f"{path} cannot be written; nothing was run; give another path", field="path", value=str(path)
+        )

@@ -5,8 +5,9 @@
     found.errors                                         # {"linear": 0.041, ...}: mean absolute relative errors
 
 Linear operators give the bandwidth and the FLOP/s that are reached, the sharpness p of the knee between them, and the time
-that an operator takes at least: four parameters within bounds, least squares of the logarithms' errors (scipy). Copies, attention and the other
-operators are straight lines through their points, least squares of relative errors. The nominal bandwidth and FLOP/s are what
+that an operator takes at least: four parameters within bounds, least squares of the logarithms' errors (scipy). Copies, attention
+and the other operators are straight lines through their points, least squares of relative errors. The
+nominal bandwidth and FLOP/s are what
 was measured, so efficiencies of a fitted machine are shares of that.
 
 A fit that is off by more than MOST_MISFIT in the mean of a group is refused: no plan could be made of it. The table that a fit
@@ -148,8 +149,8 @@ def fit(measurements: Mapping[str, Any], name: str, like: str | None = None, ext
     worst = max(errors, key=lambda group: errors[group])
     if errors[worst] > MOST_MISFIT:
         raise Misfit(
-            f"{worst.replace('_', ' ')}: the best fit is off by {errors[worst]:.1%} in the mean of {len(groups[worst])} points, at "
-            f"most {MOST_MISFIT:.0%} is of use; nothing was written; measure again on a quiet machine, with more sizes, or "
+            f"{worst.replace('_', ' ')}: the best fit is off by {errors[worst]:.1%} in the mean of {len(groups[worst])} points, "
+            f"at most {MOST_MISFIT:.0%} is of use; nothing was written; measure again on a quiet machine, with more sizes, or "
             "correct the points that stand out",
             group=worst,
             misfit=errors[worst],

@@ -28,8 +28,17 @@ from typing import Any
 from ._tables import Extra, refuse, resolve, table_of
 
 __all__ = [
-    *("MOST_MISFIT", "POOR_MISFIT"),
-    *("Extra", "Machine", "Model", "RooflineConstants", "machine", "machines", "model", "models", "namesakes"),
+    "MOST_MISFIT",
+    "POOR_MISFIT",
+    "Extra",
+    "Machine",
+    "Model",
+    "RooflineConstants",
+    "machine",
+    "machines",
+    "model",
+    "models",
+    "namesakes",
 ]
 
 POOR_MISFIT, MOST_MISFIT = 0.15, 0.5
@@ -93,8 +102,8 @@ class Machine:
     h2d_bytes_per_s, d2h_bytes_per_s: what large copies reach, alone. duplex: the share of a direction's bandwidth that is
     left while the other one is busy too. copy_setup_s: of each copy. create_page_s, map_page_s, set_access_s,
     unmap_page_s: driver calls for one 2 MiB page. iteration_gap_s: between two iterations of an engine. sources: figure ->
-    "grade: source"; it is read only, and two machines with the same figures are equal whatever it says. misfit: of a fitted machine,
-    group of measurements -> mean relative error of the fit.
+    "grade: source"; it is read only, and two machines with the same figures are equal whatever it says. misfit: of a fitted
+    machine, group of measurements -> mean relative error of the fit.
     """
 
     name: str

@@ -23,11 +23,11 @@ from typing import Any
 
 from remap import schedule, selection
 from remap.errors import InvalidArgument
-from remap.sizes import parse_size
 
-from .hardware import MOST_MISFIT, POOR_MISFIT, Machine, Model
-from .model_variants import TOUCHED, least_rows, sharded
+from .hardware import Machine, Model
+from .model_variants import sharded
 from .planning_advice import Advice, Step, advise, arithmetic
+from .planning_checks import assumptions, check_fit, donated, least_batch, memory_beside, memory_of, short
 from .planning_numbers import KINDS, Balance, Donor, Limit, Numbers, Reload, Selection, WhatIf
 from .roofline import Roofline, prefill_pairs
 
@@ -89,25 +89,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def memory_of(text: str | int | None, machine: Machine) -> int:
-    """Bytes of "40%" of the machine's device memory, or of a size such as "24GiB"; None: 90 %. Raises InvalidArgument."""
-    share = "90%" if text is None else text
-    if not isinstance(share, str) or not share.strip().endswith("%"):
-        return parse_size(share, "memory")
-    try:
-        percent = float(share.strip()[:-1])
-    except ValueError:
-        percent = math.nan
-    if not 0 < percent <= 100:
-        raise InvalidArgument(
-            f"memory must be a share above 0% and at most 100%, or a size such as '24GiB', got {text!r}; "
-            "nothing was computed; correct memory",
-            field="memory",
-            value=text,
-        )
-    return int(percent / 100 * machine.hbm_bytes)
 
 
 def kv_tokens(model: Model, memory_bytes: int, activation_bytes: int = ACTIVATION_BYTES) -> int:
@@ -326,7 +307,7 @@ def plan(
     have or that holds no weights and one token, donors that do not fit beside it, tp that does not divide, a machine whose fit is
     off by more than MOST_MISFIT, a mixture of experts at batches for which its layer's time is not known.
     """
-    _check_fit(machine)
+    check_fit(machine)
     for name, value, most in (
         ("context", context, model.context),
         ("batch", batch, 1 << 20),
@@ -334,16 +315,16 @@ def plan(
     ):
         if value is not None and not (type(value) is int and 1 <= value <= most):
             raise InvalidArgument(
-                f"{name} must be from 1 to {most} for {model.name}, got {_short(value)}; nothing was computed; correct {name}",
+                f"{name} must be from 1 to {most} for {model.name}, got {short(value)}; nothing was computed; correct {name}",
                 field=name,
                 value=value,
             )
     whole, model, donors = model, sharded(model, tp), [sharded(donor, tp) for donor in donors]
-    memory = _memory(machine, donors, memory_bytes)
+    memory = memory_beside(machine, donors, memory_bytes)
     tokens = kv_tokens(model, memory, activation_bytes)
     if tokens == 0:
         least = model.weight_bytes + activation_bytes + model.kv_bytes_per_token
-        beside = f", beside {_donated(donors) / 1e9:.1f} GB of donors" if donors else ""
+        beside = f", beside {donated(donors) / 1e9:.1f} GB of donors" if donors else ""
         share = f" (its share of {tp} devices)" if tp > 1 else ""
         raise InvalidArgument(
             f"{model.name}{share} needs at least {least / 1e9:.1f} GB (weights {model.weight_bytes / 1e9:.1f} GB, activations "
@@ -356,9 +337,9 @@ def plan(
         )
     roof = Roofline(machine, model)
     found = balance(roof, tokens, context, max_requests)
-    least_batch = _least_batch(model, found, batch)
+    smallest = least_batch(model, found, batch)
     contexts = sorted({context, min(2048, model.context)})
-    batches = sorted({*(each for each in BATCHES if each >= least_batch), *([batch] if batch else [])})
+    batches = sorted({*(each for each in BATCHES if each >= smallest), *([batch] if batch else [])})
     limits = tuple(limit(roof, rows, each, tokens) for each in contexts for rows in batches)
     counts = {*WHAT_IF, found.remapped, model.layers // 2}
     numbers = Numbers(
@@ -379,103 +360,5 @@ def plan(
         donors=tuple(_donor(machine, each, model) for each in donors),
     )
     values = {each.name: getattr(numbers, each.name) for each in fields(numbers)}
-    taken = (*assumed, *_assumed(numbers, whole, donors, default_memory=memory_bytes is None))
+    taken = (*assumed, *assumptions(numbers, whole, donors, default_memory=memory_bytes is None))
     return Plan(**values, steps=arithmetic(numbers), advice=advise(numbers, PAGE_BYTES), assumed=taken)
-
-
-def _short(value: object) -> str:
-    return (
-        repr(value)
-        if not isinstance(value, int) or value.bit_length() < 128
-        else f"a number of {value.bit_length()} bits"
-    )
-
-
-def _check_fit(machine: Machine) -> None:
-    group, error = max(machine.misfit.items(), key=lambda each: each[1], default=("", 0.0))
-    if error > MOST_MISFIT:
-        raise InvalidArgument(
-            f"the figures of {machine.name} are of a fit that is off by {error:.1%} ({group}), at most {MOST_MISFIT:.0%} is of use; "
-            "nothing was computed; measure the machine again",
-            field="machine",
-            value=machine.name,
-            misfit=error,
-        )
-
-
-def _donated(donors: Sequence[Model]) -> int:
-    return sum(donor.weight_bytes for donor in donors)
-
-
-def _memory(machine: Machine, donors: Sequence[Model], given: int | None) -> int:
-    """Bytes for weights and KV cache; donors' weights lie beside them."""
-    beside = _donated(donors)
-    memory = max(0, memory_of(None, machine) - beside) if given is None else given
-    if memory > machine.hbm_bytes:
-        raise InvalidArgument(
-            f"memory of {memory / 1e9:.1f} GB is more than the {machine.hbm_bytes / 1e9:.1f} GB that {machine.name} has; nothing "
-            "was computed; give at most that, or a share such as 90%",
-            field="memory",
-            value=memory,
-            available=machine.hbm_bytes,
-        )
-    if given is not None and beside and memory + beside > machine.hbm_bytes:
-        raise InvalidArgument(
-            f"donors take {beside / 1e9:.1f} GB of weights beside the memory of {memory / 1e9:.1f} GB, together "
-            f"{(memory + beside) / 1e9:.1f} GB of the {machine.hbm_bytes / 1e9:.1f} GB of {machine.name}; nothing was computed; "
-            f"give a memory of at most {max(0, machine.hbm_bytes - beside) / 1e9:.1f} GB, or fewer donors",
-            field="donors",
-            value=beside,
-            available=machine.hbm_bytes - memory,
-        )
-    return memory
-
-
-def _least_batch(model: Model, found: Balance, batch: int | None) -> int:
-    """The least batch that can be planned for. Raises InvalidArgument where the plan would need a smaller one."""
-    least = least_rows(model)
-    rows = [each for each in (found.rows_before, found.rows, batch) if each]
-    if rows and min(rows) < least:
-        raise InvalidArgument(
-            f"{model.name} has {model.experts} experts of which a token uses {model.active_experts}: a batch of {min(rows)} requests "
-            f"touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and what is missing is a measurement of how many, "
-            "and of how long a layer takes then; nothing was computed; give more memory, a shorter context, or a batch of at least "
-            f"{least}",
-            field="model",
-            value=model.name,
-            least_batch=least,
-            batch=min(rows),
-        )
-    return least
-
-
-def _assumed(numbers: Numbers, whole: Model, donors: Sequence[Model], *, default_memory: bool) -> Iterable[str]:
-    machine, model = numbers.machine, numbers.model
-    if donors and default_memory:
-        yield (
-            f"memory is what 90% of the device leaves beside the donors' {_donated(donors) / 1e9:.1f} GB of weights; --memory says "
-            "otherwise"
-        )
-    if numbers.tp > 1:
-        copied = " (KV heads are copied: there are fewer than devices)" if whole.kv_heads < numbers.tp else ""
-        yield (
-            f"tensor parallelism over {numbers.tp} devices: every figure is one device's share{copied}; each has a link of its own at "
-            "full speed; what the devices tell one another is not counted, so that passes take longer and hide more than is said "
-            "here, and tokens/s are lower"
-        )
-    if model.matrix_bytes < model.dtype_bytes:
-        yield (
-            f"matrices of layers take {model.matrix_bytes} byte an element, scales left out; embeddings, head, norms, activations "
-            "and KV cache 16 bit; operators compute at the rate of 16 bit, which no measurement of this dtype backs"
-        )
-    elif model.dtype_bytes > 2:
-        yield "the machine's FLOP/s are those of its table, which for a GPU are of 16 bit: computing in 32 bit takes longer"
-    if model.experts > 1:
-        yield (
-            f"a batch touches all {model.experts} experts of a layer, as it does from {least_rows(model)} requests on with even "
-            "routing, and kernels for experts are as near the machine's limits as those for dense matrices: neither is measured"
-        )
-    if machine.misfit:
-        group, error = max(machine.misfit.items(), key=lambda each: each[1])
-        warning = "WARNING: " if error > POOR_MISFIT else ""
-        yield f"{warning}the figures of {machine.name} are fitted, and off by up to {error:.1%} in the mean ({group.replace('_', ' ')})"

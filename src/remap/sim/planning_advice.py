@@ -239,8 +239,8 @@ def _why_active(numbers: Numbers, *, active: bool, full: bool) -> str:
     limit = f" --max-requests {numbers.max_requests} was the limit: so many run at once at most." if limited else ""
     if full:
         return (
-            f"Do not stream active layers: at {numbers.context} tokens the KV cache holds the {balance.rows_before} requests that run "
-            f"at once without it.{limit}"
+            f"Do not stream active layers: at {numbers.context} tokens the KV cache holds the {balance.rows_before} requests "
+            f"that run at once without it.{limit}"
         )
     if active:
         return (

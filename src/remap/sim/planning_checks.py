@@ -1,0 +1,138 @@
+"""What a plan can be made of, and what it takes for granted: memory, donors, fits, mixtures of experts. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+from remap.errors import InvalidArgument
+from remap.sizes import parse_size
+
+from .hardware import MOST_MISFIT, POOR_MISFIT, Machine, Model
+from .model_variants import TOUCHED, least_rows
+from .planning_numbers import Balance, Numbers
+
+__all__ = ["assumptions", "check_fit", "donated", "fit_note", "least_batch", "memory_beside", "memory_of", "short"]
+
+
+def memory_of(text: str | int | None, machine: Machine) -> int:
+    """Bytes of "40%" of the machine's device memory, or of a size such as "24GiB"; None: 90 %. Raises InvalidArgument."""
+    share = "90%" if text is None else text
+    if not isinstance(share, str) or not share.strip().endswith("%"):
+        return parse_size(share, "memory")
+    try:
+        percent = float(share.strip()[:-1])
+    except ValueError:
+        percent = math.nan
+    if not 0 < percent <= 100:
+        raise InvalidArgument(
+            f"memory must be a share above 0% and at most 100%, or a size such as '24GiB', got {text!r}; "
+            "nothing was computed; correct memory",
+            field="memory",
+            value=text,
+        )
+    return int(percent / 100 * machine.hbm_bytes)
+
+
+def short(value: object) -> str:
+    return (
+        repr(value)
+        if not isinstance(value, int) or value.bit_length() < 128
+        else f"a number of {value.bit_length()} bits"
+    )
+
+
+def check_fit(machine: Machine) -> None:
+    group, error = max(machine.misfit.items(), key=lambda each: each[1], default=("", 0.0))
+    if error > MOST_MISFIT:
+        raise InvalidArgument(
+            f"the figures of {machine.name} are of a fit that is off by {error:.1%} ({group}), at most {MOST_MISFIT:.0%} is of "
+            "use; nothing was computed; measure the machine again",
+            field="machine",
+            value=machine.name,
+            misfit=error,
+        )
+
+
+def fit_note(machine: Machine) -> Iterable[str]:
+    """How far a fitted machine is off, in one sentence; nothing of others."""
+    if machine.misfit:
+        group, error = max(machine.misfit.items(), key=lambda each: each[1])
+        warning = "WARNING: " if error > POOR_MISFIT else ""
+        told = f"off by up to {error:.1%} in the mean ({group.replace('_', ' ')})"
+        yield f"{warning}the figures of {machine.name} are fitted, and {told}"
+
+
+def donated(donors: Sequence[Model]) -> int:
+    return sum(donor.weight_bytes for donor in donors)
+
+
+def memory_beside(machine: Machine, donors: Sequence[Model], given: int | None) -> int:
+    """Bytes for weights and KV cache; donors' weights lie beside them."""
+    beside = donated(donors)
+    memory = max(0, memory_of(None, machine) - beside) if given is None else given
+    if memory > machine.hbm_bytes:
+        raise InvalidArgument(
+            f"memory of {memory / 1e9:.1f} GB is more than the {machine.hbm_bytes / 1e9:.1f} GB that {machine.name} has; nothing "
+            "was computed; give at most that, or a share such as 90%",
+            field="memory",
+            value=memory,
+            available=machine.hbm_bytes,
+        )
+    if given is not None and beside and memory + beside > machine.hbm_bytes:
+        raise InvalidArgument(
+            f"donors take {beside / 1e9:.1f} GB of weights beside the memory of {memory / 1e9:.1f} GB, together "
+            f"{(memory + beside) / 1e9:.1f} GB of the {machine.hbm_bytes / 1e9:.1f} GB of {machine.name}; nothing was computed; "
+            f"give a memory of at most {max(0, machine.hbm_bytes - beside) / 1e9:.1f} GB, or fewer donors",
+            field="donors",
+            value=beside,
+            available=machine.hbm_bytes - memory,
+        )
+    return memory
+
+
+def least_batch(model: Model, found: Balance, batch: int | None) -> int:
+    """The least batch that can be planned for. Raises InvalidArgument where the plan would need a smaller one."""
+    least = least_rows(model)
+    rows = [each for each in (found.rows_before, found.rows, batch) if each]
+    if rows and min(rows) < least:
+        raise InvalidArgument(
+            f"{model.name} has {model.experts} experts of which a token uses {model.active_experts}: a batch of {min(rows)} "
+            f"requests touches a part of them (even routing: {TOUCHED:.0%} from {least} on), and what is missing is a "
+            "measurement of how many, and of how long a layer takes then; nothing was computed; give more memory, a shorter context, or a "
+            f"batch of at least {least}",
+            field="model",
+            value=model.name,
+            least_batch=least,
+            batch=min(rows),
+        )
+    return least
+
+
+def assumptions(numbers: Numbers, whole: Model, donors: Sequence[Model], *, default_memory: bool) -> Iterable[str]:
+    machine, model = numbers.machine, numbers.model
+    if donors and default_memory:
+        yield (
+            f"memory is what 90% of the device leaves beside the donors' {donated(donors) / 1e9:.1f} GB of weights; --memory "
+            "says otherwise"
+        )
+    if numbers.tp > 1:
+        copied = " (KV heads are copied: there are fewer than devices)" if whole.kv_heads < numbers.tp else ""
+        yield (
+            f"tensor parallelism over {numbers.tp} devices: every figure is one device's share{copied}; each has a link of "
+            "its own at full speed; what the devices tell one another is not counted, so that passes take longer and hide more "
+            "than is said here, and tokens/s are lower"
+        )
+    if model.matrix_bytes < model.dtype_bytes:
+        yield (
+            f"matrices of layers take {model.matrix_bytes} byte an element, scales left out; embeddings, head, norms, "
+            "activations and KV cache 16 bit; operators compute at the rate of 16 bit, which no measurement of this dtype backs"
+        )
+    elif model.dtype_bytes > 2:
+        yield "the machine's FLOP/s are those of its table, which for a GPU are of 16 bit: computing in 32 bit takes longer"
+    if model.experts > 1:
+        yield (
+            f"a batch touches all {model.experts} experts of a layer, as it does from {least_rows(model)} requests on with even "
+            "routing, and kernels for experts are as near the machine's limits as those for dense matrices: neither is measured"
+        )
+    yield from fit_note(machine)
