@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from remap.sim.serving import Setup
     from remap.sim.workload import Item
 
+
 __all__ = ["Options", "Prepared", "prepare", "run", "simulate"]
+
+MOST_REQUESTS = 10_000_000
+"""More would be drawn for hours, and not fit in memory."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,9 @@ def simulate(
     rate: Annotated[
         str, typer.Option(help="Requests per second: of all tenants together, or of each: 3,1.")
     ] = Options.rate,
-    requests: Annotated[int, typer.Option(min=1, help="Requests of all tenants together.")] = Options.requests,
+    requests: Annotated[
+        int, typer.Option(min=1, max=MOST_REQUESTS, help="Requests of all tenants together.")
+    ] = Options.requests,
     policies: Annotated[
         str, typer.Option(help="Such as recompute,swap,pie,static:10%,remap,remap:slices; the first is compared with.")
     ] = Options.policies,

@@ -7,8 +7,7 @@
 Linear operators give the bandwidth and the FLOP/s that are reached, the sharpness p of the knee between them, and the time
 that an operator takes at least: four parameters within bounds, least squares of the logarithms' errors (scipy). Copies, attention
 and the other operators are straight lines through their points, least squares of relative errors. The
-nominal bandwidth and FLOP/s are what
-was measured, so efficiencies of a fitted machine are shares of that.
+nominal bandwidth and FLOP/s are what was measured, so efficiencies of a fitted machine are shares of that.
 
 A fit that is off by more than MOST_MISFIT in the mean of a group is refused: no plan could be made of it. The table that a fit
 writes carries its misfit, and `remap plan` says it; above POOR_MISFIT as a warning.
