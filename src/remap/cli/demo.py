@@ -92,8 +92,9 @@ def run_in_process(kind: str, config: DemoConfig, on_progress: Callable[[RunProg
             return None
         found = json.loads(result.read_text(encoding="utf-8"))
         if "message" in found:
-            told = f"the {kind} run: {found['message']}"
-            raise InvalidArgument(told, kind=kind) if found["refused"] else InvalidState(told, kind=kind)
+            if found["refused"]:
+                raise InvalidArgument(found["message"], kind=kind)
+            raise InvalidState(f"the {kind} run failed: {found['message']}", kind=kind)
         return RunResult.from_dict(found)
 
 

@@ -281,7 +281,7 @@ def main(arguments: list[str]) -> None:
         try:
             found: dict[str, Any] = run_one(kind, config, report).to_dict()
         except Error as error:  # the parent raises it again, and shows no traceback
-            found = {"refused": isinstance(error, InvalidArgument), "message": f"{type(error).__name__}: {error}"}
+            found = {"refused": isinstance(error, InvalidArgument), "message": str(error)}
     Path(result_path).write_text(json.dumps(found), encoding="utf-8")
 
 

@@ -96,7 +96,8 @@ def _read(file: Path) -> Mapping[str, Any]:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidArgument(
-            f"model: {file} cannot be read ({error.strerror}); nothing was computed; correct the path",
+            f"model: {file} cannot be read ({error.strerror}); nothing was computed; give the path of a "
+            "checkpoint's config.json or of its folder (nothing is downloaded), or a name of the table, which has no slash",
             field="model",
             value=str(file),
         ) from error
