@@ -30,6 +30,7 @@ from typing import Any
 
 from . import _core, devices
 from .activation import ActivationReport, activate, deactivate
+from .arguments import require, require_attach, require_buffers, require_demands, require_module
 from .attaching import model_source, raw_source
 from .byhand import check_by_hand, lend_by_hand, remap_by_hand
 from .changes import Changes
@@ -79,7 +80,8 @@ class Session:
     machine have to spare. LimitExceeded says which of these it was: limited_by is "host_budget", "REMAP_HOST_BUDGET", "cgroup" or
     "machine".
 
-    Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had,
+    Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had (on the
+    CPU also, with fields requested, limit and limited_by, for more than the machine or its control group could ever hold),
     DriverError if the device has no driver or one too old.
 
     `clock()` gives the seconds that idle times and uses are measured in: time.monotonic, or a simulated device's virtual time.
@@ -106,6 +108,10 @@ class Session:
             mode = devices.default_mode()
         if mode not in ("aliased", "strict"):
             raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
+        require("backend", backend, (_core.Backend, type(None)), "a backend of remap's, or None")
+        require("controller", controller, (ControllerConfig, type(None)), "a ControllerConfig, or None")
+        require("copy_threads", copy_threads, int, "an int")
+        require("gpu_direct_rdma", gpu_direct_rdma, bool, "True or False")
         if page == 0 or size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
@@ -190,11 +196,19 @@ class Session:
 
         The model lies on the CPU or on the session's device, and is on that device afterwards, computing as before at new
         addresses that never change again; from the CPU it needs no room there but the session's. Raises InvalidArgument
-        (unknown layer path, wrong device, name in use, KVSpec that does not fit), OutOfMemory (field minimum_bytes),
-        LimitExceeded (page-locked memory); nothing changes then.
+        (what is no torch module or no KVSpec, unknown layer path, wrong device, name in use, KVSpec whose layers, heads, head_dim
+        or dtype are not the model's: fields value and model_value, see kv_fit.py), OutOfMemory (field minimum_bytes),
+        LimitExceeded (page-locked memory, or more than 2**26 blocks); nothing changes then.
         """
         self._check_open()
+        require_attach(name, priority, kv, controller, active)
+        require("hooks", hooks, bool, "True or False")
+        require(
+            "names", names, (Mapping, type(None)), "a mapping of tensors' names to those in the weights files, or None"
+        )
         self._check_name(name)
+        self._device.require_bytes()
+        require_module(model)
         with self._host.taken() as host:
             source = model_source(
                 model,
@@ -202,6 +216,7 @@ class Session:
                 device=self._device,
                 memory=self._memory,
                 host=host,
+                kv=kv,
                 mutable=mutable,
                 weights=weights,
                 names=names,
@@ -228,9 +243,11 @@ class Session:
         `session.layer_address(name, i)` says where layer i lives.
         """
         self._check_open()
+        require_attach(name, priority, kv, controller, active)
         self._check_name(name)
+        views = require_buffers(layers)
         with self._host.taken() as host:
-            source = raw_source(layers, host)
+            source = raw_source(views, host)
             return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
     @exclusive
@@ -272,12 +289,12 @@ class Session:
         """Once per scheduler iteration, between passes: decide and apply.
 
         demand: for each tenant, the blocks that its engine wants to be able to allocate now. Raises InvalidArgument for an
-        unknown tenant and InvalidState inside a pass, before anything changes; and the backend's error if nothing has changed by
-        then. If something has, the report says what, and its reason which error ended the step early.
+        unknown tenant or what is no Demand and InvalidState inside a pass, before anything changes; and the backend's error if
+        nothing has changed by then. If something has, the report says what, and its reason which error ended the step early.
         """
         self._check_open()
+        demand = require_demands(demand)
         self._claim()
-        demand = demand or {}
         for name in demand:
             if name not in self._tenants:
                 self._tenant(name)
