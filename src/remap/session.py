@@ -49,6 +49,7 @@ from .policy import view_of
 from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
+from .stall_watch import StallWatch
 from .stepping import step
 from .tenancy import Arrival, admit, undo_arrival
 from .tenant import Tenant
@@ -148,6 +149,7 @@ class Session:
         self._demands: Mapping[str, Demand] = {}  # of the last step
         self._claims: dict[int, tuple[tuple[object, ...], dict[str, int]]] = {}  # see decisions.consider_return
         self._log = Log()
+        self._stalls = StallWatch()
         self._registered = Registered(self._arena, self._tenants)
         self._next_tenant = 0  # a number is never used twice, so that nobody's bytes pass for another's
         self._arriving: Arrival | None = None  # a tenant that is being attached
@@ -574,6 +576,10 @@ class Session:
             for tenant in self._tenants.values():
                 tenant._turn.release()
             self._claiming = False
+
+    def active_numbers(self) -> set[int]:
+        """Numbers of the tenants that may serve passes. Takes no lock: a tenant may come or go meanwhile."""
+        return {tenant.number for tenant in tuple(self._tenants.values()) if tenant.active}
 
     def _memory(self, address: int, nbytes: int) -> Any:
         """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""

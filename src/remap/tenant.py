@@ -163,6 +163,8 @@ class Tenant:
         self._compute_s = 0.0
         self._abandoned = 0
         self._predicted_stall_s = 0.0
+        self._slowdown = 0.0  # the config's; set by admit
+        self._by_hand = False  # what streams was decided by hand: no certificate bounds it
         self._since = (0, 0.0)  # completed passes and their stall seconds when the last change was made
         self._selection = ""
         self._slices = False
@@ -280,7 +282,17 @@ class Tenant:
                 self._shapes.popleft()
             if self._shapes and self._shapes[0][0] == timed:
                 _, kind, count = self._shapes.popleft()
-                self._learn(kind, count, max(0.0, seconds - stall_s))
+                compute_s = max(0.0, seconds - stall_s)
+                self._learn(kind, count, compute_s)
+                if not self._by_hand:
+                    self._session._stalls.add(
+                        self.number,
+                        compute_s,
+                        stall_s,
+                        predicted_s=self._predicted_stall_s,
+                        slowdown=self._slowdown,
+                        active=self._session.active_numbers,
+                    )
         if not completed:
             return
         if missed:
