@@ -128,7 +128,7 @@ def test_copies_are_verified_and_give_everything_back() -> None:
         assert all(point["h2d_seconds"] > 0 and point["d2h_seconds"] > 0 for point in groups["both_ways"])
     with pytest.raises(DriverError, match="different"):
         measure_copies(Forgetful(backend), [MIB], repeats=1)
-    assert all(0 < seconds < 1 for seconds in measure_pages(backend, 8).values())
+    assert all(seconds > 0 for seconds in measure_pages(backend, 8).values())
 
 
 def test_copies_and_driver_calls_of_a_cuda_device(emulated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
