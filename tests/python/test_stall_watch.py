@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from subprocesses import expect_ok
 
 import remap
 from remap import _core
@@ -135,7 +136,7 @@ def _add(watch: StallWatch, tenant: int, stall_s: float, *, predicted_s: float =
 
 def test_shares_are_sums_over_sums():
     watch = StallWatch()
-    assert watch.share({1, 2}) == remap.snapshot.StallShare()
+    assert watch.share({1, 2}) == remap.StallShare()
     _add(watch, 1, 0.3, predicted_s=0.01)
     _add(watch, 2, 0.0, compute_s=3.0)
     _add(watch, 3, 9.0)
@@ -153,6 +154,20 @@ def test_the_margin(caplog, excess, warned):
                 assert not _warnings(caplog)
             _add(watch, 1 + number % 2, SLOWDOWN + MARGIN + excess)
     assert len(_warnings(caplog)) == warned
+
+
+def test_nothing_is_printed_where_no_logging_is_set_up():
+    expect_ok(
+        """
+import remap
+from remap.stall_watch import WINDOW, StallWatch
+
+watch = StallWatch()
+for _ in range(WINDOW):
+    watch.add(1, 1.0, 1.0, predicted_s=0.0, slowdown=0.02, active=lambda: {1})
+assert watch.share({1}).seen == 1.0
+"""
+    )
 
 
 def test_an_activation_that_was_to_serve_at_once_may_stall_for_as_long_as_it_said(caplog):
