@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, cast
 
-from .config import ControllerConfig
+from .config import ControllerConfig, refuse
 from .errors import InvalidArgument
 from .kv_geometry import KVSpec
 from .views import Demand
 
-__all__ = ["require", "require_attach", "require_buffers", "require_demands", "require_module"]
+__all__ = [
+    "ADDRESSES",
+    "require",
+    "require_attach",
+    "require_buffers",
+    "require_demands",
+    "require_module",
+    "require_options",
+    "require_range",
+]
+
+ADDRESSES = 1 << 63
+"""Sizes and addresses are below this: the core's are 64-bit, and errors carry signed numbers."""
 
 
 def require(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
@@ -38,6 +51,30 @@ def require_module(model: object) -> None:
     from torch import nn
 
     require("model", model, nn.Module, "a torch module (attach_bytes takes plain buffers)")
+
+
+def require_options(
+    layers: object, mutable: object, weights: object, names: object, extra: object, hooks: object
+) -> None:
+    """What only `Session.attach` takes. `mutable` as one string is refused where the model's tensors are looked at."""
+    require("layers", layers, (Iterable, type(None)), "a list of modules, the path of one, or None")
+    require("mutable", mutable, Sequence, "a sequence of patterns")
+    require("extra_layers", extra, Iterable, "a sequence of modules or their paths")
+    require("hooks", hooks, bool, "True or False")
+    require("names", names, (Mapping, type(None)), "a mapping of tensors' names to those in the weights files, or None")
+    for pattern in cast("Sequence[object]", mutable):
+        require("mutable", pattern, str, "a sequence of patterns, each a str")
+    paths = weights if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) else (weights,)
+    for path in paths:
+        require("weights", path, (str, PathLike, type(None)), "a path, a sequence of paths, or None")
+
+
+def require_range(address: object, nbytes: object) -> None:
+    """Raises InvalidArgument (fields field, value) unless both are numbers that an address space has."""
+    for name, value in (("address", address), ("nbytes", nbytes)):
+        require(name, value, int, "an int")
+        if not 0 <= cast(int, value) < ADDRESSES:
+            raise refuse(name, value, f"from 0 to {ADDRESSES - 1}")
 
 
 def require_buffers(layers: object) -> list[memoryview]:

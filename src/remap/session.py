@@ -30,7 +30,16 @@ from typing import Any
 
 from . import _core, devices
 from .activation import ActivationReport, activate, deactivate
-from .arguments import require, require_attach, require_buffers, require_demands, require_module
+from .arguments import (
+    ADDRESSES,
+    require,
+    require_attach,
+    require_buffers,
+    require_demands,
+    require_module,
+    require_options,
+    require_range,
+)
 from .attaching import model_source, raw_source
 from .byhand import check_by_hand, lend_by_hand, remap_by_hand
 from .changes import Changes
@@ -111,7 +120,9 @@ class Session:
             raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
         require("backend", backend, (_core.Backend, type(None)), "a backend of remap's, or None")
         require("controller", controller, (ControllerConfig, type(None)), "a ControllerConfig, or None")
-        require("copy_threads", copy_threads, int, "an int")
+        require("copy_threads", copy_threads, int, "an int of at least 1")
+        if not 0 <= copy_threads < ADDRESSES:  # the backend says how many it has at most
+            raise refuse("copy_threads", copy_threads, "an int of at least 1")
         require("gpu_direct_rdma", gpu_direct_rdma, bool, "True or False")
         if page == 0 or size < page:
             raise InvalidArgument(
@@ -130,6 +141,8 @@ class Session:
             gpu_direct_rdma=gpu_direct_rdma,
             host_budget=host_budget,
         )
+        if size >= ADDRESSES:
+            raise refuse("capacity", size, f"below {ADDRESSES} bytes")
         self.device = str(self._device.name)
         self.capacity_bytes = size
         self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))
@@ -204,10 +217,7 @@ class Session:
         """
         self._check_open()
         require_attach(name, priority, kv, controller, active)
-        require("hooks", hooks, bool, "True or False")
-        require(
-            "names", names, (Mapping, type(None)), "a mapping of tensors' names to those in the weights files, or None"
-        )
+        require_options(layers, mutable, weights, names, extra_layers, hooks)
         self._check_name(name)
         self._device.require_bytes()
         require_module(model)
@@ -277,6 +287,7 @@ class Session:
         """Where a layer lives. It never changes."""
         self._lock.refuse_fork()
         addresses = self._tenant(name)._attachment.addresses
+        require("layer", layer, int, "an int")
         if not 0 <= layer < len(addresses):
             raise InvalidArgument(
                 f"layer must lie in 0..{len(addresses) - 1}, got {layer}; nothing changed", layer=layer
@@ -344,6 +355,7 @@ class Session:
         tenant concerned, and the backend's error; nothing changes then. If what was done before such an error could not be taken
         back, the report says so instead.
         """
+        require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
             raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
         self._check_open()
@@ -419,6 +431,7 @@ class Session:
         tenant = self._tenant(name)
         tenant.refuse_pass()
         check_by_hand(tenant, layers, buffers, selection)
+        require("drain", drain, bool, "True or False")
         return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
 
     # -- ranges that others have registered ------------------------------------------------------------------------
@@ -432,6 +445,7 @@ class Session:
         then register, then declare), InvalidArgument if no region lies there; nothing changes then.
         """
         self._check_open()
+        require_range(address, nbytes)
         self._claim()
         self._registered.declare(address, nbytes)
 
@@ -442,6 +456,7 @@ class Session:
         Raises InvalidArgument if this very range was not declared; nothing changes then.
         """
         self._check_open()
+        require_range(address, nbytes)
         self._claim()
         self._registered.withdraw(address, nbytes)
 
@@ -455,6 +470,7 @@ class Session:
     @exclusive
     def settle(self, tenant: Tenant | None = None) -> None:
         """Finish what the last change deferred, now, and wait for it. Raises the backend's error if that fails again."""
+        require("tenant", tenant, (Tenant, type(None)), "a Tenant, or None for all")
         self._claim()
         for each in [tenant] if tenant is not None else list(self._tenants.values()):
             self._changes.settle(each)
@@ -586,6 +602,7 @@ class Session:
         return self._device.tensor(address, nbytes, self._arena.hold(address, nbytes))
 
     def _tenant(self, name: str) -> Tenant:
+        require("name", name, str, "a tenant's name, a str")
         tenant = self._tenants.get(name)
         if tenant is None:
             raise InvalidArgument(

@@ -35,6 +35,8 @@ def _snapshot(shared):
         ("backend", object()),
         ("copy_threads", "2"),
         ("copy_threads", True),
+        ("copy_threads", -1),
+        ("copy_threads", 1 << 70),
         ("copy_threads", 1.0),
         ("gpu_direct_rdma", 1),
     ],
@@ -165,6 +167,55 @@ def test_bytes_that_the_engine_lays_out_itself(models):
     )
     with remap.Session(200 * 16384, page_bytes=16384) as session:
         session.attach(model, kv=raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layers", 5), ("mutable", 5), ("mutable", [5]), ("weights", 5), ("weights", [5]), ("extra_layers", 5)],
+)
+def test_options_of_the_wrong_kinds(models, name, value):
+    model = models.make("llama")
+    with remap.Session(160 * 16384, page_bytes=16384) as session:
+        before = session.snapshot()
+        with pytest.raises(InvalidArgument) as caught:
+            session.attach(model, kv=models.kv_spec(model), **{name: value})
+        assert caught.value.field == name
+        assert session.snapshot() == before
+
+
+# --- calls that name a tenant -----------------------------------------------------------------------------------------
+
+NAMED = {
+    "detach": ("name", lambda session, kv: session.detach(["a"])),
+    "layer_address": ("layer", lambda session, kv: session.layer_address("a", "0")),
+    "lend": ("name", lambda session, kv: session.lend("a", 1, to=["m"])),
+    "activate": ("name", lambda session, kv: session.activate({})),
+    "activate, alone": ("alone", lambda session, kv: session.activate("a", alone="no")),
+    "remap": ("drain", lambda session, kv: session.remap("a", 0, drain="no")),
+    "settle": ("tenant", lambda session, kv: session.settle("a")),
+    "declare": ("address", lambda session, kv: session.declare_registered("x", 4)),
+    "declare, negative": ("address", lambda session, kv: session.declare_registered(-5, 4)),
+    "declare, beyond": ("nbytes", lambda session, kv: session.declare_registered(4096, 1 << 70)),
+    "withdraw": ("address", lambda session, kv: session.withdraw_registered(None, None)),
+    "free": ("ids", lambda session, kv: kv.free(5)),
+    "subscribe": ("listener", lambda session, kv: kv.subscribe(5)),
+}
+
+
+@pytest.mark.parametrize("call", NAMED)
+def test_calls_with_the_wrong_kinds(shared, call):
+    field, made = NAMED[call]
+    before = _snapshot(shared)
+    with pytest.raises(InvalidArgument) as caught:
+        made(shared.session, shared.engines["a"].tenant.kv)
+    assert caught.value.field == field
+    assert _snapshot(shared) == before
+
+
+def test_a_simulated_capacity_beyond_all_addresses():
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session(1 << 70, "sim:GH200-96GB")
+    assert caught.value.field == "capacity"
 
 
 # --- steps and passes -------------------------------------------------------------------------------------------------
