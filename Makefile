@@ -41,7 +41,7 @@ RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" &&
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-emulated test-engines check check-quick check-cpp bench ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-emulated test-engines check check-quick check-cpp bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -54,6 +54,7 @@ help:
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
 	@echo 'make bench            benchmarks (bench/results/)'
+	@echo 'make bench-check      each benchmark once, without measuring: that it still runs and what it asserts holds'
 	@echo 'make ablations        three models, each choice of the controller against its alternatives (hours; ABLATION_ARGS=--quick)'
 	@echo 'make paper            the figures of Oneiros and Pie simulated, beside the paper (PAPER_ARGS=--quick; half an hour)'
 	@echo 'make gpu              on a machine with a GPU: probe, build and tests, measurements, serving (GPU_CALL=, GPU_ARGS=--quick)'
@@ -87,6 +88,10 @@ check-cpp: cpp-address cpp-thread
 bench: $(STAMPS)/wheel
 	@mkdir -p bench/results
 	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench/results/latest.json $(PYTEST_ARGS)
+
+# bench/gpu has tests of its own (tests/gpu).
+bench-check: $(STAMPS)/wheel
+	REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest bench --benchmark-disable -q $(PYTEST_ARGS)
 
 paper: $(STAMPS)/wheel
 	$(BIN)/remap bench paper $(PAPER_ARGS)

@@ -2,6 +2,10 @@
 
 A result is a ratio or a time with the target that it should meet. Missing a target fails no test: a loaded machine proves
 nothing. It is shown in the closing table and written to the JSON, with `met`.
+
+With --benchmark-disable every benchmark runs once, as a test of what it asserts (`make bench-check`). There are no statistics
+then: `seconds_of` is a NaN, `rounds` is 1, `behind` leaves the only round there is, `median` and `quantile` of nothing are NaN,
+and `record` records nothing. Benchmarks are written against these, so that none of them asks which of the two it is.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import math
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,9 +58,29 @@ RESULTS: list[Result] = []
 """In the order in which the benchmarks ran; conftest.py prints and saves them."""
 
 
+def rounds(benchmark: Any, count: int, otherwise: int = 1) -> int:
+    """`count` where times are measured, else `otherwise`."""
+    return count if benchmark.enabled else otherwise
+
+
+def seconds_of(benchmark: Any) -> list[float]:
+    """Seconds of each round that pytest-benchmark has measured; a NaN where it has measured none."""
+    return list(benchmark.stats.stats.data) if benchmark.enabled else [math.nan]
+
+
+def behind(warm_up: int, taken: Sequence[Any]) -> Sequence[Any]:
+    """What was taken behind the first `warm_up` rounds; the last one where there were no more."""
+    return taken[warm_up:] or taken[-1:]
+
+
+def median(samples: Iterable[float]) -> float:
+    """NaN of nothing."""
+    return statistics.median(list(samples) or [math.nan])
+
+
 def quantile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of the samples do not exceed."""
-    ordered = sorted(samples)
+    """The smallest sample that at least `share` of the samples do not exceed; NaN of nothing."""
+    ordered = sorted(samples) or [math.nan]
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
@@ -70,8 +94,10 @@ def record(
     target: float | None = None,
     at_least: bool = False,
     **more: Any,
-) -> Result:
+) -> None:
     """Put a result into the table and into the benchmark's extra_info. samples_s: seconds of the measured side."""
+    if not benchmark.enabled:
+        return
     result = Result(
         name,
         value,
@@ -90,7 +116,6 @@ def record(
     for key in ("ratio", "n", "median_us", "p99_us", "target", "met"):
         benchmark.extra_info.setdefault(key, entry[key])
     benchmark.extra_info.setdefault("machine", machine())
-    return result
 
 
 def machine() -> dict[str, Any]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
 
 import numpy as np
-from measure import SMOLLM2_LAYER_BYTES, Abandoned, RawTenant, record
+from measure import SMOLLM2_LAYER_BYTES, Abandoned, RawTenant, median, record, seconds_of
 
 from remap import _core
 
@@ -56,13 +55,13 @@ def test_exchange_against_map_and_against_copy(benchmark):
     backend.exchange(here, there, size)
     benchmark.pedantic(exchange, setup=others, rounds=60)
     assert ctypes.string_at(here, size) == b"\1" * size
-    each = [seconds / (2 * PAGES) for seconds in benchmark.stats.stats.data]
-    median = statistics.median(each)
-    record(benchmark, "exchange of views, per 2 MiB", median * 1e6, "us", each)
+    each = [seconds / (2 * PAGES) for seconds in seconds_of(benchmark)]
+    ours = median(each)
+    record(benchmark, "exchange of views, per 2 MiB", ours * 1e6, "us", each)
     for name, samples in times.items():
         theirs = [seconds / PAGES for seconds in samples]
         title = "unmap + map + populate" if name == "map" else "memcpy"
-        record(benchmark, f"{title} / exchange", statistics.median(theirs) / median, "x", theirs)
+        record(benchmark, f"{title} / exchange", median(theirs) / ours, "x", theirs)
     for at in (here, there):
         backend.unmap(at, size)
         backend.release(at, size)
@@ -97,10 +96,10 @@ def test_revert_of_one_layer(benchmark):
 
         benchmark.pedantic(revert, setup=setup, rounds=20)
         raw.verify()
-        samples = benchmark.stats.stats.data
-        record(benchmark, "revert of a 14 MB layer, until it is there", statistics.median(samples) * 1e6, "us", samples)
-        record(benchmark, "revert, the call alone", statistics.median(decided) * 1e6, "us", decided)
-        ratio = statistics.median(mine / theirs for mine, theirs in zip(samples, copies))
+        samples = seconds_of(benchmark)
+        record(benchmark, "revert of a 14 MB layer, until it is there", median(samples) * 1e6, "us", samples)
+        record(benchmark, "revert, the call alone", median(decided) * 1e6, "us", decided)
+        ratio = median(mine / theirs for mine, theirs in zip(samples, copies))
         record(benchmark, "revert / memcpy of the layer", ratio, "x", samples)
 
 
@@ -145,9 +144,9 @@ def test_compaction_rate(benchmark):
             assert got == bytes([number % 251]) * block_bytes, f"block {block} was moved wrongly"
         for _ in range(12):
             plain()
-        samples = benchmark.stats.stats.data
-        seconds = statistics.median(samples)
-        nbytes = statistics.median(moved) * block_bytes
+        samples = seconds_of(benchmark)
+        seconds = median(samples)
+        nbytes = median(moved) * block_bytes
         assert nbytes
         record(benchmark, "compaction, 14 MB layer given back", seconds * 1e6, "us", samples, blocks=moved[-1])
-        record(benchmark, "compaction rate / memcpy", statistics.median(copies) / seconds, "x", samples, bytes=nbytes)
+        record(benchmark, "compaction rate / memcpy", median(copies) / seconds, "x", samples, bytes=nbytes)

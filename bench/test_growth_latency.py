@@ -10,11 +10,10 @@ what growth costs when it is not.
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import pytest
-from measure import Abandoned, RawTenant, record
+from measure import Abandoned, RawTenant, median, record
 
 import remap
 
@@ -113,13 +112,13 @@ def test_growth(benchmark, size, kind, count):
             record(
                 benchmark,
                 f"{kind} growth to {'usable blocks' if point == 'callback' else 'return of step'}, {count} x {size}, a layer",
-                statistics.median(each) * 1e6,
+                median(each) * 1e6,
                 "us",
                 each,
                 target=50.0 if point == "callback" and kind != "cold" else None,
                 layers_at_once=count,
                 least_us=min(each) * 1e6,
-                in_hand_us=statistics.median(sample["usable"] for sample in samples) / count * 1e6,
+                in_hand_us=median(sample["usable"] for sample in samples) / count * 1e6,
             )
         calls = max(sample["calls"] for sample in samples)
         each = [sample["callback"] for sample in samples]

@@ -9,11 +9,10 @@ control, a second bare copy is measured in the same way: what it differs by is t
 from __future__ import annotations
 
 import copy
-import statistics
 import time
 
 import pytest
-from measure import record
+from measure import median, record, seconds_of
 
 import remap
 
@@ -84,15 +83,15 @@ def test_pass_with_nothing_remapped(benchmark, baseline):
         for hooks in attached:
             hooks.remove()
     torch.set_num_threads(threads)
-    ours = [seconds / BLOCK for seconds in benchmark.stats.stats.data]
+    ours = [seconds / BLOCK for seconds in seconds_of(benchmark)]
     record(
         benchmark,
         f"pass, alpha = 0 / {baseline}",
-        statistics.median(mine / theirs for mine, theirs in zip(ours, times)),
+        median(mine / theirs for mine, theirs in zip(ours, times)),
         "x",
         ours,
         target=None if baseline == CONTROL else 1.01,
         ratio_of_minima=min(ours) / min(times),
-        ratio_of_medians=statistics.median(ours) / statistics.median(times),
-        baseline_median_us=statistics.median(times) * 1e6,
+        ratio_of_medians=median(ours) / median(times),
+        baseline_median_us=median(times) * 1e6,
     )

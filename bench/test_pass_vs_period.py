@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from measure import SMOLLM2_LAYER_BYTES, RawTenant, record
+from measure import SMOLLM2_LAYER_BYTES, RawTenant, behind, median, record
 
 from remap import schedule
 
@@ -99,11 +99,11 @@ class Pass:
 
 def _ratio(passes: Sequence[Pass], streamed: Sequence[int], buffers: int) -> tuple[float, float, float, float]:
     """(measured / predicted, predicted pass, computation of a layer, copy of a layer), of the passes' medians, in seconds."""
-    compute = [statistics.median(column) for column in zip(*(each.compute_s for each in passes))]
+    compute = [median(column) for column in zip(*(each.compute_s for each in passes))]
     copies = [each.copy_s for each in passes if each.copy_s is not None]
-    copy = statistics.median(copies) if copies else 0.0
+    copy = median(copies) if copies else 0.0
     predicted = schedule.period(compute, [copy] * LAYERS, streamed, buffers)
-    measured = statistics.median(each.pass_s for each in passes)
+    measured = median(each.pass_s for each in passes)
     return measured / predicted, predicted, statistics.fmean(compute), copy
 
 
@@ -135,7 +135,7 @@ def test_pass_against_period(benchmark, raw, iterations_per_s, copy_s, delays, a
 
     benchmark.pedantic(one_pass, rounds=PASSES, warmup_rounds=WARM_UP)
     raw.verify()
-    del passes[:WARM_UP]
+    passes = list(behind(WARM_UP, passes))
     ratio, predicted, compute, copy = _ratio(passes, tenant.streamed, beta)
     calm = [each for each in passes if each.delay_s <= 0.01 * each.pass_s]
     undisturbed = _ratio(calm, tenant.streamed, beta)[0] if len(calm) >= 3 else None
@@ -157,7 +157,7 @@ def test_pass_against_period(benchmark, raw, iterations_per_s, copy_s, delays, a
     )
     if len(_ratios) == 2 * len(GRID):
         name = "pass / period, median of the grid"
-        record(benchmark, name, statistics.median(_ratios), "x", samples, target=1.05, worst=max(_ratios))
+        record(benchmark, name, median(_ratios), "x", samples, target=1.05, worst=max(_ratios))
         if _undisturbed:
             name = f"the same of undisturbed passes, {len(_undisturbed)} of {len(_ratios)} cells"
-            record(benchmark, name, statistics.median(_undisturbed), "x", samples, worst=max(_undisturbed))
+            record(benchmark, name, median(_undisturbed), "x", samples, worst=max(_undisturbed))

@@ -7,13 +7,12 @@ into as many buffers of ordinary memory, touched before, with one thread and wit
 from __future__ import annotations
 
 import ctypes
-import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from measure import SMOLLM2_LAYER_BYTES, RawTenant, record
+from measure import SMOLLM2_LAYER_BYTES, RawTenant, behind, median, record, rounds, seconds_of
 
 LAYERS = 8
 ROUNDS = 40
@@ -74,11 +73,11 @@ def test_streaming_against_memcpy(benchmark, buffers, copy_threads):
 
         copies = raw.tenant._prefetcher.stats().copies
         benchmark.pedantic(stream, setup=plainly, rounds=ROUNDS)
-        assert raw.tenant._prefetcher.stats().copies - copies == 2 * LAYERS * ROUNDS
+        assert raw.tenant._prefetcher.stats().copies - copies == 2 * LAYERS * rounds(benchmark, ROUNDS)
         raw.verify()
-        ours = benchmark.stats.stats.data
-        per_copy = statistics.median(ours) / (2 * LAYERS - buffers)
-        best = {threads: statistics.median(samples) / LAYERS for threads, samples in times.items()}
+        ours = seconds_of(benchmark)
+        per_copy = median(ours) / (2 * LAYERS - buffers)
+        best = {threads: median(samples) / LAYERS for threads, samples in times.items()}
         least = min(min(samples) for samples in times.values()) / LAYERS
         record(
             benchmark,
@@ -97,7 +96,7 @@ def test_streaming_against_memcpy(benchmark, buffers, copy_threads):
 @pytest.mark.parametrize("chunk_mib", [16, 32])
 def test_chunks_against_whole_layers(benchmark, chunk_mib):
     """Layers of 128 MiB, streamed whole and in chunks, in turns. Target: 0.97 of the rate of whole ones."""
-    layers, layer_bytes = 4, 128 << 20
+    layers, layer_bytes = 4, rounds(benchmark, 128, 40) << 20
     with (
         RawTenant(layers, layer_bytes) as whole,
         RawTenant(layers, layer_bytes, copy_chunk_bytes=chunk_mib << 20) as cut,
@@ -125,16 +124,16 @@ def test_chunks_against_whole_layers(benchmark, chunk_mib):
         benchmark.pedantic(both, rounds=20, warmup_rounds=2)
         for raw in times:
             raw.verify()
-        ours, theirs = times[cut][2:], times[whole][2:]
+        ours, theirs = behind(2, times[cut]), behind(2, times[whole])
         record(
             benchmark,
             f"prefetch in chunks of {chunk_mib} MiB / whole layers",
-            statistics.median(theirs) / statistics.median(ours),
+            median(theirs) / median(ours),
             "x",
             ours,
             target=0.97,
             at_least=True,
             ratio_of_minima=min(theirs) / min(ours),
             ratios=sorted(a / b for a, b in zip(theirs, ours)),
-            bytes_per_s=layers * layer_bytes / statistics.median(ours),
+            bytes_per_s=layers * layer_bytes / median(ours),
         )

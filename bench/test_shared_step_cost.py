@@ -10,11 +10,10 @@ of copies is set as if layers were as large as theirs, so that a pass hides some
 
 from __future__ import annotations
 
-import statistics
 import time
 
 import pytest
-from measure import record
+from measure import median, record, seconds_of
 from shared_tenants import SharedTenants
 
 import remap
@@ -53,8 +52,8 @@ def _measure_idle(benchmark, world: SharedTenants, name: str, demand: dict[str, 
 
     benchmark.pedantic(steps, rounds=200, warmup_rounds=5)
     assert world.session.snapshot().epoch == epoch
-    each = [seconds / ITERATIONS for seconds in benchmark.stats.stats.data]
-    record(benchmark, name, statistics.median(each) * 1e6, "us", each, **more)
+    each = [seconds / ITERATIONS for seconds in seconds_of(benchmark)]
+    record(benchmark, name, median(each) * 1e6, "us", each, **more)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -110,7 +109,7 @@ def _measure_plan(benchmark, world: SharedTenants, name: str, reset, plan, check
     world.quiet()
     world.verify()
     # The least is what it costs by itself: wherever a copying thread shares the core, it runs in between.
-    record(benchmark, name, statistics.median(samples) * 1e6, "us", samples, target=1000.0, least_us=min(samples) * 1e6)
+    record(benchmark, name, median(samples) * 1e6, "us", samples, target=1000.0, least_us=min(samples) * 1e6)
 
 
 @pytest.mark.parametrize("donor", ["inactive", "active"])

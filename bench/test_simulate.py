@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from measure import record
+from measure import record, rounds, seconds_of
 
 from remap.sim.hardware import machine
 from remap.sim.serving import Setup, simulate, tenants
@@ -18,18 +18,19 @@ def test_ten_thousand_requests(benchmark, policy):
     gh200 = machine("GH200-96GB")
     setup = Setup(gh200, tenants("C1", gh200))
     loads = [Load(tenant.name, Arrivals(rate=RATE), SHAREGPT) for tenant in setup.tenants]
-    items = generate(loads, 1.1 * REQUESTS / (RATE * len(loads)), seed=1)[:REQUESTS]
-    assert len(items) == REQUESTS
+    requests = rounds(benchmark, REQUESTS, 300)
+    items = generate(loads, 1.1 * REQUESTS / (RATE * len(loads)), seed=1)[:requests]
+    assert len(items) == requests
     result = benchmark.pedantic(simulate, (setup, items, policy), rounds=1, iterations=1)
-    assert result.requests_finished == REQUESTS
+    assert result.requests_finished == requests
     context = {tenant.name: tenant.model.context for tenant in setup.tenants}
     asked = 0
     for item in items:
         prompt = min(item.prompt_tokens, context[item.tenant] - 1)
         asked += min(item.output_tokens, context[item.tenant] - prompt)
     assert result.output_tokens == asked
-    assert result.preemptions > 0 or result.layers_remapped_peak >= 1
-    seconds = benchmark.stats.stats.data
+    assert not benchmark.enabled or result.preemptions > 0 or result.layers_remapped_peak >= 1  # under load
+    seconds = seconds_of(benchmark)
     record(
         benchmark,
         f"simulating {REQUESTS} requests, {policy}",

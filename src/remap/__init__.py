@@ -5,6 +5,8 @@ Importing this package loads neither torch nor an inference engine. See `Session
 
 from __future__ import annotations
 
+import logging
+
 from . import schedule
 from .controller import ControllerConfig, Demand
 from .entry import attach
@@ -22,10 +24,13 @@ from .errors import (
 )
 from .kv_geometry import KVSpec
 from .session import Session
-from .snapshot import Snapshot, StepReport, TenantSnapshot
+from .snapshot import Snapshot, StallShare, StepReport, TenantSnapshot
 from .tenant import Tenant
 
 __version__ = "0.1.0"
+
+# Where the process has set up no logging, Python would print a library's warnings: this one prints nothing.
+logging.getLogger("remap").addHandler(logging.NullHandler())
 
 __all__ = [
     "ArenaBroken",
@@ -43,6 +48,7 @@ __all__ = [
     "Session",
     "Snapshot",
     "StalePlan",
+    "StallShare",
     "StepReport",
     "Tenant",
     "TenantSnapshot",

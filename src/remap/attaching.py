@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core, schedule
 from .attachment import Attachment
-from .errors import InvalidArgument, OutOfMemory
+from .errors import InvalidArgument, LimitExceeded, OutOfMemory
+from .kv_fit import require_fit
 from .kv_geometry import KVGeometry, KVSpec
 from .planner import TenantPages
 from .sizes import show_size
@@ -26,11 +27,13 @@ if TYPE_CHECKING:
     from .host_memory import HostMemory
     from .tenant import Tenant
 
-__all__ = ["MAX_BUFFERS", "LayerSource", "attach_layers", "model_source", "raw_source"]
+__all__ = ["MAX_BLOCKS", "MAX_BUFFERS", "LayerSource", "attach_layers", "model_source", "raw_source"]
 
 MAX_BUFFERS = (
     2  # ring buffers that the ring's region has room for; more never beat two (theory: beta >= 3 buys only slack)
 )
+
+MAX_BLOCKS = 1 << 26  # of one KV cache: the pool's books take a byte a block, whatever memory the blocks have
 
 # Addresses [first, stop) at which attached models' tensors lie, in all sessions of this process: a model can be in one only.
 _INSTALLED: list[tuple[int, int]] = []
@@ -56,12 +59,11 @@ class LayerSource:
     modules: tuple[Any, ...] = ()
 
 
-def raw_source(layers: Sequence[Any], host: HostMemory | None) -> LayerSource:
-    """Layers as plain buffers of bytes (an engine that is not torch). The buffers are the master copies and stay alive.
+def raw_source(views: Sequence[memoryview], host: HostMemory | None) -> LayerSource:
+    """Layers as plain bytes (an engine that is not torch). What is viewed is the master copies and stays alive.
 
     host: where a device needs them page-locked. Buffers that cannot be locked where they are have their copies there.
     """
-    views = [memoryview(layer).cast("B") for layer in layers]
     # from_buffer_copy would copy and from_buffer refuses read-only memory; the address is all that is needed.
     addresses = [_core.buffer_address(view) for view in views]
     if host is not None:
@@ -90,6 +92,7 @@ def model_source(
     device: Device,
     memory: Callable[[int, int], Any],
     host: HostMemory | None,
+    kv: KVSpec,
     mutable: Sequence[str],
     weights: Any,
     names: Any,
@@ -99,7 +102,8 @@ def model_source(
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
-    host: page-locked memory for the master copies, where the device needs that. extra, embedding, hooks: see `Session.attach`.
+    host: page-locked memory for the master copies, where the device needs that. kv: has to fit the model. extra, embedding,
+    hooks: see `Session.attach`.
     """
     device.require_bytes()
     import torch
@@ -129,6 +133,7 @@ def model_source(
     ours = torch.device(device.torch_device)
     meant = next((tensor.device for _, tensor in everything), ours)
     specs = modules.collect(model, found, device=meant if meant.type == "cpu" else ours)
+    require_fit(kv, model, decoder)
     gathered = HostEmbedding(model, specs, device, host) if embedding == "host" else None
     if gathered is not None:
         specs = [spec for spec in specs if spec.path != gathered.path]
@@ -254,6 +259,15 @@ def attach_layers(
             f"KVSpec.layers is {kv.layers}, the model has {source.kv_layers} layers; nothing was attached",
             kv_layers=kv.layers,
             model_layers=source.kv_layers,
+        )
+    if kv.max_blocks > MAX_BLOCKS:
+        capacity = arena.counts()["total"] * page_bytes
+        raise LimitExceeded(
+            f"KVSpec.max_blocks is {kv.max_blocks}, a KV cache has at most {MAX_BLOCKS} blocks; nothing was attached; lower "
+            f"max_blocks (the session's {show_size(capacity)} hold "
+            f"{capacity // kv.block_bytes} of them) or raise block_tokens",
+            max_blocks=kv.max_blocks,
+            most=MAX_BLOCKS,
         )
     geometry = KVGeometry(kv, page_bytes)
     home_pages = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]

@@ -74,6 +74,7 @@ def remap_by_hand(
             raise
         result = Returned(problem=str(error))
     tenant._selection = selection if tenant.streamed else ""
+    tenant._by_hand = bool(tenant.streamed)
     entry = {
         "added": max(0, tenant.kv.usable_blocks - before),
         "moved": result.moved.pop(tenant.name, {}),
@@ -100,6 +101,7 @@ def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, re
         with AllOrNothing(changes, (tenant,)) as undo:
             pages = lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
             entry["reason"] = f"{pages} pages of {layers} layers lent by hand"
+            tenant._by_hand = bool(tenant.streamed)
             if pages:
                 undo.append(partial(lending.unlend, tenant, before))
             if receiver is not None and tenant.lent_pages:

@@ -215,6 +215,7 @@ class Changes:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
         tenant._all_ready = False
         tenant._predicted_stall_s = plan.predicted_stall_s
+        tenant._by_hand = False
         tenant._unsettled = (plan, plan.ring != pages.ring)
         self._unsettled = tenant
         self._decide(saved)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from .errors import InvalidArgument
+from .machine_memory import require_memory
 from .sizes import parse_size
 from .streams import LEGACY_DEFAULT_STREAM
 
@@ -170,7 +171,8 @@ def resolve(
 
     On a simulated machine, `capacity` may be a part of its memory; OutOfMemory comes when pages are made beyond that. Raises
     InvalidArgument for a bad name, an unknown machine, for another device than the ready backend's, and for options that
-    the device does not have; DriverError on cuda without a usable driver.
+    the device does not have; OutOfMemory on the CPU beyond what the machine or its control group could ever hold; DriverError on
+    cuda without a usable driver.
     """
     if backend is None:
         name = parse(default_name() if device is None else device)
@@ -235,6 +237,7 @@ def _make_backend(
         from .sim.hardware import machine
 
         return simulated(machine(name.machine))
+    require_memory(capacity)
     return _core.make_host_backend(capacity - capacity % page_bytes, page_bytes, copy_threads)
 
 

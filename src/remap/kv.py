@@ -28,7 +28,7 @@ from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
 from remap.kv_geometry import KVGeometry, KVSpec
 from remap.kv_slots import ABSENT, CLOSED, OPEN, Runs, SlotMap
 
-__all__ = ["BlockPool", "KVGeometry", "KVSpec", "Listener"]
+__all__ = ["BlockPool", "KVGeometry", "KVSpec", "Listener", "listed"]
 
 Listener = Callable[[Sequence[int], Sequence[int]], None]
 """cb(added_ids, withdrawn_ids): ids that may be handed out from now on, ids that may not be any more."""
@@ -358,6 +358,12 @@ class BlockPool:
 
         Raises InvalidState if `external` and blocks are allocated, or another engine is external; or from a listener.
         """
+        if not callable(listener):
+            raise InvalidArgument(
+                f"a listener must be callable with (added_ids, withdrawn_ids), got {listener!r}; nothing was subscribed",
+                field="listener",
+                value=listener,
+            )
         if self._telling:
             raise InvalidState("subscribe was called by a listener; nothing was subscribed; call it afterwards")
         if external and (self._external or self._live):
@@ -512,7 +518,7 @@ class BlockPool:
 
     def _checked(self, ids: Iterable[int], allowed: tuple[int, ...], otherwise: str) -> list[int]:
         """ids as a list, after verifying that each is a block id in an allowed state and occurs once."""
-        blocks = list(ids)
+        blocks = listed(ids)
         for block in blocks:
             known = isinstance(block, int) and not isinstance(block, bool) and 0 <= block < len(self._state)
             if not known or self._state[block] not in allowed:
@@ -568,6 +574,17 @@ def _call(listener: Listener, added: Sequence[int], withdrawn: Sequence[int], er
         listener(added, withdrawn)
     except Exception as error:  # noqa: BLE001  foreign code may raise anything; the first error is raised later
         errors.append(error)
+
+
+def listed(ids: Iterable[int]) -> list[int]:
+    """Block ids as a list. Raises InvalidArgument (fields field, value) for what is no iterable."""
+    if not isinstance(ids, Iterable):
+        raise InvalidArgument(
+            f"block ids must be an iterable of ints, got {ids!r}; nothing changed; put a single id into a list",
+            field="ids",
+            value=ids,
+        )
+    return list(ids)
 
 
 def _joined(ranges: list[range]) -> Sequence[int]:

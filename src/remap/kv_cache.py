@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from .errors import InvalidState
-from .kv import BlockPool, Listener
+from .kv import BlockPool, Listener, listed
 from .kv_geometry import KVGeometry, KVSpec
 from .locking import Turn
 
@@ -63,11 +63,11 @@ class KVCache:
 
     def free(self, ids: Iterable[int]) -> None:
         """`BlockPool.free`. Raises ForkedProcess in a forked child."""
-        self._turn.run(self.pool.free, list(ids))
+        self._turn.run(self.pool.free, listed(ids))
 
     def returned(self, ids: Iterable[int]) -> None:
         """`BlockPool.returned`. Raises ForkedProcess in a forked child."""
-        self._turn.run(self.pool.returned, list(ids))
+        self._turn.run(self.pool.returned, listed(ids))
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
         """cb(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.

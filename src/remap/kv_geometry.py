@@ -49,18 +49,25 @@ class KVSpec:
 
     `min_blocks` is what the tenant starts with and never loses, `max_blocks` fixes the size of the region (of
     addresses, not of memory). Raises InvalidArgument (fields: field, value, and the bound that was broken).
+
+    dtype: what keys and values are stored in; "bfloat16" if it is left out, which attaching a model of another dtype refuses
+    (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
     """
 
     layers: int
     kv_heads: int
     head_dim: int
     block_tokens: int = 16
-    dtype: str = "bfloat16"
+    dtype: str = ""
     min_blocks: int
     max_blocks: int
     layout: str = "block_major"
+    dtype_named: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype_named", self.dtype != "")
+        if self.dtype == "":
+            object.__setattr__(self, "dtype", "bfloat16")
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "max_blocks"):
             _require_int(name, getattr(self, name), 1)
         _require_int("min_blocks", self.min_blocks, 0)

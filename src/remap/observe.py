@@ -41,6 +41,7 @@ def take_snapshot(session: Session) -> Snapshot:
         pages=PageTotals(**arena.counts()),
         tenants={name: _tenant(session, tenant) for name, tenant in session._tenants.items()},
         decisions=session._log.records(),
+        stall=session._stalls.share(session.active_numbers()),
     )
 
 

@@ -30,6 +30,16 @@ from typing import Any
 
 from . import _core, devices
 from .activation import ActivationReport, activate, deactivate
+from .arguments import (
+    ADDRESSES,
+    require,
+    require_attach,
+    require_buffers,
+    require_demands,
+    require_module,
+    require_options,
+    require_range,
+)
 from .attaching import model_source, raw_source
 from .byhand import check_by_hand, lend_by_hand, remap_by_hand
 from .changes import Changes
@@ -48,6 +58,7 @@ from .policy import view_of
 from .registered import Registered
 from .sizes import parse_size
 from .snapshot import Snapshot, StepReport
+from .stall_watch import StallWatch
 from .stepping import step
 from .tenancy import Arrival, admit, undo_arrival
 from .tenant import Tenant
@@ -79,7 +90,8 @@ class Session:
     machine have to spare. LimitExceeded says which of these it was: limited_by is "host_budget", "REMAP_HOST_BUDGET", "cgroup" or
     "machine".
 
-    Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had,
+    Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had (on the
+    CPU also, with fields requested, limit and limited_by, for more than the machine or its control group could ever hold),
     DriverError if the device has no driver or one too old.
 
     `clock()` gives the seconds that idle times and uses are measured in: time.monotonic, or a simulated device's virtual time.
@@ -106,6 +118,12 @@ class Session:
             mode = devices.default_mode()
         if mode not in ("aliased", "strict"):
             raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
+        require("backend", backend, (_core.Backend, type(None)), "a backend of remap's, or None")
+        require("controller", controller, (ControllerConfig, type(None)), "a ControllerConfig, or None")
+        require("copy_threads", copy_threads, int, "an int of at least 1")
+        if not 0 <= copy_threads < ADDRESSES:  # the backend says how many it has at most
+            raise refuse("copy_threads", copy_threads, "an int of at least 1")
+        require("gpu_direct_rdma", gpu_direct_rdma, bool, "True or False")
         if page == 0 or size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
@@ -123,6 +141,8 @@ class Session:
             gpu_direct_rdma=gpu_direct_rdma,
             host_budget=host_budget,
         )
+        if size >= ADDRESSES:
+            raise refuse("capacity", size, f"below {ADDRESSES} bytes")
         self.device = str(self._device.name)
         self.capacity_bytes = size
         self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))
@@ -142,6 +162,7 @@ class Session:
         self._demands: Mapping[str, Demand] = {}  # of the last step
         self._claims: dict[int, tuple[tuple[object, ...], dict[str, int]]] = {}  # see decisions.consider_return
         self._log = Log()
+        self._stalls = StallWatch()
         self._registered = Registered(self._arena, self._tenants)
         self._next_tenant = 0  # a number is never used twice, so that nobody's bytes pass for another's
         self._arriving: Arrival | None = None  # a tenant that is being attached
@@ -190,11 +211,16 @@ class Session:
 
         The model lies on the CPU or on the session's device, and is on that device afterwards, computing as before at new
         addresses that never change again; from the CPU it needs no room there but the session's. Raises InvalidArgument
-        (unknown layer path, wrong device, name in use, KVSpec that does not fit), OutOfMemory (field minimum_bytes),
-        LimitExceeded (page-locked memory); nothing changes then.
+        (what is no torch module or no KVSpec, unknown layer path, wrong device, name in use, KVSpec whose layers, heads, head_dim
+        or dtype are not the model's: fields value and model_value, see kv_fit.py), OutOfMemory (field minimum_bytes),
+        LimitExceeded (page-locked memory, or more than 2**26 blocks); nothing changes then.
         """
         self._check_open()
+        require_attach(name, priority, kv, controller, active)
+        require_options(layers, mutable, weights, names, extra_layers, hooks)
         self._check_name(name)
+        self._device.require_bytes()
+        require_module(model)
         with self._host.taken() as host:
             source = model_source(
                 model,
@@ -202,6 +228,7 @@ class Session:
                 device=self._device,
                 memory=self._memory,
                 host=host,
+                kv=kv,
                 mutable=mutable,
                 weights=weights,
                 names=names,
@@ -228,9 +255,11 @@ class Session:
         `session.layer_address(name, i)` says where layer i lives.
         """
         self._check_open()
+        require_attach(name, priority, kv, controller, active)
         self._check_name(name)
+        views = require_buffers(layers)
         with self._host.taken() as host:
-            source = raw_source(layers, host)
+            source = raw_source(views, host)
             return admit(self, source, name, priority, kv, controller or self._config, host, active)
 
     @exclusive
@@ -258,6 +287,7 @@ class Session:
         """Where a layer lives. It never changes."""
         self._lock.refuse_fork()
         addresses = self._tenant(name)._attachment.addresses
+        require("layer", layer, int, "an int")
         if not 0 <= layer < len(addresses):
             raise InvalidArgument(
                 f"layer must lie in 0..{len(addresses) - 1}, got {layer}; nothing changed", layer=layer
@@ -272,12 +302,12 @@ class Session:
         """Once per scheduler iteration, between passes: decide and apply.
 
         demand: for each tenant, the blocks that its engine wants to be able to allocate now. Raises InvalidArgument for an
-        unknown tenant and InvalidState inside a pass, before anything changes; and the backend's error if nothing has changed by
-        then. If something has, the report says what, and its reason which error ended the step early.
+        unknown tenant or what is no Demand and InvalidState inside a pass, before anything changes; and the backend's error if
+        nothing has changed by then. If something has, the report says what, and its reason which error ended the step early.
         """
         self._check_open()
+        demand = require_demands(demand)
         self._claim()
-        demand = demand or {}
         for name in demand:
             if name not in self._tenants:
                 self._tenant(name)
@@ -325,6 +355,7 @@ class Session:
         tenant concerned, and the backend's error; nothing changes then. If what was done before such an error could not be taken
         back, the report says so instead.
         """
+        require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
             raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
         self._check_open()
@@ -400,6 +431,7 @@ class Session:
         tenant = self._tenant(name)
         tenant.refuse_pass()
         check_by_hand(tenant, layers, buffers, selection)
+        require("drain", drain, bool, "True or False")
         return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
 
     # -- ranges that others have registered ------------------------------------------------------------------------
@@ -413,6 +445,7 @@ class Session:
         then register, then declare), InvalidArgument if no region lies there; nothing changes then.
         """
         self._check_open()
+        require_range(address, nbytes)
         self._claim()
         self._registered.declare(address, nbytes)
 
@@ -423,6 +456,7 @@ class Session:
         Raises InvalidArgument if this very range was not declared; nothing changes then.
         """
         self._check_open()
+        require_range(address, nbytes)
         self._claim()
         self._registered.withdraw(address, nbytes)
 
@@ -436,6 +470,7 @@ class Session:
     @exclusive
     def settle(self, tenant: Tenant | None = None) -> None:
         """Finish what the last change deferred, now, and wait for it. Raises the backend's error if that fails again."""
+        require("tenant", tenant, (Tenant, type(None)), "a Tenant, or None for all")
         self._claim()
         for each in [tenant] if tenant is not None else list(self._tenants.values()):
             self._changes.settle(each)
@@ -558,11 +593,16 @@ class Session:
                 tenant._turn.release()
             self._claiming = False
 
+    def active_numbers(self) -> set[int]:
+        """Numbers of the tenants that may serve passes. Takes no lock: a tenant may come or go meanwhile."""
+        return {tenant.number for tenant in tuple(self._tenants.values()) if tenant.active}
+
     def _memory(self, address: int, nbytes: int) -> Any:
         """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
         return self._device.tensor(address, nbytes, self._arena.hold(address, nbytes))
 
     def _tenant(self, name: str) -> Tenant:
+        require("name", name, str, "a tenant's name, a str")
         tenant = self._tenants.get(name)
         if tenant is None:
             raise InvalidArgument(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-__all__ = ["DecisionRecord", "PageTotals", "Snapshot", "StepReport", "TenantSnapshot"]
+__all__ = ["DecisionRecord", "PageTotals", "Snapshot", "StallShare", "StepReport", "TenantSnapshot"]
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,31 @@ class TenantSnapshot:
     misses: int
     stall_s: float
     compute_s: float
-    predicted_stall_s: float  # per pass, by the schedule's certificate at the last change
+    predicted_stall_s: float  # per pass, by the schedule's certificate at the last change; 0 by hand
     seen_stall_s: float  # per pass since then, measured: what the certificate is to be compared with
     compute_times_s: tuple[float, ...]  # per layer, for the last shape of batch that was asked for; empty before that
     copy_times_s: tuple[float, ...]  # per layer
+
+
+@dataclass(frozen=True)
+class StallShare:
+    """Waiting for layers as a share of computing (0.02: two hundredths), of all active tenants together.
+
+    Each is a sum of seconds over the seconds of computation of the same passes: the last 256 passes that were timed, without
+    those of tenants that are inactive now, or that were remapped by hand (nobody has bounded those). All are 0 before the first.
+
+    predicted: what each pass's certificate said that it would wait, at its tenant's last change; a certificate is made as if the
+    tenant had the link for itself. seen: for how long they did wait. allowed: ControllerConfig.slowdown times the pass's
+    computation, or its certificate where that is more (an activation that was to serve at once). Where seen exceeds allowed by
+    more than 0.05 over at least 64 passes, the logger "remap.stall" warns, once a session (the record's attribute `stall` is
+    this object).
+    """
+
+    predicted: float = 0.0
+    seen: float = 0.0
+    allowed: float = 0.0
+    passes: int = 0  # that these are of
+    tenants: int = 0  # whose passes these are
 
 
 @dataclass(frozen=True)
@@ -79,7 +100,7 @@ class DecisionRecord:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The whole arena at one epoch. decisions: the last 256, oldest first."""
+    """The whole arena at one epoch. decisions: the last 256, oldest first. stall: of all active tenants together."""
 
     epoch: int
     page_bytes: int
@@ -87,6 +108,7 @@ class Snapshot:
     pages: PageTotals
     tenants: Mapping[str, TenantSnapshot]
     decisions: tuple[DecisionRecord, ...] = ()
+    stall: StallShare = StallShare()
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ def _admit(
         changes.apply(tenant, plan_free_pages(attachment.pages, arena.epoch, first, give=True))
         changes.settle(tenant)
     tenant.active = active
+    tenant._slowdown = config.slowdown
     tenant._slices = config.selection == "slices"
     hidden = tenant._hidden = HiddenCopies(tenant, config)
     tenant._prepare = hidden.prepare

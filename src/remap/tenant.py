@@ -15,10 +15,12 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from . import nvtx
 from .attachment import Attachment
+from .config import refuse
 from .cost import CostModel, LayerTimes, Phase, bucket_of
 from .errors import Error, InvalidState
 from .kv_cache import KVCache
@@ -37,6 +39,22 @@ __all__ = ["Tenant"]
 _TIMES_EVERY = 32  # passes for which one estimate is used
 _PREPARE_EVERY = 8  # passes at least between two preparations for growth: batches may change their shape in every pass
 _UNTIMED = 64  # passes whose times may still come, at most: the prefetcher times no more on a stream
+
+
+_PHASES = ("decode", "prefill", "mixed")
+
+
+def _checked(phase: object, tokens: Any) -> int:
+    """tokens as an int. Raises InvalidArgument (fields field, value) for a phase or a number of tokens that is none."""
+    if phase not in _PHASES:
+        raise refuse("phase", phase, f"one of {_PHASES}")
+    try:
+        count = index(tokens)  # of numpy and torch as well
+    except TypeError:
+        count = -1
+    if count < 0 or isinstance(tokens, bool):
+        raise refuse("tokens", tokens, "an int of at least 0")
+    return count
 
 
 def _gone(name: str) -> Callable[..., None]:
@@ -145,6 +163,8 @@ class Tenant:
         self._compute_s = 0.0
         self._abandoned = 0
         self._predicted_stall_s = 0.0
+        self._slowdown = 0.0  # the config's; set by admit
+        self._by_hand = False  # what streams was decided by hand: no certificate bounds it
         self._since = (0, 0.0)  # completed passes and their stall seconds when the last change was made
         self._selection = ""
         self._slices = False
@@ -162,7 +182,8 @@ class Tenant:
         Whatever touches this tenant's memory is enqueued on the stream of its last pass, or ordered behind it by the caller;
         it may be another stream in every pass. A stream has to live until the tenant has another one or is detached.
 
-        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, InvalidArgument for
+        Raises InvalidArgument (fields field, value) for another phase, or tokens that are no int of at least 0. Entering raises
+        InvalidState if the session is closed, the tenant detached or a pass open already, InvalidArgument for
         what is no stream of the session's device, and the backend's error if the last change could not be finished; then no
         pass has begun and entering again tries it again. An exception inside abandons the pass: the next one starts afresh.
 
@@ -171,6 +192,8 @@ class Tenant:
         the model, or somebody since the last pass, wrote into a streamed layer, and such a write is lost; (file, expected,
         found) a weights file that layers come from has changed, which entering raises as well. The pass has ended then.
         """
+        if phase not in _PHASES or tokens.__class__ is not int or tokens < 0:
+            tokens = _checked(phase, tokens)
         return _Pass(self, phase, tokens, stream)
 
     @property
@@ -259,7 +282,17 @@ class Tenant:
                 self._shapes.popleft()
             if self._shapes and self._shapes[0][0] == timed:
                 _, kind, count = self._shapes.popleft()
-                self._learn(kind, count, max(0.0, seconds - stall_s))
+                compute_s = max(0.0, seconds - stall_s)
+                self._learn(kind, count, compute_s)
+                if not self._by_hand:
+                    self._session._stalls.add(
+                        self.number,
+                        compute_s,
+                        stall_s,
+                        predicted_s=self._predicted_stall_s,
+                        slowdown=self._slowdown,
+                        active=self._session.active_numbers,
+                    )
         if not completed:
             return
         if missed:

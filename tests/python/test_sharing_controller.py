@@ -5,7 +5,6 @@ Every tenant has eight layers, so that a block is exactly a page.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -57,8 +56,10 @@ def hold(engine: Engine, blocks: int) -> None:
 
 
 def idle_until(engine: Engine, seconds: float) -> None:
-    """As if its last pass had been so long ago."""
-    engine.tenant._last_pass_s = time.monotonic() - seconds
+    """As if its last pass had been so long ago; from now on the session's clock stands still."""
+    now = engine.session.clock()
+    engine.session.clock = lambda: now
+    engine.tenant._last_pass_s = now - seconds
 
 
 # -- from whom -----------------------------------------------------------------------------------------------------------

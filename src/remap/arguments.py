@@ -1,0 +1,131 @@
+"""Whether what a caller has given to a session is of the kind that is expected: refused here, before anything is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, cast
+
+from .config import ControllerConfig, refuse
+from .errors import InvalidArgument
+from .kv_geometry import KVSpec
+from .views import Demand
+
+__all__ = [
+    "ADDRESSES",
+    "require",
+    "require_attach",
+    "require_buffers",
+    "require_demands",
+    "require_module",
+    "require_options",
+    "require_range",
+]
+
+ADDRESSES = 1 << 63
+"""Sizes and addresses are below this: the core's are 64-bit, and errors carry signed numbers."""
+
+
+def require(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
+    """Raises InvalidArgument (fields field, value) unless `value` is an instance. A bool is an int only where bool is named."""
+    if isinstance(value, kinds):
+        named = kinds if isinstance(kinds, tuple) else (kinds,)
+        if not isinstance(value, bool) or bool in named or object in named:
+            return
+    raise InvalidArgument(
+        f"{name} must be {expected}, got {_shown(value)}; nothing changed; correct {name}", field=name, value=value
+    )
+
+
+def require_attach(name: object, priority: object, kv: object, controller: object, active: object) -> None:
+    """What `Session.attach` and `attach_bytes` have in common."""
+    require("name", name, str, "the tenant's name, a str")
+    require("priority", priority, int, "an int")
+    require("kv", kv, KVSpec, "a KVSpec")
+    require("controller", controller, (ControllerConfig, type(None)), "a ControllerConfig, or None for the session's")
+    require("active", active, bool, "True or False")
+
+
+def require_module(model: object) -> None:
+    """Raises InvalidArgument (fields field, value) for what is no torch module."""
+    from torch import nn
+
+    require("model", model, nn.Module, "a torch module (attach_bytes takes plain buffers)")
+
+
+def require_options(
+    layers: object, mutable: object, weights: object, names: object, extra: object, hooks: object
+) -> None:
+    """What only `Session.attach` takes. `mutable` as one string is refused where the model's tensors are looked at."""
+    require("layers", layers, (Iterable, type(None)), "a list of modules, the path of one, or None")
+    require("mutable", mutable, Sequence, "a sequence of patterns")
+    require("extra_layers", extra, Iterable, "a sequence of modules or their paths")
+    require("hooks", hooks, bool, "True or False")
+    require("names", names, (Mapping, type(None)), "a mapping of tensors' names to those in the weights files, or None")
+    for pattern in cast("Sequence[object]", mutable):
+        require("mutable", pattern, str, "a sequence of patterns, each a str")
+    paths = weights if isinstance(weights, Sequence) and not isinstance(weights, (str, bytes)) else (weights,)
+    for path in paths:
+        require("weights", path, (str, PathLike, type(None)), "a path, a sequence of paths, or None")
+
+
+def require_range(address: object, nbytes: object) -> None:
+    """Raises InvalidArgument (fields field, value) unless both are numbers that an address space has."""
+    for name, value in (("address", address), ("nbytes", nbytes)):
+        require(name, value, int, "an int")
+        if not 0 <= cast(int, value) < ADDRESSES:
+            raise refuse(name, value, f"from 0 to {ADDRESSES - 1}")
+
+
+def require_buffers(layers: object) -> list[memoryview]:
+    """Each layer as a view of its bytes. Raises InvalidArgument (fields field, value and, for one of them, layer)."""
+    if isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)) or not isinstance(layers, Sequence):
+        raise InvalidArgument(
+            f"layers must be a sequence of buffers, one a layer, got {_shown(layers)}; nothing was attached; put a single "
+            "layer into a list",
+            field="layers",
+            value=layers,
+        )
+    if not layers:
+        raise InvalidArgument(
+            "layers must hold at least one buffer, got none; nothing was attached", field="layers", value=layers
+        )
+    views = []
+    for index, layer in enumerate(layers):
+        try:
+            views.append(memoryview(layer).cast("B"))
+        except (TypeError, ValueError, BufferError) as error:
+            raise InvalidArgument(
+                f"layer {index} must be a contiguous buffer of bytes, got {_shown(layer)} ({error}); nothing was attached",
+                field="layers",
+                value=layer,
+                layer=index,
+            ) from error
+    return views
+
+
+def require_demands(demand: Any) -> Mapping[str, Demand]:
+    """All of a step's demands, before any is met. Raises InvalidArgument (fields field, value and, for one of them, tenant)."""
+    if demand is None:
+        return {}
+    if not isinstance(demand, Mapping):
+        raise InvalidArgument(
+            f"demand must map tenants' names to Demand, got {_shown(demand)}; nothing changed",
+            field="demand",
+            value=demand,
+        )
+    for name, wanted in demand.items():
+        if not isinstance(wanted, Demand):
+            raise InvalidArgument(
+                f"the demand of {name!r} must be a Demand, got {_shown(wanted)}; nothing changed; give Demand(blocks=...)",
+                field="demand",
+                value=wanted,
+                tenant=name,
+            )
+    return demand
+
+
+def _shown(value: object) -> str:
+    """Its kind, and itself where that is short: a model's repr has thousands of lines."""
+    plain = value is None or isinstance(value, (bool, int, float, str))
+    return repr(value)[:80] if plain else f"an object of type {type(value).__name__}"

@@ -1,0 +1,273 @@
+"""Arguments of the wrong kind: each is refused by name, with a typed error, before anything has changed."""
+
+from __future__ import annotations
+
+import pytest
+from arena_worlds import PAGE
+from sharing_worlds import Shared, make_layers, spec
+
+import remap
+from remap import InvalidArgument, LimitExceeded
+
+SHAPES = {"a": (4, 2), "m": (4, 2)}
+
+
+@pytest.fixture
+def shared():
+    with Shared(SHAPES, spare=4) as made:
+        yield made
+        made.check()
+
+
+def _snapshot(shared):
+    return shared.session.snapshot()
+
+
+# --- the session ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("controller", {"slowdown": 0.1}),
+        ("controller", remap.ControllerConfig),
+        ("backend", "cuda"),
+        ("backend", object()),
+        ("copy_threads", "2"),
+        ("copy_threads", True),
+        ("copy_threads", -1),
+        ("copy_threads", 1 << 70),
+        ("copy_threads", 1.0),
+        ("gpu_direct_rdma", 1),
+    ],
+)
+def test_a_session_of_the_wrong_kinds(name, value):
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session(4 * PAGE, page_bytes=PAGE, **{name: value})
+    assert (caught.value.field, caught.value.value) == (name, value)
+
+
+# --- attaching --------------------------------------------------------------------------------------------------------
+
+WRONG = [
+    ("kv", None),
+    ("kv", {"layers": 4}),
+    ("kv", remap.KVSpec),
+    ("controller", 0.02),
+    ("name", 5),
+    ("name", None),
+    ("name", ["a"]),
+    ("priority", "high"),
+    ("priority", None),
+    ("active", "yes"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), WRONG)
+def test_attaching_bytes_with_the_wrong_kinds(shared, name, value):
+    before = _snapshot(shared)
+    given = {"name": "new", "kv": spec(4), name: value}
+    with pytest.raises(InvalidArgument) as caught:
+        shared.session.attach_bytes(make_layers([1] * 4, 3), **given)
+    assert (caught.value.field, caught.value.value) == (name, value)
+    assert _snapshot(shared) == before
+
+
+@pytest.mark.parametrize("layers", [None, 5, b"bytes", "text", {0: b"x"}, [], object(), iter([b"x"])])
+def test_layers_that_are_no_sequence_of_buffers(shared, layers):
+    before = _snapshot(shared)
+    with pytest.raises(InvalidArgument) as caught:
+        shared.session.attach_bytes(layers, name="new", kv=spec(4))
+    assert caught.value.field == "layers"
+    assert _snapshot(shared) == before
+
+
+@pytest.mark.parametrize("layer", [None, 5, "text", memoryview(bytes(8))[::2], [1, 2]])
+def test_a_layer_that_is_no_buffer(shared, layer):
+    before = _snapshot(shared)
+    with pytest.raises(InvalidArgument) as caught:
+        shared.session.attach_bytes([b"x" * PAGE, layer], name="new", kv=spec(2))
+    assert (caught.value.field, caught.value.layer) == ("layers", 1)
+    assert _snapshot(shared) == before
+
+
+def test_a_kv_cache_whose_books_no_memory_holds(shared):
+    before = _snapshot(shared)
+    for blocks in (10**9, 10**15):
+        with pytest.raises(LimitExceeded) as caught:
+            shared.session.attach_bytes(make_layers([1] * 4, 3), name="new", kv=spec(4, max_blocks=blocks))
+        assert (caught.value.max_blocks, caught.value.most) == (blocks, 1 << 26)
+    assert _snapshot(shared) == before
+
+
+# --- a torch model ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models():
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import models
+
+    return models
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [*WRONG, ("model", "gpt2"), ("model", None), ("hooks", "yes"), ("names", ["a", "b"])]
+)
+def test_attaching_a_model_with_the_wrong_kinds(models, name, value):
+    model = models.make("llama")
+    with remap.Session(160 * 16384, page_bytes=16384) as session:
+        before = session.snapshot()
+        given = {"model": model, "name": "new", "kv": models.kv_spec(model), name: value}
+        with pytest.raises(InvalidArgument) as caught:
+            session.attach(**given)
+        assert (caught.value.field, caught.value.value) == (name, value)
+        assert session.snapshot() == before
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama-odd", "qwen2", "qwen3", "opt", "opt-odd"])
+@pytest.mark.parametrize("field", ["kv_heads", "head_dim"])
+def test_a_kv_spec_whose_shape_is_not_the_models(models, kind, field):
+    model = models.make(kind)
+    fits = models.kv_spec(model)
+    right = getattr(fits, field)
+    with remap.Session(200 * 16384, page_bytes=16384) as session:
+        before = session.snapshot()
+        for wrong in (right + 1, 2 * right, right - 1):
+            with pytest.raises(InvalidArgument) as caught:
+                session.attach(model, kv=models.kv_spec(model, **{field: wrong}))
+            assert caught.value.fields == {"field": field, "value": wrong, "model_value": right}
+        assert session.snapshot() == before
+        session.attach(model, kv=fits)
+
+
+def test_a_dtype_that_was_left_out(models):
+    """bfloat16 by default; another than the model's has to be named."""
+    import torch
+
+    wide, narrow = models.make("llama"), models.make("llama", 1, torch.bfloat16)
+    unsaid = {"layers": models.LAYERS, "kv_heads": 2, "head_dim": 16, "min_blocks": 1, "max_blocks": 64}
+    assert remap.KVSpec(**unsaid) == remap.KVSpec(**unsaid, dtype="bfloat16")
+    with remap.Session(400 * 16384, page_bytes=16384) as session:
+        with pytest.raises(InvalidArgument) as caught:
+            session.attach(wide, kv=remap.KVSpec(**unsaid))
+        assert caught.value.fields == {"field": "dtype", "value": "bfloat16", "model_value": "float32"}
+        assert session.snapshot().tenants == {}
+        session.attach(narrow, kv=remap.KVSpec(**unsaid), name="as it computes")
+        for dtype in ("bfloat16", "float8_e4m3fn", "int8"):
+            session.attach(wide, kv=remap.KVSpec(**unsaid, dtype=dtype), name=dtype)
+            session.detach(dtype)
+
+
+def test_bytes_that_the_engine_lays_out_itself(models):
+    model = models.make("llama")
+    raw = remap.KVSpec(
+        layers=models.LAYERS, kv_heads=1, head_dim=512, block_tokens=1, dtype="uint8", min_blocks=1, max_blocks=64
+    )
+    with remap.Session(200 * 16384, page_bytes=16384) as session:
+        session.attach(model, kv=raw)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("layers", 5), ("mutable", 5), ("mutable", [5]), ("weights", 5), ("weights", [5]), ("extra_layers", 5)],
+)
+def test_options_of_the_wrong_kinds(models, name, value):
+    model = models.make("llama")
+    with remap.Session(160 * 16384, page_bytes=16384) as session:
+        before = session.snapshot()
+        with pytest.raises(InvalidArgument) as caught:
+            session.attach(model, kv=models.kv_spec(model), **{name: value})
+        assert caught.value.field == name
+        assert session.snapshot() == before
+
+
+# --- calls that name a tenant -----------------------------------------------------------------------------------------
+
+NAMED = {
+    "detach": ("name", lambda session, kv: session.detach(["a"])),
+    "layer_address": ("layer", lambda session, kv: session.layer_address("a", "0")),
+    "lend": ("name", lambda session, kv: session.lend("a", 1, to=["m"])),
+    "activate": ("name", lambda session, kv: session.activate({})),
+    "activate, alone": ("alone", lambda session, kv: session.activate("a", alone="no")),
+    "remap": ("drain", lambda session, kv: session.remap("a", 0, drain="no")),
+    "settle": ("tenant", lambda session, kv: session.settle("a")),
+    "declare": ("address", lambda session, kv: session.declare_registered("x", 4)),
+    "declare, negative": ("address", lambda session, kv: session.declare_registered(-5, 4)),
+    "declare, beyond": ("nbytes", lambda session, kv: session.declare_registered(4096, 1 << 70)),
+    "withdraw": ("address", lambda session, kv: session.withdraw_registered(None, None)),
+    "free": ("ids", lambda session, kv: kv.free(5)),
+    "subscribe": ("listener", lambda session, kv: kv.subscribe(5)),
+}
+
+
+@pytest.mark.parametrize("call", NAMED)
+def test_calls_with_the_wrong_kinds(shared, call):
+    field, made = NAMED[call]
+    before = _snapshot(shared)
+    with pytest.raises(InvalidArgument) as caught:
+        made(shared.session, shared.engines["a"].tenant.kv)
+    assert caught.value.field == field
+    assert _snapshot(shared) == before
+
+
+def test_a_simulated_capacity_beyond_all_addresses():
+    with pytest.raises(InvalidArgument) as caught:
+        remap.Session(1 << 70, "sim:GH200-96GB")
+    assert caught.value.field == "capacity"
+
+
+# --- steps and passes -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", [5, None, {"blocks": 5}, remap.Demand])
+def test_a_demand_that_is_none_leaves_the_others_unmet(shared, wrong):
+    """ "a" comes first and wants layers: before, it had them by the time that the other was looked at."""
+    before = _snapshot(shared)
+    with pytest.raises(InvalidArgument) as caught:
+        shared.session.step({"a": remap.Demand(blocks=10), "m": wrong})
+    assert (caught.value.field, caught.value.value, caught.value.tenant) == ("demand", wrong, "m")
+    assert _snapshot(shared) == before
+
+
+@pytest.mark.parametrize("wrong", [5, "a", ["a"], [("a", remap.Demand(1))]])
+def test_demands_that_are_no_mapping(shared, wrong):
+    before = _snapshot(shared)
+    with pytest.raises(InvalidArgument) as caught:
+        shared.session.step(wrong)
+    assert caught.value.field == "demand"
+    assert _snapshot(shared) == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("phase", "decod"),
+        ("phase", None),
+        ("phase", 1),
+        ("tokens", -5),
+        ("tokens", 1.5),
+        ("tokens", "3"),
+        ("tokens", None),
+        ("tokens", True),
+    ],
+)
+def test_a_pass_of_no_such_shape(shared, field, value):
+    tenant = shared.engines["a"].tenant
+    with pytest.raises(InvalidArgument) as caught:
+        tenant.forward(**{field: value})
+    assert (caught.value.field, caught.value.value) == (field, value)
+    assert not tenant.in_pass
+
+
+def test_shapes_of_passes_that_there_are(shared):
+    numpy = pytest.importorskip("numpy")
+    engine = shared.engines["a"]
+    for phase in ("decode", "prefill", "mixed"):
+        for tokens in (0, 1, 4096, numpy.int64(7)):
+            with engine.tenant.forward(phase=phase, tokens=tokens):
+                for layer in range(engine.tenant.layers):
+                    engine.tenant.wait(layer)
+                    engine.tenant.done(layer)
+    assert shared.session.snapshot().tenants["a"].passes == 12

@@ -1,0 +1,179 @@
+"""What all active tenants wait for together: predicted, seen and allowed, and the warning where they part. In virtual time."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from subprocesses import expect_ok
+
+import remap
+from remap import _core
+from remap.sim.masters import masters
+from remap.stall_watch import LEAST_PASSES, MARGIN, WINDOW, StallWatch
+
+MIB = 1 << 20
+LAYERS, LAYER = 8, 16 * MIB
+LINK = 400e9
+COPY_S = LAYER / LINK
+SLOWDOWN = 0.02
+STILL = remap.ControllerConfig(slowdown=SLOWDOWN, headroom_blocks=0, hysteresis_blocks=0, dwell=10**9, lends=False)
+
+
+class World:
+    """Tenants that stream over one link. A copy takes `COPY_S`, a layer's computation 1.5 of it."""
+
+    def __init__(self, tenants: int) -> None:
+        self.backend = _core.make_sim_backend(
+            capacity_bytes=96 << 30, h2d_bytes_per_s=LINK, d2h_bytes_per_s=LINK, hbm_bytes_per_s=4e12, contention=False
+        )
+        pages = LAYERS * LAYER // (2 * MIB) + 8
+        self.session = remap.Session(tenants * pages * 2 * MIB, backend=self.backend, controller=STILL)
+        kv = remap.KVSpec(
+            layers=LAYERS,
+            kv_heads=1,
+            head_dim=64,
+            block_tokens=2 * MIB // (LAYERS * 2 * 64 * 2),
+            min_blocks=8,
+            max_blocks=tenants * pages,
+        )
+        self.tenants = {}
+        for name in "abc"[:tenants]:
+            self.tenants[name] = self.session.attach_bytes(masters([LAYER] * LAYERS), name=name, kv=kv)
+        self.streams = {name: self.backend.create_stream() for name in self.tenants}
+        self.serve(4)
+
+    def serve(self, rounds: int, *names: str) -> None:
+        """In each round a pass of every tenant, all at once on streams of their own."""
+        for _ in range(rounds):
+            for name in names or tuple(self.tenants):
+                self._enqueue(self.tenants[name], self.streams[name])
+            for name in names or tuple(self.tenants):
+                self.backend.finish(self.streams[name])
+
+    def _enqueue(self, tenant: Any, stream: int) -> None:
+        with tenant.forward(stream=stream):
+            for layer in range(LAYERS):
+                tenant.wait(layer)
+                self.backend.compute(stream, 1.5 * COPY_S)
+                tenant.done(layer)
+
+    def grow(self) -> None:
+        """Every tenant asks for all that its own certificate allows."""
+        for name, tenant in self.tenants.items():
+            tenant.kv.allocate(tenant.kv.free_blocks)
+            self.session.step({name: remap.Demand(blocks=200)})
+            assert tenant.remapped >= 4, name
+
+
+def _warnings(caplog: Any) -> list[Any]:
+    return [record for record in caplog.records if record.name == "remap.stall"]
+
+
+def test_three_tenants_wait_for_longer_than_each_was_promised(caplog):
+    world = World(3)
+    with world.session as session, caplog.at_level(logging.WARNING, logger="remap"):
+        world.grow()
+        world.serve(WINDOW)
+        share = session.snapshot().stall
+        assert (share.passes, share.tenants) == (WINDOW, 3)
+        assert share.predicted <= share.allowed == pytest.approx(SLOWDOWN, rel=0.01)
+        assert share.seen > share.allowed + MARGIN
+        waited = sum(tenant.stall_s for tenant in session.snapshot().tenants.values())
+        computed = sum(tenant.compute_s for tenant in session.snapshot().tenants.values())
+        assert share.seen == pytest.approx(waited / computed, rel=0.1)  # those count from attach on
+        (record,) = _warnings(caplog)  # once, however long it goes on
+        assert record.stall.seen > record.stall.allowed + MARGIN
+        assert record.stall.passes >= LEAST_PASSES
+
+
+def test_one_tenant_keeps_what_was_promised(caplog):
+    world = World(1)
+    with world.session as session, caplog.at_level(logging.WARNING, logger="remap"):
+        world.grow()
+        world.serve(WINDOW)
+        share = session.snapshot().stall
+        assert (share.passes, share.tenants) == (WINDOW, 1)
+        assert share.seen <= share.allowed + MARGIN
+        assert not _warnings(caplog)
+
+
+def test_a_tenant_that_sleeps_is_not_counted():
+    world = World(3)
+    with world.session as session:
+        world.grow()
+        world.serve(20)
+        assert session.snapshot().stall.tenants == 3
+        session.deactivate("a")
+        session.deactivate("b")
+        share = session.snapshot().stall
+        assert (share.tenants, share.passes) == (1, 23)  # a pass is timed when the next one ends
+
+
+def test_what_was_remapped_by_hand_is_not_judged(caplog):
+    world = World(2)
+    with world.session as session, caplog.at_level(logging.WARNING, logger="remap"):
+        before = session.snapshot().stall
+        for name in world.tenants:
+            session.remap(name, LAYERS - 1, 1)
+        world.serve(WINDOW)
+        assert session.snapshot().tenants["a"].stall_s > 0
+        assert session.snapshot().stall == before
+        assert not _warnings(caplog)
+        for name in world.tenants:
+            session.remap(name, 0)
+        world.serve(4)
+        assert session.snapshot().stall.passes > before.passes
+
+
+# --- the arithmetic ---------------------------------------------------------------------------------------------------
+
+
+def _add(watch: StallWatch, tenant: int, stall_s: float, *, predicted_s: float = 0.0, compute_s: float = 1.0) -> None:
+    watch.add(tenant, compute_s, stall_s, predicted_s=predicted_s, slowdown=SLOWDOWN, active=lambda: {1, 2})
+
+
+def test_shares_are_sums_over_sums():
+    watch = StallWatch()
+    assert watch.share({1, 2}) == remap.StallShare()
+    _add(watch, 1, 0.3, predicted_s=0.01)
+    _add(watch, 2, 0.0, compute_s=3.0)
+    _add(watch, 3, 9.0)
+    share = watch.share({1, 2})
+    assert (share.seen, share.predicted) == (pytest.approx(0.3 / 4), pytest.approx(0.01 / 4))
+    assert (share.allowed, share.passes, share.tenants) == (pytest.approx(SLOWDOWN), 2, 2)
+
+
+@pytest.mark.parametrize(("excess", "warned"), [(-0.001, 0), (0.001, 1)])
+def test_the_margin(caplog, excess, warned):
+    watch = StallWatch()
+    with caplog.at_level(logging.WARNING, logger="remap"):
+        for number in range(WINDOW):
+            if number == LEAST_PASSES - 1:
+                assert not _warnings(caplog)
+            _add(watch, 1 + number % 2, SLOWDOWN + MARGIN + excess)
+    assert len(_warnings(caplog)) == warned
+
+
+def test_nothing_is_printed_where_no_logging_is_set_up():
+    expect_ok(
+        """
+import remap
+from remap.stall_watch import WINDOW, StallWatch
+
+watch = StallWatch()
+for _ in range(WINDOW):
+    watch.add(1, 1.0, 1.0, predicted_s=0.0, slowdown=0.02, active=lambda: {1})
+assert watch.share({1}).seen == 1.0
+"""
+    )
+
+
+def test_an_activation_that_was_to_serve_at_once_may_stall_for_as_long_as_it_said(caplog):
+    watch = StallWatch()
+    with caplog.at_level(logging.WARNING, logger="remap"):
+        for _ in range(WINDOW):
+            _add(watch, 1, 0.5, predicted_s=0.5)
+    assert watch.share({1}).allowed == pytest.approx(0.5)
+    assert not _warnings(caplog)
