@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import copy
 import functools
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from typing import Any
 
 from remap.errors import InvalidState
@@ -226,6 +228,64 @@ def blocks_held(scheduler: Any, request: Any) -> int:
     """How many blocks the request holds, in all cache groups."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return sum(len(manager.req_to_blocks.get(request.request_id, ())) for manager in managers)
+
+
+class Prefixes:
+    """Full blocks of prompts that waiting requests need not fill: they are in the prefix cache, or a request before them fills
+    them. For one step; nothing is touched: neither the order in which blocks are evicted nor vLLM's figures.
+
+    Hashes are chained, so one that was met stands for all before it, and each is looked up once however many share it.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+        self._manager = scheduler.kv_cache_manager
+        self._pool, coordinator = self._manager.block_pool, self._manager.coordinator
+        managers = coordinator.single_type_managers
+        self._size = self._pool.hash_block_size
+        # Elsewhere (a window in all layers) what is found does not begin at the start of the prompt: vLLM's own search.
+        self._chained = (
+            len(managers) == 1
+            and isinstance(managers[0], FullAttentionManager)
+            and managers[0].block_size == self._size
+        )
+        self._met: set[Any] = set()
+        self._taken: set[int] = set()
+
+    def running(self, request: Any) -> None:
+        """It is filling its prompt: those who begin alike find that when their turn comes."""
+        if self._chained:
+            self._met.update(request.block_hashes[: request.num_tokens // self._size])
+
+    def spared(self, request: Any) -> int:
+        """How many of its blocks this waiting request does not take from the free ones."""
+        if not self._manager.prefix_cache_lookup_enabled(request):
+            return 0
+        most = request.num_tokens - 1  # the last token is always computed
+        if not self._chained:
+            blocks, *_ = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
+            found = [
+                block for group in blocks for block in group
+            ]  # null blocks too: what lies before a window takes none
+            return len(found) - self._first_taken(found)
+        hashes, most = request.block_hashes, most // self._size
+        whole = min(request.num_tokens // self._size, len(hashes))
+        there = bisect_left(range(min(most, whole)), True, key=lambda i: hashes[i] not in self._met)
+        new = []
+        for each in islice(hashes, there, most):
+            found = self._pool.get_cached_block(each, [0])
+            if not found:
+                break
+            new += found
+        self._met.update(hashes[there:whole])
+        return int(there + len(new) - self._first_taken(new))
+
+    def _first_taken(self, blocks: Iterable[Any]) -> int:
+        """How many are in nobody's use: they count as free ones until the first request that takes them."""
+        idle = {block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null} - self._taken
+        self._taken |= idle
+        return len(idle)
 
 
 def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> None:
