@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -321,6 +322,37 @@ def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> No
         return found
 
     manager.allocate_slots = allocate_slots
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def engine_index(vllm_config: Any) -> int:
+    """Which of the engines of one server (data parallelism) this is, as vLLM's own series are labelled."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+def collect_in_every_registry(collector: Any) -> None:
+    """PATCH. Where several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM shows a registry of its own making,
+    in which there is nothing but files of prometheus_client: the collector goes in there too."""
+    import vllm.v1.metrics.prometheus as prometheus
+
+    original = prometheus.get_prometheus_registry
+    if getattr(original, "remap", False):
+        return
+
+    @functools.wraps(original)
+    def get_prometheus_registry() -> Any:
+        registry = original()
+        if registry is not prometheus.REGISTRY:
+            registry.register(collector)
+        return registry
+
+    get_prometheus_registry.remap = True  # type: ignore[attr-defined]
+    prometheus.get_prometheus_registry = get_prometheus_registry
+    server = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
+    if server is not None:  # it has taken the name already
+        server.get_prometheus_registry = get_prometheus_registry  # type: ignore[attr-defined]
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
