@@ -157,6 +157,7 @@ class Stepper:
         if self.core is None:
             metrics = self.llm.get_metrics()
             found["preempted"] = sum(int(each.value) for each in metrics if each.name == "vllm:num_preemptions")
+        found["cache_info"] = self.engine.vllm_config.cache_config.metrics_info()
         if self.run["remap"]:
             snapshots = self.llm.collective_rpc("remap_snapshot")
             found["manifest"] = self.llm.collective_rpc("remap_manifest")[0]

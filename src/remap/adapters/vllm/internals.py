@@ -59,6 +59,9 @@ TOUCHED = (
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n", "self blocks"),
     Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
     Touched("vllm.v1.kv_cache_interface", "KVCacheTensor.block_stride"),
+    Touched("vllm.config.cache", "CacheConfig.metrics_info", "self"),
+    Touched("vllm.v1.engine", "EngineCoreReadyResponse.num_gpu_blocks"),
+    Touched("vllm.v1.engine.core", "EngineCoreProc._make_ready_response", "self"),
     Touched("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts", "self"),
     Touched("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", "self"),
     Touched("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", "self kv_cache_config"),
@@ -123,6 +126,7 @@ def tell_schedulers_of_their_executor() -> None:
         bind = getattr(self.scheduler, "bind", None)
         if bind is not None:
             bind(self.model_executor)
+            _report_first_blocks(self)
         return original(self)
 
     bind_then_initialize.remap = True  # type: ignore[attr-defined]
@@ -330,6 +334,52 @@ def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> No
 def engine_index(vllm_config: Any) -> int:
     """Which of the engines of one server (data parallelism) this is, as vLLM's own series are labelled."""
     return int(vllm_config.parallel_config.data_parallel_index)
+
+
+_REPORTED = "_remap_reported"  # on a CacheConfig: what is reported instead of its fields
+
+
+def _report_first_blocks(core: Any) -> None:
+    """PATCH. vLLM's `cache_config_info` and its routers are told how many blocks there are, not how many there may be. The field
+    itself stays: workers of this process size what they allocate by it."""
+    cache, there = core.vllm_config.cache_config, len(core.scheduler.remap.books.opened)
+    share = there / cache.num_gpu_blocks
+    # getattr: vLLM fills these in for some models only
+    tokens, requests = (getattr(cache, name, None) for name in ("kv_cache_size_tokens", "kv_cache_max_concurrency"))
+    reported = {"num_gpu_blocks": there}
+    if tokens is not None:
+        reported["kv_cache_size_tokens"] = int(tokens * share)
+    if requests is not None:
+        reported["kv_cache_max_concurrency"] = requests * share
+    object.__setattr__(cache, _REPORTED, reported)
+    _answer_with_reported(type(cache), type(core))
+
+
+def _answer_with_reported(cache_class: Any, core_class: Any) -> None:
+    """Both where vLLM says it: to the processes that serve, and at /metrics of this one."""
+    if not getattr(cache_class.metrics_info, "remap", False):
+        info = cache_class.metrics_info
+
+        @functools.wraps(info)
+        def metrics_info(self: Any) -> dict[str, str]:
+            said = dict(info(self))
+            said.pop(_REPORTED, None)
+            return {**said, **{name: str(value) for name, value in self.__dict__.get(_REPORTED, {}).items()}}
+
+        metrics_info.remap = True  # type: ignore[attr-defined]
+        cache_class.metrics_info = metrics_info
+    ready = getattr(core_class, "_make_ready_response", None)  # of engines in a process of their own
+    if ready is not None and not getattr(ready, "remap", False):
+
+        @functools.wraps(ready)
+        def make_ready_response(self: Any) -> Any:
+            response = ready(self)
+            for name, value in self.vllm_config.cache_config.__dict__.get(_REPORTED, {}).items():
+                setattr(response, name, value)
+            return response
+
+        make_ready_response.remap = True  # type: ignore[attr-defined]
+        core_class._make_ready_response = make_ready_response
 
 
 def collect_in_every_registry(collector: Any) -> None:

@@ -103,6 +103,7 @@ class RemapWorker:
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
         page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device())
+        self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
         self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else settings.capacity - self._remap_weights
         if self.vllm_config.parallel_config.world_size > 1:  # what one rank opens the others open too
@@ -200,12 +201,28 @@ class RemapWorker:
             "layers": len(layers),
             "layers_that_can_stream": len(layers) - len(pinned),
             "weight_bytes": self._remap_weights,
+            "page_rounding_bytes": self._remap_rounding,
             "block_bytes": block,
             "first_blocks": first,
             "most_blocks": most,
             "kv_cache_layout": self.cache_config.kv_cache_layout,
         }
         logger.info("remap: %s", self._remap_manifest)
+        logger.info(
+            "remap: %d KV blocks now, up to %d as layers leave (vLLM's own lines above name the largest cache)",
+            first,
+            most,
+        )
+        alone = self._remap_plain // block
+        if first < alone and not settings.arena:
+            logger.warning(
+                "remap: %d KV blocks now, %d without remap in the same memory: weights take whole pages of %d bytes, %d bytes "
+                "more than they have; a smaller REMAP_PAGE_BYTES takes fewer",
+                first,
+                alone,
+                page,
+                self._remap_rounding,
+            )
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
