@@ -137,6 +137,35 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert metrics.read() == {}
 
 
+def test_a_reader_never_sees_what_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from remap.adapters.vllm import metrics
+
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "figures"))
+    writer, done = metrics.Writer(), threading.Event()
+    writer.write(tenant(3))
+
+    def write() -> None:
+        while not done.is_set():
+            writer.write(tenant(3))
+
+    # Another process, as in a server: threads of this one take turns.
+    reader = "from remap.adapters.vllm import metrics; print({str(metrics.read()) for _ in range(20_000)})"
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        said = subprocess.run(
+            [sys.executable, "-c", reader],
+            env={**environment(), metrics.VARIABLE: str(metrics.file())},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    finally:
+        done.set()
+        thread.join()
+    assert said.count("alpha") == 1, said
+
+
 def test_the_file_goes_with_the_process_that_named_it(tmp_path: Path):
     program = "from remap.adapters.vllm import metrics; metrics.Writer(); print(metrics.file())"
     done = subprocess.run(

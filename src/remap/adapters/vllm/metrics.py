@@ -82,7 +82,8 @@ class Writer:
         stats = tenant._prefetcher.stats()
         alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
         counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses)
-        _FORMAT.pack_into(self._memory, self._start, alpha, layers, blocks, most, *counted)
+        # Not pack_into: that writes zeros first, and a reader may see them.
+        self._memory[self._start : self._start + _FORMAT.size] = _FORMAT.pack(alpha, layers, blocks, most, *counted)
 
 
 def read() -> dict[int, dict[str, float]]:
