@@ -167,7 +167,10 @@ def test_crop_select_repeat_and_reset_are_those_of_a_dynamic_cache():
         passed(torch.arange(20, 28).view(4, 2))
         both(lambda each: each.reorder_cache(torch.tensor([1, 1, 0, 2])))
         passed(torch.arange(30, 34).view(4, 1))
-        both(lambda each: each.crop(5))
+        reference.crop(
+            5 - reference.get_seq_length()
+        )  # "keep 5" is what transformers no longer takes since 5.23, and we do
+        cache.crop(5)
         passed(torch.arange(40, 60).view(4, 5))
         assert [layer.get_seq_length() for layer in cache.layers] == [10] * 6
         for layer, other in zip(cache.layers, reference.layers):

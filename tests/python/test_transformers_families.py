@@ -85,9 +85,9 @@ def test_tokens_of_a_family(family):
     assert set(windows) == WINDOWS.get(family, {None})
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_attention_implementations_see_what_a_dynamic_cache_shows(implementation):
-    model = _make("gemma2")
+@pytest.mark.parametrize(("family", "implementation"), [("gemma2", "eager"), ("mistral", "sdpa")])
+def test_attention_implementations_see_what_a_dynamic_cache_shows(family, implementation):
+    model = _make(family)
     model.set_attn_implementation(implementation)
     _same_under_pressure(model)
 

@@ -36,10 +36,37 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 
 from remap.errors import InvalidArgument, InvalidState
 
+from .touched import Touched
+
 if TYPE_CHECKING:
     from .transformers import Attached
 
 __all__ = ["BlockScheduler", "BlockSectors", "configuration", "withdraw"]
+
+_HERE = "transformers.generation.continuous_batching"
+TOUCHED = (
+    Touched(f"{_HERE}.scheduler", "FIFOScheduler.__init__", "self cache= safety_margin= max_requests_per_batch="),
+    Touched(f"{_HERE}.scheduler", "FIFOScheduler.schedule_batch", "self token_budget cache_budget"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "CachePool.reset", "self"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "CachePool.set_blocks_per_sector", "self index blocks_per_sector"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "CachePool.allocate_sector", "self index"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "CachePool.num_free_sectors"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "CachePool.try_to_free_sectors", "self"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "CachePool.free_blocks", "self index block_ids"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "RegularTrees.delete_full_trees", "self"),
+    Touched(f"{_HERE}.cache_allocators.cache_pool", "RegularTrees.add_tree"),
+    Touched(
+        f"{_HERE}.cache_allocators.full_attention",
+        "FullAttentionCacheAllocator.register_cache_tensor",
+        "self bytes_per_sector non_trash_bytes cache_tensor pool",
+    ),
+    Touched(
+        f"{_HERE}.cache_allocators.full_attention",
+        "FullAttentionCacheAllocator.needs_new_blocks",
+        "self request_id past_length query_length",
+    ),
+)
+"""What this module uses of transformers' insides: looked at where its version is newer than the tested ones."""
 
 # Its values are only ever called, with cache=, safety_margin= and max_requests_per_batch=.
 _SCHEDULERS: dict[str, Any] = SCHEDULER_MAPPING

@@ -17,6 +17,7 @@ Outside of the arena: activations, and one workspace of the longest batch's keys
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -25,6 +26,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers
 
 from remap import devices
 from remap.config import ControllerConfig
@@ -42,6 +44,7 @@ from .block_tables import BlockTable, Growth, SharedBlocks
 from .kv_of_config import kv_shape
 from .paged_cache import BlockStore, PagedCache
 from .settings import COPY_CHUNK_BYTES
+from .touched import Touched, admit
 
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -52,6 +55,19 @@ __all__ = ["Attached", "attach"]
 _PATIENT = ControllerConfig(slowdown=100.0)
 _LEAST = 2  # blocks: what the padding of generate_batch takes
 _FACTORY = "_prepare_cache_for_generation"
+
+TESTED = ("5.16", "5.23")
+TOUCHED = (
+    Touched("transformers.cache_utils", "Cache.__init__", "self layers="),
+    Touched("transformers.cache_utils", "CacheLayerMixin.update", "self key_states value_states"),
+    Touched("transformers.cache_utils", "CacheLayerMixin.get_mask_sizes", "self query_length"),
+    Touched("transformers.cache_utils", "CacheLayerMixin.get_seq_length", "self"),
+    Touched("transformers.cache_utils", "CacheLayerMixin.get_max_length", "self"),
+    Touched("transformers.generation.utils", f"GenerationMixin.{_FACTORY}", "self generation_config model_kwargs *"),
+)
+"""What this package uses of transformers: looked at where its version is newer than TESTED."""
+
+logger = logging.getLogger("remap.adapters.transformers")
 
 
 def attach(
@@ -84,6 +100,8 @@ def attach(
     subclasses of quantisers, say) or a bad option, InvalidState if the model's forward was replaced on the instance, OutOfMemory
     (field minimum_bytes). Nothing has changed then.
     """
+    otherwise = f"install transformers=={TESTED[-1]}.*"
+    admit("transformers", transformers.__version__, TESTED, TOUCHED, logger.warning, otherwise)
     inner = _inner(model)
     if (session is None) == (capacity is None):
         raise InvalidArgument(
@@ -185,9 +203,11 @@ class Attached:
         except ImportError as error:
             raise InvalidState(
                 "the paged cache of this version of transformers is another one; nothing changed; use generate(), or "
-                "transformers 5.19",
+                f"transformers {TESTED[-1]}",
                 missing=error.name,
             ) from error
+        named = "transformers' continuous batching"
+        admit(named, transformers.__version__, TESTED, continuous_batching.TOUCHED, logger.warning, "use generate()")
         self._measure()  # not later: generate_batch exchanges the model's attention
         return continuous_batching.configuration(self, **options)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
-from importlib import import_module
 from importlib.metadata import entry_points
-from typing import Any
 
+from remap.adapters.touched import known, unlike
 from remap.errors import Error
 
 from .finding import Finding
@@ -26,22 +25,26 @@ def findings() -> Iterator[Finding]:
     if found is None:
         yield Finding("bad", "vllm", "not installed", "pip install 'remap[vllm]'")
         return
-    try:
-        internals.check_version()
-    except Error as error:
-        yield Finding("bad", "vllm", found, str(error))
-        return
-    yield Finding("ok", "vllm", f"{found}, a version that the adapter is written for")
+    if known(found, internals.TESTED):
+        yield Finding("ok", "vllm", f"{found}, a version that the adapter was tested with")
+    else:
+        try:
+            internals.check_version()
+        except Error as error:
+            yield Finding("bad", "vllm", found, str(error))
+            return
+        fix = f"try it before you rely on it; tested: {', '.join(internals.TESTED)}"
+        yield Finding("note", "vllm", f"{found}, newer than what the adapter was tested with", fix)
     yield _plugins()
     if importlib.util.find_spec("vllm") is None:
         yield Finding("bad", "vllm package", "the distribution is installed, the package cannot be found")
         return
-    missing = [f"{module}:{name}" for module, name in internals.TOUCHED if not _has(module, name)]
-    if missing:
-        fix = "this vLLM is patched, or broken: serve without remap, and report what is missing"
-        yield Finding("bad", "what the adapter touches", f"missing: {', '.join(missing)}", fix)
+    wrong = unlike(internals.TOUCHED)
+    if wrong:
+        fix = "this vLLM is patched, or broken: serve without remap, and report this"
+        yield Finding("bad", "what the adapter touches", "; ".join(wrong), fix)
         return
-    yield Finding("ok", "what the adapter touches", f"{len(internals.TOUCHED)} names in vLLM, all there")
+    yield Finding("ok", "what the adapter touches", f"{len(internals.TOUCHED)} names in vLLM, all as expected")
     yield from _platform()
     on = " (REMAP_ENABLE is set now)" if os.environ.get("REMAP_ENABLE") else ""
     yield Finding(
@@ -59,19 +62,6 @@ def _plugins() -> Finding:
         )
         return Finding("note", "entry points", f"not registered: {', '.join(missing)}", fix)
     return Finding("ok", "entry points", ", ".join(group for group, _ in PLUGINS))
-
-
-def _has(module: str, name: str) -> bool:
-    """Whether `name` (dotted: an attribute of a class) is in `module`."""
-    try:
-        value: Any = import_module(module)
-    except ImportError:
-        return False
-    for part in name.split("."):
-        if not hasattr(value, part):
-            return False
-        value = getattr(value, part)
-    return True
 
 
 def _platform() -> Iterator[Finding]:

@@ -114,17 +114,17 @@ def test_an_engine_that_is_enabled_without_a_capacity_does_not_start(engines: En
     assert served.tokens == []
 
 
-def test_another_version_is_refused_and_the_refusal_is_raised_again_at_the_start(engines: Engines):
+def test_an_older_version_is_refused_and_the_refusal_is_raised_again_at_the_start(engines: Engines):
     script = """
 import sglang.version
-sglang.version.__version__ = "0.5.24"
+sglang.version.__version__ = "0.5.9"
 from sglang.srt.plugins.hook_registry import HookRegistry
 from remap.adapters.sglang import register
 from remap.errors import InvalidState
 try:
     register()
 except InvalidState as refusal:
-    assert (refusal.version, refusal.tested) == ("0.5.24", "0.5.23")
+    assert (refusal.version, refusal.tested) == ("0.5.9", ("0.5.23",))
 else:
     raise SystemExit("registered")
 (target, hooks), = HookRegistry._hooks.items()
@@ -137,6 +137,29 @@ except InvalidState:
     done = engines.run("-c", script, **REMAP)
     assert done.returncode == 0, done.stdout
     assert done.stdout.rstrip().endswith("refused")
+
+
+def test_a_newer_version_in_which_a_hook_would_not_fit_is_refused_another_is_served(engines: Engines):
+    script = """
+import sglang.version
+from sglang.srt.mem_cache.prefill_budget import PrefillBudget
+from sglang.srt.plugins.hook_registry import HookRegistry
+from remap.adapters.sglang import register, versions
+from remap.errors import InvalidState
+sglang.version.__version__ = "0.6.0"
+register()
+assert len(HookRegistry._hooks) == sum(map(len, versions.TARGETS.values()))
+PrefillBudget.check_prefill = lambda self, tokens: None
+try:
+    versions.check_version("0.7.0")
+except InvalidState as refusal:
+    print("UNLIKE", refusal.unlike)
+"""
+    done = engines.run("-c", script, **REMAP)
+    assert done.returncode == 0, done.stdout
+    assert "this is 0.6.0" in done.stdout
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("UNLIKE")]
+    assert line.count(":PrefillBudget.check_prefill ") == 1 and line.count(" takes ") == 1
 
 
 def test_every_hook_has_a_place_in_this_version(engines: Engines):

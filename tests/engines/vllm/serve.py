@@ -2,7 +2,8 @@
 
 JOB: {"runs": [run, ...]}, one engine each, one after the other in this process (unless its environment says otherwise).
 run: {"name", "model", "remap": bool, "engine": keyword arguments of LLM, "settings": of remap, "rounds": [[request, ...], ...],
-"keep": bool}. request: {"prompt": token ids, "new": int, "at": the step before which it arrives, "abort": the step before which
+"keep": bool, "calls": of workers, [method, *arguments] each, made after the step "calls_at"}.
+request: {"prompt": token ids, "new": int, "at": the step before which it arrives, "abort": the step before which
 it is aborted, "params": of SamplingParams, "lora": folder}.
 
 OUT: by name of the run {"rounds": [{"tokens", "cached", "alphas", "free", "usable", "reset"}, ...], "preempted", ...}. Where the
@@ -50,6 +51,7 @@ class Stepper:
         client = self.engine.engine_core
         self.core = getattr(client, "engine_core", None)  # None where it is another process
         self.preempted = 0
+        self.called: list[dict[str, Any]] = []
         if self.core is not None:
             self._count_preemptions()
 
@@ -109,6 +111,8 @@ class Stepper:
                         if one
                     ]
             step += 1
+            if step == self.run.get("calls_at"):
+                self.called = [self.call(*each) for each in self.run["calls"]]
             if self.core is not None and self.run["remap"]:
                 alphas.append(self.core.scheduler.remap.group.target[0])
                 if step % 4 == 0:
@@ -134,6 +138,14 @@ class Stepper:
                 check_books(self.core.scheduler)
         return said
 
+    def call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """One call of the workers; what it gave, or the error, and how many layers were away."""
+        said = {"remapped": self.tenant()["remapped"] if self.run["remap"] else 0}
+        try:
+            return {**said, "gave": self.llm.collective_rpc(method, args=arguments)[0]}
+        except Exception as error:  # noqa: BLE001  whatever it is, the test sees it
+            return {**said, "error": type(error).__name__, "text": str(error)}
+
     def _flush(self) -> None:
         """The steps in which the engine tells its worker of the last requests that have ended."""
         for _ in range(4):
@@ -141,10 +153,11 @@ class Stepper:
                 self.engine.step()
 
     def report(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"preempted": self.preempted, "moved": 0}
+        found: dict[str, Any] = {"preempted": self.preempted, "moved": 0, "called": self.called}
         if self.core is None:
             metrics = self.llm.get_metrics()
             found["preempted"] = sum(int(each.value) for each in metrics if each.name == "vllm:num_preemptions")
+        found["cache_info"] = self.engine.vllm_config.cache_config.metrics_info()
         if self.run["remap"]:
             snapshots = self.llm.collective_rpc("remap_snapshot")
             found["manifest"] = self.llm.collective_rpc("remap_manifest")[0]

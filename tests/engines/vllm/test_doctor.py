@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from remap.adapters import touched
+from remap.adapters.touched import Touched, unlike
 from remap.adapters.vllm import internals
 from remap.cli import doctor_vllm
+from remap.errors import InvalidState
 
 
 def levels() -> dict[str, str]:
@@ -18,15 +21,50 @@ def test_this_vllm_can_be_entered():
     assert found["vllm"] == found["entry points"] == found["what the adapter touches"] == found["how to enter"] == "ok"
 
 
-def test_another_version_cannot(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(internals, "installed_version", lambda: "0.99.1")
+@pytest.mark.parametrize("version", ["0.30.2", "strange"])
+def test_an_older_version_cannot(monkeypatch: pytest.MonkeyPatch, version: str):
+    monkeypatch.setattr(internals, "installed_version", lambda: version)
     (finding,) = doctor_vllm.findings()
     assert finding.level == "bad"
-    assert "0.99.1" in finding.found
+    assert version in finding.found
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(internals, "TOUCHED", (*internals.TOUCHED, ("vllm.v1.core.block_pool", "BlockPool.not_there")))
+def test_a_newer_version_in_which_all_is_as_expected_can_and_is_warned_of_once(monkeypatch: pytest.MonkeyPatch):
+    said: list[str] = []
+    monkeypatch.setattr(internals, "installed_version", lambda: "0.99.1")
+    monkeypatch.setattr(internals.logger, "warning", said.append)
+    monkeypatch.setattr(touched, "_warned", set())
+    internals.check_version()
+    internals.check_version()
+    assert len(said) == 1 and "0.99.1" in said[0]
+    found = levels()
+    assert found["vllm"] == "note" and found["how to enter"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("name", "takes"),
+    [
+        ("BlockPool.not_there", None),
+        ("BlockPool._maybe_evict_cached_block", "self block other"),  # we would give one more than it takes
+        ("BlockPool._insert_block_hash", "self block_hash_with_group_id"),  # it needs more than we would give
+        ("BlockPool._insert_block_hash", "self block_hash_with_group_id block tokens="),
+    ],
+)
+def test_what_is_not_as_expected_is_named_and_refused(monkeypatch: pytest.MonkeyPatch, name: str, takes: str | None):
+    wrong = Touched("vllm.v1.core.block_pool", name, takes)
+    monkeypatch.setattr(internals, "TOUCHED", (*internals.TOUCHED, wrong))
     *_, last = doctor_vllm.findings()
     assert last.level == "bad"
-    assert "vllm.v1.core.block_pool:BlockPool.not_there" in last.found
+    assert f"vllm.v1.core.block_pool:{name}" in last.found
+    internals.check_version()  # a version that the suite has passed on
+    monkeypatch.setattr(internals, "installed_version", lambda: "0.99.1")
+    monkeypatch.setattr(touched, "_warned", set())
+    with pytest.raises(InvalidState) as refusal:
+        internals.check_version()
+    assert (refusal.value.version, refusal.value.tested) == ("0.99.1", internals.TESTED)
+    assert len(refusal.value.unlike) == 1
+
+
+def test_a_module_that_is_gone_is_named():
+    (text,) = unlike([Touched("vllm.not_there", "anything")])
+    assert text.startswith("vllm.not_there:anything")

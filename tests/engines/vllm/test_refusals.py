@@ -22,13 +22,13 @@ def tried(vllm: Vllm) -> Any:
     return vllm.serve(
         [
             stock("plenty", [BURST]),
-            refused("version", version="0.99.1"),
+            refused("version", version="0.11.1"),
             refused("capacity", settings={"capacity": "20MiB"}),
             refused("slowdown", settings={"slowdown": "fast"}),
             refused("arena", settings={"arena": "two", "capacity": "60MiB", "page_bytes": "16MiB"}),
             refused("scheduler", engine={"scheduler_cls": None}),
             refused("connector", engine={"kv_transfer_config": connector}),
-            remap("remap", [BURST]),
+            {**remap("remap", [BURST]), "version": "0.99.1"},  # newer than known: with a warning
         ]
     )
 
@@ -36,7 +36,7 @@ def tried(vllm: Vllm) -> Any:
 @pytest.mark.parametrize(
     ("name", "error", "words"),
     [
-        ("version", "InvalidState", ["0.99.1", "0.32", "nothing was changed"]),
+        ("version", "InvalidState", ["0.11.1", "0.32", "nothing was changed"]),
         ("capacity", "InvalidArgument", [str(20 << 20), "REMAP_CAPACITY", "not started"]),
         ("slowdown", "InvalidArgument", ["REMAP_SLOWDOWN", "'fast'"]),
         ("scheduler", "InvalidState", ["--scheduler-cls", "vllm.v1.core", "not started"]),

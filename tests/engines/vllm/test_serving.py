@@ -120,17 +120,50 @@ def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "figures"))
     assert metrics.read() == {}
     writer = metrics.Writer()
-    assert set(metrics.read().values()) == {0.0}
+    assert metrics.read() == {}
     writer.write(tenant(3))
-    assert metrics.read() == {
+    assert metrics.read()[0] == {
         "alpha": 3, "layers": 8, "usable_blocks": 40, "max_blocks": 113, "passes": 10, "copies": 20,
         "copied_bytes": 2**40 + 1, "stall_seconds": 0.25, "misses": 3,
     }  # fmt: skip
     metrics.Writer().write(tenant(4))  # another engine of this process: the first one's memory stays
     writer.write(tenant(5))
-    assert metrics.read()["alpha"] == 5
+    assert metrics.read()[0]["alpha"] == 5
+    metrics.Writer(2).write(tenant(6))  # data parallelism: one that comes later, and one that has not written
+    metrics.Writer(1)
+    writer.write(tenant(7))
+    assert {index: each["alpha"] for index, each in metrics.read().items()} == {0: 7, 2: 6}
     (tmp_path / "figures").write_bytes(b"short")
     assert metrics.read() == {}
+
+
+def test_a_reader_never_sees_what_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from remap.adapters.vllm import metrics
+
+    monkeypatch.setenv(metrics.VARIABLE, str(tmp_path / "figures"))
+    writer, done = metrics.Writer(), threading.Event()
+    writer.write(tenant(3))
+
+    def write() -> None:
+        while not done.is_set():
+            writer.write(tenant(3))
+
+    # Another process, as in a server: threads of this one take turns.
+    reader = "from remap.adapters.vllm import metrics; print({str(metrics.read()) for _ in range(20_000)})"
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        said = subprocess.run(
+            [sys.executable, "-c", reader],
+            env={**environment(), metrics.VARIABLE: str(metrics.file())},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    finally:
+        done.set()
+        thread.join()
+    assert said.count("alpha") == 1, said
 
 
 def test_the_file_goes_with_the_process_that_named_it(tmp_path: Path):
@@ -144,6 +177,45 @@ def test_the_file_goes_with_the_process_that_named_it(tmp_path: Path):
     )
     assert Path(done.stdout.split()[-1]).parent == tmp_path
     assert list(tmp_path.glob("*.metrics")) == []
+
+
+def test_files_of_killed_processes_go_with_the_next(tmp_path: Path):
+    program = "from remap.adapters.vllm import metrics; metrics.Writer(); print(metrics.file(), flush=True); {}"
+    for end_of_it, left in (("import os; os.kill(os.getpid(), 9)", 1), ("", 0)):
+        subprocess.run(
+            [sys.executable, "-c", program.format(end_of_it)], env=environment(TMPDIR=str(tmp_path)), check=False
+        )
+        assert len(list(tmp_path.glob("*.metrics"))) == left
+
+
+def test_a_registry_of_several_processes_has_them_too(tmp_path: Path):
+    """As `--api-server-count 2` makes it, before and after the server has taken the name."""
+    program = """
+import os, sys
+if sys.argv[1] == "after": import vllm.entrypoints.serve.instrumentator.metrics
+from remap.adapters.vllm import register
+register()
+register()
+import vllm.entrypoints.serve.instrumentator.metrics as server
+from remap.adapters.vllm import metrics
+from prometheus_client import generate_latest
+from types import SimpleNamespace as N
+stats = N(passes=10, copies=20, copied_bytes=3, stall_s=0.25, misses=3)
+tenant = N(remapped=2, layers=8, kv=N(usable_blocks=4, max_blocks=9), _prefetcher=N(stats=lambda: stats))
+for engine in range(2): metrics.Writer(engine).write(tenant)
+for _ in range(2):
+    said = generate_latest(server.get_prometheus_registry()).decode()
+    for engine in "01":
+        assert said.count(f'\\nremap_alpha{{engine="{engine}"}} 2.0\\n') == 1, said
+"""
+    for when in ("before", "after"):
+        done = subprocess.run(
+            [sys.executable, "-c", program, when],
+            env=environment(REMAP_ENABLE="1", PROMETHEUS_MULTIPROC_DIR=str(tmp_path)),
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_the_collector_is_registered_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -161,5 +233,5 @@ def test_the_collector_is_registered_once(tmp_path: Path, monkeypatch: pytest.Mo
     metrics.RemapStats(None, engine_index=1)
     metrics.Writer().write(tenant(2))
     said = generate_latest(REGISTRY).decode()
-    assert said.count("\nremap_alpha 2.0\n") == 1
-    assert said.count("\nremap_copied_bytes_total ") == 1
+    assert said.count('\nremap_alpha{engine="0"} 2.0\n') == 1
+    assert said.count("\nremap_copied_bytes_total{") == 1

@@ -16,8 +16,8 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Put the hooks in, if the environment says so. Raises InvalidArgument for settings that cannot be, InvalidState for another
-    version of SGLang than the tested one."""
+    """Put the hooks in, if the environment says so. Raises InvalidArgument for settings that cannot be, InvalidState for a
+    version of SGLang that cannot be entered."""
     from remap.adapters.settings import Settings
 
     environment = os.environ
@@ -32,7 +32,7 @@ def register() -> None:
         settings = Settings.read(environment)
         if settings is None:
             return
-        versions.refuse_version(__version__)
+        versions.check_version(__version__)
     except Error as refusal:
         HookRegistry.register(versions.TARGETS["around_alloc"][0], _raises(refusal), HookType.AROUND)
         raise

@@ -1,15 +1,18 @@
 """All that depends on SGLang's version: where its sizes are kept, what its free lists look like, which settings are refused.
 
-Read in the source of 0.5.23. Another version is refused until somebody has read it again: a hook on a method that has moved is
-skipped by SGLang with a log line, and half of the hooks would be worse than none.
+Read in the source of 0.5.23. A newer version is served with a warning if every place of a hook is there and takes what it
+took, and refused otherwise: a hook on a method that has moved is skipped by SGLang with a log line, and half of the hooks would
+be worse than none.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 
+from remap.adapters.touched import Touched, admit
 from remap.errors import InvalidState
 
 __all__ = [
@@ -19,19 +22,21 @@ __all__ = [
     "append_free",
     "check_arguments",
     "check_pool",
+    "check_version",
     "device_of",
     "evict",
     "evictable",
     "geometry_of",
     "phase_of",
     "promised",
-    "refuse_version",
     "replace_free",
     "set_sizes",
     "take_free",
 ]
 
 TESTED = "0.5.23"
+
+logger = logging.getLogger("remap.adapters.sglang")
 
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 ALLOCATORS = (f"{_ALLOCATOR}.token.TokenToKVPoolAllocator", f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator")
@@ -53,6 +58,23 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "around_state": ("sglang.srt.managers.schedule_policy.PrefillAdder.budget_state",),
     "around_next_batch": ("sglang.srt.managers.scheduler.Scheduler.get_next_batch_to_run",),
     "around_idle": ("sglang.srt.managers.scheduler.Scheduler.on_idle",),
+}
+
+# The same -> what the original takes (see `touched.Touched`).
+_TAKES: dict[str, str | None] = {
+    "around_alloc": "self",
+    "around_forward": "self forward_batch",
+    "around_profile": "self *",
+    "around_budget": "self budget_bytes cap_tokens=",
+    "around_post_capture": None,
+    "around_buffers": "self",
+    "around_clear": "self",
+    "around_evict": "self tree_cache num_tokens",
+    "around_admission": "self total_tokens= *",
+    "around_admission_ignore_eos": "self req",
+    "around_state": "self",
+    "around_next_batch": "self *",
+    "around_idle": "self",
 }
 
 # Argument -> the values that are served, and why others are not.
@@ -86,15 +108,18 @@ _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-def refuse_version(version: str) -> None:
-    """Raises InvalidState (fields: version, tested) for any version that the hooks were not read and tested against."""
-    if version != TESTED:
-        raise InvalidState(
-            f"remap's hooks were tested with SGLang {TESTED}, this is {version}; nothing was attached; install that version, or "
-            "unset REMAP_ENABLE to serve without remap",
-            version=version,
-            tested=TESTED,
-        )
+def check_version(version: str) -> None:
+    """See `touched.admit`: raises InvalidState (fields version, tested, unlike) for a version that cannot be entered."""
+    touched = [_place(target, takes) for name, takes in _TAKES.items() for target in TARGETS[name]]
+    otherwise = f"install sglang=={TESTED}, or unset REMAP_ENABLE to serve without remap"
+    admit("SGLang", version, (TESTED,), touched, logger.warning, otherwise)
+
+
+def _place(target: str, takes: str | None) -> Touched:
+    """module.Class.method or module.function, as Touched has it."""
+    parts = target.split(".")
+    names = 2 if parts[-2][0].isupper() else 1
+    return Touched(".".join(parts[:-names]), ".".join(parts[-names:]), takes)
 
 
 def check_arguments(arguments: Any) -> None:

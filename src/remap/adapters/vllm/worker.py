@@ -103,6 +103,7 @@ class RemapWorker:
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
         page = settings.page_bytes or shared(settings.arena).page_bytes or size.page_size(_device())
+        self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
         self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else settings.capacity - self._remap_weights
         if self.vllm_config.parallel_config.world_size > 1:  # what one rank opens the others open too
@@ -190,7 +191,7 @@ class RemapWorker:
         if settings.link is not None:
             tenant.calibrate_link(settings.link)
         self.remap_rank = Rank(session, tenant, self.rank)
-        self._remap_gauges = metrics.Writer() if self.rank == 0 else None
+        self._remap_gauges = metrics.Writer(internals.engine_index(self.vllm_config)) if self.rank == 0 else None
         self._remap_manifest = {
             "tenant": name,
             "arena": settings.arena,
@@ -200,12 +201,28 @@ class RemapWorker:
             "layers": len(layers),
             "layers_that_can_stream": len(layers) - len(pinned),
             "weight_bytes": self._remap_weights,
+            "page_rounding_bytes": self._remap_rounding,
             "block_bytes": block,
             "first_blocks": first,
             "most_blocks": most,
             "kv_cache_layout": self.cache_config.kv_cache_layout,
         }
         logger.info("remap: %s", self._remap_manifest)
+        logger.info(
+            "remap: %d KV blocks now, up to %d as layers leave (vLLM's own lines above name the largest cache)",
+            first,
+            most,
+        )
+        alone = self._remap_plain // block
+        if first < alone and not settings.arena:
+            logger.warning(
+                "remap: %d KV blocks now, %d without remap in the same memory: weights take whole pages of %d bytes, %d bytes "
+                "more than they have; a smaller REMAP_PAGE_BYTES takes fewer",
+                first,
+                alone,
+                page,
+                self._remap_rounding,
+            )
 
     # -- a pass ----------------------------------------------------------------------------------------------------
 
@@ -255,13 +272,51 @@ class RemapWorker:
         """What was moved where when the engine started."""
         return dict(self._remap_manifest)
 
+    # -- what reads or writes all weights --------------------------------------------------------------------------
+
+    def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's, at any time: it takes the model's state dict, which has the master copies of layers that are away
+        (`remap.guards`). Raises InvalidState for packed weights, which a vLLM without them would read as others."""
+        self._remap_as_loaded("save_sharded_state")
+        super().save_sharded_state(*args, **kwargs)  # type: ignore[misc]
+
+    def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM's. Raises InvalidState while layers (its field) are away: it would write what the ring holds. And for packed
+        weights."""
+        self._remap_as_loaded("save_tensorized_model")
+        self._remap_all_home("save_tensorized_model")
+        super().save_tensorized_model(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_weight_checksums(self) -> dict[str, str]:
+        """As vLLM's. Raises InvalidState (field layers) while layers are away."""
+        self._remap_all_home("compute_weight_checksums")
+        return dict(super().compute_weight_checksums())  # type: ignore[misc]
+
+    def _remap_as_loaded(self, call: str) -> None:
+        if current_platform.is_cpu() and self._remap_read(1).cpu_linear == "packed":
+            raise InvalidState(
+                f"{call} would write weights as REMAP_CPU_LINEAR=packed has put them in order, and a vLLM that loads them would "
+                "not know; nothing was written; save with REMAP_CPU_LINEAR=exact, or copy the folder that was loaded"
+            )
+
+    def _remap_all_home(self, call: str) -> None:
+        away = () if self.remap_rank is None else tuple(sorted(self.remap_rank.tenant.away()))
+        if away:
+            raise InvalidState(
+                f"{call} reads weights where they lie, and layers {away} are streamed or loading; nothing was read or written; "
+                "call it while the engine is idle, or save_sharded_state, which has the bytes of all layers at any time",
+                layers=away,
+            )
+
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidState: new weights would reach the layers that are in the arena now, and not their master copies."""
+        """Raises InvalidState: what is written would reach the layers that are in the arena now, and not their master copies."""
         raise InvalidState(
-            "remap streams weights from copies that this does not reach; nothing changed; restart the engine"
+            "remap streams weights from copies that new weights do not reach, and keeps pages that neither sleep nor a "
+            "checkpoint of the process knows; nothing changed; restart the engine, or serve without remap"
         )
 
-    start_weight_update = reload_weights
+    start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = reload_weights
+    reset_weights = sleep = wake_up = discard = checkpoint_prepare = checkpoint_restore = reload_weights
 
     def shutdown(self) -> None:
         if self.remap_rank is not None:
