@@ -396,7 +396,7 @@ def collect_in_every_registry(collector: Any) -> None:
         yield from collector.collect()
 
     collect.remap = True  # type: ignore[attr-defined]
-    MultiProcessCollector.collect = collect  # type: ignore[method-assign]
+    MultiProcessCollector.collect = collect
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
