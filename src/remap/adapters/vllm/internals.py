@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -67,7 +66,7 @@ TOUCHED = (
     Touched("vllm.v1.worker.gpu_worker", "Worker.initialize_from_config", "self kv_cache_config"),
     Touched("vllm.v1.worker.gpu_worker", "Worker.execute_model", "self scheduler_output"),
     Touched("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
-    Touched("vllm.v1.metrics.prometheus", "get_prometheus_registry", ""),
+    Touched("prometheus_client.multiprocess", "MultiProcessCollector.collect", "self"),
 )
 """What is used of vLLM's insides: looked for by `remap doctor --vllm`, and at the start of a version newer than TESTED."""
 
@@ -383,26 +382,21 @@ def _answer_with_reported(cache_class: Any, core_class: Any) -> None:
 
 
 def collect_in_every_registry(collector: Any) -> None:
-    """PATCH. Where several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM shows a registry of its own making,
-    in which there is nothing but files of prometheus_client: the collector goes in there too."""
-    import vllm.v1.metrics.prometheus as prometheus
+    """PATCH. Where several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM and its web framework make
+    registries of their own, with nothing but prometheus_client's collector of files in them: ours answers with that one."""
+    from prometheus_client.multiprocess import MultiProcessCollector
 
-    original = prometheus.get_prometheus_registry
+    original = MultiProcessCollector.collect
     if getattr(original, "remap", False):
         return
 
     @functools.wraps(original)
-    def get_prometheus_registry() -> Any:
-        registry = original()
-        if registry is not prometheus.REGISTRY:
-            registry.register(collector)
-        return registry
+    def collect(self: Any) -> Any:
+        yield from original(self)
+        yield from collector.collect()
 
-    get_prometheus_registry.remap = True  # type: ignore[attr-defined]
-    prometheus.get_prometheus_registry = get_prometheus_registry
-    server = sys.modules.get("vllm.entrypoints.serve.instrumentator.metrics")
-    if server is not None:  # it has taken the name already
-        server.get_prometheus_registry = get_prometheus_registry  # type: ignore[attr-defined]
+    collect.remap = True  # type: ignore[attr-defined]
+    MultiProcessCollector.collect = collect
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
