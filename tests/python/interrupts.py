@@ -77,16 +77,28 @@ def points_of(code: CodeType, points: str) -> frozenset[int]:
 def _points_of(code: CodeType, points: str) -> Iterator[int]:
     entries = dis._parse_exception_table(code)  # type: ignore[attr-defined]
 
-    def handler(offset: int) -> int:
-        return next((each.target for each in entries if each.start <= offset < each.end), -1)
+    def covered(offset: int) -> tuple[int, int]:
+        """(what handles an exception there, how deep): (-1, -1) if nothing does."""
+        return next(((each.target, each.depth) for each in entries if each.start <= offset < each.end), (-1, -1))
 
-    before = None
-    for each in dis.get_instructions(code):
-        same = before is None or handler(before.offset) == handler(each.offset)
+    def leaves(origin: int, target: int) -> bool:
+        return covered(origin) != covered(target) and covered(target)[1] <= covered(origin)[1]
+
+    # Where a `with` or a `try` is left, by falling out of it or by a jump: what closes it is called first, and no signal arrives
+    # before that call has been made.
+    instructions = list(dis.get_instructions(code))
+    left = {each.argval for each in instructions if each.opcode in dis.hasjrel and leaves(each.offset, each.argval)}
+    before, closing = None, False
+    for each in instructions:
+        if each.offset in left or (before is not None and leaves(before.offset, each.offset)):
+            closing = True
+        elif before is not None and before.opname in _CHECKS:
+            closing = False
+        same = before is None or covered(before.offset) == covered(each.offset)
         after_check = before is not None and (before.opname in _CHECKS)
-        if same and (points != "signals" or after_check):
+        if same and not closing and (points != "signals" or after_check):
             yield each.offset
-        if points == "signals" and "BACKWARD" in each.opname and handler(each.argval) == handler(each.offset):
+        if points == "signals" and "BACKWARD" in each.opname and covered(each.argval) == covered(each.offset):
             yield each.argval
         before = each
 
