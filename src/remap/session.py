@@ -141,8 +141,6 @@ class Session:
             gpu_direct_rdma=gpu_direct_rdma,
             host_budget=host_budget,
         )
-        if size >= ADDRESSES:
-            raise refuse("capacity", size, f"below {ADDRESSES} bytes")
         self.device = str(self._device.name)
         self.capacity_bytes = size
         self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))

@@ -215,7 +215,7 @@ def test_calls_with_the_wrong_kinds(shared, call):
 def test_a_simulated_capacity_beyond_all_addresses():
     with pytest.raises(InvalidArgument) as caught:
         remap.Session(1 << 70, "sim:GH200-96GB")
-    assert caught.value.field == "capacity"
+    assert caught.value.name == "capacity"
 
 
 # --- steps and passes -------------------------------------------------------------------------------------------------

@@ -68,7 +68,7 @@ import resource
 import remap
 
 resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
-for size, page in (("10TiB", "2MiB"), ("900TiB", "2MiB"), ("900TiB", "4KiB"), (1 << 62, "2MiB"), (10**30, "2MiB")):
+for size, page in (("10TiB", "2MiB"), ("900TiB", "2MiB"), ("900TiB", "4KiB"), (1 << 62, "2MiB")):
     try:
         remap.Session(size, "cpu", page_bytes=page)
     except remap.OutOfMemory as error:
