@@ -215,7 +215,8 @@ class Changes:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
         tenant._all_ready = False
         tenant._predicted_stall_s = plan.predicted_stall_s
-        tenant._by_hand = False
+        if (plan.streamed, plan.tail_pages) != (pages.streamed, pages.tail_pages):
+            tenant._by_hand = False  # free pages that come or go leave what streams as somebody has set it
         tenant._unsettled = (plan, plan.ring != pages.ring)
         self._unsettled = tenant
         self._decide(saved)

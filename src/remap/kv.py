@@ -578,7 +578,7 @@ def _call(listener: Listener, added: Sequence[int], withdrawn: Sequence[int], er
 
 def listed(ids: Iterable[int]) -> list[int]:
     """Block ids as a list. Raises InvalidArgument (fields field, value) for what is no iterable."""
-    if not isinstance(ids, Iterable):
+    if ids.__class__ is not list and not isinstance(ids, Iterable):
         raise InvalidArgument(
             f"block ids must be an iterable of ints, got {ids!r}; nothing changed; put a single id into a list",
             field="ids",

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from .snapshot import StallShare
 
@@ -27,8 +28,7 @@ _LOOK_EVERY = 16  # passes between two looks
 _logger = logging.getLogger("remap.stall")
 
 
-@dataclass(frozen=True, slots=True)
-class _Timed:
+class _Timed(NamedTuple):
     """Seconds of one pass, and which tenant's it was."""
 
     tenant: int
@@ -39,12 +39,14 @@ class _Timed:
 
 
 class StallWatch:
-    """A session's. `add` is called by each engine's own thread, at the end of its passes; it takes no lock."""
+    """A session's. `add` is called by each engine's own thread, at the end of its passes. It takes a lock only where it is about
+    to warn, so that of two threads one does; passes until the next look are counted without, and one more is no loss."""
 
     def __init__(self) -> None:
         self._passes: deque[_Timed] = deque(maxlen=WINDOW)
         self._until_look = LEAST_PASSES
-        self._warned = False
+        self._looking = threading.Lock()
+        self._warned = False  # written under the lock
 
     def add(
         self,
@@ -83,7 +85,10 @@ class StallWatch:
         share = self.share(active)
         if share.passes < LEAST_PASSES or share.seen <= share.allowed + MARGIN:
             return
-        self._warned = True
+        with self._looking:
+            if self._warned:
+                return
+            self._warned = True
         _logger.warning(
             "passes wait for layers for %.1f %% of their computation, %.1f %% were allowed and %.1f %% predicted (the last %d "
             "passes of %d active tenants): each tenant is bounded as if the link were its own, and what they copy together, "

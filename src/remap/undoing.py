@@ -45,6 +45,7 @@ class AllOrNothing:
                 tenant._predicted_stall_s,
                 tenant._since,
                 tenant._selection,
+                tenant._by_hand,
             )
             for tenant in tenants
         ]
@@ -71,7 +72,8 @@ class AllOrNothing:
         except Error:
             return  # the caller is told by `applied`; the first error is the one that says why
         changes.applied = self._applied
-        for tenant, draining, target, stall, since, selection in self._before:
-            tenant._predicted_stall_s, tenant._since, tenant._selection = stall, since, selection
+        for tenant, draining, target, stall, since, selection, by_hand in self._before:
+            tenant._predicted_stall_s, tenant._since = stall, since
+            tenant._selection, tenant._by_hand = selection, by_hand
             if (draining, target) != (tenant._attachment.draining, tenant._attachment.draining_target):
                 changes.drain_again(tenant, draining, target)

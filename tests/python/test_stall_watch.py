@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import pytest
+from byte_world import World as ByteWorld
 from subprocesses import expect_ok
 
 import remap
@@ -177,3 +178,16 @@ def test_an_activation_that_was_to_serve_at_once_may_stall_for_as_long_as_it_sai
             _add(watch, 1, 0.5, predicted_s=0.5)
     assert watch.share({1}).allowed == pytest.approx(0.5)
     assert not _warnings(caplog)
+
+
+def test_what_was_set_by_hand_stays_so_when_free_pages_come():
+    with ByteWorld(spare=6) as world:
+        world.session.remap("m", 2)
+        assert world.tenant._by_hand
+        blocks = world.kv.usable_blocks
+        held = world.kv.allocate(world.kv.free_blocks)
+        world.step(2)
+        assert world.kv.usable_blocks > blocks and world.tenant.remapped == 2 and world.tenant._by_hand
+        world.kv.free(held)
+        world.session.remap("m", 0)
+        assert not world.tenant._by_hand
