@@ -49,11 +49,12 @@ between the decoding ones, and gaps between tokens longer in all policies alike.
   sets, so is ours.
 - `remap:oneiros` is the library set as Oneiros describes it: evenly spaced layers, the most recently used model gives first,
   two buffers. `remap` is the library with its defaults.
-- "reached": at some rate the paper's number is reached or passed. "direction": better at most of the rates that count, but less
-  than the paper's number. "at some rates": better at the rate that is quoted, not at most. What is different is told with figures
-  of the runs, in the section of the figure.
+- "reached": the paper's number is reached or passed: an "up to" at one rate, an average in the mean of the rates that count, a
+  range in that mean and up to its upper end. "at its best rate": reached or passed at the rate that is quoted, not in the mean.
+  "direction": better at most of the rates that count, but less than the paper's number. "at some rates": better at the rate that
+  is quoted, not at most. What is different is told with figures of the runs, in the section of the figure.
 - In the tables of what the papers do not have, a plus is better; "x2.5" stands where what should be less is 2.5 times as much.
-- {requests} requests a run (three times as many of Alpaca's), {seeds}. Percentiles are over all models of a run.
+- {requests} requests a run (three times as many of Alpaca's), {seeds}. Percentiles are over all models of a run.{caution}
 """
 
 

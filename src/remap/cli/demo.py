@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from remap.sizes import show_size
 from . import smollm2
 from .demo_html import page
 from .demo_report import KINDS, DemoResult, RunResult, closing_sentence, table, to_json
+from .demo_rounds import rounds_table, rounds_to_json
 from .demo_run import DemoConfig
 from .demo_run import Progress as RunProgress
 from .demo_tenants import KV_SHARE, QUANTUM_S, model_name
@@ -154,21 +155,26 @@ def run_demo(config: DemoConfig, console: Console) -> DemoResult:
     )
 
 
-def write_reports(result: DemoResult, folder: Path) -> tuple[Path, Path]:
-    """(demo.json, demo.html) in `folder`, which is made if it is missing."""
+def write_reports(rounds: Sequence[DemoResult], folder: Path) -> tuple[Path, Path]:
+    """(demo.json, demo.html) in `folder`, which is made if it is missing. The page is of the last round."""
     folder.mkdir(parents=True, exist_ok=True)
     data, html = folder / "demo.json", folder / "demo.html"
-    data.write_text(json.dumps(to_json(result), indent=2) + "\n", encoding="utf-8")
-    html.write_text(page(result), encoding="utf-8")
+    told = to_json(rounds[0]) if len(rounds) == 1 else rounds_to_json(rounds)
+    data.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    html.write_text(page(rounds[-1]), encoding="utf-8")
     return data, html
 
 
-def demo(config: DemoConfig, folder: Path, console: Console) -> DemoResult:
-    """Run, write, and tell: the table, the files, and one closing sentence."""
-    result = run_demo(config, console)
-    data, html = write_reports(result, folder)
+def demo(config: DemoConfig, folder: Path, console: Console, rounds: int = 1) -> tuple[DemoResult, ...]:
+    """Run, write, and tell: the table, the files, and one closing sentence; of several rounds their medians and ranges. What
+    is done is written after each round."""
+    done: list[DemoResult] = []
+    for _ in range(rounds):
+        done.append(run_demo(config, console))
+        data, html = write_reports(done, folder)
     console.print()
-    console.print(table(result))
+    console.print(table(done[0]) if rounds == 1 else rounds_table(done))
     console.print(f"Written: {data}, {html}\n", style="dim", highlight=False)
-    console.print(closing_sentence(result), highlight=False)
-    return result
+    if rounds == 1:
+        console.print(closing_sentence(done[0]), highlight=False)
+    return tuple(done)

@@ -22,6 +22,7 @@ __all__ = [
     "RunResult",
     "closing_sentence",
     "identical_requests",
+    "numbers",
     "sparkline",
     "table",
     "table_rows",
@@ -109,7 +110,8 @@ def identical_requests(run: RunResult, reference: RunResult) -> int:
     return sum(a == b for a, b in zip(run.tokens, reference.tokens, strict=True))
 
 
-def _numbers(run: RunResult) -> dict[str, Any]:
+def numbers(run: RunResult) -> dict[str, Any]:
+    """What the table and demo.json say of a run. Seconds, counts, shares."""
     return {
         "preemptions": run.preemptions,
         "recomputed_tokens": run.recomputed_tokens,
@@ -132,8 +134,8 @@ def to_json(result: DemoResult) -> dict[str, Any]:
         "budget_bytes": result.budget_bytes,
         "requests": result.requests,
         "tokens_identical": identical_requests(result.remap, result.unconstrained) == result.requests,
-        "baseline": _numbers(result.baseline),
-        "remap": _numbers(result.remap),
+        "baseline": numbers(result.baseline),
+        "remap": numbers(result.remap),
         "machine": dict(result.machine),
     }
 
@@ -169,7 +171,7 @@ def _seconds_moved(name: str, before: float, after: float) -> str:
 def is_better(result: DemoResult) -> bool:
     """Whether remap kept its promise here: fewer preemptions than a baseline that had some, more tokens per second,
     and no P99 latency worse by more than the noise."""
-    before, after = _numbers(result.baseline), _numbers(result.remap)
+    before, after = numbers(result.baseline), numbers(result.remap)
     p99 = [_change(before[key], after[key]) for key in ("ttft_p99_s", "tbt_p99_s")]
     return (
         after["preemptions"] < before["preemptions"]
@@ -181,7 +183,7 @@ def is_better(result: DemoResult) -> bool:
 def closing_sentence(result: DemoResult) -> str:
     """One sentence: what remap changed, with the numbers, and whether tokens are identical."""
     base, remap = result.baseline, result.remap
-    before, after = _numbers(base), _numbers(remap)
+    before, after = numbers(base), numbers(remap)
     gave = f"remap gave up to {remap.layers_remapped_peak:g} of {remap.layers} layers' memory to the KV cache"
     if not remap.layers_remapped_peak:
         gave = "remap gave no layer's memory to the KV cache"
@@ -239,16 +241,16 @@ def sparkline(points: Sequence[Sample], top: float, width: int = 11) -> str:
 def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
     """(what, unconstrained, baseline, remap, remap against baseline), ready to print."""
     runs = result.runs
-    numbers = [_numbers(run) for run in runs]
+    told = [numbers(run) for run in runs]
 
     def row(name: str, cells: list[str], change: float | None = None) -> tuple[str, str, str, str, str]:
         return (name, cells[0], cells[1], cells[2], "" if change is None else f"{change:+.0%}")
 
     def seconds(name: str, key: str) -> tuple[str, str, str, str, str]:
-        return row(name, [format_seconds(n[key]) for n in numbers], _change(numbers[1][key], numbers[2][key]))
+        return row(name, [format_seconds(n[key]) for n in told], _change(told[1][key], told[2][key]))
 
     def count(name: str, key: str) -> tuple[str, str, str, str, str]:
-        return row(name, [f"{n[key]:,}" for n in numbers], _change(numbers[1][key], numbers[2][key]))
+        return row(name, [f"{n[key]:,}" for n in told], _change(told[1][key], told[2][key]))
 
     rates = [run.tokens_per_s for run in runs]
     return [

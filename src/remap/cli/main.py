@@ -80,6 +80,9 @@ def demo(
     tenants: Annotated[
         int, typer.Option(min=1, max=MOST_TENANTS, help="Models on the arena: SmolLM2, and others with random weights.")
     ] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Times that the three runs are made, in turns; then medians and ranges are told.")
+    ] = 1,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
 ) -> None:
     """Serve real prompts on a real model in a fixed memory budget, without and with remap, and compare."""
@@ -98,7 +101,7 @@ def demo(
             tenants=tenants,
         )
         writable(out / "demo.json")
-        run(config, out, console)
+        run(config, out, console, rounds)
 
 
 def _budget(text: str | None, tenants: int) -> int:

@@ -74,6 +74,11 @@ class Headline:
         """The number, or the lower end of the range."""
         return self.value[0] if isinstance(self.value, tuple) else self.value
 
+    @property
+    def most(self) -> float:
+        """The number, or the upper end of the range."""
+        return self.value[1] if isinstance(self.value, tuple) else self.value
+
 
 @cache
 def headlines() -> Mapping[str, Headline]:

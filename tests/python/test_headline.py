@@ -1,0 +1,65 @@
+"""The simulated headline: what the README and bench/results/headline.md say is what was stored, and a seed can be run again."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from bench.lab import headline  # noqa: E402
+
+STORED = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_page_and_the_readme_say_what_is_stored() -> None:
+    table = headline.table(STORED)
+    assert table in headline.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for load, factor, rows in (("C1", 0.5, 2), ("C1", 0.85, 2), ("C2", 0.85, 2)):
+        lines = [line for line in table.splitlines() if line.startswith(f"| {load} ShareGPT | {factor:g} c")]
+        assert len(lines) == rows
+        for line in lines:
+            cells = [cell.strip() for cell in line.strip("|").split("|")]
+            for said in (cells[4], cells[9]):  # preemptions and tokens/s are written alike
+                assert f"| {said} |" in readme, (line, said)
+
+
+def test_what_is_stored_is_five_seeds_of_two_thousand_requests() -> None:
+    assert STORED["settings"] == headline.SETTINGS.to_json()
+    assert headline.SETTINGS.seeds >= 5 and headline.SETTINGS.requests >= 2000
+    names = {
+        headline.name_of(panel, factor, policy, seed)
+        for panel in headline.PANELS
+        for factor in headline.FACTORS
+        for policy in ("recompute", "remap")
+        for seed in range(headline.SETTINGS.seeds)
+    }
+    assert set(STORED["points"]) == names
+    assert all(point["requests"] == point["requests_finished"] for point in STORED["points"].values())
+
+
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is stored is not run again, and a line is the median of its seeds with their range."""
+    settings = replace(headline.SETTINGS, requests=20, seeds=3)
+    panels, factors, path = headline.PANELS[:1], (1.0,), tmp_path / "found.json"
+    first = headline.read(path, settings)
+    headline.run_missing(first, settings, path, 1, panels, factors)
+    kept = dict(first["points"])
+    lost = headline.name_of(panels[0], 1.0, "remap", 1)
+    again = headline.read(path, settings)
+    del again["points"][lost]
+    capsys.readouterr()
+    headline.run_missing(again, settings, path, 1, panels, factors)
+    assert capsys.readouterr().err.split("\n")[:-1] == [lost]
+    assert headline.read(path, settings)["points"] == kept
+    assert headline.read(path, replace(settings, requests=21))["points"] == {}
+    rates = [kept[headline.name_of(panels[0], 1.0, "remap", seed)]["tokens_per_s"] for seed in range(3)]
+    line = headline.table(again, panels, factors).splitlines()[-1]
+    assert line.split("|")[4].strip() == "3" and f"{statistics.median(rates):.3g}" in line.replace(",", "")
