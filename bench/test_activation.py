@@ -23,7 +23,7 @@ from shared_tenants import HEAD_DIM, TOKENS, SharedTenants, spend
 
 import remap
 from remap import _core
-from remap.policy import free_pages_of
+from remap.memory.view import free_pages_of
 
 LAYERS = 16
 PAGES, PAGE = 4, 2 << 20

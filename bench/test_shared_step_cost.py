@@ -17,7 +17,7 @@ from measure import median, record, seconds_of
 from shared_tenants import SharedTenants
 
 import remap
-from remap.policy import free_pages_of
+from remap.memory.view import free_pages_of
 
 LAYERS = 40
 SIZES = {"7 pages": (7, 64 << 10), "300 pages": (300, 4 << 10)}

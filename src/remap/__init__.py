@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import logging
 
-from . import schedule
-from .controller import ControllerConfig, Demand
+from remap.kv.spec import KVSpec
+from remap.policy import schedule
+from remap.policy.controller import ControllerConfig, Demand
+from remap.report import Snapshot, StallShare, StepReport, TenantSnapshot
+
 from .entry import attach
 from .errors import (
     ArenaBroken,
@@ -22,9 +25,7 @@ from .errors import (
     OutOfMemory,
     StalePlan,
 )
-from .kv_geometry import KVSpec
 from .session import Session
-from .snapshot import Snapshot, StallShare, StepReport, TenantSnapshot
 from .tenant import Tenant
 
 __version__ = "0.1.0"

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, cast
 
+from remap.kv.spec import KVSpec
+from remap.policy.views import Demand
+
 from .config import ControllerConfig, refuse
 from .errors import InvalidArgument
-from .kv_geometry import KVSpec
-from .views import Demand
 
 __all__ = [
     "ADDRESSES",

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from .controller import Demand
+from remap.policy.controller import Demand
+
 from .errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from .session import Session
 from .tenant import Tenant

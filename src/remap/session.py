@@ -28,8 +28,27 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
-from . import _core, devices
-from .activation import ActivationReport, activate, deactivate
+from remap.kv.spec import KVSpec
+from remap.memory import device as devices
+from remap.memory.activate import ActivationReport, activate, deactivate
+from remap.memory.apply import Changes
+from remap.memory.arrival import Arrival, admit, undo_arrival
+from remap.memory.attach import model_source, raw_source
+from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
+from remap.memory.host_memory import HostMemories
+from remap.memory.lend import Lending
+from remap.memory.observe import Log, check_books, compose, make_report, take_snapshot
+from remap.memory.registered import Registered
+from remap.memory.stall_watch import StallWatch
+from remap.memory.step import step
+from remap.memory.streams import Streams
+from remap.memory.view import view_of
+from remap.policy.controller import Controller, ControllerConfig, Demand
+from remap.policy.donors.ranking import NextUse
+from remap.policy.views import TenantView
+from remap.report import Snapshot, StepReport
+
+from . import _core
 from .arguments import (
     ADDRESSES,
     require,
@@ -40,29 +59,12 @@ from .arguments import (
     require_options,
     require_range,
 )
-from .attaching import model_source, raw_source
-from .byhand import check_by_hand, lend_by_hand, remap_by_hand
-from .changes import Changes
 from .config import is_amount, refuse
-from .controller import Controller, ControllerConfig, Demand
-from .donors.policy import NextUse
 from .errors import ArenaBroken, InvalidArgument, InvalidState
-from .host_memory import HostMemories
-from .kv_geometry import KVSpec
-from .lending import Lending
 from .locking import Moved, SessionLock, exclusive
 from .nvtx import annotated
-from .observe import Log, check_books, compose, make_report, take_snapshot
-from .ordering import Streams
-from .policy import view_of
-from .registered import Registered
 from .sizes import parse_size
-from .snapshot import Snapshot, StepReport
-from .stall_watch import StallWatch
-from .stepping import step
-from .tenancy import Arrival, admit, undo_arrival
 from .tenant import Tenant
-from .views import TenantView
 
 __all__ = ["Session"]
 
@@ -78,7 +80,7 @@ class Session:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults, and no mapping
     changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else "aliased". page_bytes: a
     power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
-    `remap.footprint.footprint(model).page_size("cuda")` gives a size that suits a model: a driver is called for every page that
+    `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a model: a driver is called for every page that
     a layer is pointed at. copy_threads: on the CPU, threads that share one copy.
 
     copy_chunk_bytes: copies of layers go in chunks of so many bytes, between which copies of others get in: for engines that copy
@@ -199,7 +201,7 @@ class Session:
         embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
 
         hooks: torch hooks make each layer wait for its weights and say when it is done, and make a call of the model a
-        pass (`remap.hooks`). Nothing is streamed before one whole pass has waited for every layer. False: the engine calls
+        pass (`remap.model.hooks`). Nothing is streamed before one whole pass has waited for every layer. False: the engine calls
         wait and done itself, for every layer in every pass.
 
         layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of

@@ -18,20 +18,22 @@ from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from remap.kv.cache import KVCache
+from remap.memory.plan import Plan
+from remap.memory.slice_plan import alpha_of
+from remap.memory.state import Attachment
+from remap.policy.cost import CostModel, LayerTimes, Phase, bucket_of
+from remap.policy.selection import select
+
 from . import nvtx
-from .attachment import Attachment
 from .config import refuse
-from .cost import CostModel, LayerTimes, Phase, bucket_of
 from .errors import Error, InvalidState
-from .kv_cache import KVCache
 from .locking import Turn
-from .planner import Plan
-from .selection import select
-from .slice_plan import alpha_of
 
 if TYPE_CHECKING:
-    from .hooks import AttachedHooks
-    from .ordering import ComputeStream
+    from remap.memory.streams import ComputeStream
+    from remap.model.hooks import AttachedHooks
+
     from .session import Session
 
 __all__ = ["Tenant"]

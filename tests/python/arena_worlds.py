@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import remap
-from remap import devices
+from remap.memory import device as devices
 
 PAGE = 64 << 10
 SHORT = 100  # bytes by which a layer misses its last page's end: padding that nobody writes

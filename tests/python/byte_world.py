@@ -11,7 +11,7 @@ from arena_worlds import make_backend
 
 import remap
 from remap import _core
-from remap.cost import LayerTimes
+from remap.policy.cost import LayerTimes
 
 PAGE, N, LAYER = 16384, 8, 3  # bytes; layers; pages of a layer
 BYTES = LAYER * PAGE - 100

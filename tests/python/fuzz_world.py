@@ -40,7 +40,6 @@ from arena_worlds import make_backend
 import remap
 from remap import _core
 from remap import session as session_module
-from remap.cost import LayerTimes
 from remap.errors import (
     ArenaBroken,
     DriverError,
@@ -52,6 +51,7 @@ from remap.errors import (
     OutOfBlocks,
     OutOfMemory,
 )
+from remap.policy.cost import LayerTimes
 
 KINDS = ("plain", "faults", "interrupts", "threads", "forks")
 NAMES = ("t0", "t1", "t2", "t3")
@@ -142,7 +142,7 @@ def make_tenant(rng: random.Random, page: int) -> dict[str, Any]:
 
 def pages_of(tenant: dict[str, Any], page: int) -> int:
     spec = remap.KVSpec(**tenant["kv"])
-    geometry = remap.kv.KVGeometry(spec, page)
+    geometry = remap.kv.spec.KVGeometry(spec, page)
     return sum(max(1, -(-n // page)) for n in tenant["layers"]) + int(geometry.pages_for_blocks(spec.min_blocks))
 
 

@@ -45,8 +45,8 @@ from arena_worlds import make_backend, make_layers
 
 import remap
 from remap import _core
-from remap.cost import LayerTimes
 from remap.errors import Error, InvalidArgument, OutOfBlocks
+from remap.policy.cost import LayerTimes
 
 PAGE = 4096
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep

@@ -9,7 +9,7 @@ from arena_worlds import PAGE, forward, make_backend, make_layers, read_block, w
 
 import remap
 from remap import _core
-from remap.cost import LayerTimes
+from remap.policy.cost import LayerTimes
 
 TOKENS = 32
 

@@ -19,7 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import remap
 from reference.arena_model import ArenaModel, TenantModel
 from remap.errors import InvalidArgument, OutOfBlocks
-from remap.kv_geometry import KVGeometry
+from remap.kv.spec import KVGeometry
 
 POISON = 0xDF
 TOTAL = 40

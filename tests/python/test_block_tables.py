@@ -9,7 +9,7 @@ import pytest
 
 from remap.adapters.block_tables import BlockTable, SharedBlocks
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.kv import BlockPool, KVGeometry, KVSpec
+from remap.kv.pool import BlockPool, KVGeometry, KVSpec
 
 SIZE = 4
 

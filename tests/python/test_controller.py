@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.controller import NONE, Controller, ControllerConfig, Decision, Demand, LayerSeconds, TenantView
 from remap.errors import InvalidArgument
+from remap.policy.controller import NONE, Controller, ControllerConfig, Decision, Demand, LayerSeconds, TenantView
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`remap.cost`: estimates that converge, survive bad clocks, and answer from the nearest batch size."""
+"""`remap.policy.cost`: estimates that converge, survive bad clocks, and answer from the nearest batch size."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remap.cost import CostModel, Ewma, LayerTimes, bucket_of
 from remap.errors import InvalidArgument, InvalidState
-from remap.schedule import max_remapped
+from remap.policy.cost import CostModel, Ewma, LayerTimes, bucket_of
+from remap.policy.schedule import max_remapped
 
 
 def test_ewma_weights() -> None:

@@ -9,9 +9,10 @@ import pytest
 from arena_worlds import PAGE
 
 import remap
-from remap import _core, devices, nvtx
-from remap.devices import Device, DeviceName
+from remap import _core, nvtx
 from remap.errors import InvalidArgument
+from remap.memory import device as devices
+from remap.memory.device import Device, DeviceName
 
 
 @pytest.mark.parametrize(

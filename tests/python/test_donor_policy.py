@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.donors.policy import POLICIES, Candidate, NextUse, Policy, may_donate, rank
 from remap.errors import InvalidArgument
+from remap.policy.donors.ranking import POLICIES, Candidate, NextUse, Policy, may_donate, rank
 
 
 def candidate(name: str = "a", **fields: object) -> Candidate:

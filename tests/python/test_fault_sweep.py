@@ -17,7 +17,7 @@ from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, re
 import remap
 from remap import _core
 from remap.errors import ArenaBroken, DriverError, Error, InvalidState
-from remap.planner import plan_free_pages
+from remap.memory.plan import plan_free_pages
 
 CAPACITY = 44 * PAGE
 SIZES = [3, 2, 3, 3, 2, 3]

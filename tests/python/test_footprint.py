@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remap.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, PAGE_SIZES, Footprint
+from remap.model.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, PAGE_SIZES, Footprint
 
 MIB = 1 << 20
 LLAMA_8B = 436_224_000 // MIB * MIB

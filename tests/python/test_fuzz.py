@@ -120,8 +120,8 @@ def test_what_was_found_stays_mended(name: str) -> None:
 def test_the_fuzzer_finds_what_is_broken_and_makes_it_small() -> None:
     """Blocks move without their bytes: a walk finds it, and a shorter one says how."""
     program = """
-import fuzz_world, remap.kv_cache
-remap.kv_cache.KVCache.move = lambda self, pairs: None
+import fuzz_world, remap.kv.cache
+remap.kv.cache.KVCache.move = lambda self, pairs: None
 for number in range(100):
     walk = fuzz_world.make_walk(f"planted{number}", "plain")
     walk["ops"] = [op for op in walk["ops"] if op[0] != "bad_attach"]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from remap.adapters.held_ids import HeldIds
-from remap.kv import BlockPool, KVGeometry, KVSpec
+from remap.kv.pool import BlockPool, KVGeometry, KVSpec
 
 
 def test_new_ids_are_handed_over_and_reserved_ones_are_not():

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from reference.kv_model import chunk_offsets, pages_of_block
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.kv import BlockPool
-from remap.kv_geometry import KVGeometry, KVSpec
+from remap.kv.pool import BlockPool
+from remap.kv.spec import KVGeometry, KVSpec
 
 LAYOUTS = ("block_major", "layer_major")
 

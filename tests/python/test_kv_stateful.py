@@ -9,8 +9,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from reference.kv_model import KVModel
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.kv import BlockPool
-from remap.kv_geometry import KVGeometry, KVSpec
+from remap.kv.pool import BlockPool
+from remap.kv.spec import KVGeometry, KVSpec
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reference import layout_reference as reference
 from remap.errors import InvalidArgument
-from remap.layout import DEFAULT_MUTABLE, TensorSpec, build, span_bytes
+from remap.model.pack import DEFAULT_MUTABLE, TensorSpec, build, span_bytes
 
 DTYPES = {"int8": 1, "bfloat16": 2, "float32": 4, "float64": 8, "complex128": 16}
 

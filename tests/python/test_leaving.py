@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 from models import Rig, ids_for, logits_of, make  # noqa: E402
 
 import remap  # noqa: E402
-from remap import modules  # noqa: E402
+from remap.model import bind as modules  # noqa: E402
 
 
 class FullOnce:

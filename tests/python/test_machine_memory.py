@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import remap
-from remap.machine_memory import memory_bound, require_memory
+from remap.memory.machine_memory import memory_bound, require_memory
 
 GIB = 1 << 30
 MEMINFO = "MemTotal:       {total} kB\nMemFree:        100 kB\nSwapTotal:      {swap} kB\n"

@@ -17,10 +17,10 @@ pytest.importorskip("safetensors")
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from reference import tiny_models  # noqa: E402
-from remap import modules  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
-from remap.layout import build  # noqa: E402
-from remap.master import HostMaster, SafetensorsMaster, make_master  # noqa: E402
+from remap.model import bind as modules  # noqa: E402
+from remap.model.master import HostMaster, SafetensorsMaster, make_master  # noqa: E402
+from remap.model.pack import build  # noqa: E402
 
 IDS = torch.tensor([[1, 5, 3, 10, 2]])
 

@@ -9,9 +9,9 @@ pytest.importorskip("transformers")
 from torch import nn  # noqa: E402
 
 from reference import tiny_models  # noqa: E402
-from remap import modules  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState  # noqa: E402
-from remap.layout import build  # noqa: E402
+from remap.model import bind as modules  # noqa: E402
+from remap.model.pack import build  # noqa: E402
 
 MODELS = {
     "llama": (lambda: tiny_models.llama(), "model.layers"),

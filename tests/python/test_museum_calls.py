@@ -19,8 +19,8 @@ from byte_world import External
 
 import remap
 from remap import _core
-from remap.cost import LayerTimes
 from remap.errors import DriverError, Error, InvalidArgument, OutOfBlocks
+from remap.policy.cost import LayerTimes
 
 EAGER: dict[str, Any] = {
     "headroom_blocks": 0,

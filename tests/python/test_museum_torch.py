@@ -25,7 +25,7 @@ from torch import nn  # noqa: E402
 import remap  # noqa: E402
 from remap import InvalidArgument, InvalidState  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
-from remap.hooks import OURS  # noqa: E402
+from remap.model.hooks import OURS  # noqa: E402
 
 PAGE = 16384
 MODES = pytest.mark.parametrize("mode", ["aliased", "strict"])

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.planner import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
+from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
 
 TENANT, RING = 7, 99
 

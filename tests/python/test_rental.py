@@ -1,4 +1,4 @@
-"""The three claims of remap.rental: against arbitrary sequences, an offline optimum by brute force, and a simulated pool."""
+"""The three claims of remap.policy.rental: against arbitrary sequences, an offline optimum by brute force, and a simulated pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.rental import Guard, Rental, income
+from remap.policy.rental import Guard, Rental, income
 
 Step = tuple[int, bool]  # income in sixteenths of a reload, whether the surplus condition holds
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from remap.errors import InvalidArgument
-from remap.schedule import (
+from remap.policy.schedule import (
     SlotAssignment,
     max_remapped,
     nested,

@@ -1,4 +1,4 @@
-"""`remap.selection` on known numbers: worked tables, examples where even spacing loses, edge cases, refused arguments."""
+"""`remap.policy.selection` on known numbers: worked tables, examples where even spacing loses, edge cases, refused arguments."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from remap import selection
-from remap.cost import LayerTimes
 from remap.errors import InvalidArgument
-from remap.schedule import max_remapped, nested, one_shot_delay, period, stall, uniform, uniform_fixed
-from remap.selection import (
+from remap.policy import selection
+from remap.policy.cost import LayerTimes
+from remap.policy.schedule import max_remapped, nested, one_shot_delay, period, stall, uniform, uniform_fixed
+from remap.policy.selection import (
     Option,
     changed_layers,
     churn,

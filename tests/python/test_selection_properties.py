@@ -1,4 +1,4 @@
-"""`remap.selection` against exhaustive search, the event simulation and the definitions, for any layer times."""
+"""`remap.policy.selection` against exhaustive search, the event simulation and the definitions, for any layer times."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from remap import schedule, selection
-from remap._selection_search import EVALUATIONS, Problem, _starts, best_double, hidden
-from remap.cost import LayerTimes
+from remap.policy import schedule, selection
+from remap.policy.cost import LayerTimes
+from remap.policy.search import EVALUATIONS, Problem, _starts, best_double, hidden
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from schedule_des import seconds_per_pass

@@ -24,7 +24,7 @@ from cuda_streams import Driver
 import remap
 from remap import _core
 from remap.errors import ArenaBroken, DriverError, InvalidArgument, InvalidState
-from remap.planner import plan_free_pages
+from remap.memory.plan import plan_free_pages
 
 N = 6
 SIZES = [3, 2, 3, 3, 2, 3]

@@ -9,7 +9,8 @@ import pytest
 from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
 
 import remap
-from remap import _core, schedule
+from remap import _core
+from remap.policy import schedule
 
 # --- how much -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,8 @@ import pytest
 from sharing_worlds import Engine, Shared, set_times, times_of
 
 import remap
-from remap import offers, schedule
+from remap.memory import offers
+from remap.policy import schedule
 
 N = 8
 PLAIN: dict[str, Any] = {"headroom_blocks": 0, "hysteresis_blocks": 0, "min_idle": 0.0}

@@ -18,7 +18,7 @@ from test_fault_sweep import KINDS, attempt
 import remap
 from remap import _core
 from remap.errors import ArenaBroken, Error
-from remap.observe import then as compose
+from remap.memory.observe import then as compose
 
 SHAPES = {"a": (8, 1), "b": (8, 2), "c": (5, 1)}
 CAPACITY = 44 * PAGE
@@ -237,7 +237,7 @@ def test_a_failed_lend_or_activation_that_moved_nothing_changed_nothing(mode: st
 def test_moves_of_steps_that_raised_are_told_together_and_in_order() -> None:
     """A step that raises has moved blocks; the next one moves them on, and raises as well; then the engine hears of both."""
     world = World("aliased")
-    session, session_step = world.session, remap.stepping
+    session, session_step = world.session, remap.memory.step
     script: list[dict[int, int]] = [{1: 2, 5: 6}, {2: 3, 7: 8}]
 
     def moving(_: Any, tenant: Any, wanted: Any, decision: Any, entries: Any) -> None:

@@ -13,7 +13,7 @@ import remap
 from remap.cli.simulate_report import tables
 from remap.cli.told import writable
 from remap.errors import InvalidArgument
-from remap.kv_geometry import KVGeometry
+from remap.kv.spec import KVGeometry
 from remap.sim import running
 from remap.sim.hardware import Machine, Model, machine
 from remap.sim.loads import load

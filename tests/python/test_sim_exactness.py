@@ -15,9 +15,10 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
 import remap
-from remap import _core, schedule
+from remap import _core
 from remap.errors import InvalidArgument
-from remap.selection import slices_period
+from remap.policy import schedule
+from remap.policy.selection import slices_period
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import machine, model
 from remap.sim.masters import masters

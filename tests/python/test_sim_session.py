@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 
 import remap
-from remap import _core, schedule
-from remap.devices import simulated
+from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
+from remap.memory.device import simulated
+from remap.policy import schedule
 from remap.sim.hardware import machine
 from remap.sim.masters import masters
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.planner import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
-from remap.slice_plan import alpha_of, copies_of, giving_order, plan_slices, tail_for, to_reclaim_slices
+from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
+from remap.memory.slice_plan import alpha_of, copies_of, giving_order, plan_slices, tail_for, to_reclaim_slices
 
 TENANT, RING = 7, 99
 
@@ -303,7 +303,7 @@ class World:
         import arena_worlds as worlds
 
         import remap
-        from remap.slicing import reslice
+        from remap.memory.reslice import reslice
 
         self.worlds, self.reslice = worlds, reslice
         self.layers = worlds.make_layers(sizes)
@@ -485,7 +485,7 @@ def test_a_model_computes_the_same_bits(kind: str, mode: str) -> None:
     pytest.importorskip("transformers")
     import models
 
-    from remap.slicing import reslice
+    from remap.memory.reslice import reslice
 
     rng = random.Random(f"{kind}{mode}")
     model = models.make(kind)

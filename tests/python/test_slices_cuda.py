@@ -12,7 +12,7 @@ from test_session_cuda import SIZES, World, busy, driver, library, make, mode, o
 
 import remap
 from remap.errors import InvalidArgument
-from remap.slicing import reslice
+from remap.memory.reslice import reslice
 
 # ruff: noqa: F811  (fixtures as arguments)
 

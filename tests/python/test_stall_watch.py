@@ -11,8 +11,8 @@ from subprocesses import expect_ok
 
 import remap
 from remap import _core
+from remap.memory.stall_watch import LEAST_PASSES, MARGIN, WINDOW, StallWatch
 from remap.sim.masters import masters
-from remap.stall_watch import LEAST_PASSES, MARGIN, WINDOW, StallWatch
 
 MIB = 1 << 20
 LAYERS, LAYER = 8, 16 * MIB
@@ -161,7 +161,7 @@ def test_nothing_is_printed_where_no_logging_is_set_up():
     expect_ok(
         """
 import remap
-from remap.stall_watch import WINDOW, StallWatch
+from remap.memory.stall_watch import WINDOW, StallWatch
 
 watch = StallWatch()
 for _ in range(WINDOW):

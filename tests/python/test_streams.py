@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from remap.errors import InvalidArgument
-from remap.streams import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, native_stream
+from remap.memory.native_stream import LEGACY_DEFAULT_STREAM, PER_THREAD_DEFAULT_STREAM, native_stream
 
 HANDLE = 0x55D0_1234_5678
 

@@ -10,8 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference import supply_brute
-from remap.donors.supply import KINDS, NOTHING, Kind, Quote, Supply, Take, choose
 from remap.errors import InvalidArgument
+from remap.policy.donors.supply import KINDS, NOTHING, Kind, Quote, Supply, Take, choose
 
 Quotes = list[list[Quote]]
 

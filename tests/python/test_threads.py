@@ -34,8 +34,8 @@ from arena_worlds import make_backend
 from subprocesses import expect_ok
 
 import remap
-from remap.cost import LayerTimes
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
+from remap.policy.cost import LayerTimes
 
 PAGE = 4096
 SHAPES = {"a": (6, 2), "b": (5, 2), "c": (4, 1)}  # layers, pages of each
@@ -332,8 +332,8 @@ def test_engines_on_threads_of_their_own(use: str, mode: str, seed: int) -> None
 
 def test_blocks_that_move_without_their_bytes_are_found() -> None:
     program = """
-import remap.kv_cache, test_threads
-remap.kv_cache.KVCache.move = lambda self, pairs: None
+import remap.kv.cache, test_threads
+remap.kv.cache.KVCache.move = lambda self, pairs: None
 for seed in range(20):
     try:
         test_threads.play("aliased", seed, True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.watermark import LEAST_RISES, LONGEST_HORIZON, Watermark, horizon
+from remap.policy.watermark import LEAST_RISES, LONGEST_HORIZON, Watermark, horizon
 
 
 def slow_blocks(values: list[int], window: int, quantile: float, steps: int, variation: float) -> int:

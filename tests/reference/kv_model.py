@@ -1,14 +1,14 @@
 """The obvious KV block pool: dictionaries and sets, every question answered by looking at every block.
 
 Pages of a block are found from the layout's definition (which bytes hold its keys and values), not from the formulas
-of `remap.kv_geometry`.
+of `remap.kv.spec`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from remap.kv_geometry import KVSpec
+from remap.kv.spec import KVSpec
 
 
 def chunk_offsets(spec: KVSpec, page_bytes: int, block: int) -> list[int]:
@@ -35,7 +35,7 @@ def pages_of_block(spec: KVSpec, page_bytes: int, block: int) -> set[int]:
 
 
 class KVModel:
-    """What `remap.kv.BlockPool` should do."""
+    """What `remap.kv.pool.BlockPool` should do."""
 
     def __init__(self, spec: KVSpec, page_bytes: int) -> None:
         self.pages = {b: pages_of_block(spec, page_bytes, b) for b in range(spec.max_blocks)}

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
-from remap.layout import LayerLayout, TensorSpec
+from remap.model.pack import LayerLayout, TensorSpec
 
 
 def element_addresses(spec: TensorSpec, start: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Slow, obvious answers to "which layers": every set is tried. To test `remap.selection` against.
+"""Slow, obvious answers to "which layers": every set is tried. To test `remap.policy.selection` against.
 
 Costs come from the event simulation or from the definition; nothing here knows a dynamic programme or a local search.
 Integer times, so that equal means equal.

@@ -1,4 +1,4 @@
-"""What to take from whom, by trying everything. Tests `remap.donors.supply`; nothing here is greedy or keeps anything.
+"""What to take from whom, by trying everything. Tests `remap.policy.donors.supply`; nothing here is greedy or keeps anything.
 
 A plan is how many quotes are taken of each donor, a tuple as long as the list of donors.
 """

@@ -19,7 +19,7 @@ from bench.gpu.results import Figure, ratio, seconds
 from bench.gpu.tenants import make_masters
 
 import remap
-from remap.kv_geometry import KVGeometry
+from remap.kv.spec import KVGeometry
 
 from .attention import BLOCK_TOKENS, HEAD_DIM, Kernel, Replays, Shape, in_turns, kernels_for, verify
 

@@ -147,7 +147,7 @@ class Sides:
 
     def __init__(self, case: Case, device: str, stack: ExitStack) -> None:
         from remap.adapters.transformers import attach
-        from remap.footprint import footprint
+        from remap.model.footprint import footprint
 
         self.case = case
         ours = make_model(case.shape, device, case.dtype)

@@ -124,7 +124,7 @@ def decode_step(ctx: Context) -> Iterator[Figure]:
     """Device and host time of a step, attached and stock; and stock against itself, which says how far two sides ever differ."""
     import torch
 
-    from remap.footprint import footprint
+    from remap.model.footprint import footprint
 
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None
     device = "cuda" if on_gpu else "cpu"

@@ -21,7 +21,7 @@ from bench.gpu.results import Figure, count, figure, quantile
 from bench.gpu.tenants import PAGE
 
 import remap
-from remap import schedule
+from remap.policy import schedule
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
@@ -221,7 +221,7 @@ def serving(ctx: Context) -> Iterator[Figure]:
     import torch
 
     from remap.engine import LLMEngine
-    from remap.footprint import footprint
+    from remap.model.footprint import footprint
 
     shape = choose(ctx)
     on_gpu = missing("torch-cuda", emulated=ctx.emulated) is None

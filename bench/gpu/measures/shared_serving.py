@@ -241,7 +241,7 @@ class Arena:
 
 def _pages(shape: ModelShape, device: str, case: Combination) -> int:
     """Of the weights: all layers are alike, so a model of one layer and one of two tell."""
-    from remap.footprint import footprint
+    from remap.model.footprint import footprint
 
     few = []
     for layers in (1, 2):

@@ -4,9 +4,9 @@
     with attach_hooks(model.model.layers, tenant, model=model):
         model.generate(**inputs)
 
-What brackets the pass is the model's own forward (`model=`), or the caller's `with tenant.forward():`. See `remap.hooks`.
+What brackets the pass is the model's own forward (`model=`), or the caller's `with tenant.forward():`. See `remap.model.hooks`.
 """
 
-from remap.hooks import AttachedHooks, Tenant, attach_hooks, call_shape
+from remap.model.hooks import AttachedHooks, Tenant, attach_hooks, call_shape
 
 __all__ = ["AttachedHooks", "Tenant", "attach_hooks", "call_shape"]

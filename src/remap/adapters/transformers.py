@@ -28,17 +28,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from remap import devices
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.footprint import footprint
-from remap.hooks import OURS, call_shape
-from remap.kv_geometry import KVSpec
-from remap.modules import find_layers, resolve_layers
+from remap.kv.spec import KVSpec
+from remap.memory import device as devices
+from remap.model.bind import find_layers, resolve_layers
+from remap.model.footprint import footprint
+from remap.model.hooks import OURS, call_shape
+from remap.policy.views import Demand
+from remap.report import StepReport, TenantSnapshot
 from remap.session import Session
-from remap.snapshot import StepReport, TenantSnapshot
 from remap.tenant import Tenant
-from remap.views import Demand
 
 from .block_tables import BlockTable, Growth, SharedBlocks
 from .kv_of_config import kv_shape

@@ -80,7 +80,7 @@ def measure(
     Raises InvalidArgument (field) for a bad device or dtype, told.Missing without torch or its CUDA, DriverError where a
     result is wrong or a device does not answer.
     """
-    from remap import devices
+    from remap.memory import device as devices
 
     name = devices.parse(device)
     torch = _torch(name.kind == "cuda")

@@ -20,7 +20,7 @@ PAGE_BYTES = 2 << 20
 
 def backend_of(device: str, capacity: int) -> Any:
     """The backend of "cpu" or "cuda:N" with room for `capacity` bytes. Raises DriverError, InvalidArgument."""
-    from remap import devices
+    from remap.memory import device as devices
 
     return devices.resolve(device, None, capacity, PAGE_BYTES)[0]
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from remap.errors import Error, InvalidArgument
-from remap.footprint import footprint
+from remap.model.footprint import footprint
 from remap.sizes import show_size
 
 from .demo_prompts import PROMPTS

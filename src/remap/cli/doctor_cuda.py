@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from remap import devices
 from remap.errors import DriverError, Error, InvalidArgument
+from remap.memory import device as devices
 from remap.sizes import show_size
 
 from .doctor_link import Link, link_finding, measure_link, read_slot

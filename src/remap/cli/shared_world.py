@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from remap.footprint import footprint
+from remap.model.footprint import footprint
 
 from .demo_run import default_config
 

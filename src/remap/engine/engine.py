@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from remap.controller import Demand
     from remap.engine.gpu_runner import GpuRunner
+    from remap.policy.controller import Demand
 
 __all__ = ["LLMEngine", "Result", "StepOutput"]
 
@@ -192,7 +192,7 @@ class LLMEngine:
 
     def demand(self) -> Demand:
         """What to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
-        from remap.controller import Demand
+        from remap.policy.controller import Demand
 
         return Demand(blocks=self.scheduler.demand())
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from remap.engine.request import State
 from remap.errors import InvalidState
+from remap.policy.views import Demand
 from remap.sim.passes import Pass
 from remap.sim.results import TenantResult, ascending
 from remap.sim.scheduling import Scheduling
 from remap.sim.sequences import Batch, Sequence
-from remap.views import Demand
 
 __all__ = ["EMPTY_S", "SimEngine", "Step"]
 

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from remap.sim.paper import (
-    BASELINE,
-    OURS,
-    PAPERS_OWN,
-    SATURATED,
-    Comparison,
-    Experiment,
-    Panel,
-    Reckoning,
-)
+from remap.sim.paper import BASELINE, OURS, PAPERS_OWN, SATURATED, Comparison, Experiment, Panel, Reckoning
 
 __all__ = ["EXPANSIONS", "EXPERIMENTS"]
 

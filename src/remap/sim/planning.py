@@ -4,7 +4,7 @@
     found.balance.remapped, found.balance.rows        # 6 layers, 32 requests at once instead of 23
 
 Layer times come from the roofline, copies from the machine's link, what can be hidden from `remap.schedule` and
-`remap.selection`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing, and
+`remap.policy.selection`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing, and
 that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
 
 Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
@@ -21,8 +21,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from remap import schedule, selection
 from remap.errors import InvalidArgument
+from remap.policy import schedule, selection
 
 from .hardware import Machine, Model
 from .model_variants import sharded

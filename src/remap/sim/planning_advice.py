@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from remap.config import ControllerConfig
-from remap.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, Footprint
+from remap.model.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, Footprint
 from remap.sizes import show_size
 
 from .hardware import Model

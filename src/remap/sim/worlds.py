@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.errors import InvalidArgument
-from remap.kv_geometry import KVGeometry, KVSpec
+from remap.kv.spec import KVGeometry, KVSpec
 from remap.sim.clock import VirtualClock
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import Model
@@ -97,7 +97,7 @@ def fitting(setup: Setup, policy: Policy) -> None:
 
 def _session_world(setup: Setup, policy: Policy) -> World:
     import remap
-    from remap.devices import simulated
+    from remap.memory.device import simulated
     from remap.sim.masters import masters
 
     specs = [_spec(setup, tenant, policy) for tenant in setup.tenants]

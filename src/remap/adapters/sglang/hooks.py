@@ -23,9 +23,9 @@ from remap.adapters.held_ids import HeldIds
 from remap.adapters.hooks import attach_hooks
 from remap.adapters.settings import Settings
 from remap.errors import InvalidState
-from remap.footprint import footprint
-from remap.kv_geometry import KVGeometry
-from remap.modules import find_layers, resolve_layers
+from remap.kv.spec import KVGeometry
+from remap.model.bind import find_layers, resolve_layers
+from remap.model.footprint import footprint
 
 from . import versions
 

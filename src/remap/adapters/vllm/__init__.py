@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from remap.adapters.settings import enabled
 
 if TYPE_CHECKING:
-    from .scheduler import Scheduler as Scheduler
+    from .scheduler import Scheduler
     from .worker import RemapWorker as Worker
 
 __all__ = ["SCHEDULER", "WORKER", "Scheduler", "Worker", "register"]

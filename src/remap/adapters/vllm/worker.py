@@ -24,7 +24,7 @@ import remap
 from remap.adapters.arenas import shared
 from remap.adapters.settings import Settings
 from remap.errors import InvalidArgument, InvalidState
-from remap.footprint import footprint
+from remap.model.footprint import footprint
 from remap.ranks import Rank
 
 from . import internals, metrics
@@ -276,7 +276,7 @@ class RemapWorker:
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, at any time: it takes the model's state dict, which has the master copies of layers that are away
-        (`remap.guards`). Raises InvalidState for packed weights, which a vLLM without them would read as others."""
+        (`remap.model.guards`). Raises InvalidState for packed weights, which a vLLM without them would read as others."""
         self._remap_as_loaded("save_sharded_state")
         super().save_sharded_state(*args, **kwargs)  # type: ignore[misc]
 

@@ -1,0 +1,238 @@
+"""Where the blocks of a KV region lie: pure arithmetic on bytes, pages and block ids.
+
+A KV region consists of `ranges` equal ranges of `range_pages` pages. Block b occupies the bytes
+[b * unit_bytes, (b + 1) * unit_bytes) of *every* range:
+
+    block_major   1 range,            unit = the block's keys and values of all layers  [layers][2][tokens][heads][dim]
+    layer_major   2 * layers ranges,  unit = the block's keys (or values) of one layer  [tokens][heads][dim]
+
+so that both layouts share every formula below. A *column* is the set of pages at the same place of each range
+(one page for block_major, 2 * layers pages for layer_major); a block is usable when its columns are wholly owned.
+Units may straddle pages. Nothing here owns anything: `remap.kv.pool.BlockPool` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from remap.errors import InvalidArgument
+
+__all__ = ["DTYPE_BYTES", "LAYOUTS", "KVGeometry", "KVSpec"]
+
+DTYPE_BYTES: dict[str, int] = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+LAYOUTS = ("block_major", "layer_major")
+
+
+def _require_int(name: str, value: object, least: int) -> None:
+    # bool is an int in Python; True layers is a mistake, not one layer.
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise InvalidArgument(
+            f"{name} must be an int of at least {least}, got {value!r}; nothing was created; pass a valid {name}",
+            field=name,
+            value=value,
+            least=least,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVSpec:
+    """The KV cache that one tenant wants. Sizes in blocks; a block is `block_tokens` tokens in all `layers`.
+
+    `min_blocks` is what the tenant starts with and never loses, `max_blocks` fixes the size of the region (of
+    addresses, not of memory). Raises InvalidArgument (fields: field, value, and the bound that was broken).
+
+    dtype: what keys and values are stored in; "bfloat16" if it is left out, which attaching a model of another dtype refuses
+    (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
+    """
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    block_tokens: int = 16
+    dtype: str = ""
+    min_blocks: int
+    max_blocks: int
+    layout: str = "block_major"
+    dtype_named: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype_named", self.dtype != "")
+        if self.dtype == "":
+            object.__setattr__(self, "dtype", "bfloat16")
+        for name in ("layers", "kv_heads", "head_dim", "block_tokens", "max_blocks"):
+            _require_int(name, getattr(self, name), 1)
+        _require_int("min_blocks", self.min_blocks, 0)
+        if self.max_blocks < self.min_blocks:
+            raise InvalidArgument(
+                f"max_blocks must be at least min_blocks, got {self.max_blocks} < {self.min_blocks}; nothing was "
+                "created; raise max_blocks or lower min_blocks",
+                field="max_blocks",
+                value=self.max_blocks,
+                least=self.min_blocks,
+                min_blocks=self.min_blocks,
+                max_blocks=self.max_blocks,
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise InvalidArgument(
+                f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}; nothing was created; "
+                "pass the name of the dtype, without 'torch.'",
+                field="dtype",
+                value=self.dtype,
+            )
+        if self.layout not in LAYOUTS:
+            raise InvalidArgument(
+                f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}; nothing was created; "
+                "use block_major unless the engine needs one contiguous tensor a layer",
+                field="layout",
+                value=self.layout,
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of one block's keys (or values) in one layer."""
+        return self.block_tokens * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block: keys and values of all layers, whatever the layout."""
+        return 2 * self.layers * self.chunk_bytes
+
+
+@dataclass(frozen=True)
+class KVGeometry:
+    """`spec` laid out over pages of `page_bytes`. All methods are O(1) or O(length of the result), and pure.
+
+    page_bytes must be a positive multiple of the itemsize (InvalidArgument otherwise), so that a layer's tensor
+    strides are whole elements. Block ids, slots and page counts outside the region raise InvalidArgument.
+    """
+
+    spec: KVSpec
+    page_bytes: int
+    ranges: int = field(init=False)  # 1, or 2 * layers (key range of layer 0, value range of layer 0, key range ...)
+    unit_bytes: int = field(init=False)  # bytes of one block within one range
+    range_pages: int = field(init=False)  # pages of one range = number of columns
+    range_bytes: int = field(init=False)
+    region_pages: int = field(init=False)  # pages of the whole region, for max_blocks
+    region_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        _require_int("page_bytes", self.page_bytes, 1)
+        if self.page_bytes % spec.itemsize:
+            raise InvalidArgument(
+                f"page_bytes must be a multiple of the itemsize of {spec.dtype} ({spec.itemsize} bytes), got "
+                f"{self.page_bytes}; nothing was created; use the page size of the arena",
+                field="page_bytes",
+                value=self.page_bytes,
+                itemsize=spec.itemsize,
+            )
+        block_major = spec.layout == "block_major"
+        ranges = 1 if block_major else 2 * spec.layers
+        unit = spec.block_bytes if block_major else spec.chunk_bytes
+        pages = -(-spec.max_blocks * unit // self.page_bytes)
+        for name, value in (
+            ("ranges", ranges),
+            ("unit_bytes", unit),
+            ("range_pages", pages),
+            ("range_bytes", pages * self.page_bytes),
+            ("region_pages", ranges * pages),
+            ("region_bytes", ranges * pages * self.page_bytes),
+        ):
+            object.__setattr__(self, name, value)
+
+    def tensor_layout(self, layer: int) -> tuple[int, tuple[int, int, int, int, int], tuple[int, int, int, int, int]]:
+        """Where `layer`'s tensor lies in the region: (offset in bytes, shape, stride in elements).
+
+        The shape is (2, max_blocks, block_tokens, kv_heads, head_dim), keys at index 0 and values at index 1.
+        """
+        spec = self.spec
+        self._inside("layer", layer, spec.layers)
+        token = spec.kv_heads * spec.head_dim
+        chunk = spec.block_tokens * token
+        shape = (2, spec.max_blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        if self.ranges == 1:
+            return 2 * layer * spec.chunk_bytes, shape, (chunk, 2 * spec.layers * chunk, token, spec.head_dim, 1)
+        half = self.range_bytes // spec.itemsize
+        return 2 * layer * self.range_bytes, shape, (half, chunk, token, spec.head_dim, 1)
+
+    # -- blocks and pages ------------------------------------------------------------------------------------------
+
+    def columns_of_block(self, block: int) -> range:
+        """The columns (page places within each range) that block `block` touches."""
+        self._inside("block", block, self.spec.max_blocks)
+        start = block * self.unit_bytes
+        return range(start // self.page_bytes, (start + self.unit_bytes - 1) // self.page_bytes + 1)
+
+    def blocks_of_columns(self, first: int, stop: int) -> range:
+        """The blocks that touch any of the columns [first, stop); only whole blocks below max_blocks count."""
+        low = first * self.page_bytes // self.unit_bytes
+        high = min(-(-stop * self.page_bytes // self.unit_bytes), self.spec.max_blocks)
+        return range(min(low, high), high)
+
+    def slots_of_block(self, block: int) -> tuple[int, ...]:
+        """The region slots (page places in the region) that block `block` touches, ascending."""
+        columns = self.columns_of_block(block)
+        return tuple(r * self.range_pages + c for r in range(self.ranges) for c in columns)
+
+    def byte_ranges_of_block(self, block: int) -> tuple[tuple[int, int], ...]:
+        """(offset in the region, bytes) of each piece to copy when a block moves: 1, or 2 * layers for layer_major."""
+        self._inside("block", block, self.spec.max_blocks)
+        start = block * self.unit_bytes
+        return tuple((r * self.range_bytes + start, self.unit_bytes) for r in range(self.ranges))
+
+    # -- giving order ----------------------------------------------------------------------------------------------
+
+    def giving_slot(self, index: int) -> int:
+        """The region slot at which the index-th page given to the tenant stands (column after column)."""
+        self._inside("index", index, self.region_pages)
+        return index % self.ranges * self.range_pages + index // self.ranges
+
+    def giving_index(self, slot: int) -> int:
+        """The inverse of `giving_slot`."""
+        self._inside("slot", slot, self.region_pages)
+        return slot % self.range_pages * self.ranges + slot // self.range_pages
+
+    def giving_slots(self, first: int, count: int) -> Sequence[int]:
+        """The slots of the pages [first, first + count) in giving order: a range for block_major, else a list."""
+        _require_int("count", count, 0)
+        if count == 0:
+            return range(0)
+        self._inside("index", first, self.region_pages)
+        self._inside("index", first + count - 1, self.region_pages)
+        if self.ranges == 1:
+            return range(first, first + count)
+        return [i % self.ranges * self.range_pages + i // self.ranges for i in range(first, first + count)]
+
+    def pages_for_blocks(self, blocks: int) -> int:
+        """The smallest number of pages that, given in giving order, makes at least `blocks` blocks usable."""
+        self._inside("blocks", blocks, self.spec.max_blocks + 1)
+        return -(-blocks * self.unit_bytes // self.page_bytes) * self.ranges
+
+    def blocks_for_pages(self, pages: int) -> int:
+        """How many blocks are usable when exactly the first `pages` pages in giving order are owned."""
+        self._inside("pages", pages, self.region_pages + 1)
+        return min(pages // self.ranges * self.page_bytes // self.unit_bytes, self.spec.max_blocks)
+
+    def _inside(self, name: str, value: int, stop: int) -> None:
+        if not isinstance(value, int) or not 0 <= value < stop:
+            raise InvalidArgument(
+                f"{name} must be an int from 0 to {stop - 1}, got {value!r}; nothing was changed; check it against the "
+                "KVSpec that the region was made for",
+                field=name,
+                value=value,
+                stop=stop,
+            )

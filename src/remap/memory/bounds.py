@@ -1,0 +1,173 @@
+"""The two questions that the controller asks the schedule mathematics, for what a tenant would really stream.
+
+    bound   how much can be remapped within the slowdown, and through how many buffers
+    stall   for how long a pass would wait: the certificate of every plan
+
+Whole layers are counted in layers; slices in tail pages of every layer (policy._sliced_view). Answers are exact
+(`remap.schedule`, `remap.policy.selection`) and take up to milliseconds with many layers and times near the limit, which growth must not
+wait for. So `prepare` asks what growth will ask where new times come from: at the end of a pass.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from remap.config import ControllerConfig
+from remap.memory.attach import MAX_BUFFERS
+from remap.policy import schedule, selection
+from remap.policy.views import LayerSeconds
+
+if TYPE_CHECKING:
+    from remap.memory.plan import TenantPages
+    from remap.tenant import Tenant
+
+__all__ = ["HiddenCopies"]
+
+_AHEAD = 4  # growth usually takes no more layers, or pages a layer, at once
+
+
+class HiddenCopies:
+    """One tenant's answers, kept while its times and its streamable layers stay the same."""
+
+    def __init__(self, tenant: Tenant, config: ControllerConfig) -> None:
+        self._tenant = tenant
+        self._slowdown = config.slowdown
+        self._kinds: tuple[str, ...] = ("nested", "uniform") if config.selection == "auto" else ("nested",)
+        if config.selection == "uniform":
+            self._kinds = ("uniform",)
+        sizes = tenant._attachment.layer_bytes
+        if config.selection == "auto" and max(sizes) > 1.05 * min(sizes):
+            self._kinds = ("nested", "uniform", "best")  # the search pays for unequal layers only
+        self._buffers = range(1, MAX_BUFFERS + 1) if config.buffers == "auto" else (config.buffers,)
+        self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # what the answers are for
+        self._bound: tuple[int, int] | None = None
+        self._stalls: dict[tuple[int, int], tuple[float, str]] = {}
+        self._looked_at: tuple[TenantPages, tuple[int, ...]] | None = None  # what `_possible` is for
+        self._possible: dict[tuple[int, int], bool] = {}
+
+    def bound(self, times: LayerSeconds) -> tuple[int, int]:
+        """(most layers, or tail pages, that can be remapped within the slowdown, buffers)."""
+        self._renew(times)
+        if self._bound is None:
+            self._bound = self._most_pages(times) if self._tenant.slicing else self._most_layers(times)
+        return self._bound
+
+    def stall(self, times: LayerSeconds, remapped: int, buffers: int) -> float:
+        """Seconds per pass for which the computation would wait."""
+        return self._answer(times, remapped, buffers)[0]
+
+    def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str:
+        """By which selection: the first of those allowed whose stall is within the slowdown, else the one of least stall."""
+        if times is None:
+            return self._kinds_for(remapped, buffers)[0]
+        return self._answer(times, remapped, buffers)[1]
+
+    def possible(self, remapped: int, buffers: int) -> bool:
+        """Whether a plan can make it so from what streams now: coming home or by one of the selections for growing."""
+        attachment = self._tenant._attachment
+        if remapped == 0 or self._tenant.slicing:
+            return True
+        state = (attachment.pages, attachment.order)  # both are replaced, never changed
+        if self._looked_at is None or self._looked_at[0] is not state[0] or self._looked_at[1] is not state[1]:
+            self._looked_at = state
+            self._possible.clear()
+        known = self._possible.get((remapped, buffers))
+        if known is None:
+            kinds = ("inward",) if remapped < self._tenant.remapped else ("onward", *self._kinds)
+            known = self._possible[remapped, buffers] = any(
+                attachment.possible(self._tenant.select(remapped, buffers, kind), buffers) for kind in kinds
+            )
+        return known
+
+    def prepare(self, times: LayerSeconds) -> None:
+        """Answer ahead: the bound, and the stall now and with a little more."""
+        most, buffers = self.bound(times)
+        pages = self._tenant._attachment.pages
+        present = pages.tail_pages if self._tenant.slicing else self._tenant.remapped
+        if present:
+            buffers = self._tenant.buffers
+        if not self._tenant.slicing:
+            most = min(most, len(self._tenant._attachment.order) - buffers)
+        for more in range(max(1, present), min(present + _AHEAD, most) + 1):
+            self._answer(times, more, buffers)
+
+    def _answer(self, times: LayerSeconds, remapped: int, buffers: int) -> tuple[float, str]:
+        self._renew(times)
+        known = self._stalls.get((remapped, buffers))
+        if known is None:
+            known = self._stalls[remapped, buffers] = self._compute(times, remapped, buffers)
+        return known
+
+    def _compute(self, times: LayerSeconds, remapped: int, buffers: int) -> tuple[float, str]:
+        compute, transfer = times.compute_s, times.transfer_s
+        total = math.fsum(compute)
+        if self._tenant.slicing:
+            return max(0.0, self._sliced_period(times, remapped, buffers) - total), "slices"
+        best = (math.inf, self._kinds[0])
+        for kind in self._kinds_for(remapped, buffers):
+            stall = schedule.stall(compute, transfer, self._tenant.select(remapped, buffers, kind), buffers)
+            if stall < best[0]:
+                best = (stall, kind)
+            if stall <= self._slowdown * total:
+                break
+        return best
+
+    def _kinds_for(self, remapped: int, buffers: int) -> tuple[str, ...]:
+        """Those allowed whose layers a plan can stream; "nested", which adds to what streams, if there are none."""
+        attachment = self._tenant._attachment
+        if attachment.plain:
+            return self._kinds
+        kinds = [k for k in self._kinds if attachment.possible(self._tenant.select(remapped, buffers, k), buffers)]
+        return tuple(kinds) or ("nested",)
+
+    def _sliced_period(self, times: LayerSeconds, tail: int, buffers: int) -> float:
+        attachment = self._tenant._attachment
+        shares = selection.tail_shares(tail, [len(home) for home in attachment.pages.homes])
+        return selection.slices_period(times.compute_s, times.transfer_s, shares, buffers, sorted(attachment.order))
+
+    def _renew(self, times: LayerSeconds) -> None:
+        order, slicing = self._tenant._attachment.order, self._tenant.slicing
+        asked = self._asked
+        if asked is None or asked[0] is not times or asked[1] is not order or asked[2] != slicing:
+            self._asked = (times, order, slicing)
+            self._bound = None
+            self._stalls.clear()
+
+    def _most_layers(self, times: LayerSeconds) -> tuple[int, int]:
+        compute, transfer = times.compute_s, times.transfer_s
+        limit = (1.0 + self._slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
+        streamable = len(self._tenant._attachment.order)
+        # Of alpha + beta streamed layers at least alpha + 1 are copied in every pass, whichever they are.
+        least = min(transfer)
+        most = streamable if least * streamable <= limit else int(limit / least) - 1
+        best = (0, self._buffers[0])
+        for buffers in self._buffers:
+            # Not monotone in alpha (see schedule.max_remapped), so from the largest down. A copy engine that is busy for
+            # longer than the pass may last settles most of them without the exact period.
+            for alpha in range(min(most, streamable - buffers), best[0], -1):
+                for kind in self._kinds:
+                    if kind == "best" and min(transfer) * (alpha + buffers) > limit:
+                        continue
+                    streamed = self._tenant.select(alpha, buffers, kind)
+                    copied = schedule.SlotAssignment.of(streamed, buffers).copied
+                    if math.fsum(transfer[layer] for layer in copied) > limit:
+                        continue
+                    if schedule.period(compute, transfer, streamed, buffers) <= limit:
+                        best = (alpha, buffers)
+                        break
+                if best[0] == alpha:
+                    break
+        return best
+
+    def _most_pages(self, times: LayerSeconds) -> tuple[int, int]:
+        limit = (1.0 + self._slowdown) * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
+        buffers = max(self._buffers)  # one slot overlaps nothing: no computation lies between two slices
+        low, high = 0, max(map(len, self._tenant._attachment.pages.homes))
+        while low < high:  # the period grows with the tail
+            middle = (low + high + 1) // 2
+            if self._sliced_period(times, middle, buffers) <= limit:
+                low = middle
+            else:
+                high = middle - 1
+        return low, buffers

@@ -1,0 +1,262 @@
+"""The device of a session: its name, its backend, tensors over its memory, and the stream that computations use there.
+
+"cpu"               pages are host memory, computations are the calling thread's
+"cuda", "cuda:N"    pages are device memory; "cuda" is "cuda:0"
+cuda, emulated      pages of the emulated driver (tests): the processor reads and writes them, so tensors are CPU tensors
+                    and computations are the calling thread's, unless a pass is given a stream
+"sim:NAME"          a named machine in virtual time (include/remap/sim.h): pages are numbers, computations are what
+                    `SimBackend.compute` enqueues, and a pass names the stream that it enqueues them on. Such memory has no bytes,
+                    hence no tensors, unless the backend was made with `backed=True`
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from remap import _core
+from remap.errors import InvalidArgument
+from remap.memory.machine_memory import require_memory
+from remap.memory.native_stream import LEGACY_DEFAULT_STREAM
+from remap.sizes import parse_size
+
+if TYPE_CHECKING:
+    import torch
+
+    from remap.sim.hardware import Machine
+
+__all__ = ["SHAREABLE", "Device", "DeviceName", "default_mode", "default_name", "parse", "resolve", "simulated"]
+
+SHAREABLE = ("none", "posix_fd", "fabric")
+_SIM = re.compile(r"sim:([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
+_CUDA = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
+
+
+@dataclass(frozen=True)
+class DeviceName:
+    """A parsed name. index: as the driver counts devices (CUDA_VISIBLE_DEVICES applies); 0 on the CPU. machine: of "sim"."""
+
+    kind: str  # "cpu", "cuda" or "sim"
+    index: int = 0
+    machine: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "sim":
+            return f"sim:{self.machine}"
+        return self.kind if self.kind == "cpu" else f"{self.kind}:{self.index}"
+
+
+def default_name() -> str:
+    """REMAP_DEVICE, else "cpu"."""
+    return os.environ.get("REMAP_DEVICE") or "cpu"
+
+
+def default_mode() -> str:
+    """REMAP_MODE, else "aliased"."""
+    return os.environ.get("REMAP_MODE") or "aliased"
+
+
+def parse(device: object) -> DeviceName:
+    """Raises InvalidArgument (field device) unless it is "cpu", "cuda", "cuda:N" or "sim:NAME" (of whatever machine)."""
+    if device == "cpu":
+        return DeviceName("cpu")
+    simulated = _SIM.fullmatch(device) if isinstance(device, str) else None
+    if simulated is not None:
+        return DeviceName("sim", machine=simulated.group(1))
+    found = _CUDA.fullmatch(device) if isinstance(device, str) else None
+    if found is None:
+        raise InvalidArgument(
+            f"device must be 'cpu', 'cuda', 'cuda:N' or 'sim:NAME', got {device!r}; nothing was created", device=device
+        )
+    return DeviceName("cuda", int(found.group(1) or 0))
+
+
+class Device:
+    """What a session asks about its backend's device. `name` is what `Session.device` shows."""
+
+    def __init__(self, backend: Any) -> None:
+        kind = backend.device_kind if backend.device_kind in ("cuda", "sim") else "cpu"
+        # The virtual clock behind the backend, or None: then time is real.
+        self.simulator: Any = backend.simulator if kind == "sim" else None
+        machine: str = "" if self.simulator is None else self.simulator.machine
+        self.name = DeviceName(kind, backend.device_index if kind == "cuda" else 0, machine)
+        self.cuda = kind == "cuda"
+        self.host_addressable: bool = backend.host_addressable
+        self.clock: Callable[[], float] = time.monotonic if self.simulator is None else self.simulator.read_clock
+
+    @property
+    def torch_device(self) -> str:
+        """Where tensors over the pages are, and an attached model's tensors with them."""
+        return "cpu" if self.host_addressable or self.simulator is not None else str(self.name)
+
+    def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        """A 1-D uint8 tensor over device memory, on `torch_device`; keeps `owner` alive.
+
+        With `Arena.hold(address, nbytes)` as its owner it may outlive its region (detach, close): the addresses are used for
+        nothing else then. Where the processor reads it, it is zeros from then on; a GPU's kernel that uses it fails.
+
+        Raises InvalidArgument (field device) for simulated memory without bytes.
+        """
+        self.require_bytes()
+        from torch.utils.dlpack import from_dlpack
+
+        if self.host_addressable:
+            return from_dlpack(_core.BytesView(address, nbytes, owner))
+        return from_dlpack(_core.BytesView(address, nbytes, owner, self.name.kind, self.name.index))
+
+    def require_bytes(self) -> None:
+        """Raises InvalidArgument (field device) where pages are numbers only."""
+        if self.simulator is not None and not self.host_addressable:
+            raise InvalidArgument(
+                f"simulated memory of {self.name} has no bytes, so there are no tensors over it; nothing changed; attach with "
+                "attach_bytes, or give the session a backend made with backed=True",
+                device=str(self.name),
+            )
+
+    @staticmethod
+    def host_tensor(address: int, nbytes: int, owner: Any) -> torch.Tensor:
+        """A 1-D uint8 CPU tensor over host memory; keeps `owner` alive."""
+        from torch.utils.dlpack import from_dlpack
+
+        return from_dlpack(_core.BytesView(address, nbytes, owner))
+
+    def default_stream(self) -> Any:
+        """The stream on which a pass computes if its caller names none; None if that is the calling thread.
+
+        On a GPU that is torch's current stream there. Without torch in the process nothing else than the driver's
+        default stream is current, so torch need not be loaded for the answer. A simulated device has none: see `require_stream`.
+        """
+        if self.host_addressable or self.simulator is not None:
+            return None
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return LEGACY_DEFAULT_STREAM
+        return torch.cuda.current_stream(self.name.index)
+
+    def require_stream(self) -> None:
+        """For a pass that names no stream: raises InvalidArgument (field device) where the calling thread cannot compute either,
+        since its computations would take real time and all else virtual time."""
+        if self.simulator is not None:
+            raise InvalidArgument(
+                f"a pass on {self.name} computes in virtual time, on a stream; no pass was begun; give forward(stream=) one that "
+                "the session's backend has made (create_stream)",
+                device=str(self.name),
+            )
+
+    def wait_for_torch(self) -> None:
+        """Block until what torch enqueued on its current stream of a GPU is done: set-up and tear-down only."""
+        if self.torch_device != "cpu":
+            import torch
+
+            torch.cuda.current_stream(self.name.index).synchronize()
+
+
+def resolve(
+    device: object,
+    backend: Any,
+    capacity: int,
+    page_bytes: int,
+    *,
+    copy_threads: int = 1,
+    shareable: str = "none",
+    gpu_direct_rdma: bool = False,
+    host_budget: int | str | None = None,
+) -> tuple[Any, Device]:
+    """(backend, device) of a session of `capacity` bytes; arguments as `Session` takes them. A ready backend is kept.
+
+    On a simulated machine, `capacity` may be a part of its memory; OutOfMemory comes when pages are made beyond that. Raises
+    InvalidArgument for a bad name, an unknown machine, for another device than the ready backend's, and for options that
+    the device does not have; OutOfMemory on the CPU beyond what the machine or its control group could ever hold; DriverError on
+    cuda without a usable driver.
+    """
+    if backend is None:
+        name = parse(default_name() if device is None else device)
+        backend = _make_backend(
+            name,
+            capacity,
+            page_bytes,
+            copy_threads=copy_threads,
+            shareable=shareable,
+            gpu_direct_rdma=gpu_direct_rdma,
+            host_budget=host_budget,
+        )
+        return backend, Device(backend)
+    found = Device(backend)
+    if device is not None and parse(device) != found.name:
+        raise InvalidArgument(
+            f"device is {device!r}, the given backend's is {str(found.name)!r}; nothing was created; leave device out",
+            device=device,
+            backend=str(found.name),
+        )
+    return backend, found
+
+
+def _make_backend(
+    name: DeviceName,
+    capacity: int,
+    page_bytes: int,
+    *,
+    copy_threads: int,
+    shareable: str,
+    gpu_direct_rdma: bool,
+    host_budget: int | str | None,
+) -> Any:
+    if shareable not in SHAREABLE:
+        raise InvalidArgument(
+            f"shareable must be one of {SHAREABLE}, got {shareable!r}; nothing was created", shareable=shareable
+        )
+    budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
+    if host_budget is not None and budget == 0:
+        raise InvalidArgument(
+            "host_budget must be more than 0 bytes; nothing was created; leave it out for REMAP_HOST_BUDGET, or for what the "
+            "machine has to spare",
+            host_budget=host_budget,
+        )
+    if name.kind == "cuda":
+        return _core.make_cuda_backend(
+            device=name.index,
+            shareable=getattr(_core.ShareableHandle, shareable),
+            gpu_direct_rdma=gpu_direct_rdma,
+            host_budget_bytes=budget,
+        )
+    for option, given in (
+        ("shareable", shareable != "none"),
+        ("gpu_direct_rdma", gpu_direct_rdma),
+        ("host_budget", budget > 0),
+    ):
+        if given:
+            raise InvalidArgument(
+                f"{option} is for device 'cuda', this is {name}; nothing was created; leave it out", device=str(name)
+            )
+    if name.kind == "sim":
+        from remap.sim.hardware import machine
+
+        return simulated(machine(name.machine))
+    require_memory(capacity)
+    return _core.make_host_backend(capacity - capacity % page_bytes, page_bytes, copy_threads)
+
+
+def simulated(machine: Machine, *, contention: bool = True, backed: bool = False) -> Any:
+    """A backend (`_core.SimBackend`) in virtual time with the memory, the link and the driver of `machine`. It uses no real
+    memory, unless it is `backed`. contention: copies over the link slow the kernels that run beside them.
+    """
+    return _core.make_sim_backend(
+        machine=machine.name,
+        capacity_bytes=machine.hbm_bytes,
+        hbm_bytes_per_s=machine.hbm_bytes_per_s,
+        h2d_bytes_per_s=machine.h2d_bytes_per_s,
+        d2h_bytes_per_s=machine.d2h_bytes_per_s,
+        duplex=machine.duplex,
+        copy_setup_s=machine.copy_setup_s,
+        create_page_s=machine.create_page_s,
+        map_s=machine.map_page_s,
+        set_access_s=machine.set_access_s,
+        unmap_s=machine.unmap_page_s,
+        contention=contention,
+        backed=backed,
+    )

@@ -1,0 +1,124 @@
+"""Page-locked host memory of one tenant's master copies: what a device copies from at the full speed of its link."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from remap.errors import Error
+from remap.memory.streams import gone
+
+if TYPE_CHECKING:
+    import torch
+
+    from remap.memory.device import Device
+
+__all__ = ["HostMemories", "HostMemory"]
+
+
+class HostMemory:
+    """Allocated by the backend, or the caller's own and registered with it. Everything goes back in `release`."""
+
+    def __init__(self, backend: Any, device: Device) -> None:
+        self._backend = backend
+        self._device = device
+        self._allocated: list[tuple[int, int]] = []
+        self._registered: list[tuple[int, int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held."""
+        return sum(nbytes for _, nbytes in (*self._allocated, *self._registered))
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """`nbytes` of page-locked memory as a 1-D uint8 CPU tensor, valid until `release`.
+
+        Raises OutOfMemory or LimitExceeded (the backend's, with its numbers); nothing is held more than before then.
+        """
+        return self._device.host_tensor(self._allocate(nbytes), nbytes, self)
+
+    def hold(self, address: int, nbytes: int, *, writable: bool) -> int:
+        """Where these bytes of the caller's are page-locked: at `address` itself, or in a copy.
+
+        Only whole OS pages can be locked, and a driver locks memory that it may not write only on some machines. So what
+        starts inside of an OS page, or is read-only, is copied. The caller keeps the bytes alive and unchanged.
+        """
+        if (address, nbytes) in self._registered:
+            return address
+        separate = all(address >= at + size or at >= address + nbytes for at, size in self._registered)
+        if nbytes and writable and separate and address % mmap.PAGESIZE == 0:
+            self._registered.append((address, nbytes))  # first: what is noted and was not done, `release` finds out
+            try:
+                self._backend.register_host(address, nbytes)
+            except Error:
+                self._registered.remove((address, nbytes))
+                raise
+            return address
+        copy = self._allocate(nbytes)
+        ctypes.memmove(copy, address, nbytes)
+        return copy
+
+    def release(self) -> None:
+        """Give everything back. Pre: no copy from it is in flight. Raises the first error; what failed is still held."""
+        first: Error | None = None
+        for held, give_back in (
+            (self._registered, self._backend.unregister_host),
+            (self._allocated, self._backend.free_host),
+        ):
+            for each in tuple(held):
+                try:
+                    gone(give_back, *each)
+                except Error as error:
+                    first = first or error
+                else:
+                    held.remove(each)
+        if first is not None:
+            raise first
+
+    def _allocate(self, nbytes: int) -> int:
+        size = max(nbytes, 1)
+        self._allocated.append((self._backend.allocate_host(size), size))
+        return self._allocated[-1][0]
+
+
+class HostMemories:
+    """A session's: what its tenants hold, and what the backend did not take back yet."""
+
+    def __init__(self, backend: Any, device: Device) -> None:
+        self._backend = backend
+        self._device = device
+        self._held: list[HostMemory] = []
+
+    @contextmanager
+    def taken(self) -> Iterator[HostMemory | None]:
+        """Memory for a tenant to be, given back if the block raises; None where a device needs none."""
+        if not self._device.cuda:
+            yield None
+            return
+        host = HostMemory(self._backend, self._device)
+        self._held.append(host)
+        try:
+            yield host
+        except BaseException:
+            # Whatever it was, an interrupt included. It goes on to the caller.
+            self.give_back(host)
+            raise
+
+    def give_back(self, host: HostMemory | None) -> None:
+        """What the backend does not take now is kept for `close`: the tenant is gone all the same."""
+        if host is None:
+            return
+        try:
+            host.release()
+        except Error:
+            return
+        self._held.remove(host)
+
+    def close(self) -> None:
+        """Give everything back. Raises the backend's error; it can be called again."""
+        for host in tuple(self._held):
+            host.release()
+            self._held.remove(host)

@@ -1,0 +1,409 @@
+"""Pages between tenants: one model's layers become another model's KV cache, and come home again.
+
+    lend     donor: layers -> streamed, their pages -> free          receiver: free -> kv (zeroed: they change tenant)
+    return   holder: blocks move out, kv -> free        donor: free -> kv (zeroed) -> params, loaded from the master copy
+
+Each arrow is a plan of its own, since a page goes from one tenant to another by way of `free` only: a plan that failed could
+not give one tenant back what the zeroing for the other one has destroyed. Between two plans the books agree and every page
+has one owner. If a later one fails, the earlier ones are taken back (undoing.py): holders get their pages again, and the blocks
+that had moved out of them move back with their bytes. Where that fails too, the pages stay free and lent, the call reports it,
+and the next attempt finds them there.
+
+What may move is found out before anything changes: OutOfBlocks names, in its field `preempt`, the blocks to be freed first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from remap.errors import ArenaBroken, Error, OutOfBlocks
+from remap.memory.apply import Changes
+from remap.memory.plan import TenantPages, plan_free_pages, plan_streamed
+from remap.memory.undoing import AllOrNothing
+from remap.memory.view import free_pages_of
+from remap.tenant import Tenant
+
+__all__ = ["Lending", "Returned"]
+
+Moves = dict[str, dict[int, int]]
+
+
+@dataclass
+class Returned:
+    """What bringing pages home did. moved: tenant -> {old block: new block}. problem: why it ended early, if it did."""
+
+    moved: Moves = field(default_factory=dict)
+    problem: str = ""
+
+
+class Lending:
+    """One session's. Called with the session's lock held, outside of the passes of the tenants concerned."""
+
+    def __init__(self, tenants: Mapping[str, Tenant], changes: Changes, arena: Any) -> None:
+        self._tenants = tenants  # the session's own, as it is now
+        self._changes = changes
+        self._arena = arena
+        self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
+        # Of one epoch, so that nothing of tenants that went away stays: (donor, receiver) -> what it was found for, unused pages
+        # in the order in which they go, whether these are all.
+        self._idle: tuple[int, dict[tuple[int, int], tuple[tuple[int, int], list[int], bool]]] = (-1, {})
+
+    # -- looking ---------------------------------------------------------------------------------------------------
+
+    def holders(self, donor: Tenant, pages: frozenset[int] | None = None) -> dict[str, list[int]]:
+        """Which tenants have which of the donor's lent pages as KV now. What is free is in nobody's list."""
+        epoch = self._changes.epoch
+        if self._held[0] != epoch or epoch < 0:
+            self._held = (epoch, {})
+        known = self._held[1].get(donor.number)
+        if known is None:
+            known = {}
+            lent = donor._attachment.pages.lent
+            if lent:
+                names = {tenant.number: name for name, tenant in self._tenants.items()}
+                tenant_of = self._arena.tenants()
+                for page in sorted(lent):
+                    name = names.get(tenant_of[page])
+                    if name is not None:
+                        known.setdefault(name, []).append(page)
+            self._held[1][donor.number] = known  # only now: an interrupt must not leave a part of it
+        if pages is None:
+            return known
+        some = {name: [page for page in held if page in pages] for name, held in known.items()}
+        return {name: held for name, held in some.items() if held}
+
+    def losses(self, donor: Tenant, layers: int, buffers: int, selection: str) -> dict[str, int]:
+        """Tenant -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
+        pages = donor._attachment.pages
+        target = donor.select(layers, buffers, selection)
+        lent = pages.to_reclaim(target, buffers)
+        plan = plan_streamed(replace(pages, lent=pages.lent - lent), self._arena.epoch, target, buffers)
+        own = [page for page in plan.lost if page not in lent and page not in donor._attachment.reclaimed]
+        found = {}
+        for name, held in {**self.holders(donor, lent), donor.name: own}.items():
+            if held:
+                tenant = self._tenants[name]
+                found[name] = tenant.kv.usable_blocks - tenant.kv.pool.usable_with(tenant.slots_of(held))
+        return found
+
+    # -- giving ----------------------------------------------------------------------------------------------------
+
+    def lend(
+        self,
+        donor: Tenant,
+        layers: int,
+        buffers: int,
+        selection: str,
+        *,
+        predicted_stall_s: float = 0.0,
+        reason: str = "",
+    ) -> int:
+        """The donor streams `layers` layers' worth, and what that frees becomes free pages. Returns how many.
+
+        Fewer, or none, where layers turn out to be written.
+        """
+        before = len(donor._attachment.pages.lent)
+        pages = donor._attachment.pages
+        buffers = donor.buffers or buffers  # another number would take pages out of live blocks
+        if selection == "suffix" and not pages.ring:
+            # The ring is made of the very last layers: they are the last to come home.
+            last = tuple(sorted(donor._attachment.order)[::-1][:buffers])
+            donor._attachment.pages = replace(pages, ring_preference=last)
+        try:
+            with AllOrNothing(self._changes, (donor,)) as undo:
+                self._changes.cancel_draining(donor)  # other layers would come home than were meant to
+                coming = donor._attachment.reclaimed
+                if coming:  # a change that brought them home ended early
+                    self._unreclaim(donor, coming)
+                    undo.append(partial(self._reclaim, donor, coming))
+                self._changes.grow(
+                    donor,
+                    layers,
+                    buffers,
+                    selection=selection,
+                    to="free",
+                    predicted_stall_s=predicted_stall_s,
+                    reason=reason,
+                )
+        finally:
+            # Growing for itself later, it is to find its ring where the ring's region shows it already.
+            now = donor._attachment.pages
+            donor._attachment.pages = replace(now, ring_preference=pages.ring_preference)
+        donor._selection = selection
+        return len(donor._attachment.pages.lent) - before
+
+    def give_idle(self, donor: Tenant, blocks: int, receiver: Tenant, surplus: int) -> int:
+        """Free pages out of the donor's unused KV, until there are enough for `blocks` more blocks of the receiver.
+
+        At most `surplus` of the donor's own blocks are lost. It keeps pages that have no place in the receiver's KV region.
+        Returns the pages freed.
+        """
+        wanted = -(-blocks * receiver.kv.spec.block_bytes // self._arena.page_bytes) + 1
+        slots = self.idle_slots(donor, receiver, wanted, surplus)
+        if not slots:
+            return 0
+        giving, index = donor._attachment.giving, donor.kv.geometry.giving_index
+        pages = sorted(giving[index(slot)] for slot in slots)
+        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, pages, give=False)
+        try:
+            self._changes.exchange(donor, plan, slots)
+        except OutOfBlocks:  # an engine with its own allocator holds some of them still
+            return 0
+        return len(pages)
+
+    def idle_slots(self, donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> list[int]:
+        """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most `wanted`.
+
+        Those given last go first. At most `surplus` blocks are lost; none that belongs to one of the donor's own layers, which
+        comes home with them; and none of the pages that it got for its min_blocks when it was attached: those are nobody's
+        layer, and what it has borrowed may be asked back at any time.
+        """
+        pool = donor.kv.pool
+        if surplus <= 0 or donor._attachment.draining:
+            return []
+        # Asked in every step while demand is unmet, and by tenants whose donors do nothing meanwhile.
+        epoch = self._changes.epoch
+        if self._idle[0] != epoch or epoch < 0:
+            self._idle = (epoch, {})
+        key, pair = (pool.changes, surplus), (donor.number, receiver.number)
+        known = self._idle[1].get(pair)
+        if known is None or known[0] != key or (len(known[1]) < wanted and not known[2]):
+            found, all_of_them = self._find_idle(donor, receiver, wanted, surplus)
+            known = self._idle[1][pair] = (key, found, all_of_them)
+        return sorted(known[1][:wanted])
+
+    @staticmethod
+    def _find_idle(donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> tuple[list[int], bool]:
+        """(the first `wanted` of what `idle_slots` may give, in the order in which they go; whether there are no more)."""
+        pool, geometry = donor.kv.pool, donor.kv.geometry
+        own = donor._attachment.pages.kv_from_homes
+        giving, lasting = donor._attachment.giving, donor._attachment.lasting
+        places = receiver._attachment.index_of
+        index, columns = geometry.giving_index, geometry.range_pages
+        found: list[int] = []
+        lost: set[int] = set()
+        owned: Iterable[int] = reversed(pool.owned_slots())
+        # Whether live blocks touch a page costs more to find out than all the rest: asked last.
+        if geometry.ranges == 1:  # a page stands where it was given: below `lasting` there is nothing to look at
+            above = itertools.takewhile(lasting.__le__, owned)
+            owned = [slot for slot in above if (page := giving[slot]) in places and page not in own]
+        else:
+            owned = [
+                slot
+                for slot in owned
+                if (place := index(slot)) >= lasting and (page := giving[place]) in places and page not in own
+            ]
+        for slot in owned if pool.external else pool.vacant(owned):
+            blocks = set(geometry.blocks_of_columns(slot % columns, slot % columns + 1))
+            if len(lost | blocks) > surplus:
+                return found, True
+            lost |= blocks
+            found.append(slot)
+            if len(found) >= wanted:
+                return found, False
+        return found, True
+
+    # -- coming home -----------------------------------------------------------------------------------------------
+
+    def restream(
+        self,
+        donor: Tenant,
+        layers: int,
+        buffers: int,
+        selection: str,
+        *,
+        predicted_stall_s: float = 0.0,
+        reason: str = "",
+        drain: bool = False,
+    ) -> Returned:
+        """`Changes.restream`, after the lent pages among those that come home have been fetched from their holders.
+
+        Raises OutOfBlocks (field preempt: tenant -> block ids) where live blocks have no room to move, or the backend's error;
+        nothing has changed then. If what had changed cannot be taken back, it ends early instead, with the error in `problem`.
+        """
+        changes = self._changes
+        target = changes._streamable(donor, layers, buffers, selection)
+        pages = donor._attachment.pages
+        lent = pages.to_reclaim(target, buffers)
+        for name in self.holders(donor, lent) if lent else ():
+            self._tenants[name].refuse_pass()
+        result = Returned()
+        applied = changes.applied
+        try:
+            with AllOrNothing(changes, self._tenants.values()) as undo:
+                if pages.lent or donor._attachment.reclaimed:
+                    there = replace(pages, lent=pages.lent - lent)
+                    changes.refuse_homeless(donor, plan_streamed(there, self._arena.epoch, target, buffers).gained)
+                    extra = self._require_room(donor, target, buffers, lent)
+                    self._bring_home(donor, lent, extra, result, undo)
+                moves = changes.restream(
+                    donor, layers, buffers, selection, predicted_stall_s=predicted_stall_s, reason=reason, drain=drain
+                )
+        except ArenaBroken:
+            raise
+        except Error as error:
+            if changes.applied == applied:
+                raise
+            result.problem = str(error)
+            return result
+        if moves:
+            result.moved[donor.name] = moves
+        return result
+
+    def _require_room(
+        self, donor: Tenant, target: Sequence[int], buffers: int, lent: frozenset[int]
+    ) -> dict[Tenant, Sequence[int]]:
+        """Free pages that tenants have to take first, so that all their live blocks have somewhere to go: no page twice, and
+        none that is to come home. Raises OutOfBlocks (field preempt) without enough of them. Engines with allocators of their
+        own are asked later, by withdrawing their blocks."""
+        preempt: dict[str, tuple[int, ...]] = {}
+        room_in_all = 0
+        extra: dict[Tenant, Sequence[int]] = {}
+        gone = set(lent)
+        held = {self._tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
+        for tenant in (*held, donor):
+            if tenant.kv.pool.external:
+                continue
+            free = [page for page in free_pages_of(self._arena, tenant) if page not in gone]
+            least, most = 0, len(free)
+            short = self._shortage(tenant, donor, held, target, buffers, lent, free)
+            if short[0] > 0:
+                preempt[tenant.name] = short[1][-short[0] :]
+                room_in_all += len(short[1]) - short[0]
+                continue
+            while least < most:  # more room the more pages there are: the fewest that do
+                middle = (least + most) // 2
+                if self._shortage(tenant, donor, held, target, buffers, lent, free[:middle])[0] > 0:
+                    least = middle + 1
+                else:
+                    most = middle
+            if least:
+                extra[tenant] = free[:least]
+                gone.update(free[:least])
+        if preempt:
+            raise _out_of_room(preempt, room_in_all)
+        return extra
+
+    def _shortage(
+        self,
+        tenant: Tenant,
+        donor: Tenant,
+        held: Mapping[Tenant, Sequence[int]],
+        target: Sequence[int],
+        buffers: int,
+        lent: frozenset[int],
+        extra: Sequence[int],
+    ) -> tuple[int, tuple[int, ...]]:
+        """(live blocks without a place once the tenant has the `extra` pages, all that are in the way). For the donor, by the
+        same two ways as in `Changes.restream`."""
+        more = tenant.slots_of(extra)
+        if tenant is not donor:
+            slots = tenant.slots_of(held[tenant])
+            pending = tenant.kv.pool.pending(slots)
+            return len(pending) - self._changes._room(tenant, slots, more), pending
+        pages = replace(donor._attachment.pages, lent=donor._attachment.pages.lent - lent)
+        outside = lent | donor._attachment.reclaimed  # in no pool
+        plan = plan_streamed(pages, self._arena.epoch, target, buffers)
+        slots = donor.slots_of([page for page in plan.lost if page not in outside])
+        pending = donor.kv.pool.pending(slots)
+        short = len(pending) - self._changes._room(donor, slots, more)
+        if short > 0 and plan.gained:
+            way = plan_streamed(pages, plan.epoch, sorted({*donor.streamed, *target}), min(buffers, donor.buffers))
+            there = replace(pages, streamed=way.streamed, ring=way.ring)
+            # From there another ring may be the best one, made of pages that are not at home.
+            if not way.lost and not there.to_reclaim(target, buffers):
+                after = plan_streamed(there, plan.epoch, target, buffers)
+                slots = donor.slots_of([page for page in after.lost if page not in outside])
+                pending = donor.kv.pool.pending(slots)
+                short = len(pending) - self._changes._room(donor, slots, (*more, *donor.slots_of(way.gained)))
+        return short, pending
+
+    def _bring_home(
+        self,
+        donor: Tenant,
+        lent: frozenset[int],
+        extra: Mapping[Tenant, Sequence[int]],
+        result: Returned,
+        undo: list[Callable[[], None]],
+    ) -> None:
+        """The lent pages become the donor's KV. Each plan's undoing is appended to `undo`, and each holder's moves are in the
+        result while they stand."""
+        changes = self._changes
+        held = self.holders(donor, lent)
+        for tenant, free in extra.items():
+            plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free, give=True)
+            changes.apply_and_settle(tenant, plan)
+            undo.append(partial(self._take_back, tenant, free))
+        slots = {}
+        for name, pages in held.items():
+            tenant = self._tenants[name]
+            slots[name] = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
+            if tenant.kv.pool.external:  # while no change is open: the engine is told
+                changes.withdraw_from_engine(tenant, slots[name])
+        # All of them are emptied before the first gives anything up: if one cannot be, nothing has changed.
+        moves = {name: changes.vacate(self._tenants[name], slots[name]) or [] for name in held}
+        for name, pages in held.items():
+            tenant = self._tenants[name]
+            self._free(tenant, pages)
+            undo.append(partial(self._give_back, tenant, pages, moves[name], result))
+            if moves[name]:
+                result.moved[name] = dict(moves[name])
+        if lent:
+            self._reclaim(donor, lent)
+            undo.append(partial(self._unreclaim, donor, lent))
+
+    # -- taken back after a failure --------------------------------------------------------------------------------
+
+    def _take_back(self, tenant: Tenant, pages: Sequence[int]) -> None:
+        """Pages that were given for blocks to move into are free again; the blocks have left them."""
+        plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, pages, give=False)
+        self._changes.exchange(tenant, plan, list(tenant.slots_of(pages)))
+
+    def _give_back(
+        self, holder: Tenant, pages: Sequence[int], moves: Sequence[tuple[int, int]], result: Returned
+    ) -> None:
+        """The holder has its pages again and its blocks are where they were. Their bytes come along: the pages may have been
+        zeroed for the donor since."""
+        back = [(new, old) for old, new in moves]
+        plan = plan_free_pages(holder._attachment.pages, self._arena.epoch, pages, give=True)
+        self._changes.apply_and_settle(holder, plan)
+        if back:
+            self._changes.move_blocks(holder, back)
+        result.moved.pop(holder.name, None)
+
+    def _unreclaim(self, donor: Tenant, lent: frozenset[int]) -> None:
+        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, sorted(lent), give=False)
+        self._changes.apply_and_settle(donor, plan)
+
+    def unlend(self, donor: Tenant, before: TenantPages) -> None:
+        """What the donor has lent since `before` comes home. All of it is free: nobody has taken any of it."""
+        self._reclaim(donor, donor._attachment.pages.lent - before.lent)
+        pages = donor._attachment.pages
+        plan = plan_streamed(pages, self._arena.epoch, before.streamed, len(before.ring), ring=before.ring)
+        self._changes.apply_and_settle(donor, plan)
+
+    def _free(self, tenant: Tenant, pages: Sequence[int]) -> None:
+        """KV pages that are in no block's way any more become free. The pool has let go of them."""
+        plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, pages, give=False)
+        self._changes.apply_and_settle(tenant, plan)
+
+    def _reclaim(self, donor: Tenant, lent: frozenset[int]) -> None:
+        """Free pages of the donor's own become its KV for the arena, which zeroes them; the pool never hears of them."""
+        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, sorted(lent), give=True)
+        self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
+
+
+def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:
+    blocks = sum(map(len, preempt.values()))
+    return OutOfBlocks(
+        f"{blocks} live blocks of {sorted(preempt)} lie in pages that are to come home and have no room elsewhere; nothing "
+        "changed; free these blocks (field preempt), or preempt their requests, and call again",
+        requested=blocks,
+        free=room,
+        usable=room,
+        preempt=dict(preempt),
+    )

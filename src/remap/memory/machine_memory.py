@@ -1,0 +1,117 @@
+"""How much memory this process could have at most, whoever uses it now: what no session on the CPU can exceed.
+
+The host backend's pages are taken when they are touched, so a capacity that the machine cannot hold ends in the kernel's
+out-of-memory killer, not in an error. `require_memory` refuses it before anything is made, the table of its pages included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from remap.errors import OutOfMemory
+from remap.sizes import show_size
+
+__all__ = ["MemoryBound", "memory_bound", "require_memory"]
+
+_NO_LIMIT = 1 << 62  # cgroup v1 writes "no limit" as the largest multiple of an OS page that fits a signed number
+
+
+@dataclass(frozen=True)
+class MemoryBound:
+    """Bytes of memory and swap together. limited_by: "machine" or "cgroup"."""
+
+    nbytes: int
+    limited_by: str
+
+
+def memory_bound(root: str = "/") -> MemoryBound:
+    """The least of what the machine has and of what each memory cgroup above this process allows. root: of the files, in tests.
+
+    Swap counts, since pages of shared memory can be swapped out.
+    """
+    top = Path(root)
+    meminfo = dict(_fields(_read(top / "proc/meminfo")))
+    swap = meminfo.get("SwapTotal", 0)
+    total = meminfo.get("MemTotal", 0) or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = MemoryBound(total + swap, "machine")
+    for allowed in _cgroups(top, swap):
+        if allowed < found.nbytes:
+            found = MemoryBound(allowed, "cgroup")
+    return found
+
+
+def require_memory(capacity: int, root: str = "/") -> None:
+    """Raises OutOfMemory (fields requested, limit, limited_by) for a capacity above `memory_bound`."""
+    bound = memory_bound(root)
+    if capacity <= bound.nbytes:
+        return
+    whose = "this machine has" if bound.limited_by == "machine" else "the process's control group allows"
+    other = "" if bound.limited_by == "machine" else ", or raise the group's limit"
+    raise OutOfMemory(
+        f"a capacity of {show_size(capacity)} ({capacity} bytes) was asked for, {whose} {show_size(bound.nbytes)} "
+        f"({bound.nbytes} bytes) of memory and swap in all; nothing was created; give a capacity that leaves room for "
+        f"everything else on the machine{other}",
+        requested=capacity,
+        limit=bound.nbytes,
+        limited_by=bound.limited_by,
+    )
+
+
+def _cgroups(top: Path, swap: int) -> Iterator[int]:
+    """What each memory cgroup of this process allows, from its own up to the mount. Those without a limit are left out.
+
+    In a container the path may be one that only the host sees: then the limit stands at the mount itself.
+    """
+    for line in _read(top / "proc/self/cgroup").splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        v2 = not controllers
+        if not v2 and "memory" not in controllers.split(","):
+            continue
+        mount = top / ("sys/fs/cgroup" if v2 else "sys/fs/cgroup/memory")
+        inner = PurePosixPath(path.lstrip("/"))
+        for each in (inner, *inner.parents):
+            allowed = _limit_v2(mount / each, swap) if v2 else _limit_v1(mount / each, swap)
+            if allowed is not None:
+                yield allowed
+
+
+def _limit_v2(group: Path, swap: int) -> int | None:
+    memory = _number(group / "memory.max")
+    if memory is None:
+        return None
+    swapped = _number(group / "memory.swap.max")
+    return memory + (swap if swapped is None else min(swap, swapped))
+
+
+def _limit_v1(group: Path, swap: int) -> int | None:
+    memory = _number(group / "memory.limit_in_bytes")
+    if memory is None:
+        return None
+    both = _number(group / "memory.memsw.limit_in_bytes")
+    return memory + swap if both is None else min(memory + swap, both)
+
+
+def _number(path: Path) -> int | None:
+    """The file's number; None where there is no such file, or where it says that there is no limit."""
+    text = _read(path).strip()
+    value = int(text) if text.isdigit() else _NO_LIMIT
+    return value if value < _NO_LIMIT else None
+
+
+def _fields(meminfo: str) -> Iterator[tuple[str, int]]:
+    for line in meminfo.splitlines():
+        key, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            yield key, int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

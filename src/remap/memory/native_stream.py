@@ -1,0 +1,66 @@
+"""Which stream a caller means, whatever library made it. Pure: knows no driver, loads no package."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from remap.errors import InvalidArgument
+
+__all__ = ["LEGACY_DEFAULT_STREAM", "PER_THREAD_DEFAULT_STREAM", "native_stream"]
+
+# The driver's names for its two default streams (CU_STREAM_LEGACY, CU_STREAM_PER_THREAD).
+LEGACY_DEFAULT_STREAM = 1
+PER_THREAD_DEFAULT_STREAM = 2
+
+_PROTOCOL_VERSION = 0
+_HANDLE_BITS = 64
+
+
+def native_stream(stream: Any) -> int:
+    """The driver's handle (a CUstream as a number) of `stream`; its null stream, 0, becomes LEGACY_DEFAULT_STREAM.
+
+    stream: an object with `__cuda_stream__()` (cuda.core, cuda.bindings, recent torch, cupy), with an integer attribute
+    `cuda_stream` (torch.cuda.Stream), a wrapper of the driver's type (`int(stream)`, older cuda.bindings), or the
+    handle itself as an integer. The caller keeps the stream alive. Raises InvalidArgument (field stream) for anything
+    else, and for an unknown version of the protocol (field version).
+    """
+    if stream is None or isinstance(stream, (bool, float, str, bytes)):
+        raise _refuse(stream)
+    protocol = getattr(stream, "__cuda_stream__", None)
+    if protocol is not None:
+        # Some early implementations made it a property.
+        answer = protocol() if callable(protocol) else protocol
+        if not isinstance(answer, tuple) or len(answer) != 2:
+            raise _refuse(stream)
+        version, handle = answer
+        if version != _PROTOCOL_VERSION:
+            raise InvalidArgument(
+                f"{type(stream).__name__}.__cuda_stream__() speaks version {version!r} of the protocol, expected "
+                f"{_PROTOCOL_VERSION}; nothing changed; pass the stream's handle as an integer",
+                stream=repr(stream),
+                version=version,
+            )
+    elif hasattr(stream, "cuda_stream"):
+        handle = stream.cuda_stream
+    elif hasattr(stream, "__index__"):
+        handle = stream
+    elif hasattr(stream, "__int__") and hasattr(stream, "getPtr"):  # cuda.bindings' wrappers of driver types
+        handle = int(stream)
+    else:
+        raise _refuse(stream)
+    try:
+        number = operator.index(handle)
+    except TypeError:
+        raise _refuse(stream) from None
+    if not 0 <= number < 1 << _HANDLE_BITS:
+        raise _refuse(stream)
+    return number or LEGACY_DEFAULT_STREAM
+
+
+def _refuse(stream: Any) -> InvalidArgument:
+    return InvalidArgument(
+        f"stream must be a CUDA stream (an object with __cuda_stream__(), a torch.cuda.Stream, a cuda.bindings CUstream, "
+        f"or a handle as an integer >= 0), got {stream!r}; nothing changed",
+        stream=repr(stream),
+    )

@@ -1,0 +1,81 @@
+"""Declared ranges: memory that somebody outside (NCCL, a network card) looked up page by page and uses at its address.
+
+What a region there shows must not change any more: the arena refuses plans that would, and layers that intersect are
+pinned, so that no plan is made that would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from remap.errors import InvalidState
+from remap.policy import schedule
+from remap.tenant import Tenant
+
+__all__ = ["Registered"]
+
+_Range = tuple[int, int]  # address, bytes
+
+
+class Registered:
+    """A session's. Called with its lock held."""
+
+    def __init__(self, arena: Any, tenants: Mapping[str, Tenant]) -> None:
+        self._arena = arena
+        self._tenants = tenants
+
+    def declare(self, address: int, nbytes: int) -> None:
+        """As `Session.declare_registered`."""
+        for tenant in self._tenants.values():
+            streamed = sorted(_layers_in(tenant, [(address, nbytes)]).intersection(tenant.streamed))
+            if streamed:
+                raise InvalidState(
+                    f"layer {streamed[0]} of {tenant.name!r} is streamed, so its region shows other pages than its own; nothing "
+                    "changed; take its pages back (session.remap), settle, then register the range and declare it",
+                    tenant=tenant.name,
+                    layer=streamed[0],
+                )
+        self._arena.declare_registered(address, nbytes)
+        self.pin()
+
+    def withdraw(self, address: int, nbytes: int) -> None:
+        """As `Session.withdraw_registered`."""
+        self._arena.withdraw_registered(address, nbytes)
+        self.pin()
+
+    def refuse_detach(self, tenant: Tenant) -> None:
+        """Raises InvalidState (fields tenant, address, nbytes) if a range of the tenant's is declared."""
+        for address, nbytes in self._arena.registered():
+            if _inside(tenant._attachment.regions, [(address, nbytes)]):
+                raise InvalidState(
+                    f"{nbytes} bytes at {address:#x}, memory of tenant {tenant.name!r}, are declared as registered; nothing "
+                    "changed; deregister them and call withdraw_registered first",
+                    tenant=tenant.name,
+                    address=address,
+                    nbytes=nbytes,
+                )
+
+    def pin(self) -> None:
+        """Pin the layers that intersect a declared range. The arena knows the ranges, and a layer may be pinned for several
+        reasons: all of it is found anew, so that this can be called again at any time."""
+        ranges = self._arena.registered()
+        for tenant in self._tenants.values():
+            attachment = tenant._attachment
+            empty = {layer for layer, nbytes in enumerate(attachment.layer_bytes) if nbytes == 0}
+            pinned = empty | attachment.written.keys() | _layers_in(tenant, ranges)
+            attachment.pinned = pinned
+            attachment.order = tuple(layer for layer in schedule.nested(tenant.layers) if layer not in pinned)
+
+
+def _layers_in(tenant: Tenant, ranges: Iterable[_Range]) -> set[int]:
+    return _inside(tenant._attachment.regions[: tenant.layers], list(ranges))
+
+
+def _inside(regions: Iterable[_Range], ranges: list[_Range]) -> set[int]:
+    """Which of the regions, by index, have a byte in one of the ranges."""
+    return {
+        index
+        for index, (at, size) in enumerate(regions)
+        if any(address < at + size and at < address + nbytes for address, nbytes in ranges)
+    }

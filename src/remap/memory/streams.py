@@ -1,0 +1,236 @@
+"""Who comes after whom on the device: a session's streams and events, and the stream that a tenant's passes compute on.
+
+Everything that touches a tenant's memory is on its compute stream, on the prefetcher's copy stream, or was waited for by the
+host; the first two are ordered by events. A tenant whose passes compute on the calling thread (a host device) has no
+compute stream: then the host waits wherever a stream would.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remap.errors import Error, InvalidArgument
+from remap.memory.device import Device
+from remap.memory.native_stream import native_stream
+
+__all__ = ["ComputeStream", "Streams", "gone"]
+
+_FOREVER_S = 3600.0
+
+
+def gone(give_back: Callable[..., None], *handle: int) -> None:
+    """Give something back to the backend that may have it already: an interrupt came before that was noted. The backend, which
+    knows its own, then says InvalidArgument."""
+    try:
+        give_back(*handle)
+    except InvalidArgument:
+        return
+
+
+class Streams:
+    """A session's own streams, the callers' streams that it uses, and its events. All released by `close`."""
+
+    def __init__(self, backend: Any, simulator: Any = None) -> None:
+        self.backend = backend
+        self.simulator = simulator  # the virtual clock behind it, if there is one
+        self._adopted: set[int] = set()
+        self._mover = 0  # the session's own: for copies that the host waits for, made on first use
+        self._keep: Any = None  # owns what copies on it may be reading
+        self._timing: list[int] = []  # two events
+        self._events: list[int] = []
+        self._recording: set[int] = set()  # of these: taken, and not recorded yet
+        self._retired: list[Any] = []
+        # A pass may begin on the engine's thread while another thread changes another tenant.
+        self._lock = threading.Lock()
+
+    def adopt(self, native: int) -> int:
+        """The backend's handle of a caller's stream. Raises InvalidArgument if it is none of this device."""
+        with self._lock:
+            stream: int = self.backend.adopt_stream(native)
+            self._adopted.add(stream)
+            return stream
+
+    def record(self, stream: int) -> int:
+        """An event that completes when all work enqueued on `stream` so far has.
+
+        It is recorded anew by a later call, once it is complete: whoever still waits for it then waits for that, too, which
+        is later but never wrong, since nothing waits for what was not enqueued before it. Raises the backend's error;
+        nothing is recorded then.
+        """
+        with self._lock:
+            event = next((each for each in self._events if each not in self._recording and self._complete(each)), 0)
+            if event == 0:
+                self._events.append(self.backend.create_event(timed=False))
+                event = self._events[-1]
+            self._recording.add(event)
+        # Without the lock: while the stream's queue is full a driver blocks here, and other tenants' passes begin meanwhile.
+        try:
+            self.backend.record(event, stream)
+        finally:
+            self._recording.discard(event)
+        return event
+
+    def order(self, later: int, earlier: int) -> None:
+        """Work enqueued on `later` from now on waits for all that is enqueued on `earlier` now. The host waits for nothing.
+
+        Raises the error of `earlier` if that has failed already: it would spread to `later`.
+        """
+        event = self.record(earlier)
+        self.backend.query(event)
+        self.backend.stream_wait(later, event)
+
+    def wait(self, event: int) -> None:
+        """Block until the event is complete. Raises its stream's error."""
+        self.backend.synchronize(event, _FOREVER_S)
+
+    def ended(self, event: int) -> bool:
+        """Whether what the event stands for is over, well or with an error."""
+        try:
+            return bool(self.backend.query(event))
+        except Error:
+            return True
+
+    def copy(self, ranges: Sequence[tuple[int, int, int]], *, keep: Any = None) -> None:
+        """Copy (to, from, bytes) each on a stream of the session's own, and wait for it. `keep` keeps what is read alive."""
+        stream = self._moving()
+        self._keep = keep
+        try:
+            for target, source, nbytes in ranges:
+                self.backend.copy(stream, target, source, nbytes)
+            self.wait(self.record(stream))
+        except BaseException:  # an interrupt of the wait as well
+            self._drop_mover()
+            raise
+        self._keep = None
+
+    def copy_seconds(self, target: int, source: int, nbytes: int, *, keep: Any = None) -> float:
+        """Seconds that one copy takes on a stream of the session's own, the quicker of two. The first estimate of the link."""
+        stream = self._moving()
+        self._keep = keep
+        while len(self._timing) < 2:
+            self._timing.append(self.backend.create_event())
+        begun, ended = self._timing
+        times = []
+        try:
+            for _ in range(2):
+                self.backend.record(begun, stream)
+                self.backend.copy(stream, target, source, nbytes)
+                self.backend.record(ended, stream)
+                self.wait(ended)
+                times.append(self.backend.elapsed(begun, ended))
+        except BaseException:  # an interrupt of the wait as well
+            self._drop_mover()
+            raise
+        self._keep = None
+        return float(min(times))
+
+    def retire(self, prefetcher: Any) -> None:
+        """Nobody uses this `_core.Prefetcher` any more: give its stream and events back, now or (if that fails) in `close`."""
+        try:
+            prefetcher.close()
+        except Error:
+            self._retired.append(prefetcher)
+
+    def close(self) -> None:
+        """Give everything back. After an error or an interrupt it can be called again. Callers' streams are not waited for."""
+        self._drop_mover()
+        while self._retired:
+            self._retired[-1].close()
+            self._retired.pop()
+        for stream in tuple(self._adopted):
+            gone(self.backend.forget_stream, stream)
+            self._adopted.discard(stream)
+        for events in (self._timing, self._events):
+            while events:
+                gone(self.backend.destroy_event, events[-1])
+                events.pop()
+
+    def _moving(self) -> int:
+        if self._mover == 0:
+            self._mover = self.backend.create_stream()
+        return self._mover
+
+    def _drop_mover(self) -> None:
+        # A caller that got an error gives the targets up, so nothing may still be writing there: destroying a stream waits for
+        # its work. It also gets rid of a stream that has failed, which would fail for ever. If this fails too, copies may
+        # still be reading: what they read is kept until it has succeeded.
+        if self._mover:
+            gone(self.backend.destroy_stream, self._mover)
+            self._mover = 0
+        self._keep = None
+
+    def _complete(self, event: int) -> bool:
+        try:
+            return bool(self.backend.query(event))
+        except Error:
+            return False  # of a stream that has failed: kept as it is, for whoever still asks
+
+
+class ComputeStream:
+    """The stream that a tenant's passes compute on. `handle` is 0 while they compute on the calling thread."""
+
+    def __init__(self, streams: Streams, device: Device) -> None:
+        self._streams = streams
+        self._device = device
+        self._native = 0
+        self._given: Any = None  # the caller's object: its stream lives as long as it is used here
+        self.handle = 0
+
+    def begin(self, stream: Any) -> int:
+        """A pass begins: on `stream`, or (None) on the device's default. Returns its handle.
+
+        What was enqueued for the tenant before comes first: another stream waits for it on the device, the calling thread
+        blocks. Raises InvalidArgument for what is no stream of this device; nothing changed then.
+        """
+        given = self._device.default_stream() if stream is None else stream
+        if given is not None:
+            self._use(given)
+        elif self._device.simulator is not None:
+            self._device.require_stream()
+        elif self.handle:
+            self.wait()
+            self._native, self._given, self.handle = 0, None, 0
+        return self.handle
+
+    def current(self) -> int:
+        """The stream of the last pass. Before the first one the device's default, on which engines warm up."""
+        if self.handle == 0:
+            given = self._device.default_stream()
+            if given is not None:
+                self._use(given)
+        return self.handle
+
+    def mark(self) -> int:
+        """An event behind all that was enqueued on the compute stream so far; 0 if there is no such stream."""
+        stream = self.current()
+        return self._streams.record(stream) if stream else 0
+
+    def wait(self) -> None:
+        """Block until the compute stream has done all that was enqueued. An error of its own is its owner's to hear.
+
+        Raises only if that cannot be known; calling again is safe.
+        """
+        event = self.mark()
+        if event == 0:
+            return
+        try:
+            self._streams.wait(event)
+        except Error:
+            if not self._streams.ended(event):
+                raise
+
+    def _use(self, given: Any) -> None:
+        native = native_stream(given)
+        if native == self._native:
+            self._given = given
+            return
+        handle = self._streams.adopt(native)
+        if self.handle:
+            # Recorded now, not when the last pass ended: changes since then have enqueued work there as well. A stream that
+            # has failed runs nothing any more, and waiting for it would only pass the failure on.
+            event = self._streams.record(self.handle)
+            if not self._streams.ended(event):
+                self._streams.backend.stream_wait(handle, event)
+        self._native, self._given, self.handle = native, given, handle

@@ -1,0 +1,83 @@
+"""An input embedding that is gathered from host memory: the first donor, and nearly a free one.
+
+A step needs one row of it a token: tokens x hidden x itemsize bytes (2.1 MB for 256 tokens of 4,096 bfloat16 values), out of the
+gigabyte that it takes on the device. So an untied embedding does not have to be there at all. On the CPU the parameter simply
+stays outside of the arena. On a GPU it becomes a view of page-locked memory that the device reads over the link by itself:
+same module, same kernel, the gather stays where it was in the stream, also inside a captured graph. Derived; none of the
+papers mentions embeddings.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from remap.errors import InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+    from remap.memory.device import Device
+    from remap.memory.host_memory import HostMemory
+    from remap.model.pack import TensorSpec
+
+__all__ = ["HostEmbedding"]
+
+
+class HostEmbedding:
+    """The weight of a model's input embedding, kept in host memory from `install` to `restore`."""
+
+    def __init__(self, model: nn.Module, specs: Sequence[TensorSpec], device: Device, host: HostMemory | None) -> None:
+        """Raises InvalidArgument (fields path, shared) if there is none, or if another tensor shares its memory (a tied head,
+        which reads all of it in every step). Changes nothing in the model."""
+        get = getattr(model, "get_input_embeddings", None)
+        module = get() if callable(get) else None
+        weight = getattr(module, "weight", None)
+        path = next((name for name, tensor in model.named_parameters() if tensor is weight), "")
+        spec = next((spec for spec in specs if spec.path == path), None)
+        if spec is None:
+            raise InvalidArgument(
+                f"{type(model).__name__} has no input embedding (get_input_embeddings().weight); nothing was attached; leave "
+                "embedding= out",
+                path=path,
+            )
+        shared = [other.path for other in specs if other.storage == spec.storage and other.path != path]
+        if shared:
+            raise InvalidArgument(
+                f"{path} shares its memory with {shared}, which read it whole: it cannot stay in host memory; nothing was "
+                "attached; leave embedding= out",
+                path=path,
+                shared=shared,
+            )
+        self.path = path
+        self.nbytes = spec.span_bytes
+        self.weight: Any = weight
+        self._device, self._host = device, host
+        self._view: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """Copy the bytes to where the device can read them, if it cannot read them where they are. May raise OutOfMemory."""
+        if self._host is None:
+            return
+        buffer = self._host.allocate(self.nbytes)
+        data = self.weight.detach()
+        flat = data.as_strided((self.nbytes // data.element_size(),), (1,), data.storage_offset())
+        buffer.view(data.dtype).copy_(flat)
+        memory = self._device.tensor(buffer.data_ptr(), self.nbytes, self._host)
+        self._view = memory.view(data.dtype).as_strided(data.shape, data.stride())
+
+    def install(self) -> None:
+        """The parameter reads from there. Cannot fail."""
+        if self._view is not None:
+            self.weight.data = self._view
+
+    def restore(self, device: Any) -> None:
+        """Back onto ordinary memory: of `device`, or of the processor."""
+        if self._view is not None:
+            # .cpu() of a CPU tensor is the tensor itself, whose memory goes away.
+            self.weight.data = (
+                self._view.detach().clone() if device is None else self._view.detach().to(device, copy=True)
+            )
+            self._view = None

@@ -1,0 +1,77 @@
+"""How much of an arena a model takes, before there is one: for those who size a session around a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["DEVICE_PAGE_SIZES", "DEVICE_WASTE", "PAGE_SIZES", "Footprint", "footprint"]
+
+PAGE_SIZES = (2**21, 2**20, 2**19, 2**18, 2**17, 2**16)
+"""On the CPU, where pages may be any size: from the usual one down."""
+DEVICE_PAGE_SIZES = (2**25, 2**24, 2**23, 2**22, 2**21)
+"""On a device, whose driver is called for every page that a layer's region is pointed at: from large down to its granularity.
+PyTorch takes device memory in segments of 20 MiB where large tensors live."""
+DEVICE_WASTE = 0.03
+"""Share of the weights that large pages may cost on a device, in rounding up to whole pages."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """layer_bytes: of each layer as it is packed for streaming, in order. rest_bytes: of everything else."""
+
+    layer_bytes: tuple[int, ...]
+    rest_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole model."""
+        return sum(self.layer_bytes) + self.rest_bytes
+
+    def layer_pages(self, page_bytes: int) -> tuple[int, ...]:
+        """Pages of each layer: at least one, whole ones."""
+        return tuple(max(1, -(-nbytes // page_bytes)) for nbytes in self.layer_bytes)
+
+    def pages(self, page_bytes: int) -> int:
+        """Pages of the whole model."""
+        return sum(self.layer_pages(page_bytes)) + -(-self.rest_bytes // page_bytes)
+
+    def waste(self, page_bytes: int) -> float:
+        """Share of the model's bytes that rounding up to whole pages costs."""
+        taken = self.pages(page_bytes) * page_bytes
+        return taken / self.nbytes - 1 if self.nbytes else math.inf if taken else 0.0
+
+    def page_size(self, device: str = "cpu", *, ranges: int = 1) -> int:
+        """Bytes of a page that suits the model: the largest at which rounding costs little, or the smallest there is.
+
+        device: "cpu": PAGE_SIZES, 1 % of the model; any other: DEVICE_PAGE_SIZES, DEVICE_WASTE. ranges: ranges of addresses
+        that a KV cache grows in at once, a page in each (2 x layers in the layer_major layout): together no more than a layer.
+        """
+        sizes, most = (PAGE_SIZES, 0.01) if device.partition(":")[0] == "cpu" else (DEVICE_PAGE_SIZES, DEVICE_WASTE)
+        layer = max(self.layer_bytes, default=0)
+        for size in sizes:
+            if self.waste(size) <= most and (ranges == 1 or ranges * size <= layer):
+                return size
+        return sizes[-1]
+
+
+def footprint(model: nn.Module, layers: Any, mutable: Sequence[str] = ()) -> Footprint:
+    """The footprint of `model` as `Session.attach` with the same arguments would lay it out. Reads shapes only.
+
+    Raises InvalidArgument as `Session.attach` does for layers or tensors that it cannot attach.
+    """
+    import torch
+
+    from remap.model import bind as modules
+    from remap.model import pack as layout
+
+    found = modules.resolve_layers(model, modules.find_layers(model) if layers is None else layers)
+    devices = [each.device for each in (*model.parameters(), *model.buffers())]
+    specs = modules.collect(model, found, device=devices[0] if devices else torch.device("cpu"))
+    packed = layout.build(specs, layers=len(found), mutable=(*layout.DEFAULT_MUTABLE, *mutable))
+    return Footprint(tuple(part.nbytes for part in packed.layers), packed.rest.nbytes)

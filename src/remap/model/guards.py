@@ -1,0 +1,263 @@
+"""What torch can do with a model that is attached: each of it is right, or raises before anything has changed.
+
+    state_dict, save_pretrained    layers that are not at home: copies of their master copies, on the CPU. Others: as ever
+    deepcopy, pickle, torch.save   the same bytes in memory of their own, without hooks or guards: a model that is not attached
+    load_state_dict                raises while one of the layers concerned is away; else it writes where they are, as ever
+    to, half, cuda, share_memory   raises, unless it changes nothing: a tensor's address never changes
+    DistributedDataParallel        finds no parameters to synchronise, and says so
+
+A layer is away while it is streamed, loading, or to be re-pointed: its tensors show the ring then, or nothing yet. Looking
+at such a tensor directly, `weight.sum()`, cannot be told from what a pass does, and is not refused: `state_dict()` has its
+bytes. Writing to it is found when the next pass ends (`Tenant.refuse_lost_writes`).
+
+Guards are attributes of the instances and hooks, all marked (`hooks.OURS`), so nothing is left behind them when they go.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import nn
+
+from remap.errors import InvalidState
+from remap.model.bind import own_copy
+from remap.model.find import span_of
+from remap.model.hooks import OURS
+
+if TYPE_CHECKING:
+    from remap.model.master import MasterCopy
+    from remap.model.pack import Layout, Placed
+
+__all__ = ["Guards", "Whereabouts"]
+
+
+_GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "_ddp_params_and_buffers_to_ignore")
+
+
+class Whereabouts(Protocol):
+    """What the guards ask of a tenant."""
+
+    name: str
+
+    def away(self) -> Collection[int]: ...
+    def refuse_lost_writes(self) -> None: ...
+
+
+class _Names(tuple[str, ...]):
+    """Names that DistributedDataParallel leaves alone, marked as ours."""
+
+
+setattr(_Names, OURS, True)
+
+
+class Guards:
+    """Put in by `install`, after the model's tensors were pointed at the session's memory; taken out by `remove`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: Layout,
+        master: MasterCopy,
+        tenant: Whereabouts,
+        others: Collection[torch.Tensor] = (),
+    ) -> None:
+        """others: tensors of the model that are attached and in no layer nor in the rest (an embedding in host memory)."""
+        self._modules = list(model.modules())
+        self._master = master
+        self._tenant = tenant
+        self._tensors: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in others}
+        self._placed: dict[int, tuple[int, Placed]] = {}  # of the layers' tensors, by identity
+        self._handles: list[Any] = []
+        # Of one state dict: two names of one tensor are two names of one copy.
+        self._copies: tuple[Any, dict[object, torch.Tensor]] = (None, {})
+        for part in layout.parts:
+            for placed in part.tensors:
+                prefix, _, name = placed.spec.path.rpartition(".")
+                tensor = getattr(model.get_submodule(prefix), name)
+                self._tensors[id(tensor)] = tensor
+                if part.index is not None:
+                    self._placed[id(tensor)] = (part.index, placed)
+
+    def install(self) -> None:
+        for tensor in self._tensors.values():
+            for name, guard in (("__deepcopy__", self._copying(tensor)), ("__reduce_ex__", self._pickling(tensor))):
+                tensor.__dict__[name] = _ours(guard)
+        for module in self._modules:
+            guards = {"_apply": self._applying, "__reduce_ex__": _reducing, "__deepcopy__": _duplicating}
+            for name, make in guards.items():
+                if name != "__deepcopy__" or not hasattr(type(module), "__deepcopy__"):
+                    module.__dict__[name] = _ours(make(module))
+            names = [name for name, tensor in _tensors_of(module, True) if id(tensor) in self._tensors]
+            module.__dict__["_ddp_params_and_buffers_to_ignore"] = _Names(names)
+            self._handles.append(module.register_load_state_dict_pre_hook(_ours(self._loading(module))))
+            if any(id(tensor) in self._placed for _, tensor in _tensors_of(module, False)):
+                self._handles.append(module.register_state_dict_post_hook(_ours(self._collecting())))
+
+    def remove(self) -> None:
+        """As if they had never been. Cannot fail."""
+        while self._handles:
+            self._handles.pop().remove()
+        for owner in (*self._tensors.values(), *self._modules):
+            for name in _GUARDS:
+                if getattr(owner.__dict__.get(name), OURS, False):
+                    del owner.__dict__[name]
+
+    # -- bytes -----------------------------------------------------------------------------------------------------
+
+    def _away(self) -> Collection[int]:
+        """Raises InvalidState if layers were written while they were streamed: nobody has those bytes."""
+        away = self._tenant.away()
+        if away:
+            self._tenant.refuse_lost_writes()
+        return away
+
+    def _from_master(self, tensor: torch.Tensor, away: Collection[int]) -> torch.Tensor | None:
+        """A copy of the tensor's bytes on the CPU, if its layer is away."""
+        layer, placed = self._placed.get(id(tensor), (None, None))
+        if layer is None or placed is None or layer not in away:
+            return None
+        self._master.refuse_change((layer,))
+        return own_copy(self._master.tensor(layer)[placed.offset : placed.offset + span_of(tensor)], tensor)
+
+    def _duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Another tensor of the same type with the same bytes, on the same device, in memory of its own."""
+        with torch.no_grad():
+            data = self._from_master(tensor, self._away())
+            data = tensor.detach().clone() if data is None else data.to(tensor.device)
+        if not isinstance(tensor, nn.Parameter):
+            return data.requires_grad_(tensor.requires_grad)
+        made: torch.Tensor = torch.Tensor._make_subclass(type(tensor), data, tensor.requires_grad)
+        made.__dict__.update(_bare(tensor.__dict__))
+        return made
+
+    # -- guards of tensors -----------------------------------------------------------------------------------------
+
+    def _copying(self, tensor: torch.Tensor) -> Callable[..., Any]:
+        def deepcopy(memo: dict[int, Any]) -> Any:
+            return self._duplicate(tensor)
+
+        return deepcopy
+
+    def _pickling(self, tensor: torch.Tensor) -> Callable[..., Any]:
+        def reduce_ex(protocol: int) -> Any:
+            return self._duplicate(tensor).__reduce_ex__(protocol)
+
+        return reduce_ex
+
+    # -- guards of modules -----------------------------------------------------------------------------------------
+
+    def _applying(self, module: nn.Module) -> Callable[..., Any]:
+        def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+            kinds = {
+                (tensor.dtype, tensor.device, tensor.dim()): name
+                for name, tensor in _tensors_of(module, recurse)
+                if id(tensor) in self._tensors
+            }
+            for (dtype, device, dim), name in kinds.items():
+                # On a stand-in: share_memory() changes what it is given, and half() of all weights takes half their bytes.
+                probe = torch.empty((2,) * dim, dtype=dtype, device=device)
+                before = probe.data_ptr()
+                if fn(probe) is not probe or probe.data_ptr() != before:
+                    raise InvalidState(
+                        f"{name} belongs to tenant {self._tenant.name!r} and cannot be moved or converted while it is attached; "
+                        "nothing changed; detach the model first, and attach it again afterwards",
+                        tenant=self._tenant.name,
+                        path=name,
+                    )
+            made: nn.Module = type(module)._apply(module, fn, recurse)
+            return made
+
+        return apply
+
+    def _loading(self, module: nn.Module) -> Callable[..., None]:
+        below = {self._placed[id(tensor)][0] for _, tensor in _tensors_of(module, True) if id(tensor) in self._placed}
+
+        def refuse(*_: Any) -> None:
+            away = sorted(below.intersection(self._tenant.away()))
+            if away:
+                raise InvalidState(
+                    f"load_state_dict would write into layers {away} of tenant {self._tenant.name!r}, which are streamed or "
+                    "loading; nothing was loaded; detach the model first, or load while all of its layers are resident",
+                    tenant=self._tenant.name,
+                    layers=tuple(away),
+                )
+
+        return refuse
+
+    def _collecting(self) -> Callable[..., None]:
+        def collect(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            away = self._away()
+            if not away:
+                return
+            known = self._copies
+            if known[0] is None or known[0]() is not state:
+                known = self._copies = (_weakly(state), {})
+            for name, tensor in _tensors_of(module, False):
+                if prefix + name in state and id(tensor) in self._placed:
+                    layer, placed = self._placed[id(tensor)]
+                    key = (layer, placed.offset, tensor.dtype, tensor.shape, tensor.stride())
+                    if key not in known[1]:
+                        found = self._from_master(tensor, away)
+                        if found is None:
+                            continue
+                        known[1][key] = found
+                    state[prefix + name] = known[1][key]
+
+        return collect
+
+
+def _weakly(state: Any) -> Any:
+    try:
+        return weakref.ref(state)
+    except TypeError:  # the caller's own plain dict: names of one tensor get a copy each
+        return None
+
+
+def _tensors_of(module: nn.Module, recurse: bool) -> list[tuple[str, torch.Tensor]]:
+    return [
+        *module.named_parameters(recurse=recurse, remove_duplicate=False),
+        *module.named_buffers(recurse=recurse, remove_duplicate=False),
+    ]
+
+
+def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(function, OURS, True)
+    return function
+
+
+def _bare(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """An instance's attributes without what this library has put there."""
+    kept = {}
+    for name, value in attributes.items():
+        if getattr(value, OURS, False) is True:
+            continue
+        if name.endswith("_hooks") and isinstance(value, dict):
+            value = type(value)((key, hook) for key, hook in value.items() if getattr(hook, OURS, False) is not True)
+        kept[name] = value
+    return kept
+
+
+def _reducing(module: nn.Module) -> Callable[..., Any]:
+    def reduce_ex(protocol: int) -> Any:
+        made = type(module).__reduce_ex__(module, protocol)
+        if isinstance(made, tuple) and len(made) > 2 and isinstance(made[2], dict):
+            return (*made[:2], _bare(made[2]), *made[3:])
+        return made
+
+    return reduce_ex
+
+
+def _duplicating(module: nn.Module) -> Callable[..., Any]:
+    reduce_ex = _reducing(module)
+
+    def deepcopy(memo: dict[int, Any]) -> Any:
+        make, arguments, state = reduce_ex(4)[:3]
+        memo[id(module)] = made = make(*copy.deepcopy(arguments, memo))
+        made.__setstate__(copy.deepcopy(state, memo))
+        return made
+
+    return deepcopy

@@ -1,0 +1,457 @@
+"""Master copies: each layer's bytes in host memory, as one contiguous range in layout order, so one copy loads it.
+
+`HostMaster` keeps them in anonymous memory, filled from the model. `SafetensorsMaster` uses the page cache's bytes of
+the weights file itself where a layer's tensors lie there one after another: the layer is then packed in the order
+of the file, and no second copy in RAM is needed. A master copy is never written after it was made.
+
+Make the master before `modules.install`, and use *its* layout from then on: the order of the file may differ.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from remap.errors import InvalidArgument, InvalidState
+from remap.model.bind import changed, fill
+from remap.model.pack import LayerLayout, Layout
+
+__all__ = [
+    "FileMatch",
+    "HostMaster",
+    "HostRange",
+    "MasterCopy",
+    "SafetensorsMaster",
+    "WeightsFile",
+    "make_master",
+    "match_files",
+]
+
+Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "C64": "complex64", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class HostRange:
+    """A layer's bytes in host memory: `nbytes` (the layer's, exactly) from `address` on.
+
+    source: "memory" (starts at an OS page, may be page-locked) or "file" (mapped read-only: writing faults; starts
+    anywhere; page-locking it needs the driver's read-only flag).
+    """
+
+    layer: int
+    address: int
+    nbytes: int
+    source: str
+
+
+class WeightsFile:
+    """A file that is mapped, and what it was when it was opened.
+
+    Its pages are the file's own: who overwrites it in place changes the weights, and who truncates it takes them away (touching
+    them ends the process with SIGBUS). So size and time of modification are asked for again before the mapping is used: of the
+    open file, wherever its name points to by now. Replacing the file by renaming another one over it, or deleting it, is no
+    change: the old one lives until it is unmapped. A write that puts the time of modification back is not seen.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self.size, self._modified_ns = self._look()
+        self.mapping = mmap.mmap(self._descriptor, self.size, access=mmap.ACCESS_READ) if self.size else b""
+
+    @property
+    def changed(self) -> bool:
+        return self._look() != (self.size, self._modified_ns)
+
+    def refuse_change(self) -> None:
+        """Raises InvalidState (fields file, expected and found: size in bytes, time of modification in ns) if it has changed."""
+        found = self._look()
+        if found != (self.size, self._modified_ns):
+            raise InvalidState(
+                f"{self.path}, which was given as weights=, has changed: it had {self.size} bytes, modified at "
+                f"{self._modified_ns} ns, and has {found[0]}, modified at {found[1]} ns; nothing was read from it; put the same "
+                "bytes back into the same file, with that time of modification (cp -p does), then detach the tenant",
+                file=str(self.path),
+                expected=(self.size, self._modified_ns),
+                found=found,
+            )
+
+    def _look(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+
+class MasterCopy(Protocol):
+    """What the session needs of a master copy. Addresses are valid while the object lives."""
+
+    layout: Layout
+    """Use this layout for filling and installing: layers that come from a file are in the file's order."""
+    reason: str
+    """Why layers that could have come from a file do not; "" if there is nothing to explain."""
+
+    def range(self, layer: int) -> HostRange:
+        """Where the layer's bytes are."""
+        ...
+
+    def tensor(self, layer: int) -> torch.Tensor:
+        """The same bytes as a 1-D uint8 tensor that keeps them alive. To copy from; never write to it."""
+        ...
+
+    def keep_alive(self) -> tuple[object, ...]:
+        """What has to live as long as the addresses are used."""
+        ...
+
+    def refuse_change(self, layers: Collection[int]) -> None:
+        """Raises InvalidState (`WeightsFile.refuse_change`) if the file that one of these layers comes from has changed. To be
+        asked before their bytes are used."""
+        ...
+
+    def changed(self, layers: Collection[int]) -> dict[int, list[str]]:
+        """layer -> its file, of these layers, where that has changed."""
+        ...
+
+
+class _Master:
+    """Common part: one 1-D uint8 tensor and its source per layer."""
+
+    def __init__(self, layout: Layout, layers: Sequence[tuple[torch.Tensor, str]], reason: str) -> None:
+        self.layout = layout
+        self.reason = reason
+        self._layers = tuple(layers)
+        self._files: Mapping[int, WeightsFile] = {}  # where layers are mapped from
+
+    def range(self, layer: int) -> HostRange:
+        tensor = self.tensor(layer)
+        return HostRange(layer, tensor.data_ptr(), tensor.numel(), self._layers[layer][1])
+
+    def tensor(self, layer: int) -> torch.Tensor:
+        if not 0 <= layer < len(self._layers):
+            raise InvalidArgument(
+                f"layer is {layer}, expected 0 to {len(self._layers) - 1}. Nothing was changed",
+                layer=layer,
+                layers=len(self._layers),
+            )
+        return self._layers[layer][0]
+
+    def keep_alive(self) -> tuple[object, ...]:
+        return tuple(tensor for tensor, _ in self._layers)
+
+    def refuse_change(self, layers: Collection[int]) -> None:
+        for file in {self._files[layer] for layer in layers if layer in self._files}:
+            file.refuse_change()
+
+    def changed(self, layers: Collection[int]) -> dict[int, list[str]]:
+        files = {self._files[layer] for layer in layers if layer in self._files}
+        gone = {file for file in files if file.changed}
+        return {layer: [str(self._files[layer].path)] for layer in layers if self._files.get(layer) in gone}
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes that this object holds in anonymous memory (file mappings cost page cache only)."""
+        return sum(tensor.numel() for tensor, source in self._layers if source == "memory")
+
+
+class HostMaster(_Master):
+    """Master copies in host memory, one allocation per layer, filled from `model` as it is now.
+
+    allocate: nbytes -> 1-D uint8 tensor of at least that many bytes, for page-locked memory; by default an anonymous
+    private mapping, which starts at an OS page. The model, on whatever device, does not change.
+    Raises InvalidArgument if the model is not what the layout was made for; OSError or MemoryError without memory.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: nn.Module,
+        *,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+        reason: str = "",
+    ) -> None:
+        layers = [(_copy_of(layer, model, allocate or _anonymous), "memory") for layer in layout.layers]
+        super().__init__(layout, layers, reason)
+
+
+class SafetensorsMaster(_Master):
+    """Master copies in memory-mapped safetensors files, with host memory for the layers that do not match.
+
+    match: what `match_files` found for `model`. reasons: layer -> why it is in host memory. The files must not change
+    or shrink while this object lives; `refuse_change` tells whether they have (see `WeightsFile`).
+    """
+
+    def __init__(
+        self, match: FileMatch, model: nn.Module, *, allocate: Callable[[int], torch.Tensor] | None = None
+    ) -> None:
+        layers = [
+            (_copy_of(layer, model, allocate or _anonymous), "memory") if data is None else (data, "file")
+            for layer, data in zip(match.layout.layers, match.data, strict=True)
+        ]
+        super().__init__(match.layout, layers, match.reason)
+        self.reasons = dict(match.reasons)
+        self._files = dict(match.files)
+
+
+@dataclass(frozen=True)
+class FileMatch:
+    """layout: with matching layers in file order. data: per layer its bytes in the file (read-only), or None. files: of
+    those that have."""
+
+    layout: Layout
+    data: tuple[torch.Tensor | None, ...]
+    files: Mapping[int, WeightsFile]
+    reasons: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def reason(self) -> str:
+        return "; ".join(f"layer {layer}: {why}" for layer, why in self.reasons.items())
+
+
+def match_files(
+    files: Files,
+    layout: Layout,
+    model: nn.Module,
+    *,
+    prefix: str = "",
+    names: Mapping[str, str] | None = None,
+    file_alignment: int = 64,
+) -> FileMatch:
+    """Which layers can be loaded from `files` (one safetensors file, several, or a directory: all its *.safetensors).
+
+    A layer can if its tensors fill one contiguous range of one file, have there the name `names[path]` (or prefix +
+    path), the dtype, the shape and, byte for byte, the values that `model` has now, and lie `file_alignment`-aligned
+    from the start of the range. Every byte of such a layer is read once for that. Layers without bytes match nothing.
+
+    Raises InvalidArgument if a file is missing or is not a safetensors file, or if two files hold one name.
+    """
+    index = _open_all(_expand(files))
+    data: list[torch.Tensor | None] = []
+    mapped: dict[int, WeightsFile] = {}
+    reasons: dict[int, str] = {}
+    for number, layer in enumerate(layout.layers):
+        data.append(None)
+        if not layer.nbytes:
+            continue
+        found = _find(layer, index, prefix, names or {})
+        if isinstance(found, str):
+            reasons[number] = found
+            continue
+        file, content, offsets = found
+        try:
+            reordered = layout.with_file_order({number: offsets}, file_alignment)
+        except InvalidArgument as refused:
+            reasons[number] = str(refused)
+            continue
+        different = changed(reordered.layers[number], model, content)
+        if different:
+            reasons[number] = f"{different[0]} has other values in the model than in the file"
+            continue
+        layout, data[number], mapped[number] = reordered, content, file
+    for file in set(mapped.values()):
+        file.refuse_change()  # while its bytes were compared
+    return FileMatch(layout, tuple(data), mapped, reasons)
+
+
+def make_master(
+    model: nn.Module,
+    layout: Layout,
+    *,
+    files: Files | None = None,
+    prefix: str = "",
+    names: Mapping[str, str] | None = None,
+    file_alignment: int = 64,
+    allocate: Callable[[int], torch.Tensor] | None = None,
+    locked: bool = False,
+) -> HostMaster | SafetensorsMaster:
+    """The master copy of a model that is not yet installed: from `files` as far as they match, else in host memory.
+
+    Arguments and errors as in `match_files` and `HostMaster`. locked: copies are read by a device, so all of them have to be
+    in page-locked memory (`allocate` gives it), which a mapped file is not. Then, and if no layer matches, the result
+    is a `HostMaster` with the layout as given and `reason` set. Continue with `.layout` of the result.
+    """
+    if files is None:
+        return HostMaster(layout, model, allocate=allocate)
+    if locked:
+        _open_all(_expand(files))  # a wrong path is refused on every device
+        reason = "every layer: a mapped file is not page-locked, and a device copies from it at a fraction of its link's speed"
+        return HostMaster(layout, model, allocate=allocate, reason=reason)
+    match = match_files(files, layout, model, prefix=prefix, names=names, file_alignment=file_alignment)
+    if all(data is None for data in match.data):
+        return HostMaster(layout, model, allocate=allocate, reason=match.reason)
+    return SafetensorsMaster(match, model, allocate=allocate)
+
+
+# --- host memory -------------------------------------------------------------------------------------------------
+
+
+def _anonymous(nbytes: int) -> torch.Tensor:
+    """Zeroed private memory that starts at an OS page and goes away with the tensor."""
+    # Private, because Python's default is a shared mapping, which a forked child could write to.
+    mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
+
+
+def _copy_of(layer: LayerLayout, model: nn.Module, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    memory = allocate(layer.nbytes)[: layer.nbytes]
+    fill(layer, model, memory)
+    return memory
+
+
+# --- safetensors -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """A tensor in a file: bytes [start, end) of `content`, which is the whole file."""
+
+    file: WeightsFile
+    content: torch.Tensor
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _find(
+    layer: LayerLayout, index: Mapping[str, _Entry], prefix: str, names: Mapping[str, str]
+) -> tuple[WeightsFile, torch.Tensor, dict[str, int]] | str:
+    """A file, the layer's bytes in it and its tensors' offsets in them; or why there are none."""
+    entries: dict[str, _Entry] = {}
+    places: dict[tuple[object, ...], _Entry] = {}
+    for placed in layer.tensors:
+        spec = placed.spec
+        key = names.get(spec.path, prefix + spec.path)
+        entry = index.get(key)
+        if not spec.span_bytes or entry is None:
+            continue
+        if entry.dtype != spec.dtype or entry.shape != spec.shape:
+            return (
+                f"{spec.path} is {spec.dtype} {spec.shape}, but {entry.dtype} {entry.shape} in {entry.file.path.name}"
+            )
+        if not _is_row_major(spec.shape, spec.stride):
+            return f"{spec.path} is not contiguous in memory (stride {spec.stride}), as it is in a file"
+        entries[spec.path] = entry
+        places[spec.storage, spec.storage_offset_bytes, spec.dtype, spec.shape] = entry
+    for placed in layer.tensors:
+        spec = placed.spec
+        if spec.span_bytes and spec.path not in entries:
+            # A file holds one of several names of one tensor.
+            twin = places.get((spec.storage, spec.storage_offset_bytes, spec.dtype, spec.shape))
+            if twin is None:
+                return (
+                    f"{spec.path} is not in the files (as {names.get(spec.path, prefix + spec.path)!r}); keep it "
+                    "resident (mutable=) to use the file for the others"
+                )
+            entries[spec.path] = twin
+    if len({entry.file for entry in entries.values()}) > 1:
+        return f"is split between files {sorted({entry.file.path.name for entry in entries.values()})}"
+    ranges = {(entry.start, entry.end) for entry in entries.values()}
+    start, end = min(ranges)[0], max(ranges)[1]
+    if sum(last - first for first, last in ranges) != end - start:
+        return "other tensors lie between its tensors in the file"
+    offsets = {
+        placed.spec.path: entries[placed.spec.path].start - start if placed.spec.span_bytes else 0
+        for placed in layer.tensors
+    }
+    one = next(iter(entries.values()))
+    return one.file, one.content[start:end], offsets
+
+
+def _is_row_major(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    step = 1
+    for size, given in zip(reversed(shape), reversed(stride), strict=True):
+        if size != 1 and given != step:
+            return False
+        step *= size
+    return True
+
+
+def _expand(files: Files) -> list[Path]:
+    paths = [Path(files)] if isinstance(files, str | os.PathLike) else [Path(file) for file in files]
+    expanded = [found for path in paths for found in (sorted(path.glob("*.safetensors")) if path.is_dir() else [path])]
+    if not expanded:
+        raise InvalidArgument(
+            f"no safetensors file in {[str(path) for path in paths]}. Nothing was changed; name the weight files, or "
+            "leave files= out",
+            files=tuple(map(str, paths)),
+        )
+    return expanded
+
+
+def _open_all(paths: Sequence[Path]) -> dict[str, _Entry]:
+    index: dict[str, _Entry] = {}
+    for path in paths:
+        for name, entry in _open(path).items():
+            if name in index:
+                raise InvalidArgument(
+                    f"{name!r} is in {index[name].file.path} and in {path}. Nothing was changed; name the files of one "
+                    "checkpoint only",
+                    name=name,
+                    files=(str(index[name].file.path), str(path)),
+                )
+            index[name] = entry
+    return index
+
+
+def _open(path: Path) -> dict[str, _Entry]:
+    """Map a safetensors file read-only: 8 bytes header length (little-endian), JSON header, then the tensors."""
+
+    def refuse(why: str) -> InvalidArgument:
+        return InvalidArgument(
+            f"{path} is not a usable safetensors file: {why}. Nothing was changed; leave it out of files=",
+            file=str(path),
+        )
+
+    try:
+        file = WeightsFile(path)
+    except OSError as error:
+        raise refuse(str(error)) from error
+    size, mapping = file.size, file.mapping
+    if size < 8:
+        raise refuse(f"it has {size} bytes")
+    base = 8 + struct.unpack("<Q", mapping[:8])[0]
+    if base > size:
+        raise refuse(f"its header says {base - 8} bytes, and there are {size - 8}")
+    entries: dict[str, _Entry] = {}
+    with warnings.catch_warnings():
+        # torch warns that it cannot mark a tensor read-only. Nobody writes to these; if somebody did, it would fault.
+        warnings.simplefilter("ignore", UserWarning)
+        content = torch.frombuffer(mapping, dtype=torch.uint8)
+    try:
+        header = json.loads(mapping[8:base])
+        for name, entry in header.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end <= size - base:
+                raise refuse(f"{name!r} lies outside of it")
+            entries[name] = _Entry(
+                file=file,
+                content=content,
+                dtype=_DTYPES.get(entry["dtype"], str(entry["dtype"])),
+                shape=tuple(entry["shape"]),
+                start=base + start,
+                end=base + end,
+            )
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, InvalidArgument):
+            raise
+        raise refuse(f"its header is malformed ({error!r})") from error
+    return entries

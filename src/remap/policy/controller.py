@@ -1,0 +1,397 @@
+"""When to turn layers into KV blocks and when to turn them back: the policy of each tenant, without a clock or memory.
+
+Once per scheduler iteration `Controller.decide(view, demand)` compares what the engine wants with what is free:
+
+    deficit = demand + L - free                  L: the low watermark (remap.policy.watermark), held by the guard (remap.policy.rental)
+    deficit > 0   grow: free pages first; then what other tenants offer, unused KV and inactive tenants' layers; then layers of
+                  active tenants, the own ones included, by marginal stall per block (remap.policy.donors.supply). As many at once as
+                  the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
+    otherwise     one layer comes home, if free >= demand + L + b1 + sigma *and* its rent has paid for the reload
+
+b1 is what one layer gives, sigma the hysteresis. A layer that is lent to others comes home by the same rule (`may_return`),
+where the condition is that everybody who has its pages can spare them (`spare`). remap.policy.rental proves that this does not
+thrash: T steps hold at most T / max(dwell, ceil(1 / G)) reloads, G the largest rent of one step; at constant demand no
+growth follows a shrink; growing again takes a demand that rose by more than sigma (tests/python/test_controller.py and
+test_sharing_controller.py, against arbitrary demand). Layers grown <= layers that may be remapped + layers that came home.
+
+Source: Oneiros, section 5 and algorithm 1, whose version only grows, one layer a step, and has neither hysteresis nor a bound
+on the stall.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+from remap.config import ControllerConfig
+from remap.policy.donors.supply import Quote, choose
+from remap.policy.rental import Guard, Rental, income
+from remap.policy.views import NONE, Decision, Demand, LayerSeconds, Take, TenantView
+from remap.policy.watermark import Watermark, horizon
+
+__all__ = ["NONE", "Controller", "ControllerConfig", "Decision", "Demand", "LayerSeconds", "TenantView"]
+
+
+_UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
+
+
+class Controller:
+    """The policy of one tenant. `decide` is called once per pass; its state is the credit and the demand's average.
+
+    bound: times -> (most layers that can be remapped within the slowdown, buffers), `schedule.max_remapped`.
+    stall: (times, remapped, buffers) -> seconds per pass. Both are called once per distinct question while `times`
+    stays equal. estimate: view -> (remapped, buffers) allowed before anything is measured; without it, one layer, or the
+    fewest that can be. possible: (remapped, buffers) -> whether such a set can be streamed from what is streamed now: unequal
+    layers may be too small for the ring. What is not possible is never decided.
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig | None = None,
+        *,
+        bound: Callable[[LayerSeconds], tuple[int, int]],
+        stall: Callable[[LayerSeconds, int, int], float],
+        estimate: Callable[[TenantView], tuple[int, int]] | None = None,
+        possible: Callable[[int, int], bool] | None = None,
+    ) -> None:
+        self.config = config or ControllerConfig()
+        self._bound, self._stall, self._estimate = bound, stall, estimate
+        self._possible = possible
+        self._watermark = Watermark(smoothing=self.config.smoothing)
+        self._guard = Guard()
+        self._rental = Rental(self.config.dwell)
+        self._headroom = 0  # L of the last step
+        self._steps_ahead = 1  # the horizon of L, for `_times`
+        self._times: LayerSeconds | None = None
+        self._unit = "layers"
+        self._limit: tuple[int, int] | None = None
+        self._stalls: dict[tuple[int, int], float] = {}
+        self._kept: dict[tuple[int, int, str], Decision] = {}
+        self._back: dict[tuple[int, int, bool], tuple[int, float, float]] = {}
+
+    @property
+    def credit(self) -> float:
+        """The share of one layer's reload that streaming it has cost since the last change; it comes home at 1."""
+        return self._rental.credit
+
+    @property
+    def variation(self) -> float:
+        """Moving average of |change of live + demand| per step, in blocks."""
+        return self._watermark.variation
+
+    @property
+    def headroom(self) -> int:
+        """L in blocks, as of the last step."""
+        return self._headroom
+
+    def decide(self, view: TenantView, demand: Demand) -> Decision:
+        """The decision for this step. Calls nothing but the injected functions; changes nothing outside itself."""
+        blocks = demand.blocks
+        wanted = view.live_blocks + blocks
+        self._watermark.observe(wanted)
+        headroom = self.config.headroom_blocks
+        if headroom is None:
+            if view.times is not self._times:
+                self._learn(view)
+            headroom = self._watermark.blocks(self._steps_ahead)
+        self._headroom = headroom = self._guard.clip(wanted, headroom)
+        deficit = blocks + headroom - view.free_blocks
+        if deficit > 0:
+            return self._grow(view, blocks, headroom, deficit)
+        if view.remapped == 0:
+            self._rental.forfeit()
+            return NONE
+        if view.lends or not self.config.reversion:
+            return self._keep(view, "its pages are lent" if view.lends else "reversion is off")
+        return self._shrink_or_keep(view, blocks, headroom)
+
+    # -- growing ---------------------------------------------------------------------------------------------------
+
+    def _grow(self, view: TenantView, demand: int, headroom: int, deficit: int) -> Decision:
+        self._rental.forfeit()
+        self._learn(view)
+        room = deficit if view.max_blocks is None else max(0, min(deficit, view.max_blocks - view.usable_blocks))
+        taken = min(room, view.free_pool_blocks)
+        alpha, buffers, why = view.remapped, view.buffers, ""
+        takes: tuple[Take, ...] = ()
+        if room > taken:
+            others = view.others(room - taken) if view.others is not None else ()
+            if any(others):
+                alpha, buffers, takes = self._share(view, room - taken, others)
+                why = "" if view.seen else _UNSEEN
+            else:
+                want = view.remapped + math.ceil((room - taken) / view.blocks_per_layer)
+                alpha, buffers, why = self._target(view, want)
+        gained = taken + sum(take.blocks for take in takes) + int((alpha - view.remapped) * view.blocks_per_layer)
+        if view.max_blocks is not None:
+            gained = min(gained, max(0, view.max_blocks - view.usable_blocks))
+        unmet = max(0, demand - view.free_blocks - gained)
+        grows = taken > 0 or alpha > view.remapped or bool(takes)
+        stall = self._stall_of(view.times, alpha, buffers)
+        need = f"{demand} blocks wanted and {headroom} kept in reserve, {view.free_blocks} free"
+        if grows:
+            self._guard.clear()
+            sources = "".join(f", {_of_other(take)}" for take in takes)
+            reason = (
+                f"{need}: take {taken} from free pages{sources} and remap {alpha - view.remapped} more {view.unit}, {alpha} "
+                f"in all, stalling {stall * 1e3:.3g} ms a pass"
+            )
+        elif room < deficit and room == 0:
+            reason = f"{need}: the KV region is full at {view.usable_blocks} blocks"
+        else:
+            reason = f"{need}: no free pages and no more {view.unit} than the present {alpha} can be remapped"
+        if unmet:
+            reason += f"; {unmet} blocks stay unmet"
+        return Decision("grow" if grows else "none", taken, alpha, buffers, reason + why, stall, unmet, takes)
+
+    def _share(
+        self, view: TenantView, need: int, others: Sequence[Sequence[Quote]]
+    ) -> tuple[int, int, tuple[Take, ...]]:
+        """(own alpha, own beta, what others give): each donor's increments against each other's, the tenant's own included."""
+        own = self.offers(view)
+        alpha, buffers = view.remapped, view.buffers
+        takes = []
+        supply = choose(need, [*others, own])
+        by_donor = {(quotes[0].donor, quotes[0].kind): quotes for quotes in others if quotes}
+        for taken in supply.taken:
+            if taken.donor == "":
+                alpha, buffers = cast("tuple[int, int]", own[taken.count - 1].step)
+                continue
+            last = cast(Take, by_donor[taken.donor, taken.kind][taken.count - 1].step)
+            takes.append(replace(last, blocks=taken.blocks))
+        return alpha, buffers, tuple(takes)
+
+    def offers(self, view: TenantView, donor: str = "") -> list[Quote]:
+        """What the tenant can give of its own layers: increments within the slowdown, each (alpha, beta) and what it adds.
+
+        Blocks are its own. An alpha that stalls too long although a larger one does not is no increment by itself.
+        """
+        self._learn(view)
+        most, best, _ = self._most(view)
+        buffers = view.buffers if view.remapped else best
+        at, times = view.remapped, view.times
+        quotes = []
+        copy = math.fsum(times.transfer_s) / len(times.transfer_s) if times is not None else 0.0
+        for alpha in range(at + 1, self._top(view, most, buffers) + 1):
+            stall = self._stall_of(times, alpha, buffers)
+            if (times is not None and stall > self._allowed(times)) or not self._can(alpha, buffers):
+                continue
+            blocks = int((alpha - view.remapped) * view.blocks_per_layer) - int(
+                (at - view.remapped) * view.blocks_per_layer
+            )
+            added = stall - self._stall_of(times, at, buffers)
+            quotes.append(Quote(donor, "active", blocks, added, (alpha - at) * copy, (alpha, buffers)))
+            at = alpha
+        return quotes
+
+    def _most(self, view: TenantView) -> tuple[int, int, str]:
+        """(most layers within the slowdown, buffers for that, remark)."""
+        fixed = self.config.buffers
+        if not view.seen:
+            return view.remapped, max(view.buffers, 1), _UNSEEN
+        if view.times is None:
+            most, best = self._estimate(view) if self._estimate is not None else (1, max(view.buffers, 1))
+            while most < view.max_remapped and not self._can(most, best):
+                most += 1
+            return most, best if fixed == "auto" else fixed, f" (no measurement yet: at most {most} layers)"
+        if self._limit is None:
+            self._limit = self._bound(view.times)
+        return (*self._limit, "")
+
+    def _top(self, view: TenantView, most: int, buffers: int) -> int:
+        top = min(most, view.max_remapped, view.streamable - buffers, view.layers - buffers)
+        return top if self.config.cap is None else min(top, self.config.cap)
+
+    def _target(self, view: TenantView, want: int) -> tuple[int, int, str]:
+        """(alpha, beta, remark): the alpha >= want nearest to it that is allowed, else the largest allowed below it.
+
+        alpha's stall is not monotone (an odd number of streamed layers in two fixed buffers waits longer), so the
+        bound on the largest alpha does not vouch for those below it: each is looked at.
+        """
+        present, times = view.remapped, view.times
+        most, best, why = self._most(view)
+        choices = [view.buffers] if present else [best]
+        if present and view.buffers_may_change and best != view.buffers:
+            choices.append(best)
+        found = (present, view.buffers)
+        for buffers in choices:
+            top = self._top(view, most, buffers)
+            for alpha in (*range(want, top + 1), *range(min(want - 1, top), found[0], -1)):
+                allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times)
+                if allowed and self._can(alpha, buffers):
+                    found = max(found, (alpha, buffers), key=lambda pair: pair[0])
+                    break
+            if found[0] >= want:
+                break
+        return (*found, why)
+
+    # -- coming home -----------------------------------------------------------------------------------------------
+
+    def sigma(self, view: TenantView) -> int:
+        """Hysteresis in blocks: what must be free beyond demand and headroom after a layer has come home."""
+        fixed = self.config.hysteresis_blocks
+        return math.ceil(max(self.variation, 0.5 * view.blocks_per_layer)) if fixed is None else fixed
+
+    def spare(self, view: TenantView, demand: int) -> int:
+        """Blocks that the tenant can lose now and still have demand, headroom and hysteresis; at most all that are free."""
+        return view.free_blocks - demand - self._headroom - self.sigma(view)
+
+    def has_lost(self, view: TenantView, demand: int) -> None:
+        """Blocks went back to another tenant's layers: growing again takes a demand that rose by more than sigma."""
+        self._guard.arm(view.live_blocks + demand + self.sigma(view), self._headroom)
+
+    def fewer(self, view: TenantView) -> int:
+        """alpha after what would come home next: one layer less, or more where that would stall longer."""
+        self._learn(view)
+        return self._back_of(view)[0]
+
+    def may_return(self, view: TenantView, holds: bool) -> Decision | None:
+        """Whether one of the layers that others have comes home now: the same ski rental as for the tenant's own KV.
+
+        holds: whether everybody who has its pages can spare them (`spare`). An inactive tenant does not stream, so what its
+        layer costs while it is away is only kappa T_T: the reload that its activation will have to make in a hurry.
+        """
+        if not self.config.reversion:
+            return None
+        self._learn(view)
+        fewer, saved, earned = self._back_of(view)
+        if not self._rental.accrue(earned, holds):
+            return None
+        stall = self._stall_of(view.times, fewer, view.buffers) if view.active else 0.0
+        reason = (
+            f"who has its pages can spare them: {view.remapped - fewer} layers come home, {fewer} stay away, "
+            f"saving {saved * 1e3:.3g} ms a pass"
+        )
+        return Decision("shrink", 0, fewer, view.buffers, reason, stall, 0)
+
+    def _shrink_or_keep(self, view: TenantView, demand: int, headroom: int) -> Decision:
+        self._learn(view)
+        alpha, buffers = view.remapped, view.buffers
+        sigma = self.sigma(view)
+        fewer, saved, earned = self._repaired(view, view.free_blocks - demand - headroom - sigma)
+        lost = math.ceil((alpha - fewer) * view.blocks_per_layer)
+        if fewer == alpha - 1 and view.shrink_blocks is not None:
+            lost = view.shrink_blocks
+        holds = view.free_blocks >= demand + headroom + lost + sigma
+        steps = self._rental.steps + 1
+        if not self._rental.accrue(earned, holds):
+            why = "reloading one is not paid for yet" if holds else "reloading one would leave too few free blocks"
+            return self._keep(view, why)
+        self._guard.arm(view.live_blocks + demand + sigma, headroom)
+        stall = self._stall_of(view.times, fewer, buffers)
+        reason = (
+            f"{view.free_blocks} blocks free, {demand} wanted and {headroom} kept in reserve for {steps} steps: "
+            f"reload {alpha - fewer} {view.unit}, {fewer} stay remapped, saving {saved * 1e3:.3g} ms a pass"
+        )
+        return Decision("shrink", 0, fewer, buffers, reason, stall, 0)
+
+    def _back_of(self, view: TenantView) -> tuple[int, float, float]:
+        key = (view.remapped, view.buffers, view.active)
+        step = self._back.get(key)
+        if step is None or (self._possible is not None and not self._possible(step[0], view.buffers)):
+            if view.active:
+                step = self._step_back(view.times, view.remapped, view.buffers)
+            else:
+                fewer = self._next_below(view.remapped, view.buffers)
+                step = (fewer, 0.0, self._rent(view.times, 0.0, view.remapped - fewer))
+            self._back[key] = step
+        return step
+
+    def _repaired(self, view: TenantView, spare: int) -> tuple[int, float, float]:
+        """As `_back_of`; but where passes stall for longer than allowed (batches have become smaller, or the link is shared),
+        as many layers as it takes to end that, and as `spare` blocks allow, come home together: one by one, each after its
+        dwell, the stall would last for long."""
+        step = self._back_of(view)
+        times, alpha, buffers = view.times, view.remapped, view.buffers
+        if times is None:
+            return step
+        allowed, now = self._allowed(times), self._stall_of(times, alpha, buffers)
+        best, least = step[0], self._stall_of(times, step[0], buffers)
+        if now <= allowed or least <= allowed:
+            return step
+        for fewer in range(best - 1, -1, -1):
+            if not self._can(fewer, buffers):
+                continue
+            if math.ceil((alpha - fewer) * view.blocks_per_layer) > spare or least <= allowed:
+                break
+            stall = self._stall_of(times, fewer, buffers)
+            if stall < least:
+                best, least = fewer, stall
+        saved = max(0.0, now - least)
+        return best, saved, self._rent(times, saved, alpha - best)
+
+    def _can(self, alpha: int, buffers: int) -> bool:
+        return self._possible is None or self._possible(alpha, buffers)
+
+    def _next_below(self, alpha: int, buffers: int) -> int:
+        fewer = alpha - 1
+        while fewer > 0 and not self._can(fewer, buffers):
+            fewer -= 1
+        return fewer
+
+    def _rent(self, times: LayerSeconds | None, saved: float, layers: int) -> float:
+        if times is None:
+            return self.config.contention  # as if T_map were 0 and all copies hidden
+        copy = layers * math.fsum(times.transfer_s) / len(times.transfer_s)
+        return income(saved, self.config.contention, copy, self.config.map_s)
+
+    def _step_back(self, times: LayerSeconds | None, alpha: int, buffers: int) -> tuple[int, float, float]:
+        """(alpha after the next shrink, stall seconds a pass that it saves, credit that a step earns towards it).
+
+        It is one layer less; or, where that would stall more than now *and* than allowed, the next that does not.
+        """
+        fewer = self._next_below(alpha, buffers)
+        if times is None:
+            return fewer, 0.0, self._rent(None, 0.0, alpha - fewer)
+        stall = self._stall_of(times, alpha, buffers)
+        most = max(stall, self._allowed(times))
+        while fewer > 0 and self._stall_of(times, fewer, buffers) > most:
+            fewer = self._next_below(fewer, buffers)
+        saved = max(0.0, stall - self._stall_of(times, fewer, buffers))
+        return fewer, saved, self._rent(times, saved, alpha - fewer)
+
+    def _keep(self, view: TenantView, why: str) -> Decision:
+        key = (view.remapped, view.buffers, why)
+        kept = self._kept.get(key)
+        if kept is None:
+            stall = self._stall_of(view.times, view.remapped, view.buffers)
+            reason = (
+                f"demand is met, and {view.remapped} {view.unit} stay remapped through {view.buffers} buffers: {why}"
+            )
+            kept = self._kept[key] = Decision("none", 0, view.remapped, view.buffers, reason, stall, 0)
+        return kept
+
+    # -- inside ----------------------------------------------------------------------------------------------------
+
+    def _learn(self, view: TenantView) -> None:
+        """Forget what was computed for other times, or another unit. Equal times in a new object are the same times."""
+        times, unit = view.times, view.unit
+        if unit != self._unit or (times is not self._times and times != self._times):
+            self._limit = None
+            self._stalls.clear()
+            self._kept.clear()
+            self._back.clear()
+            if times is not None:
+                step_s = math.fsum(times.compute_s)
+                self._steps_ahead = horizon(step_s, self.config.map_s, step_s)
+        self._times, self._unit = times, unit
+
+    def _allowed(self, times: LayerSeconds) -> float:
+        # The share of a pass that schedule.max_remapped forgives for rounding is forgiven here too (twice).
+        return (self.config.slowdown + 2e-9) * math.fsum(times.compute_s)
+
+    def _stall_of(self, times: LayerSeconds | None, alpha: int, buffers: int) -> float:
+        if times is None or alpha == 0:
+            return 0.0
+        stall = self._stalls.get((alpha, buffers))
+        if stall is None:
+            stall = self._stalls[alpha, buffers] = self._stall(times, alpha, buffers)
+        return stall
+
+
+def _of_other(take: Take) -> str:
+    if take.kind == "idle_kv":
+        return f"{take.blocks} from unused KV of {take.donor}"
+    return f"{take.blocks} from layers of {take.donor} ({take.remapped} of them away then)"

@@ -1,0 +1,383 @@
+"""Which layers to stream, and what streaming them costs: exact steady-state mathematics, no memory, no clock, no torch.
+
+A pass computes layers 0..n-1. The m streamed layers are copied in, once a pass, through `buffers` (beta) ring buffers.
+For streamed use k, with W_k the computation between the previous streamed layer and this one and c_k its own:
+
+    C_k = max(C_{k-1} + W_k, D_k) + c_k        the computation of use k ends
+    D_k = max(D_{k-1}, C_{prev(k)}) + tau_k    its copy ends: one FIFO copy engine; the buffer's last user must be done
+
+`slots="rotating"`: prev(k) = k - beta, counted over all passes (Oneiros' assumption, Eq. 4 and 5).
+`slots="fixed"`: the j-th streamed layer of every pass uses buffer j mod beta, so addresses never change; when beta does
+not divide m, one slot's wrap-around then acts as a single buffer. A buffer that only ever holds one layer keeps it:
+that layer is not copied again and counts as resident.
+
+These equations are linear in (max, +), so the seconds per pass are the largest cycle mean of a small matrix: `period`.
+`tests/reference/schedule_des.py` is an independent event simulation that the tests compare against.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from remap.errors import InvalidArgument
+from remap.policy.maxplus import ROUNDING, Slots, copied_uses, lower_bound, pass_period
+
+__all__ = [
+    "RELATIVE_EPSILON",
+    "Select",
+    "SlotAssignment",
+    "Slots",
+    "max_remapped",
+    "nested",
+    "one_shot_delay",
+    "period",
+    "slots_of",
+    "stall",
+    "stall_uniform",
+    "uniform",
+    "uniform_fixed",
+]
+
+Select = Callable[[int, int, int], Sequence[int]]
+"""(layers, remapped, buffers) -> the streamed layers, remapped + buffers of them."""
+
+RELATIVE_EPSILON = 1e-9
+"""`max_remapped` forgives this share of a pass, so that an exact tie in real arithmetic is not lost to rounding."""
+
+
+# ---------------------------------------------------------------------------------------------- choosing layers
+
+
+def uniform(layers: int, remapped: int, buffers: int, phase: int = 0) -> tuple[int, ...]:
+    """The m = remapped + buffers streamed layers, spread evenly on the circle of `layers`, in layer order.
+
+    `uniform(40, 4, 1) == (0, 8, 16, 24, 32)`. Gaps differ by at most one. `phase` (any integer) turns the circle.
+    With `remapped == 0` nothing is streamed: `()`. Source: Oneiros section 5.2.
+
+    Raises InvalidArgument (fields: layers, remapped, buffers) when layers < 1, remapped < 0, buffers < 1, or
+    remapped + buffers > layers.
+    """
+    layers = _integer("layers", layers, 1)
+    remapped = _integer("remapped", remapped, 0)
+    buffers = _integer("buffers", buffers, 1)
+    phase = _integer("phase", phase, None)
+    if remapped == 0:
+        return ()
+    streamed = remapped + buffers
+    if streamed > layers:
+        raise InvalidArgument(
+            f"remapped + buffers must be at most the number of layers: {remapped} + {buffers} > {layers}; "
+            "nothing changed; remap fewer layers or use fewer buffers",
+            layers=layers,
+            remapped=remapped,
+            buffers=buffers,
+        )
+    return tuple(sorted((j * layers // streamed + phase) % layers for j in range(streamed)))
+
+
+def uniform_fixed(layers: int, remapped: int, buffers: int) -> tuple[int, ...]:
+    """`uniform`, with the gap around the end of the pass one layer wider when `buffers` does not divide m.
+
+    With two fixed slots the last and the first streamed layer then share a buffer, so the first one's copy cannot
+    start before the last one's computation ends. For n = 40, alpha = 9 and copies of 3.4 layers' computation,
+    `uniform` stalls for 0.8 of a layer, this set for nothing. Errors as for `uniform`.
+    """
+    chosen = uniform(layers, remapped, buffers)
+    m = len(chosen)
+    if m % buffers == 0 or m == layers:
+        return chosen
+    return tuple(j * (layers - 1) // m for j in range(m))
+
+
+def nested(layers: int) -> tuple[int, ...]:
+    """An order of all layers, each prefix of which is spread as evenly on the circle as a nested order allows.
+
+    Growing or shrinking the streamed set along this order reloads nothing that stays streamed; `uniform` sets of
+    neighbouring sizes share few layers. The continuous sequence is log2(2k - 1) mod 1, for which the largest gap is
+    at most 1.443 and the smallest at least 0.721 of the mean: no sequence does better (de Bruijn and Erdos,
+    "Sequences of points on a circle", 1949). Here the largest gap is split in that sequence's proportion, rounded.
+
+    A prefix is in order of choice; sort it for layer order. Raises InvalidArgument (field: layers) when layers < 1.
+    """
+    layers = _integer("layers", layers, 1)
+    order = [0]
+    gaps = [(0, layers)]  # (start, length), the positions start+1 .. start+length-1 are free
+    while len(order) < layers:
+        k = len(order)
+        at = max(range(k), key=lambda i: gaps[i][1])
+        start, length = gaps[at]
+        share = math.log2((2 * k + 1) / (2 * k)) / math.log2((k + 1) / k)
+        first = min(length - 1, max(1, round(length * share)))
+        order.append(start + first)
+        gaps[at] = (start, first)
+        gaps.append((start + first, length - first))
+    return tuple(order)
+
+
+@dataclass(frozen=True)
+class SlotAssignment:
+    """Which ring buffer each streamed layer uses when slots are fixed. Layers are in layer order.
+
+    streamed: the streamed layers. slots: the ring buffer of each. copied: those that must be copied in on every pass
+    (the others have a buffer to themselves and stay in it).
+    """
+
+    streamed: tuple[int, ...]
+    slots: tuple[int, ...]
+    copied: tuple[int, ...]
+
+    @classmethod
+    def of(cls, streamed: Iterable[int], buffers: int) -> SlotAssignment:
+        """The j-th streamed layer uses buffer j mod buffers. Raises InvalidArgument as `slots_of` does."""
+        chosen = _streamed(streamed, None)
+        buffers = _integer("buffers", buffers, 1)
+        slots = tuple(j % buffers for j in range(len(chosen)))
+        return cls(chosen, slots, tuple(chosen[j] for j in copied_uses(len(chosen), buffers, "fixed")))
+
+
+def slots_of(streamed: Iterable[int], buffers: int) -> dict[int, int]:
+    """Layer -> ring buffer for fixed slots, in layer order: the j-th streamed layer uses buffer j mod `buffers`.
+
+    Raises InvalidArgument (fields: layer, streamed or buffers) for a layer that is negative, not an integer or named
+    twice, and for buffers < 1.
+    """
+    assignment = SlotAssignment.of(streamed, buffers)
+    return dict(zip(assignment.streamed, assignment.slots, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- exact costs
+
+
+def period(
+    compute_s: float | Sequence[float],
+    transfer_s: float | Sequence[float],
+    streamed: Iterable[int],
+    buffers: int,
+    slots: Slots = "fixed",
+    layers: int | None = None,
+) -> float:
+    """Seconds per pass in the steady state, exact to rounding (no simulation, no convergence test).
+
+    compute_s, transfer_s: seconds to compute, and to copy in, each layer: n floats, or one float for all layers (when
+    both are one float, say how many `layers`). streamed: distinct layers in any order. buffers: ring buffers, >= 1;
+    more than there are streamed layers is allowed, and then nothing is copied in with fixed slots.
+
+    Method: one pass maps the end times that later passes depend on (the last use of each buffer, the last copy) to
+    themselves by a (max, +) matrix of at most buffers + 1 rows, found by running the recurrence once from each unit
+    vector. Each entry depends on every other in the end, so every schedule grows by the matrix's largest cycle mean
+    per pass, which Karp's algorithm gives. Time O(buffers * streamed + buffers^3). The result is never below
+    sum(compute_s), and equals it when the difference is rounding.
+
+    Raises InvalidArgument (fields name the argument) for a wrong length, a negative or non-finite time, a layer out of
+    range or named twice, buffers < 1, unknown `slots`.
+    """
+    compute, transfer = _times(compute_s, transfer_s, layers)
+    chosen = _streamed(streamed, len(compute))
+    return pass_period(compute, transfer, chosen, _integer("buffers", buffers, 1), _mode(slots), math.fsum(compute))
+
+
+def stall(
+    compute_s: float | Sequence[float],
+    transfer_s: float | Sequence[float],
+    streamed: Iterable[int],
+    buffers: int,
+    slots: Slots = "fixed",
+    layers: int | None = None,
+) -> float:
+    """Seconds per pass for which the computation waits for copies, in the steady state: `period` - sum(compute_s).
+
+    Zero when nothing waits (rounding is removed). Arguments and errors as for `period`.
+    """
+    compute, transfer = _times(compute_s, transfer_s, layers)
+    chosen = _streamed(streamed, len(compute))
+    total = math.fsum(compute)
+    return max(
+        0.0, pass_period(compute, transfer, chosen, _integer("buffers", buffers, 1), _mode(slots), total) - total
+    )
+
+
+def max_remapped(
+    compute_s: float | Sequence[float],
+    transfer_s: float | Sequence[float],
+    buffers: Literal["auto"] | int = "auto",
+    slowdown: float = 0.0,
+    slots: Slots = "fixed",
+    layers: int | None = None,
+    select: Select | None = None,
+) -> tuple[int, int]:
+    """(alpha, beta): the most layers that can be remapped with `period` <= (1 + slowdown) * sum(compute_s).
+
+    buffers: "auto" compares single and double buffering, and takes the larger alpha; on a tie fewer buffers, which copy
+    less. An integer fixes beta. select: (layers, alpha, beta) -> streamed layers, default `uniform`; `uniform_fixed`
+    suits fixed slots better, `lambda n, a, b: order[: a + b]` with `order = nested(n)` makes changes of alpha cheap.
+    Returns (0, 1) when nothing can be hidden. The bound is relaxed by `RELATIVE_EPSILON`.
+
+    The stall is not monotone in alpha (fixed slots penalise an odd number of streamed layers with two buffers), so
+    every alpha is tried, from the largest; lower bounds on the period only skip what cannot qualify.
+
+    Raises InvalidArgument as `period` does, and (fields: slowdown; streamed, expected) for a slowdown that is negative
+    or not finite and for a `select` that does not return alpha + beta layers.
+    """
+    compute, transfer = _times(compute_s, transfer_s, layers)
+    mode = _mode(slots)
+    n = len(compute)
+    if not (_is_real(slowdown) and slowdown >= 0.0 and math.isfinite(slowdown)):
+        raise InvalidArgument(
+            f"slowdown must be a finite number >= 0 (0.05 allows 5 %), got {slowdown!r}; nothing changed; correct it",
+            slowdown=slowdown,
+        )
+    choices = (1, 2) if buffers == "auto" else (_integer("buffers", buffers, 1),)
+    total = math.fsum(compute)
+    limit = (1.0 + slowdown) * total * (1.0 + RELATIVE_EPSILON)
+    best = (0, 1)
+    for beta in choices:
+        for alpha in range(n - beta, best[0], -1):
+            if select is None:
+                chosen = uniform(n, alpha, beta)
+            else:
+                chosen = _streamed(select(n, alpha, beta), n)
+                if len(chosen) != alpha + beta:
+                    raise InvalidArgument(
+                        f"select({n}, {alpha}, {beta}) must return {alpha + beta} layers, got {len(chosen)}; "
+                        "nothing changed; return remapped + buffers distinct layers",
+                        streamed=chosen,
+                        expected=alpha + beta,
+                    )
+            if lower_bound(compute, transfer, chosen, beta, mode) > limit:
+                continue
+            if pass_period(compute, transfer, chosen, beta, mode, total) <= limit:
+                best = (alpha, beta)
+                break
+    return best
+
+
+def one_shot_delay(compute_s: Sequence[float], transfer_s: float | Sequence[float], missing: Iterable[int]) -> float:
+    """Seconds by which one pass ends later because `missing` layers must first be loaded, in layer order.
+
+    Copies start with the pass, each into memory of its own, and earlier layers compute meanwhile:
+    max over j of (sum of the first j transfers - computation before the j-th missing layer), at least 0. Exact.
+    For equal layers a suffix of the model is the best set to be missing. Errors as for `period`.
+    """
+    compute, transfer = _times(compute_s, transfer_s, None)
+    chosen = _streamed(missing, len(compute))
+    delay = loaded = before = 0.0
+    at = 0
+    for layer in chosen:
+        before += math.fsum(compute[at:layer])
+        at = layer
+        loaded += transfer[layer]
+        delay = max(delay, loaded - before)
+    return delay if delay > ROUNDING * loaded else 0.0
+
+
+# ---------------------------------------------------------------------------------------------- closed forms
+
+
+def stall_uniform(layers: int, compute: float, transfer: float, remapped: int, buffers: int) -> float:
+    """Closed form of `stall` for equal layers and `uniform` spacing: for cross-checking, and for reasoning by hand.
+
+    compute, transfer: seconds a layer. With n layers, m = remapped + buffers, W = n // m - 1, rho = n mod m:
+
+    * one buffer: rho * (transfer - (W+1) compute)+ + (m - rho) * (transfer - W compute)+. Exact for every n and m;
+      when m divides n it is Oneiros' Eq. 4, ((alpha+1)(T_T + T_c) - n T_c)+.
+    * beta >= 2 buffers: (m transfer - n compute)+, Oneiros' Eq. 5 for beta = 2. Exact for rotating slots (no exception
+      found for n <= 80, m not dividing n included) and for fixed slots when beta divides m. Else fixed slots wait for
+      longer, except that with m < 2 beta they copy fewer than m layers.
+
+    Raises InvalidArgument as `uniform` does, and (field: compute or transfer) for a negative or non-finite time.
+    """
+    streamed = len(uniform(layers, remapped, buffers))
+    compute = _time("compute", compute)
+    transfer = _time("transfer", transfer)
+    if streamed == 0:
+        return 0.0
+    if buffers > 1:
+        return max(0.0, streamed * transfer - layers * compute)
+    between = layers // streamed - 1
+    wide = layers % streamed
+    late_wide = max(0.0, transfer - (between + 1) * compute)
+    return wide * late_wide + (streamed - wide) * max(0.0, transfer - between * compute)
+
+
+# ---------------------------------------------------------------------------------------------- argument checks
+
+
+def _is_real(value: object) -> bool:
+    return hasattr(value, "__float__") and not isinstance(value, (bool, str, bytes))
+
+
+def _time(name: str, value: object, layer: int | None = None) -> float:
+    number = float(value) if _is_real(value) else math.nan  # type: ignore[arg-type]
+    if not (math.isfinite(number) and number >= 0.0):
+        where = "" if layer is None else f" for layer {layer}"
+        raise InvalidArgument(
+            f"{name} must be seconds, finite and >= 0, got {value!r}{where}; nothing changed; correct the measurement",
+            **{name: value, "layer": layer},
+        )
+    return number
+
+
+def _times(compute_s: object, transfer_s: object, layers: int | None) -> tuple[list[float], list[float]]:
+    """Both arguments as n floats each; a single float stands for every layer."""
+    given: dict[str, list[object] | None] = {}
+    for name, value in (("compute_s", compute_s), ("transfer_s", transfer_s)):
+        try:
+            given[name] = list(value)  # type: ignore[call-overload]
+        except TypeError:  # a number, or a zero-dimensional array
+            given[name] = None
+    wanted = {name: len(values) for name, values in given.items() if values is not None}
+    if layers is not None:
+        wanted["layers"] = _integer("layers", layers, 1)
+    if len(set(wanted.values())) != 1 or 0 in wanted.values():
+        raise InvalidArgument(
+            "one number of layers >= 1 must follow from compute_s, transfer_s and layers, "
+            f"got {wanted or 'none of them'}; nothing changed; give lists of equal length, or layers=",
+            **wanted,
+        )
+    n = next(iter(wanted.values()))
+    result = []
+    for name, value in (("compute_s", compute_s), ("transfer_s", transfer_s)):
+        values = given[name]
+        if values is None:
+            result.append([_time(name, value)] * n)
+        else:
+            result.append([_time(name, item, layer) for layer, item in enumerate(values)])
+    return result[0], result[1]
+
+
+def _streamed(streamed: Iterable[int], layers: int | None) -> tuple[int, ...]:
+    """Distinct layer indices in layer order."""
+    chosen = tuple(sorted(_integer("streamed", layer, 0) for layer in streamed))
+    for layer, following in pairwise(chosen):
+        if layer == following:
+            raise InvalidArgument(
+                f"streamed layers must be distinct, layer {layer} is named twice; nothing changed; name it once",
+                layer=layer,
+                streamed=chosen,
+            )
+    if layers is not None and chosen and chosen[-1] >= layers:
+        raise InvalidArgument(
+            f"streamed layers must be below {layers}, got {chosen[-1]}; nothing changed; layers count from 0",
+            layer=chosen[-1],
+            layers=layers,
+        )
+    return chosen
+
+
+def _integer(name: str, value: object, least: int | None) -> int:
+    number = None if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if number is None or (least is not None and number < least):
+        expected = "an integer" if least is None else f"an integer >= {least}"
+        raise InvalidArgument(f"{name} must be {expected}, got {value!r}; nothing changed; correct it", **{name: value})
+    return number
+
+
+def _mode(slots: object) -> Slots:
+    if slots == "fixed" or slots == "rotating":
+        return slots
+    raise InvalidArgument(f'slots must be "fixed" or "rotating", got {slots!r}; nothing changed; pick one', slots=slots)

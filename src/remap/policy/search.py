@@ -1,0 +1,304 @@
+"""The searches behind `remap.policy.selection`: which m of the streamable layers make the shortest pass. Arguments are trusted.
+
+One buffer: streamed layer k waits for (tau_k - W_k)+, W_k the computation since streamed layer k - 1, and these waits add
+up around the circle. So the best set is a shortest closed walk with m stops: exact dynamic programming over (first, last,
+count). Two buffers and more: the waits depend on each other. Copy k may then run while layer k - 1 computes, so
+(tau_k - W_k - c_{k-1})+ bounds its wait from above, and the same programme finds the set with the least bound; it is one
+start of a local search that is judged by the exact period. Source: derived.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from operator import add
+
+from remap.policy.maxplus import ROUNDING, copied_uses, pass_period
+from remap.policy.schedule import RELATIVE_EPSILON, uniform, uniform_fixed
+
+__all__ = ["EVALUATIONS", "Problem", "Walks", "best_double", "best_pair", "best_single", "hidden"]
+
+EVALUATIONS = 300
+"""Exact periods that the local search computes at most: the cap is a count, so that the same question has one answer."""
+
+
+class Problem:
+    """One question: m of the streamable `layers` (ascending), with `buffers` ring buffers and fixed slots.
+
+    compute, transfer: n floats >= 0. m: layers to choose, buffers < m <= len(layers). bias: layer -> how unwelcome it is,
+    0..1, which decides between sets whose periods differ by less than `RELATIVE_EPSILON` of a pass. walks: those of another
+    question that differs in m only.
+    """
+
+    def __init__(
+        self,
+        compute: Sequence[float],
+        transfer: Sequence[float],
+        layers: Sequence[int],
+        m: int,
+        buffers: int,
+        bias: Sequence[float],
+        walks: Walks | None = None,
+    ) -> None:
+        self.compute = compute
+        self.transfer = transfer
+        self.layers = layers
+        self.m = m
+        self.buffers = buffers
+        self.bias = bias  # by layer
+        self.total = math.fsum(compute)
+        self.evaluated = 0
+        self._walks = walks
+
+    @property
+    def walks(self) -> Walks:
+        """The dynamic programme's answers, made when first needed."""
+        if self._walks is None:
+            self._walks = Walks(self.compute, self.transfer, self.layers, self.buffers, self.bias, self.m)
+        return self._walks
+
+    def period(self, streamed: Sequence[int]) -> float:
+        """The exact period of an ascending set; counted."""
+        self.evaluated += 1
+        if hidden(self.compute, self.transfer, streamed, self.buffers, self.total):
+            return self.total
+        return pass_period(self.compute, self.transfer, streamed, self.buffers, "fixed", self.total)
+
+    def least(self) -> float:
+        """A lower bound of the period of every set: the m cheapest layers on the copy engine, and on each buffer."""
+        copied = len(copied_uses(self.m, self.buffers, "fixed"))
+        cheapest = sorted(self.transfer[layer] for layer in self.layers)
+        bound = max(self.total, math.fsum(cheapest[:copied]))
+        if copied == self.m:  # a buffer is either copied into or computed from; the busiest has at least the mean
+            turns = sorted(self.transfer[layer] + self.compute[layer] for layer in self.layers)
+            bound = max(bound, math.fsum(turns[: self.m]) / self.buffers)
+            bound = max(bound, math.fsum(turns[: -(-self.m // self.buffers)]))
+        return bound
+
+
+def hidden(
+    compute: Sequence[float], transfer: Sequence[float], streamed: Sequence[int], buffers: int, total: float
+) -> bool:
+    """Whether no copy is waited for. streamed: ascending. Time O(n), exact to rounding.
+
+    If nothing waits, every layer starts when the computation before it says. Then the copies' ends follow by themselves,
+    and it remains to see whether each comes in time. This is the window test (every L >= beta consecutive streamed layers
+    have time for their L - beta + 1 copies in their L gaps and L - 1 computations) with all windows ending at one layer
+    taken together, for fixed slots whether or not the buffers divide m. Two passes show everything: a copy engine that is
+    busy for at most a pass in each pass carries nothing over from the one before the last.
+    """
+    uses = copied_uses(len(streamed), buffers, "fixed")
+    if math.fsum(transfer[streamed[j]] for j in uses) > total * (1.0 + ROUNDING):
+        return False
+    begins = list(accumulate(compute, initial=0.0))
+    last: dict[int, float] = {}
+    copied = -math.inf
+    slack = ROUNDING * total
+    for base in (0.0, total, 2.0 * total):
+        for j in uses:
+            layer = streamed[j]
+            free = last.get(j % buffers, -math.inf)
+            copied = max(copied, free)
+            copied += transfer[layer]
+            starts = base + begins[layer]
+            if copied > starts + slack:
+                return False
+            last[j % buffers] = starts + compute[layer]
+    return True
+
+
+# ------------------------------------------------------------------------------------------- dynamic programme
+
+
+class Walks:
+    """Closed walks of least cost around the circle of streamable layers, for any number of stops.
+
+    A stop j after stop i costs (tau_j - W_ij)+; with two buffers and more (tau_j - W_ij - c_i)+, except that around the end
+    of the pass, where the buffers do not divide the stops, c_i gives no relief: the first layer's buffer may be the last
+    one's. Time O(n^3 m) for all numbers of stops from `fewest`, at least 2, up to m together, which are kept.
+    """
+
+    def __init__(
+        self,
+        compute: Sequence[float],
+        transfer: Sequence[float],
+        layers: Sequence[int],
+        buffers: int,
+        bias: Sequence[float],
+        fewest: int = 2,
+    ) -> None:
+        total = math.fsum(compute)
+        begins = list(accumulate(compute, initial=0.0))
+        starts = [begins[layer] for layer in layers]
+        ends = [begins[layer + 1] for layer in layers]
+        tie = total * RELATIVE_EPSILON / max(1, len(layers))
+        self._layers = layers
+        self._total = total
+        self._starts = starts
+        self._ends = ends
+        self._tau = [transfer[layer] for layer in layers]
+        self._relief = [compute[layer] if buffers > 1 else 0.0 for layer in layers]
+        self._bias = [tie * bias[layer] for layer in layers]
+        self._buffers = buffers
+        self._fewest = fewest
+        self._found: dict[int, tuple[float, int, int]] = {}  # stops -> (cost, first, last), by place among the layers
+        self._into = [
+            [
+                max(0.0, self._tau[j] - (starts[j] - ends[i]) - self._relief[i]) + self._bias[j]
+                for i in range(j)  # _into[j][i]: the cost of stop j after i < j
+            ]
+            for j in range(len(layers))
+        ]
+
+    def best(self, stops: int) -> tuple[int, ...]:
+        """The layers of the least walk with so many stops, `fewest` at least, ascending."""
+        if stops not in self._found:
+            self._fill(stops)
+        _, first, at = self._found[stops]
+        rows = self._rows(first, stops)
+        walk = [at]
+        for k in range(stops - 1, 0, -1):
+            low = first + k - 1
+            costs = list(map(add, rows[k - 1], self._into[at][low:at]))
+            at = low + costs.index(min(costs))
+            walk.append(at)
+        return tuple(self._layers[place] for place in reversed(walk))
+
+    def _fill(self, most: int) -> None:
+        size, fewest = len(self._layers), self._fewest
+        found = dict.fromkeys(range(fewest, most + 1), (math.inf, 0, 0))
+        for first in range(size - fewest + 1):
+            closing = [self._around(last, first) for last in range(first, size)]
+            rows = self._rows(first, min(most, size - first))
+            for k in range(fewest - 1, len(rows)):
+                divides = (k + 1) % self._buffers == 0
+                costs = [cost + ends[divides] for cost, ends in zip(rows[k], closing[k:], strict=True)]
+                least = min(costs)
+                if least < found[k + 1][0]:
+                    found[k + 1] = (least, first, first + k + costs.index(least))
+        self._found = found
+
+    def _rows(self, first: int, stops: int) -> list[list[float]]:
+        """rows[k][j]: the least cost from `first` to j with k stops after `first`; j counts from first + k."""
+        size, fewest = len(self._layers), self._fewest
+        rows = [[0.0]]
+        for k in range(1, stops):
+            before, low = rows[-1], first + k - 1  # its entry 0 is place `low`
+            end = size - max(0, fewest - 1 - k)  # a walk of `fewest` stops has so many more behind j
+            rows.append([min(map(add, before, self._into[j][low:j])) for j in range(low + 1, end)])
+        return rows
+
+    def _around(self, last: int, first: int) -> tuple[float, float]:
+        """The cost of `first` after `last`: (where the buffers do not divide the stops, where they do)."""
+        wait = self._tau[first] - (self._total - self._ends[last] + self._starts[first])
+        return max(0.0, wait) + self._bias[first], max(0.0, wait - self._relief[last]) + self._bias[first]
+
+
+def best_single(problem: Problem) -> tuple[int, ...]:
+    """The m layers with the least sum of (tau_k - W_k)+: for one buffer the exact optimum."""
+    return problem.walks.best(problem.m)
+
+
+# ------------------------------------------------------------------------------------------- two buffers and more
+
+
+def best_pair(problem: Problem) -> tuple[int, ...]:
+    """The exact optimum for m = buffers + 1, one layer remapped: only the first and the last streamed layer share a buffer
+    and are copied, each after the other; the layers between them stay in buffers of their own. Time O(n^2)."""
+    layers, total = problem.layers, problem.total
+    begins = list(accumulate(problem.compute, initial=0.0))
+    tau, bias = problem.transfer, problem.bias
+    tie = total * RELATIVE_EPSILON / len(layers)
+    best = math.inf
+    chosen: tuple[int, ...] = ()
+    for low, first in enumerate(layers):
+        for high in range(low + problem.buffers, len(layers)):
+            last = layers[high]
+            between = begins[last] - begins[first + 1]
+            around = total - begins[last + 1] + begins[first]
+            cost = max(0.0, tau[last] - between) + max(0.0, tau[first] - around) + tie * (bias[first] + bias[last])
+            if cost < best:
+                kept = sorted(layers[low + 1 : high], key=lambda layer: bias[layer])[: problem.buffers - 1]
+                best, chosen = cost, (first, *sorted(kept), last)
+    return chosen
+
+
+def best_double(problem: Problem, starts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """The best set found for two buffers and more: the starts given and others, then moves of one layer at a time.
+
+    Exact for one layer remapped. Else not always the optimum (tests/python/test_selection_properties.py says how far off it
+    was found to be), never worse than any start.
+    Stops early where `Problem.least` proves the optimum. Deterministic; at most about `EVALUATIONS` exact periods.
+    """
+    if problem.m == problem.buffers + 1:
+        return best_pair(problem)
+    least = problem.least() * (1.0 + RELATIVE_EPSILON)
+    best: tuple[int, ...] = ()
+    best_period = math.inf
+    tried: list[tuple[float, tuple[int, ...]]] = []
+    for start in _starts(problem, starts):
+        if any(start == known for _, known in tried):
+            continue
+        period = problem.period(start)
+        tried.append((period, start))
+        if period < best_period - RELATIVE_EPSILON * problem.total:
+            best, best_period = start, period
+        if best_period <= least:
+            return best
+    tried.sort(key=lambda entry: entry[0])
+    for period, start in tried:
+        if problem.evaluated >= EVALUATIONS:
+            break
+        period, found = _descend(problem, start, period, least)
+        if period < best_period - RELATIVE_EPSILON * problem.total:
+            best, best_period = found, period
+        if best_period <= least:
+            break
+    return best
+
+
+def _starts(problem: Problem, given: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    yield from given
+    layers, m, buffers = problem.layers, problem.m, problem.buffers
+    for even in (uniform, uniform_fixed):
+        yield tuple(layers[index] for index in even(len(layers), m - buffers, buffers))
+    yield problem.walks.best(m)
+    yield tuple(layers[:m])
+    yield tuple(layers[-m:])
+    yield tuple(sorted(sorted(layers, key=lambda layer: (problem.transfer[layer], layer))[:m]))
+
+
+def _descend(problem: Problem, streamed: tuple[int, ...], period: float, least: float) -> tuple[float, tuple[int, ...]]:
+    """Moves one layer at a time while that shortens the pass: to the next layer not streamed first, then anywhere."""
+    improved = True
+    limit = min(EVALUATIONS, problem.evaluated + EVALUATIONS // 3)
+    while improved and period > least:
+        improved = False
+        goal = period - RELATIVE_EPSILON * problem.total
+        # Where every streamed layer is copied, the copies alone tell most useless moves.
+        all_copied = problem.m >= 2 * problem.buffers
+        load = math.fsum(problem.transfer[layer] for layer in streamed) if all_copied else -math.inf
+        for layer, other in _moves(problem, streamed):
+            if problem.evaluated >= limit:
+                return period, streamed
+            if load - problem.transfer[layer] + problem.transfer[other] >= goal:
+                continue
+            candidate = tuple(sorted(other if known == layer else known for known in streamed))
+            found = problem.period(candidate)
+            if found < goal:
+                period, streamed, improved = found, candidate, True
+                break
+    return period, streamed
+
+
+def _moves(problem: Problem, streamed: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(layer that leaves, layer that comes), by their distance among the streamable layers."""
+    layers = problem.layers
+    taken = set(streamed)
+    places = [index for index, layer in enumerate(layers) if layer in taken]
+    for distance in range(1, len(layers)):
+        for place in places:
+            for index in (place - distance, place + distance):
+                if 0 <= index < len(layers) and layers[index] not in taken:
+                    yield layers[place], layers[index]

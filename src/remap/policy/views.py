@@ -1,0 +1,125 @@
+"""What the controller sees and what it says: frozen values. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from remap.config import is_count, refuse
+
+if TYPE_CHECKING:
+    from remap.policy.donors.supply import Quote
+
+__all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "Take", "TenantView"]
+
+
+class LayerSeconds(Protocol):
+    """Seconds per layer: `remap.policy.cost.LayerTimes`, or anything hashable and immutable like it."""
+
+    @property
+    def compute_s(self) -> tuple[float, ...]: ...
+    @property
+    def transfer_s(self) -> tuple[float, ...]: ...
+
+
+@dataclass(frozen=True)
+class Demand:
+    """KV blocks that the engine wants to be able to allocate now, beyond those it holds. An int >= 0.
+
+    free: how many its own allocator has free; needed from engines that have one (`kv.subscribe(..., external=True)`), since
+    the pool sees all their blocks as held. Others leave it out.
+    """
+
+    blocks: int
+    free: int | None = None
+
+    def __post_init__(self) -> None:
+        if not is_count(self.blocks):
+            raise refuse("blocks", self.blocks, "an int of at least 0")
+        if self.free is not None and not is_count(self.free):
+            raise refuse("free", self.free, "an int of at least 0, or None")
+
+
+@dataclass(frozen=True)
+class TenantView:
+    """What the controller sees of a tenant at one epoch. Counts of layers and of KV blocks; seconds in `times`.
+
+    For an engine with its own allocator, free_blocks and live_blocks are that allocator's, not the pool's (which counts
+    every block that the engine holds as live). blocks_per_layer is b1; shrink_blocks is how many blocks the next
+    shrink by one layer takes away at most, when it is known exactly (otherwise ceil(b1)).
+    """
+
+    layers: int
+    remapped: int  # alpha
+    buffers: int  # beta; of no meaning while alpha is 0
+    streamable: int  # layers that may be streamed: alpha + beta of them at most
+    usable_blocks: int
+    free_blocks: int
+    live_blocks: int
+    free_pool_blocks: int  # blocks obtainable from the arena's free pages, without remapping
+    blocks_per_layer: float
+    max_remapped: int  # the cap by structure, layers - buffers
+    times: LayerSeconds | None  # None: not measured yet
+    epoch: int
+    max_blocks: int | None = None  # size of the KV region; None: no limit
+    shrink_blocks: int | None = None
+    buffers_may_change: bool = False  # whether KV pages allow another number of ring buffers while alpha > 0
+    active: bool = True
+    lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
+    seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
+    unit: str = "layers"  # what alpha counts; in slices: tail pages of every layer
+    # What other tenants could give, for so many blocks: one list of increments a donor. Asked for when free pages do not do.
+    others: Callable[[int], Sequence[Sequence[Quote]]] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.blocks_per_layer > 0:
+            raise refuse("blocks_per_layer", self.blocks_per_layer, "positive")
+        names = ("layers", "remapped", "buffers", "streamable", "usable_blocks", "free_blocks", "live_blocks")
+        # Two comparisons for the usual case: a view is made in every step.
+        least = min(self.remapped, self.buffers, self.streamable, self.usable_blocks, self.free_blocks)
+        if min(least, self.live_blocks, self.free_pool_blocks, self.max_remapped, self.layers - 1) < 0:
+            for name in (*names, "free_pool_blocks", "max_remapped"):
+                if getattr(self, name) < (name == "layers"):
+                    raise refuse(name, getattr(self, name), "at least 1" if name == "layers" else "at least 0")
+        if self.remapped and (not self.buffers or self.remapped + self.buffers > self.layers):
+            raise refuse("buffers", self.buffers, f"from 1 to {self.layers - self.remapped} (layers - remapped)")
+
+
+@dataclass(frozen=True)
+class Take:
+    """Pages of another tenant that the receiver gets, besides free ones.
+
+    kind "idle_kv": out of the donor's unused KV, for `blocks` blocks of the receiver. "layers": the donor streams so that
+    `remapped` layers' worth of its pages are not its parameters, through `buffers` buffers, chosen by `selection`.
+    """
+
+    donor: str
+    kind: Literal["idle_kv", "layers"]
+    blocks: int
+    remapped: int = 0
+    buffers: int = 0
+    selection: str = ""
+    predicted_stall_s: float = 0.0  # of the donor, per pass, at the target
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do now. `remapped` and `buffers` are the targets; `unmet_blocks` the demand that stays unmet after it.
+
+    action "grow" may leave `remapped` as it is, when free pages suffice. predicted_stall_s is per pass, at the target;
+    0 while nothing has been measured.
+    """
+
+    action: Literal["none", "grow", "shrink"]
+    free_pool_blocks_to_take: int
+    remapped: int
+    buffers: int
+    reason: str
+    predicted_stall_s: float
+    unmet_blocks: int
+    takes: tuple[Take, ...] = ()
+
+
+NONE = Decision("none", 0, 0, 0, "demand is met and nothing is remapped", 0.0, 0)
+"""The decision of almost every step: one shared object, so that a step with nothing to do allocates nothing."""
