@@ -105,7 +105,7 @@ class SharedTenants:
         """Until no copy and no re-pointing is under way."""
         self.session.settle()
         for tenant in self.tenants.values():
-            tenant._prefetcher.drain()
+            tenant._state.prefetcher.drain()
 
     def verify(self) -> None:
         """Every layer of every active tenant reads as its master copy, in passes that teach no times; all books agree."""

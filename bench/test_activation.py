@@ -200,9 +200,9 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
         session.deactivate("donor")
 
         def take() -> None:
-            pages = free_pages_of(session._arena, holder)
+            pages = free_pages_of(session._changes, holder)
             assert len(pages) * PAGE == nbytes
-            session._changes.take_free_pages(holder, pages, 10**6)
+            take_free_pages(session._changes, holder, pages, 10**6)
 
         def others() -> None:
             begun = time.perf_counter()

@@ -80,8 +80,8 @@ def test_revert_of_one_layer(benchmark):
         def setup() -> None:
             raw.session.remap("raw", 3, 2, "nested")
             raw.verify()
-            target[:] = sorted(set(raw.tenant.streamed) - set(raw.tenant.select(2, 2)))
-            raw.tenant._prefetcher.drain()
+            target[:] = sorted(set(raw.tenant.streamed) - set(raw.tenant._state.select(2, 2, "nested")))
+            raw.tenant._state.prefetcher.drain()
             begun = time.perf_counter()
             ctypes.memmove(plain.ctypes.data, raw.masters[target[0]].ctypes.data, plain.nbytes)
             copies.append(time.perf_counter() - begun)
@@ -118,7 +118,7 @@ def test_compaction_rate(benchmark):
             raw.session.remap("raw", 0)
             raw.session.remap("raw", 4, 2, "nested")
             raw.verify()
-            raw.tenant._prefetcher.drain()
+            raw.tenant._state.prefetcher.drain()
             ids = kv.allocate(kv.free_blocks)
             keep = max(1, len(ids) // 8)
             kv.free(ids[:-keep])  # the highest ones stay: they lie in the pages that go first

@@ -29,7 +29,7 @@ class Growth:
 
     def __init__(self, raw: RawTenant, start: int, count: int, compute_s: float) -> None:
         self.raw, self.session, self.tenant = raw, raw.session, raw.tenant
-        self.demand = {"raw": remap.Demand(blocks=int(count * self.tenant._blocks_per_layer))}
+        self.demand = {"raw": remap.Demand(blocks=int(count * self.tenant._state.blocks_per_layer))}
         self.start, self.count = start, count
         self.told: list[float] = []
         self.calls_at_callback: list[int] = []

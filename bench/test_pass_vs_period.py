@@ -114,7 +114,7 @@ def test_pass_against_period(benchmark, raw, iterations_per_s, copy_s, delays, a
     raw.session.remap("raw", alpha, beta)
     raw.verify()
     tenant = raw.tenant
-    wait, done, stats, clock = tenant.wait, tenant.done, tenant._prefetcher.stats, time.perf_counter
+    wait, done, stats, clock = tenant.wait, tenant.done, tenant._state.prefetcher.stats, time.perf_counter
     iterations = max(1, int(iterations_per_s * copy_s * compute_per_copy))
     passes: list[Pass] = []
 

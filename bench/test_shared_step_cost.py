@@ -36,7 +36,7 @@ def _world(size: str, **more) -> SharedTenants:
     for tenant in world.tenants.values():
         # A copy takes four layers' computation: about a quarter of the layers can be hidden.
         tenant.calibrate_link(world.layer_bytes / (4 * COMPUTE_S))
-        tenant._prepare(tenant.times())
+        tenant._state.timing.prepare(tenant.times())
     return world
 
 
@@ -75,7 +75,7 @@ def test_step_while_a_return_is_paid_for(benchmark, size):
         world.session.lend("three", 4, to="one")
         title = f"step of 3 tenants that accrues rent, 4 layers lent, {size}"
         _measure_idle(benchmark, world, title, {"one": 0, "two": 0}, target=100.0)
-        assert world.session._controllers["three"].credit > 0
+        assert world.session._tenants["three"].controller.credit > 0
         world.verify()
 
 
@@ -121,7 +121,7 @@ def test_growth_by_layers_of_others(benchmark, size, donor):
     cap = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0, cap=0)
     with _world(size, inactive=inactive, controllers={"one": cap}) as world:
         one, others = world.tenants["one"], [world.tenants["two"], world.tenants["three"]]
-        wanted = int(2 * one._blocks_per_layer) - 1
+        wanted = int(2 * one._state.blocks_per_layer) - 1
         demand = {name: remap.Demand(blocks=0) for name, tenant in world.tenants.items() if tenant.active}
         demand["one"] = remap.Demand(blocks=wanted)
 
@@ -152,7 +152,7 @@ def test_growth_by_unused_kv_of_others(benchmark, size):
     with _world(size, inactive=("three",), controllers={"one": KEEPS}) as world:
         session, (one, two, _) = world.session, world.tenants.values()
         session.lend("three", 4, to="two")
-        wanted = int(2 * one._blocks_per_layer) - 1
+        wanted = int(2 * one._state.blocks_per_layer) - 1
         demand = {"one": remap.Demand(blocks=wanted), "two": remap.Demand(blocks=0)}
 
         def reset() -> None:
@@ -160,7 +160,7 @@ def test_growth_by_unused_kv_of_others(benchmark, size):
             spare = one.kv.usable_blocks - one.kv.spec.min_blocks
             if spare > 0:
                 session._lending.give_idle(one, spare, two, spare)
-            session._changes.take_free_pages(two, free_pages_of(session._arena, two), 10**6)
+            take_free_pages(session._changes, two, free_pages_of(session._changes, two), 10**6)
             world.quiet()
             world.fill("one")
 
@@ -179,8 +179,8 @@ def _give_back_idle(world: SharedTenants) -> None:
     for name, tenant in world.tenants.items():
         free = session.snapshot().pages.free
         if free and tenant.active:
-            blocks = int(free * tenant._blocks_per_page) + 1
-            session._changes.take_free_pages(tenant, free_pages_of(session._arena, tenant), blocks)
+            blocks = int(free * tenant._state.blocks_per_page) + 1
+            take_free_pages(session._changes, tenant, free_pages_of(session._changes, tenant), blocks)
             world.fill(name)
 
 

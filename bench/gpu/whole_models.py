@@ -39,7 +39,7 @@ class WholeModels:
             if other != name:
                 self._follow(self._session.lend(other, layers - 1, 1, to=name).moved)
         self._session.settle()
-        self._session._tenant(name)._prefetcher.drain()  # the copies of its layers
+        self._session._tenant(name).prefetcher.drain()  # the copies of its layers
         self.swaps += 1
         return replace(report, moved={})
 

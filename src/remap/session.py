@@ -32,20 +32,21 @@ from remap.kv.spec import KVSpec
 from remap.memory import device as devices
 from remap.memory.activate import ActivationReport, activate, deactivate
 from remap.memory.apply import Changes
-from remap.memory.arrival import Arrival, admit, undo_arrival
-from remap.memory.attach import model_source, raw_source
+from remap.memory.attach import Arrivals
 from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
-from remap.memory.host_memory import HostMemories
+from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.lend import Lending
-from remap.memory.observe import Log, check_books, compose, make_report, take_snapshot
+from remap.memory.moves import compose
+from remap.memory.observe import Log, check_books, make_report, take_snapshot
+from remap.memory.offers import Offers
+from remap.memory.passes import Passes
 from remap.memory.registered import Registered
 from remap.memory.stall_watch import StallWatch
-from remap.memory.step import step
+from remap.memory.state import TenantState
+from remap.memory.step import Steps
 from remap.memory.streams import Streams
-from remap.memory.view import view_of
-from remap.policy.controller import Controller, ControllerConfig, Demand
-from remap.policy.donors.ranking import NextUse
-from remap.policy.views import TenantView
+from remap.model.source import LayerSource, model_source, raw_source
+from remap.policy.controller import ControllerConfig, Demand
 from remap.report import Snapshot, StepReport
 
 from . import _core
@@ -60,7 +61,7 @@ from .arguments import (
     require_range,
 )
 from .config import is_amount, refuse
-from .errors import ArenaBroken, InvalidArgument, InvalidState
+from .errors import InvalidArgument
 from .locking import Moved, SessionLock, exclusive
 from .nvtx import annotated
 from .sizes import parse_size
@@ -149,29 +150,30 @@ class Session:
         self._executor = _core.Executor(self._arena)
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
-        self._changes = Changes(self._streams, self._arena, self._executor)
         self._host = HostMemories(self._backend, self._device)
         self._config = controller or ControllerConfig()
-        self._tenants: dict[str, Tenant] = {}
-        self._controllers: dict[str, Controller] = {}
-        self._configs: dict[str, ControllerConfig] = {}
-        self._lending = Lending(self._tenants, self._changes, self._arena)
-        self._activity = NextUse()
-        self._activations = 0
-        self._cursor = 0  # round robin: the donor after the last one comes first
-        self._demands: Mapping[str, Demand] = {}  # of the last step
-        self._claims: dict[int, tuple[tuple[object, ...], dict[str, int]]] = {}  # see decisions.consider_return
-        self._log = Log()
-        self._stalls = StallWatch()
-        self._registered = Registered(self._arena, self._tenants)
-        self._next_tenant = 0  # a number is never used twice, so that nobody's bytes pass for another's
-        self._arriving: Arrival | None = None  # a tenant that is being attached
-        self._departed: list[Tenant] = []  # on their way out: see _release_departed
-        self._told: list[Moved] = []  # moves that the report of the call in progress tells of
+        self._tenants: dict[str, TenantState] = {}
         self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
+        self._changes = Changes(self._streams, self._arena, self._executor)
+        self._lending = Lending(self._tenants, self._changes)
+        self._offers = Offers(self._tenants, self._changes, self._lending, self._config, self.clock)
+        self._steps = Steps(self._tenants, self._changes, self._lending, self._offers)
+        self._arrivals = Arrivals(
+            self._changes, self._tenants, self._device, self._lock, self._memory, self._copy_chunk_bytes
+        )
+        self._stalls = StallWatch()
+        self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
+        self._registered = Registered(self._arena, self._tenants)
+        self._log = Log()
+        self._departed: list[TenantState] = []  # on their way out: see _release_departed
+        self._told: list[Moved] = []  # moves that the report of the call in progress tells of
         self._closing = False  # all tenants depart
         self._claiming = False  # whether a call has claimed tenants
-        self.closed = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` has succeeded."""
+        return self._passes.closed
 
     # -- tenants ---------------------------------------------------------------------------------------------------
 
@@ -215,7 +217,7 @@ class Session:
         or dtype are not the model's: fields value and model_value, see kv_fit.py), OutOfMemory (field minimum_bytes),
         LimitExceeded (page-locked memory, or more than 2**26 blocks); nothing changes then.
         """
-        self._check_open()
+        self._passes.check_open()
         require_attach(name, priority, kv, controller, active)
         require_options(layers, mutable, weights, names, extra_layers, hooks)
         self._check_name(name)
@@ -236,7 +238,7 @@ class Session:
                 embedding=embedding,
                 hooks=hooks,
             )
-            return admit(self, source, name, priority, kv, controller or self._config, host, active)
+            return self._admit(source, name, priority, kv, controller, host, active)
 
     @exclusive
     def attach_bytes(
@@ -254,13 +256,13 @@ class Session:
         On cuda a writable buffer that starts at an OS page is page-locked in place; of any other a page-locked copy is made.
         `session.layer_address(name, i)` says where layer i lives.
         """
-        self._check_open()
+        self._passes.check_open()
         require_attach(name, priority, kv, controller, active)
         self._check_name(name)
         views = require_buffers(layers)
         with self._host.taken() as host:
             source = raw_source(views, host)
-            return admit(self, source, name, priority, kv, controller or self._config, host, active)
+            return self._admit(source, name, priority, kv, controller, host, active)
 
     @exclusive
     def detach(self, name: str, *, device: Any = None) -> None:
@@ -271,14 +273,14 @@ class Session:
         of the tenant's is declared as registered, and OutOfMemory (fields requested, device) without room for the model; it
         can be called again then, and until it has succeeded the tenant serves no pass.
         """
-        self._check_open()
+        self._passes.check_open()
         self._claim()
         tenant = self._tenant(name)
         tenant.refuse_pass(leaving=True)
         self._registered.refuse_detach(tenant)
         self._changes.abandon(tenant)
-        tenant._restore_model(device)
-        tenant._retire()
+        tenant.source.detach(sorted(tenant.absent), device)
+        tenant.retire()
         self._departed.append(tenant)
         self._arena.remove_tenant(tenant.number)  # from here it has gone
         self._release_departed()
@@ -286,7 +288,7 @@ class Session:
     def layer_address(self, name: str, layer: int) -> int:
         """Where a layer lives. It never changes."""
         self._lock.refuse_fork()
-        addresses = self._tenant(name)._attachment.addresses
+        addresses = self._tenant(name).addresses
         require("layer", layer, int, "an int")
         if not 0 <= layer < len(addresses):
             raise InvalidArgument(
@@ -305,7 +307,7 @@ class Session:
         unknown tenant or what is no Demand and InvalidState inside a pass, before anything changes; and the backend's error if
         nothing has changed by then. If something has, the report says what, and its reason which error ended the step early.
         """
-        self._check_open()
+        self._passes.check_open()
         demand = require_demands(demand)
         self._claim()
         for name in demand:
@@ -313,9 +315,9 @@ class Session:
                 self._tenant(name)
         for name in demand:
             tenant = self._tenants[name]
-            if tenant._busy or not tenant.active:
+            if tenant.busy or not tenant.active:
                 tenant.refuse_pass(asleep=True)
-        entries = step(self, demand)
+        entries = self._steps.step(demand)
         return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
     def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
@@ -323,8 +325,8 @@ class Session:
         resized = False
         for name in entries:
             tenant = self._tenants[name]
-            resized = resized or tenant.alpha != tenant._told_alpha
-            tenant._told_alpha = tenant.alpha
+            resized = resized or tenant.alpha != tenant.told_alpha
+            tenant.told_alpha = tenant.alpha
         return self._with_moved(lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized))
 
     def _with_moved(self, report: Callable[[Moved], Any]) -> Any:
@@ -334,9 +336,6 @@ class Session:
         self._told.append(moved)
         self._changes.moved = {}
         return made
-
-    def _view_of(self, tenant: Tenant, wanted: Demand | None) -> TenantView:
-        return view_of(self, tenant, wanted or _NO_DEMAND)
 
     # -- whose turn it is ------------------------------------------------------------------------------------------
 
@@ -358,7 +357,7 @@ class Session:
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
             raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
-        self._check_open()
+        self._passes.check_open()
         self._claim()
         tenant = self._tenant(name)
         tenant.refuse_pass()
@@ -367,9 +366,9 @@ class Session:
             other.refuse_pass()
         before = {each: each.active for each in (tenant, *others)}
         try:
-            report = activate(self, tenant, partial)
+            report = activate(self._changes, self._lending, self._offers, tenant, partial, self.clock())
             for other in others:
-                deactivate(self, other)
+                deactivate(self._changes, other)
             entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
             self._log.add(self._arena.epoch, {name: entry})
             made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
@@ -385,11 +384,11 @@ class Session:
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
-        self._check_open()
+        self._passes.check_open()
         self._claim()
         tenant = self._tenant(name)
         tenant.refuse_pass()
-        deactivate(self, tenant)
+        deactivate(self._changes, tenant)
 
     @exclusive
     def lend(self, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
@@ -399,7 +398,7 @@ class Session:
         it streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for
         `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
         """
-        self._check_open()
+        self._passes.check_open()
         self._claim()
         tenant, receiver = self._tenant(name), None if to is None else self._tenant(to)
         for each in (tenant, receiver):
@@ -408,7 +407,7 @@ class Session:
         check_by_hand(tenant, layers, buffers, "nested")
         if receiver is tenant:
             raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
-        return self._report(lend_by_hand(self, tenant, layers, buffers, receiver))
+        return self._report(lend_by_hand(self._changes, self._lending, tenant, layers, buffers, receiver))
 
     @exclusive
     def remap(
@@ -426,13 +425,13 @@ class Session:
         if live blocks do not fit into what remains; InvalidState inside a pass, or (fields tenant, layers) if more layers are to
         stream than now and no pass has waited for every layer yet. Nothing changes then.
         """
-        self._check_open()
+        self._passes.check_open()
         self._claim()
         tenant = self._tenant(name)
         tenant.refuse_pass()
         check_by_hand(tenant, layers, buffers, selection)
         require("drain", drain, bool, "True or False")
-        return self._report(remap_by_hand(self, tenant, layers, buffers, selection, drain))
+        return self._report(remap_by_hand(self._changes, self._lending, tenant, layers, buffers, selection, drain))
 
     # -- ranges that others have registered ------------------------------------------------------------------------
 
@@ -444,7 +443,7 @@ class Session:
         Raises InvalidState (fields tenant, layer) if such a layer is streamed now, or is still to be re-pointed (`settle`,
         then register, then declare), InvalidArgument if no region lies there; nothing changes then.
         """
-        self._check_open()
+        self._passes.check_open()
         require_range(address, nbytes)
         self._claim()
         self._registered.declare(address, nbytes)
@@ -455,7 +454,7 @@ class Session:
 
         Raises InvalidArgument if this very range was not declared; nothing changes then.
         """
-        self._check_open()
+        self._passes.check_open()
         require_range(address, nbytes)
         self._claim()
         self._registered.withdraw(address, nbytes)
@@ -465,38 +464,34 @@ class Session:
     @property
     def unsettled(self) -> bool:
         """Whether a deferred re-pointing failed and waits to be tried again."""
-        return bool(self._executor.failed_points())
+        return self._changes.failed_points()
 
     @exclusive
     def settle(self, tenant: Tenant | None = None) -> None:
         """Finish what the last change deferred, now, and wait for it. Raises the backend's error if that fails again."""
         require("tenant", tenant, (Tenant, type(None)), "a Tenant, or None for all")
         self._claim()
-        for each in [tenant] if tenant is not None else list(self._tenants.values()):
+        chosen = list(self._tenants.values()) if tenant is None else [self._tenant(tenant.name)]
+        for each in chosen:
             self._changes.settle(each)
             self._changes.retry_failed(each)
         if tenant is None:
             self._changes.await_worker()
-
-    @exclusive
-    def _begin_behind_changes(self, tenant: Tenant, stream: Any, mark: object) -> None:
-        """`Tenant.forward` once more: behind the change that was in progress, and with what the last one has left finished."""
-        self._changes.settle(tenant)
-        self._changes.retry_failed(tenant)
-        if not tenant._try_begin(stream, mark, finished=True):
-            raise InvalidState(
-                f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in progress; no "
-                "pass was begun; begin it afterwards",
-                tenant=tenant.name,
-            )
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
     @exclusive
     def snapshot(self) -> Snapshot:
         """Everything that can be seen, as frozen values of this moment. Changes nothing."""
-        self._check_open(broken_too=True)
-        return take_snapshot(self)
+        self._passes.check_open(broken_too=True)
+        return take_snapshot(
+            self.capacity_bytes,
+            self._arena,
+            self._lending,
+            self._tenants,
+            self._log.records(),
+            self._stalls.share(self._passes.active_numbers()),
+        )
 
     @exclusive
     def check(self) -> None:
@@ -518,8 +513,8 @@ class Session:
     def _close(self, device: Any) -> None:
         for tenant in self._tenants.values():
             self._changes.abandon(tenant)
-            tenant._restore_model(device)
-            tenant._retire()
+            tenant.source.detach(sorted(tenant.absent), device)
+            tenant.retire()
         self._executor.stop()
         self._departed.extend(self._tenants.values())
         self._closing = True
@@ -527,7 +522,7 @@ class Session:
         self._streams.close()
         self._host.close()
         self._arena.close()
-        self.closed = True
+        self._passes.closed = True
 
     def __enter__(self) -> Session:
         return self
@@ -561,8 +556,7 @@ class Session:
     def _undo(self) -> None:
         """What a call has begun and not decided never was. Can be called again."""
         self._changes.undo()
-        if self._arriving is not None:
-            undo_arrival(self)
+        self._arrivals.undo()
         if self._departed:
             self._release_departed()
 
@@ -572,36 +566,49 @@ class Session:
             tenant = self._departed[-1]
             name = tenant.name
             if self._closing or self._arena.counts(tenant.number)["total"] == 0:
-                for table in (self._tenants, self._controllers, self._configs, self._changes.moved):
-                    table.pop(name, None)
-                self._activity.forget(name)
-                self._claims.pop(tenant.number, None)
-                self._demands = {other: wanted for other, wanted in self._demands.items() if other != name}
-                tenant._release()
-                self._host.give_back(tenant._attachment.host)
+                self._tenants.pop(name, None)
+                self._changes.moved.pop(name, None)
+                self._offers.forget(name)
+                self._changes.release(tenant)
+                self._host.give_back(tenant.host)
             self._departed.pop()
 
     def _claim(self) -> None:
         """All tenants that are not inside a pass are this call's until it is over."""
         self._claiming = True
         for tenant in self._tenants.values():
-            tenant._turn.claim()
+            tenant.turn.claim()
 
     def _release_claims(self) -> None:
         if self._claiming:
             for tenant in self._tenants.values():
-                tenant._turn.release()
+                tenant.turn.release()
             self._claiming = False
 
-    def active_numbers(self) -> set[int]:
-        """Numbers of the tenants that may serve passes. Takes no lock: a tenant may come or go meanwhile."""
-        return {tenant.number for tenant in tuple(self._tenants.values()) if tenant.active}
+    def _admit(
+        self,
+        source: LayerSource,
+        name: str,
+        priority: int,
+        kv: KVSpec,
+        controller: ControllerConfig | None,
+        host: HostMemory | None,
+        active: bool,
+    ) -> Tenant:
+        made: list[Tenant] = []
+
+        def handle(state: TenantState) -> Tenant:
+            made.append(Tenant(state, self._passes))
+            return made[-1]
+
+        self._arrivals.admit(source, name, priority, kv, controller or self._config, host, active, self.clock(), handle)
+        return made[-1]
 
     def _memory(self, address: int, nbytes: int) -> Any:
         """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
         return self._device.tensor(address, nbytes, self._arena.hold(address, nbytes))
 
-    def _tenant(self, name: str) -> Tenant:
+    def _tenant(self, name: str) -> TenantState:
         require("name", name, str, "a tenant's name, a str")
         tenant = self._tenants.get(name)
         if tenant is None:
@@ -609,17 +616,6 @@ class Session:
                 f"no tenant {name!r} is attached, there are {sorted(self._tenants)}; nothing changed", tenant=name
             )
         return tenant
-
-    def _check_open(self, broken_too: bool = False) -> None:
-        if self.closed:
-            raise InvalidState("the session is closed; nothing changed; open a new one")
-        if self._arena.broken and not broken_too:
-            quarantined = self._arena.counts()["quarantine"]
-            raise ArenaBroken(
-                f"an earlier failure could not be undone, {quarantined} pages are quarantined; nothing changed; only snapshot() "
-                "and close() are allowed",
-                quarantined_pages=quarantined,
-            )
 
     def _check_name(self, name: str) -> None:
         if name in self._tenants:

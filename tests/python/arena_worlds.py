@@ -66,8 +66,8 @@ def read_block(tenant: remap.Tenant, block: int) -> set[int]:
 
 
 def regions_of(tenant: Any) -> list[int]:
-    pages = tenant._attachment.pages
-    return [*pages.layer_regions, *([pages.ring_region] if tenant._attachment.ring_address else [])]
+    pages = tenant.pages
+    return [*pages.layer_regions, *([pages.ring_region] if tenant.ring_address else [])]
 
 
 def visible(session: remap.Session) -> dict[str, Any]:

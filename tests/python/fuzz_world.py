@@ -208,8 +208,8 @@ class Engine:
             )
         layers = len(self.data)
         times = LayerTimes((made["times"][0],) * layers, (made["times"][1],) * layers)
-        self.tenant.times = self.tenant.prefill_times = lambda: times  # type: ignore[method-assign]
-        self.tenant.copy_seconds = lambda: made["times"][1]  # type: ignore[method-assign]
+        self.tenant._state.timing.decode = self.tenant._state.timing.prefill = lambda: times  # type: ignore[method-assign]
+        self.tenant._state.timing.copy_seconds = lambda: made["times"][1]  # type: ignore[method-assign]
         self.addresses = self.addresses_now()
         self.held: dict[int, int] = {}
         self.fresh: set[int] = (
@@ -359,7 +359,7 @@ class World:
             backend=self.backend,
             controller=remap.ControllerConfig(**walk["config"]),
         )
-        self.session.clock = lambda: self.now
+        self.session.clock = self.session._offers._clock = self.session._passes._clock = lambda: self.now
         self.engines: dict[str, Engine] = {}
         self.declared: list[tuple[int, int]] = []
         self.attached = 0
@@ -486,7 +486,7 @@ class World:
         for name in set(self.session._tenants) - set(self.engines):
             self.session.detach(name)
         for name, engine in list(self.engines.items()):
-            if name in self.session._tenants and engine.tenant._leaving:
+            if name in self.session._tenants and engine.tenant._state.leaving:
                 self.session.detach(name)
             if name not in self.session._tenants:
                 del self.engines[name]
@@ -584,7 +584,7 @@ class World:
         engine = self.engines.get(name)
         if engine is None:
             return
-        most = len(engine.tenant._attachment.order) - buffers
+        most = len(engine.tenant._state.order) - buffers
         layers: float = round(share * max(0, most))
         if kind == "slices":
             layers = share * max(0, most)
@@ -600,7 +600,7 @@ class World:
         if engine is None or (to is not None and to not in self.engines):
             return
         buffers = engine.tenant.buffers or buffers
-        layers = round(share * max(0, len(engine.tenant._attachment.order) - buffers))
+        layers = round(share * max(0, len(engine.tenant._state.order) - buffers))
         self.call(lambda: self.session.lend(name, layers, buffers, to=to), OutOfBlocks, InvalidArgument)
 
     def op_activate(self, name: str, alone: bool, partial: bool | float) -> None:
@@ -797,7 +797,7 @@ class World:
                 return lambda: session.deactivate(rest[0])
             tenant = self.engines[rest[0]].tenant
             buffers = rest[2] if name == "remap" else tenant.buffers or rest[2]
-            layers = round(rest[1] * max(0, len(tenant._attachment.order) - buffers))
+            layers = round(rest[1] * max(0, len(tenant._state.order) - buffers))
             if name == "remap":
                 return lambda: session.remap(rest[0], layers, buffers, rest[3])
             to = rest[3] if rest[3] in self.engines else None

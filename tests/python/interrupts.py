@@ -56,8 +56,7 @@ PATIENCE_S = 10.0
 POISON, TAG = 0xDF, 0xCC
 # Files whose functions change nothing but what they return.
 PURE = re.compile(
-    r"((_maxplus|_selection_\w+|bounds|config|controller|cost|donors/\w+|kv_geometry|offers|planner|policy|rental"
-    r"|schedule|selection|sizes|slice_plan|snapshot|views|watermark)\.py:\d+( < )?)*"
+    r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|offers|plan|slice_plan|timing|view)|config|report|sizes)\.py:\d+( < )?)*"
 )
 
 # -- the interrupt -----------------------------------------------------------------------------------------------------
@@ -196,8 +195,8 @@ class Engine:
         self.data = make_layers([pages] * layers, tag, PAGE)
         self.tenant = session.attach_bytes(self.data, name=name, kv=options.pop("kv", None) or spec(layers), **options)
         times = LayerTimes((1.0,) * layers, (0.1,) * layers)
-        self.tenant.times = self.tenant.prefill_times = lambda: times  # type: ignore[method-assign]
-        self.tenant.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+        self.tenant._state.timing.decode = self.tenant._state.timing.prefill = lambda: times  # type: ignore[method-assign]
+        self.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
         self.held: dict[int, int] = {}
         self.external: External | None = None
 
@@ -375,7 +374,7 @@ class World:
                 engine.kv.free(ids)
         for engine in self.engines.values():
             # Taking it out may have been tried: it serves no more then (Session.detach).
-            if engine.tenant.active and not engine.tenant._leaving:
+            if engine.tenant.active and not engine.tenant._state.leaving:
                 engine.serve()
         self.check()
 

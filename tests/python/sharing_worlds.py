@@ -143,5 +143,5 @@ def times_of(layers: int, compute: float, transfer: float) -> LayerTimes:
 
 def set_times(engine: Engine, decode: LayerTimes, prefill: LayerTimes | None = None) -> None:
     """What would be measured, so that decisions are exact."""
-    engine.tenant.times = lambda: decode  # type: ignore[method-assign]
-    engine.tenant.prefill_times = lambda: prefill or decode  # type: ignore[method-assign]
+    engine.tenant._state.timing.decode = lambda: decode  # type: ignore[method-assign]
+    engine.tenant._state.timing.prefill = lambda: prefill or decode  # type: ignore[method-assign]

@@ -33,13 +33,13 @@ def test_every_chunk_size_brings_the_same_bytes(chunk, selection):
         tenant = session.attach_bytes(MASTERS, name="model", kv=replace(spec(), max_blocks=400))
         passes(session, tenant, 2)
         before = {call: trace.count(call) for call in (_core.Call.copy, _core.Call.fill)}
-        copies = tenant._prefetcher.stats().copies
+        copies = tenant._state.prefetcher.stats().copies
         session.remap("model", 2)
         passes(session, tenant, 3)
         session.remap("model", 0)
         session.settle()
         passes(session, tenant, 2)
-        stats = tenant._prefetcher.stats()
+        stats = tenant._state.prefetcher.stats()
         pieces = trace.count(_core.Call.copy) - before[_core.Call.copy]
         gaps = trace.count(_core.Call.fill) - before[_core.Call.fill]
         assert stats.copies > copies and pieces == stats.copies - copies + gaps

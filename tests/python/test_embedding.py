@@ -76,4 +76,4 @@ def test_a_tied_embedding_and_a_wrong_name_are_refused_before_anything_changes()
         assert [tensor.data_ptr() for tensor in model.parameters()] == addresses
         assert session.snapshot().pages.free == session.snapshot().pages.total
         tenant = session.attach(model, kv=kv_spec(model), extra_layers="lm_head")  # tied: it has no bytes of its own
-        assert LAYERS not in tenant._attachment.order
+        assert LAYERS not in tenant._state.order

@@ -45,7 +45,7 @@ class World:
     def settle(self) -> None:
         self.session.settle()
         for tenant in self.tenants.values():
-            tenant._prefetcher.drain()
+            tenant._state.prefetcher.drain()
 
     def hold(self, count: int) -> None:
         """Live blocks from the top of the usable ones, so that a shrink has to move them."""
@@ -61,11 +61,11 @@ class World:
 
     def free_pages(self, give: bool) -> None:
         session, tenant = self.session, self.m
-        pages = tenant._attachment.pages
+        pages = tenant._state.pages
         if give:
-            chosen = remap.policy.free_pages_of(session._arena, tenant)[:5]
+            chosen = remap.policy.free_pages_of(session._changes, tenant)[:5]
         else:
-            chosen = tuple(p for p in tenant._attachment.giving if session._arena.owners()[p] == _core.Owner.kv)[-3:]
+            chosen = tuple(p for p in tenant._state.giving if session._arena.owners()[p] == _core.Owner.kv)[-3:]
             tenant.kv.pool.withdraw(tenant.slots_of(chosen))
             tenant.kv.pool.take(tenant.slots_of(chosen))
         try:

@@ -117,13 +117,13 @@ os._exit(5)
 
 @pytest.mark.parametrize("what", ["copy", "held", "event"])
 def test_an_interrupt_ends_a_blocked_wait(what: str) -> None:
-    ring = "[tenant._attachment.ring_address], 2 * PAGE"
+    ring = "[tenant._state.ring_address], 2 * PAGE"
     if what == "copy":  # the copies stand behind the event
-        block = f"tenant._prefetcher.configure(tenant.streamed, {ring}, [], [], event, True)\ntenant._prefetcher.begin_pass()"
+        block = f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], [], event, True)\ntenant._state.prefetcher.begin_pass()"
         wait = "tenant.wait(tenant.streamed[0])"
     elif what == "held":  # the layer's region is being re-pointed, behind the event
-        block = f"tenant._prefetcher.configure(tenant.streamed, {ring}, [], [tenant.streamed[0]])\n"
-        block += "tenant._prefetcher.begin_pass()"
+        block = f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], [tenant.streamed[0]])\n"
+        block += "tenant._state.prefetcher.begin_pass()"
         wait = "tenant.wait(tenant.streamed[0])"
     else:
         block, wait = "", "backend.synchronize(event, 3600.0)"
@@ -134,9 +134,9 @@ def test_an_interrupt_ends_a_blocked_wait(what: str) -> None:
 def test_a_blocked_wait_lets_other_threads_run() -> None:
     """Museum: a worker needs the GIL that its waiter holds (kvcached#371)."""
     program = """
-prefetcher = tenant._prefetcher
+prefetcher = tenant._state.prefetcher
 first = tenant.streamed[0]
-prefetcher.configure(tenant.streamed, [tenant._attachment.ring_address], 2 * PAGE, [], [first])
+prefetcher.configure(tenant.streamed, [tenant._state.ring_address], 2 * PAGE, [], [first])
 prefetcher.begin_pass()
 ticks = []
 def tick():

@@ -104,14 +104,14 @@ def test_what_is_lent_and_free_goes_to_whoever_is_named_later() -> None:
 def test_the_ring_of_a_tenant_that_has_lent_is_where_its_region_shows_it_again() -> None:
     with Shared(SHAPES, trace=True) as world:
         b = world.engines["b"].tenant
-        preference = b._attachment.pages.ring_preference
+        preference = b._state.pages.ring_preference
         world.session.deactivate("b")
         world.session.lend("b", 3)
-        assert b._attachment.pages.ring_layers == (7,)  # the last one comes home last
+        assert b._state.pages.ring_layers == (7,)  # the last one comes home last
         world.activate("b")
-        assert b._attachment.pages.ring_preference == preference
+        assert b._state.pages.ring_preference == preference
         world.session.remap("b", 3, 1, "nested")
-        assert b._attachment.pages.ring_layers == preference[:1]
+        assert b._state.pages.ring_layers == preference[:1]
         world.check()
 
 
@@ -119,12 +119,12 @@ def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
     with Shared(SHAPES, spare=12) as world:
         world.session.deactivate("b")
         world.session.lend("b", 7)  # free now, nobody's yet
-        lent = set(world.engines["b"].tenant._attachment.pages.lent)
+        lent = set(world.engines["b"].tenant._state.pages.lent)
         assert len(lent) == 21
         from sharing_worlds import Engine
 
         world.engines["d"] = Engine(world.session, "d", 4, 2, 9)
-        d = world.engines["d"].tenant._attachment
+        d = world.engines["d"].tenant._state
         assert lent.isdisjoint(page for home in d.pages.homes for page in home)
         world.check()
         assert world.activate("b").activated

@@ -33,7 +33,7 @@ class World:
             self.attach(name)
 
     def tenant(self, name: str) -> Any:
-        return self.session._tenants[name]
+        return self.session._tenants[name].handle
 
     def attach(self, name: str) -> None:
         layers = make_layers(SIZES if name == "m" else [2, 1, 2, 2], ord(name[0]))
@@ -275,12 +275,12 @@ def test_a_re_pointing_that_fails_just_before_a_pass_begins_is_told_by_wait() ->
         tenant = w.tenant("m")
         w.session.remap("m", 3, 1, "nested")
         w.session.settle()
-        tenant._unsettled, real = (None, False), w.session._changes.settle  # type: ignore[assignment]
+        tenant._state.unsettled, real = (None, False), w.session._changes.settle  # type: ignore[assignment]
 
         def settled(each: Any) -> None:
-            each._unsettled = None
+            each.unsettled = None
             real(each)
-            w.session._executor = Failing(executor)  # from here on one of its points has failed
+            w.session._changes._executor = Failing(executor)  # from here on one of its points has failed
 
         class Failing:
             def __init__(self, inner: Any) -> None:
@@ -292,8 +292,8 @@ def test_a_re_pointing_that_fails_just_before_a_pass_begins_is_told_by_wait() ->
             def failed_points(self, tenant: int | None = None) -> int:
                 return 1
 
-        executor = w.session._executor
+        executor = w.session._changes._executor
         w.session._changes.settle = settled  # type: ignore[method-assign]
         forward(w.session, tenant, w.layers["m"])
-        w.session._changes.settle, w.session._executor = real, executor  # type: ignore[method-assign]
+        w.session._changes.settle, w.session._changes._executor = real, executor  # type: ignore[method-assign]
         w.verify()

@@ -50,6 +50,14 @@ def buffers_of(pages: tuple[int, ...], tag: int = 1) -> list[bytes]:
     return [bytes([(tag * 37 + i * 11) % 250 + 1]) * max(0, n * PAGE - SHORT) for i, n in enumerate(pages)]
 
 
+def found_written(tenant: Any, written: dict[int, list[str]]) -> None:
+    """From now on these layers are found to have been written since attach: {layer: tensors}."""
+    source = dataclasses.replace(
+        tenant._state.source, watch=lambda asked: {layer: written[layer] for layer in asked if layer in written}
+    )
+    tenant._state.source = source
+
+
 class Pair:
     """Two tenants of any layers in one arena. What a call may raise is said by its docstring; `step` raises nothing."""
 
@@ -75,7 +83,7 @@ class Pair:
         for name, tenant in self.tenants.items():
             compute = tuple(rng.choice([0.5, 1.0]) for _ in self.data[name])
             times = LayerTimes(compute, tuple(len(part) / PAGE * rng.choice([0.05, 0.3]) for part in self.data[name]))
-            tenant.times = tenant.prefill_times = lambda times=times: times  # type: ignore[method-assign,misc]
+            tenant._state.timing.decode = tenant._state.timing.prefill = lambda times=times: times  # type: ignore[method-assign,misc]
 
     def tell(self, report: Any) -> Any:
         for name, moves in report.moved.items():
@@ -109,7 +117,7 @@ class Pair:
         name, other = rng.sample(sorted(self.tenants), 2)
         tenant, session = self.tenants[name], self.session
         kind = rng.choice(["step"] * 4 + ["take", "free", "activate", "deactivate", "lend", "remap", "pass", "write"])
-        layers, buffers = rng.randint(0, len(tenant._attachment.order)), rng.choice([1, 2])
+        layers, buffers = rng.randint(0, len(tenant._state.order)), rng.choice([1, 2])
         if kind == "step":
             self.step(**{n: rng.choice([0, 3, 12, 40]) for n, each in self.tenants.items() if each.active})
         elif kind == "take":
@@ -126,7 +134,7 @@ class Pair:
             self.by_hand(session.remap, name, layers, buffers, rng.choice(["uniform", "nested", "slices"]))
         elif kind == "write" and rng.random() < 0.3:
             written = {layer: ["w"] for layer in rng.sample(range(tenant.layers), rng.randint(1, 2))}
-            tenant._attachment.watch = lambda asked: {layer: written[layer] for layer in asked if layer in written}
+            found_written(tenant, written)
         elif kind == "pass" and tenant.active:
             self.serve(name)
 
@@ -184,9 +192,7 @@ def test_slices_of_which_most_layers_turn_out_written_are_not_tried() -> None:
         with pair.session:
             if timed:
                 pair.measured(random.Random(1))
-            pair.tenants["a"]._attachment.watch = lambda asked, w=written: {
-                layer: ["x"] for layer in asked if layer in w
-            }
+            found_written(pair.tenants["a"], {layer: ["x"] for layer in written})
             pair.tenants["b"].kv.allocate(4)
             for blocks in (5, 40, 60, 100, 0, 0):
                 pair.step(a=blocks)
@@ -228,8 +234,8 @@ class Faulty(Pair):
         self.bytes: dict[str, dict[int, int]] = {name: {} for name in self.SHAPES}
         for tenant in self.tenants.values():
             times = LayerTimes((1.0,) * tenant.layers, (0.1,) * tenant.layers)
-            tenant.times = tenant.prefill_times = lambda times=times: times  # type: ignore[method-assign,misc]
-            tenant.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+            tenant._state.timing.decode = tenant._state.timing.prefill = lambda times=times: times  # type: ignore[method-assign,misc]
+            tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
 
     def backend(self, pages: int) -> Any:
         self.fault = _core.make_fault_backend(make_backend(pages * PAGE))
@@ -255,7 +261,7 @@ class Faulty(Pair):
     def settle(self) -> None:
         self.session.settle()
         for tenant in self.tenants.values():
-            tenant._prefetcher.drain()
+            tenant._state.prefetcher.drain()
 
     def seen(self) -> dict[str, Any]:
         """The whole snapshot, but for the epoch, counters and figures measured; and who has which page and which block."""
@@ -266,7 +272,7 @@ class Faulty(Pair):
             for counter in COUNTERS:
                 del figures[counter]
             pool = self.tenants[name].kv.pool
-            pages = self.tenants[name]._attachment
+            pages = self.tenants[name]._state
             tenants[name] = (
                 figures,
                 pool.live_ids(),
@@ -450,7 +456,7 @@ def test_a_tenant_whose_copies_failed_while_it_was_inactive_can_be_activated(mod
                 world.session.settle()
             world.fault.disarm()
             with contextlib.suppress(DriverError):
-                world.tenants["b"]._prefetcher.drain()
+                world.tenants["b"]._state.prefetcher.drain()
                 healed -= 1
             healed += 1
             world.tell(world.session.remap("b", 4, 2, "nested"))

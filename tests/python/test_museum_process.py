@@ -139,7 +139,7 @@ tenant = session.attach_bytes(layers, name="a", kv=make_spec(4, max_blocks=200))
 kept = tenant.kv.tensors
 session.remap("a", 2)
 forward(session, tenant, layers)
-prefetcher, executor, arena = tenant._prefetcher, session._executor, session._arena
+prefetcher, executor, arena = tenant._state.prefetcher, session._executor, session._arena
 resident = next(layer for layer in range(4) if prefetcher.ready(layer))
 streamed = next(layer for layer in range(4) if not prefetcher.ready(layer))
 child = os.fork()
@@ -322,7 +322,7 @@ def test_master_copies_outlive_the_copies_of_a_session_that_nobody_closed() -> N
 
     layers = [Buffer(layer) for layer in make_layers([1, 1])]
     session = remap.Session(8 * PAGE, page_bytes=PAGE)
-    prefetcher = session.attach_bytes(layers, name="m", kv=make_spec(2, min_blocks=1))._prefetcher
+    prefetcher = session.attach_bytes(layers, name="m", kv=make_spec(2, min_blocks=1))._state.prefetcher
     master = weakref.ref(layers[0])
     del layers, session
     gc.collect()

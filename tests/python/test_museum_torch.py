@@ -610,9 +610,9 @@ def from_file(path, **options):
     if world.session.device != "cpu":
         world.session.close()
         pytest.skip("on a device master copies are page-locked copies: the file is not used after attach")
-    master = world.tenant._attachment.keep_alive[0]
+    master = world.tenant._state.source.keep_alive[0]
     assert {master.range(layer).source for layer in range(LAYERS)} == {"file"}, master.reason
-    world.tenant._prefetcher.drain()  # what the last pass has issued ahead has been read
+    world.tenant._state.prefetcher.drain()  # what the last pass has issued ahead has been read
     return world
 
 
@@ -640,7 +640,7 @@ def test_a_weights_file_that_changes_is_refused(mode, way, tmp_path):
     content, found = path.read_bytes(), path.stat()
     world = from_file(path, mode=mode, remapped=3)
     world.right()
-    world.tenant._prefetcher.drain()
+    world.tenant._state.prefetcher.drain()
     if way == "touch":
         os.utime(path)
     else:

@@ -253,7 +253,7 @@ def test_a_rank_whose_layers_lie_elsewhere_refuses(worlds: Any) -> None:
     """Rank 1 can give as many layers, but not the same ones: its blocks would be others than the engine hands out."""
     world = worlds(2)
     world.use(FIRST)
-    first = world.ranks[0].tenant.select(1, 1)[0]
+    first = world.ranks[0].tenant._state.select(1, 1, "nested")[0]
     world.ranks[1].session.declare_registered(world.ranks[1].session.layer_address("m", first), 64)
     world.step(3)
     assert world.group.refusals == 1

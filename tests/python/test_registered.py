@@ -77,7 +77,7 @@ def test_a_range_of_no_region_is_refused(world: World) -> None:
 
 def test_what_was_withdrawn_may_be_streamed_again(world: World) -> None:
     ranges = [(world.address(0), PAGE), (world.address(0) + PAGE, PAGE), (world.address(4), 1)]
-    order = world.tenant._attachment.order
+    order = world.tenant._state.order
     for each in ranges:
         world.session.declare_registered(*each)
     world.refused(lambda: world.session.withdraw_registered(world.address(0), 2 * PAGE), InvalidArgument)
@@ -85,7 +85,7 @@ def test_what_was_withdrawn_may_be_streamed_again(world: World) -> None:
         world.session.withdraw_registered(*each)
         assert world.tenant.pinned == left
     world.refused(lambda: world.session.withdraw_registered(*ranges[0]), InvalidArgument)
-    assert world.tenant._attachment.order == order
+    assert world.tenant._state.order == order
     world.session.remap("m", N - 1)
     assert world.tenant.streamed == tuple(range(N))
 

@@ -205,7 +205,7 @@ def test_a_kv_dtype_that_is_not_the_engines(bare):
     (model,) = bare.models
     bare.session.attach(model, kv=kv_spec(model, dtype="bfloat16"), name="m")
     with bare.refused(InvalidArgument, says="expected") as caught:
-        ModelRunner(model, bare.session._tenants["m"])
+        ModelRunner(model, bare.session._tenants["m"].handle)
     assert (caught.value.expected[3], caught.value.got[3]) == (torch.float32, torch.bfloat16)
 
 

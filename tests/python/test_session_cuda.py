@@ -357,7 +357,7 @@ def test_times_are_learnt_when_the_stream_has_got_there(make: Any, driver: Drive
             raise KeyError
 
     def learnt() -> dict[Any, int]:
-        return {bucket: cost.passes for bucket, cost in world.tenant._cost.snapshot().buckets.items()}
+        return {bucket: cost.passes for bucket, cost in world.tenant._state.timing._cost.snapshot().buckets.items()}
 
     abandoned()
     before = learnt()
@@ -494,12 +494,12 @@ def test_pages_freed_while_they_are_still_written_read_zero_for_the_next(
             for offset, nbytes in soil.kv.geometry.byte_ranges_of_block(block):
                 world.backend.fill(other, soil.kv.address + offset, SECRET, nbytes)
         soil.kv.free(pool.live_ids())
-        pages = tuple(page for page in soil._attachment.giving if arena.owners()[page] == _core.Owner.kv)
+        pages = tuple(page for page in soil._state.giving if arena.owners()[page] == _core.Owner.kv)
         slots = [slot for slot in soil.slots_of(pages) if slot in pool.owned_slots()]
-        pages = tuple(soil._attachment.giving[soil.kv.geometry.giving_index(slot)] for slot in slots)
+        pages = tuple(soil._state.giving[soil.kv.geometry.giving_index(slot)] for slot in slots)
         pool.withdraw(slots)
         pool.take(slots)
-        plan = plan_free_pages(soil._attachment.pages, arena.epoch, pages, give=False)
+        plan = plan_free_pages(soil._state.pages, arena.epoch, pages, give=False)
         world.session._changes.apply_and_settle(soil, plan)
         world.session.step({"m": remap.Demand(blocks=world.kv.free_blocks + 60)})
         fresh = sorted(set(world.kv.pool.open_ids()) - before)
@@ -520,12 +520,12 @@ def test_a_ring_that_moves_waits_for_the_copies_into_it(
     world = make()
     world.remap(2)
     world.steady(stream, driver)
-    copies = world.tenant._prefetcher.copy_stream
+    copies = world.tenant._state.prefetcher.copy_stream
     gate, ready = driver.hold(copies), threading.Event()
     world.a_pass(stream)
     gate.open_once(ready)
-    monkeypatch.setattr(world.tenant, "select", lambda *_: (2, 3, 5))
-    assert 0 in world.tenant._attachment.pages.ring_layers
+    monkeypatch.setattr(world.tenant._state, "select", lambda *_: (2, 3, 5))
+    assert 0 in world.tenant._state.pages.ring_layers
     world.remap(2)
     assert not gate.shut
     assert world.tenant.streamed == (2, 3, 5)
@@ -604,12 +604,12 @@ def test_an_event_that_cannot_be_recorded_is_recorded_later(make: Any, driver: D
     before = world.kv.usable_blocks
     world.remap(3)
     assert world.kv.usable_blocks > before
-    assert world.tenant._unsettled is not None
+    assert world.tenant._state.unsettled is not None
     world.backend.arm(_core.Call.record, 1)
     with pytest.raises(DriverError):
         world.tenant.forward(stream=stream).__enter__()
     world.a_pass(stream)
-    assert world.tenant._unsettled is None
+    assert world.tenant._state.unsettled is None
     driver.synchronize(stream)
     world.check()
 

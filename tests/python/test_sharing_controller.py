@@ -24,7 +24,7 @@ def world_of(pages: dict[str, int], times: Any = HIDDEN, *, spare: int = 0, **co
     world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=config_of(**config))
     for engine in world.engines.values():
         set_times(engine, times)
-        engine.tenant.copy_seconds = lambda: 0.0  # type: ignore[method-assign]
+        engine.tenant._state.timing.copy_seconds = lambda: 0.0  # type: ignore[method-assign]
     return world
 
 
@@ -35,7 +35,7 @@ def config_of(**config: Any) -> remap.ControllerConfig:
 def watch(world: Shared, name: str) -> list[Any]:
     """All decisions for this tenant from now on."""
     seen: list[Any] = []
-    controller = world.session._controllers[name]
+    controller = world.session._tenants[name].controller
     decide = controller.decide
 
     def watched(view: Any, demand: Any) -> Any:
@@ -59,8 +59,8 @@ def hold(engine: Engine, blocks: int) -> None:
 def idle_until(engine: Engine, seconds: float) -> None:
     """As if its last pass had been so long ago; from now on the session's clock stands still."""
     now = engine.session.clock()
-    engine.session.clock = lambda: now
-    engine.tenant._last_pass_s = now - seconds
+    engine.session.clock = engine.session._offers._clock = engine.session._passes._clock = lambda: now
+    engine.tenant._state.last_pass_s = now - seconds
 
 
 # -- from whom -----------------------------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
         assert set(log[4:]) == {("layers", "d"), ("own", "")}
         for name in ("i", "j"):
             assert (
-                world.engines[name].tenant.remapped == offers.away_cap(world.session, world.engines[name].tenant) == 6
+                world.engines[name].tenant.remapped == world.session._offers.away_cap(world.engines[name].tenant._state) == 6
             )
         assert d.tenant.kv.usable_blocks >= 2
         # All are at their caps: the same is asked for in vain, and nothing changes any more.
@@ -138,14 +138,14 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
         i = world.engines["i"].tenant
         world.session.remap("i", streamed, 1, "nested")
         world.session.deactivate("i")
-        world.session._controllers["r"].config = config_of(cap=0)
+        world.session._tenants["r"].controller.config = config_of(cap=0)
         for _ in range(30):
             hold(world.engines["r"], 99)
             if world.step(r=1).unmet_blocks:
                 break
 
         def late(alpha: int) -> float:
-            missing = i.select(alpha, i.buffers or 1, i.growing_by)
+            missing = i._state.select(alpha, i.buffers or 1, i._state.growing_by)
             return schedule.one_shot_delay(times.compute_s, times.transfer_s, missing)
 
         given = i.remapped
@@ -163,8 +163,8 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
 def test_an_inactive_tenant_gives_only_once_it_has_been_idle_for_long_enough() -> None:
     with world_of({"r": 1, "i": 3}, min_idle=5.0, cap=None) as world:
         i, r = world.engines["i"], world.engines["r"]
-        i.tenant.copy_seconds = lambda: 100.0  # type: ignore[method-assign]
-        world.session._controllers["r"].config = config_of(cap=0)
+        i.tenant._state.timing.copy_seconds = lambda: 100.0  # type: ignore[method-assign]
+        world.session._tenants["r"].controller.config = config_of(cap=0)
         world.session.deactivate("i")
         idle_until(i, 499.0)
         hold(r, 99)
@@ -237,7 +237,7 @@ def test_whoever_does_not_lend_is_left_alone() -> None:
 def test_an_active_donor_keeps_its_demand_headroom_hysteresis_and_its_own_blocks() -> None:
     with world_of({"r": 1, "d": 1}, spare=30, cap=0) as world:
         d = world.engines["d"]
-        world.session._controllers["d"].config = config_of(cap=0, headroom_blocks=4, hysteresis_blocks=2)
+        world.session._tenants["d"].controller.config = config_of(cap=0, headroom_blocks=4, hysteresis_blocks=2)
         world.step(d=20)
         hold(d, 5)
         world.step(d=3)
@@ -281,18 +281,18 @@ def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
     times = times_of(N, 1.0, 1.5)
     with world_of({"r": 1, "i": 3}, times, ttft_budget_s=1e6) as world:
         i, r = world.engines["i"], world.engines["r"]
-        most, _ = world.session._controllers["i"]._bound(times)
-        world.session._controllers["r"].config = config_of(cap=0)
+        most, _ = world.session._tenants["i"].controller._bound(times)
+        world.session._tenants["r"].controller.config = config_of(cap=0)
         hold(i, 1)
         world.session.deactivate("i")
-        assert offers.paused(i.tenant)
+        assert offers.paused(i.tenant._state)
         for _ in range(2 * N):
             hold(r, 99)
             if world.step(r=1).unmet_blocks:
                 break
         assert i.tenant.remapped == most and 0 < most < N - 2
         i.free(list(i.held))  # its last request is gone: it is idle
-        assert not offers.paused(i.tenant)
+        assert not offers.paused(i.tenant._state)
         hold(r, 99)
         assert not world.step(r=1).unmet_blocks and i.tenant.remapped == most + 1
 
@@ -302,7 +302,7 @@ def test_a_waking_tenant_streams_as_much_as_its_caller_allows(share: float) -> N
     times = times_of(N, 1.0, 3.0)
     with world_of({"r": 1, "i": 3}, times, ttft_budget_s=1e6) as world:
         i, r = world.engines["i"], world.engines["r"]
-        world.session._controllers["r"].config = config_of(cap=0)
+        world.session._tenants["r"].controller.config = config_of(cap=0)
         world.session.deactivate("i")
         for _ in range(2 * N):
             hold(r, 99)

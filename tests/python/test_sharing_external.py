@@ -167,7 +167,7 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
         e.finish(sorted(e.used)[:-1])
         for _ in range(3):
             world.session.step({"e": e.demand(0)})
-        assert e.tenant._attachment.draining
+        assert e.tenant._state.draining
         remapped = e.tenant.remapped
         world.session.lend("e", remapped + 2, to="h")
         h = world.engines["h"]

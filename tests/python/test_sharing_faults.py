@@ -18,7 +18,7 @@ from test_fault_sweep import KINDS, attempt
 import remap
 from remap import _core
 from remap.errors import ArenaBroken, Error
-from remap.memory.observe import then as compose
+from remap.memory.moves import then as compose
 
 SHAPES = {"a": (8, 1), "b": (8, 2), "c": (5, 1)}
 CAPACITY = 44 * PAGE
@@ -40,7 +40,7 @@ class World:
     def attach(self, name: str, layers: int, pages: int, tag: int) -> None:
         engine = self.engines[name] = Engine(self.session, name, layers, pages, tag, kv=spec(layers))
         set_times(engine, times_of(layers, 1.0, 0.1))
-        engine.tenant.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+        engine.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
 
     def tell(self, report: Any) -> Any:
         for name, moved in report.moved.items():
@@ -74,7 +74,7 @@ class World:
     def settle(self) -> None:
         self.session.settle()
         for engine in self.engines.values():
-            engine.tenant._prefetcher.drain()
+            engine.tenant._state.prefetcher.drain()
 
     def blocks_are_right(self) -> None:
         for engine in self.engines.values():
@@ -203,7 +203,7 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
             world.close(silent=True)
             continue
         assert raised is None or type(raised) is error, f"call {nth}: {raised!r}"
-        leaving = [engine for engine in world.engines.values() if engine.tenant._leaving]
+        leaving = [engine for engine in world.engines.values() if engine.tenant._state.leaving]
         if not leaving:
             world.session.check()
             if world.session._changes.moved:  # the next report has it
@@ -215,7 +215,7 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
             case.change(world)
         assert case.done(world), f"call {nth}: it does not succeed afterwards"
         world.heals()
-        assert not any(engine.tenant._attachment.reclaimed for engine in world.engines.values())
+        assert not any(engine.tenant._state.reclaimed for engine in world.engines.values())
         world.close(silent=False)
 
 
@@ -237,22 +237,20 @@ def test_a_failed_lend_or_activation_that_moved_nothing_changed_nothing(mode: st
 def test_moves_of_steps_that_raised_are_told_together_and_in_order() -> None:
     """A step that raises has moved blocks; the next one moves them on, and raises as well; then the engine hears of both."""
     world = World("aliased")
-    session, session_step = world.session, remap.memory.step
+    session, steps = world.session, world.session._steps
     script: list[dict[int, int]] = [{1: 2, 5: 6}, {2: 3, 7: 8}]
 
-    def moving(_: Any, tenant: Any, wanted: Any, decision: Any, entries: Any) -> None:
+    def moving(tenant: Any, wanted: Any, decision: Any, entries: Any) -> None:
         entries[tenant.name] = {"added": 0, "moved": {}, "unmet": 0, "stall": 0.0, "reason": ""}
         told = session._changes.moved
         told[tenant.name] = compose(told.get(tenant.name, {}), script.pop(0))  # as a change that was decided does
         raise remap.OutOfMemory("the backend has failed")
 
-    real, session_step.carry_out = session_step.carry_out, moving
-    try:
-        world.fill("a")
-        for _ in range(2):
-            assert isinstance(attempt(lambda: session.step({"a": remap.Demand(3)})), Error)
-    finally:
-        session_step.carry_out = real
+    steps._carry_out = moving
+    world.fill("a")
+    for _ in range(2):
+        assert isinstance(attempt(lambda: session.step({"a": remap.Demand(3)})), Error)
+    del steps._carry_out
     assert session.activate("b").moved == {"a": {1: 3, 5: 6, 7: 8}}
     assert not session._changes.moved and not session.step({}).moved
     world.close(silent=False)

@@ -166,7 +166,7 @@ def test_live_blocks_of_the_lender_itself_may_be_in_the_way() -> None:
         i = world.engines["i"]
         world.session.lend("i", 2, to="a")
         world.session.lend("i", 4)
-        world.session._controllers["i"].config = config_of(cap=0)
+        world.session._tenants["i"].controller.config = config_of(cap=0)
         world.step(i=6)  # all of one layer, and a part of the next
         i.allocate_blind(i.tenant.kv.free_blocks)
         before = world.session._arena.owners()
@@ -205,7 +205,7 @@ def test_a_newcomer_does_not_inherit_the_demand_or_the_moves_of_one_that_left() 
         world.session._changes.moved["d"] = {0: 1}
         world.session.detach("d")
         world.engines["d"] = Engine(world.session, "d", N, 1, 7)
-        assert "d" not in world.session._demands
+        assert world.session._tenants["d"].demand is None
         assert not world.step().moved
 
 
@@ -214,7 +214,7 @@ def test_a_caller_may_reuse_its_dictionary() -> None:
         wanted = {"d": remap.Demand(4)}
         world.session.step(wanted)
         wanted.clear()
-        assert world.session._demands == {"d": remap.Demand(4)}
+        assert world.session._tenants["d"].demand == remap.Demand(4)
 
 
 # -- layers that must stay --------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_layers_declared_as_registered_are_not_lent_before_or_after() -> None:
         with pytest.raises(remap.InvalidArgument):
             world.session.lend("i", 7, to="r")
         world.session.lend("i", 3, to="r")
-        assert i.streamed == (3, 4, 5, 6) and i._attachment.pages.ring_layers == (6,)
+        assert i.streamed == (3, 4, 5, 6) and i._state.pages.ring_layers == (6,)
         world.session.withdraw_registered(address, 100)
         hold(world.engines["r"], 99)
         for _ in range(4):  # more of it goes, beside what is away

@@ -59,9 +59,9 @@ class SharingMachine(RuleBasedStateMachine):
             engine = world.engines[name]
             layers = engine.tenant.layers
             set_times(engine, times_of(layers, 1.0, 0.1 if self.fast else 0.9))
-            engine.tenant.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+            engine.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
             self.models[mode].tenants[name] = TenantBooks(
-                engine.tenant.number, engine.tenant._attachment.pages.homes, engine.tenant.kv.spec.min_blocks
+                engine.tenant.number, engine.tenant._state.pages.homes, engine.tenant.kv.spec.min_blocks
             )
             self.addresses[mode, name] = self.addresses_of(engine)
 
@@ -277,21 +277,21 @@ class SharingMachine(RuleBasedStateMachine):
         )
         for name, seen in snapshot.tenants.items():
             books = model.books(name, owners, tenant_of)
-            assert world.engines[name].tenant._attachment.pages.lent == books.lent
+            assert world.engines[name].tenant._state.pages.lent == books.lent
             assert (dict(seen.lent_to), seen.borrowed_pages) == (dict(books.lent_to), books.borrowed)
             assert (seen.pages.kv, seen.pages.ring, seen.pages.params) == (books.kv, books.ring, books.params)
             assert model.violations(name, owners, tenant_of, seen.streamed, seen.buffers) == []
             assert seen.usable_blocks >= model.tenants[name].min_blocks, f"{name} has lost blocks that were promised"
             assert seen.active == model.tenants[name].active
             assert self.addresses_of(world.engines[name]) == self.addresses[mode, name]
-            assert not world.engines[name].tenant._attachment.reclaimed
+            assert not world.engines[name].tenant._state.reclaimed
 
     def what_changed_hands_is_zero(self, mode: str, owners: list[str], tenant_of: list[int]) -> None:
         world = self.worlds[mode]
         by_number = {engine.tenant.number: engine for engine in world.engines.values()}
         for page, number in self.models[mode].changed_hands(owners, tenant_of).items():
             engine = by_number[number]
-            attachment, kv = engine.tenant._attachment, engine.tenant.kv
+            attachment, kv = engine.tenant._state, engine.tenant.kv
             slot = kv.geometry.giving_slot(attachment.index_of[page])
             first = kv.address + slot * PAGE
             data = bytearray(ctypes.string_at(first, PAGE))

@@ -91,7 +91,7 @@ class World:
         stalled = 0.0
         for _ in range(REPEAT):
             ended = self.one_pass()
-            stalled += self.tenant._prefetcher.stats().last_pass_stall_s
+            stalled += self.tenant._state.prefetcher.stats().last_pass_stall_s
         return (ended - begun) / REPEAT, stalled / REPEAT
 
     def expect(self, expected: float, computing: float | None = None) -> None:
@@ -225,7 +225,7 @@ def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int
             world.session.remap("model", layers=alpha, buffers=buffers, selection="slices")
         except InvalidArgument:
             reject()  # layers so unequal that no tail frees as much
-        tail = world.tenant._attachment.pages.tail_pages
+        tail = world.tenant._state.pages.tail_pages
         shares = [min(tail, each) / each for each in pages]
         assert tail and world.tenant.streamed == tuple(range(n))
         exact = slices_period(

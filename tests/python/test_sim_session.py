@@ -89,7 +89,7 @@ def test_passes_take_the_period_of_the_schedule(alpha: int, buffers: int, comput
         expected = schedule.period([compute_s] * 40, [transfer_s] * 40, tenant.streamed, buffers)
         assert taken == pytest.approx(expected, rel=1e-9)
         stall = expected - 40 * compute_s
-        assert tenant._prefetcher.stats().last_pass_stall_s == pytest.approx(stall, rel=1e-9, abs=1e-12)
+        assert tenant._state.prefetcher.stats().last_pass_stall_s == pytest.approx(stall, rel=1e-9, abs=1e-12)
         assert (stall > 1e-9) == (compute_s < 1e-3)  # 1 ms hides them all
         session.check()
 
@@ -134,7 +134,7 @@ def test_the_same_calls_give_the_same_bits() -> None:
                 demand = remap.Demand(blocks=30 if 5 <= turn < 25 else 0)
                 session.step({"model": demand})
                 times += [one_pass(made, tenant, stream, 1e-3 if turn % 3 else 1e-4), float(tenant.remapped)]
-            times += [made.now, made.traffic()["h2d"]["busy_s"], float(tenant._prefetcher.stats().copies)]
+            times += [made.now, made.traffic()["h2d"]["busy_s"], float(tenant._state.prefetcher.stats().copies)]
         return times
 
     first, second = run(), run()
@@ -205,7 +205,7 @@ def test_idle_times_are_virtual() -> None:
     with session:
         begin = made.now
         one_pass(made, tenant, made.create_stream(), 1e-3)
-        assert tenant._last_pass_s == begin  # when the engine had enqueued it, as on a GPU
+        assert tenant._state.last_pass_s == begin  # when the engine had enqueued it, as on a GPU
         made.advance_to(100.0)
         assert session.clock() == 100.0
 

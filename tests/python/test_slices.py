@@ -303,7 +303,7 @@ class World:
         import arena_worlds as worlds
 
         import remap
-        from remap.memory.reslice import reslice
+        from remap.memory.restream import reslice
 
         self.worlds, self.reslice = worlds, reslice
         self.layers = worlds.make_layers(sizes)
@@ -318,7 +318,7 @@ class World:
         self.values: dict[int, int] = {}
 
     def change(self, k: int, buffers: int) -> None:
-        moved = self.reslice(self.session._changes, self.tenant, k, buffers)
+        moved = self.reslice(self.session._changes, self.tenant._state, k, buffers)
         self.values = {moved.get(block, block): value for block, value in self.values.items()}
         self.check()
 
@@ -356,22 +356,22 @@ def test_bytes_are_right_in_every_pass_over_random_changes(mode: str, sizes: lis
 
     rng = random.Random(f"{mode}{sizes}{seed}")
     world = World(sizes, mode)
-    pages = world.tenant._attachment.pages
+    pages = world.tenant._state.pages
     refused = moved = 0
     with world.session:
         for _ in range(40):
             k, buffers = rng.randint(0, max(sizes)), rng.randint(1, 2)
             before = world.session.snapshot()
-            state = (world.tenant._attachment.pages, world.tenant.kv.pool.owned_slots())
+            state = (world.tenant._state.pages, world.tenant.kv.pool.owned_slots())
             try:
                 world.change(k, buffers)
             except (remap.OutOfBlocks, InvalidArgument):
                 refused += 1
-                assert (world.tenant._attachment.pages, world.tenant.kv.pool.owned_slots()) == state
+                assert (world.tenant._state.pages, world.tenant.kv.pool.owned_slots()) == state
                 assert world.session.snapshot().pages == before.pages
             else:
                 moved += 1
-                assert world.tenant._attachment.pages.tail_pages == k
+                assert world.tenant._state.pages.tail_pages == k
                 given = alpha_of(pages.homes, k, buffers) * max(sizes)
                 assert world.session.snapshot().tenants["m"].kv_bytes == (4 + round(given)) * world.worlds.PAGE
             for _ in range(rng.choice([0, 0, 1, 2])):
@@ -402,17 +402,17 @@ def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None
         assert after.copied_bytes - before.copied_bytes == 8 * (2 * page - short)
         world.change(1, 1)
         world.session.settle()
-        world.tenant._prefetcher.drain()
+        world.tenant._state.prefetcher.drain()
         loaded = world.session.snapshot().tenants["m"]
         # One page of each layer, and the first tail into the ring.
         assert loaded.copied_bytes - after.copied_bytes == 8 * page + page - short
-        assert world.tenant._prefetcher.loading()
+        assert world.tenant._state.prefetcher.loading()
         world.forward()
-        assert not world.tenant._prefetcher.loading()
-        assert all(not world.tenant._prefetcher.ready(layer) for layer in range(8))
+        assert not world.tenant._state.prefetcher.loading()
+        assert all(not world.tenant._state.prefetcher.ready(layer) for layer in range(8))
         world.change(0, 1)
         world.forward()
-        assert all(world.tenant._prefetcher.ready(layer) for layer in range(8))
+        assert all(world.tenant._state.prefetcher.ready(layer) for layer in range(8))
 
 
 def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:
@@ -439,7 +439,9 @@ def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:
 def test_a_layer_that_was_written_is_pinned_first() -> None:
     world = World([4] * 8, "aliased")
     with world.session:
-        world.tenant._attachment.watch = lambda layers: {2: ["w"]} if 2 in layers else {}
+        world.tenant._state.source = replace(
+            world.tenant._state.source, watch=lambda layers: {2: ["w"]} if 2 in layers else {}
+        )
         world.change(2, 1)
         assert world.tenant.streamed == (0, 1, 3, 4, 5, 6, 7)
         assert world.tenant.pinned == (2,)
@@ -466,7 +468,7 @@ def test_an_error_while_applying_leaves_everything_as_it_was() -> None:
             before = worlds.visible(session)
             backend.arm(_core.Call.map, nth)
             try:
-                world.reslice(session._changes, world.tenant, 1 if nth % 2 else 2, 1)
+                world.reslice(session._changes, world.tenant._state, 1 if nth % 2 else 2, 1)
             except remap.DriverError:
                 failed += 1
                 assert worlds.visible(session) == before
@@ -485,7 +487,7 @@ def test_a_model_computes_the_same_bits(kind: str, mode: str) -> None:
     pytest.importorskip("transformers")
     import models
 
-    from remap.memory.reslice import reslice
+    from remap.memory.restream import reslice
 
     rng = random.Random(f"{kind}{mode}")
     model = models.make(kind)
@@ -493,7 +495,7 @@ def test_a_model_computes_the_same_bits(kind: str, mode: str) -> None:
     expected = models.logits_of(model, ids)
     tokens, scores = models.generate(model, ids)
     with models.Rig(model, mode=mode, page_bytes=16384, spare=1) as rig:
-        homes = rig.tenant._attachment.pages.homes
+        homes = rig.tenant._state.pages.homes
         most = max(map(len, homes))
         for k, buffers in [
             (1, 1),
@@ -504,7 +506,7 @@ def test_a_model_computes_the_same_bits(kind: str, mode: str) -> None:
             (0, 1),
             *((rng.randint(0, most), 1) for _ in range(6)),
         ]:
-            reslice(rig.session._changes, rig.tenant, k, buffers)
+            reslice(rig.session._changes, rig.tenant._state, k, buffers)
             rig.check()
             for _ in range(2):
                 assert torch.equal(models.logits_of(model, ids), expected), (k, buffers)

@@ -183,11 +183,11 @@ def test_an_activation_that_was_to_serve_at_once_may_stall_for_as_long_as_it_sai
 def test_what_was_set_by_hand_stays_so_when_free_pages_come():
     with ByteWorld(spare=6) as world:
         world.session.remap("m", 2)
-        assert world.tenant._by_hand
+        assert world.tenant._state.by_hand
         blocks = world.kv.usable_blocks
         held = world.kv.allocate(world.kv.free_blocks)
         world.step(2)
-        assert world.kv.usable_blocks > blocks and world.tenant.remapped == 2 and world.tenant._by_hand
+        assert world.kv.usable_blocks > blocks and world.tenant.remapped == 2 and world.tenant._state.by_hand
         world.kv.free(held)
         world.session.remap("m", 0)
-        assert not world.tenant._by_hand
+        assert not world.tenant._state.by_hand

@@ -59,8 +59,8 @@ def attach(session: remap.Session, name: str, tag: int, layers: int, pages: int)
     ]
     tenant = session.attach_bytes(data, name=name, kv=spec(layers))
     times = LayerTimes((1.0,) * layers, (0.1,) * layers)
-    tenant.times = tenant.prefill_times = lambda: times  # type: ignore[method-assign]
-    tenant.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+    tenant._state.timing.decode = tenant._state.timing.prefill = lambda: times  # type: ignore[method-assign]
+    tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
     return tenant, data
 
 

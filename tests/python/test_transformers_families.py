@@ -214,7 +214,7 @@ def test_int8_buffers_move_with_their_layer():
         written = {tensor.dtype for tensor in model.model.layers[0].buffers()}
         assert torch.int8 in written
         # A quarter of the bytes: a layer is some 12 KiB of int8 here.
-        assert max(rig.tenant._attachment.layer_bytes) < 60_000
+        assert max(rig.tenant._state.layer_bytes) < 60_000
     _same_under_pressure(model, batch=3, spare=56)
 
 

@@ -164,7 +164,7 @@ def test_a_write_into_a_streamed_layer_is_an_error_not_a_wrong_result():
         with attach_hooks(model.layers, tenant, model=model), pytest.raises(InvalidState) as caught:
             model(torch.zeros(2, WIDTH))
         assert caught.value.written == {1: ["layers.1.step"]}
-        assert not tenant._in_pass
+        assert not tenant.in_pass
         session.check()
 
 
@@ -250,7 +250,7 @@ def test_the_weights_file_is_the_master_copy(kind, tmp_path):
     ids = ids_for(2, 8)
     expected, before = logits_of(model, ids), bytes_of(model)
     with Rig(model, weights=path) as rig:
-        master = rig.tenant._attachment.keep_alive[0]
+        master = rig.tenant._state.source.keep_alive[0]
         if rig.session.device == "cpu":
             assert master.memory_bytes == 0, master.reason  # no second copy of anything
             assert {master.range(layer).source for layer in range(LAYERS)} == {"file"}
@@ -275,7 +275,7 @@ def test_layers_that_differ_from_the_file_are_kept_in_memory(tmp_path):
     ids = ids_for(2, 8)
     expected = logits_of(model, ids)
     with Rig(model, weights=str(tmp_path)) as rig:
-        master = rig.tenant._attachment.keep_alive[0]
+        master = rig.tenant._state.source.keep_alive[0]
         if rig.session.device == "cpu":
             assert [master.range(layer).source == "memory" for layer in range(LAYERS)] == [
                 layer == 3 for layer in range(LAYERS)

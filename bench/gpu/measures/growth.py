@@ -74,7 +74,7 @@ class Growth:
         """Seconds from the failed allocate() to the callback, to the return of step(), until every region shows its target;
         and the calls to the backend made before the callback."""
         kv, backend, before = self.tenant.kv, self.raw.backend, self.tenant.remapped
-        blocks = int(layers * self.tenant._blocks_per_layer)
+        blocks = int(layers * self.tenant._state.blocks_per_layer)
         wanted = blocks - 1  # a block that straddles the end of the last layer's pages is not usable
         try:
             kv.allocate(wanted)

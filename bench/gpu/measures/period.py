@@ -36,7 +36,7 @@ class Cell:
 
 def run_cell(raw: DeviceTenant, marks: Marks, load: Work, units: int, passes: int) -> Cell:
     """Passes enqueued one behind the other; the layers' computations and the copies are timed in the same passes."""
-    tenant, stats = raw.tenant, raw.tenant._prefetcher.stats
+    tenant, stats = raw.tenant, raw.tenant._state.prefetcher.stats
     ends: list[int] = []
     parts: list[list[tuple[int, int]]] = []
 
@@ -67,7 +67,7 @@ def run_cell(raw: DeviceTenant, marks: Marks, load: Work, units: int, passes: in
         one_pass(True)
         ends.append(marks.mark(raw.handle))
     taken = marks.gaps(ends)
-    tenant._prefetcher.drain()
+    tenant._state.prefetcher.drain()
     after = stats()
     compute_s = [statistics.median(marks.between(*row[layer]) for row in parts[1:]) for layer in range(LAYERS)]
     marks.reset()

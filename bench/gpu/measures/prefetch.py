@@ -81,7 +81,7 @@ def take_turns(
     """(seconds of each streamed pass, seconds of as many plain copies)."""
     ours: list[float] = []
     theirs: list[float] = []
-    passes, prefetcher = ctx.pick(5, 4, 2), raw.tenant._prefetcher
+    passes, prefetcher = ctx.pick(5, 4, 2), raw.tenant._state.prefetcher
     prefetcher.drain()
     before, wanted = prefetcher.stats().copied_bytes, 0
     for index in ctx.rounds(ctx.pick(12, 5, 2) + 1, share=share):

@@ -36,12 +36,12 @@ def take_turns(
     ctx: Context, raw: DeviceTenant, marks: Marks, copy_all: Callable[[], None], rounds: int, share: float
 ) -> Reloads:
     """session.remap back to 0 and the first pass behind it; then as many bytes of plain copies."""
-    tenant, stats, taken = raw.tenant, raw.tenant._prefetcher.stats, Reloads()
+    tenant, stats, taken = raw.tenant, raw.tenant._state.prefetcher.stats, Reloads()
     for index in ctx.rounds(rounds + 1, share=share):
         raw.remap(raw.layers - BUFFERS, BUFFERS)
         raw.run()
         marks.wait(marks.mark(raw.handle))
-        tenant._prefetcher.drain()
+        tenant._state.prefetcher.drain()
         marks.reset()
         before, begun = stats().copied_bytes, time.perf_counter()
         raw.session.remap("raw", 0)

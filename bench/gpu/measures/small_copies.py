@@ -79,7 +79,7 @@ def beside_streaming(raw: DeviceTenant, its_marks: Marks, small: SmallCopies, pa
     last = its_marks.mark(raw.handle)
     taken = small.until(last, most)
     its_marks.wait(last)
-    raw.tenant._prefetcher.drain()
+    raw.tenant._state.prefetcher.drain()
     its_marks.reset()
     return taken
 
@@ -95,7 +95,7 @@ def beside_reload(raw: DeviceTenant, its_marks: Marks, small: SmallCopies, most:
     raw.remap(LAYERS - BUFFERS, BUFFERS)
     raw.run()
     its_marks.wait(its_marks.mark(raw.handle))
-    raw.tenant._prefetcher.drain()
+    raw.tenant._state.prefetcher.drain()
     its_marks.reset()
     return taken
 

@@ -28,10 +28,10 @@ def run_real(kind: str, config: DemoConfig) -> dict[str, Any]:
     with serving(kind, config) as ready:
         tenant, scheduler = ready.tenant, ready.engine.scheduler
         passes = _Passes(ready.engine)
-        before = tenant._prefetcher.stats()
+        before = tenant.stats()
         result = ready.engine.run(ready.requests)
-        after = tenant._prefetcher.stats()
-        layer_bytes = list(tenant._attachment.layer_bytes)
+        after = tenant.stats()
+        layer_bytes = list(tenant.layer_bytes)
     shape = ready.shape
     metrics = result.metrics
     return {
@@ -74,7 +74,7 @@ class _Passes:
     def __init__(self, engine: Any) -> None:
         self.rows: list[dict[str, Any]] = []
         self._clock = engine._clock
-        self._stats = engine.tenant._prefetcher.stats
+        self._stats = engine.tenant.stats
         self._run = engine.runner.run
         engine.runner.run = self
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from remap.errors import OutOfBlocks
+from remap.memory.apply import Changes
+from remap.memory.lend import Lending
+from remap.memory.offers import Offers
+from remap.memory.state import TenantState
 from remap.policy import schedule
-from remap.tenant import Tenant
-
-if TYPE_CHECKING:
-    from remap.session import Session
 
 __all__ = ["ActivationReport", "activate", "deactivate"]
 
@@ -48,28 +48,26 @@ class ActivationReport:
     reason: str = ""
 
 
-def deactivate(session: Session, tenant: Tenant) -> None:
+def deactivate(changes: Changes, tenant: TenantState) -> None:
     """The tenant serves no pass until it is activated. Its live blocks stay; its unused KV and its layers may be lent."""
-    session._changes.cancel_draining(tenant, deactivate=True)  # no step of its own would finish it
+    changes.cancel_draining(tenant, deactivate=True)  # no step of its own would finish it
 
 
-def activate(session: Session, tenant: Tenant, partial: bool | float) -> ActivationReport:
+def activate(
+    changes: Changes, lending: Lending, offers: Offers, tenant: TenantState, partial: bool | float, now: float
+) -> ActivationReport:
     """The lent layers come home. Called with the session's lock held; refusals have been made.
 
     partial: whether what cannot come home is streamed meanwhile; a number: as far as a pass waits for no more than this share of
     its computation.
     """
-    now = session.clock()
-    report = _activate(session, tenant, partial)
+    report = _activate(changes.arena, lending, tenant, partial)
     # Asked for, whether it has succeeded or not; a call that has raised has changed nothing.
-    session._activity.activated(tenant.name, now)
-    session._activations += 1
-    tenant._last_use = session._activations
+    offers.activated(tenant, now)
     return report
 
 
-def _activate(session: Session, tenant: Tenant, partial: bool | float) -> ActivationReport:
-    arena, lending = session._arena, session._lending
+def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool | float) -> ActivationReport:
     away = tenant.streamed
     if not any(map(tenant.lends, away)):
         tenant.active = True
@@ -81,12 +79,14 @@ def _activate(session: Session, tenant: Tenant, partial: bool | float) -> Activa
     # As many layers as there is room for, the first ones first. What is away now need not be tried.
     for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
         try:
-            result = lending.restream(tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated")
+            result = lending.bring_home(
+                tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated"
+            )
         except OutOfBlocks as error:
             preempt = error.fields["preempt"]  # type: ignore[assignment]
             continue
         restored = tuple(layer for layer in away if layer not in tenant.streamed)
-        times = tenant.prefill_times()
+        times = tenant.timing.prefill()
         stall = schedule.one_shot_delay(times.compute_s, times.transfer_s, restored) if times and restored else 0.0
         if result.problem and partial is not True and tenant.remapped > most:
             reason = f"bringing layers home ended early: {result.problem}"
@@ -108,7 +108,7 @@ def _activate(session: Session, tenant: Tenant, partial: bool | float) -> Activa
     return ActivationReport(False, arena.epoch, {}, preempt, (), away, 0.0, f"{reason}; free them and activate again")
 
 
-def _own(tenant: Tenant) -> int:
+def _own(tenant: TenantState) -> int:
     """alpha that the tenant gave its own KV: the most layers that can stay away without a lent page among theirs. Of unequal
     layers the ring may be made of several, and not need all of their pages: those are lent as well."""
     for remapped in range(tenant.remapped, 0, -1):
@@ -117,11 +117,11 @@ def _own(tenant: Tenant) -> int:
     return 0
 
 
-def _most_streamed(tenant: Tenant, keep: int, partial: bool | float) -> int:
+def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int:
     """alpha that may stay: `keep` (what the tenant gave its own KV), or more with `partial`."""
     if isinstance(partial, bool):
         return tenant.remapped if partial else keep
-    times, buffers = tenant.times(), tenant.buffers
+    times, buffers = tenant.timing.decode(), tenant.buffers
     if times is None:  # nothing was measured: a pass may cost anything
         return keep
     allowed = partial * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
@@ -132,18 +132,16 @@ def _most_streamed(tenant: Tenant, keep: int, partial: bool | float) -> int:
     return keep
 
 
-def _candidates(tenant: Tenant, keep: int, most: int) -> list[int]:
+def _candidates(tenant: TenantState, keep: int, most: int) -> list[int]:
     """alpha from `keep` to `most`, where what stays away can hold the ring; where `keep` layers cannot, all of them come home."""
     buffers = tenant.buffers
-    fit = [
-        n for n in range(keep, most + 1) if tenant._attachment.possible(tenant.select(n, buffers, "inward"), buffers)
-    ]
+    fit = [n for n in range(keep, most + 1) if tenant.possible(tenant.select(n, buffers, "inward"), buffers)]
     return fit if keep in fit else [0, *fit]
 
 
-def _certify(tenant: Tenant) -> None:
+def _certify(tenant: TenantState) -> None:
     """What streaming the layers that are not home will cost each pass: chosen for a reload, they may stall more than allowed."""
-    times = tenant.times()
+    times = tenant.timing.decode()
     if tenant.streamed and times is not None:
         stall = schedule.stall(times.compute_s, times.transfer_s, tenant.streamed, tenant.buffers)
-        tenant._predicted_stall_s = stall
+        tenant.predicted_stall_s = stall

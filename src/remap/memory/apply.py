@@ -24,19 +24,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from remap import _core
-from remap.errors import Error, InvalidArgument, OutOfBlocks
+from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
-from remap.memory.observe import then
-from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
+from remap.memory.moves import then
+from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages
 from remap.memory.slice_plan import copies_of
+from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream, Streams
-from remap.memory.undoing import AllOrNothing
 from remap.nvtx import annotated
-from remap.tenant import Tenant
 
 __all__ = ["Changes"]
 
@@ -45,7 +43,7 @@ __all__ = ["Changes"]
 class _Saved:
     """A tenant as it was before the change in progress."""
 
-    tenant: Tenant
+    tenant: TenantState
     pages: TenantPages
     reclaimed: frozenset[int]
     draining: tuple[int, ...]
@@ -62,17 +60,17 @@ class Changes:
     """One session's. Called with the session's lock held."""
 
     def __init__(self, streams: Streams, arena: Any, executor: Any) -> None:
-        self._streams = streams
-        self._arena = arena
+        self.streams = streams
+        self.arena = arena
         self._executor = executor
         self._owners = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
         self._deferring = arena.mode == _core.Mode.aliased
-        self._unsettled: Tenant | None = None
+        self._unsettled: TenantState | None = None
         self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
         # Tenants whose engines, with allocators of their own, the change in progress has asked for blocks.
-        self._withdrawn: list[Tenant] = []
+        self._withdrawn: list[TenantState] = []
         self._untold: list[BlockPool] = []  # what changed in them is decided, and their listeners have not heard of it
-        # Tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
+        # tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
         # a call that raises afterwards cannot lose them.
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator: Any = streams.simulator
@@ -84,22 +82,21 @@ class Changes:
 
         A plan that is applied and not settled has changed owners, and the arena's epoch changes only when it is settled.
         """
-        epoch: int = self._arena.epoch
+        epoch: int = self.arena.epoch
         return epoch if self._unsettled is None else -1
 
     # -- begun, undone, decided -------------------------------------------------------------------------------------
 
-    def save(self, tenant: Tenant) -> _Saved:
+    def save(self, tenant: TenantState) -> _Saved:
         """Before the first step of a change: what `undo` goes back to. Nothing more if that is known already."""
         saved = self._open.get(tenant.number)
         if saved is None:
-            attachment = tenant._attachment
             saved = _Saved(
                 tenant,
-                attachment.pages,
-                attachment.reclaimed,
-                attachment.draining,
-                attachment.draining_target,
+                tenant.pages,
+                tenant.reclaimed,
+                tenant.draining,
+                tenant.draining_target,
                 tenant.active,
                 tenant.kv.pool.save(),
                 self.moved.get(tenant.name),
@@ -122,7 +119,7 @@ class Changes:
             del self._open[number]
         while self._withdrawn:
             tenant = self._withdrawn[-1]
-            if tenant._attachment.draining_target is None:
+            if tenant.draining_target is None:
                 self.cancel_draining(tenant)
             self._withdrawn.pop()
         self.tell()
@@ -132,10 +129,9 @@ class Changes:
         if saved.applying:
             if self._executor.undecided():
                 self._executor.rollback()
-            tenant._unsettled = self._unsettled = None
-        attachment = tenant._attachment
-        attachment.pages, attachment.reclaimed = saved.pages, saved.reclaimed
-        attachment.draining, attachment.draining_target = saved.draining, saved.draining_target
+            tenant.unsettled = self._unsettled = None
+        tenant.pages, tenant.reclaimed = saved.pages, saved.reclaimed
+        tenant.draining, tenant.draining_target = saved.draining, saved.draining_target
         tenant.active = saved.active
         if saved.moved is None:
             self.moved.pop(tenant.name, None)
@@ -167,7 +163,7 @@ class Changes:
     # -- one plan --------------------------------------------------------------------------------------------------
 
     @annotated("remap.apply")
-    def apply(self, tenant: Tenant, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
+    def apply(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
         """Apply, publish and tell. On an error nothing has changed (or the arena is broken, ArenaBroken), and whatever was saved
         before for this change is undone.
 
@@ -180,18 +176,18 @@ class Changes:
             raise
         self.tell()
 
-    def _apply(self, tenant: Tenant, plan: Plan, reclaimed: frozenset[int]) -> None:
-        if tenant._attachment.verify is not None:
-            tenant._attachment.verify({*plan.streamed, *plan.reload})
+    def _apply(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int]) -> None:
+        if tenant.source.verify is not None:
+            tenant.source.verify({*plan.streamed, *plan.reload})
         # Settling an earlier plan advances the epoch; this plan is still valid.
-        current = plan.epoch == self._arena.epoch
+        current = plan.epoch == self.arena.epoch
         if self._unsettled is not None:
             self.settle(self._unsettled)
         self.retry_failed(tenant)
         self._await_copies(tenant, plan)
-        attachment, pages = tenant._attachment, tenant._attachment.pages
-        stream = tenant._compute.current()
-        core = _core.Plan(self._arena.epoch if current else plan.epoch)
+        pages = tenant.pages
+        stream = tenant.compute.current()
+        core = _core.Plan(self.arena.epoch if current else plan.epoch)
         freed = False
         for step in plan.steps:
             if isinstance(step, SetOwner):
@@ -202,30 +198,30 @@ class Changes:
         # An event is needed where strict mode unmaps what kernels may use, and where pages are freed, behind whose last use
         # somebody else's zeroes have to come. Growing in aliased mode makes no call of the backend before the blocks are
         # usable, unless pages have to be zeroed.
-        after = tenant._compute.mark() if stream and (freed or not self._deferring) else 0
+        after = tenant.compute.mark() if stream and (freed or not self._deferring) else 0
         saved = self.save(tenant)
         saved.applying = True
         self._executor.apply(core, after, stream)
-        attachment.pages = replace(
+        tenant.pages = replace(
             pages, streamed=plan.streamed, ring=plan.ring, lent=plan.lent, tail_pages=plan.tail_pages
         )
-        if attachment.reclaimed or reclaimed:
-            attachment.reclaimed = attachment.reclaimed.difference(plan.lost) | reclaimed
+        if tenant.reclaimed or reclaimed:
+            tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
-        tenant._all_ready = False
-        tenant._predicted_stall_s = plan.predicted_stall_s
+        tenant.all_ready = False
+        tenant.predicted_stall_s = plan.predicted_stall_s
         if (plan.streamed, plan.tail_pages) != (pages.streamed, pages.tail_pages):
-            tenant._by_hand = False  # free pages that come or go leave what streams as somebody has set it
-        tenant._unsettled = (plan, plan.ring != pages.ring)
+            tenant.by_hand = False  # free pages that come or go leave what streams as somebody has set it
+        tenant.unsettled = (plan, plan.ring != pages.ring)
         self._unsettled = tenant
         self._decide(saved)
         self.applied += 1
 
-    def _await_copies(self, tenant: Tenant, plan: Plan) -> None:
+    def _await_copies(self, tenant: TenantState, plan: Plan) -> None:
         """Copies in flight write into pages that are about to belong to somebody else. Never the case while growing."""
-        pages, prefetcher = tenant._attachment.pages, tenant._prefetcher
-        stream = tenant._compute.current()
+        pages, prefetcher = tenant.pages, tenant.prefetcher
+        stream = tenant.compute.current()
         entering = set(plan.streamed) - set(pages.streamed)
         ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
         if not (
@@ -249,21 +245,24 @@ class Changes:
         if stream:
             # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on the
             # copy stream itself.
-            self._streams.order(stream, prefetcher.copy_stream)
+            self.streams.order(stream, prefetcher.copy_stream)
         else:
             prefetcher.drain()
 
-    def _replace_copy_stream(self, tenant: Tenant) -> None:
+    def _replace_copy_stream(self, tenant: TenantState) -> None:
         """A copy stream that has failed fails for ever, and the next pass, which would replace it, may never come: the tenant may
         be inactive. Configuring as it is configured now replaces it as well, and what was to be copied is copied again."""
-        attachment = tenant._attachment
-        same = plan_free_pages(attachment.pages, self._arena.epoch, (), give=True)
-        slices = copies_of(attachment.pages, same, attachment.layer_bytes, self._arena.page_bytes)
-        size = attachment.pages.buffer_pages * self._arena.page_bytes
-        ring = [attachment.ring_address + index * size for index in range(len(same.ring))]
-        tenant._prefetcher.configure(same.streamed, ring, size, (), (), 0, False, slices.offsets, slices.places)
+        same = plan_free_pages(tenant.pages, self.arena.epoch, (), give=True)
+        slices = copies_of(tenant.pages, same, tenant.layer_bytes, self.arena.page_bytes)
+        size = tenant.pages.buffer_pages * self.arena.page_bytes
+        ring = [tenant.ring_address + index * size for index in range(len(same.ring))]
+        tenant.prefetcher.configure(same.streamed, ring, size, (), (), 0, False, slices.offsets, slices.places)
 
-    def retry_failed(self, tenant: Tenant) -> None:
+    def failed_points(self, tenant: TenantState | None = None) -> bool:
+        """Whether a deferred re-pointing has failed and waits to be tried again, of this tenant or of any."""
+        return bool(self._executor.failed_points() if tenant is None else self._executor.failed_points(tenant.number))
+
+    def retry_failed(self, tenant: TenantState) -> None:
         """Try the tenant's failed re-pointings again, if there are any. Raises the backend's error."""
         if self._executor.failed_points(tenant.number):
             self._executor.retry_failed(tenant.number)
@@ -278,17 +277,17 @@ class Changes:
         """Whether apply() unmaps what stands behind the ring's addresses, at which copies may still be writing."""
         for step in plan.steps:
             if isinstance(step, Point) and step.layer is None:
-                shown = tuple(self._arena.shown(step.region)[step.first_slot : step.first_slot + len(step.pages)])
-                if shown != step.pages and min(shown) < self._arena.total_pages:  # an empty slot shows no page's number
+                shown = tuple(self.arena.shown(step.region)[step.first_slot : step.first_slot + len(step.pages)])
+                if shown != step.pages and min(shown) < self.arena.total_pages:  # an empty slot shows no page's number
                     return True
         return False
 
     @annotated("remap.settle")
-    def settle(self, tenant: Tenant) -> None:
+    def settle(self, tenant: TenantState) -> None:
         """Tell the prefetcher what is streamed and start the re-pointing worker. Retryable: raises and stays unsettled."""
-        if tenant._unsettled is None:
+        if tenant.unsettled is None:
             return
-        plan, fresh = tenant._unsettled
+        plan, fresh = tenant.unsettled
         if self._unsettled is tenant and self._executor.undecided():
             self._commit(tenant, plan, fresh)
         if self._simulator is not None:
@@ -296,25 +295,24 @@ class Changes:
             # threads ever run at once, the same calls come in the same order in every run, and all times are the same bits.
             self._executor.drain()
         if plan.held or plan.reload:
-            stats = tenant._prefetcher.stats()
-            tenant._since = (stats.passes - tenant._abandoned, stats.stall_s)
-        tenant._unsettled = None
+            stats = tenant.prefetcher.stats()
+            tenant.since = (stats.passes - tenant.timing.abandoned, stats.stall_s)
+        tenant.unsettled = None
         if self._unsettled is tenant:
             self._unsettled = None
 
-    def _commit(self, tenant: Tenant, plan: Plan, fresh: bool) -> None:
-        attachment = tenant._attachment
-        size = attachment.pages.buffer_pages * self._arena.page_bytes
-        prefetcher = tenant._prefetcher
+    def _commit(self, tenant: TenantState, plan: Plan, fresh: bool) -> None:
+        size = tenant.pages.buffer_pages * self.arena.page_bytes
+        prefetcher = tenant.prefetcher
         # Layers that are resident and still loading since an earlier change go on loading.
         away = set(plan.streamed)
-        reload = {layer for layer in plan.reload if attachment.layer_bytes[layer]}
-        slices = copies_of(attachment.pages, plan, attachment.layer_bytes, self._arena.page_bytes)
+        reload = {layer for layer in plan.reload if tenant.layer_bytes[layer]}
+        slices = copies_of(tenant.pages, plan, tenant.layer_bytes, self.arena.page_bytes)
         # Behind the last reader and the last writer of what has changed hands, moves and zeroes included.
-        after = tenant._compute.mark()
+        after = tenant.compute.mark()
         prefetcher.configure(
             plan.streamed,
-            [attachment.ring_address + index * size for index in range(len(plan.ring))],
+            [tenant.ring_address + index * size for index in range(len(plan.ring))],
             size,
             sorted(reload - away),
             plan.held if self._deferring else (),
@@ -326,7 +324,7 @@ class Changes:
         )
         self._executor.commit(prefetcher, after)
 
-    def apply_and_settle(self, tenant: Tenant, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
+    def apply_and_settle(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
         """The blocks are usable in between. An error of settling is kept for `tenant.forward()`, which tries it again."""
         self.apply(tenant, plan, reclaimed)
         try:
@@ -334,92 +332,10 @@ class Changes:
         except Error:
             return
 
-    # -- growing ---------------------------------------------------------------------------------------------------
-
-    def take_free_pages(self, tenant: Tenant, free: Sequence[int], blocks: int) -> None:
-        """Enough of the `free` pages (in giving order) for `blocks` more usable blocks, or all of them."""
-        count = min(len(free), -(-blocks * tenant.kv.spec.block_bytes // self._arena.page_bytes) + 1)
-        if count:
-            plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free[:count], give=True)
-            self.apply_and_settle(tenant, plan)
-
-    def grow(
-        self,
-        tenant: Tenant,
-        layers: int,
-        buffers: int,
-        *,
-        selection: str = "onward",
-        to: str = "kv",
-        predicted_stall_s: float = 0.0,
-        reason: str = "",
-    ) -> None:
-        """Up to `layers` layers' worth: fewer, or none, where layers turn out to be written or pages have no place.
-
-        Adds to what is streamed, even if that is no prefix of the nested order (set by hand): growing never takes a KV page.
-        to: whether the pages become the tenant's "kv", or "free", for others to take.
-        """
-        for fewer in range(layers, tenant.remapped, -1):
-            try:
-                target = self._streamable(tenant, fewer, buffers, selection)
-                plan = self._plan(tenant, target, buffers, predicted_stall_s, reason, to=to)
-            except InvalidArgument:
-                continue
-            if plan.lost:  # the set that was asked for does not contain what is streamed: no growth
-                return
-            self.apply_and_settle(tenant, plan)
-            return
-
-    def restream(
-        self,
-        tenant: Tenant,
-        layers: int,
-        buffers: int,
-        selection: str,
-        *,
-        predicted_stall_s: float = 0.0,
-        reason: str = "",
-        drain: bool = False,
-    ) -> dict[int, int]:
-        """Make `layers` layers' worth of pages KV. Returns the blocks that moved, {old: new}.
-
-        drain: if live blocks cannot move (an engine with its own allocator holds them), withdraw them and finish later,
-        when they have been returned; otherwise OutOfBlocks.
-        """
-        target = self._streamable(tenant, layers, buffers, selection)
-        plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
-        if not plan.steps:
-            return {}
-        lost = self._pooled(tenant, plan)
-        if not lost:
-            self.apply_and_settle(tenant, plan)
-            return {}
-        slots = list(tenant.slots_of(lost))
-        drain_to = (layers, buffers) if drain else None
-        pool = tenant.kv.pool
-        if plan.gained and not pool.external and self._room(tenant, slots) < len(pool.pending(slots)):
-            # Not nested: pages are gained as well as lost. Gain first, so that the live blocks have somewhere to go. The ring
-            # stays, or loses a buffer, so nothing is lost on the way; and what the second plan does is known beforehand.
-            way = self._plan(
-                tenant, sorted({*tenant.streamed, *target}), min(buffers, tenant.buffers), predicted_stall_s, reason
-            )
-            there = replace(tenant._attachment.pages, streamed=way.streamed, ring=way.ring)
-            lost = self._pooled(tenant, plan_streamed(there, way.epoch, target, buffers))
-            room = self._room(tenant, tenant.slots_of(lost), tenant.slots_of(way.gained))
-            if way.lost or room < len(pool.pending(tenant.slots_of(lost))):
-                raise self._no_room(tenant, tenant.slots_of(lost), room)
-            with AllOrNothing(self, (tenant,)) as undo:
-                if way.steps:
-                    before = tenant._attachment.pages
-                    self.apply_and_settle(tenant, way)
-                    undo.append(partial(self._go_back, tenant, before))
-                plan = self._plan(tenant, target, buffers, predicted_stall_s, reason)
-                slots = list(tenant.slots_of(self._pooled(tenant, plan)))
-                return self.exchange(tenant, plan, slots, drain_to=drain_to) or {}
-        return self.exchange(tenant, plan, slots, drain_to=drain_to) or {}
+    # -- emptying pages, then one plan ---------------------------------------------------------------------------
 
     def exchange(
-        self, tenant: Tenant, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int] | None = None
+        self, tenant: TenantState, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int] | None = None
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}; None, and nothing changed but
         that the blocks are withdrawn, if live ones stay and `drain_to` is given (see `vacate`)."""
@@ -433,98 +349,21 @@ class Changes:
             return dict(moves)  # tenant.forward() tries it again
         return dict(moves)
 
-    def _go_back(self, tenant: Tenant, before: TenantPages) -> None:
-        """Stream again what `before` says, through the very same ring. No live block is in the way: none has moved yet."""
-        plan = plan_streamed(
-            tenant._attachment.pages, self._arena.epoch, before.streamed, len(before.ring), ring=before.ring
-        )
-        self.exchange(tenant, plan, list(tenant.slots_of(self._pooled(tenant, plan))))
-
-    @staticmethod
-    def _pooled(tenant: Tenant, plan: Plan) -> Sequence[int]:
-        """The lost pages that blocks may lie in: what was reclaimed for this has never been in the pool."""
-        reclaimed = tenant._attachment.reclaimed
-        return [page for page in plan.lost if page not in reclaimed] if reclaimed else plan.lost
-
-    def _plan(
-        self, tenant: Tenant, target: Sequence[int], buffers: int, stall: float, reason: str, to: str = "kv"
-    ) -> Plan:
-        attachment = tenant._attachment
-        plan = plan_streamed(
-            attachment.pages, self._arena.epoch, target, buffers, to=to, predicted_stall_s=stall, reason=reason
-        )
-        self.refuse_homeless(tenant, plan.gained)
-        return plan
-
-    @staticmethod
-    def refuse_homeless(tenant: Tenant, gained: Sequence[int]) -> None:
-        """Raises InvalidArgument (fields pages, max_blocks) if one of these pages has no place in the tenant's KV region."""
-        homeless = 0
-        if not tenant._attachment.stand_together(gained):
-            homeless = sum(page not in tenant._attachment.index_of for page in gained)
-        if homeless:
-            raise InvalidArgument(
-                f"{homeless} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "
-                "changed; attach with a larger max_blocks or remap fewer layers",
-                pages=homeless,
-                max_blocks=tenant.kv.max_blocks,
-            )
-
-    def _streamable(self, tenant: Tenant, layers: int, buffers: int, selection: str) -> tuple[int, ...]:
-        """The set to stream, once every layer in it was looked at for writes since attach. Finds pin their layer."""
-        attachment = tenant._attachment
-        while True:
-            if layers and layers + buffers > len(attachment.order):
-                raise InvalidArgument(
-                    f"{layers} layers with {buffers} buffers need {layers + buffers} streamable layers, "
-                    f"{len(attachment.order)} are left; pinned: {sorted(attachment.pinned)}, of these because something wrote "
-                    f"into them, or into their weights file, after attach: {attachment.written}; nothing changed",
-                    layers=layers,
-                    streamable=len(attachment.order),
-                    pinned=sorted(attachment.pinned),
-                )
-            target = tenant.select(layers, buffers, selection)
-            if not self._pin_written(tenant, target):
-                return target
-
-    def can_restream(self, tenant: Tenant, layers: int, buffers: int, selection: str) -> bool:
-        """Whether `restream` has a set to stream, once the layers that something wrote into are known."""
-        attachment = tenant._attachment
-        while layers + buffers <= len(attachment.order):
-            target = tenant.select(layers, buffers, selection)
-            if not self._pin_written(tenant, target):
-                return attachment.possible(target, buffers)
-        return False
-
-    @staticmethod
-    def _pin_written(tenant: Tenant, target: Sequence[int]) -> bool:
-        """Look at what is to stream and does not yet for writes since attach. Finds pin their layer."""
-        attachment = tenant._attachment
-        written = attachment.watch(sorted(set(target) - set(tenant.streamed)))
-        attachment.written.update(written)
-        attachment.pinned.update(written)
-        if written:
-            attachment.order = tuple(layer for layer in attachment.order if layer not in written)
-        return bool(written)
-
-    # -- shrinking -------------------------------------------------------------------------------------------------
-
-    def withdraw_from_engine(self, tenant: Tenant, slots: Sequence[int]) -> None:
+    def withdraw_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
         """Ask an engine with its own allocator for its blocks in these slots of the KV region: by the time this returns it has
         returned those that it does not use. Not while another tenant's change is open, since the engine is told at once."""
-        attachment = tenant._attachment
-        if tuple(slots) == attachment.draining:
+        if tuple(slots) == tenant.draining:
             return
         self.cancel_draining(tenant)
         self._withdrawn.append(tenant)
         saved = self.save(tenant)
         tenant.kv.pool.withdraw(slots)
-        attachment.draining, attachment.draining_target = tuple(slots), None
+        tenant.draining, tenant.draining_target = tuple(slots), None
         self._decide(saved)
         self.tell()
 
     def vacate(
-        self, tenant: Tenant, slots: Sequence[int], drain_to: tuple[int, int] | None = None
+        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int] | None = None
     ) -> list[tuple[int, int]] | None:
         """Empty and take these slots of the KV region: the first part of a change, which `apply` completes and `undo` takes back.
 
@@ -538,23 +377,23 @@ class Changes:
             raise
 
     def _vacate(
-        self, tenant: Tenant, slots: Sequence[int], drain_to: tuple[int, int] | None
+        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int] | None
     ) -> list[tuple[int, int]] | None:
-        pool, attachment = tenant.kv.pool, tenant._attachment
+        pool = tenant.kv.pool
         if pool.external:
             self.withdraw_from_engine(tenant, slots)
         saved = self.save(tenant)
-        if tuple(slots) != attachment.draining:
-            if attachment.draining:
-                pool.unwithdraw(attachment.draining)
+        if tuple(slots) != tenant.draining:
+            if tenant.draining:
+                pool.unwithdraw(tenant.draining)
             pool.withdraw(slots)
-        attachment.draining, attachment.draining_target = (), None
+        tenant.draining, tenant.draining_target = (), None
         pending = pool.pending(slots)
         moves = pool.plan_moves(slots)
         if len(moves) < len(pending):
             if drain_to is None:
-                raise self._no_room(tenant, slots, len(moves))
-            attachment.draining, attachment.draining_target = tuple(slots), drain_to
+                raise self.no_room(tenant, slots, len(moves))
+            tenant.draining, tenant.draining_target = tuple(slots), drain_to
             self._decide(saved)
             self.tell()
             return None
@@ -566,7 +405,7 @@ class Changes:
         saved.moves = moves
         return moves
 
-    def move_blocks(self, tenant: Tenant, moves: Sequence[tuple[int, int]]) -> None:
+    def move_blocks(self, tenant: TenantState, moves: Sequence[tuple[int, int]]) -> None:
         """Live blocks move within the KV region, (old, new) each; whole or not at all."""
         try:
             saved = self.save(tenant)
@@ -578,12 +417,12 @@ class Changes:
             self.undo()
             raise
 
-    def _room(self, tenant: Tenant, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
+    def room(self, tenant: TenantState, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
         """How many live blocks can move out of these lost slots of the KV region, once those are gained."""
         pool = tenant.kv.pool
         return pool.usable_with(lost, gained) - (pool.live_blocks - len(pool.pending(lost)))
 
-    def _no_room(self, tenant: Tenant, slots: Sequence[int], room: int) -> OutOfBlocks:
+    def no_room(self, tenant: TenantState, slots: Sequence[int], room: int) -> OutOfBlocks:
         pool = tenant.kv.pool
         pending = pool.pending(slots)
         return OutOfBlocks(
@@ -595,39 +434,28 @@ class Changes:
             preempt={tenant.name: pending[min(0, room - len(pending)) :]},
         )
 
-    def continue_draining(self, tenant: Tenant, selection: str = "nested") -> dict[int, int]:
-        """Finish a shrink whose blocks were still live when it was decided, if they are gone now: chosen by `selection`."""
-        target = tenant._attachment.draining_target
-        if target is None:  # of a change that did not come to its end
-            self.cancel_draining(tenant)
-            return {}
-        if tenant.kv.pool.pending(tenant._attachment.draining):
-            return {}
-        return self.restream(tenant, target[0], target[1], selection, drain=True)
-
-    def cancel_draining(self, tenant: Tenant, *, deactivate: bool = False) -> None:
+    def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
         """The blocks are needed after all. deactivate: and the tenant becomes inactive, in one change."""
-        attachment = tenant._attachment
-        if not attachment.draining:
-            attachment.draining_target = None
+        if not tenant.draining:
+            tenant.draining_target = None
             tenant.active = tenant.active and not deactivate
             return
         saved = self.save(tenant)
-        tenant.kv.pool.unwithdraw(attachment.draining)
-        attachment.draining, attachment.draining_target = (), None
+        tenant.kv.pool.unwithdraw(tenant.draining)
+        tenant.draining, tenant.draining_target = (), None
         tenant.active = tenant.active and not deactivate
         self._decide(saved)
         self.tell()
 
-    def drain_again(self, tenant: Tenant, slots: tuple[int, ...], target: tuple[int, int] | None) -> None:
+    def drain_again(self, tenant: TenantState, slots: tuple[int, ...], target: tuple[int, int] | None) -> None:
         """What was being drained before a change that was taken back is again, and nothing else. What the engine had returned of
         it, it has been given in between: it is asked for it once more."""
         saved = self.save(tenant)
-        attachment, pool = tenant._attachment, tenant.kv.pool
-        if attachment.draining != slots:
-            pool.unwithdraw(attachment.draining)
+        pool = tenant.kv.pool
+        if tenant.draining != slots:
+            pool.unwithdraw(tenant.draining)
             pool.withdraw(slots)
-        attachment.draining, attachment.draining_target = slots, target
+        tenant.draining, tenant.draining_target = slots, target
         self._decide(saved)
         self.tell()
 
@@ -635,40 +463,47 @@ class Changes:
         """Copy (to, from, bytes) each: behind all that the tenant has enqueued, or, if the host computes, at once."""
         stream = compute.current()
         if not stream:
-            self._streams.copy(ranges)
+            self.streams.copy(ranges)
             return
         # If one of them fails the targets are free blocks again, and the engine's next write there is behind the others.
         for target, source, nbytes in ranges:
-            self._streams.backend.copy(stream, target, source, nbytes)
+            self.streams.backend.copy(stream, target, source, nbytes)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
-    def forget(self, tenant: Tenant) -> None:
+    def forget(self, tenant: TenantState) -> None:
         """Of a tenant that goes away: a plan that was decided becomes final, and nothing of it is settled or tried again."""
-        if tenant._unsettled is not None:
+        if tenant.unsettled is not None:
             if self._unsettled is tenant and self._executor.undecided():
                 self._executor.commit(None)
-            tenant._unsettled = None
+            tenant.unsettled = None
             if self._unsettled is tenant:
                 self._unsettled = None
         self.await_worker()
         self._executor.forget(tenant.number)
 
-    def abandon(self, tenant: Tenant) -> None:
+    def release(self, tenant: TenantState) -> None:
+        """It has gone: the copy stream and its events go too, and whatever kept master copies alive."""
+        prefetcher, tenant.prefetcher = tenant.prefetcher, None
+        if prefetcher is not None:
+            self.streams.retire(prefetcher)
+        tenant.source = tenant.source.released()
+
+    def abandon(self, tenant: TenantState) -> None:
         """Stop all that is in flight for a tenant that goes away. Its pages may be released afterwards.
 
         Waits for its compute stream: nothing is unmapped that a kernel may use.
         """
-        if tenant._detached:
+        if tenant.detached:
             return
-        prefetcher, pages = tenant._prefetcher, tenant._attachment.pages
-        tenant._compute.wait()
-        tenant._leaving = True
+        prefetcher, pages = tenant.prefetcher, tenant.pages
+        tenant.compute.wait()
+        tenant.leaving = True
         # Noted while it is still known: these layers' bytes are not, or not all, at their addresses.
-        tenant._absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
-        tenant._absent.update(pages.streamed)
-        if tenant._unsettled is not None:
-            tenant._absent.update(tenant._unsettled[0].reload, tenant._unsettled[0].held)
+        tenant.absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
+        tenant.absent.update(pages.streamed)
+        if tenant.unsettled is not None:
+            tenant.absent.update(tenant.unsettled[0].reload, tenant.unsettled[0].held)
         self.forget(tenant)
         if prefetcher.in_pass:
             prefetcher.end_pass()

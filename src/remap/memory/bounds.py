@@ -11,16 +11,11 @@ wait for. So `prepare` asks what growth will ask where new times come from: at t
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
-from remap.config import ControllerConfig
-from remap.memory.attach import MAX_BUFFERS
+from remap.memory.plan import MAX_BUFFERS, TenantPages
+from remap.memory.state import TenantState
 from remap.policy import schedule, selection
 from remap.policy.views import LayerSeconds
-
-if TYPE_CHECKING:
-    from remap.memory.plan import TenantPages
-    from remap.tenant import Tenant
 
 __all__ = ["HiddenCopies"]
 
@@ -30,13 +25,13 @@ _AHEAD = 4  # growth usually takes no more layers, or pages a layer, at once
 class HiddenCopies:
     """One tenant's answers, kept while its times and its streamable layers stay the same."""
 
-    def __init__(self, tenant: Tenant, config: ControllerConfig) -> None:
-        self._tenant = tenant
+    def __init__(self, tenant: TenantState) -> None:
+        self._tenant, config = tenant, tenant.config
         self._slowdown = config.slowdown
         self._kinds: tuple[str, ...] = ("nested", "uniform") if config.selection == "auto" else ("nested",)
         if config.selection == "uniform":
             self._kinds = ("uniform",)
-        sizes = tenant._attachment.layer_bytes
+        sizes = tenant.layer_bytes
         if config.selection == "auto" and max(sizes) > 1.05 * min(sizes):
             self._kinds = ("nested", "uniform", "best")  # the search pays for unequal layers only
         self._buffers = range(1, MAX_BUFFERS + 1) if config.buffers == "auto" else (config.buffers,)
@@ -65,10 +60,10 @@ class HiddenCopies:
 
     def possible(self, remapped: int, buffers: int) -> bool:
         """Whether a plan can make it so from what streams now: coming home or by one of the selections for growing."""
-        attachment = self._tenant._attachment
+        tenant = self._tenant
         if remapped == 0 or self._tenant.slicing:
             return True
-        state = (attachment.pages, attachment.order)  # both are replaced, never changed
+        state = (tenant.pages, tenant.order)  # both are replaced, never changed
         if self._looked_at is None or self._looked_at[0] is not state[0] or self._looked_at[1] is not state[1]:
             self._looked_at = state
             self._possible.clear()
@@ -76,19 +71,19 @@ class HiddenCopies:
         if known is None:
             kinds = ("inward",) if remapped < self._tenant.remapped else ("onward", *self._kinds)
             known = self._possible[remapped, buffers] = any(
-                attachment.possible(self._tenant.select(remapped, buffers, kind), buffers) for kind in kinds
+                tenant.possible(self._tenant.select(remapped, buffers, kind), buffers) for kind in kinds
             )
         return known
 
     def prepare(self, times: LayerSeconds) -> None:
         """Answer ahead: the bound, and the stall now and with a little more."""
         most, buffers = self.bound(times)
-        pages = self._tenant._attachment.pages
+        pages = self._tenant.pages
         present = pages.tail_pages if self._tenant.slicing else self._tenant.remapped
         if present:
             buffers = self._tenant.buffers
         if not self._tenant.slicing:
-            most = min(most, len(self._tenant._attachment.order) - buffers)
+            most = min(most, len(self._tenant.order) - buffers)
         for more in range(max(1, present), min(present + _AHEAD, most) + 1):
             self._answer(times, more, buffers)
 
@@ -115,19 +110,19 @@ class HiddenCopies:
 
     def _kinds_for(self, remapped: int, buffers: int) -> tuple[str, ...]:
         """Those allowed whose layers a plan can stream; "nested", which adds to what streams, if there are none."""
-        attachment = self._tenant._attachment
-        if attachment.plain:
+        tenant = self._tenant
+        if tenant.plain:
             return self._kinds
-        kinds = [k for k in self._kinds if attachment.possible(self._tenant.select(remapped, buffers, k), buffers)]
+        kinds = [k for k in self._kinds if tenant.possible(self._tenant.select(remapped, buffers, k), buffers)]
         return tuple(kinds) or ("nested",)
 
     def _sliced_period(self, times: LayerSeconds, tail: int, buffers: int) -> float:
-        attachment = self._tenant._attachment
-        shares = selection.tail_shares(tail, [len(home) for home in attachment.pages.homes])
-        return selection.slices_period(times.compute_s, times.transfer_s, shares, buffers, sorted(attachment.order))
+        tenant = self._tenant
+        shares = selection.tail_shares(tail, [len(home) for home in tenant.pages.homes])
+        return selection.slices_period(times.compute_s, times.transfer_s, shares, buffers, sorted(tenant.order))
 
     def _renew(self, times: LayerSeconds) -> None:
-        order, slicing = self._tenant._attachment.order, self._tenant.slicing
+        order, slicing = self._tenant.order, self._tenant.slicing
         asked = self._asked
         if asked is None or asked[0] is not times or asked[1] is not order or asked[2] != slicing:
             self._asked = (times, order, slicing)
@@ -137,7 +132,7 @@ class HiddenCopies:
     def _most_layers(self, times: LayerSeconds) -> tuple[int, int]:
         compute, transfer = times.compute_s, times.transfer_s
         limit = (1.0 + self._slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
-        streamable = len(self._tenant._attachment.order)
+        streamable = len(self._tenant.order)
         # Of alpha + beta streamed layers at least alpha + 1 are copied in every pass, whichever they are.
         least = min(transfer)
         most = streamable if least * streamable <= limit else int(limit / least) - 1
@@ -163,7 +158,7 @@ class HiddenCopies:
     def _most_pages(self, times: LayerSeconds) -> tuple[int, int]:
         limit = (1.0 + self._slowdown) * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
         buffers = max(self._buffers)  # one slot overlaps nothing: no computation lies between two slices
-        low, high = 0, max(map(len, self._tenant._attachment.pages.homes))
+        low, high = 0, max(map(len, self._tenant.pages.homes))
         while low < high:  # the period grows with the tail
             middle = (low + high + 1) // 2
             if self._sliced_period(times, middle, buffers) <= limit:

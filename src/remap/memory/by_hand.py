@@ -7,31 +7,30 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from remap.errors import ArenaBroken, Error, InvalidArgument
-from remap.memory.attach import MAX_BUFFERS
-from remap.memory.decisions import Entries, ended_early, merge, moved_entry
-from remap.memory.lend import Returned
-from remap.memory.reslice import reslice, tail_for
+from remap.memory.apply import Changes
+from remap.memory.lend import Lending, Returned
+from remap.memory.plan import MAX_BUFFERS
+from remap.memory.restream import continue_draining, reslice, take_free_pages
+from remap.memory.slice_plan import tail_for
+from remap.memory.state import TenantState
+from remap.memory.step import Entries, ended_early, merge, moved_entry
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
-from remap.tenant import Tenant
-
-if TYPE_CHECKING:
-    from remap.session import Session
 
 __all__ = ["check_by_hand", "lend_by_hand", "remap_by_hand"]
 
 
-def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> None:
+def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any) -> None:
     """Raises InvalidArgument and InvalidState as `Session.remap` says."""
     if selection not in ("uniform", "nested", "slices"):
         raise InvalidArgument(
             f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
             selection=selection,
         )
-    streamable = len(tenant._attachment.order)
+    streamable = len(tenant.order)
     if selection == "slices" and isinstance(layers, float) and 0 <= layers < math.inf:
         layers = math.ceil(layers)  # a fraction of a layer is a matter of pages
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in (layers, buffers))
@@ -49,63 +48,71 @@ def check_by_hand(tenant: Tenant, layers: Any, buffers: Any, selection: Any) -> 
 
 
 def remap_by_hand(
-    session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, drain: bool = False
+    changes: Changes,
+    lending: Lending,
+    tenant: TenantState,
+    layers: float,
+    buffers: int,
+    selection: str,
+    drain: bool = False,
 ) -> Entries:
     """`Session.remap`, checked already. Returns the entries of its report."""
-    before, changes = tenant.kv.usable_blocks, session._changes
+    before = tenant.kv.usable_blocks
     reason = f"{layers} layers by hand"
-    draining = drain and tenant._attachment.draining_target == (layers, buffers)
+    draining = drain and tenant.draining_target == (layers, buffers)
     applied = changes.applied
     try:
         with AllOrNothing(changes, (tenant,)):
             if not draining:
                 changes.cancel_draining(tenant)
             if draining:  # asked once more: what was withdrawn then may have been returned by now
-                moved = changes.continue_draining(tenant, selection)
+                moved = continue_draining(changes, tenant, selection)
                 result = Returned({tenant.name: moved} if moved else {})
-            elif selection == "slices" or tenant._attachment.pages.tail_pages:
-                result = _slice(session, tenant, layers, buffers, selection, reason)
+            elif selection == "slices" or tenant.pages.tail_pages:
+                result = _slice(changes, tenant, layers, buffers, selection, reason)
             else:
-                result = session._lending.restream(tenant, int(layers), buffers, selection, reason=reason, drain=drain)
+                result = lending.bring_home(tenant, int(layers), buffers, selection, reason=reason, drain=drain)
     except ArenaBroken:
         raise
     except Error as error:
         if changes.applied == applied:
             raise
         result = Returned(problem=str(error))
-    tenant._selection = selection if tenant.streamed else ""
-    tenant._by_hand = bool(tenant.streamed)
+    tenant.selection = selection if tenant.streamed else ""
+    tenant.by_hand = bool(tenant.streamed)
     entry = {
         "added": max(0, tenant.kv.usable_blocks - before),
         "moved": result.moved.pop(tenant.name, {}),
         "unmet": 0,
-        "stall": tenant._predicted_stall_s,
+        "stall": tenant.predicted_stall_s,
         "reason": ended_early(reason, result.problem),
     }
     return {tenant.name: entry} | {other: moved_entry(moves, tenant.name) for other, moves in result.moved.items()}
 
 
-def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, receiver: Tenant | None) -> Entries:
+def lend_by_hand(
+    changes: Changes, lending: Lending, tenant: TenantState, layers: int, buffers: int, receiver: TenantState | None
+) -> Entries:
     """`Session.lend`, checked already. Returns the entries of its report."""
     report: Entries = {}
     buffers = tenant.buffers or buffers
     if layers < tenant.remapped:
-        result = session._lending.restream(tenant, layers, buffers, "inward", reason="brought home by hand")
+        result = lending.bring_home(tenant, layers, buffers, "inward", reason="brought home by hand")
         merge(report, tenant, result.moved)
         report[tenant.name]["reason"] = ended_early(f"{layers} layers stay lent, by hand", result.problem)
         return report
     report[tenant.name] = entry = moved_entry({}, tenant.name)
-    changes, lending, before = session._changes, session._lending, tenant._attachment.pages
+    before = tenant.pages
     applied = changes.applied
     try:
         with AllOrNothing(changes, (tenant,)) as undo:
             pages = lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
             entry["reason"] = f"{pages} pages of {layers} layers lent by hand"
-            tenant._by_hand = bool(tenant.streamed)
+            tenant.by_hand = bool(tenant.streamed)
             if pages:
                 undo.append(partial(lending.unlend, tenant, before))
-            if receiver is not None and tenant.lent_pages:
-                report[receiver.name] = _take(session, tenant, receiver)
+            if receiver is not None and tenant.pages.lent:
+                report[receiver.name] = _take(changes, tenant, receiver)
     except ArenaBroken:
         raise
     except Error as error:
@@ -115,24 +122,24 @@ def lend_by_hand(session: Session, tenant: Tenant, layers: int, buffers: int, re
     return report
 
 
-def _take(session: Session, tenant: Tenant, receiver: Tenant) -> dict[str, Any]:
+def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> dict[str, Any]:
     """The receiver's KV gets what the tenant has lent and is free. Its entry of the report."""
     before = receiver.kv.usable_blocks
-    free = [page for page in free_pages_of(session._arena, receiver) if page in tenant._attachment.pages.lent]
-    session._changes.take_free_pages(receiver, free, int(len(free) * receiver._blocks_per_page))
+    free = [page for page in free_pages_of(changes, receiver) if page in tenant.pages.lent]
+    take_free_pages(changes, receiver, free, int(len(free) * receiver.blocks_per_page))
     reason = f"{len(free)} pages of {tenant.name} by hand"
     return moved_entry({}, tenant.name) | {"added": receiver.kv.usable_blocks - before, "reason": reason}
 
 
-def _slice(session: Session, tenant: Tenant, layers: float, buffers: int, selection: str, reason: str) -> Returned:
+def _slice(changes: Changes, tenant: TenantState, layers: float, buffers: int, selection: str, reason: str) -> Returned:
     """To or from slices."""
-    pages = tenant._attachment.pages
+    pages = tenant.pages
     if selection != "slices" and layers:
         raise InvalidArgument(
             f"{tenant.name!r} streams slices of {pages.tail_pages} pages: whole layers can stream only once all layers are "
             "resident; nothing changed; remap 0 layers first",
             tail_pages=pages.tail_pages,
         )
-    tail = tail_for([pages.homes[layer] for layer in tenant._attachment.order], layers, buffers)
-    moved = reslice(session._changes, tenant, tail, buffers, reason=reason)
+    tail = tail_for([pages.homes[layer] for layer in tenant.order], layers, buffers)
+    moved = reslice(changes, tenant, tail, buffers, reason=reason)
     return Returned({tenant.name: moved} if moved else {})

@@ -18,14 +18,14 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.plan import TenantPages, plan_free_pages, plan_streamed
+from remap.memory.restream import grow, refuse_homeless, restream, streamable
+from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
-from remap.tenant import Tenant
 
 __all__ = ["Lending", "Returned"]
 
@@ -43,10 +43,9 @@ class Returned:
 class Lending:
     """One session's. Called with the session's lock held, outside of the passes of the tenants concerned."""
 
-    def __init__(self, tenants: Mapping[str, Tenant], changes: Changes, arena: Any) -> None:
+    def __init__(self, tenants: Mapping[str, TenantState], changes: Changes) -> None:
         self._tenants = tenants  # the session's own, as it is now
         self._changes = changes
-        self._arena = arena
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
         # Of one epoch, so that nothing of tenants that went away stays: (donor, receiver) -> what it was found for, unused pages
         # in the order in which they go, whether these are all.
@@ -54,7 +53,7 @@ class Lending:
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
-    def holders(self, donor: Tenant, pages: frozenset[int] | None = None) -> dict[str, list[int]]:
+    def holders(self, donor: TenantState, pages: frozenset[int] | None = None) -> dict[str, list[int]]:
         """Which tenants have which of the donor's lent pages as KV now. What is free is in nobody's list."""
         epoch = self._changes.epoch
         if self._held[0] != epoch or epoch < 0:
@@ -62,10 +61,10 @@ class Lending:
         known = self._held[1].get(donor.number)
         if known is None:
             known = {}
-            lent = donor._attachment.pages.lent
+            lent = donor.pages.lent
             if lent:
                 names = {tenant.number: name for name, tenant in self._tenants.items()}
-                tenant_of = self._arena.tenants()
+                tenant_of = self._changes.arena.tenants()
                 for page in sorted(lent):
                     name = names.get(tenant_of[page])
                     if name is not None:
@@ -76,13 +75,13 @@ class Lending:
         some = {name: [page for page in held if page in pages] for name, held in known.items()}
         return {name: held for name, held in some.items() if held}
 
-    def losses(self, donor: Tenant, layers: int, buffers: int, selection: str) -> dict[str, int]:
-        """Tenant -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
-        pages = donor._attachment.pages
+    def losses(self, donor: TenantState, layers: int, buffers: int, selection: str) -> dict[str, int]:
+        """TenantState -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
+        pages = donor.pages
         target = donor.select(layers, buffers, selection)
         lent = pages.to_reclaim(target, buffers)
-        plan = plan_streamed(replace(pages, lent=pages.lent - lent), self._arena.epoch, target, buffers)
-        own = [page for page in plan.lost if page not in lent and page not in donor._attachment.reclaimed]
+        plan = plan_streamed(replace(pages, lent=pages.lent - lent), self._changes.arena.epoch, target, buffers)
+        own = [page for page in plan.lost if page not in lent and page not in donor.reclaimed]
         found = {}
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
             if held:
@@ -94,7 +93,7 @@ class Lending:
 
     def lend(
         self,
-        donor: Tenant,
+        donor: TenantState,
         layers: int,
         buffers: int,
         selection: str,
@@ -106,21 +105,22 @@ class Lending:
 
         Fewer, or none, where layers turn out to be written.
         """
-        before = len(donor._attachment.pages.lent)
-        pages = donor._attachment.pages
+        before = len(donor.pages.lent)
+        pages = donor.pages
         buffers = donor.buffers or buffers  # another number would take pages out of live blocks
         if selection == "suffix" and not pages.ring:
             # The ring is made of the very last layers: they are the last to come home.
-            last = tuple(sorted(donor._attachment.order)[::-1][:buffers])
-            donor._attachment.pages = replace(pages, ring_preference=last)
+            last = tuple(sorted(donor.order)[::-1][:buffers])
+            donor.pages = replace(pages, ring_preference=last)
         try:
             with AllOrNothing(self._changes, (donor,)) as undo:
                 self._changes.cancel_draining(donor)  # other layers would come home than were meant to
-                coming = donor._attachment.reclaimed
+                coming = donor.reclaimed
                 if coming:  # a change that brought them home ended early
                     self._unreclaim(donor, coming)
                     undo.append(partial(self._reclaim, donor, coming))
-                self._changes.grow(
+                grow(
+                    self._changes,
                     donor,
                     layers,
                     buffers,
@@ -131,31 +131,31 @@ class Lending:
                 )
         finally:
             # Growing for itself later, it is to find its ring where the ring's region shows it already.
-            now = donor._attachment.pages
-            donor._attachment.pages = replace(now, ring_preference=pages.ring_preference)
-        donor._selection = selection
-        return len(donor._attachment.pages.lent) - before
+            now = donor.pages
+            donor.pages = replace(now, ring_preference=pages.ring_preference)
+        donor.selection = selection
+        return len(donor.pages.lent) - before
 
-    def give_idle(self, donor: Tenant, blocks: int, receiver: Tenant, surplus: int) -> int:
+    def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:
         """Free pages out of the donor's unused KV, until there are enough for `blocks` more blocks of the receiver.
 
         At most `surplus` of the donor's own blocks are lost. It keeps pages that have no place in the receiver's KV region.
         Returns the pages freed.
         """
-        wanted = -(-blocks * receiver.kv.spec.block_bytes // self._arena.page_bytes) + 1
+        wanted = -(-blocks * receiver.kv.spec.block_bytes // self._changes.arena.page_bytes) + 1
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0
-        giving, index = donor._attachment.giving, donor.kv.geometry.giving_index
+        giving, index = donor.giving, donor.kv.geometry.giving_index
         pages = sorted(giving[index(slot)] for slot in slots)
-        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, pages, give=False)
+        plan = plan_free_pages(donor.pages, self._changes.arena.epoch, pages, give=False)
         try:
             self._changes.exchange(donor, plan, slots)
         except OutOfBlocks:  # an engine with its own allocator holds some of them still
             return 0
         return len(pages)
 
-    def idle_slots(self, donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> list[int]:
+    def idle_slots(self, donor: TenantState, receiver: TenantState, wanted: int, surplus: int) -> list[int]:
         """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most `wanted`.
 
         Those given last go first. At most `surplus` blocks are lost; none that belongs to one of the donor's own layers, which
@@ -163,7 +163,7 @@ class Lending:
         layer, and what it has borrowed may be asked back at any time.
         """
         pool = donor.kv.pool
-        if surplus <= 0 or donor._attachment.draining:
+        if surplus <= 0 or donor.draining:
             return []
         # Asked in every step while demand is unmet, and by tenants whose donors do nothing meanwhile.
         epoch = self._changes.epoch
@@ -177,12 +177,12 @@ class Lending:
         return sorted(known[1][:wanted])
 
     @staticmethod
-    def _find_idle(donor: Tenant, receiver: Tenant, wanted: int, surplus: int) -> tuple[list[int], bool]:
+    def _find_idle(donor: TenantState, receiver: TenantState, wanted: int, surplus: int) -> tuple[list[int], bool]:
         """(the first `wanted` of what `idle_slots` may give, in the order in which they go; whether there are no more)."""
         pool, geometry = donor.kv.pool, donor.kv.geometry
-        own = donor._attachment.pages.kv_from_homes
-        giving, lasting = donor._attachment.giving, donor._attachment.lasting
-        places = receiver._attachment.index_of
+        own = donor.pages.kv_from_homes
+        giving, lasting = donor.giving, donor.lasting
+        places = receiver.index_of
         index, columns = geometry.giving_index, geometry.range_pages
         found: list[int] = []
         lost: set[int] = set()
@@ -209,9 +209,9 @@ class Lending:
 
     # -- coming home -----------------------------------------------------------------------------------------------
 
-    def restream(
+    def bring_home(
         self,
-        donor: Tenant,
+        donor: TenantState,
         layers: int,
         buffers: int,
         selection: str,
@@ -220,14 +220,14 @@ class Lending:
         reason: str = "",
         drain: bool = False,
     ) -> Returned:
-        """`Changes.restream`, after the lent pages among those that come home have been fetched from their holders.
+        """`restream`, after the lent pages among those that come home have been fetched from their holders.
 
         Raises OutOfBlocks (field preempt: tenant -> block ids) where live blocks have no room to move, or the backend's error;
         nothing has changed then. If what had changed cannot be taken back, it ends early instead, with the error in `problem`.
         """
         changes = self._changes
-        target = changes._streamable(donor, layers, buffers, selection)
-        pages = donor._attachment.pages
+        target = streamable(donor, layers, buffers, selection)
+        pages = donor.pages
         lent = pages.to_reclaim(target, buffers)
         for name in self.holders(donor, lent) if lent else ():
             self._tenants[name].refuse_pass()
@@ -235,13 +235,20 @@ class Lending:
         applied = changes.applied
         try:
             with AllOrNothing(changes, self._tenants.values()) as undo:
-                if pages.lent or donor._attachment.reclaimed:
+                if pages.lent or donor.reclaimed:
                     there = replace(pages, lent=pages.lent - lent)
-                    changes.refuse_homeless(donor, plan_streamed(there, self._arena.epoch, target, buffers).gained)
+                    refuse_homeless(donor, plan_streamed(there, self._changes.arena.epoch, target, buffers).gained)
                     extra = self._require_room(donor, target, buffers, lent)
-                    self._bring_home(donor, lent, extra, result, undo)
-                moves = changes.restream(
-                    donor, layers, buffers, selection, predicted_stall_s=predicted_stall_s, reason=reason, drain=drain
+                    self._fetch(donor, lent, extra, result, undo)
+                moves = restream(
+                    changes,
+                    donor,
+                    layers,
+                    buffers,
+                    selection,
+                    predicted_stall_s=predicted_stall_s,
+                    reason=reason,
+                    drain=drain,
                 )
         except ArenaBroken:
             raise
@@ -255,20 +262,20 @@ class Lending:
         return result
 
     def _require_room(
-        self, donor: Tenant, target: Sequence[int], buffers: int, lent: frozenset[int]
-    ) -> dict[Tenant, Sequence[int]]:
+        self, donor: TenantState, target: Sequence[int], buffers: int, lent: frozenset[int]
+    ) -> dict[TenantState, Sequence[int]]:
         """Free pages that tenants have to take first, so that all their live blocks have somewhere to go: no page twice, and
         none that is to come home. Raises OutOfBlocks (field preempt) without enough of them. Engines with allocators of their
         own are asked later, by withdrawing their blocks."""
         preempt: dict[str, tuple[int, ...]] = {}
         room_in_all = 0
-        extra: dict[Tenant, Sequence[int]] = {}
+        extra: dict[TenantState, Sequence[int]] = {}
         gone = set(lent)
         held = {self._tenants[name]: pages for name, pages in self.holders(donor, lent).items()}
         for tenant in (*held, donor):
             if tenant.kv.pool.external:
                 continue
-            free = [page for page in free_pages_of(self._arena, tenant) if page not in gone]
+            free = [page for page in free_pages_of(self._changes, tenant) if page not in gone]
             least, most = 0, len(free)
             short = self._shortage(tenant, donor, held, target, buffers, lent, free)
             if short[0] > 0:
@@ -290,27 +297,27 @@ class Lending:
 
     def _shortage(
         self,
-        tenant: Tenant,
-        donor: Tenant,
-        held: Mapping[Tenant, Sequence[int]],
+        tenant: TenantState,
+        donor: TenantState,
+        held: Mapping[TenantState, Sequence[int]],
         target: Sequence[int],
         buffers: int,
         lent: frozenset[int],
         extra: Sequence[int],
     ) -> tuple[int, tuple[int, ...]]:
         """(live blocks without a place once the tenant has the `extra` pages, all that are in the way). For the donor, by the
-        same two ways as in `Changes.restream`."""
+        same two ways as in `restream`."""
         more = tenant.slots_of(extra)
         if tenant is not donor:
             slots = tenant.slots_of(held[tenant])
             pending = tenant.kv.pool.pending(slots)
-            return len(pending) - self._changes._room(tenant, slots, more), pending
-        pages = replace(donor._attachment.pages, lent=donor._attachment.pages.lent - lent)
-        outside = lent | donor._attachment.reclaimed  # in no pool
-        plan = plan_streamed(pages, self._arena.epoch, target, buffers)
+            return len(pending) - self._changes.room(tenant, slots, more), pending
+        pages = replace(donor.pages, lent=donor.pages.lent - lent)
+        outside = lent | donor.reclaimed  # in no pool
+        plan = plan_streamed(pages, self._changes.arena.epoch, target, buffers)
         slots = donor.slots_of([page for page in plan.lost if page not in outside])
         pending = donor.kv.pool.pending(slots)
-        short = len(pending) - self._changes._room(donor, slots, more)
+        short = len(pending) - self._changes.room(donor, slots, more)
         if short > 0 and plan.gained:
             way = plan_streamed(pages, plan.epoch, sorted({*donor.streamed, *target}), min(buffers, donor.buffers))
             there = replace(pages, streamed=way.streamed, ring=way.ring)
@@ -319,14 +326,14 @@ class Lending:
                 after = plan_streamed(there, plan.epoch, target, buffers)
                 slots = donor.slots_of([page for page in after.lost if page not in outside])
                 pending = donor.kv.pool.pending(slots)
-                short = len(pending) - self._changes._room(donor, slots, (*more, *donor.slots_of(way.gained)))
+                short = len(pending) - self._changes.room(donor, slots, (*more, *donor.slots_of(way.gained)))
         return short, pending
 
-    def _bring_home(
+    def _fetch(
         self,
-        donor: Tenant,
+        donor: TenantState,
         lent: frozenset[int],
-        extra: Mapping[Tenant, Sequence[int]],
+        extra: Mapping[TenantState, Sequence[int]],
         result: Returned,
         undo: list[Callable[[], None]],
     ) -> None:
@@ -335,13 +342,13 @@ class Lending:
         changes = self._changes
         held = self.holders(donor, lent)
         for tenant, free in extra.items():
-            plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, free, give=True)
+            plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, free, give=True)
             changes.apply_and_settle(tenant, plan)
             undo.append(partial(self._take_back, tenant, free))
         slots = {}
         for name, pages in held.items():
             tenant = self._tenants[name]
-            slots[name] = list(tenant.slots_of(sorted(pages, key=tenant._attachment.index_of.__getitem__)))
+            slots[name] = list(tenant.slots_of(sorted(pages, key=tenant.index_of.__getitem__)))
             if tenant.kv.pool.external:  # while no change is open: the engine is told
                 changes.withdraw_from_engine(tenant, slots[name])
         # All of them are emptied before the first gives anything up: if one cannot be, nothing has changed.
@@ -358,42 +365,42 @@ class Lending:
 
     # -- taken back after a failure --------------------------------------------------------------------------------
 
-    def _take_back(self, tenant: Tenant, pages: Sequence[int]) -> None:
+    def _take_back(self, tenant: TenantState, pages: Sequence[int]) -> None:
         """Pages that were given for blocks to move into are free again; the blocks have left them."""
-        plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, pages, give=False)
+        plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, pages, give=False)
         self._changes.exchange(tenant, plan, list(tenant.slots_of(pages)))
 
     def _give_back(
-        self, holder: Tenant, pages: Sequence[int], moves: Sequence[tuple[int, int]], result: Returned
+        self, holder: TenantState, pages: Sequence[int], moves: Sequence[tuple[int, int]], result: Returned
     ) -> None:
         """The holder has its pages again and its blocks are where they were. Their bytes come along: the pages may have been
         zeroed for the donor since."""
         back = [(new, old) for old, new in moves]
-        plan = plan_free_pages(holder._attachment.pages, self._arena.epoch, pages, give=True)
+        plan = plan_free_pages(holder.pages, self._changes.arena.epoch, pages, give=True)
         self._changes.apply_and_settle(holder, plan)
         if back:
             self._changes.move_blocks(holder, back)
         result.moved.pop(holder.name, None)
 
-    def _unreclaim(self, donor: Tenant, lent: frozenset[int]) -> None:
-        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, sorted(lent), give=False)
+    def _unreclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
+        plan = plan_free_pages(donor.pages, self._changes.arena.epoch, sorted(lent), give=False)
         self._changes.apply_and_settle(donor, plan)
 
-    def unlend(self, donor: Tenant, before: TenantPages) -> None:
+    def unlend(self, donor: TenantState, before: TenantPages) -> None:
         """What the donor has lent since `before` comes home. All of it is free: nobody has taken any of it."""
-        self._reclaim(donor, donor._attachment.pages.lent - before.lent)
-        pages = donor._attachment.pages
-        plan = plan_streamed(pages, self._arena.epoch, before.streamed, len(before.ring), ring=before.ring)
+        self._reclaim(donor, donor.pages.lent - before.lent)
+        pages = donor.pages
+        plan = plan_streamed(pages, self._changes.arena.epoch, before.streamed, len(before.ring), ring=before.ring)
         self._changes.apply_and_settle(donor, plan)
 
-    def _free(self, tenant: Tenant, pages: Sequence[int]) -> None:
+    def _free(self, tenant: TenantState, pages: Sequence[int]) -> None:
         """KV pages that are in no block's way any more become free. The pool has let go of them."""
-        plan = plan_free_pages(tenant._attachment.pages, self._arena.epoch, pages, give=False)
+        plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, pages, give=False)
         self._changes.apply_and_settle(tenant, plan)
 
-    def _reclaim(self, donor: Tenant, lent: frozenset[int]) -> None:
+    def _reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
         """Free pages of the donor's own become its KV for the arena, which zeroes them; the pool never hears of them."""
-        plan = plan_free_pages(donor._attachment.pages, self._arena.epoch, sorted(lent), give=True)
+        plan = plan_free_pages(donor.pages, self._changes.arena.epoch, sorted(lent), give=True)
         self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from remap.report import DecisionRecord, PageTotals, Snapshot, StepReport, TenantSnapshot
-from remap.tenant import Tenant
+from remap.memory.lend import Lending
+from remap.memory.state import TenantState
+from remap.report import DecisionRecord, PageTotals, Snapshot, StallShare, StepReport, TenantSnapshot
 
-if TYPE_CHECKING:
-    from remap.session import Session
-
-__all__ = ["Log", "check_books", "compose", "make_report", "take_snapshot", "then"]
+__all__ = ["Log", "check_books", "make_report", "take_snapshot"]
 
 
 class Log:
@@ -31,48 +29,51 @@ class Log:
         return tuple(self._records)
 
 
-def take_snapshot(session: Session) -> Snapshot:
+def take_snapshot(
+    capacity_bytes: int,
+    arena: Any,
+    lending: Lending,
+    tenants: Mapping[str, TenantState],
+    decisions: tuple[DecisionRecord, ...],
+    stall: StallShare,
+) -> Snapshot:
     """All of it, as frozen values of this moment."""
-    arena = session._arena
     return Snapshot(
         epoch=arena.epoch,
         page_bytes=arena.page_bytes,
-        capacity_bytes=session.capacity_bytes,
+        capacity_bytes=capacity_bytes,
         pages=PageTotals(**arena.counts()),
-        tenants={name: _tenant(session, tenant) for name, tenant in session._tenants.items()},
-        decisions=session._log.records(),
-        stall=session._stalls.share(session.active_numbers()),
+        tenants={name: _tenant(arena, lending, tenants, tenant) for name, tenant in tenants.items()},
+        decisions=decisions,
+        stall=stall,
     )
 
 
-def _tenant(session: Session, tenant: Tenant) -> TenantSnapshot:
-    arena = session._arena
+def _tenant(arena: Any, lending: Lending, tenants: Mapping[str, TenantState], tenant: TenantState) -> TenantSnapshot:
     pages = PageTotals(**arena.counts(tenant.number))
-    stats = tenant._prefetcher.stats()
+    stats = tenant.prefetcher.stats()
     pool = tenant.kv.pool
-    lent_to = {name: len(held) for name, held in session._lending.holders(tenant).items()}
+    lent_to = {name: len(held) for name, held in lending.holders(tenant).items()}
     borrowed = sum(
-        len(session._lending.holders(other).get(tenant.name, ()))
-        for other in session._tenants.values()
-        if other is not tenant
+        len(lending.holders(other).get(tenant.name, ())) for other in tenants.values() if other is not tenant
     )
-    since = tenant._since
-    passes = stats.passes - tenant._abandoned
-    times = tenant._times
+    since = tenant.since
+    passes = stats.passes - tenant.timing.abandoned
+    times = tenant.timing.known
     return TenantSnapshot(
         name=tenant.name,
         active=tenant.active,
         priority=tenant.priority,
-        last_use=tenant._last_use,
+        last_use=tenant.last_use,
         layers=tenant.layers,
         remapped=tenant.remapped,
         buffers=tenant.buffers,
         alpha=tenant.alpha,
-        selection=tenant._selection if tenant.streamed else "",
+        selection=tenant.selection if tenant.streamed else "",
         streamed=tenant.streamed,
-        pinned=tenant.pinned,
+        pinned=tuple(sorted(tenant.pinned)),
         pages=pages,
-        lent_pages=tenant.lent_pages,
+        lent_pages=len(tenant.pages.lent),
         lent_to=lent_to,
         borrowed_pages=borrowed,
         resident_bytes=pages.params * arena.page_bytes,
@@ -81,40 +82,25 @@ def _tenant(session: Session, tenant: Tenant) -> TenantSnapshot:
         free_blocks=pool.free_blocks,
         live_blocks=pool.live_blocks,
         withdrawn_blocks=pool.withdrawn_blocks,
-        headroom_blocks=session._controllers[tenant.name].headroom,
-        loading=tuple(layer for layer in range(tenant.layers) if not tenant._prefetcher.ready(layer)),
+        headroom_blocks=tenant.controller.headroom,
+        loading=tuple(layer for layer in range(tenant.layers) if not tenant.prefetcher.ready(layer)),
         passes=passes,
         copies=stats.copies,
         copied_bytes=stats.copied_bytes,
         copy_s=stats.copy_s,
         misses=stats.misses,
         stall_s=stats.stall_s,
-        compute_s=tenant._compute_s,
-        predicted_stall_s=tenant._predicted_stall_s,
+        compute_s=tenant.timing.compute_s,
+        predicted_stall_s=tenant.predicted_stall_s,
         seen_stall_s=(stats.stall_s - since[1]) / (passes - since[0]) if passes > since[0] else 0.0,
         compute_times_s=times.compute_s if times is not None else (),
         copy_times_s=times.transfer_s if times is not None else (),
     )
 
 
-def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
-    """Both moves of one tenant's blocks, {old: new}, one after the other: what moved first may have moved on."""
-    known = set(moves.values())
-    first = {old: later.get(new, new) for old, new in moves.items()}
-    both = first | {old: new for old, new in later.items() if old not in known}
-    return {old: new for old, new in both.items() if old != new}  # some may be back where they were
-
-
-def compose(
-    moved: Mapping[str, Mapping[int, int]], later: Mapping[str, Mapping[int, int]]
-) -> dict[str, dict[int, int]]:
-    """`then`, for each tenant."""
-    return {name: then(moved.get(name, {}), later.get(name, {})) for name in {**moved, **later}}
-
-
 def make_report(
     epoch: int,
-    tenants: Mapping[str, Tenant],
+    tenants: Mapping[str, TenantState],
     entries: Mapping[str, Mapping[str, Any]],
     moved: Mapping[str, Mapping[int, int]],
     resized: bool = False,
@@ -136,23 +122,23 @@ def make_report(
     )
 
 
-def check_books(arena: Any, tenants: Mapping[str, Tenant]) -> None:
+def check_books(arena: Any, tenants: Mapping[str, TenantState]) -> None:
     """The arena's invariants, each pool's, and that both agree on which pages are a tenant's KV. Raises AssertionError."""
     arena.check()
     kv_pages = {page for page, owner in enumerate(arena.owners()) if owner.name == "kv"}
     owners, tenant_of = arena.owners(), arena.tenants()
     for tenant in tenants.values():
-        for page in () if arena.broken else tenant._attachment.pages.lent:
+        for page in () if arena.broken else tenant.pages.lent:
             if owners[page].name not in ("free", "kv") or tenant_of[page] == tenant.number:
                 raise AssertionError(f"{tenant.name!r}: page {page} is lent and belongs to {owners[page].name}")
         tenant.kv.pool.check()
         if arena.broken:
             continue  # quarantined pages are in no pool's books
         owned = tenant.kv.pool.owned_slots()
-        reclaimed = tenant._attachment.reclaimed
-        if not reclaimed.isdisjoint(tenant._attachment.pages.lent) or not kv_pages.issuperset(reclaimed):
+        reclaimed = tenant.reclaimed
+        if not reclaimed.isdisjoint(tenant.pages.lent) or not kv_pages.issuperset(reclaimed):
             raise AssertionError(f"{tenant.name!r}: reclaimed pages are lent, or not its KV: {sorted(reclaimed)}")
-        pages = [tenant._attachment.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
+        pages = [tenant.giving[tenant.kv.geometry.giving_index(slot)] for slot in owned]
         kv = arena.counts(tenant.number)["kv"]
         if len(pages) + len(reclaimed) != kv or not kv_pages.issuperset(pages):
             raise AssertionError(

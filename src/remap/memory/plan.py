@@ -19,7 +19,10 @@ from itertools import chain
 
 from remap.errors import InvalidArgument
 
-__all__ = ["Plan", "Point", "SetOwner", "TenantPages", "plan_free_pages", "plan_streamed", "ring_of"]
+__all__ = ["MAX_BUFFERS", "Plan", "Point", "SetOwner", "TenantPages", "plan_free_pages", "plan_streamed", "ring_of"]
+
+MAX_BUFFERS = 2
+"""Ring buffers that the ring's region has room for. More never beat two (theory: beta >= 3 buys only slack)."""
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from remap.errors import InvalidState
+from remap.memory.state import TenantState
 from remap.policy import schedule
-from remap.tenant import Tenant
 
 __all__ = ["Registered"]
 
@@ -21,7 +21,7 @@ _Range = tuple[int, int]  # address, bytes
 class Registered:
     """A session's. Called with its lock held."""
 
-    def __init__(self, arena: Any, tenants: Mapping[str, Tenant]) -> None:
+    def __init__(self, arena: Any, tenants: Mapping[str, TenantState]) -> None:
         self._arena = arena
         self._tenants = tenants
 
@@ -44,10 +44,10 @@ class Registered:
         self._arena.withdraw_registered(address, nbytes)
         self.pin()
 
-    def refuse_detach(self, tenant: Tenant) -> None:
+    def refuse_detach(self, tenant: TenantState) -> None:
         """Raises InvalidState (fields tenant, address, nbytes) if a range of the tenant's is declared."""
         for address, nbytes in self._arena.registered():
-            if _inside(tenant._attachment.regions, [(address, nbytes)]):
+            if _inside(tenant.regions, [(address, nbytes)]):
                 raise InvalidState(
                     f"{nbytes} bytes at {address:#x}, memory of tenant {tenant.name!r}, are declared as registered; nothing "
                     "changed; deregister them and call withdraw_registered first",
@@ -61,15 +61,14 @@ class Registered:
         reasons: all of it is found anew, so that this can be called again at any time."""
         ranges = self._arena.registered()
         for tenant in self._tenants.values():
-            attachment = tenant._attachment
-            empty = {layer for layer, nbytes in enumerate(attachment.layer_bytes) if nbytes == 0}
-            pinned = empty | attachment.written.keys() | _layers_in(tenant, ranges)
-            attachment.pinned = pinned
-            attachment.order = tuple(layer for layer in schedule.nested(tenant.layers) if layer not in pinned)
+            empty = {layer for layer, nbytes in enumerate(tenant.layer_bytes) if nbytes == 0}
+            pinned = empty | tenant.written.keys() | _layers_in(tenant, ranges)
+            tenant.pinned = pinned
+            tenant.order = tuple(layer for layer in schedule.nested(tenant.layers) if layer not in pinned)
 
 
-def _layers_in(tenant: Tenant, ranges: Iterable[_Range]) -> set[int]:
-    return _inside(tenant._attachment.regions[: tenant.layers], list(ranges))
+def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:
+    return _inside(tenant.regions[: tenant.layers], list(ranges))
 
 
 def _inside(regions: Iterable[_Range], ranges: list[_Range]) -> set[int]:

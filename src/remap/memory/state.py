@@ -1,27 +1,52 @@
-"""What attach made of a model: its pages and homes, where its pages stand in its KV region, and which layers go first."""
+"""One tenant's state: its pages and homes, which layers stream, its KV cache, and what streams and passes have taught.
+
+Plain data that `attach.py` makes, and that the functions of this package get as an argument; the public `Tenant` is a handle over
+it. Who writes what: the change in progress, which has claimed the tenant (locking.py), everything but what is marked as the
+pass's; those fields are written by the thread of the tenant's engine, between the pass's begin and its end.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from remap.kv.spec import KVGeometry
-from remap.memory.plan import TenantPages, ring_of
+from remap.config import ControllerConfig
+from remap.errors import InvalidState
+from remap.kv.cache import KVCache
+from remap.locking import Turn
+from remap.memory.plan import Plan, TenantPages, ring_of
+from remap.memory.slice_plan import alpha_of
+from remap.memory.streams import ComputeStream
+from remap.memory.timing import PassTimes
+from remap.model.protocols import Handle
+from remap.model.source import LayerSource
 from remap.policy import schedule
+from remap.policy.controller import Controller
+from remap.policy.selection import select
+from remap.policy.views import Demand, Others
 
 if TYPE_CHECKING:
     from remap.memory.host_memory import HostMemory
 
-__all__ = ["Attachment"]
+__all__ = ["TenantState"]
 
 
-@dataclass
-class Attachment:
-    """What attach made, and close takes apart again. The session's own bookkeeping of one tenant."""
+@dataclass(eq=False)
+class TenantState:
+    """See the module. Pages are page ids, slots are pages' places in the KV region; seconds and bytes."""
 
+    # -- who it is
+    number: int  # never used twice, so that nobody's bytes pass for another's
+    name: str
+    priority: int
+    config: ControllerConfig
+
+    # -- what attach made of the model
+    source: LayerSource
     pages: TenantPages
     giving: tuple[int, ...]  # page ids in giving order: place i of the KV region's giving order holds giving[i]
     index_of: dict[int, int]  # its inverse
@@ -33,22 +58,182 @@ class Attachment:
     lasting: int  # places of the giving order that are the first min_blocks': pages that never leave
     order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
     hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
-    pinned: set[int] = field(default_factory=set)
-    written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
-    detach: Any = None  # callable(layers not in place, device): puts the model back on ordinary memory there
-    watch: Any = (
-        None  # callable(layers) -> {layer: [what keeps it from being streamed: written since attach, or its file was]}
-    )
-    writes: Any = None  # callable(layers) -> {layer: [paths written since attach]}
-    # callable(layers): raises InvalidState if the weights file that one of them comes from has changed; None: no files
-    verify: Any = None
-    modules: tuple[Any, ...] = ()  # the layers as torch modules, if they are
-    keep_alive: Any = None
-    host: HostMemory | None = None  # where the device needs page-locked master copies
+    pinned: set[int]  # layers that may not be streamed
+    host: HostMemory | None  # where the device needs page-locked master copies
+
+    # -- what it computes with
+    kv: KVCache
+    prefetcher: Any  # _core.Prefetcher; None once the tenant has gone
+    compute: ComputeStream
+    turn: Turn
+    timing: PassTimes  # the pass's
+
+    # -- what the controller has decided
+    controller: Controller = field(init=False)
+    hidden: Any = None  # bounds.HiddenCopies, which answer the controller's questions
+    offers: Others | None = None  # what other tenants could give; asked by the controller
+    active: bool = True
+    demand: Demand | None = None  # of the last step
+    predicted_stall_s: float = 0.0  # the certificate of what streams now, per pass
+    by_hand: bool = False  # what streams was decided by hand: no certificate bounds it
+    selection: str = ""  # how what streams was chosen
+    since: tuple[int, float] = (0, 0.0)  # completed passes and their stall seconds when the last change was made
+    told_alpha: float = 0.0  # as of the last report
+    last_use: int = 0  # the session's count of activations at the last one
+    last_pass_s: float = 0.0  # when the last pass ended; the pass's
+
+    # -- changes that are not finished
+    unsettled: tuple[Plan, bool] | None = None  # decided and not settled; did the ring change
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
     draining_target: tuple[int, int] | None = None
     # Lent pages that are the tenant's again and wait for their layers to come home: KV for the arena, not in the pool.
     reclaimed: frozenset[int] = frozenset()
+    leaving: bool = False  # being detached, which has failed: only trying it again is allowed
+    detached: bool = False
+
+    # -- bytes that are not where they should be
+    written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
+    absent: set[int] = field(default_factory=set)  # found when the tenant leaves: layers not all at their addresses
+    all_ready: bool = False  # every layer was seen ready since the last change
+    from_masters: set[int] = field(
+        default_factory=set
+    )  # of the open pass, or the last one, out of weights files; the pass's
+    changed_file: InvalidState | None = None  # a weights file changed while layers came from it: no pass any more
+    # Layers that no whole pass has waited for yet, while hooks are new; None: it has, or the engine has said that it does.
+    unseen: set[int] | None = None
+    handle: Handle | None = None  # the public tenant over it
+
+    # -- kept answers, each with what it is for
+    known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
+    known_depths: tuple[tuple[int, ...], int, int] | None = None  # of which order: view.view_of
+    known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py, what coming home would cost
+
+    def __post_init__(self) -> None:
+        self.layers = len(self.layer_bytes)
+        self.blocks_per_page: float = self.kv.geometry.page_bytes / self.kv.spec.block_bytes
+        self.blocks_per_layer: float = self.pages.buffer_pages * self.blocks_per_page
+        self.shrink_blocks = math.ceil(self.blocks_per_layer) + 1  # blocks that straddle both ends
+
+    def __repr__(self) -> str:
+        return f"<state of tenant {self.name!r}: {len(self.streamed)} of {self.layers} layers streamed>"
+
+    # -- what streams ----------------------------------------------------------------------------------------------
+
+    @property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that are loaded on each pass, ascending."""
+        return self.pages.streamed
+
+    @property
+    def buffers(self) -> int:
+        """Ring buffers in use (beta); 0 while nothing is streamed."""
+        return len(self.pages.ring)
+
+    @property
+    def remapped(self) -> int:
+        """alpha: layers' worth of pages that are KV now, or lent; in slices rounded down (see `alpha`)."""
+        pages = self.pages
+        if pages.tail_pages:
+            return int(self.alpha)
+        return max(0, len(pages.streamed) - len(pages.ring))
+
+    @property
+    def alpha(self) -> float:
+        """Layers' worth of pages that are KV now, or lent: fractional in slices."""
+        pages = self.pages
+        if not pages.tail_pages:
+            return float(self.remapped)
+        return alpha_of([pages.homes[layer] for layer in pages.streamed], pages.tail_pages, len(pages.ring))
+
+    @property
+    def slicing(self) -> bool:
+        """Whether what streams next, or now, is a slice of every layer."""
+        return self.pages.tail_pages > 0 or (self.config.selection == "slices" and not self.pages.streamed)
+
+    @property
+    def growing_by(self) -> str:
+        """The selection by which more layers go: an inactive tenant's last ones, unless others are streamed already."""
+        return "suffix" if not self.active and self.streams_suffix else "onward"
+
+    # -- where bytes are -------------------------------------------------------------------------------------------
+
+    @property
+    def streaming(self) -> bool:
+        """Whether wait() has something to do in the next pass, for any layer: it is streamed, loading, or being re-pointed."""
+        if self.all_ready or self.detached:
+            return False
+        if self.streamed or self.unsettled is not None:
+            return True
+        self.all_ready = all(map(self.prefetcher.ready, range(self.layers)))
+        return not self.all_ready
+
+    def away(self) -> set[int]:
+        """The layers whose bytes are not, or not all, at their addresses now: streamed, loading, or to be re-pointed."""
+        found = set(self.absent)
+        if self.streaming:
+            found.update(self.streamed)
+            found.update(layer for layer in range(self.layers) if not self.prefetcher.ready(layer))
+            if self.unsettled is not None:
+                found.update(self.unsettled[0].reload, self.unsettled[0].held)
+        return found
+
+    def refuse_lost_writes(self) -> None:
+        """Raises InvalidState (fields tenant, written). Layers written before they were to be streamed are pinned, so what is
+        found now was written into the ring."""
+        written = self.source.writes(self.streamed)
+        if written:
+            raise InvalidState(
+                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced their tensors, and "
+                f"that is lost: {written}; detach it; name these tensors in attach(mutable=), or run a pass before remapping "
+                "so that they are found",
+                tenant=self.name,
+                written=written,
+            )
+
+    # -- what is allowed now ---------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether the change in progress must leave it alone: it was inside a pass when that began, or is being detached."""
+        return self.leaving or not self.turn.claimed
+
+    def refuse_unseen(self) -> None:
+        """Raises InvalidState (fields tenant, layers) while no pass has waited for every layer, unless the tenant is inactive:
+        what it lends comes home before its next pass, or is looked for in it like everything that is streamed."""
+        if self.unseen is not None and self.active:
+            raise InvalidState(
+                f"tenant {self.name!r}: no pass has waited for every layer yet, so nothing may be streamed; nothing changed; run "
+                f"one whole pass first (layers {sorted(self.unseen)} were not waited for in the last one), or attach with "
+                "hooks=False if the engine calls wait and done itself",
+                tenant=self.name,
+                layers=tuple(sorted(self.unseen)),
+            )
+
+    def refuse_pass(self, leaving: bool = False, asleep: bool = False) -> None:
+        """Raises InvalidState (field tenant) if a pass is open, or detaching has failed (unless `leaving`), or, with `asleep`, if
+        the tenant is inactive."""
+        if self.leaving and not leaving:
+            raise InvalidState(
+                f"taking tenant {self.name!r} out has failed; nothing changed; detach it again, or close the session",
+                tenant=self.name,
+            )
+        if not self.turn.claimed:
+            raise InvalidState(
+                f"tenant {self.name!r} is inside a pass; nothing changed; call this between passes",
+                tenant=self.name,
+            )
+        if asleep and not self.active:
+            raise InvalidState(
+                f"tenant {self.name!r} is inactive and can have no demand; nothing changed; call session.activate() first",
+                tenant=self.name,
+            )
+
+    def retire(self) -> None:
+        """The memory goes away: from now on wait and done raise instead of touching it, and no hook calls them."""
+        if self.handle is not None:
+            self.handle.retire()
+        self.detached = True
+        self.kv.retire()
 
     # -- which layers ----------------------------------------------------------------------------------------------
 
@@ -57,11 +242,15 @@ class Attachment:
 
         "nested": a prefix of the nested order, which grows without reloading. "uniform": evenly spaced. "suffix": the last ones.
         "onward": what is streamed now, whichever that is, and more of the nested order. "inward": fewer of what is streamed
-        now: layers that are lent to other tenants come home first, those that the ring is made of last.
+        now: layers that are lent to other tenants come home first, those that the ring is made of last. "best": by search.
         """
         if remapped == 0:
             return ()
         order, present = self.order, self.pages.streamed
+        if selection == "best":
+            times = self.timing.known
+            if times is not None:
+                return select("best", order, remapped, buffers, times=times, present=present)
         if selection == "suffix":
             return tuple(sorted(order)[-(remapped + buffers) :])
         if selection == "inward":
@@ -129,8 +318,9 @@ class Attachment:
         first = self.index_of.get(pages[0]) if pages else None
         return first is not None and self.giving[first : first + len(pages)] == tuple(pages)
 
-    def slots_of(self, pages: Sequence[int], geometry: KVGeometry) -> Sequence[int]:
-        """Region slots at which these pages stand; a range where they are consecutive, which is the fast case."""
+    def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
+        """Slots of the KV region at which these pages stand; a range where they are consecutive, which is the fast case."""
+        geometry = self.kv.geometry
         if self.stand_together(pages):
             return geometry.giving_slots(self.index_of[pages[0]], len(pages))
         places = [self.index_of[page] for page in pages if page in self.index_of]

@@ -1,62 +1,293 @@
 """One step of a session: every tenant's demand, in order of priority, then what may come home.
 
-demand -> view -> Controller.decide -> carry_out (decisions.py)            for each tenant that has one
-lender -> Controller.may_return -> Lending.restream                        for each tenant whose layers others have
+    demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
+    lender -> Controller.may_return -> Lending.bring_home                                  for each tenant whose layers others have
+
+Entries of a step's report are made here: tenant -> {added, moved, unmet, stall, reason}. An entry is in the report as soon as its
+blocks have moved, so that a step that raises afterwards cannot lose it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import Any
 
-from remap.errors import ArenaBroken, Error
-from remap.memory.decisions import Entries, carry_out, consider_return, ended_early, moved_entry
-from remap.memory.view import view_of
-from remap.policy.views import Demand
+from remap.errors import ArenaBroken, Error, OutOfBlocks
+from remap.memory.apply import Changes
+from remap.memory.lend import Lending
+from remap.memory.moves import then
+from remap.memory.offers import Offers
+from remap.memory.restream import can_reslice, can_restream, continue_draining, grow, reslice, restream, take_free_pages
+from remap.memory.state import TenantState
+from remap.memory.undoing import AllOrNothing
+from remap.memory.view import free_pages_of, view_of
+from remap.policy.controller import Decision
+from remap.policy.views import Demand, TenantView
 
-if TYPE_CHECKING:
-    from remap.session import Session
+__all__ = ["Entries", "Steps", "ended_early", "merge", "moved_entry"]
 
-__all__ = ["step"]
+Entries = dict[str, dict[str, Any]]
 
 
-def step(session: Session, demand: Mapping[str, Demand]) -> Entries:
-    """The entries of the step's report; {} if nothing was decided. Known tenants, active and outside of passes.
+class Steps:
+    """A session's. Called with its lock held, outside of the passes of the tenants concerned."""
 
-    Tenants of higher priority are served first, equal ones in the order of attaching. An error ends the step: it is raised if
-    nothing has changed by then, and is in the report otherwise. If the step raises, what had moved by then is in the next report
-    (`Changes.moved`): the engines have to hear of it.
-    """
-    session._demands = dict(demand)  # the caller may use its own again
-    entries: Entries = {}
-    applied = session._changes.applied
-    try:
-        for name in demand if len(demand) < 2 else sorted(demand, key=lambda name: _precedence(session, name)):
-            tenant, wanted = session._tenants[name], demand[name]
-            decision = session._controllers[name].decide(view_of(session, tenant, wanted), wanted)
-            if decision.action == "none" and not decision.unmet_blocks and not tenant._attachment.draining:
-                continue
-            carry_out(session, tenant, wanted, decision, entries)
-        for tenant in session._tenants.values():
-            if tenant._attachment.pages.lent:
-                consider_return(session, tenant, entries)
-    except ArenaBroken:
-        raise
-    except Error as error:
-        if session._changes.applied == applied:
+    def __init__(self, tenants: Mapping[str, TenantState], changes: Changes, lending: Lending, offers: Offers) -> None:
+        self._tenants = tenants
+        self._changes = changes
+        self._lending = lending
+        self._offers = offers
+
+    def step(self, demand: Mapping[str, Demand]) -> Entries:
+        """The entries of the step's report; {} if nothing was decided. Known tenants, active and outside of passes.
+
+        Tenants of higher priority are served first, equal ones in the order of attaching. An error ends the step: it is raised if
+        nothing has changed by then, and is in the report otherwise. If the step raises, what had moved by then is in the next report
+        (`Changes.moved`): the engines have to hear of it.
+        """
+        for name, tenant in self._tenants.items():
+            tenant.demand = demand.get(name)
+        entries: Entries = {}
+        applied = self._changes.applied
+        try:
+            for name in demand if len(demand) < 2 else sorted(demand, key=self._precedence):
+                tenant, wanted = self._tenants[name], demand[name]
+                decision = tenant.controller.decide(self._view(tenant), wanted)
+                if decision.action == "none" and not decision.unmet_blocks and not tenant.draining:
+                    continue
+                self._carry_out(tenant, wanted, decision, entries)
+            for tenant in self._tenants.values():
+                if tenant.pages.lent:
+                    self._consider_return(tenant, entries)
+        except ArenaBroken:
             raise
-        # Not as if nothing had changed: the report says what was done, and the next step tries the rest again.
-        entry = entries.setdefault(tenant.name, moved_entry({}, tenant.name))  # whose turn it was
-        entry["reason"] = ended_early(entry["reason"], str(error))
-        for name, wanted in demand.items():
-            pool = session._tenants[name].kv.pool
-            short = wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks)
-            if name not in entries and short > 0:
-                reason = f"the step ended before its turn: {error}"
-                entries[name] = moved_entry({}, name) | {"unmet": short, "reason": reason}
-    return entries
+        except Error as error:
+            if self._changes.applied == applied:
+                raise
+            # Not as if nothing had changed: the report says what was done, and the next step tries the rest again.
+            entry = entries.setdefault(tenant.name, moved_entry({}, tenant.name))  # whose turn it was
+            entry["reason"] = ended_early(entry["reason"], str(error))
+            for name, wanted in demand.items():
+                pool = self._tenants[name].kv.pool
+                short = wanted.blocks - ((wanted.free or 0) if pool.external else pool.free_blocks)
+                if name not in entries and short > 0:
+                    reason = f"the step ended before its turn: {error}"
+                    entries[name] = moved_entry({}, name) | {"unmet": short, "reason": reason}
+        return entries
+
+    def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
+        """What the controller decided, now. Adds the tenant's entry to the report, and those of tenants whose blocks moved.
+
+        If it raises, `changes.applied` tells whether anything has changed by then; the entry says what.
+        """
+        changes, pool = self._changes, tenant.kv.pool
+        before = tenant.kv.usable_blocks
+        entry = report[tenant.name] = moved_entry({}, tenant.name)
+        entry.update(stall=decision.predicted_stall_s, reason=decision.reason)
+        try:
+            with AllOrNothing(
+                changes, (tenant,)
+            ):  # of several plans, those before one that fails stay: they are reported
+                if decision.action == "grow":
+                    changes.cancel_draining(tenant)
+                    self._take(tenant, decision)
+                    if decision.remapped > (tenant.pages.tail_pages if tenant.slicing else tenant.remapped):
+                        self._remap_more(tenant, decision, entry)
+                elif decision.action == "shrink" and tenant.slicing:
+                    entry["moved"] = self._reslice(tenant, decision)
+                elif decision.action == "shrink" and (lacking := self._lacking(tenant, wanted, decision)):
+                    entry["reason"] = (
+                        f"{decision.reason}; not done, since {lacking} blocks of the demand would be lacking then"
+                    )
+                elif decision.action == "shrink":
+                    result = self._lending.bring_home(
+                        tenant,
+                        decision.remapped,
+                        decision.buffers,
+                        self._homewards(tenant, decision.remapped, decision.buffers),
+                        predicted_stall_s=decision.predicted_stall_s,
+                        reason=decision.reason,
+                        drain=True,
+                    )
+                    merge(report, tenant, result.moved)
+                    entry["reason"] = ended_early(decision.reason, result.problem)
+                elif tenant.draining:
+                    target = tenant.draining_target or (0, 1)
+                    entry["moved"] = continue_draining(changes, tenant, self._homewards(tenant, *target))
+        finally:
+            added = max(0, tenant.kv.usable_blocks - before)
+            # What there is, not what was planned: written layers may have made it less.
+            free = (wanted.free or 0) + added if pool.external else pool.free_blocks
+            entry.update(added=added, unmet=max(0, wanted.blocks - free))
+
+    def _lacking(self, tenant: TenantState, wanted: Demand, decision: Decision) -> int:
+        """Blocks of the demand that there would not be after a shrink. The controller reckons with the mean layer; of unequal ones,
+        or where blocks become usable in groups, one may take more with it."""
+        kind = self._homewards(tenant, decision.remapped, decision.buffers)
+        lost = self._claim(tenant, decision.remapped, decision.buffers, kind).get(tenant.name, 0)
+        free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
+        return max(0, wanted.blocks - (free - lost))
+
+    def _take(self, tenant: TenantState, decision: Decision) -> None:
+        """Free pages, and before that what other tenants give: it becomes free pages first."""
+        lending = self._lending
+        blocks = decision.free_pool_blocks_to_take
+        for take in decision.takes:
+            donor = self._tenants[take.donor]
+            if take.kind == "idle_kv":
+                lending.give_idle(donor, take.blocks, tenant, self._offers.surplus(donor))
+            else:
+                lending.lend(
+                    donor,
+                    take.remapped,
+                    take.buffers,
+                    take.selection,
+                    predicted_stall_s=take.predicted_stall_s,
+                    reason=f"for {tenant.name}: {decision.reason}",
+                )
+                self._offers.gave(donor)
+            blocks += take.blocks
+        if blocks:
+            take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)
+
+    def _remap_more(self, tenant: TenantState, decision: Decision, entry: dict[str, Any]) -> None:
+        """The tenant's own layers."""
+        stall, reason = decision.predicted_stall_s, decision.reason
+        if tenant.slicing:
+            entry["moved"] = self._reslice(tenant, decision)
+            return
+        kind = tenant.hidden.kind(tenant.timing.decode(), decision.remapped, decision.buffers)
+        if (
+            kind != "nested"
+            and not len(tenant.pages.lent)
+            and can_restream(tenant, decision.remapped, decision.buffers, kind)
+        ):
+            # Evenly spread at every alpha, as in the paper: layers come home as others leave, and their blocks move.
+            try:
+                entry["moved"] = restream(
+                    self._changes,
+                    tenant,
+                    decision.remapped,
+                    decision.buffers,
+                    kind,
+                    predicted_stall_s=stall,
+                    reason=reason,
+                )
+            except OutOfBlocks:  # no room to move what lies in layers that come home: grow beside them
+                pass
+            else:
+                tenant.selection = kind
+                return
+        tenant.selection = "nested"
+        grow(self._changes, tenant, decision.remapped, decision.buffers, predicted_stall_s=stall, reason=reason)
+
+    def _reslice(self, tenant: TenantState, decision: Decision) -> dict[int, int]:
+        """`decision.remapped` tail pages of every layer; as it is, if live blocks have nowhere to go, or too few layers are left
+        once those are pinned that turned out to be written."""
+        if not can_reslice(tenant, decision.remapped, decision.buffers):
+            return {}
+        tenant.selection = "slices"
+        try:
+            return reslice(
+                self._changes,
+                tenant,
+                decision.remapped,
+                decision.buffers,
+                predicted_stall_s=decision.predicted_stall_s,
+                reason=decision.reason,
+            )
+        except OutOfBlocks:
+            return {}
+
+    def _homewards(self, tenant: TenantState, remapped: int, buffers: int) -> str:
+        """How a tenant's layers are chosen when some come home: as they were for leaving, if these can stream."""
+        selection = tenant.config.selection
+        if tenant.pages.lent or tenant.reclaimed or selection == "auto":
+            return "inward"
+        kind = "uniform" if selection == "uniform" else "nested"
+        return kind if tenant.possible(tenant.select(remapped, buffers, kind), buffers) else "inward"
+
+    def _consider_return(self, lender: TenantState, report: Entries) -> None:
+        """One of the layers that others have comes home, if everybody who has its pages can spare them and it is paid for."""
+        if lender.busy or lender.remapped == 0:
+            return
+        lending = self._lending
+        view = self._view(lender)
+        fewer = lender.controller.fewer(view)
+        lost = {self._tenants[name]: blocks for name, blocks in self._claim(lender, fewer).items()}
+        if any(holder.busy for holder in lost):
+            return
+        holds = all(blocks <= self._offers.surplus(holder) for holder, blocks in lost.items())
+        decision = lender.controller.may_return(view, holds)
+        if decision is None:
+            return
+        try:
+            result = lending.bring_home(
+                lender,
+                decision.remapped,
+                decision.buffers,
+                "inward",
+                predicted_stall_s=decision.predicted_stall_s,
+                reason=decision.reason,
+                drain=True,
+            )
+        except (
+            OutOfBlocks
+        ):  # an engine with its own allocator holds other blocks than one could know: nothing has changed
+            return
+        merge(report, lender, result.moved)
+        report[lender.name].update(
+            stall=decision.predicted_stall_s,
+            reason=ended_early(decision.reason, result.problem),
+        )
+        for holder in lost:
+            holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)
+
+    def _claim(
+        self, lender: TenantState, fewer: int, buffers: int | None = None, kind: str = "inward"
+    ) -> dict[str, int]:
+        """TenantState -> blocks that it would lose if the lender kept `fewer` layers away. Asked in every step while anything is lent:
+        looked up once per epoch, as long as no layer is pinned."""
+        epoch, buffers = self._changes.epoch, buffers or max(1, lender.buffers)
+        key = (epoch, lender.order, fewer, buffers, kind)
+        known = lender.known_claim
+        if known is None or known[0] != key or epoch < 0:
+            known = lender.known_claim = (key, self._lending.losses(lender, fewer, buffers, kind))
+        return known[1]
+
+    def _view(self, tenant: TenantState) -> TenantView:
+        """As the controller sees it, with the demand of this step."""
+        if tenant.offers is None:
+            tenant.offers = partial(self._offers.to, tenant)
+        return view_of(self._changes, tenant, tenant.demand, tenant.offers if len(self._tenants) > 1 else None)
+
+    def _precedence(self, name: str) -> tuple[int, int]:
+        tenant = self._tenants[name]
+        return (-tenant.priority, tenant.number)
 
 
-def _precedence(session: Session, name: str) -> tuple[int, int]:
-    tenant = session._tenants[name]
-    return (-tenant.priority, tenant.number)
+def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
+    """The entry of a tenant that nothing was decided for, but whose blocks moved."""
+    return {
+        "added": 0,
+        "moved": moved,
+        "unmet": 0,
+        "stall": 0.0,
+        "reason": f"{len(moved)} blocks moved: layers of {cause} came home",
+    }
+
+
+def ended_early(reason: str, problem: str) -> str:
+    """The reason, and what has ended the change early, if anything has: what was done by then stays."""
+    return f"{reason}; it ended early, and what was done before that stays: {problem}" if problem else reason
+
+
+def merge(report: Entries, cause: TenantState, moved: dict[str, dict[int, int]]) -> None:
+    report.setdefault(cause.name, moved_entry({}, cause.name))
+    for name, moves in moved.items():
+        entry = report.get(name)
+        if entry is None:
+            report[name] = moved_entry(moves, cause.name)
+            continue
+        entry["moved"] = then(entry["moved"], moves)

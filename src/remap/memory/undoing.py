@@ -16,13 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from remap.errors import ArenaBroken, Error
-
-if TYPE_CHECKING:
-    from remap.memory.apply import Changes
-    from remap.tenant import Tenant
+from remap.memory.apply import Changes
+from remap.memory.state import TenantState
 
 __all__ = ["AllOrNothing"]
 
@@ -33,19 +30,19 @@ class AllOrNothing:
 
     __slots__ = ("_applied", "_before", "_changes", "_undo")
 
-    def __init__(self, changes: Changes, tenants: Iterable[Tenant]) -> None:
+    def __init__(self, changes: Changes, tenants: Iterable[TenantState]) -> None:
         self._changes = changes
         self._applied = changes.applied
         self._undo: list[Callable[[], None]] = []
         self._before = [
             (
                 tenant,
-                tenant._attachment.draining,
-                tenant._attachment.draining_target,
-                tenant._predicted_stall_s,
-                tenant._since,
-                tenant._selection,
-                tenant._by_hand,
+                tenant.draining,
+                tenant.draining_target,
+                tenant.predicted_stall_s,
+                tenant.since,
+                tenant.selection,
+                tenant.by_hand,
             )
             for tenant in tenants
         ]
@@ -73,7 +70,7 @@ class AllOrNothing:
             return  # the caller is told by `applied`; the first error is the one that says why
         changes.applied = self._applied
         for tenant, draining, target, stall, since, selection, by_hand in self._before:
-            tenant._predicted_stall_s, tenant._since = stall, since
-            tenant._selection, tenant._by_hand = selection, by_hand
-            if (draining, target) != (tenant._attachment.draining, tenant._attachment.draining_target):
+            tenant.predicted_stall_s, tenant.since = stall, since
+            tenant.selection, tenant.by_hand = selection, by_hand
+            if (draining, target) != (tenant.draining, tenant.draining_target):
                 changes.drain_again(tenant, draining, target)

@@ -19,9 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from remap.memory.device import Device
-    from remap.memory.host_memory import HostMemory
     from remap.model.pack import TensorSpec
+    from remap.model.protocols import LockedMemory, TargetDevice
 
 __all__ = ["HostEmbedding"]
 
@@ -29,7 +28,9 @@ __all__ = ["HostEmbedding"]
 class HostEmbedding:
     """The weight of a model's input embedding, kept in host memory from `install` to `restore`."""
 
-    def __init__(self, model: nn.Module, specs: Sequence[TensorSpec], device: Device, host: HostMemory | None) -> None:
+    def __init__(
+        self, model: nn.Module, specs: Sequence[TensorSpec], device: TargetDevice, host: LockedMemory | None
+    ) -> None:
         """Raises InvalidArgument (fields path, shared) if there is none, or if another tensor shares its memory (a tied head,
         which reads all of it in every step). Changes nothing in the model."""
         get = getattr(model, "get_input_embeddings", None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -11,7 +11,7 @@ from remap.config import is_count, refuse
 if TYPE_CHECKING:
     from remap.policy.donors.supply import Quote
 
-__all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "Take", "TenantView"]
+__all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "Others", "Take", "TenantView"]
 
 
 class LayerSeconds(Protocol):
@@ -39,6 +39,12 @@ class Demand:
             raise refuse("blocks", self.blocks, "an int of at least 0")
         if self.free is not None and not is_count(self.free):
             raise refuse("free", self.free, "an int of at least 0, or None")
+
+
+class Others(Protocol):
+    """(blocks that are needed): what other tenants could give, one list of increments a donor."""
+
+    def __call__(self, need: int, /) -> Sequence[Sequence[Quote]]: ...
 
 
 @dataclass(frozen=True)
@@ -69,8 +75,7 @@ class TenantView:
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
     seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
     unit: str = "layers"  # what alpha counts; in slices: tail pages of every layer
-    # What other tenants could give, for so many blocks: one list of increments a donor. Asked for when free pages do not do.
-    others: Callable[[int], Sequence[Sequence[Quote]]] | None = None
+    others: Others | None = None  # asked for when free pages do not do
 
     def __post_init__(self) -> None:
         if not self.blocks_per_layer > 0:

@@ -72,7 +72,7 @@ class SessionPass:
 
     @property
     def stall_s(self) -> float:
-        return self._swap_s + float(self._tenant._prefetcher.stats().stall_s)
+        return self._swap_s + float(self._tenant.stats().stall_s)
 
     def start(self, batch: Batch, slow: float) -> float:
         tokens = batch.prefill_tokens
@@ -93,7 +93,7 @@ class SessionPass:
     def _layer_by_layer(self, layer_s: float, ends_s: float) -> None:
         # Layers that are in place need no waiting: they are computed together with what follows them.
         backend, tenant, stream = self._backend, self._tenant, self.stream
-        ready, wait, done = tenant._prefetcher.ready, tenant.wait, tenant.done
+        ready, wait, done = tenant.ready, tenant.wait, tenant.done
         pending = 0.0
         for layer in range(self._layers):
             if ready(layer):

@@ -79,7 +79,7 @@ class Writer:
         self._start = engine * _FORMAT.size
 
     def write(self, tenant: Any) -> None:
-        stats = tenant._prefetcher.stats()
+        stats = tenant.stats()
         alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
         counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses)
         # Not pack_into: that writes zeros first, and a reader may see them.

@@ -1,0 +1,22 @@
+"""Moves of live blocks, {old: new}, one after the other. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+__all__ = ["compose", "then"]
+
+
+def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
+    """Both moves of one tenant's blocks, {old: new}, one after the other: what moved first may have moved on."""
+    known = set(moves.values())
+    first = {old: later.get(new, new) for old, new in moves.items()}
+    both = first | {old: new for old, new in later.items() if old not in known}
+    return {old: new for old, new in both.items() if old != new}  # some may be back where they were
+
+
+def compose(
+    moved: Mapping[str, Mapping[int, int]], later: Mapping[str, Mapping[int, int]]
+) -> dict[str, dict[int, int]]:
+    """`then`, for each tenant."""
+    return {name: then(moved.get(name, {}), later.get(name, {})) for name in {**moved, **later}}

@@ -1,0 +1,200 @@
+"""A pass begins and ends: what is looked at before the first layer, and what its end proves.
+
+    begin   no change in progress, none left to be finished -> turn.open_pass -> Prefetcher.begin_pass
+    end     layers that were not waited for -> Prefetcher.end_pass -> times are learnt -> what must be discarded is refused
+
+By the thread of the tenant's engine, under the turn's lock where a change might begin (locking.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from remap import nvtx
+from remap.errors import ArenaBroken, Error, InvalidState
+from remap.locking import SessionLock
+from remap.memory.apply import Changes
+from remap.memory.stall_watch import StallWatch
+from remap.memory.state import TenantState
+
+__all__ = ["Passes"]
+
+
+class Passes:
+    """A session's. closed: no pass begins any more; the session's to say."""
+
+    def __init__(
+        self,
+        changes: Changes,
+        tenants: Mapping[str, TenantState],
+        lock: SessionLock,
+        stalls: StallWatch,
+        clock: Callable[[], float],
+    ) -> None:
+        self._changes = changes
+        self._tenants = tenants
+        self._lock = lock
+        self._stalls = stalls
+        self._clock = clock
+        self.closed = False
+
+    def check_open(self, broken_too: bool = False) -> None:
+        """Raises InvalidState if the session is closed, and ArenaBroken (field quarantined_pages) unless `broken_too`."""
+        if self.closed:
+            raise InvalidState("the session is closed; nothing changed; open a new one")
+        if self._changes.arena.broken and not broken_too:
+            quarantined = self._changes.arena.counts()["quarantine"]
+            raise ArenaBroken(
+                f"an earlier failure could not be undone, {quarantined} pages are quarantined; nothing changed; only snapshot() "
+                "and close() are allowed",
+                quarantined_pages=quarantined,
+            )
+
+    def active_numbers(self) -> set[int]:
+        """Numbers of the tenants that may serve passes. Takes no lock: a tenant may come or go meanwhile."""
+        return {tenant.number for tenant in tuple(self._tenants.values()) if tenant.active}
+
+    def refuse_fork(self) -> None:
+        """Raises ForkedProcess in a child made by fork."""
+        self._lock.refuse_fork()
+
+    # -- begin -----------------------------------------------------------------------------------------------------
+
+    def begin(self, tenant: TenantState, stream: Any, mark: object) -> None:
+        """Begin a pass; `mark` is the turn's `open_pass` while it is open. Raises as `Tenant.forward` says."""
+        self._lock.refuse_fork()
+        if not self._try_begin(tenant, stream, mark):
+            self._lock.run(self._begin_behind_changes, tenant, stream, mark)
+        nvtx.push("remap.pass")
+
+    def _begin_behind_changes(self, tenant: TenantState, stream: Any, mark: object) -> None:
+        """Behind the change that was in progress, and with what the last one has left finished."""
+        self._changes.settle(tenant)
+        self._changes.retry_failed(tenant)
+        if not self._try_begin(tenant, stream, mark, finished=True):
+            raise InvalidState(
+                f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in progress; no "
+                "pass was begun; begin it afterwards",
+                tenant=tenant.name,
+            )
+
+    def _try_begin(self, tenant: TenantState, stream: Any, mark: object, finished: bool = False) -> bool:
+        """Begin a pass, unless a change is in progress or has left something to be finished first. finished: that has been done
+        just now; a re-pointing that has failed since is told by `wait` for its layer."""
+        turn = tenant.turn
+        with turn.lock:
+            if turn.open_pass is not None or tenant.leaving or tenant.detached or self.closed or not tenant.active:
+                raise InvalidState(
+                    f"tenant {tenant.name!r}: {self._why_not(tenant)}; no pass was begun", tenant=tenant.name
+                )
+            self.check_open()
+            if tenant.source.verify is not None:
+                tenant.from_masters = tenant.away()
+                _verify_masters(tenant)
+            if turn.claimed:
+                return False
+            if not finished and (tenant.unsettled is not None or self._changes.failed_points(tenant)):
+                return False
+            turn.open_pass = mark  # before the pass begins: end() or close() ends it then, whatever comes between
+            try:
+                tenant.prefetcher.begin_pass(tenant.compute.begin(stream))
+            except BaseException:
+                self.close(tenant)
+                raise
+            if tenant.unseen is not None:
+                tenant.unseen.update(range(tenant.layers))
+            return True
+
+    def _why_not(self, tenant: TenantState) -> str:
+        if self.closed:
+            return "the session is closed"
+        if tenant.detached:
+            return "it was detached"
+        if tenant.leaving:
+            return "taking it out has failed; detach it again, or close the session"
+        if tenant.turn.open_pass is not None:
+            return "a pass is open"
+        return "it is inactive; call session.activate() first"
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    def close(self, tenant: TenantState) -> None:
+        """However far it came, no pass is open. Can be called again. Takes no lock: the garbage collector may call it while this
+        thread holds it."""
+        try:
+            if tenant.prefetcher is not None and tenant.prefetcher.in_pass:
+                tenant.timing.abandoned += 1  # without a shape its time teaches nothing
+                tenant.prefetcher.end_pass()
+        except Error:
+            pass  # a stream that takes no events (it is being captured): the next pass abandons this one in the core
+        finally:
+            tenant.turn.open_pass = None
+
+    def end(self, tenant: TenantState, phase: str, tokens: int, *, completed: bool) -> None:
+        """End the pass. Raises InvalidState as `Tenant.forward` says where its results must be discarded."""
+        try:
+            self._finish(tenant, phase, tokens, completed)
+        finally:
+            nvtx.pop()
+            # Last of all: until now no change has claimed this tenant, and what was learnt is read by changes.
+            self.close(tenant)
+
+    def _finish(self, tenant: TenantState, phase: str, tokens: int, completed: bool) -> None:
+        if tenant.detached:
+            if not completed:
+                return  # the caller has an exception already
+            raise InvalidState(f"tenant {tenant.name!r}: the session was closed inside of the pass", tenant=tenant.name)
+        tenant.last_pass_s = self._clock()
+        prefetcher, timing = tenant.prefetcher, tenant.timing
+        missed = prefetcher.unwaited() if completed else []
+        number = prefetcher.end_pass()
+        if completed and not missed:
+            timing.completed(number, phase, tokens)
+        else:
+            timing.abandoned += 1  # without a shape its time teaches nothing
+        for timed, seconds, stall_s in prefetcher.take_timings():
+            compute_s = timing.take(prefetcher, timed, seconds, stall_s)
+            if compute_s is not None and not tenant.by_hand:
+                self._stalls.add(
+                    tenant.number,
+                    compute_s,
+                    stall_s,
+                    predicted_s=tenant.predicted_stall_s,
+                    slowdown=tenant.config.slowdown,
+                    active=self.active_numbers,
+                )
+        if not completed:
+            return
+        if missed:
+            raise InvalidState(
+                f"tenant {tenant.name!r}: the pass did not wait for layers {missed}, which were streamed or loading, so what it "
+                "computed with them is not known; the pass has ended and its results, KV included, must be discarded; call the "
+                "layers as modules, with their hooks in place, or call wait and done for every layer in every pass",
+                tenant=tenant.name,
+                layer=missed[0],
+                layers=tuple(missed),
+            )
+        if tenant.unseen is not None and not tenant.unseen:
+            tenant.unseen = None
+            if tenant.handle is not None:
+                tenant.handle.whole_pass_seen()
+        if tenant.from_masters:
+            _verify_masters(tenant)
+        if tenant.streamed:
+            tenant.refuse_lost_writes()
+
+
+def _verify_masters(tenant: TenantState) -> None:
+    """Raises InvalidState (fields file, expected, found) if a weights file that layers of this pass come from has changed.
+
+    The tenant can only be detached then: what was copied since is not known, so those layers count as not at home.
+    """
+    if tenant.changed_file is None and tenant.source.verify is not None:
+        try:
+            tenant.source.verify(tenant.from_masters)
+        except InvalidState as error:
+            tenant.absent.update(tenant.from_masters)
+            tenant.changed_file = error
+    if tenant.changed_file is not None:
+        raise InvalidState(str(tenant.changed_file), **tenant.changed_file.fields, tenant=tenant.name)

@@ -1,0 +1,122 @@
+"""What a tenant's passes have taught: seconds of computation and of copies per layer. Written at the end of passes, by the thread
+of the tenant's engine; read by changes, which claim the tenant first (locking.py)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from remap.policy.cost import CostModel, LayerTimes, Phase, bucket_of
+
+__all__ = ["PassTimes"]
+
+_TIMES_EVERY = 32  # passes for which one estimate is used
+_PREPARE_EVERY = 8  # passes at least between two preparations for growth: batches may change their shape in every pass
+_UNTIMED = 64  # passes whose times may still come, at most: the prefetcher times no more on a stream
+
+
+class PassTimes:
+    """Of one tenant. compute_s: seconds of all timed passes. abandoned: passes that taught nothing."""
+
+    def __init__(self, layer_bytes: Sequence[int]) -> None:
+        self._cost = CostModel(layer_bytes)
+        self._layer_bytes = tuple(layer_bytes)
+        self.compute_s = 0.0
+        self.abandoned = 0
+        # What growth will ask of new times, asked ahead at the end of a pass (bounds.HiddenCopies.prepare).
+        self.prepare: Callable[[LayerTimes], None] | None = None
+        self._prepared: LayerTimes | None = None
+        self._prepared_age = _PREPARE_EVERY
+        self._known: LayerTimes | None = None
+        self._known_age = 0
+        self._asked = False
+        self._shapes: deque[tuple[int, Phase, int]] = deque(maxlen=_UNTIMED)  # (number, phase, tokens), not timed yet
+        # Of the last decode pass timed, or of any pass before the first decode.
+        self._last_shape: tuple[Phase, int] | None = None
+        self._prompts: deque[int] = deque(maxlen=64)  # tokens of the last prefills
+        self._seen_copy_s = 0.0
+        self._seen_bytes = 0
+        self._seen_copies = 0
+
+    def completed(self, number: int, phase: str, tokens: int) -> None:
+        """Pass `number` was of this shape; its times come now or, from a stream, passes later."""
+        self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
+
+    def take(self, prefetcher: Any, number: int, seconds: float, stall_s: float) -> float | None:
+        """One timed pass: its seconds of computation, which are learnt; None if its shape is not known."""
+        while self._shapes and self._shapes[0][0] < number:
+            self._shapes.popleft()
+        if not self._shapes or self._shapes[0][0] != number:
+            return None
+        _, kind, count = self._shapes.popleft()
+        compute_s = max(0.0, seconds - stall_s)
+        self._learn(prefetcher.stats(), kind, count, compute_s)
+        return compute_s
+
+    def _learn(self, stats: Any, kind: Phase, tokens: int, compute: float) -> None:
+        self.compute_s += compute
+        copied = stats.timed_bytes - self._seen_bytes
+        if copied:
+            self._cost.observe_pass(
+                kind,
+                tokens,
+                compute,
+                copies=stats.copies - self._seen_copies,
+                copy_s=stats.copy_s - self._seen_copy_s,
+                bytes_copied=copied,
+            )
+            self._seen_copies, self._seen_copy_s, self._seen_bytes = stats.copies, stats.copy_s, stats.timed_bytes
+        else:
+            self._cost.observe_pass(kind, tokens, compute)
+        if kind == "prefill":
+            self._prompts.append(tokens)
+        self._known_age += 1
+        shape = (kind, bucket_of(tokens))
+        if shape != self._last_shape and (
+            kind == "decode" or self._last_shape is None or self._last_shape[0] != "decode"
+        ):
+            self._last_shape = shape
+            self._known_age = _TIMES_EVERY
+        self._prepared_age += 1
+        if self._asked and self._prepared_age >= _PREPARE_EVERY and self.prepare is not None:
+            times = self.decode()
+            if times is not None and times is not self._prepared:
+                self.prepare(times)
+                self._prepared, self._prepared_age = times, 0
+
+    @property
+    def known(self) -> LayerTimes | None:
+        """The last estimate that was asked for."""
+        return self._known
+
+    def decode(self) -> LayerTimes | None:
+        """Measured seconds per layer for the shape of the last decode pass; None before the first pass.
+
+        The same object for some passes: whatever is computed from it (the exact bound) can be kept meanwhile.
+        """
+        self._asked = True
+        if self._last_shape is None:
+            return None
+        if self._known is None or self._known_age >= _TIMES_EVERY:
+            self._known = self._cost.estimate(*self._last_shape)
+            self._known_age = 0
+        return self._known
+
+    def prefill(self) -> LayerTimes | None:
+        """Seconds per layer of a short prefill (the tenth percentile of the prompts seen lately), for what a reload may cost
+        an inactive tenant; None before the first pass. Where no prefill was seen, passes that were."""
+        if not self._cost.measured:
+            return None
+        tokens = sorted(self._prompts)
+        return self._cost.estimate("prefill", tokens[len(tokens) // 10] if tokens else 1)
+
+    def copy_seconds(self) -> float:
+        """Measured seconds to copy in one layer, the mean; 0 if the link was not measured."""
+        rate = self._cost.seconds_per_byte
+        return rate * sum(self._layer_bytes) / len(self._layer_bytes) if rate else 0.0
+
+    def calibrate_link(self, bytes_per_s: float) -> None:
+        """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
+        self._cost.calibrate(bytes_per_s=bytes_per_s)
+        self._known = None

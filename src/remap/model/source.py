@@ -1,0 +1,243 @@
+"""What is to be attached, however it is made: from a torch model, or from plain buffers.
+
+The model's tensors are re-pointed last of all (`install`): whole or not at all.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from remap import _core
+from remap.errors import InvalidArgument, OutOfMemory
+from remap.kv.spec import KVSpec
+from remap.model.kv_fit import require_fit
+from remap.model.protocols import Handle, LockedMemory, TargetDevice
+from remap.sizes import show_size
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["LayerSource", "model_source", "raw_source"]
+
+# Addresses [first, stop) at which attached models' tensors lie, in all sessions of this process: a model can be in one only.
+_INSTALLED: list[tuple[int, int]] = []
+
+
+@dataclass(frozen=True)
+class LayerSource:
+    """What is to be attached, however it is made: bytes per layer, master copies, and what to do with the addresses."""
+
+    layer_bytes: tuple[int, ...]
+    kv_layers: int  # the first ones have a KV cache; what follows (an lm_head) has none
+    master_addresses: tuple[int, ...]
+    rest_bytes: int
+    fill_rest: Callable[[int], None]  # (rest address): copy what belongs to no layer, once
+    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; whole or not at all
+    install: Callable[[Sequence[int], int, Handle], None]
+    # (layers, device): back onto ordinary memory there; these layers' bytes come from their masters
+    detach: Callable[[Sequence[int], Any], None]
+    # (layers): what keeps each from being streamed: tensors written since attach, or its weights file was
+    watch: Callable[[Collection[int]], dict[int, list[str]]]
+    writes: Callable[[Collection[int]], dict[int, list[str]]]  # (layers): tensors of each written since attach
+    # (layers): raises InvalidState if the weights file that one of them comes from has changed; None: there are no files
+    verify: Callable[[Collection[int]], None] | None
+    keep_alive: Any
+    modules: tuple[Any, ...] = ()
+
+    def released(self) -> LayerSource:
+        """Without what kept the master copies alive: nobody copies from them any more."""
+        return replace(self, keep_alive=None)
+
+
+def raw_source(views: Sequence[memoryview], host: LockedMemory | None) -> LayerSource:
+    """Layers as plain bytes (an engine that is not torch). What is viewed is the master copies and stays alive.
+
+    host: where a device needs them page-locked. Buffers that cannot be locked where they are have their copies there.
+    """
+    # from_buffer_copy would copy and from_buffer refuses read-only memory; the address is all that is needed.
+    addresses = [_core.buffer_address(view) for view in views]
+    if host is not None:
+        addresses = [
+            host.hold(address, view.nbytes, writable=not view.readonly) for address, view in zip(addresses, views)
+        ]
+    return LayerSource(
+        layer_bytes=tuple(view.nbytes for view in views),
+        kv_layers=len(views),
+        master_addresses=tuple(addresses),
+        rest_bytes=0,
+        fill_rest=lambda rest: None,
+        install=lambda targets, rest, tenant: None,
+        detach=lambda away, device: None,
+        watch=lambda layers: {},
+        writes=lambda layers: {},
+        verify=None,
+        keep_alive=views,
+    )
+
+
+def model_source(
+    model: nn.Module,
+    layers: Any,
+    *,
+    device: TargetDevice,
+    memory: Callable[[int, int], Any],
+    host: LockedMemory | None,
+    kv: KVSpec,
+    mutable: Sequence[str],
+    weights: Any,
+    names: Any,
+    extra: Sequence[Any] = (),
+    embedding: str = "device",
+    hooks: bool = True,
+) -> LayerSource:
+    """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
+
+    host: page-locked memory for the master copies, where the device needs that. kv: has to fit the model. extra, embedding,
+    hooks: see `Session.attach`.
+    """
+    device.require_bytes()
+    import torch
+
+    from remap.model import bind as modules
+    from remap.model import master as masters
+    from remap.model import pack as packing
+    from remap.model.embedding import HostEmbedding
+    from remap.model.guards import Guards
+    from remap.model.hooks import attach_hooks
+
+    if embedding not in ("device", "host"):
+        raise InvalidArgument(
+            f"embedding must be 'device' or 'host', got {embedding!r}; nothing was attached", embedding=embedding
+        )
+    if isinstance(mutable, str):
+        raise InvalidArgument(
+            f"mutable= takes a sequence of patterns, not the one string {mutable!r}; nothing was attached; put it into a "
+            "tuple",
+            mutable=mutable,
+        )
+    path = modules.find_layers(model) if layers is None else layers
+    decoder = modules.resolve_layers(model, path)
+    found = decoder if not extra else modules.resolve_layers(model, [*decoder, *_modules(model, extra)])
+    everything = (*model.named_parameters(), *model.named_buffers())
+    # All tensors on the CPU, or all on the session's device: the first one says which is meant.
+    ours = torch.device(device.torch_device)
+    meant = next((tensor.device for _, tensor in everything), ours)
+    specs = modules.collect(model, found, device=meant if meant.type == "cpu" else ours)
+    require_fit(kv, model, decoder)
+    gathered = HostEmbedding(model, specs, device, host) if embedding == "host" else None
+    if gathered is not None:
+        specs = [spec for spec in specs if spec.path != gathered.path]
+    for tensor_path, tensor in everything:
+        if any(first <= tensor.data_ptr() < stop for first, stop in _INSTALLED):
+            raise InvalidArgument(
+                f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing was "
+                "attached; detach it there first",
+                path=tensor_path,
+            )
+    layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable))
+    master = masters.make_master(
+        model, layout, files=weights, names=names, allocate=host.allocate if host else None, locked=host is not None
+    )
+    layout = master.layout
+    installed: dict[str, Any] = {}
+
+    def tensors(targets: Sequence[int], rest: int) -> tuple[list[torch.Tensor], torch.Tensor]:
+        storages = [memory(target, max(1, part.nbytes)) for target, part in zip(targets, layout.layers)]
+        if layout.rest.nbytes == 0:  # there is no such region
+            return storages, torch.empty(0, dtype=torch.uint8, device=ours)
+        return storages, memory(rest, layout.rest.nbytes)
+
+    def fill_rest(rest: int) -> None:
+        modules.fill(layout.rest, model, memory(rest, layout.rest.nbytes))
+        device.wait_for_torch()  # passes may run on another stream than torch's current one
+
+    def install(targets: Sequence[int], rest: int, tenant: Handle) -> None:
+        storages, resident = installed["storages"], installed["rest"] = tensors(targets, rest)
+        parts = zip((*storages, resident), layout.parts)
+        installed["ranges"] = [(each.data_ptr(), each.data_ptr() + part.nbytes) for each, part in parts]
+        try:
+            modules.install(model, layout, storages, resident)
+            if gathered is not None:
+                gathered.install()
+            if hooks:
+                attach_hooks(found, tenant, model)
+                tenant.expect_whole_pass()
+            installed["guards"] = Guards(model, layout, master, tenant, () if gathered is None else (gathered.weight,))
+            installed["guards"].install()
+            installed["watch"] = modules.WriteWatch(model, layout)
+            _INSTALLED.extend(installed["ranges"])
+        except BaseException:  # the caller gives the memory up
+            if tenant.hooks is not None:
+                tenant.hooks.remove()
+            modules.restore(model, layout, storages, resident, device=meant)
+            if gathered is not None:
+                gathered.restore(meant)
+            leave()
+            raise
+
+    def leave() -> None:
+        if "guards" in installed:
+            installed["guards"].remove()
+        _INSTALLED[:] = [each for each in _INSTALLED if each not in installed["ranges"]]
+        installed.clear()
+
+    def detach(away: Sequence[int], where: Any) -> None:
+        if not installed:
+            return
+        # Only a layer that is not in place is taken from its master: a resident one may have been written since.
+        master.refuse_change(away)
+        lost = installed["watch"].written_in(away)
+        sources = {index: master.tensor(index) for index in away if layout.layers[index].nbytes}
+        try:
+            modules.restore(model, layout, installed["storages"], installed["rest"], sources=sources, device=where)
+        except torch.OutOfMemoryError as error:
+            needed = sum(part.nbytes for part in layout.parts)
+            raise OutOfMemory(
+                f"the model's {show_size(needed)} do not fit onto {where or device.torch_device} beside the session's own "
+                "memory; the model has not changed; give device='cpu'",
+                requested=needed,
+                device=str(where or device.torch_device),
+            ) from error
+        if gathered is not None:
+            gathered.restore(where)
+        if lost:
+            warnings.warn(
+                f"writes into layers that were streamed, or loading, are lost: {lost}", RuntimeWarning, stacklevel=4
+            )
+        device.wait_for_torch()  # the memory copied from is about to be unmapped
+        leave()
+
+    if gathered is not None:
+        gathered.prepare()
+    return LayerSource(
+        layer_bytes=tuple(part.nbytes for part in layout.layers),
+        kv_layers=len(decoder),
+        master_addresses=tuple(master.range(i).address if part.nbytes else 0 for i, part in enumerate(layout.layers)),
+        rest_bytes=layout.rest.nbytes,
+        fill_rest=fill_rest,
+        install=install,
+        detach=detach,
+        watch=lambda wanted: installed["watch"].written_in(wanted) | master.changed(wanted),
+        writes=lambda wanted: installed["watch"].written_in(wanted),
+        verify=master.refuse_change if isinstance(master, masters.SafetensorsMaster) else None,
+        keep_alive=(master, layout),
+        modules=tuple(found),
+    )
+
+
+def _modules(model: nn.Module, extra: Sequence[Any]) -> list[nn.Module]:
+    """What streams besides the decoder's layers: modules, or their dotted paths."""
+    found = []
+    for each in (extra,) if isinstance(extra, str) else extra:
+        if isinstance(each, str):
+            try:
+                each = model.get_submodule(each)
+            except AttributeError as error:
+                raise InvalidArgument(
+                    f"{type(model).__name__} has no module {each!r}; nothing was attached", path=each
+                ) from error
+        found.append(each)
+    return found
