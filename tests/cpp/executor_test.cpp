@@ -208,6 +208,20 @@ void rolls_back() {
   });
 }
 
+// Steps build on each other, so what was done last is undone first.
+void a_page_that_moves_twice_goes_all_the_way_back() {
+  in_both_modes([](World& world) {
+    const auto before = world.state();
+    Plan plan;
+    plan.epoch = world.arena->epoch();
+    plan.steps = {owner({4, 5}, Owner::free, Owner::kv), owner({4}, Owner::kv, Owner::free)};
+    world.executor->apply(plan);
+    world.executor->rollback();
+    CHECK(world.state() == before);
+    world.arena->check();
+  });
+}
+
 void fail_every_call_once(bool exchange) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     for (std::uint64_t n = 1;; ++n) {
