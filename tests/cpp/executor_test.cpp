@@ -598,6 +598,7 @@ int main() {
   RUN(refuses_before_any_backend_call);
   RUN(a_page_without_a_place_is_refused_and_undone);
   RUN(rolls_back);
+  RUN(a_page_that_moves_twice_goes_all_the_way_back);
   RUN(every_call_fails_once);
   RUN(every_call_fails_for_ever);
   RUN(what_is_undecided_can_be_asked);
