@@ -135,8 +135,7 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="donor.select(cap, buffers, kind)) <= bound",
         breaks="An idle tenant offers one layer more than its first prefill can hide (off by one).",
         tests=(
-            "test_sharing_controller.py::"
-            "test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_late",
+            "test_sharing_controller.py::test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_late",
         ),
     ),
     # -- schedule: what streaming costs, and which copy comes next --------------------------------------------------------
@@ -179,8 +178,7 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="buffers = min(self._buffers)  # one slot",
         breaks="Slices are bounded for one ring buffer, through which nothing overlaps.",
         tests=(
-            "test_session_slices.py::"
-            "test_the_controller_grows_in_pages_of_every_layer_up_to_the_exact_bound_and_back",
+            "test_session_slices.py::test_the_controller_grows_in_pages_of_every_layer_up_to_the_exact_bound_and_back",
         ),
     ),
     Mutant(
@@ -473,7 +471,7 @@ def _tail(output: str) -> str:
 
 # Loaded by pytest in the copy. Nothing may be judged by tests of other sources than the copy's, nor by a mutant that cannot be
 # imported; and a mutant is to be killed in every run or in none.
-PLUGIN = '''
+PLUGIN = """
 import importlib, os
 
 def pytest_configure(config):
@@ -486,7 +484,7 @@ def pytest_configure(config):
         module = importlib.import_module(name)
         if not os.path.realpath(module.__file__).startswith(os.environ["REMAP_MUTANTS_SOURCES"] + os.sep):
             raise RuntimeError(f"{name} was imported from {module.__file__}, not from the copy")
-'''
+"""
 
 
 def run(command: Sequence[str], cwd: Path, env: dict[str, str], timeout_s: float) -> Ended:

@@ -114,7 +114,9 @@ def test_a_copy_is_as_it_was_after_a_mutant(tmp_path: Path) -> None:
 
 def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
     env = tool.Copy(tmp_path, []).env
-    assert tool.run((sys.executable, "-c", "print(1); raise SystemExit(7)"), tmp_path, env, 60.0) == tool.Ended(7, "1\n")
+    assert tool.run((sys.executable, "-c", "print(1); raise SystemExit(7)"), tmp_path, env, 60.0) == tool.Ended(
+        7, "1\n"
+    )
     assert tool.run((sys.executable, "-c", "import time; time.sleep(600)"), tmp_path, env, 0.2).code is None
 
 
