@@ -153,7 +153,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="math.fsum((*compute[layers[-1] + 1 :], *compute[: layers[0]]))",
         replacement="math.fsum(compute[: layers[0]])",
         breaks="The computation behind the last streamed layer hides nothing of the next pass's first copy.",
-        tests=("test_schedule.py::test_stall_table",),
+        tests=("test_schedule_properties.py::test_period_is_the_simulated_one",),
     ),
     Mutant(
         name="schedule-delay-of-the-last-layer",
@@ -223,11 +223,11 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_controller.py::test_a_rise_within_sigma_does_not_end_the_guard",),
     ),
     Mutant(
-        name="controller-horizon-one-step-short",
+        name="controller-rise-over-the-past",
         file="src/remap/watermark.py",
         text="if tops[0][0] < seen - self._horizon:",
-        replacement="if tops[0][0] <= seen - self._horizon:",
-        breaks="The rise of demand is taken over one step less than the horizon (off by one).",
+        replacement="if tops[0][0] < seen - self._horizon - 1:",
+        breaks="What was wanted before a step counts as a rise after it: the horizon begins too early (off by one).",
         tests=("test_watermark.py::test_a_full_default_window",),
     ),
     Mutant(
@@ -236,7 +236,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="if known is None or known[0] != epoch or epoch < 0:",
         replacement="if known is None or known[0] != epoch:",
         breaks="Free pages are remembered while a plan is applied and not settled, and are given away twice.",
-        tests=("test_museum_calls.py::test_what_was_applied_and_not_settled_is_seen_by_the_next_call",),
+        tests=("test_museum_calls.py::test_free_pages_are_looked_up_anew_while_a_plan_is_not_settled",),
     ),
     Mutant(
         name="controller-donated-pages-not-taken",
