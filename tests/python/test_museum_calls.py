@@ -500,9 +500,9 @@ def test_free_pages_are_looked_up_anew_while_a_plan_is_not_settled() -> None:
 
     with world.session:
         world.session.deactivate("b")
-        world.tell(world.session.lend("b", 3))
+        world.tell(world.session.lend("b", 5))
         changes._commit = failing
-        for name in ("a", "c", "c", "a", "a", "c"):
+        for name in ("a", "c", "c", "a"):
             before = world.session.snapshot().pages.free
             world.step(**{name: world.tenants[name].kv.free_blocks + 1})
             assert world.session.snapshot().pages.free < before
