@@ -112,6 +112,33 @@ def test_a_copy_is_as_it_was_after_a_mutant(tmp_path: Path) -> None:
         assert not applies
 
 
+def test_what_becomes_of_a_mutant_is_told_apart(tmp_path: Path) -> None:
+    """In a copy of the sources and of one small file of tests: what they import is the copy, and only a failed test kills."""
+    files = [str(path.relative_to(ROOT)) for path in (ROOT / "src" / "remap").rglob("*.py")]
+    copy = tool.Copy(tmp_path, [*files, "pyproject.toml", "tests/python/conftest.py", "tests/python/test_rental.py"])
+    copy.add_core(tool.compiled_core())
+
+    def verdict(text: str, replacement: str) -> Any:
+        test = "test_rental.py::test_dwell_and_forfeit"
+        return tool.try_python(
+            copy, tool.Mutant("x", "src/remap/rental.py", text, replacement, "It is wrong.", (test,))
+        )
+
+    dwell = "or self._steps < self.dwell:"
+    assert verdict(dwell, "or self._steps < 1:").outcome == tool.KILLED
+    assert verdict(dwell, "or self.dwell > self._steps:").outcome == tool.SURVIVED
+    assert verdict("of nothing", "of something").outcome == tool.GONE
+    unfit = verdict("class Guard:", "import none_such\nclass Guard:")
+    assert unfit.outcome == tool.NOT_JUDGED
+    assert "ModuleNotFoundError" in unfit.detail
+    copy.env["PYTHONPATH"] = str(tmp_path / "plugin")  # remap itself is found where it is installed then
+    (tmp_path / "plugin").mkdir()
+    (tmp_path / "src" / "remap_mutants_plugin.py").rename(tmp_path / "plugin" / "remap_mutants_plugin.py")
+    elsewhere = verdict(dwell, "or self._steps < 1:")
+    assert elsewhere.outcome == tool.NOT_JUDGED
+    assert "not from the copy" in elsewhere.detail
+
+
 def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
     env = tool.Copy(tmp_path, []).env
     assert tool.run((sys.executable, "-c", "print(1); raise SystemExit(7)"), tmp_path, env, 60.0) == tool.Ended(
