@@ -246,6 +246,22 @@ MUTANTS: tuple[Mutant, ...] = (
         breaks="What other tenants give becomes free pages, and nobody takes them.",
         tests=("test_sharing_controller.py::test_free_pages_then_unused_kv_then_inactive_by_policy_then_active",),
     ),
+    Mutant(
+        name="controller-free-pages-by-number",
+        file="src/remap/policy.py",
+        text="        places.sort()\n",
+        replacement="",
+        breaks="Free pages are taken by their numbers, so blocks that straddle pages have no neighbours.",
+        tests=("test_sharing_controller.py::test_free_pages_are_taken_where_blocks_stand_together",),
+    ),
+    Mutant(
+        name="controller-return-without-guard",
+        file="src/remap/decisions.py",
+        text="controllers[holder.name].has_lost(session._view_of(holder, wanted), wanted.blocks if wanted else 0)",
+        replacement="pass",
+        breaks="A holder's headroom asks back the layer that it has just given back.",
+        tests=("test_sharing_returns.py::test_headroom_that_rose_since_does_not_ask_back_what_a_holder_gave",),
+    ),
     # -- block pool: which blocks may be used ---------------------------------------------------------------------------------
     Mutant(
         name="pool-block-counted-twice",
@@ -353,6 +369,30 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="attachment.reclaimed = attachment.reclaimed | reclaimed",
         breaks="Pages that came home for their layer count as waiting for it for ever (a claim that is not released).",
         tests=("test_sharing_faults.py::test_every_call_fails[activate-aliased-once]",),
+    ),
+    Mutant(
+        name="lending-one-willing-holder-is-enough",
+        file="src/remap/decisions.py",
+        text="holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())",
+        replacement="holds = any(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())",
+        breaks="A layer comes home although one of its holders needs the blocks in it.",
+        tests=("test_sharing_returns.py::test_a_layer_stays_while_one_of_its_holders_needs_it",),
+    ),
+    Mutant(
+        name="lending-return-beside-a-pass",
+        file="src/remap/decisions.py",
+        text="    if any(holder._busy for holder in lost):\n        return\n",
+        replacement="",
+        breaks="A step asks for pages of a holder that is inside a pass, and raises.",
+        tests=("test_sharing_returns.py::test_a_layer_waits_for_the_pass_of_its_holder",),
+    ),
+    Mutant(
+        name="lending-layers-away-unnoticed",
+        file="src/remap/changes.py",
+        text="        tenant._all_ready = False\n",
+        replacement="",
+        breaks="A tenant says that nothing streams, so an engine replays a graph of the whole pass over the ring.",
+        tests=("test_session_growth.py::test_who_asks_hears_at_once_that_layers_are_away",),
     ),
     # -- executor: owners, mappings and zeroes, whole or undone whole ------------------------------------------------------------
     Mutant(
