@@ -68,6 +68,21 @@ def test_nothing_to_do_changes_nothing_and_calls_nothing():
         assert world.session.snapshot() == before
 
 
+def test_who_asks_hears_at_once_that_layers_are_away():
+    """An engine that was told that nothing streams replays one graph of the whole pass, without waiting for any layer."""
+    with World(times=HIDDEN) as world:
+        world.forward()
+        assert not world.tenant.streaming
+        world.step(8)
+        assert world.tenant.remapped > 0
+        assert world.tenant.streaming
+        world.forward()
+        world.session.remap("m", 0)
+        world.session.settle()
+        world.forward()  # which waits for all that comes home
+        assert not world.tenant.streaming
+
+
 @pytest.mark.parametrize("slowdown", [0.0, 0.05, 0.3, 1.0])
 @pytest.mark.parametrize("transfer", [0.4, 1.1, 2.5, 5.0])
 def test_growth_stops_at_the_exact_bound(slowdown, transfer):

@@ -102,6 +102,18 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
         world.check()
 
 
+def test_free_pages_are_taken_where_blocks_stand_together() -> None:
+    """By their places in the KV region, not by their numbers: blocks that straddle pages need neighbours."""
+    with world_of({"r": 1, "i": 2}) as world:
+        i = world.engines["i"].tenant
+        world.session._controllers["i"].config = config_of(cap=0)
+        world.session.lend("i", 4)  # layers spread over the model, free now
+        world.step(i=4)
+        assert i.kv.usable_blocks >= 4
+        assert i.kv.allocate(i.kv.free_blocks) == list(range(i.kv.usable_blocks))
+        world.check()
+
+
 @pytest.mark.parametrize("policy", ["lru", "mru", "priority", "round_robin"])
 def test_the_policy_says_which_inactive_tenant_is_first(policy: str) -> None:
     options = {"i": {"priority": 1}, "j": {"priority": 2}}

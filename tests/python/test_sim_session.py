@@ -93,6 +93,22 @@ def test_passes_take_the_period_of_the_schedule(alpha: int, buffers: int, comput
         session.check()
 
 
+def test_a_pass_on_another_stream_begins_behind_the_former_one() -> None:
+    made = backend()
+    session, tenant = small(made)
+    with session:
+        begin = made.now
+        for turn in (1, 2, 3):
+            stream = made.create_stream()
+            with tenant.forward(stream=stream):
+                for layer in range(tenant.layers):
+                    tenant.wait(layer)
+                    made.compute(stream, 1e-3)
+                    tenant.done(layer)
+            # No layer is streamed and the host waits for nothing: only the streams' order keeps the passes apart.
+            assert made.stream_end(stream) == pytest.approx(begin + turn * 8e-3, rel=1e-9)
+
+
 def test_growing_and_shrinking_by_steps() -> None:
     made = backend(create_page_s=2e-4, map_s=1e-6, set_access_s=4e-5, unmap_s=3e-5, copy_setup_s=1e-5)
     session, tenant = small(made)
