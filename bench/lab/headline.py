@@ -17,6 +17,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from remap.errors import InvalidArgument
+
 from . import ROOT
 from .paper.experiment_list import C1, C2
 from .paper.experiments import BASELINE, OURS, Panel
@@ -58,11 +60,18 @@ def name_of(panel: Panel, factor: float, policy: str, seed: int) -> str:
 
 
 def read(path: Path, settings: Settings) -> dict[str, Any]:
-    """What is stored for these settings; nothing for others."""
+    """What is stored for these settings; nothing for others. Raises InvalidArgument (field path) for a file of something else."""
     if path.exists():
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["settings"] == settings.to_json():
-            return dict(data)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["settings"] == settings.to_json():
+                return {part: dict(data[part]) for part in ("settings", "c", "points")}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise InvalidArgument(
+                f"{path} is not a result of `bench.lab headline` ({error!r}); nothing was run; name another file",
+                field="path",
+                value=str(path),
+            ) from error
     return {"settings": settings.to_json(), "c": {}, "points": {}}
 
 
