@@ -131,3 +131,4 @@ def test_a_real_run_that_fails_says_why() -> None:
     with pytest.raises(InvalidState, match="the real remap run ended with exit status 1") as caught:
         twins.measure("remap", DemoConfig(dtype="int3"))
     assert caught.value.fields == {"kind": "remap", "status": 1}
+    assert "int3" in str(caught.value)

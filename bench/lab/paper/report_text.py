@@ -15,8 +15,7 @@ __all__ = ["INTRO", "constants", "facts"]
 INTRO = """# Paper versus ours
 
 Figures of two papers beside those of a simulation on one machine, `{machine}`. This page is generated:
-`python -m bench.lab paper` runs what is missing in `bench/results/paper.json` and writes it; with `--report-only` it writes it
-again.
+`python -m bench.lab paper` runs what is missing in `bench/results/paper.json` and writes it; `--report-only` only writes it.
 
 - Oneiros: Li et al., KV Cache Optimization through Parameter Remapping for Multi-tenant LLM Serving.
 - Pie: Xu et al., Pooling CPU Memory for LLM Inference.
