@@ -100,10 +100,10 @@ bench-check: $(STAMPS)/wheel
 	REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest bench --benchmark-disable -q $(PYTEST_ARGS)
 
 paper: $(STAMPS)/wheel
-	$(BIN)/remap bench paper $(PAPER_ARGS)
+	$(BIN)/python -m bench.lab paper $(PAPER_ARGS)
 
 ablations: $(STAMPS)/wheel
-	$(BIN)/remap bench ablations $(ABLATION_ARGS)
+	$(BIN)/python -m bench.lab ablations $(ABLATION_ARGS)
 
 # Both build for themselves (build/gpu). On a machine with a GPU the Python packages are its own, torch for CUDA above all.
 gpu:
