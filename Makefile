@@ -12,6 +12,7 @@ TENANTS ?= 1
 GPU_CALL ?= all
 GPU_ARGS ?=
 ABLATION_ARGS ?=
+MUTANTS_ARGS ?=
 PAPER_ARGS ?=
 PYTEST_ARGS ?=
 # The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
@@ -41,7 +42,7 @@ RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" &&
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-emulated test-engines check check-quick check-cpp bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-emulated test-engines check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -53,6 +54,7 @@ help:
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
 	@echo 'make check-quick      the same without the sanitizers'
+	@echo 'make mutants          45 mistakes in the core, each of which the suite has to notice (MUTANTS_ARGS="--only pool --jobs 4")'
 	@echo 'make bench            benchmarks (bench/results/)'
 	@echo 'make bench-check      each benchmark once, without measuring: that it still runs and what it asserts holds'
 	@echo 'make ablations        three models, each choice of the controller against its alternatives (hours; ABLATION_ARGS=--quick)'
@@ -85,6 +87,10 @@ check-quick: $(STAMPS)/venv
 # One build folder a sanitizer: address and thread cannot share one.
 check-cpp: cpp-address cpp-thread
 
+# Works in a copy of the tracked files. Exit code 1: a mistake goes unnoticed, or a mutant does not fit the sources any more.
+mutants: $(STAMPS)/wheel
+	$(BIN)/python tools/mutants.py $(MUTANTS_ARGS)
+
 bench: $(STAMPS)/wheel
 	@mkdir -p bench/results
 	$(BIN)/python -m pytest bench --benchmark-only --benchmark-json=bench/results/latest.json $(PYTEST_ARGS)
@@ -94,10 +100,10 @@ bench-check: $(STAMPS)/wheel
 	REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest bench --benchmark-disable -q $(PYTEST_ARGS)
 
 paper: $(STAMPS)/wheel
-	$(BIN)/remap bench paper $(PAPER_ARGS)
+	$(BIN)/python -m bench.lab paper $(PAPER_ARGS)
 
 ablations: $(STAMPS)/wheel
-	$(BIN)/remap bench ablations $(ABLATION_ARGS)
+	$(BIN)/python -m bench.lab ablations $(ABLATION_ARGS)
 
 # Both build for themselves (build/gpu). On a machine with a GPU the Python packages are its own, torch for CUDA above all.
 gpu:

@@ -27,17 +27,13 @@ PURE = (
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
-# The wiring, which makes devices, sessions and changes, the doctor, which asks the driver, and the copies of `bench machine`:
-# nobody else knows the C++ core.
+# The wiring, which makes devices, sessions and changes, and the doctor, which asks the driver: nobody else knows the C++ core.
 CORE_IMPORTERS = (
     *("session", "tenancy", "attaching", "changes", "devices"),
-    *("cli.doctor_cuda", "cli.doctor_link", "cli.bench_machine_copies"),
+    *("cli.doctor_cuda", "cli.doctor_link"),
 )
 # Loaded on request only. Of the simulator, what serves: it runs the reference engine's scheduler and turns.
-SIMULATOR = (
-    *("engine", "paper", "paper_list", "passes", "running", "scheduling", "sequences", "serving", "timeline", "worlds"),
-    *("calibrated", "reckoning", "reckoning_special"),
-)
+SIMULATOR = (*("engine", "passes", "running", "scheduling", "sequences", "serving", "timeline", "worlds"),)
 LAZY = ("adapters", "cli", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (

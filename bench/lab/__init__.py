@@ -1,1 +1,19 @@
-"""What reproduces papers and measures for the project's own pages: run from the repository, not part of the wheel."""
+"""What reproduces papers and measures for the project's own pages: run from the repository, not part of the wheel.
+
+    __main__.py   `python -m bench.lab COMMAND`
+    commands.py   the commands and their options
+    machine/      operators, copies and driver calls of this machine, for `remap fit`
+    paper/        figures of Oneiros and Pie beside those of a simulation (docs/paper-vs-ours.md)
+    headline.py   the simulated headline of the README, over several seeds
+    twin/         the demo's runs on this machine against their simulation
+    vllm/         stock vLLM against vLLM on remap
+    ablations/    each choice of the controller against its alternatives
+
+Results are written below bench/results. What is measured is the `remap` that Python finds: .venv has the checkout's after
+`make test`.
+"""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The repository. Processes of one run start here, so that they find this package."""

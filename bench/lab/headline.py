@@ -1,14 +1,13 @@
 """The simulated headline of the README: five seeds of at least 2,000 requests each at neighbouring rates, medians with ranges.
 
-    python -m bench.lab.headline                  runs what is missing (minutes on one core) and writes the page
-    python -m bench.lab.headline --report-only    writes the page of what is stored
+    python -m bench.lab headline                  runs what is missing (minutes on one core) and writes the page
+    python -m bench.lab headline --report-only    writes the page of what is stored
 
 One seed at one rate says little: P99 of a few hundred requests in bursts is the luck of the largest burst.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,19 +17,22 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from remap.cli.bench_paper import Run, Settings, run_one, saturation
-from remap.sim.paper import BASELINE, OURS, Panel
-from remap.sim.paper_list import C1, C2
+from remap.errors import InvalidArgument
+
+from . import ROOT
+from .paper.experiment_list import C1, C2
+from .paper.experiments import BASELINE, OURS, Panel
+from .paper.runs import Run, Settings, run_one, saturation
 
 PANELS: tuple[Panel, ...] = (C1[1], C2[1])
 FACTORS = (0.5, 0.7, 0.85, 1.0)
 SETTINGS = Settings(requests=2000, seeds=5)
-RESULTS = Path(__file__).parents[1] / "results" / "headline.json"
+RESULTS = ROOT / "bench" / "results" / "headline.json"
 PAGE = """# Recompute and remap, simulated: five seeds of 2,000 requests
 
 Virtual time on a GH200 (`GH200-96GB`), bursts of the Azure code trace, ShareGPT lengths, models in turns of 1 s: C1 is OPT-13b,
 Llama-2-13b and Llama-3-8b, C2 is OPT-30b and OPT-6.7b. c is the rate that `recompute` is saturated at. Each figure is the
-median of n seeds, (lowest to highest). Made by `python -m bench.lab.headline`; equal settings give equal figures.
+median of n seeds, (lowest to highest). Made by `python -m bench.lab headline`; equal settings give equal figures.
 
 {table}
 
@@ -58,11 +60,18 @@ def name_of(panel: Panel, factor: float, policy: str, seed: int) -> str:
 
 
 def read(path: Path, settings: Settings) -> dict[str, Any]:
-    """What is stored for these settings; nothing for others."""
+    """What is stored for these settings; nothing for others. Raises InvalidArgument (field path) for a file of something else."""
     if path.exists():
-        data = json.loads(path.read_text(encoding="utf-8"))
-        if data["settings"] == settings.to_json():
-            return dict(data)
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            if data["settings"] == settings.to_json():
+                return {part: dict(data[part]) for part in ("settings", "c", "points")}
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise InvalidArgument(
+                f"{path} is not a result of `bench.lab headline` ({error!r}); nothing was run; name another file",
+                field="path",
+                value=str(path),
+            ) from error
     return {"settings": settings.to_json(), "c": {}, "points": {}}
 
 
@@ -126,19 +135,11 @@ def table(data: Mapping[str, Any], panels: Sequence[Panel] = PANELS, factors: Se
     return "\n".join(out)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--report-only", action="store_true", help="run nothing")
-    parser.add_argument("--jobs", type=int, default=1, help="processes; they change no result")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args(arguments)
-    data = read(given.results, SETTINGS)
-    if not given.report_only:
-        run_missing(data, SETTINGS, given.results, given.jobs)
-    page = given.results.with_suffix(".md")
-    page.write_text(PAGE.format(table=table(data)), encoding="utf-8")
-    print(page.read_text(encoding="utf-8"))
-
-
-if __name__ == "__main__":
-    main()
+def run_headline(results: Path, *, jobs: int = 1, report_only: bool = False) -> str:
+    """Run what `results` lacks, and write the page beside it. Returns the page."""
+    data = read(results, SETTINGS)
+    if not report_only:
+        run_missing(data, SETTINGS, results, jobs)
+    text = PAGE.format(table=table(data))
+    results.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text

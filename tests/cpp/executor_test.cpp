@@ -208,6 +208,20 @@ void rolls_back() {
   });
 }
 
+// Steps build on each other, so what was done last is undone first.
+void a_page_that_moves_twice_goes_all_the_way_back() {
+  in_both_modes([](World& world) {
+    const auto before = world.state();
+    Plan plan;
+    plan.epoch = world.arena->epoch();
+    plan.steps = {owner({4, 5}, Owner::free, Owner::kv), owner({4}, Owner::kv, Owner::free)};
+    world.executor->apply(plan);
+    world.executor->rollback();
+    CHECK(world.state() == before);
+    world.arena->check();
+  });
+}
+
 void fail_every_call_once(bool exchange) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     for (std::uint64_t n = 1;; ++n) {
@@ -584,6 +598,7 @@ int main() {
   RUN(refuses_before_any_backend_call);
   RUN(a_page_without_a_place_is_refused_and_undone);
   RUN(rolls_back);
+  RUN(a_page_that_moves_twice_goes_all_the_way_back);
   RUN(every_call_fails_once);
   RUN(every_call_fails_for_ever);
   RUN(what_is_undecided_can_be_asked);

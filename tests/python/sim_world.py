@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from bench.lab.twin.calibrated import MeasuredPass, Recording
+
 from remap import _core
-from remap.sim.calibrated import MeasuredPass, Recording
 from remap.sim.hardware import Model
 
 MIB = 1 << 20

@@ -15,14 +15,14 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+from bench.lab.ablations import report as ablations_report
+from bench.lab.ablations.questions import ABLATIONS, Ablation, Claim, Side, select
+from bench.lab.ablations.report import METRICS, chart, compare, markdown, to_json, verdict, write
+from bench.lab.ablations.serving import AblationRun, Settings, busy_rate, run_ablation
+from bench.lab.commands import app
 from typer.testing import CliRunner
 
 import remap
-from remap.cli import ablations_report
-from remap.cli.ablations import AblationRun, Settings, busy_rate, run_ablation
-from remap.cli.ablations_list import ABLATIONS, Ablation, Claim, Side, select
-from remap.cli.ablations_report import METRICS, chart, compare, markdown, to_json, verdict, write
-from remap.cli.main import app
 from remap.cli.shared_world import SMALL, Wiring, World
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.workload import ALPACA, Arrivals, Load, generate
@@ -92,7 +92,7 @@ def test_select_keeps_the_order_and_refuses_unknown_names():
     with pytest.raises(InvalidArgument) as caught:
         select(["cap", "caps"])
     assert caught.value.ablation == "caps"
-    result = CliRunner().invoke(app, ["bench", "ablations", "--only", "caps"])
+    result = CliRunner().invoke(app, ["ablations", "--only", "caps"])
     assert result.exit_code == 2
     assert "no ablation 'caps'" in result.output
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from remap.cli import bench_vllm, demo_run
+from remap.cli import demo_run
 from remap.cli.main import app
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument
@@ -51,9 +51,6 @@ def test_python_dash_m_remap() -> None:
     [
         ("demo", "--budget", "12 apples"),
         ("demo", "--budget", f"{LONG}B"),
-        ("bench", "ablations", "--only", "nobody"),
-        ("bench", "machine", "--device", "tpu", "--out", "x.json"),
-        ("bench", "vllm", "--kv", f"{LONGER}GiB", "--model", "x"),
         ("fit", "/nowhere/m.json", "--name", "x", "--out", "x.json"),
         ("plan", "--machine", "GH200", "--model", "OPT-13b", "--memory", f"{LONG}B"),
         ("plan", "--machine", "GH200", "--model", "OPT-13b", "--memory", f"{LONG}%"),
@@ -66,7 +63,7 @@ def test_python_dash_m_remap() -> None:
         ("simulate", "--machine", "GH200", "--tenants", "C1", "--quantum", LONG),
         ("simulate", "--machine", "GH200", "--tenants", "C1", "--lengths", f"fixed:{LONG}:1"),
         ("simulate", "--machine", "GH200", "--tenants", "C1", "--seed", LONGER),
-        ("bench", "machine", "--out", "/proc/nowhere/x.json"),
+        ("simulate", "--machine", "GH200", "--tenants", "C1", "--json", "/dev/null/x.json"),
         ("demo", "--requests", LONG),
         ("nonsense",),
         ("plan", "--nonsense"),
@@ -77,12 +74,6 @@ def test_what_cannot_be_is_refused_with_2_and_without_a_traceback(arguments: tup
     assert found.exit_code == 2, found.output
     assert isinstance(found.exception, SystemExit) and "Traceback" not in found.output
     assert len(found.output) < 2000
-
-
-def test_without_vllm_its_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_vllm.importlib.util, "find_spec", lambda name: None)
-    found = run("bench", "vllm", "--model", "x")
-    assert found.exit_code == 2 and "remap[vllm]" in found.output.replace("\n", " ")
 
 
 @pytest.mark.parametrize("size", [LONG + "B", LONGER + "B", "9" * 19 + "GiB", int(LONG), "huge", "minus huge"])
@@ -116,7 +107,6 @@ def test_json_too_deep_to_read_is_refused(tmp_path: Path) -> None:
         ("fit", deep, "--name", "x", "--out", str(tmp_path / "x.json")),
         ("plan", "--machine", "GH200", "--model", "OPT-13b", "--tables", deep),
         ("simulate", "--machine", "GH200", "--tenants", "C1", "--machines-file", deep),
-        ("bench", "paper", "--report-only", "--results", deep),
     ):
         found = run(*arguments)
         assert found.exit_code == 2 and isinstance(found.exception, SystemExit), (arguments, found.output)

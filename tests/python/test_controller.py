@@ -308,6 +308,17 @@ def test_variation_alone_does_not_grow_again_after_a_shrink() -> None:
     assert policy.decide(view(**less, live_blocks=90, free_blocks=0), Demand(1)).action == "grow"
 
 
+def test_a_rise_within_sigma_does_not_end_the_guard() -> None:
+    policy = controller(hysteresis_blocks=5)
+    assert run(policy, 13, usable_blocks=100, live_blocks=85, free_blocks=15)[-1].action == "shrink"
+    less = {"remapped": 2, "buffers": 2, "usable_blocks": 90}
+    policy.decide(view(**less, live_blocks=50, free_blocks=40), Demand(0))
+    # The rise by 38 blocks is remembered; what is wanted now is within 5 blocks of what it was when the layer was given back.
+    for _ in range(8):
+        assert policy.decide(view(**less, live_blocks=88, free_blocks=2), Demand(0)).action == "none"
+    assert policy.decide(view(**less, live_blocks=91, free_blocks=2), Demand(0)).action == "grow"
+
+
 def test_the_exact_loss_is_used_when_known() -> None:
     policy = controller(headroom_blocks=0, hysteresis_blocks=0)
     assert {d.action for d in run(policy, 30, free_blocks=10, shrink_blocks=11)} == {"none"}

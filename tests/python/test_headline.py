@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from bench.lab import headline  # noqa: E402
+from bench.lab import ROOT, headline
 
 STORED = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
 

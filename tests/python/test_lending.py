@@ -78,6 +78,24 @@ def test_partial_activation_depends_on_nobody() -> None:
         world.check()
 
 
+def test_a_holder_inside_a_pass_keeps_its_pages() -> None:
+    with Shared(SHAPES) as world:
+        a = world.engines["a"]
+        world.session.deactivate("b")
+        world.session.lend("b", 4, to="a")
+        a.allocate(a.tenant.kv.free_blocks // 2)
+        owners = world.session._arena.owners()
+        with a.tenant.forward():
+            with pytest.raises(remap.InvalidState):
+                world.session.activate("b")
+            with pytest.raises(remap.InvalidState):
+                world.session.lend("b", 2)
+            assert world.session._arena.owners() == owners
+            a.check()
+        assert world.activate("b").activated
+        world.check()
+
+
 def test_an_active_tenant_lends_and_goes_on_serving() -> None:
     with Shared(SHAPES) as world:
         world.session.remap("b", 1, 1)

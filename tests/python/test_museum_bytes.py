@@ -122,6 +122,8 @@ def test_a_failed_attach_does_not_leave_its_weights_to_the_next_tenant(mode: str
             w.close()
             break
         w.layers.clear()
+        pages = w.session.snapshot().pages
+        assert pages.free == pages.total, f"call {nth}: pages of a tenant that is not attached"
         w.attach("x")
         tenant = w.tenant("x")
         w.session.step({"x": remap.Demand(blocks=10**6)})

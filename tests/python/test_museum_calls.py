@@ -491,3 +491,27 @@ def test_what_was_applied_and_not_settled_is_seen_by_the_next_call() -> None:
         assert world.session.snapshot().tenants["b"].lent_to["a"] > 0
         assert world.session.activate("b").activated
         world.works()
+
+
+def test_free_pages_are_looked_up_anew_while_a_plan_is_not_settled() -> None:
+    """Two plans after each other whose settling fails at first: what was free before the second of them is not free any more."""
+    world = Faulty("aliased")
+    changes = world.session._changes
+    commit, calls = changes._commit, iter(range(1000))
+
+    def failing(*arguments: Any) -> None:
+        if next(calls) % 2 == 0:  # a new plan's; the next change settles it before anything else
+            raise DriverError("injected: an event could not be created")
+        commit(*arguments)
+
+    with world.session:
+        world.session.deactivate("b")
+        world.tell(world.session.lend("b", 5))
+        changes._commit = failing
+        for name in ("a", "c", "c", "a"):
+            before = world.session.snapshot().pages.free
+            world.step(**{name: world.tenants[name].kv.free_blocks + 1})
+            assert world.session.snapshot().pages.free < before
+            world.session.check()
+        changes._commit = commit
+        world.works()

@@ -7,12 +7,8 @@ import json
 import math
 
 import pytest
-
-from remap.cli.bench_paper import Run, Settings, Store, keys_of, run_all, run_one
-from remap.cli.bench_paper_report import markdown, rows, table, verdict
-from remap.errors import InvalidArgument
-from remap.sim.hardware import machine
-from remap.sim.paper import (
+from bench.lab.paper.experiment_list import EXPERIMENTS
+from bench.lab.paper.experiments import (
     BASELINE,
     FACTORS,
     Experiment,
@@ -24,9 +20,13 @@ from remap.sim.paper import (
     select,
     setup_of,
 )
-from remap.sim.paper_list import EXPERIMENTS
-from remap.sim.reckoning import METRICS, POINT, Points, compare, counts, curve, later_gaps, quantiles
-from remap.sim.reckoning_special import SPECIAL, arithmetic, find
+from bench.lab.paper.reckoning import METRICS, POINT, Points, compare, counts, curve, later_gaps, quantiles
+from bench.lab.paper.reckoning_special import SPECIAL, arithmetic, find
+from bench.lab.paper.report import markdown, rows, table, verdict
+from bench.lab.paper.runs import Run, Settings, Store, keys_of, run_all, run_one
+
+from remap.errors import InvalidArgument
+from remap.sim.hardware import machine
 from remap.sim.results import PolicyResult, TenantResult
 
 GH200 = machine("GH200-96GB")

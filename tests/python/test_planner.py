@@ -181,6 +181,22 @@ def test_a_ring_that_has_to_go_is_said_to_move() -> None:
     assert not plan_streamed(world.pages, 2, (0, 1, 2, 3), 2).ring_moves  # one more buffer beside the old one
 
 
+def test_lent_pages_that_the_ring_needs_are_asked_back() -> None:
+    now = tenant([2] * 6)
+    lending = plan_streamed(now, 1, (0, 1, 2), 1, to="free")
+    assert lending.ring == (now.homes[0],)
+    there = replace(now, streamed=lending.streamed, ring=lending.ring, lent=lending.lent)
+    # Layer 0 comes home, and with it the ring: another layer's pages, which are lent, have to take its place.
+    needed = there.to_reclaim((1, 2), 1)
+    assert needed == set(now.homes[1])
+    with pytest.raises(InvalidArgument) as caught:
+        plan_streamed(there, 2, (1, 2), 1)
+    assert caught.value.pages == 2
+    back = plan_streamed(replace(there, lent=there.lent - needed), 3, (1, 2), 1)
+    assert back.ring == (now.homes[1],)
+    assert (set(back.lost), back.lent, back.ring_moves) == (needed, set(now.homes[2]), True)
+
+
 def test_errors_have_numbers() -> None:
     now = tenant([2, 2, 2])
     for bad in ((0, 0), (0, 3), (-1, 1), (0, 1, 1)):

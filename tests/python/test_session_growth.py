@@ -10,7 +10,7 @@ from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
 
 import remap
 from remap import _core
-from remap.policy import schedule
+from remap.memory.view import schedule
 
 # --- how much -----------------------------------------------------------------------------------------------------
 
@@ -67,6 +67,21 @@ def test_nothing_to_do_changes_nothing_and_calls_nothing():
             assert not report.changed
         assert world.backend.count() == calls
         assert world.session.snapshot() == before
+
+
+def test_who_asks_hears_at_once_that_layers_are_away():
+    """An engine that was told that nothing streams replays one graph of the whole pass, without waiting for any layer."""
+    with World(times=HIDDEN) as world:
+        world.forward()
+        assert not world.tenant.streaming
+        world.step(8)
+        assert world.tenant.remapped > 0
+        assert world.tenant.streaming
+        world.forward()
+        world.session.remap("m", 0)
+        world.session.settle()
+        world.forward()  # which waits for all that comes home
+        assert not world.tenant.streaming
 
 
 @pytest.mark.parametrize("slowdown", [0.0, 0.05, 0.3, 1.0])

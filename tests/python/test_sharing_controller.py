@@ -12,7 +12,7 @@ from sharing_worlds import Engine, Shared, set_times, times_of
 
 import remap
 from remap.memory import offers
-from remap.policy import schedule
+from remap.memory.view import schedule
 
 N = 8
 PLAIN: dict[str, Any] = {"headroom_blocks": 0, "hysteresis_blocks": 0, "min_idle": 0.0}
@@ -91,7 +91,9 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
         assert set(log[4:]) == {("layers", "d"), ("own", "")}
         for name in ("i", "j"):
             assert (
-                world.engines[name].tenant.remapped == world.session._offers.away_cap(world.engines[name].tenant._state) == 6
+                world.engines[name].tenant.remapped
+                == world.session._offers.away_cap(world.engines[name].tenant._state)
+                == 6
             )
         assert d.tenant.kv.usable_blocks >= 2
         # All are at their caps: the same is asked for in vain, and nothing changes any more.
@@ -100,6 +102,18 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
             assert world.step(r=1, d=0).unmet_blocks == {"r": 1}
         assert (world.session._arena.owners(), world.session.snapshot().epoch) == (owners, epoch)
         assert "1 blocks stay unmet" in world.session.snapshot().decisions[-1].reason
+        world.check()
+
+
+def test_free_pages_are_taken_where_blocks_stand_together() -> None:
+    """By their places in the KV region, not by their numbers: blocks that straddle pages need neighbours."""
+    with world_of({"r": 1, "i": 2}) as world:
+        i = world.engines["i"].tenant
+        world.session._controllers["i"].config = config_of(cap=0)
+        world.session.lend("i", 4)  # layers spread over the model, free now
+        world.step(i=4)
+        assert i.kv.usable_blocks >= 4
+        assert i.kv.allocate(i.kv.free_blocks) == list(range(i.kv.usable_blocks))
         world.check()
 
 

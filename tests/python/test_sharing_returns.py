@@ -70,6 +70,64 @@ def test_after_a_layer_came_home_growth_takes_a_demand_that_rose_by_more_than_si
         assert r.tenant.kv.free_blocks > 3
 
 
+def test_headroom_that_rose_since_does_not_ask_back_what_a_holder_gave() -> None:
+    """The low watermark follows the demand: within sigma of what was wanted when the layer went home, it brings nothing back."""
+    options: dict[str, Any] = {"contention": 9.0, "map_s": 0.0, "dwell": 3, "hysteresis_blocks": 3}
+    with world_of({"r": 1, "i": 2}, headroom_blocks=None, **options) as world:
+        r, i = world.engines["r"], world.engines["i"]
+        world.session.deactivate("i")
+        world.session.lend("i", 3, to="r")
+        hold(r, 3)
+        for _ in range(50):
+            if i.tenant.remapped <= 2:
+                break
+            world.step(r=0)
+        assert (i.tenant.remapped, r.tenant.kv.free_blocks) == (2, 3)
+        r.free(list(r.held))
+        world.step(r=0)
+        hold(r, 3)
+        for _ in range(20):  # live and wanted are 3 more than then, after a rise by 6
+            world.step(r=3)
+            assert (i.tenant.remapped, r.tenant.remapped) == (2, 0)
+        world.step(r=4)
+        assert r.tenant.kv.free_blocks >= 4
+
+
+def test_a_layer_stays_while_one_of_its_holders_needs_it() -> None:
+    with world_of({"a": 1, "b": 1, "i": 3}, contention=9.0, map_s=0.0, dwell=1, hysteresis_blocks=2) as world:
+        a, i = world.engines["a"], world.engines["i"]
+        world.session.deactivate("i")
+        world.session.lend("i", 1)
+        world.session._controllers["a"].config = config_of(cap=0, hysteresis_blocks=2)
+        world.step(a=3)  # two of the layer's three pages
+        world.session.lend("i", 1, to="b")
+        assert {name: world.session.snapshot().tenants[name].borrowed_pages for name in "ab"} == {"a": 2, "b": 1}
+        hold(a, 2)  # it could move them, and would have fewer free blocks than its hysteresis
+        for _ in range(20):
+            world.step(a=0, b=0)
+            assert i.tenant.lent_pages == 3
+        a.free(list(a.held))
+        for _ in range(20):
+            world.step(a=0, b=0)
+        assert i.tenant.lent_pages == 0
+        world.check()
+
+
+def test_a_layer_waits_for_the_pass_of_its_holder() -> None:
+    with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1) as world:
+        r, i = world.engines["r"], world.engines["i"]
+        world.session.deactivate("i")
+        world.session.lend("i", 3, to="r")
+        with r.tenant.forward():
+            for _ in range(10):
+                assert not world.step().changed
+                assert i.tenant.remapped == 3
+        for _ in range(10):
+            world.step()
+        assert i.tenant.lent_pages == 0
+        world.check()
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("headroom", [0, None])
 def test_nobody_thrashes_over_long_random_demand(seed: int, headroom: int | None) -> None:

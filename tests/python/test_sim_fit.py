@@ -14,7 +14,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from remap.cli.bench_machine import fit_command
+from remap.cli.fit import fit_command
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim import fit as fitting
 from remap.sim._least_squares import line, minimise
@@ -34,7 +34,7 @@ def shaped(heads: int, kv_heads: int, head_dim: int, hidden: int) -> Model:
 
 
 def measured(of: Machine, noise: float = 0.0) -> dict[str, Any]:
-    """What `remap bench machine` would write on that machine, by its own roofline."""
+    """What `python -m bench.lab machine` would write on that machine, by its own roofline."""
     rng = random.Random(3)
     roof = Roofline(of, shaped(32, 8, 128, 4096))
     constants = of.roofline
@@ -114,7 +114,7 @@ def test_constants_come_back_from_points_that_they_made(name: str) -> None:
     for constant, value in vars(of.roofline).items():
         assert getattr(back.roofline, constant) == pytest.approx(value, rel=ALIKE), constant
     assert back.link == of.link
-    assert back.sources["h2d_bytes_per_s"] == "L: measured by remap bench machine on a made-up one"
+    assert back.sources["h2d_bytes_per_s"] == "L: measured by bench.lab machine on a made-up one"
     assert back.sources["iteration_gap_s"].startswith("A: not measured")
     layer = Roofline(back, model("Llama-3-8b")).layer_s(0, 0, 16, 16 * 512)
     assert layer == pytest.approx(Roofline(of, model("Llama-3-8b")).layer_s(0, 0, 16, 16 * 512), rel=0.01)

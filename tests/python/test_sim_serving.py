@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from bench.lab.twin.calibrated import CalibratedCost, MeasuredPass, Recording, calibrate, rerun
 from sim_world import MIB, recording, tiny
 
 from remap.errors import InvalidArgument, InvalidState
-from remap.sim.calibrated import CalibratedCost, MeasuredPass, Recording, calibrate, rerun
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import Machine, machine
 from remap.sim.policies import ABLATIONS, POLICIES, find

@@ -18,7 +18,7 @@ import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
 from remap.memory.device import simulated
-from remap.policy import schedule
+from remap.memory.view import schedule
 from remap.sim.hardware import machine
 from remap.sim.masters import masters
 
@@ -92,6 +92,22 @@ def test_passes_take_the_period_of_the_schedule(alpha: int, buffers: int, comput
         assert tenant._state.prefetcher.stats().last_pass_stall_s == pytest.approx(stall, rel=1e-9, abs=1e-12)
         assert (stall > 1e-9) == (compute_s < 1e-3)  # 1 ms hides them all
         session.check()
+
+
+def test_a_pass_on_another_stream_begins_behind_the_former_one() -> None:
+    made = backend()
+    session, tenant = small(made)
+    with session:
+        begin = made.now
+        for turn in (1, 2, 3):
+            stream = made.create_stream()
+            with tenant.forward(stream=stream):
+                for layer in range(tenant.layers):
+                    tenant.wait(layer)
+                    made.compute(stream, 1e-3)
+                    tenant.done(layer)
+            # No layer is streamed and the host waits for nothing: only the streams' order keeps the passes apart.
+            assert made.stream_end(stream) == pytest.approx(begin + turn * 8e-3, rel=1e-9)
 
 
 def test_growing_and_shrinking_by_steps() -> None:

@@ -1,8 +1,7 @@
-"""The typer application: `remap demo`, `plan`, `simulate`, `fit`, `bench` and `doctor`."""
+"""The typer application: `remap demo`, `plan`, `simulate`, `fit` and `doctor`."""
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
@@ -11,9 +10,9 @@ from rich.console import Console
 
 from remap.sizes import parse_size
 
-from .bench_machine import bench_machine, fit_command
 from .demo_run import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
+from .fit import fit_command
 from .plan import plan
 from .simulate import simulate
 from .told import EXIT_CODES, errors_told, writable
@@ -26,12 +25,9 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure on this machine, and put the paper's figures beside it.", no_args_is_help=True)
-app.add_typer(bench, name="bench")
 app.command("plan")(plan)
 app.command("simulate")(simulate)
 app.command("fit")(fit_command)
-bench.command("machine")(bench_machine)
 DEFAULTS = default_config()
 
 
@@ -108,97 +104,6 @@ def _budget(text: str | None, tenants: int) -> int:
     if text is not None:
         return parse_size(text, "budget")
     return DEFAULTS.budget_bytes if tenants == 1 else 0
-
-
-@bench.command()
-def ablations(
-    only: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Small random models, short runs: minutes.")] = False,
-    seconds: Annotated[float | None, typer.Option(min=1.0, help="Requests arrive for so long, in each run.")] = None,
-    runs: Annotated[int | None, typer.Option(min=1, help="Runs of each side.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the report, the data and the charts.")] = Path(
-        "bench/results/ablations"
-    ),
-) -> None:
-    """Serve the same bursts in different ways: with and without remapping, and each choice of the design against others."""
-    from .ablations_run import run_all
-
-    with errors_told():
-        writable(out / "ablations.json")
-        run_all(only or [], out, Console(), quick=quick, seconds=seconds, runs=runs)
-
-
-@bench.command("paper")
-def bench_paper(
-    only: Annotated[
-        list[str] | None, typer.Option(help='Only these experiments, such as "fig8*"; may be given several times.')
-    ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Few requests and rates.")] = False,
-    requests: Annotated[
-        int | None, typer.Option(min=20, help="Requests of a run; three times as many of Alpaca's.")
-    ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each point, each with requests of its own.")] = 1,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = (
-        os.cpu_count() or 1
-    ),
-    again: Annotated[bool, typer.Option("--again", help="Run experiments that the file has results of, too.")] = False,
-    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
-    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/paper.json")] = None,
-    page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/paper-vs-ours.md")] = None,
-) -> None:
-    """Figures of Oneiros and Pie beside those of a simulation. What is in the file already is not run again."""
-    from .bench_paper import Settings
-    from .bench_paper_run import run_paper
-
-    with errors_told():
-        # Other settings begin the file anew, so quick runs have one of their own.
-        run_paper(
-            only or [],
-            results or Path("out/paper.json" if quick else "bench/results/paper.json"),
-            page or Path("out/paper.md" if quick else "docs/paper-vs-ours.md"),
-            Console(),
-            settings=Settings(requests=requests or (100 if quick else 500), seeds=seeds, quick=quick),
-            jobs=jobs,
-            again=again,
-            report_only=report_only,
-        )
-
-
-@bench.command("twin")
-def bench_twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] = Path("bench/results")) -> None:
-    """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
-    from .bench_twin import twin
-
-    with errors_told():
-        writable(out / "twin.json")
-        twin(DEFAULTS, out, Console(soft_wrap=True))
-
-
-@bench.command("vllm")
-def bench_vllm(
-    model: Annotated[
-        str | None, typer.Option(help="Folder of the model; by default the demo's, from its cache.")
-    ] = None,
-    kv: Annotated[
-        str, typer.Option(help="KV cache of stock vLLM; remap gets the same memory, weights included.")
-    ] = "40MiB",
-    seconds: Annotated[float, typer.Option(min=1.0, help="Requests arrive for so long, under each load.")] = 45.0,
-    runs: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 2,
-    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, on both sides.")] = 1,
-    out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json.")] = Path("bench/results"),
-) -> None:
-    """Stock vLLM against vLLM on remap at the same memory, under three loads. Run it where vLLM is installed."""
-    from .bench_vllm import VllmBench, measure, model_folder, need_vllm
-    from .bench_vllm_report import write
-
-    console = Console(soft_wrap=True)
-    with errors_told():
-        need_vllm()
-        writable(out / "vllm.json")
-        settings = VllmBench(
-            model=model_folder(model), kv_bytes=parse_size(kv, "kv"), seconds=seconds, runs=runs, threads=threads
-        )
-        console.print(write(measure(settings, console.print), out), markup=False, highlight=False)
 
 
 @app.command()

@@ -5,6 +5,5 @@ Tables and arithmetic (pure): `hardware` (machines and models), `roofline` (what
 
 Serving in virtual time, with the production session on the `sim` backend: `serving` (setup, `simulate`), `worlds` (session,
 tenants, engines), `running` (whose turn it is), `engine` (one tenant's steps), `scheduling` (who runs in a pass), `passes` (what
-a pass does on the device), `pools` and `clock` (for Pie, which the library does not have), `timeline`; `paper`, `paper_list` and
-`reckoning*` (the papers' figures); `calibrated` (a real run, simulated again).
+a pass does on the device), `pools` and `clock` (for Pie, which the library does not have), `timeline`.
 """

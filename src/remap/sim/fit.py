@@ -1,4 +1,4 @@
-"""A machine's constants from measurements of it: `remap fit`, on what `remap bench machine` wrote. Pure.
+"""A machine's constants from measurements of it: `remap fit`, on what `python -m bench.lab machine` wrote. Pure.
 
     found = fit(json.load(open("measured.json")), "my-box")
     machine("my-box", extra=found.document())
@@ -179,7 +179,7 @@ def _from(base: Machine, key: str, *, assumed: bool) -> dict[str, Any]:
 
 def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
     return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing was fitted; measure again with `remap bench machine`, or "
+        f"{name} must be {expected}, got {value!r}; nothing was fitted; measure again with `python -m bench.lab machine`, or "
         f"correct {name}",
         field=name,
         value=value,
@@ -220,7 +220,7 @@ def _told(measurements: Mapping[str, Any]) -> str:
     about = measurements.get("about", {})
     what = about.get("device") if isinstance(about, Mapping) else None
     day = about.get("date") if isinstance(about, Mapping) else None
-    return "measured by remap bench machine" + (f" on {what}" if what else "") + (f", {day}" if day else "")
+    return "measured by bench.lab machine" + (f" on {what}" if what else "") + (f", {day}" if day else "")
 
 
 def _error(points: Sequence[Mapping[str, float]], seconds: Callable[[Mapping[str, float]], float]) -> float:

@@ -1,4 +1,4 @@
-"""`remap bench paper`: the experiments of `remap.sim.paper_list` run, stored and resumed.
+"""`bench.lab paper`: the experiments of experiment_list.py run, stored and resumed.
 
 Every run is one policy on one panel at one rate with one seed. It depends on nothing else, so the number of processes changes no
 result, and what is stored is not run again. Equal settings give an equal file.
@@ -19,13 +19,14 @@ from typing import Any
 from remap.errors import InvalidArgument
 from remap.sim.hardware import machine
 from remap.sim.loads import load
-from remap.sim.paper import BASELINE, FACTORS, LOWEST, Experiment, Panel, setup_of
-from remap.sim.paper_list import EXPERIMENTS
-from remap.sim.reckoning import POINT, Points, figures, later_gaps, quantiles
-from remap.sim.reckoning_special import arithmetic
 from remap.sim.results import weighted_percentile
 from remap.sim.serving import simulate
 from remap.sim.workload import Item
+
+from .experiment_list import EXPERIMENTS
+from .experiments import BASELINE, FACTORS, LOWEST, Experiment, Panel, setup_of
+from .reckoning import POINT, Points, figures, later_gaps, quantiles
+from .reckoning_special import arithmetic
 
 __all__ = ["Run", "Settings", "Store", "keys_of", "run_all", "run_one", "saturation"]
 
@@ -169,7 +170,7 @@ class Store:
             found.gaps = data["gaps"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise InvalidArgument(
-                f"{path} is not a result of `remap bench paper` ({error!r}); nothing was run; name another file, or run "
+                f"{path} is not a result of `bench.lab paper` ({error!r}); nothing was run; name another file, or run "
                 "without --report-only",
                 field="path",
                 value=str(path),

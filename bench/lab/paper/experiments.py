@@ -1,4 +1,4 @@
-"""What `remap bench paper` compares: figures of two papers, and how a simulation is held against them. Pure description.
+"""What `bench.lab paper` compares: figures of two papers, and how a simulation is held against them. Pure description.
 
     headlines()["oneiros-04"].value       # 54.4, in the unit of the entry
     EXPERIMENTS["fig8-c1"].panels         # what is served, by which policies, and which headlines it answers
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
-from importlib import resources
+from pathlib import Path
 from types import MappingProxyType
 
 from remap.errors import InvalidArgument
@@ -82,8 +82,8 @@ class Headline:
 
 @cache
 def headlines() -> Mapping[str, Headline]:
-    """All of the table that comes with the package, by id."""
-    text = (resources.files("remap.sim") / "tables" / "headlines.json").read_text(encoding="utf-8")
+    """All of headlines.json, by id."""
+    text = Path(__file__).with_name("headlines.json").read_text(encoding="utf-8")
     found = {}
     for entry in json.loads(text)["headlines"]:
         value = entry["value"]

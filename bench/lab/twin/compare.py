@@ -1,4 +1,4 @@
-"""`remap bench twin`: the demo's runs on this machine, and their simulation from the runs' own measurements, side by side.
+"""`bench.lab twin`: the demo's runs on this machine, and their simulation from the runs' own measurements, side by side.
 
 A real run writes down what every pass computed and took, and what the link moved. The twin gets these costs, the same requests,
 and nothing else of the run: memory, scheduling, what is remapped when, and every wait follow from the simulation.
@@ -17,16 +17,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.lab import ROOT
+
+from remap.cli import smollm2
+from remap.cli.demo import environment
+from remap.cli.demo_run import DemoConfig
+from remap.cli.machine import machine_now
 from remap.errors import InvalidState
-from remap.sim.calibrated import CalibratedCost, MeasuredPass, Recording, Rerun, calibrate, rerun
 from remap.sim.hardware import Machine, Model
 from remap.sim.hardware import machine as machine_of
 from remap.sim.results import percentile
 
-from . import smollm2
-from .demo import environment
-from .demo_run import DemoConfig
-from .machine import machine_now
+from .calibrated import CalibratedCost, MeasuredPass, Recording, Rerun, calibrate, rerun
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,7 +47,8 @@ def measure(kind: str, config: DemoConfig) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="remap-twin-") as folder:
         result = Path(folder) / "result.json"
         done = subprocess.run(
-            [sys.executable, "-m", "remap.cli.bench_twin_run", kind, json.dumps(asdict(config)), str(result)],
+            [sys.executable, "-m", "bench.lab.twin.real", kind, json.dumps(asdict(config)), str(result)],
+            cwd=ROOT,
             env={**os.environ, **environment(config)},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -1,4 +1,4 @@
-"""`remap bench ablations`: the same arrivals served in different ways, side by side, several times.
+"""`bench.lab ablations`: the same arrivals served in different ways, side by side, several times.
 
 The sides of an ablation alternate (A B A B ...), so that what the machine does meanwhile falls on all of them. Before that one
 run with memory for everything gives the tokens that all of them must generate. The rate of arrivals follows the machine: what
@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from remap.cli.shared_world import LARGE, SMALL, Wiring, World
 from remap.engine.metrics import percentile
 from remap.sim.workload import ALPACA, Arrivals, Load, generate, summary
 
-from .ablations_list import Ablation
-from .shared_world import LARGE, SMALL, Wiring, World
+from .questions import Ablation
 
 if TYPE_CHECKING:
     from remap.engine import SharedEngines, SharedResult

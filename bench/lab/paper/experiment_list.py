@@ -1,11 +1,20 @@
-"""The experiments of `remap bench paper`. Pure description; what the fields mean is in `remap.sim.paper`."""
+"""The experiments of `bench.lab paper`. Pure description; what the fields mean is in experiments.py."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from remap.sim.paper import BASELINE, OURS, PAPERS_OWN, SATURATED, Comparison, Experiment, Panel, Reckoning
+from .experiments import (
+    BASELINE,
+    OURS,
+    PAPERS_OWN,
+    SATURATED,
+    Comparison,
+    Experiment,
+    Panel,
+    Reckoning,
+)
 
 __all__ = ["EXPANSIONS", "EXPERIMENTS"]
 

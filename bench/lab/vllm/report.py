@@ -1,4 +1,4 @@
-"""The table of `remap bench vllm`, in markdown and as JSON."""
+"""The table of `bench.lab vllm`, in markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from remap.cli.machine import machine_now
 from remap.engine.metrics import percentile
 from remap.sizes import show_size
-
-from .machine import machine_now
 
 __all__ = ["markdown", "summarise", "write"]
 

@@ -1,8 +1,8 @@
-"""`remap bench vllm`: stock vLLM against vLLM on remap, at the same memory for weights and KV cache together.
+"""`bench.lab vllm`: stock vLLM against vLLM on remap, at the same memory for weights and KV cache together.
 
     settings -> calibrate (stock, ample KV: what the machine serves) -> three loads -> runs of both sides, alternating -> report
 
-Each run is a fresh process (bench_vllm_engine.py) that serves all loads, one after the other. Both sides get the same requests at
+Each run is a fresh process (engine.py) that serves all loads, one after the other. Both sides get the same requests at
 the same times. stock: as it ships. remap: the same command with REMAP_ENABLE=1; its capacity is what stock takes for weights and
 KV. Every answer of a side is counted as equal or not to that side's answer when nothing was short (`reference`): in bfloat16
 vLLM's rows depend on which others are in the batch, so neither side reaches all; tests/engines compares like with like.
@@ -20,10 +20,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.lab import ROOT
+
+from remap.cli.told import Missing
 from remap.errors import InvalidState
 from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
-
-from .told import Missing
 
 __all__ = ["LOADS", "SIDES", "VllmBench", "measure", "need_vllm"]
 
@@ -88,7 +89,7 @@ def need_vllm() -> None:
     """Raises told.Missing where vLLM is not installed: each run would end in its import."""
     if importlib.util.find_spec("vllm") is None:
         raise Missing(
-            "`remap bench vllm` compares with vLLM, which is not installed here; nothing was run; install remap[vllm], or run it "
+            "`bench.lab vllm` compares with vLLM, which is not installed here; nothing was run; install remap[vllm], or run it "
             "with the Python that has vLLM",
             package="vllm",
         )
@@ -130,8 +131,9 @@ def _run(bench: VllmBench, side: str, loads: dict[str, Any], kv_bytes: int | Non
         **({"REMAP_ENABLE": "1"} if side == "remap" else {}),
     }
     done = subprocess.run(
-        [sys.executable, "-m", "remap.cli.bench_vllm_engine"],
+        [sys.executable, "-m", "bench.lab.vllm.engine"],
         input=json.dumps(spec),
+        cwd=ROOT,
         env=environment,
         capture_output=True,
         text=True,
@@ -154,7 +156,7 @@ def model_folder(given: str | None) -> str:
     """
     if given is not None:
         return given
-    from .smollm2 import cache_root
+    from remap.cli.smollm2 import cache_root
 
     found = sorted(Path(cache_root()).glob("SmolLM2-*-bfloat16-*/model.safetensors"))
     if not found:

@@ -13,8 +13,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from remap.sim.paper import BASELINE, Headline, Panel, Reckoning
 from remap.sim.results import PolicyResult, weighted_percentile
+
+from .experiments import BASELINE, Headline, Panel, Reckoning
 
 __all__ = [
     "ALONE",
@@ -174,7 +175,7 @@ METRICS: Mapping[str, Metric] = {
 }
 
 ALONE = frozenset({"hidden_layers", "expansion", "rate", "overhead", "host_gb"})
-"""Metrics that compare nothing; how they are reckoned is in `remap.sim.reckoning_special`."""
+"""Metrics that compare nothing; how they are reckoned is in reckoning_special.py."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""One engine of `remap bench vllm`, in a process of its own: vLLM, with or without remap, serves the loads that it is given.
+"""One engine of `bench.lab vllm`, in a process of its own: vLLM, with or without remap, serves the loads that it is given.
 
-    python -m remap.cli.bench_vllm_engine < spec.json > result.json
+    python -m bench.lab.vllm.engine < spec.json > result.json
 
 Requests come when the load says, whether or not earlier ones are done (open loop). vLLM's engine runs in this process, so that
 what it does in each step can be counted; its own code is the same as behind `vllm serve`.

@@ -1,6 +1,6 @@
-"""The real side of `remap bench twin`: the demo's runs once more, with every pass written down.
+"""The real side of `bench.lab twin`: the demo's runs once more, with every pass written down.
 
-    python -m remap.cli.bench_twin_run KIND CONFIG(JSON) RESULT(path)
+    python -m bench.lab.twin.real KIND CONFIG(JSON) RESULT(path)
 
 A process of its own, in the demo's environment, as the demo's runs are. Model, arena, engine and requests are the demo's.
 """
@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .demo_run import DemoConfig, serving
+from remap.cli.demo_run import DemoConfig, serving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

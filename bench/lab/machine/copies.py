@@ -1,4 +1,4 @@
-"""Copies and driver calls of a device, measured through the backend that sessions use: for `remap bench machine`."""
+"""Copies and driver calls of a device, measured through the backend that sessions use: for `bench.lab machine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `remap bench paper` found, as a table and as docs/paper-vs-ours.md. Nothing is run here, and nothing is said that the
+"""What `bench.lab paper` found, as a table and as docs/paper-vs-ours.md. Nothing is run here, and nothing is said that the
 stored points do not hold: reasons are sentences about figures of the two runs that are compared."""
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from remap.sim.hardware import machine
-from remap.sim.paper import BASELINE, Comparison, Experiment, Headline, Reckoning, headlines, setup_of
-from remap.sim.paper_list import EXPERIMENTS
-from remap.sim.reckoning import ALONE, METRICS, STILL_FINISHES, Finding, curve
-from remap.sim.reckoning_special import SPECIAL, find
 
-from .bench_paper import Store
-from .bench_paper_text import INTRO, constants, facts
+from .experiment_list import EXPERIMENTS
+from .experiments import BASELINE, Comparison, Experiment, Headline, Reckoning, headlines, setup_of
+from .reckoning import ALONE, METRICS, STILL_FINISHES, Finding, curve
+from .reckoning_special import SPECIAL, find
+from .report_text import INTRO, constants, facts
+from .runs import Store
 
 __all__ = ["Row", "markdown", "rows", "table", "write"]
 
@@ -340,7 +340,7 @@ def write(store: Store, page: Path, *, pictures: bool = True) -> list[Path]:
     written = [page]
     page.parent.mkdir(parents=True, exist_ok=True)
     if pictures:
-        from .bench_paper_pictures import picture, save
+        from .pictures import picture, save
 
         for experiment in EXPERIMENTS.values():
             figure = picture(experiment, store)

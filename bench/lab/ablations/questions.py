@@ -1,4 +1,4 @@
-"""What `remap bench ablations` compares: for each question two or three ways to serve the same arrivals, and what the paper says.
+"""What `bench.lab ablations` compares: for each question two or three ways to serve the same arrivals, and what the paper says.
 
 Sources of the figures: Oneiros, sections 7.2 to 7.6. Its machine copies a layer about ten times slower than it reads one; the
 report tells the ratio of the machine it ran on.
@@ -10,9 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from remap.cli.shared_world import Wiring, World
 from remap.sim.workload import ALPACA, SHAREGPT, Arrivals, Lengths, Load
-
-from .shared_world import Wiring, World
 
 __all__ = ["ABLATIONS", "Ablation", "Claim", "Side", "select"]
 

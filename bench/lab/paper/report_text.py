@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from remap.sim.hardware import machine
-from remap.sim.paper import BASELINE, Experiment, Panel, Reckoning, setup_of
-from remap.sim.reckoning import Finding
 
-from .bench_paper import Store
+from .experiments import BASELINE, Experiment, Panel, Reckoning, setup_of
+from .reckoning import Finding
+from .runs import Store
 
 __all__ = ["INTRO", "constants", "facts"]
 
 INTRO = """# Paper versus ours
 
-Figures of two papers beside those of a simulation on one machine, `{machine}`. This page is generated: `remap bench paper`
-runs what is missing in `bench/results/paper.json` and writes it; `remap bench paper --report-only` writes it again.
+Figures of two papers beside those of a simulation on one machine, `{machine}`. This page is generated:
+`python -m bench.lab paper` runs what is missing in `bench/results/paper.json` and writes it; `--report-only` only writes it.
 
 - Oneiros: Li et al., KV Cache Optimization through Parameter Remapping for Multi-tenant LLM Serving.
 - Pie: Xu et al., Pooling CPU Memory for LLM Inference.

@@ -9,12 +9,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from .ablations import AblationRun, Settings, busy_rate, run_ablation, worlds
-from .ablations_list import select
-from .ablations_report import verdict, write
-from .demo import environment
-from .demo_run import DemoConfig
-from .machine import machine_now
+from remap.cli.demo import environment
+from remap.cli.demo_run import DemoConfig
+from remap.cli.machine import machine_now
+
+from .questions import select
+from .report import verdict, write
+from .serving import AblationRun, Settings, busy_rate, run_ablation, worlds
 
 __all__ = ["run_all"]
 

@@ -1,4 +1,4 @@
-"""Operators of a layer on a device, measured with torch: for `remap bench machine`. Each result is compared with a slow one."""
+"""Operators of a layer on a device, measured with torch: for `bench.lab machine`. Each result is compared with a slow one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from remap.errors import DriverError
 
-from .bench_machine_copies import low
+from .copies import low
 
 __all__ = ["Operators", "Sizes", "flops_of"]
 

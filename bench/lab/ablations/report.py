@@ -15,11 +15,11 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from remap.cli.demo_report import NOISE, format_seconds
 from remap.errors import InvalidState
 
-from .ablations import AblationRun, Settings
-from .ablations_list import Ablation, Claim
-from .demo_report import NOISE, format_seconds
+from .questions import Ablation, Claim
+from .serving import AblationRun, Settings
 
 __all__ = ["Comparison", "chart", "compare", "markdown", "to_json", "verdict", "write"]
 
@@ -171,7 +171,7 @@ def markdown(found: Sequence[AblationRun], machine: dict[str, Any], settings: Se
     head = [
         "# Ablations",
         "",
-        f"`remap bench ablations`: {how}. Machine: {about}.{small}",
+        f"`python -m bench.lab ablations`: {how}. Machine: {about}.{small}",
         "",
         "Percentages of the paper are Oneiros' (GH200, OPT-13b and others); ours are a processor's. Where the ranges of runs "
         f"overlap, no difference is claimed; those of two equal sides miss each other in {by_chance:.0%} of all cases.",

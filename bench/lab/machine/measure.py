@@ -1,23 +1,19 @@
-"""`remap bench machine` measures what a machine's table entry needs; `remap fit` makes the entry of it (`remap.sim.fit`)."""
+"""What a machine's table entry needs, measured; `remap fit` makes the entry of it (`remap.sim.fit`)."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.console import Console
-
+from remap.cli.told import Missing
 from remap.errors import InvalidArgument
 
-from .bench_machine_operators import Operators, Sizes, flops_of
-from .told import Missing, errors_told, writable
+from .operators import Operators, Sizes, flops_of
 
-__all__ = ["bench_machine", "fit_command", "measure"]
+__all__ = ["measure", "need_torch", "write"]
 
 MIB = 1 << 20
 CPU_QUICK = Sizes(
@@ -83,7 +79,7 @@ def measure(
     from remap.memory import device as devices
 
     name = devices.parse(device)
-    torch = _torch(name.kind == "cuda")
+    torch = need_torch(name.kind == "cuda")
     chosen = dtype or ("bfloat16" if name.kind == "cuda" else "float32")
     if chosen not in ("float32", "bfloat16", "float16"):
         raise InvalidArgument(
@@ -92,7 +88,7 @@ def measure(
             value=chosen,
         )
     tell = say or (lambda _: None)
-    from .bench_machine_copies import backend_of, measure_copies, measure_pages
+    from .copies import backend_of, measure_copies, measure_pages
 
     cuda = name.kind == "cuda"
     sizes = (CUDA_QUICK if quick else CUDA_FULL) if cuda else (CPU_QUICK if quick else CPU_FULL)
@@ -122,12 +118,13 @@ def measure(
     return found
 
 
-def _torch(cuda: bool) -> Any:
+def need_torch(cuda: bool) -> Any:
+    """torch. Raises told.Missing where it is not installed, or does not reach the GPU that is asked for."""
     try:
         import torch
     except ImportError as error:
         raise Missing(
-            "`remap bench machine` measures with torch, which is not installed; nothing was measured; install remap[torch]"
+            "`bench.lab machine` measures with torch, which is not installed; nothing was measured; install remap[torch]"
         ) from error
     if cuda and not torch.cuda.is_available():
         raise Missing(
@@ -137,7 +134,7 @@ def _torch(cuda: bool) -> Any:
 
 
 def _about(torch: Any, device: str, cuda: bool) -> dict[str, Any]:
-    from .machine import machine_now
+    from remap.cli.machine import machine_now
 
     found = machine_now()
     if cuda:
@@ -154,7 +151,8 @@ def _about(torch: Any, device: str, cuda: bool) -> dict[str, Any]:
     return {**found, "date": time.strftime("%Y-%m-%d", time.gmtime())}
 
 
-def _write(path: Path, document: Any) -> None:
+def write(path: Path, document: Any) -> None:
+    """As JSON, into a folder that is made. Raises InvalidArgument (field out) where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
@@ -162,80 +160,3 @@ def _write(path: Path, document: Any) -> None:
         raise InvalidArgument(
             f"out: {path} cannot be written ({error.strerror}); name another file", field="out", value=str(path)
         ) from error
-
-
-def bench_machine(
-    out: Annotated[Path, typer.Option(help="JSON file for the measurements; `remap fit` reads it.")],
-    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.", show_default="by device")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes: less than half a minute.")] = False,
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on the CPU.")] = None,
-) -> None:
-    """Measure operators, copies and driver calls of this machine, for `remap fit`, `remap plan` and `remap simulate`."""
-    console = Console(soft_wrap=True)
-    with errors_told():
-        writable(out)
-        if threads is not None:
-            _torch(False).set_num_threads(threads)
-        found = measure(
-            device, quick=quick, dtype=dtype, say=lambda text: console.print(text, markup=False, highlight=False)
-        )
-        _write(out, found)
-    console.print(f"written to {out}; next: remap fit {out} --name my-machine --out my-machine.json", markup=False)
-
-
-def fit_command(
-    measurements: Annotated[Path, typer.Argument(help="What `remap bench machine` wrote.")],
-    name: Annotated[str, typer.Option(help="Of the machine, for --machine.")],
-    out: Annotated[Path, typer.Option(help="JSON file for the machine's table entry.")],
-    like: Annotated[
-        str | None, typer.Option(help="A known machine that gives what was not measured.", show_default="none")
-    ] = None,
-) -> None:
-    """Fit a machine's constants to measurements of it. The result is a table for `remap plan --tables`."""
-    from remap.sim.fit import POOR_MISFIT, fit
-
-    console = Console(soft_wrap=True)
-    with errors_told():
-        writable(out)
-        if importlib.util.find_spec("scipy") is None:
-            raise Missing("`remap fit` needs scipy: pip install 'remap[sim]'; nothing was fitted", package="scipy")
-        found = fit(_read(measurements), name, like)
-        _write(out, found.document())
-    for group, off in found.errors.items():
-        text = f"{group.replace('_', ' '):18} {found.points[group]:4} points, off by {off:.1%} on average"
-        console.print(text, markup=False, highlight=False)
-    for group, off in found.poor.items():
-        text = (
-            f"warning: {group.replace('_', ' ')} is off by {off:.1%}, more than {POOR_MISFIT:.0%}: plans for this machine may be "
-            "off as much; measure again on a quiet machine"
-        )
-        Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
-    figures, roofline = found.entry["figures"], found.entry["roofline"]
-    console.print(
-        f"link {figures['h2d_bytes_per_s']['value'] / 1e9:.1f} GB/s to the device, memory "
-        f"{figures['hbm_bytes_per_s']['value'] / 1e9:.1f} GB/s x {roofline['eff_bw']:.2f}, "
-        f"{figures['flops']['value'] / 1e12:.3g} TFLOP/s x {roofline['eff_flops']:.2f}, p {roofline['p']:.2f}, "
-        f"{roofline['op_overhead_s'] * 1e6:.1f} us an operator",
-        markup=False,
-        highlight=False,
-    )
-    console.print(f"written to {out}; next: remap plan --machine {name} --tables {out} --model ...", markup=False)
-
-
-def _read(path: Path) -> Any:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidArgument(
-            f"measurements: {path} cannot be read ({error.strerror}); nothing was fitted; correct the path",
-            field="measurements",
-            value=str(path),
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise InvalidArgument(
-            f"measurements: {path} is not JSON ({error}); nothing was fitted; measure again",
-            field="measurements",
-            value=str(path),
-        ) from error
-    return found

@@ -1,4 +1,4 @@
-"""`remap bench paper` from the command line: progress, the table, and what is written."""
+"""`bench.lab paper` from the command line: progress, the table, and what is written."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from remap.sim.paper import select
-from remap.sim.paper_list import EXPERIMENTS
+from remap.cli.simulate_plots import need_matplotlib
 
-from .bench_paper import Settings, Store, run_all
-from .bench_paper_report import table, write
-from .simulate_plots import need_matplotlib
+from .experiment_list import EXPERIMENTS
+from .experiments import select
+from .report import table, write
+from .runs import Settings, Store, run_all
 
 __all__ = ["run_paper"]
 

@@ -1,4 +1,4 @@
-"""`remap bench twin` without a model: a "real" run that is itself simulated, so that its twin must be the same."""
+"""`bench.lab twin` without a model: a "real" run that is itself simulated, so that its twin must be the same."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bench.lab.twin import compare as twins
+from bench.lab.twin.calibrated import CalibratedCost, Rerun, rerun
 from sim_world import MIB, recording
 
-from remap.cli import bench_twin
 from remap.cli.demo_run import DemoConfig
 from remap.errors import InvalidState
-from remap.sim.calibrated import CalibratedCost, Rerun, rerun
 from remap.sim.engine import SimEngine
 
 COST = CalibratedCost(8, 0.04, 0.001, 2e-6, 0.003, 3e-6, 0.0005)
@@ -55,7 +55,7 @@ def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any
         return batch, end
 
     monkeypatch.setattr(SimEngine, "launch", watched)
-    found = rerun(RECORDING, bench_twin.blank_machine(), COST, bench_twin.KINDS[kind])
+    found = rerun(RECORDING, twins.blank_machine(), COST, twins.KINDS[kind])
     monkeypatch.undo()
     timeline = [
         {
@@ -85,7 +85,7 @@ def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any
 @pytest.mark.parametrize("kind", ["remap", "baseline"])
 def test_the_twin_of_a_simulated_run_is_that_run(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, found = pretended(kind, monkeypatch)
-    entry, rows = bench_twin.reckoned(kind, CONFIG, real)
+    entry, rows = twins.reckoned(kind, CONFIG, real)
     assert rows["steps_alike"]["twin"] == len(found.steps) > 100
     for name in ("step_mean_s", "step_p50_s", "step_p99_s", "tokens_per_s", "ttft_p50_s", "ttft_p99_s", "alpha_mean"):
         assert rows[name]["twin"] == pytest.approx(rows[name]["real"], rel=0.01), name
@@ -104,7 +104,7 @@ def test_the_table_says_what_is_beyond_its_bound() -> None:
         "step_p99_s": {"real": 1.0, "twin": 0.8, "ratio": 0.8},
         "preemptions": {"real": 0.0, "twin": 0.0, "ratio": float("nan")},
     }
-    head, mean, tail, none = bench_twin.table(rows).splitlines()
+    head, mean, tail, none = twins.table(rows).splitlines()
     assert head.split() == ["real", "twin", "ratio"]
     assert (
         mean.endswith("1.200  beyond 10%")
@@ -116,10 +116,10 @@ def test_the_table_says_what_is_beyond_its_bound() -> None:
 def test_both_runs_are_measured_and_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    reals = {kind: pretended(kind, monkeypatch)[0] for kind in bench_twin.KINDS}
-    monkeypatch.setattr(bench_twin, "measure", lambda kind, config: reals[kind])
+    reals = {kind: pretended(kind, monkeypatch)[0] for kind in twins.KINDS}
+    monkeypatch.setattr(twins, "measure", lambda kind, config: reals[kind])
     console = Console(record=True, width=100)
-    written = bench_twin.twin(CONFIG, tmp_path / "new", console)
+    written = twins.twin(CONFIG, tmp_path / "new", console)
     assert json.loads((tmp_path / "new" / "twin.json").read_text(encoding="utf-8")) == json.loads(json.dumps(written))
     assert list(written["runs"]) == ["remap", "baseline"] and written["config"] == asdict(CONFIG)
     assert {"cpu", "cores", "load_1min", "threads"} <= set(written["machine"])
@@ -129,5 +129,6 @@ def test_both_runs_are_measured_and_written(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_real_run_that_fails_says_why() -> None:
     with pytest.raises(InvalidState, match="the real remap run ended with exit status 1") as caught:
-        bench_twin.measure("remap", DemoConfig(dtype="int3"))
+        twins.measure("remap", DemoConfig(dtype="int3"))
     assert caught.value.fields == {"kind": "remap", "status": 1}
+    assert "int3" in str(caught.value)

@@ -1,4 +1,4 @@
-"""One picture an experiment of `remap bench paper`, as SVG. Needs matplotlib (the extra `bench`)."""
+"""One picture an experiment of `bench.lab paper`, as SVG. Needs matplotlib (the extra `bench`)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from remap.sim.paper import BASELINE, Experiment, Panel
+from remap.cli.simulate_plots import STYLE, colours, need_matplotlib
 
-from .bench_paper import Store
-from .simulate_plots import STYLE, colours, need_matplotlib
+from .experiments import BASELINE, Experiment, Panel
+from .runs import Store
 
 __all__ = ["picture", "save"]
 

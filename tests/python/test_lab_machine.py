@@ -1,4 +1,4 @@
-"""`remap bench machine` on the CPU: every group is measured and fits; wrong results and devices are refused."""
+"""`bench.lab machine` on the CPU: every group is measured and fits; wrong results and devices are refused."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 torch = pytest.importorskip("torch", reason="the operators are torch's")
 
-from remap.cli import bench_machine as bench  # noqa: E402
-from remap.cli.bench_machine_copies import backend_of, low, measure_copies, measure_pages  # noqa: E402
-from remap.cli.bench_machine_operators import Operators, flops_of  # noqa: E402
+from bench.lab.commands import app  # noqa: E402
+from bench.lab.machine import measure as bench  # noqa: E402
+from bench.lab.machine.copies import backend_of, low, measure_copies, measure_pages  # noqa: E402
+from bench.lab.machine.operators import Operators, flops_of  # noqa: E402
+
 from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfMemory  # noqa: E402
 from remap.sim.fit import GROUPS, PAGE_CALLS, fit  # noqa: E402
 from remap.sim.hardware import machine, model  # noqa: E402
@@ -165,20 +166,20 @@ def test_what_cannot_be_measured_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         bench.measure("cuda:0", quick=True)
 
 
-def test_the_commands_end_to_end(small: None, tmp_path: Path) -> None:
-    app = typer.Typer()
-    app.command("bench")(bench.bench_machine)
-    app.command("fit")(bench.fit_command)
+def test_the_command_end_to_end(small: None, tmp_path: Path) -> None:
     out = tmp_path / "new" / "m.json"
-    done = CliRunner().invoke(app, ["bench", "--out", str(out), "--quick", "--threads", "1"])
+    done = CliRunner().invoke(app, ["machine", "--out", str(out), "--quick", "--threads", "1"])
     assert done.exit_code == 0, done.output
     assert "remap fit" in done.output.replace("\n", " ")
     assert json.loads(out.read_text())["kind"] == "remap machine"
-    done = CliRunner().invoke(app, ["bench", "--out", str(out), "--device", "tpu"])
+    done = CliRunner().invoke(app, ["machine", "--out", str(out), "--device", "tpu"])
     assert done.exit_code == 2 and "device must be" in done.output
     (tmp_path / "file").write_text("")
-    done = CliRunner().invoke(app, ["bench", "--out", str(tmp_path / "file" / "m.json"), "--quick"])
+    done = CliRunner().invoke(app, ["machine", "--out", str(tmp_path / "file" / "m.json"), "--quick"])
     assert done.exit_code == 2 and "cannot be written" in done.output
+    with pytest.raises(InvalidArgument) as caught:  # a folder that vanished while it was measured
+        bench.write(tmp_path / "file" / "m.json", {})
+    assert caught.value.field == "out"
 
 
 def test_a_plan_can_be_made_for_a_fitted_machine() -> None:

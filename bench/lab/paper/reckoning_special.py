@@ -7,9 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from remap.sim.hardware import Machine, model
-from remap.sim.paper import BASELINE, Headline, Panel, Reckoning
-from remap.sim.reckoning import Finding, Points, compare, curve, mean_of, places
 from remap.sim.roofline import Roofline
+
+from .experiments import BASELINE, Headline, Panel, Reckoning
+from .reckoning import Finding, Points, compare, curve, mean_of, places
 
 __all__ = ["NOTICED", "SPECIAL", "arithmetic", "find"]
 

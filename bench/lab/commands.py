@@ -1,0 +1,152 @@
+"""The commands of `python -m bench.lab` and their options. They end as those of `remap` do: see `remap.cli.told`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from remap.cli.demo_run import default_config
+from remap.cli.told import EXIT_CODES, errors_told, writable
+from remap.sizes import parse_size
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Measure on this machine, and put the papers' figures beside it.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def machine(
+    out: Annotated[Path, typer.Option(help="JSON file for the measurements; `remap fit` reads it.")],
+    device: Annotated[str, typer.Option(help="cpu or cuda:N.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.", show_default="by device")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer sizes: less than half a minute.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads that compute on the CPU.")] = None,
+) -> None:
+    """Measure operators, copies and driver calls of this machine, for `remap fit`, `remap plan` and `remap simulate`."""
+    from .machine.measure import measure, need_torch, write
+
+    console = Console(soft_wrap=True)
+    with errors_told():
+        writable(out)
+        if threads is not None:
+            need_torch(False).set_num_threads(threads)
+        found = measure(
+            device, quick=quick, dtype=dtype, say=lambda text: console.print(text, markup=False, highlight=False)
+        )
+        write(out, found)
+    console.print(f"written to {out}; next: remap fit {out} --name my-machine --out my-machine.json", markup=False)
+
+
+@app.command()
+def paper(
+    only: Annotated[
+        list[str] | None, typer.Option(help='Only these experiments, such as "fig8*"; may be given several times.')
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests and rates.")] = False,
+    requests: Annotated[
+        int | None, typer.Option(min=20, help="Requests of a run; three times as many of Alpaca's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each point, each with requests of its own.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = (
+        os.cpu_count() or 1
+    ),
+    again: Annotated[bool, typer.Option("--again", help="Run experiments that the file has results of, too.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/paper.json")] = None,
+    page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/paper-vs-ours.md")] = None,
+) -> None:
+    """Figures of Oneiros and Pie beside those of a simulation. What is in the file already is not run again."""
+    from .paper.command import run_paper
+    from .paper.runs import Settings
+
+    with errors_told():
+        # Other settings begin the file anew, so quick runs have one of their own.
+        run_paper(
+            only or [],
+            results or Path("out/paper.json" if quick else "bench/results/paper.json"),
+            page or Path("out/paper.md" if quick else "docs/paper-vs-ours.md"),
+            Console(),
+            settings=Settings(requests=requests or (100 if quick else 500), seeds=seeds, quick=quick),
+            jobs=jobs,
+            again=again,
+            report_only=report_only,
+        )
+
+
+@app.command()
+def headline(
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/headline.json")] = None,
+) -> None:
+    """The simulated headline of the README: five seeds of 2,000 requests each. What is in the file already is not run again."""
+    from .headline import RESULTS, run_headline
+
+    path = results or RESULTS
+    with errors_told():
+        writable(path)
+        typer.echo(run_headline(path, jobs=jobs, report_only=report_only))
+
+
+@app.command()
+def twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] = Path("bench/results")) -> None:
+    """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
+    from .twin.compare import twin as run
+
+    with errors_told():
+        writable(out / "twin.json")
+        run(default_config(), out, Console(soft_wrap=True))
+
+
+@app.command()
+def vllm(
+    model: Annotated[
+        str | None, typer.Option(help="Folder of the model; by default the demo's, from its cache.")
+    ] = None,
+    kv: Annotated[
+        str, typer.Option(help="KV cache of stock vLLM; remap gets the same memory, weights included.")
+    ] = "40MiB",
+    seconds: Annotated[float, typer.Option(min=1.0, help="Requests arrive for so long, under each load.")] = 45.0,
+    runs: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 2,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, on both sides.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder for vllm.md and vllm.json.")] = Path("bench/results"),
+) -> None:
+    """Stock vLLM against vLLM on remap at the same memory, under three loads. Run it where vLLM is installed."""
+    from .vllm.compare import VllmBench, measure, model_folder, need_vllm
+    from .vllm.report import write
+
+    console = Console(soft_wrap=True)
+    with errors_told():
+        need_vllm()
+        writable(out / "vllm.json")
+        settings = VllmBench(
+            model=model_folder(model), kv_bytes=parse_size(kv, "kv"), seconds=seconds, runs=runs, threads=threads
+        )
+        console.print(write(measure(settings, console.print), out), markup=False, highlight=False)
+
+
+@app.command()
+def ablations(
+    only: Annotated[list[str] | None, typer.Option(help="Only this one; may be given several times.")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Small random models, short runs: minutes.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="Requests arrive for so long, in each run.")] = None,
+    runs: Annotated[int | None, typer.Option(min=1, help="Runs of each side.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the report, the data and the charts.")] = Path(
+        "bench/results/ablations"
+    ),
+) -> None:
+    """Serve the same bursts in different ways: with and without remapping, and each choice of the design against others."""
+    from .ablations.command import run_all
+
+    with errors_told():
+        writable(out / "ablations.json")
+        run_all(only or [], out, Console(), quick=quick, seconds=seconds, runs=runs)

@@ -1,0 +1,84 @@
+"""`remap fit`: the table entry of a machine, of measurements of it (`remap.sim.fit`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from remap.errors import InvalidArgument
+
+from .told import Missing, errors_told, writable
+
+__all__ = ["fit_command"]
+
+
+def fit_command(
+    measurements: Annotated[Path, typer.Argument(help="What `python -m bench.lab machine` wrote, in the repository.")],
+    name: Annotated[str, typer.Option(help="Of the machine, for --machine.")],
+    out: Annotated[Path, typer.Option(help="JSON file for the machine's table entry.")],
+    like: Annotated[
+        str | None, typer.Option(help="A known machine that gives what was not measured.", show_default="none")
+    ] = None,
+) -> None:
+    """Fit a machine's constants to measurements of it. The result is a table for `remap plan --tables`."""
+    from remap.sim.fit import POOR_MISFIT, fit
+
+    console = Console(soft_wrap=True)
+    with errors_told():
+        writable(out)
+        if importlib.util.find_spec("scipy") is None:
+            raise Missing("`remap fit` needs scipy: pip install 'remap[sim]'; nothing was fitted", package="scipy")
+        found = fit(_read(measurements), name, like)
+        _write(out, found.document())
+    for group, off in found.errors.items():
+        text = f"{group.replace('_', ' '):18} {found.points[group]:4} points, off by {off:.1%} on average"
+        console.print(text, markup=False, highlight=False)
+    for group, off in found.poor.items():
+        text = (
+            f"warning: {group.replace('_', ' ')} is off by {off:.1%}, more than {POOR_MISFIT:.0%}: plans for this machine may be "
+            "off as much; measure again on a quiet machine"
+        )
+        Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
+    figures, roofline = found.entry["figures"], found.entry["roofline"]
+    console.print(
+        f"link {figures['h2d_bytes_per_s']['value'] / 1e9:.1f} GB/s to the device, memory "
+        f"{figures['hbm_bytes_per_s']['value'] / 1e9:.1f} GB/s x {roofline['eff_bw']:.2f}, "
+        f"{figures['flops']['value'] / 1e12:.3g} TFLOP/s x {roofline['eff_flops']:.2f}, p {roofline['p']:.2f}, "
+        f"{roofline['op_overhead_s'] * 1e6:.1f} us an operator",
+        markup=False,
+        highlight=False,
+    )
+    console.print(f"written to {out}; next: remap plan --machine {name} --tables {out} --model ...", markup=False)
+
+
+def _write(path: Path, document: Any) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InvalidArgument(
+            f"out: {path} cannot be written ({error.strerror}); name another file", field="out", value=str(path)
+        ) from error
+
+
+def _read(path: Path) -> Any:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidArgument(
+            f"measurements: {path} cannot be read ({error.strerror}); nothing was fitted; correct the path",
+            field="measurements",
+            value=str(path),
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidArgument(
+            f"measurements: {path} is not JSON ({error}); nothing was fitted; measure again",
+            field="measurements",
+            value=str(path),
+        ) from error
+    return found

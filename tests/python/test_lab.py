@@ -1,0 +1,78 @@
+"""The commands of `python -m bench.lab` end as those of `remap` do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench.lab import ROOT, headline
+from bench.lab.commands import app
+from bench.lab.vllm import compare
+from typer.testing import CliRunner
+
+LONGER = "1" * 6000  # Python refuses to read or print an int of so many digits
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
+
+
+def test_the_commands_that_there_are() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.lab", "--help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "python -m bench.lab [OPTIONS] COMMAND" in said and "2 nothing was done" in said
+    for command in ("machine", "paper", "headline", "twin", "vllm", "ablations"):
+        assert run(command, "--help").exit_code == 0, command
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ablations", "--only", "nobody"),
+        ("machine", "--device", "tpu", "--out", "x.json"),
+        ("machine", "--out", "/dev/null/x.json"),
+        ("vllm", "--kv", f"{LONGER}GiB", "--model", "x"),
+        ("headline", "--report-only", "--results", "/dev/null/x.json"),
+        ("paper", "--only", "nobody"),
+        ("nonsense",),
+        ("twin", "--nonsense"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_2_and_without_a_traceback(arguments: tuple[str, ...]) -> None:
+    found = run(*arguments)
+    assert found.exit_code == 2, found.output
+    assert isinstance(found.exception, SystemExit) and "Traceback" not in found.output
+    assert len(found.output) < 2000
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", "not JSON"], ids=["deep", "empty", "text"])
+@pytest.mark.parametrize("command", ["paper", "headline"])
+def test_a_file_that_is_no_result_is_refused(command: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    found = run(command, "--report-only", "--results", str(path))
+    assert found.exit_code == 2 and isinstance(found.exception, SystemExit), found.output
+    assert "is not a result of" in found.output.replace("\n", " ")
+    assert [one.name for one in tmp_path.iterdir()] == ["other.json"]
+
+
+def test_without_vllm_its_benchmark_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compare.importlib.util, "find_spec", lambda name: None)
+    found = run("vllm", "--model", "x")
+    assert found.exit_code == 2 and "remap[vllm]" in found.output.replace("\n", " ")
+
+
+def test_the_page_of_the_headline_is_written_again(tmp_path: Path) -> None:
+    path = tmp_path / "headline.json"
+    path.write_bytes(headline.RESULTS.read_bytes())
+    found = run("headline", "--report-only", "--results", str(path))
+    assert found.exit_code == 0, found.output
+    page = headline.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+    assert path.with_suffix(".md").read_text(encoding="utf-8") == page
+    assert found.output == f"{page}\n"

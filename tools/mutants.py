@@ -1,0 +1,780 @@
+"""Mutants of the core: does the suite notice the mistakes that a refactoring could make?
+
+    python tools/mutants.py [--only PATTERN] [--list] [--jobs N]
+
+Each mutant is one small wrong change and names the few tests that must fail because of it. The tool copies the repository's
+tracked files to a temporary folder and works there only, with the packages of the Python that runs it:
+
+    Python mutants   the tests import the copy's sources, beside the compiled `remap._core` that is installed
+    C++ mutants      the copy is built once, then again after each change; its ctests are run
+
+First all named tests have to pass without any mutant. Then each mutant is
+
+    killed              a named test failed, or did not end within TIMEOUT_S seconds
+    SURVIVED            all named tests passed: a test is lacking
+    no longer applies   its text is not found in its file, or more than once: the mutant has to be written anew
+    not judged          the tests could not be run, or the mutant does not compile: says nothing about the tests
+
+When code moves, move its mutants along: change `file`, `text` and `tests`, and keep what it breaks.
+
+Exit code: 0 if all are killed; 1 if one is not, or the tests fail without any mutant; 2 for wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.util
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMEOUT_S = 300.0
+BUILD_TIMEOUT_S = 1800.0
+SHOWN_LINES = 15  # of the output of tests that could not be run
+
+KILLED, SURVIVED, GONE, NOT_JUDGED = "killed", "SURVIVED", "no longer applies", "not judged"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One wrong change. text: what is replaced; it occurs exactly once in `file`. breaks: what is wrong then, in one sentence.
+
+    tests: what must fail because of it, as narrow as possible; for Python sources pytest's paths and node ids (below
+    tests/python), for C++ sources names of ctests.
+    """
+
+    name: str
+    file: str
+    text: str
+    replacement: str
+    breaks: str
+    tests: tuple[str, ...]
+
+    @property
+    def is_cpp(self) -> bool:
+        """Whether it needs a build."""
+        return not self.file.endswith(".py")
+
+    @property
+    def area(self) -> str:
+        """The part of the core that it is about: the first word of its name."""
+        return self.name.split("-")[0]
+
+    @property
+    def module(self) -> str:
+        """The Python module that it changes: src/remap/kv/pool.py is remap.kv."""
+        return ".".join(Path(self.file).relative_to("src").with_suffix("").parts)
+
+
+MUTANTS: tuple[Mutant, ...] = (
+    # -- planner: which pages change hands, in which order, from whom ---------------------------------------------------
+    Mutant(
+        name="planner-tail-of-small-layer",
+        file="src/remap/memory/plan.py",
+        text="return home[max(0, len(home) - self.tail_pages) :] if self.tail_pages else home",
+        replacement="return home[len(home) - self.tail_pages :] if self.tail_pages else home",
+        breaks="A layer with fewer pages than the tail is taken to stream only some of them (a lost `max`).",
+        tests=("test_slices.py::test_copies_in_bytes",),
+    ),
+    Mutant(
+        name="planner-ring-one-buffer-too-few",
+        file="src/remap/memory/plan.py",
+        text="if len(now.ring) == buffers and (set(now.streamed)",
+        replacement="if now.ring and (set(now.streamed)",
+        breaks="A change from one ring buffer to two keeps the ring of one.",
+        tests=("test_planner.py::test_a_ring_that_has_to_go_is_said_to_move",),
+    ),
+    Mutant(
+        name="planner-lost-buffer-does-not-move",
+        file="src/remap/memory/plan.py",
+        text="!= now.ring[: len(ring)] or len(ring) < len(now.ring)",
+        replacement="!= now.ring[: len(ring)]",
+        breaks="A ring that loses a buffer does not count as moving, so copies in flight write into pages that are KV by then.",
+        tests=("test_planner.py::test_a_ring_that_has_to_go_is_said_to_move",),
+    ),
+    Mutant(
+        name="planner-ring-pages-not-reclaimed",
+        file="src/remap/memory/plan.py",
+        text="stays = frozenset(_homes(self.homes, target)).difference(*ring)",
+        replacement="stays = frozenset(_homes(self.homes, target))",
+        breaks="Lent pages that the ring needs are not asked back.",
+        tests=("test_planner.py::test_lent_pages_that_the_ring_needs_are_asked_back",),
+    ),
+    Mutant(
+        name="planner-tails-at-the-front",
+        file="src/remap/memory/slice_plan.py",
+        text="slot = index * size + size - len(buffer) + first",
+        replacement="slot = index * size + first",
+        breaks="The ring's region shows a slice at the front of its buffer instead of at the end.",
+        tests=("test_slices.py::test_growth_by_a_page_touches_one_page_a_layer",),
+    ),
+    Mutant(
+        name="planner-old-stream-waits-for-itself",
+        file="src/remap/memory/streams.py",
+        text="self._streams.backend.stream_wait(handle, event)",
+        replacement="self._streams.backend.stream_wait(self.handle, event)",
+        breaks="A pass on another stream does not wait for what is enqueued on the former one.",
+        tests=("test_sim_session.py::test_a_pass_on_another_stream_begins_behind_the_former_one",),
+    ),
+    Mutant(
+        name="planner-idle-tenant-gives-one-more",
+        file="src/remap/memory/offers.py",
+        text="donor.select(cap + 1, buffers, kind)) <= bound",
+        replacement="donor.select(cap, buffers, kind)) <= bound",
+        breaks="An idle tenant offers one layer more than its first prefill can hide (off by one).",
+        tests=(
+            "test_sharing_controller.py::test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_late",
+        ),
+    ),
+    # -- schedule: what streaming costs, and which copy comes next --------------------------------------------------------
+    Mutant(
+        name="schedule-lone-user-is-copied",
+        file="src/remap/policy/maxplus.py",
+        text="if j >= buffers or j + buffers < streamed]",
+        replacement="if j >= buffers or j + buffers <= streamed]",
+        breaks="A layer that has a ring buffer to itself is taken to be copied in every pass (off by one).",
+        tests=("test_schedule.py::test_uniform_and_slots",),
+    ),
+    Mutant(
+        name="schedule-end-of-pass-is-forgotten",
+        file="src/remap/policy/maxplus.py",
+        text="math.fsum((*compute[layers[-1] + 1 :], *compute[: layers[0]]))",
+        replacement="math.fsum(compute[: layers[0]])",
+        breaks="The computation behind the last streamed layer hides nothing of the next pass's first copy.",
+        tests=("test_schedule_properties.py::test_period_is_the_simulated_one",),
+    ),
+    Mutant(
+        name="schedule-delay-of-the-last-layer",
+        file="src/remap/policy/schedule.py",
+        text="delay = max(delay, loaded - before)",
+        replacement="delay = loaded - before",
+        breaks="A load delays a pass by what the last missing layer waits, not by the longest wait (a lost `max`).",
+        tests=("test_schedule_properties.py::test_one_shot_delay_is_the_simulated_one",),
+    ),
+    Mutant(
+        name="schedule-growing-swaps-layers",
+        file="src/remap/policy/selection.py",
+        text="key=lambda layer: layer not in present)[:m]",
+        replacement="key=lambda layer: layer in present)[:m]",
+        breaks="Growing prefers layers that do not stream yet, so that streaming ones would have to come home.",
+        tests=("test_selection.py::test_kinds",),
+    ),
+    Mutant(
+        name="schedule-slices-through-one-buffer",
+        file="src/remap/memory/bounds.py",
+        text="buffers = max(self._buffers)  # one slot",
+        replacement="buffers = min(self._buffers)  # one slot",
+        breaks="Slices are bounded for one ring buffer, through which nothing overlaps.",
+        tests=(
+            "test_session_slices.py::test_the_controller_grows_in_pages_of_every_layer_up_to_the_exact_bound_and_back",
+        ),
+    ),
+    Mutant(
+        name="schedule-copy-into-a-buffer-in-use",
+        file="cpp/schedule/layer_schedule.cpp",
+        text="if (open_[buffer] != kNone || fetched_for(buffer) != issued_) return std::nullopt;",
+        replacement="if (fetched_for(buffer) != issued_) return std::nullopt;",
+        breaks="The next layer is copied into a ring buffer whose layer is still being computed.",
+        tests=("layer_schedule_test",),
+    ),
+    Mutant(
+        name="schedule-reload-into-the-ring",
+        file="cpp/schedule/prefetch_state.cpp",
+        text="(states[reload.layer].load(std::memory_order_relaxed) & (kHeld | kFailed)) == 0",
+        replacement="(states[reload.layer].load(std::memory_order_relaxed) & kFailed) == 0",
+        breaks="A layer that comes home is loaded before its region shows its own pages: the bytes go into the ring.",
+        tests=("prefetcher_test",),
+    ),
+    # -- controller: how much, when, and when back --------------------------------------------------------------------------
+    Mutant(
+        name="controller-low-watermark-ignored",
+        file="src/remap/policy/controller.py",
+        text="deficit = blocks + headroom - view.free_blocks",
+        replacement="deficit = blocks - view.free_blocks",
+        breaks="Growing begins only when blocks are lacking, not when fewer than the low watermark are free.",
+        tests=("test_controller.py::test_headroom_makes_it_grow_early_but_is_not_unmet_demand",),
+    ),
+    Mutant(
+        name="controller-shrinks-without-its-loss",
+        file="src/remap/policy/controller.py",
+        text="holds = view.free_blocks >= demand + headroom + lost + sigma",
+        replacement="holds = view.free_blocks >= demand + headroom + sigma",
+        breaks="A layer comes home although the blocks that it takes along are needed.",
+        tests=("test_controller.py::test_credit_is_forfeited_when_the_condition_fails",),
+    ),
+    Mutant(
+        name="controller-guard-without-hysteresis",
+        file="src/remap/policy/controller.py",
+        text="self._guard.arm(view.live_blocks + demand + sigma, headroom)",
+        replacement="self._guard.arm(view.live_blocks + demand, headroom)",
+        breaks="After a shrink any rise of demand, however small, brings the full headroom back, and with it the growth.",
+        tests=("test_controller.py::test_a_rise_within_sigma_does_not_end_the_guard",),
+    ),
+    Mutant(
+        name="controller-rise-over-the-past",
+        file="src/remap/policy/watermark.py",
+        text="if tops[0][0] < seen - self._horizon:",
+        replacement="if tops[0][0] < seen - self._horizon - 1:",
+        breaks="What was wanted before a step counts as a rise after it: the horizon begins too early (off by one).",
+        tests=("test_watermark.py::test_a_full_default_window",),
+    ),
+    Mutant(
+        name="controller-free-pages-of-an-old-epoch",
+        file="src/remap/memory/view.py",
+        text="if known is None or known[0] != epoch or epoch < 0:",
+        replacement="if known is None or known[0] != epoch:",
+        breaks="Free pages are remembered while a plan is applied and not settled, and are given away twice.",
+        tests=("test_museum_calls.py::test_free_pages_are_looked_up_anew_while_a_plan_is_not_settled",),
+    ),
+    Mutant(
+        name="controller-donated-pages-not-taken",
+        file="src/remap/memory/decisions.py",
+        text="        blocks += take.blocks",
+        replacement="        blocks += 0",
+        breaks="What other tenants give becomes free pages, and nobody takes them.",
+        tests=("test_sharing_controller.py::test_free_pages_then_unused_kv_then_inactive_by_policy_then_active",),
+    ),
+    Mutant(
+        name="controller-free-pages-by-number",
+        file="src/remap/memory/view.py",
+        text="        places.sort()\n",
+        replacement="",
+        breaks="Free pages are taken by their numbers, so blocks that straddle pages have no neighbours.",
+        tests=("test_sharing_controller.py::test_free_pages_are_taken_where_blocks_stand_together",),
+    ),
+    Mutant(
+        name="controller-return-without-guard",
+        file="src/remap/memory/decisions.py",
+        text="controllers[holder.name].has_lost(session._view_of(holder, wanted), wanted.blocks if wanted else 0)",
+        replacement="pass",
+        breaks="A holder's headroom asks back the layer that it has just given back.",
+        tests=("test_sharing_returns.py::test_headroom_that_rose_since_does_not_ask_back_what_a_holder_gave",),
+    ),
+    # -- block pool: which blocks may be used ---------------------------------------------------------------------------------
+    Mutant(
+        name="pool-block-counted-twice",
+        file="src/remap/kv/pool.py",
+        text="low += self._state[low] != _UNUSABLE",
+        replacement="low += 0",
+        breaks="A block between two pages that are given in one call becomes usable twice.",
+        tests=("test_kv.py::test_a_gift_that_bridges_owned_pages_counts_each_block_once",),
+    ),
+    Mutant(
+        name="pool-usable-before-its-last-page",
+        file="src/remap/kv/pages.py",
+        text="first, stop = block * unit // page, -(-(block + 1) * unit // page)",
+        replacement="first, stop = block * unit // page, max(block * unit // page + 1, (block + 1) * unit // page)",
+        breaks="A block that straddles two pages is usable when only the first of them is owned.",
+        tests=("test_kv.py::test_blocks_that_straddle_wait_for_both_pages",),
+    ),
+    Mutant(
+        name="pool-usable-before-all-ranges",
+        file="src/remap/kv/pages.py",
+        text="self.column[column] = ABSENT if ABSENT in states else CLOSED if CLOSED in states else OPEN",
+        replacement="self.column[column] = CLOSED if CLOSED in states else OPEN if OPEN in states else ABSENT",
+        breaks="In the layer_major layout a block is usable when the pages of one layer are owned.",
+        tests=("test_kv.py::test_withdrawn_pages_keep_new_neighbours_closed",),
+    ),
+    Mutant(
+        name="pool-draining-blocks-overlooked",
+        file="src/remap/kv/pool.py",
+        text="for b, s in enumerate(segment, start) if s in (_LIVE, _DRAINING))",
+        replacement="for b, s in enumerate(segment, start) if s == _LIVE)",
+        breaks="Withdrawn blocks that are still live do not keep their pages from being taken.",
+        tests=("test_kv.py::test_shrink_in_two_steps_with_compaction",),
+    ),
+    Mutant(
+        name="pool-undo-forgets-pages",
+        file="src/remap/kv/pool.py",
+        text="        self._slots.restore(saved.slots)\n",
+        replacement="",
+        breaks="Undoing a change puts the blocks back, and not the pages that they lie on.",
+        tests=("test_slices.py::test_an_error_while_applying_leaves_everything_as_it_was",),
+    ),
+    Mutant(
+        name="pool-pages-for-blocks-rounded-down",
+        file="src/remap/kv/spec.py",
+        text="return -(-blocks * self.unit_bytes // self.page_bytes) * self.ranges",
+        replacement="return blocks * self.unit_bytes // self.page_bytes * self.ranges",
+        breaks="Too few pages are counted for blocks that do not fill their last page.",
+        tests=("test_kv.py::test_giving_order",),
+    ),
+    Mutant(
+        name="pool-moves-copy-backwards",
+        file="src/remap/kv/cache.py",
+        text="ranges.append((self.address + target, self.address + source, nbytes))",
+        replacement="ranges.append((self.address + source, self.address + target, nbytes))",
+        breaks="A live block that moves is overwritten with the bytes of the free block that it moves to.",
+        tests=("test_session_growth.py::test_another_set_of_the_same_size_needs_no_free_block",),
+    ),
+    # -- lending: pages between tenants, all or nothing -----------------------------------------------------------------------
+    Mutant(
+        name="lending-holder-is-not-given-back",
+        file="src/remap/memory/lend.py",
+        text="undo.append(partial(self._give_back, tenant, pages, moves[name], result))",
+        replacement="pass",
+        breaks="When bringing layers home fails, a holder does not get back the pages that it had given up (a lost undo).",
+        tests=(
+            "test_museum_calls.py::test_a_call_of_several_plans_that_raises_has_changed_nothing[activate-aliased-once]",
+        ),
+    ),
+    Mutant(
+        name="lending-page-promised-twice",
+        file="src/remap/memory/lend.py",
+        text="                gone.update(free[:least])\n",
+        replacement="",
+        breaks="Two holders count on the same free page for the blocks that have to move.",
+        tests=("test_sharing_returns.py::test_two_holders_do_not_count_on_the_same_free_page",),
+    ),
+    Mutant(
+        name="lending-holder-inside-a-pass",
+        file="src/remap/memory/lend.py",
+        text="            self._tenants[name].refuse_pass()",
+        replacement="            pass",
+        breaks="Pages are taken from a holder whose pass may be reading them.",
+        tests=("test_lending.py::test_a_holder_inside_a_pass_keeps_its_pages",),
+    ),
+    Mutant(
+        name="lending-failed-attach-keeps-its-pages",
+        file="src/remap/memory/arrival.py",
+        text="            arena.remove_tenant(arrival.number, undoing=True)",
+        replacement="            pass",
+        breaks="An attach that failed keeps the pages and addresses that it had taken (a claim that is not released).",
+        tests=("test_museum_bytes.py::test_a_failed_attach_does_not_leave_its_weights_to_the_next_tenant",),
+    ),
+    Mutant(
+        name="lending-streams-less-than-it-may",
+        file="src/remap/memory/activate.py",
+        text="    for remapped in range(tenant.remapped, keep, -1):",
+        replacement="    for remapped in range(tenant.remapped - 1, keep, -1):",
+        breaks="A waking tenant is refused although all that is away now could be streamed within its caller's share.",
+        tests=("test_sharing_controller.py::test_a_waking_tenant_streams_as_much_as_its_caller_allows",),
+    ),
+    Mutant(
+        name="lending-reclaimed-pages-stay-claimed",
+        file="src/remap/memory/apply.py",
+        text="attachment.reclaimed = attachment.reclaimed.difference(plan.lost) | reclaimed",
+        replacement="attachment.reclaimed = attachment.reclaimed | reclaimed",
+        breaks="Pages that came home for their layer count as waiting for it for ever (a claim that is not released).",
+        tests=("test_sharing_faults.py::test_every_call_fails[activate-aliased-once]",),
+    ),
+    Mutant(
+        name="lending-one-willing-holder-is-enough",
+        file="src/remap/memory/decisions.py",
+        text="holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())",
+        replacement="holds = any(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())",
+        breaks="A layer comes home although one of its holders needs the blocks in it.",
+        tests=("test_sharing_returns.py::test_a_layer_stays_while_one_of_its_holders_needs_it",),
+    ),
+    Mutant(
+        name="lending-return-beside-a-pass",
+        file="src/remap/memory/decisions.py",
+        text="    if any(holder._busy for holder in lost):\n        return\n",
+        replacement="",
+        breaks="A step asks for pages of a holder that is inside a pass, and raises.",
+        tests=("test_sharing_returns.py::test_a_layer_waits_for_the_pass_of_its_holder",),
+    ),
+    Mutant(
+        name="lending-layers-away-unnoticed",
+        file="src/remap/memory/apply.py",
+        text="        tenant._all_ready = False\n",
+        replacement="",
+        breaks="A tenant says that nothing streams, so an engine replays a graph of the whole pass over the ring.",
+        tests=("test_session_growth.py::test_who_asks_hears_at_once_that_layers_are_away",),
+    ),
+    # -- executor: owners, mappings and zeroes, whole or undone whole ------------------------------------------------------------
+    Mutant(
+        name="executor-page-passes-for-clean",
+        file="cpp/core/executor.cpp",
+        text="if (page.dirty == kNobody) page.dirty = after;",
+        replacement="page.dirty = after;",
+        breaks="A page that comes from another tenant passes for the new one's own, and is not zeroed.",
+        tests=("executor_zeroing_test",),
+    ),
+    Mutant(
+        name="executor-zeroes-come-too-early",
+        file="cpp/core/executor.cpp",
+        text="if (frees && ordering.after != 0) arena.gather(ordering.after);",
+        replacement="static_cast<void>(frees);",
+        breaks="A page is zeroed before its former tenant's last writes have come, which then reach the next tenant.",
+        tests=("executor_zeroing_test",),
+    ),
+    Mutant(
+        name="executor-undone-in-the-wrong-order",
+        file="cpp/core/executor.cpp",
+        text="for (auto entry = undo_.rbegin(); entry != undo_.rend(); ++entry) {",
+        replacement="for (auto entry = undo_.begin(); entry != undo_.end(); ++entry) {",
+        breaks="The steps of a plan are undone first to last instead of last to first.",
+        tests=("executor_test",),
+    ),
+    Mutant(
+        name="executor-not-looked-at-again",
+        file="cpp/core/executor.cpp",
+        text="    admit(plan);  // another plan may have been faster",
+        replacement="",
+        breaks="A plan that waited without the lock is carried out although another plan came first.",
+        tests=("executor_stream_test",),
+    ),
+    Mutant(
+        name="executor-rollback-forgets-the-worker",
+        file="cpp/core/executor.cpp",
+        text="if (done) Pointer(arena).layer(region, before);",
+        replacement="static_cast<void>(done);",
+        breaks="A plan that is rolled back leaves a region as the worker has pointed it meanwhile.",
+        tests=("executor_stream_test",),
+    ),
+    Mutant(
+        name="executor-mapping-noted-too-late",
+        file="cpp/core/pointing.cpp",
+        text="      mapped.emplace_back(first, count);\n"
+        "      backend.set_access(at, count * page_bytes, Access::read_write);\n",
+        replacement="      backend.set_access(at, count * page_bytes, Access::read_write);\n"
+        "      mapped.emplace_back(first, count);\n",
+        breaks="Pages stay mapped, unknown to the tables, when access to them cannot be set (the wrong order of two steps).",
+        tests=("executor_test",),
+    ),
+    Mutant(
+        name="executor-one-view-is-not-put-back",
+        file="cpp/core/arena.cpp",
+        text="while (unmapped-- > 0) {",
+        replacement="while (unmapped-- > 1) {",
+        breaks="When a tenant cannot be removed, one of its regions stays unmapped (off by one).",
+        tests=("arena_test",),
+    ),
+)
+
+
+# -- judging ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command has ended. code: its exit code, None if it had to be ended after its time."""
+
+    code: int | None
+    output: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of one mutant. detail: why, where that is not obvious."""
+
+    outcome: str
+    detail: str = ""
+    seconds: float = 0.0
+
+
+class CannotRun(Exception):
+    """The tests cannot be run at all; the text says why."""
+
+
+def mutated(source: str, mutant: Mutant) -> str | None:
+    """The file's text with the mutant in it; None if the mutant does not apply."""
+    return source.replace(mutant.text, mutant.replacement) if source.count(mutant.text) == 1 else None
+
+
+def judge_pytest(ended: Ended) -> Verdict:
+    """pytest exits with 1 if tests failed. 2 to 5 say that they could not be run, which kills nothing."""
+    return _judged(ended, 1)
+
+
+def judge_ctest(ended: Ended) -> Verdict:
+    """ctest exits with 8 if tests failed."""
+    return _judged(ended, 8)
+
+
+def _judged(ended: Ended, failed: int) -> Verdict:
+    if ended.code is None:
+        return Verdict(KILLED, f"no end within {TIMEOUT_S:g} s")
+    if ended.code == failed:
+        return Verdict(KILLED)
+    if ended.code == 0:
+        return Verdict(SURVIVED)
+    return Verdict(NOT_JUDGED, f"exit code {ended.code}\n{_tail(ended.output)}")
+
+
+def _tail(output: str) -> str:
+    return "\n".join(f"    {line}" for line in output.splitlines()[-SHOWN_LINES:])
+
+
+# -- running -----------------------------------------------------------------------------------------------------------------
+
+# Loaded by pytest in the copy. Nothing may be judged by tests of other sources than the copy's, nor by a mutant that cannot be
+# imported; and a mutant is to be killed in every run or in none.
+PLUGIN = """
+import importlib, os
+
+def pytest_configure(config):
+    from hypothesis import Phase, settings
+    settings.register_profile(
+        "mutants", derandomize=True, database=None, deadline=None, phases=(Phase.explicit, Phase.generate)
+    )
+    settings.load_profile("mutants")
+    for name in os.environ["REMAP_MUTANTS_MODULES"].split():
+        module = importlib.import_module(name)
+        if not os.path.realpath(module.__file__).startswith(os.environ["REMAP_MUTANTS_SOURCES"] + os.sep):
+            raise RuntimeError(f"{name} was imported from {module.__file__}, not from the copy")
+"""
+
+
+def run(command: Sequence[str], cwd: Path, env: dict[str, str], timeout_s: float) -> Ended:
+    """Run a command to its end, or end it and all that it has started."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:  # a pipe would be kept open by what it has started
+        process = subprocess.Popen(
+            command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
+        code: int | None
+        try:
+            code = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        return Ended(code, output.read())
+
+
+def tracked_files() -> list[str]:
+    """The repository's tracked files that are there."""
+    try:
+        found = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise CannotRun(f"git cannot list the tracked files of {ROOT}: {error}") from error
+    return [name for name in found.stdout.split("\0") if name and (ROOT / name).is_file()]
+
+
+def compiled_core() -> Path:
+    """The compiled `remap._core` of the Python that runs this."""
+    found = subprocess.run(
+        [sys.executable, "-c", "import remap._core as core; print(core.__file__)"],
+        cwd=tempfile.gettempdir(),
+        capture_output=True,
+        text=True,
+    )
+    if found.returncode:
+        raise CannotRun(f"{sys.executable} cannot import remap._core; install remap for it first\n{found.stderr}")
+    return Path(found.stdout.strip())
+
+
+class Copy:
+    """A copy of the tracked files, in which mutants are tried one after the other."""
+
+    def __init__(self, folder: Path, files: Sequence[str]) -> None:
+        self.folder = folder.resolve()
+        for name in files:
+            target = self.folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / name, target)
+        # No settings of the caller's own. No byte code: two mutants written within a second may have one size.
+        self.env = {name: value for name, value in os.environ.items() if not name.startswith(("REMAP_", "PYTEST_"))}
+        self.env |= {
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONPATH": str(self.folder / "src"),
+        }
+
+    @contextmanager
+    def with_mutant(self, mutant: Mutant) -> Iterator[bool]:
+        """The mutant is in the copy, meanwhile. False if it does not apply."""
+        path = self.folder / mutant.file
+        source = path.read_text(encoding="utf-8") if path.is_file() else ""
+        changed = mutated(source, mutant)
+        if changed is None:
+            yield False
+            return
+        path.write_text(changed, encoding="utf-8")
+        try:
+            yield True
+        finally:
+            path.write_text(source, encoding="utf-8")
+
+    # -- Python
+
+    def add_core(self, core: Path) -> None:
+        """Put the compiled core beside the copy's Python sources."""
+        shutil.copyfile(core, self.folder / "src" / "remap" / core.name)
+        (self.folder / "src" / "remap_mutants_plugin.py").write_text(PLUGIN, encoding="utf-8")
+
+    def pytest(self, mutants: Sequence[Mutant], *options: str, timeout_s: float = TIMEOUT_S) -> Ended:
+        """The tests of these mutants."""
+        tests = dict.fromkeys(f"tests/python/{test}" for mutant in mutants for test in mutant.tests)
+        modules = dict.fromkeys(("remap._core", *(mutant.module for mutant in mutants)))
+        env = self.env | {
+            "REMAP_MUTANTS_MODULES": " ".join(modules),
+            "REMAP_MUTANTS_SOURCES": str(self.folder / "src"),
+        }
+        plugins = ("-p", "remap_mutants_plugin", "-p", "no:cacheprovider")
+        command = (sys.executable, "-m", "pytest", "-q", *plugins, *options, *tests)
+        return run(command, self.folder, env, timeout_s)
+
+    # -- C++
+
+    def configure(self) -> Ended:
+        """Prepare a build of the C++ tests."""
+        options = ("-DREMAP_BUILD_TESTS=ON", "-DREMAP_BUILD_PYTHON=OFF", "-DCMAKE_BUILD_TYPE=Debug")
+        flags = "-DCMAKE_CXX_FLAGS_DEBUG=-O1"
+        command = ("cmake", "-S", ".", "-B", "build/cpp", "-G", "Ninja", *options, flags)
+        return run(command, self.folder, self.env, BUILD_TIMEOUT_S)
+
+    def build(self, mutants: Sequence[Mutant], jobs: int) -> Ended:
+        """Build the tests of these mutants, as far as they have to be."""
+        targets = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+        command = ("cmake", "--build", "build/cpp", "--parallel", str(jobs), "--target", *targets)
+        return run(command, self.folder, self.env, BUILD_TIMEOUT_S)
+
+    def ctest(self, mutants: Sequence[Mutant], timeout_s: float = TIMEOUT_S) -> Ended:
+        """Run the tests of these mutants."""
+        names = dict.fromkeys(test for mutant in mutants for test in mutant.tests)
+        command = ("ctest", "--test-dir", "build/cpp", "--no-tests=error", "--output-on-failure", "-R")
+        return run((*command, f"^({'|'.join(names)})$"), self.folder, self.env, timeout_s)
+
+
+def try_python(copy: Copy, mutant: Mutant) -> Verdict:
+    """Whether this mutant of a Python source is killed."""
+    with copy.with_mutant(mutant) as applies:
+        return judge_pytest(copy.pytest([mutant], "-x")) if applies else Verdict(GONE)
+
+
+def try_cpp(copy: Copy, mutant: Mutant, jobs: int) -> Verdict:
+    """Whether this mutant of a C++ source is killed."""
+    with copy.with_mutant(mutant) as applies:
+        if not applies:
+            return Verdict(GONE)
+        built = copy.build([mutant], jobs)
+        if built.code != 0:
+            return Verdict(NOT_JUDGED, f"it does not compile\n{_tail(built.output)}")
+        return judge_ctest(copy.ctest([mutant]))
+
+
+class Report:
+    """Prints verdicts as they come."""
+
+    def __init__(self, mutants: Sequence[Mutant]) -> None:
+        self.count = len(mutants)
+        self.verdicts: dict[str, Verdict] = {}
+
+    def add(self, mutant: Mutant, verdict: Verdict) -> None:
+        """Print one verdict."""
+        self.verdicts[mutant.name] = verdict
+        line = f"[{len(self.verdicts)}/{self.count}] {verdict.outcome:<10} {mutant.name} ({verdict.seconds:.1f} s)"
+        if verdict.outcome != KILLED:
+            line += f"\n  {mutant.file}: {mutant.breaks}\n  tests: {', '.join(mutant.tests)}"
+        print(line + (f"\n  {verdict.detail}" if verdict.detail else ""), flush=True)
+
+    def summary(self) -> int:
+        """Print the numbers. Returns the exit code."""
+        outcomes = [verdict.outcome for verdict in self.verdicts.values()]
+        counts = {outcome: outcomes.count(outcome) for outcome in (KILLED, SURVIVED, GONE, NOT_JUDGED)}
+        print(", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count))
+        return 0 if counts[KILLED] == self.count else 1
+
+
+def control(ended: Ended, what: str) -> None:
+    """Raise CannotRun unless this went well without any mutant."""
+    if ended.code != 0:
+        code = "it did not end in time" if ended.code is None else f"exit code {ended.code}"
+        raise CannotRun(f"without any mutant: {what} failed ({code})\n{_tail(ended.output)}")
+
+
+def run_cpp(folder: Path, files: Sequence[str], mutants: Sequence[Mutant], jobs: int, report: Report) -> None:
+    """All mutants of C++ sources, in one copy: what is built once need not be built again."""
+    copy = Copy(folder / "cpp", files)
+    begin = time.monotonic()
+    control(copy.configure(), "configuring")
+    control(copy.build(mutants, jobs), "building")
+    control(copy.ctest(mutants, TIMEOUT_S * len(mutants)), "ctest")
+    print(f"C++ tests pass without any mutant ({time.monotonic() - begin:.1f} s)", flush=True)
+    for mutant in sorted(mutants, key=lambda each: each.file):
+        begin = time.monotonic()
+        verdict = try_cpp(copy, mutant, jobs)
+        report.add(mutant, Verdict(verdict.outcome, verdict.detail, time.monotonic() - begin))
+
+
+def run_python(folder: Path, files: Sequence[str], mutants: Sequence[Mutant], jobs: int, report: Report) -> None:
+    """All mutants of Python sources, `jobs` at a time, each in a copy of its own."""
+    core = compiled_core()
+    copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+    for index in range(min(jobs, len(mutants))):
+        copy = Copy(folder / f"python{index}", files)
+        copy.add_core(core)
+        copies.put(copy)
+    begin = time.monotonic()
+    control(copy.pytest(mutants, timeout_s=TIMEOUT_S * len(mutants)), "pytest")
+    print(f"Python tests pass without any mutant ({time.monotonic() - begin:.1f} s)", flush=True)
+
+    def one(mutant: Mutant) -> tuple[Mutant, Verdict]:
+        mine = copies.get()
+        begin = time.monotonic()
+        try:
+            verdict = try_python(mine, mutant)
+        finally:
+            copies.put(mine)
+        return mutant, Verdict(verdict.outcome, verdict.detail, time.monotonic() - begin)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for mutant, verdict in pool.map(one, mutants):
+            report.add(mutant, verdict)
+
+
+def selected(pattern: str | None) -> list[Mutant]:
+    """Mutants whose name or file contains the pattern, or matches it (*, ?)."""
+    if pattern is None:
+        return list(MUTANTS)
+    return [
+        mutant
+        for mutant in MUTANTS
+        if any(pattern in text or fnmatch.fnmatchcase(text, pattern) for text in (mutant.name, mutant.file))
+    ]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(description="Do the tests notice these mistakes?")
+    parser.add_argument("--only", metavar="PATTERN", help="mutants whose name or file contains this, or matches it")
+    parser.add_argument("--list", action="store_true", help="print the mutants and what they break")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="how many at a time (default: 1)")
+    given = parser.parse_args(arguments)
+    mutants = selected(given.only)
+    if not mutants:
+        parser.error(f"no mutant's name or file matches {given.only!r}")
+    if given.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {given.jobs}")
+    if given.list:
+        for mutant in mutants:
+            print(f"{mutant.name}\n    {mutant.file}: {mutant.breaks}\n    {', '.join(mutant.tests)}")
+        return 0
+    if importlib.util.find_spec("pytest") is None or importlib.util.find_spec("hypothesis") is None:
+        parser.error(f"{sys.executable} has no pytest or no hypothesis")
+    report = Report(mutants)
+    try:
+        files = tracked_files()
+        with tempfile.TemporaryDirectory(prefix="remap-mutants-") as folder:
+            cpp = [mutant for mutant in mutants if mutant.is_cpp]
+            python = [mutant for mutant in mutants if not mutant.is_cpp]
+            if python:
+                run_python(Path(folder), files, python, given.jobs, report)
+            if cpp:
+                run_cpp(Path(folder), files, cpp, given.jobs, report)
+    except CannotRun as error:
+        print(error)
+        return 1
+    return report.summary()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
