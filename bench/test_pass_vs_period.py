@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 from measure import SMOLLM2_LAYER_BYTES, RawTenant, behind, median, record
 
-from remap.memory.view import schedule
+from remap.policy import schedule
 
 LAYERS = 8
 PASSES = 24

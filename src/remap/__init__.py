@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 
 from remap.kv.spec import KVSpec
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.policy.controller import ControllerConfig, Demand
 from remap.report import Snapshot, StallShare, StepReport, TenantSnapshot
 

@@ -429,7 +429,7 @@ def test_the_hand_takes_what_a_pass_nearly_hides(
     needs("transformers")
     from bench.gpu.measures.serving import BUFFERS, SLOWDOWN, by_hand
 
-    from remap.memory.view import schedule
+    from remap.policy import schedule
 
     layers, pages = 40, 301
     choice = by_hand([compute_s] * layers, copy_s, pages)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.policy.maxplus import copied_uses, largest_cycle_mean, lower_bound
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))

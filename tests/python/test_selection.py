@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from remap.errors import InvalidArgument
-from remap.memory.view import selection
+from remap.policy import selection
 from remap.policy.cost import LayerTimes
 from remap.policy.schedule import max_remapped, nested, one_shot_delay, period, stall, uniform, uniform_fixed
 from remap.policy.selection import (

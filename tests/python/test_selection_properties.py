@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from remap.memory.view import schedule, selection
+from remap.policy import schedule, selection
 from remap.policy.cost import LayerTimes
 from remap.policy.search import EVALUATIONS, Problem, _starts, best_double, hidden
 

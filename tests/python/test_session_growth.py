@@ -10,7 +10,7 @@ from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
 
 import remap
 from remap import _core
-from remap.memory.view import schedule
+from remap.policy import schedule
 
 # --- how much -----------------------------------------------------------------------------------------------------
 

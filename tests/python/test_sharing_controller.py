@@ -12,7 +12,7 @@ from sharing_worlds import Engine, Shared, set_times, times_of
 
 import remap
 from remap.memory import offers
-from remap.memory.view import schedule
+from remap.policy import schedule
 
 N = 8
 PLAIN: dict[str, Any] = {"headroom_blocks": 0, "hysteresis_blocks": 0, "min_idle": 0.0}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import remap
 from remap import _core
 from remap.errors import InvalidArgument
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.policy.selection import slices_period
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import machine, model

@@ -14,7 +14,7 @@ from remap.adapters.settings import Settings
 from remap.cli.plan import plan as command
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument
-from remap.memory.view import schedule, selection
+from remap.policy import schedule, selection
 from remap.sim import planning
 from remap.sim.hardware import machine, model
 from remap.sim.model_variants import in_dtype, least_rows, sharded

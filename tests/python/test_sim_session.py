@@ -18,7 +18,7 @@ import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
 from remap.memory.device import simulated
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.sim.hardware import machine
 from remap.sim.masters import masters
 

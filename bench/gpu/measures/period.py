@@ -13,7 +13,7 @@ from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks
 from bench.gpu.work import Work, calibrated, work
 
-from remap.memory.view import schedule
+from remap.policy import schedule
 
 LAYERS = 8
 WARM_UP = 3

@@ -21,7 +21,7 @@ from bench.gpu.results import Figure, count, figure, quantile
 from bench.gpu.tenants import PAGE
 
 import remap
-from remap.memory.view import schedule
+from remap.policy import schedule
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request

@@ -23,7 +23,7 @@ from remap.memory.apply import Changes
 from remap.memory.lend import Lending
 from remap.memory.offers import Offers
 from remap.memory.state import TenantState
-from remap.memory.view import schedule
+from remap.policy import schedule
 
 __all__ = ["ActivationReport", "activate", "deactivate"]
 

@@ -26,7 +26,7 @@ from remap.memory.slice_plan import giving_order
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.model.protocols import Handle
 from remap.model.source import LayerSource
 from remap.policy.controller import Controller

@@ -14,7 +14,7 @@ import math
 
 from remap.memory.plan import MAX_BUFFERS, TenantPages
 from remap.memory.state import TenantState
-from remap.memory.view import schedule, selection
+from remap.policy import schedule, selection
 from remap.policy.views import LayerSeconds
 
 __all__ = ["HiddenCopies"]

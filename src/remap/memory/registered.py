@@ -11,7 +11,7 @@ from typing import Any
 
 from remap.errors import InvalidState
 from remap.memory.state import TenantState
-from remap.memory.view import schedule
+from remap.policy import schedule
 
 __all__ = ["Registered"]
 

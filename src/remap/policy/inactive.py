@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from remap.errors import InvalidArgument
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.policy.schedule import RELATIVE_EPSILON, _integer, _is_real, _streamed, _times
 
 __all__ = ["inactive_cap", "suffix_delay"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
 from remap.errors import InvalidArgument
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.policy.inactive import inactive_cap, suffix_delay
 from remap.policy.schedule import RELATIVE_EPSILON, _integer, _is_real, _streamed, _times
 from remap.policy.search import Problem, Walks, best_double, best_single

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import cast
 
 from remap.errors import InvalidArgument
-from remap.memory.view import schedule
+from remap.policy import schedule
 from remap.policy.schedule import RELATIVE_EPSILON, _integer, _is_real, _streamed, _times
 
 __all__ = ["allowed", "slices_freed", "slices_max_alpha", "slices_period", "slices_share", "slices_tail", "tail_shares"]

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from remap.errors import InvalidArgument
-from remap.memory.view import schedule, selection
+from remap.policy import schedule, selection
 
 from .hardware import Machine, Model
 from .model_variants import sharded
