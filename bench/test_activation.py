@@ -23,6 +23,7 @@ from shared_tenants import HEAD_DIM, TOKENS, SharedTenants, spend
 
 import remap
 from remap import _core
+from remap.memory.restream import take_free_pages
 from remap.memory.view import free_pages_of
 
 LAYERS = 16
@@ -200,9 +201,9 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
         session.deactivate("donor")
 
         def take() -> None:
-            pages = free_pages_of(session._changes, holder)
+            pages = free_pages_of(session._changes, holder._state)
             assert len(pages) * PAGE == nbytes
-            take_free_pages(session._changes, holder, pages, 10**6)
+            take_free_pages(session._changes, holder._state, pages, 10**6)
 
         def others() -> None:
             begun = time.perf_counter()
@@ -220,8 +221,9 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
 
         def own() -> None:
             # Its own blocks of the first pages stay: as many pages as before become free.
+            state = holder._state
             assert (
-                session._lending.give_idle(holder, (away * PAGES - 1) * PAGE // BLOCK_BYTES, holder, 10**6)
+                session._lending.give_idle(state, (away * PAGES - 1) * PAGE // BLOCK_BYTES, state, 10**6)
                 == away * PAGES
             )
             begun = time.perf_counter()

@@ -17,6 +17,7 @@ from measure import median, record, seconds_of
 from shared_tenants import SharedTenants
 
 import remap
+from remap.memory.restream import take_free_pages
 from remap.memory.view import free_pages_of
 
 LAYERS = 40
@@ -159,8 +160,8 @@ def test_growth_by_unused_kv_of_others(benchmark, size):
             world.free("one")
             spare = one.kv.usable_blocks - one.kv.spec.min_blocks
             if spare > 0:
-                session._lending.give_idle(one, spare, two, spare)
-            take_free_pages(session._changes, two, free_pages_of(session._changes, two), 10**6)
+                session._lending.give_idle(one._state, spare, two._state, spare)
+            take_free_pages(session._changes, two._state, free_pages_of(session._changes, two._state), 10**6)
             world.quiet()
             world.fill("one")
 
@@ -180,7 +181,7 @@ def _give_back_idle(world: SharedTenants) -> None:
         free = session.snapshot().pages.free
         if free and tenant.active:
             blocks = int(free * tenant._state.blocks_per_page) + 1
-            take_free_pages(session._changes, tenant, free_pages_of(session._changes, tenant), blocks)
+            take_free_pages(session._changes, tenant._state, free_pages_of(session._changes, tenant._state), blocks)
             world.fill(name)
 
 

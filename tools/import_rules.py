@@ -1,10 +1,12 @@
 """Who may import whom. Run as `python tools/import_rules.py`; tests/python/test_import_rules.py runs it as well.
 
-    backend <- core <- schedule <- python bindings <- session <- everything above
+    errors, config, sizes, locking, report <- policy, kv, model <- memory <- session, tenant <- adapters, engine, sim, cli
 
-Python: the pure modules import neither torch nor `remap._core`, nor anything here that does; `remap._core` is imported
-in few, named files; adapters and the command line are never imported eagerly from outside themselves. "Eagerly" means
-when the module is imported: at its top level, not inside a function and not under `if TYPE_CHECKING`.
+Python: no two modules import each other, directly or in a circle, imports for annotations (`if TYPE_CHECKING`) counted; a
+package imports from lower floors only (FLOORS). The pure modules import neither torch nor `remap._core`, nor anything here that
+does; `remap._core` is imported in few, named files; adapters and the command line are never imported eagerly from outside
+themselves. "Eagerly" means when the module is imported: at its top level, not inside a function and not under `if
+TYPE_CHECKING`. No module reads another's underscore names: that is ruff's rule SLF001 (pyproject.toml).
 
 C++: public headers and the core know neither Python, torch nor the CUDA toolkit, and a lower layer never includes a
 higher one.
@@ -22,24 +24,37 @@ from pathlib import Path
 PACKAGE = "remap"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
-    *("errors", "schedule", "cost", "layout", "kv", "kv_geometry", "planner", "config", "views", "controller"),
-    *("watermark", "rental", "donors", "selection", "slice_plan", "sim"),
+    *("errors", "config", "sizes", "report", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
+    *("memory.plan", "memory.slice_plan", "memory.moves", "sim"),
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
 # The wiring, which makes devices, sessions and changes, and the doctor, which asks the driver: nobody else knows the C++ core.
 CORE_IMPORTERS = (
-    *("session", "tenancy", "attaching", "changes", "devices"),
+    *("session", "memory.attach", "memory.apply", "memory.device", "model.source"),
     *("cli.doctor_cuda", "cli.doctor_link"),
 )
 # Loaded on request only. Of the simulator, what serves: it runs the reference engine's scheduler and turns.
-SIMULATOR = (*("engine", "passes", "running", "scheduling", "sequences", "serving", "timeline", "worlds"),)
+SIMULATOR = (*("engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),)
 LAZY = ("adapters", "cli", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
     *("triton", "flashinfer", "nvtx", "cuda"),
 )
+
+# What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
+# sim, cli) may import any of it; nothing here may import them, but for the table of machines that "sim:NAME" names.
+BASE = ("errors", "config", "sizes", "locking", "nvtx", "report")
+FLOORS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(BASE, BASE),
+    "policy": BASE,
+    "kv": BASE,
+    "model": (*BASE, "kv.spec", "_core"),
+    "memory": (*BASE, "policy", "kv", "model", "_core", "sim.hardware"),
+    "tenant": (*BASE, "policy", "kv", "model", "memory"),
+    "session": (*BASE, "policy", "kv", "model", "memory", "tenant", "arguments", "_core"),
+}
 
 CPP_LAYERS = ("backend", "core", "schedule")
 # The layer that declares each public header; error.h and fork.h serve all of them.
@@ -64,6 +79,7 @@ class Import:
     module: str
     line: int
     eager: bool
+    annotation: bool = False  # under `if TYPE_CHECKING`
 
 
 @dataclass(frozen=True)
@@ -83,27 +99,29 @@ def _is_type_checking(test: ast.expr) -> bool:
 
 
 def imports(source: str, module: str, is_package: bool) -> list[Import]:
-    """Every import of a module's source, relative ones resolved; those for annotations only are left out."""
+    """Every import of a module's source, relative ones resolved; those for annotations only are marked."""
     found: list[Import] = []
     base = module.split(".") if is_package else module.split(".")[:-1]
 
-    def visit(node: ast.AST, eager: bool) -> None:
+    def visit(node: ast.AST, eager: bool, annotation: bool = False) -> None:
         if isinstance(node, ast.If) and _is_type_checking(node.test):
+            for child in node.body:
+                visit(child, False, True)
             for child in node.orelse:
-                visit(child, eager)
+                visit(child, eager, annotation)
             return
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             eager = False
         if isinstance(node, ast.Import):
-            found.extend(Import(alias.name, node.lineno, eager) for alias in node.names)
+            found.extend(Import(alias.name, node.lineno, eager, annotation) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             parent = base[: len(base) - (node.level - 1)] if node.level else []
             origin = ".".join([*parent, *([node.module] if node.module else [])])
             # `from remap import session` imports a module, `from remap.session import Session` a name: list both.
-            found.append(Import(origin, node.lineno, eager))
-            found.extend(Import(f"{origin}.{alias.name}", node.lineno, eager) for alias in node.names)
+            found.append(Import(origin, node.lineno, eager, annotation))
+            found.extend(Import(f"{origin}.{alias.name}", node.lineno, eager, annotation) for alias in node.names)
         for child in ast.iter_child_nodes(node):
-            visit(child, eager)
+            visit(child, eager, annotation)
 
     visit(ast.parse(source), True)
     return found
@@ -138,6 +156,60 @@ def _eager_closure(modules: dict[str, tuple[Path, list[Import]]], start: str) ->
     return reached
 
 
+def _graph(modules: dict[str, tuple[Path, list[Import]]]) -> dict[str, dict[str, int]]:
+    """Module -> the modules of the package that it imports, for whatever purpose -> a line. `from remap import x` is an import of
+    x, and a package's `__init__` is one only where it is imported for its names."""
+    graph: dict[str, dict[str, int]] = {}
+    for name, (_, found) in modules.items():
+        wanted = {item.module: item.line for item in found if item.module in modules and item.module != name}
+        # `from remap.kv import pool` lists remap.kv and remap.kv.pool: the former is only on the way.
+        on_the_way = {origin for origin in wanted if any(other.startswith(f"{origin}.") for other in wanted)}
+        graph[name] = {other: line for other, line in wanted.items() if other not in on_the_way and other != PACKAGE}
+    return graph
+
+
+def _circle(graph: dict[str, dict[str, int]], start: str) -> list[str]:
+    """The shortest way from `start` back to it; empty if there is none."""
+    ways = {other: [start, other] for other in graph[start]}
+    queue = list(ways)
+    while queue:
+        current = queue.pop(0)
+        if current == start:
+            return ways[current]
+        for other in graph.get(current, {}):
+            if other not in ways:
+                ways[other] = [*ways[current], other]
+                queue.append(other)
+    return []
+
+
+def check_circles(src: Path) -> Iterator[Violation]:
+    """Modules that import each other in a circle, imports for annotations counted: each circle once."""
+    modules = read_package(src)
+    graph = _graph(modules)
+    told: set[frozenset[str]] = set()
+    for name in graph:
+        circle = _circle(graph, name)
+        if circle and frozenset(circle) not in told:
+            told.add(frozenset(circle))
+            yield Violation(modules[name][0], graph[name][circle[1]], f"a circle: {' -> '.join(circle)}")
+
+
+def check_floors(src: Path) -> Iterator[Violation]:
+    """Imports of the core that go up, or beside."""
+    modules = read_package(src)
+    for name, wanted in _graph(modules).items():
+        floor = next((one for one in FLOORS if _within(name, (f"{PACKAGE}.{one}",))), None)
+        if floor is None:
+            continue
+        allowed = tuple(f"{PACKAGE}.{one}" for one in (floor, *FLOORS[floor]))
+        for other, line in wanted.items():
+            if not _within(other, allowed):
+                yield Violation(
+                    modules[name][0], line, f"{name} imports {other}; {floor} imports only {', '.join(allowed)}"
+                )
+
+
 def check_python(src: Path) -> Iterator[Violation]:
     """Violations among the modules below `src`."""
     modules = read_package(src)
@@ -146,6 +218,8 @@ def check_python(src: Path) -> Iterator[Violation]:
     wiring = tuple(f"{PACKAGE}.{name}" for name in CORE_IMPORTERS)
     for name, (path, found) in modules.items():
         for item in found:
+            if item.annotation:
+                continue
             if _within(item.module, (f"{PACKAGE}._core",)) and not _within(name, wiring):
                 yield Violation(path, item.line, f"{name} imports remap._core; only {', '.join(wiring)} may")
             if _within(name, pure) and _within(item.module, IMPURE_ROOTS):
@@ -208,7 +282,8 @@ def check_cpp(root: Path) -> Iterator[Violation]:
 
 def main(root: Path) -> int:
     """Print the violations; the number of them is the exit code's truth."""
-    violations = [*check_python(root / "src"), *check_cpp(root)]
+    src = root / "src"
+    violations = [*check_python(src), *check_circles(src), *check_floors(src), *check_cpp(root)]
     for violation in violations:
         print(violation)
     modules = len(read_package(root / "src"))

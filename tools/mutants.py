@@ -74,7 +74,7 @@ class Mutant:
 
     @property
     def module(self) -> str:
-        """The Python module that it changes: src/remap/kv/pool.py is remap.kv."""
+        """The Python module that it changes: src/remap/kv/pool.py is remap.kv.pool."""
         return ".".join(Path(self.file).relative_to("src").with_suffix("").parts)
 
 
@@ -240,9 +240,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="controller-donated-pages-not-taken",
-        file="src/remap/memory/decisions.py",
-        text="        blocks += take.blocks",
-        replacement="        blocks += 0",
+        file="src/remap/memory/step.py",
+        text="            blocks += take.blocks",
+        replacement="            blocks += 0",
         breaks="What other tenants give becomes free pages, and nobody takes them.",
         tests=("test_sharing_controller.py::test_free_pages_then_unused_kv_then_inactive_by_policy_then_active",),
     ),
@@ -256,8 +256,8 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="controller-return-without-guard",
-        file="src/remap/memory/decisions.py",
-        text="controllers[holder.name].has_lost(session._view_of(holder, wanted), wanted.blocks if wanted else 0)",
+        file="src/remap/memory/step.py",
+        text="holder.controller.has_lost(self._view(holder), holder.demand.blocks if holder.demand else 0)",
         replacement="pass",
         breaks="A holder's headroom asks back the layer that it has just given back.",
         tests=("test_sharing_returns.py::test_headroom_that_rose_since_does_not_ask_back_what_a_holder_gave",),
@@ -348,9 +348,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="lending-failed-attach-keeps-its-pages",
-        file="src/remap/memory/arrival.py",
-        text="            arena.remove_tenant(arrival.number, undoing=True)",
-        replacement="            pass",
+        file="src/remap/memory/attach.py",
+        text="self._arena.remove_tenant(arrival.number, undoing=True)",
+        replacement="pass",
         breaks="An attach that failed keeps the pages and addresses that it had taken (a claim that is not released).",
         tests=("test_museum_bytes.py::test_a_failed_attach_does_not_leave_its_weights_to_the_next_tenant",),
     ),
@@ -365,23 +365,23 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-reclaimed-pages-stay-claimed",
         file="src/remap/memory/apply.py",
-        text="attachment.reclaimed = attachment.reclaimed.difference(plan.lost) | reclaimed",
-        replacement="attachment.reclaimed = attachment.reclaimed | reclaimed",
+        text="tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed",
+        replacement="tenant.reclaimed = tenant.reclaimed | reclaimed",
         breaks="Pages that came home for their layer count as waiting for it for ever (a claim that is not released).",
         tests=("test_sharing_faults.py::test_every_call_fails[activate-aliased-once]",),
     ),
     Mutant(
         name="lending-one-willing-holder-is-enough",
-        file="src/remap/memory/decisions.py",
-        text="holds = all(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())",
-        replacement="holds = any(blocks <= surplus_of(session, holder) for holder, blocks in lost.items())",
+        file="src/remap/memory/step.py",
+        text="holds = all(blocks <= self._offers.surplus(holder) for holder, blocks in lost.items())",
+        replacement="holds = any(blocks <= self._offers.surplus(holder) for holder, blocks in lost.items())",
         breaks="A layer comes home although one of its holders needs the blocks in it.",
         tests=("test_sharing_returns.py::test_a_layer_stays_while_one_of_its_holders_needs_it",),
     ),
     Mutant(
         name="lending-return-beside-a-pass",
-        file="src/remap/memory/decisions.py",
-        text="    if any(holder._busy for holder in lost):\n        return\n",
+        file="src/remap/memory/step.py",
+        text="        if any(holder.busy for holder in lost):\n            return\n",
         replacement="",
         breaks="A step asks for pages of a holder that is inside a pass, and raises.",
         tests=("test_sharing_returns.py::test_a_layer_waits_for_the_pass_of_its_holder",),
@@ -389,7 +389,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-layers-away-unnoticed",
         file="src/remap/memory/apply.py",
-        text="        tenant._all_ready = False\n",
+        text="        tenant.all_ready = False\n",
         replacement="",
         breaks="A tenant says that nothing streams, so an engine replays a graph of the whole pass over the ring.",
         tests=("test_session_growth.py::test_who_asks_hears_at_once_that_layers_are_away",),

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from remap.cli.demo_run import default_config
+from remap.cli.demo_config import default_config
 from remap.cli.told import EXIT_CODES, errors_told, writable
 from remap.sizes import parse_size
 

@@ -41,12 +41,12 @@ class ControllerConfig:
 
     Between tenants: lends: whether others may get this tenant's unused KV and its layers. policy: which inactive tenant gives
     first ("priority": the lowest one, then who is needed last; "mru", "lru", "round_robin", "expected_next_use": see
-    remap.policy.donors.ranking). min_idle: how many times what its reload is worth an inactive tenant must have been idle before it
-    gives. ttft_budget_s: by how much its first prefill may be delayed by loading what it gave; with 0 it gives only what that
-    prefill hides, which is next to nothing of a short one. selection: which layers an active tenant streams: "nested" (growing
-    and shrinking reload the least), "uniform" (Oneiros section 5.2), "slices" (the same share of every layer), "auto" (by
-    computed period). buffers: ring buffers of an active tenant: 1, 2 or "auto", whichever lets more be given. reversion: whether
-    layers ever come home by themselves (Oneiros section 7.6.1).
+    remap.policy.donors.ranking). min_idle: how many times what its reload is worth an inactive tenant must have been idle
+    before it gives. ttft_budget_s: by how much its first prefill may be delayed by loading what it gave; with 0 it gives only
+    what that prefill hides, which is next to nothing of a short one. selection: which layers an active tenant streams:
+    "nested" (growing and shrinking reload the least), "uniform" (Oneiros section 5.2), "slices" (the same share of every
+    layer), "auto" (by computed period). buffers: ring buffers of an active tenant: 1, 2 or "auto", whichever lets more be
+    given. reversion: whether layers ever come home by themselves (Oneiros section 7.6.1).
     """
 
     slowdown: float = 0.02

@@ -81,8 +81,8 @@ class Session:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults, and no mapping
     changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else "aliased". page_bytes: a
     power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
-    `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a model: a driver is called for every page that
-    a layer is pointed at. copy_threads: on the CPU, threads that share one copy.
+    `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a model: a driver is called for every
+    page that a layer is pointed at. copy_threads: on the CPU, threads that share one copy.
 
     copy_chunk_bytes: copies of layers go in chunks of so many bytes, between which copies of others get in: for engines that copy
     their inputs to the device themselves, and would wait for a layer of hundreds of MB. None or 0: a layer's copy is one.

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from remap.cli import demo_run
+from remap.cli import demo_config, demo_run
 from remap.cli.main import app
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument
@@ -126,12 +126,12 @@ def test_a_budget_that_holds_no_request_is_refused_before_anything_is_served() -
     class Request:
         max_kv_tokens = 100
 
-    config = demo_run.DemoConfig(budget_bytes=100 << 20)
+    config = demo_config.DemoConfig(budget_bytes=100 << 20)
     with pytest.raises(InvalidArgument) as caught:
         demo_run._room(config, (100 << 20) // config.page_bytes, 1 << 20, [Request()])  # type: ignore[list-item]
     assert caught.value.needed > 100 << 20
     demo_run._room(
-        demo_run.DemoConfig(budget_bytes=caught.value.needed),
+        demo_config.DemoConfig(budget_bytes=caught.value.needed),
         (100 << 20) // config.page_bytes,
         1 << 20,
         [Request()],  # type: ignore[list-item]

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from remap.cli import demo, smollm2
+from remap.cli.demo_config import DemoConfig
 from remap.cli.demo_prompts import PROMPTS
-from remap.cli.demo_run import DemoConfig, kv_limits
+from remap.cli.demo_run import kv_limits
 from remap.cli.main import app
 from remap.errors import InvalidArgument, InvalidState
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from test_demo_report import make_result, make_run
 
 from remap.cli import demo
+from remap.cli.demo_config import DemoConfig
 from remap.cli.demo_report import DemoResult
 from remap.cli.demo_rounds import rounds_rows, rounds_to_json
-from remap.cli.demo_run import DemoConfig
 
 
 def rounds() -> list[DemoResult]:

@@ -119,7 +119,10 @@ os._exit(5)
 def test_an_interrupt_ends_a_blocked_wait(what: str) -> None:
     ring = "[tenant._state.ring_address], 2 * PAGE"
     if what == "copy":  # the copies stand behind the event
-        block = f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], [], event, True)\ntenant._state.prefetcher.begin_pass()"
+        block = (
+            f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], [], event, True)\n"
+            "tenant._state.prefetcher.begin_pass()"
+        )
         wait = "tenant.wait(tenant.streamed[0])"
     elif what == "held":  # the layer's region is being re-pointed, behind the event
         block = f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], [tenant.streamed[0]])\n"

@@ -31,6 +31,14 @@ def test_python_modules_keep_the_rules() -> None:
     assert [str(v) for v in rules.check_python(ROOT / "src")] == []
 
 
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert [str(v) for v in rules.check_circles(ROOT / "src")] == []
+
+
+def test_the_core_imports_from_lower_floors_only() -> None:
+    assert [str(v) for v in rules.check_floors(ROOT / "src")] == []
+
+
 def test_cpp_sources_keep_the_rules() -> None:
     assert [str(v) for v in rules.check_cpp(ROOT)] == []
 
@@ -52,10 +60,10 @@ def _package(tmp_path: Path, files: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     ("files", "expected"),
     [
-        ({"schedule.py": "import torch"}, "pure and imports torch"),
-        ({"planner.py": "def f():\n    from . import _core"}, "imports remap._core"),
+        ({"policy/schedule.py": "import torch"}, "pure and imports torch"),
+        ({"memory/plan.py": "def f():\n    from .. import _core"}, "imports remap._core"),
         ({"sim/clock.py": "from .. import _core"}, "imports remap._core"),
-        ({"cost.py": "from .engine2 import f", "engine2.py": "import torch.nn as nn"}, "reaches torch"),
+        ({"policy/cost.py": "from ..engine2 import f", "engine2.py": "import torch.nn as nn"}, "reaches torch"),
         ({"__init__.py": "from .session import Session", "session.py": "import torch"}, "`import remap` would load"),
         ({"session.py": "from .adapters import transformers"}, "eagerly"),
         ({"modules.py": "import transformers"}, "optional package"),
@@ -67,6 +75,45 @@ def test_planted_violations_are_found(tmp_path: Path, files: dict[str, str], exp
     assert any(expected in v for v in found), found
 
 
+_FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    "
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"a.py": "from .b import f", "b.py": "from .c import g", "c.py": "from . import a"}, ["a -> b -> c -> a"]),
+        ({"a.py": "from .b import f", "b.py": f"{_FOR_TYPES}from .a import T"}, ["a -> b -> a"]),
+        ({"a.py": "def f():\n    from remap import b", "b.py": "import remap.a"}, ["a -> b -> a"]),
+        ({"a.py": "from .b import f", "b.py": "from .c import g", "c.py": "import a"}, []),
+        ({"p/__init__.py": "", "p/a.py": "from . import b", "p/b.py": "from remap.p.c import x", "p/c.py": ""}, []),
+    ],
+)
+def test_planted_circles_are_found_once(tmp_path: Path, files: dict[str, str], expected: list[str]) -> None:
+    found = [v.message.replace("remap.", "") for v in rules.check_circles(_package(tmp_path, files))]
+    assert found == [f"a circle: {circle}" for circle in expected]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "good"),
+    [
+        ("policy/cost.py", "from remap.errors import Error", True),
+        ("policy/cost.py", f"{_FOR_TYPES}from remap.memory.state import TenantState", False),
+        ("kv/pool.py", "def f():\n    from remap.policy import views", False),
+        ("memory/apply.py", f"{_FOR_TYPES}from remap.session import Session", False),
+        ("memory/apply.py", "from remap.policy.views import Demand", True),
+        ("model/bind.py", "from remap.kv.pool import BlockPool", False),
+        ("session.py", "from remap.memory.apply import Changes", True),
+        ("session.py", "from remap.adapters import vllm", False),
+        ("cli/main.py", "from remap.session import Session", True),
+    ],
+)
+def test_planted_imports_that_go_up_are_found(tmp_path: Path, name: str, text: str, good: bool) -> None:
+    others = ("errors", "session", "policy/views", "kv/pool", "memory/state", "memory/apply", "adapters/vllm")
+    files = {f"{other}.py": "" for other in others} | {name: text}
+    files |= {f"{other.split('/')[0]}/__init__.py": "" for other in (*others, name) if "/" in other}
+    assert (not list(rules.check_floors(_package(tmp_path, files)))) is good
+
+
 def test_lazy_and_annotation_imports_are_allowed(tmp_path: Path) -> None:
     src = _package(
         tmp_path,
@@ -74,7 +121,7 @@ def test_lazy_and_annotation_imports_are_allowed(tmp_path: Path) -> None:
             "session.py": "from typing import TYPE_CHECKING\nfrom . import _core\n"
             "if TYPE_CHECKING:\n    import torch\n    from .adapters import transformers\n"
             "def hooks():\n    from .adapters import transformers\n    import torch\n",
-            "schedule.py": "import math\nfrom .errors import Error\n",
+            "policy/schedule.py": "import math\nfrom ..errors import Error\n",
             "errors.py": "",
             "cli/main.py": "import typer\nfrom ..engine import LLMEngine\n",
         },

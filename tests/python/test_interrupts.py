@@ -63,7 +63,7 @@ def test_the_sweep_finds_what_is_broken(
     monkeypatch.setattr(interrupts, "PATIENCE_S", 1.0)
     case = Case("broken", lambda world: None, call)
     known = interrupts.reference(case, "aliased", "lines")
-    at = next(at for at, where in enumerate(known.points) if where.startswith("observe.py"))
+    at = next(at for at, where in enumerate(known.points) if where.startswith("memory/observe.py"))
     came, found = interrupts.try_at("broken", case, "aliased", "lines", at, known)
-    assert came and all(each.where.startswith("observe.py") for each in found)
+    assert came and all(each.where.startswith("memory/observe.py") for each in found)
     assert any(what in each.what for each in found), found

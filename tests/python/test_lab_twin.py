@@ -12,7 +12,7 @@ from bench.lab.twin import compare as twins
 from bench.lab.twin.calibrated import CalibratedCost, Rerun, rerun
 from sim_world import MIB, recording
 
-from remap.cli.demo_run import DemoConfig
+from remap.cli.demo_config import DemoConfig
 from remap.errors import InvalidState
 from remap.sim.engine import SimEngine
 

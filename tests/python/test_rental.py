@@ -1,4 +1,4 @@
-"""The three claims of remap.policy.rental: against arbitrary sequences, an offline optimum by brute force, and a simulated pool."""
+"""The three claims of policy/rental.py: against arbitrary sequences, an offline optimum by brute force, and a simulated pool."""
 
 from __future__ import annotations
 

@@ -284,3 +284,20 @@ def test_a_report_says_what_and_why():
         assert "8 blocks wanted" in report.reason["m"]
         assert report.predicted_stall_s == {"m": 0.0}
         assert report.moved == {}
+
+
+def test_a_bound_is_forgotten_when_other_layers_may_stream():
+    """Layers were pinned after the controller had asked what hides: it went on with the old answer, and told a stall of 0 where a
+    pass waited for 1.5 s and 0.4 s were allowed."""
+    times = times_of(1.0, 1.5)
+    with World(remap.ControllerConfig(**{**PLAIN, "slowdown": 0.05}), times=times) as world:
+        world.step(10**3)
+        assert world.tenant.remapped
+        world.session.remap("m", 0)
+        world.session.settle()
+        for layer in (2, 3):
+            world.session.declare_registered(world.session.layer_address("m", layer), 1)
+        told = world.step(10**3).predicted_stall_s["m"]
+        streamed, buffers = world.tenant.streamed, world.tenant.buffers
+        stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) if streamed else 0.0
+        assert told == pytest.approx(stall) and stall <= 0.05 * N + 1e-9

@@ -109,7 +109,7 @@ def test_free_pages_are_taken_where_blocks_stand_together() -> None:
     """By their places in the KV region, not by their numbers: blocks that straddle pages need neighbours."""
     with world_of({"r": 1, "i": 2}) as world:
         i = world.engines["i"].tenant
-        world.session._controllers["i"].config = config_of(cap=0)
+        world.session._tenants["i"].controller.config = config_of(cap=0)
         world.session.lend("i", 4)  # layers spread over the model, free now
         world.step(i=4)
         assert i.kv.usable_blocks >= 4

@@ -15,9 +15,9 @@ from test_demo_report import make_result, make_run
 from typer.testing import CliRunner
 
 from remap.cli import demo, demo_tenants, smollm2
+from remap.cli.demo_config import DemoConfig
 from remap.cli.demo_html import page
 from remap.cli.demo_report import RunResult, identical_requests, table_rows
-from remap.cli.demo_run import DemoConfig
 from remap.cli.main import app
 from remap.cli.shared_world import SMALL, Wiring, World
 from remap.errors import InvalidArgument

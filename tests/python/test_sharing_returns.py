@@ -98,7 +98,7 @@ def test_a_layer_stays_while_one_of_its_holders_needs_it() -> None:
         a, i = world.engines["a"], world.engines["i"]
         world.session.deactivate("i")
         world.session.lend("i", 1)
-        world.session._controllers["a"].config = config_of(cap=0, hysteresis_blocks=2)
+        world.session._tenants["a"].controller.config = config_of(cap=0, hysteresis_blocks=2)
         world.step(a=3)  # two of the layer's three pages
         world.session.lend("i", 1, to="b")
         assert {name: world.session.snapshot().tenants[name].borrowed_pages for name in "ab"} == {"a": 2, "b": 1}

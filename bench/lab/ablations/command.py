@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remap.cli.demo import environment
-from remap.cli.demo_run import DemoConfig
+from remap.cli.demo_config import DemoConfig
 from remap.cli.machine import machine_now
 
 from .questions import select

@@ -21,7 +21,7 @@ from bench.lab import ROOT
 
 from remap.cli import smollm2
 from remap.cli.demo import environment
-from remap.cli.demo_run import DemoConfig
+from remap.cli.demo_config import DemoConfig
 from remap.cli.machine import machine_now
 from remap.errors import InvalidState
 from remap.sim.hardware import Machine, Model

@@ -13,7 +13,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.cli.demo_run import DemoConfig, serving
+from remap.cli.demo_config import DemoConfig
+from remap.cli.demo_run import serving
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import ContinuousBatchingConfig
@@ -37,9 +37,6 @@ from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPP
 from remap.errors import InvalidArgument, InvalidState
 
 from .touched import Touched
-
-if TYPE_CHECKING:
-    from .transformers import Attached
 
 __all__ = ["BlockScheduler", "BlockSectors", "configuration", "withdraw"]
 
@@ -72,6 +69,17 @@ TOUCHED = (
 _SCHEDULERS: dict[str, Any] = SCHEDULER_MAPPING
 _PADDING = 2  # sectors at the start of the tensor that padding tokens read and write
 _ALIGNMENT = 128  # transformers rounds sectors up to it
+
+
+class Attached(Protocol):
+    """What is asked of `transformers.Attached`."""
+
+    blocks: Any
+    windows: tuple[int | None, ...]
+
+    @property
+    def tenant(self) -> Any: ...
+    def ask(self, blocks: int, /) -> Any: ...
 
 
 def configuration(attached: Attached, **options: Any) -> ContinuousBatchingConfig:

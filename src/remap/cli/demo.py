@@ -24,11 +24,11 @@ from remap.errors import InvalidArgument, InvalidState
 from remap.sizes import show_size
 
 from . import smollm2
+from .demo_config import DemoConfig
+from .demo_config import Progress as RunProgress
 from .demo_html import page
 from .demo_report import KINDS, DemoResult, RunResult, closing_sentence, table, to_json
 from .demo_rounds import rounds_table, rounds_to_json
-from .demo_run import DemoConfig
-from .demo_run import Progress as RunProgress
 from .demo_tenants import KV_SHARE, QUANTUM_S, model_name
 from .machine import machine_info
 

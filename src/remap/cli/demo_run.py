@@ -24,8 +24,9 @@ from remap.errors import Error, InvalidArgument
 from remap.model.footprint import footprint
 from remap.sizes import show_size
 
-from .demo_prompts import PROMPTS
+from .demo_config import DemoConfig, Progress
 from .demo_report import RunResult
+from .demo_requests import make_requests
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
@@ -33,67 +34,11 @@ if TYPE_CHECKING:
     from remap.session import Session
     from remap.tenant import Tenant
 
-__all__ = ["DemoConfig", "Progress", "default_config", "run_one"]
+__all__ = ["kv_limits", "run_one", "serving"]
 
 MODEL_TENANT = "SmolLM2"
 WARM_TOKENS = 8
 PROGRESS_EVERY_S = 0.1
-
-
-@dataclass(frozen=True)
-class DemoConfig:
-    """Everything that a run depends on; the same for all three."""
-
-    budget_bytes: int = 640 << 20  # the arena: weights, KV cache and ring of baseline and remap
-    dtype: str = "float32"
-    requests: int = len(PROMPTS)
-    max_num_seqs: int = 24
-    max_batch_tokens: int = 256
-    decode_cost: int = 5  # prompt tokens that one decoding sequence costs in a pass, see engine.scheduler
-    block_tokens: int = 16
-    page_bytes: int = 2 << 20
-    threads: int = 1
-    weights_from_file: bool = True  # master copy: the memory-mapped safetensors file; else a copy in memory
-    tenants: int = 1  # models on the arena; of several, budget_bytes 0 means their weights and a tenth of them
-
-
-def default_config() -> DemoConfig:
-    """bfloat16 where the processor multiplies it (half the bytes, twice the speed), else float32; the budget leaves the KV
-    cache the same 160 blocks or so at the start."""
-    try:
-        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        flags = ""
-    if "avx512_bf16" in flags or "amx_bf16" in flags:
-        return DemoConfig(budget_bytes=352 << 20, dtype="bfloat16")
-    return DemoConfig()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """What a run says while it goes. `total` shrinks when a request ends before its limit."""
-
-    generated: int
-    total: int
-    finished: int
-    running: int
-    waiting: int
-    kv_blocks: int
-    layers_remapped: float
-    preemptions: int
-
-
-def make_requests(tokenizer: Any, count: int, stop: frozenset[int]) -> list[Request]:
-    """The first `count` prompts through the model's chat template, all arriving at once, greedy."""
-    from remap.engine import Request, SamplingParams
-
-    requests = []
-    for index, prompt in enumerate(PROMPTS[:count]):
-        chat = [{"role": "user", "content": prompt.text}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-        sampling = SamplingParams(max_tokens=prompt.max_tokens, stop_token_ids=stop)
-        requests.append(Request(f"{index:02d}-{prompt.kind}", tuple(ids), sampling))
-    return requests
 
 
 def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int, wanted: int) -> tuple[int, int, int]:

@@ -16,6 +16,7 @@ from remap.engine.metrics import Sample
 from remap.errors import InvalidArgument
 from remap.sizes import show_size
 
+from .demo_config import DemoConfig, Progress
 from .demo_report import RunResult
 from .shared_world import LARGE, Wiring, World
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from remap.engine import Request, SharedEngines, SharedResult
     from remap.engine.engine import StepOutput
 
-    from .demo_run import DemoConfig, Progress
 
 __all__ = ["KV_SHARE", "MOST_TENANTS", "build_world", "model_name", "run_tenants"]
 
@@ -82,7 +82,7 @@ def make_requests(world: World, config: DemoConfig) -> dict[str, list[Request]]:
     from remap.engine import Request
 
     from . import smollm2
-    from .demo_run import make_requests as real_requests
+    from .demo_requests import make_requests as real_requests
 
     _, tokenizer, _ = smollm2.load(config.dtype)
     real = real_requests(tokenizer, config.requests, frozenset([tokenizer.eos_token_id]))
@@ -163,8 +163,6 @@ def _reporter(
     requests: Mapping[str, list[Request]], report: Callable[[Progress], None]
 ) -> Callable[[SharedEngines, Mapping[str, StepOutput]], None]:
     """As demo_run's, over all tenants."""
-    from .demo_run import Progress
-
     limits = {(name, one.id): one.sampling.max_tokens for name, mine in requests.items() for one in mine}
     done = {"generated": 0, "finished": 0, "total": sum(limits.values())}
     last = time.perf_counter()

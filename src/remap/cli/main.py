@@ -10,7 +10,7 @@ from rich.console import Console
 
 from remap.sizes import parse_size
 
-from .demo_run import DemoConfig, default_config
+from .demo_config import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .fit import fit_command
 from .plan import plan

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.model.footprint import footprint
 
-from .demo_run import default_config
+from .demo_config import default_config
 
 if TYPE_CHECKING:
     from remap import ControllerConfig, KVSpec, Session

@@ -26,9 +26,9 @@ from remap.memory.slice_plan import giving_order
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
-from remap.policy import schedule
 from remap.model.protocols import Handle
 from remap.model.source import LayerSource
+from remap.policy import schedule
 from remap.policy.controller import Controller
 from remap.sizes import show_size
 

@@ -3,9 +3,9 @@
     bound   how much can be remapped within the slowdown, and through how many buffers
     stall   for how long a pass would wait: the certificate of every plan
 
-Whole layers are counted in layers; slices in tail pages of every layer (policy._sliced_view). Answers are exact
-(`remap.schedule`, `remap.policy.selection`) and take up to milliseconds with many layers and times near the limit, which growth must not
-wait for. So `prepare` asks what growth will ask where new times come from: at the end of a pass.
+Whole layers are counted in layers; slices in tail pages of every layer (view.py). Answers are exact (`remap.schedule`,
+`remap.policy.selection`) and take up to milliseconds with many layers and times near the limit, which growth must not wait
+for. So `prepare` asks what growth will ask where new times come from: at the end of a pass.
 """
 
 from __future__ import annotations

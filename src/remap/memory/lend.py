@@ -21,8 +21,9 @@ from functools import partial
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
-from remap.memory.plan import TenantPages, plan_free_pages, plan_streamed
+from remap.memory.plan import TenantPages, plan_free_pages
 from remap.memory.restream import grow, refuse_homeless, restream, streamable
+from remap.memory.slice_plan import plan_layers
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
@@ -76,11 +77,11 @@ class Lending:
         return {name: held for name, held in some.items() if held}
 
     def losses(self, donor: TenantState, layers: int, buffers: int, selection: str) -> dict[str, int]:
-        """TenantState -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
+        """Tenant -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
         pages = donor.pages
         target = donor.select(layers, buffers, selection)
         lent = pages.to_reclaim(target, buffers)
-        plan = plan_streamed(replace(pages, lent=pages.lent - lent), self._changes.arena.epoch, target, buffers)
+        plan = plan_layers(replace(pages, lent=pages.lent - lent), self._changes.arena.epoch, target, buffers)
         own = [page for page in plan.lost if page not in lent and page not in donor.reclaimed]
         found = {}
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
@@ -237,7 +238,7 @@ class Lending:
             with AllOrNothing(changes, self._tenants.values()) as undo:
                 if pages.lent or donor.reclaimed:
                     there = replace(pages, lent=pages.lent - lent)
-                    refuse_homeless(donor, plan_streamed(there, self._changes.arena.epoch, target, buffers).gained)
+                    refuse_homeless(donor, plan_layers(there, self._changes.arena.epoch, target, buffers).gained)
                     extra = self._require_room(donor, target, buffers, lent)
                     self._fetch(donor, lent, extra, result, undo)
                 moves = restream(
@@ -314,16 +315,16 @@ class Lending:
             return len(pending) - self._changes.room(tenant, slots, more), pending
         pages = replace(donor.pages, lent=donor.pages.lent - lent)
         outside = lent | donor.reclaimed  # in no pool
-        plan = plan_streamed(pages, self._changes.arena.epoch, target, buffers)
+        plan = plan_layers(pages, self._changes.arena.epoch, target, buffers)
         slots = donor.slots_of([page for page in plan.lost if page not in outside])
         pending = donor.kv.pool.pending(slots)
         short = len(pending) - self._changes.room(donor, slots, more)
         if short > 0 and plan.gained:
-            way = plan_streamed(pages, plan.epoch, sorted({*donor.streamed, *target}), min(buffers, donor.buffers))
+            way = plan_layers(pages, plan.epoch, sorted({*donor.streamed, *target}), min(buffers, donor.buffers))
             there = replace(pages, streamed=way.streamed, ring=way.ring)
             # From there another ring may be the best one, made of pages that are not at home.
             if not way.lost and not there.to_reclaim(target, buffers):
-                after = plan_streamed(there, plan.epoch, target, buffers)
+                after = plan_layers(there, plan.epoch, target, buffers)
                 slots = donor.slots_of([page for page in after.lost if page not in outside])
                 pending = donor.kv.pool.pending(slots)
                 short = len(pending) - self._changes.room(donor, slots, (*more, *donor.slots_of(way.gained)))
@@ -390,7 +391,7 @@ class Lending:
         """What the donor has lent since `before` comes home. All of it is free: nobody has taken any of it."""
         self._reclaim(donor, donor.pages.lent - before.lent)
         pages = donor.pages
-        plan = plan_streamed(pages, self._changes.arena.epoch, before.streamed, len(before.ring), ring=before.ring)
+        plan = plan_layers(pages, self._changes.arena.epoch, before.streamed, len(before.ring), ring=before.ring)
         self._changes.apply_and_settle(donor, plan)
 
     def _free(self, tenant: TenantState, pages: Sequence[int]) -> None:

@@ -135,21 +135,17 @@ def plan_streamed(
     every layer its home back; of pages that come home, those that were lent must have been reclaimed (they are the tenant's
     KV, and not in `now.lent`: see `to_reclaim`). Raises InvalidArgument (fields: layer or buffers) for an unknown or
     repeated layer, fewer streamed layers than buffers + 1, or homes too small for the ring, or lent pages
-    (field pages) that come home without having been reclaimed; nothing changes. From slices only the empty set can be
-    reached (InvalidArgument otherwise, field tail_pages): their pages have to come home first.
+    (field pages) that come home without having been reclaimed; nothing changes. From slices no set can be reached here
+    (InvalidArgument, field tail_pages): their pages have to come home first, see `slice_plan.plan_layers`.
     """
     target = tuple(sorted(streamed))
     layers = len(now.homes)
     if now.tail_pages and now.streamed:
-        if target:
-            raise InvalidArgument(
-                f"the last {now.tail_pages} pages of {len(now.streamed)} layers stream: whole layers can stream only once all "
-                "layers are resident; nothing was planned; remap 0 layers first",
-                tail_pages=now.tail_pages,
-            )
-        from remap.memory.slice_plan import plan_slices  # which is built from this module's values
-
-        return plan_slices(now, epoch, (), 0, buffers, to=to, predicted_stall_s=predicted_stall_s, reason=reason)
+        raise InvalidArgument(
+            f"the last {now.tail_pages} pages of {len(now.streamed)} layers stream: whole layers can stream only once all "
+            "layers are resident; nothing was planned; remap 0 layers first",
+            tail_pages=now.tail_pages,
+        )
     if len(set(target)) != len(target) or (target and not 0 <= target[0] <= target[-1] < layers):
         raise InvalidArgument(
             f"the streamed layers must be distinct and lie in 0..{layers - 1}, got {target}; nothing was planned",

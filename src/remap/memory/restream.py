@@ -14,8 +14,8 @@ from functools import partial
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
-from remap.memory.plan import Plan, TenantPages, plan_free_pages, plan_streamed
-from remap.memory.slice_plan import plan_slices
+from remap.memory.plan import Plan, TenantPages, plan_free_pages
+from remap.memory.slice_plan import plan_layers, plan_slices
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 
@@ -99,8 +99,8 @@ def restream(
         again=lambda: planned(target, buffers),
         # The ring stays, or loses a buffer, so nothing is lost on the way.
         way=lambda: planned(sorted({*tenant.streamed, *target}), min(buffers, tenant.buffers)),
-        from_there=lambda there, epoch: plan_streamed(there, epoch, target, buffers),
-        back=lambda before, epoch: plan_streamed(
+        from_there=lambda there, epoch: plan_layers(there, epoch, target, buffers),
+        back=lambda before, epoch: plan_layers(
             tenant.pages, epoch, before.streamed, len(before.ring), ring=before.ring
         ),
         drain_to=(layers, buffers) if drain else None,
@@ -164,7 +164,7 @@ def _plan(
     reason: str,
     to: str = "kv",
 ) -> Plan:
-    plan = plan_streamed(
+    plan = plan_layers(
         tenant.pages, changes.arena.epoch, target, buffers, to=to, predicted_stall_s=stall, reason=reason
     )
     refuse_homeless(tenant, plan.gained)
@@ -186,10 +186,10 @@ def reslice(
     """Make every streamable layer stream its last `tail_pages` pages through `buffers` ring buffers; 0: all resident.
 
     Returns the blocks that moved, {old: new}. Layers that something wrote into since attach are found, and pinned, before
-    anything changes. Raises InvalidArgument as `plan_slices` does, or if pages have no place in the KV region (pages, max_blocks);
-    OutOfBlocks if live blocks do not fit into what remains, also where an engine with its own allocator holds them; the backend's
-    error if the change could not be applied. Nothing changes then, unless `changes.applied` has grown: a step was made on the way
-    (the old tails, fewer buffers), and could not be taken back.
+    anything changes. Raises InvalidArgument as `plan_slices` does, or if pages have no place in the KV region (pages,
+    max_blocks); OutOfBlocks if live blocks do not fit into what remains, also where an engine with its own allocator holds them;
+    the backend's error if the change could not be applied. Nothing changes then, unless `changes.applied` has grown: a step was
+    made on the way (the old tails, fewer buffers), and could not be taken back.
     """
     pages = tenant.pages
     if tail_pages and pages.streamed and not pages.tail_pages:
@@ -262,9 +262,10 @@ def _change(
 ) -> dict[int, int]:
     """Carry out `plan`; in two plans where the blocks in what it loses fit only into what it gains.
 
-    way(): a plan that gains and loses nothing. from_there(pages, epoch): what is left to do behind it, as far as it can be known
-    beforehand; again(): the same, once it is done. back(pages, epoch): what takes `way` back. Raises OutOfBlocks (field preempt) if
-    live blocks have no room even so, or (without drain_to) an engine with its own allocator holds them; nothing has changed then.
+    way(): a plan that gains and loses nothing. from_there(pages, epoch): what is left to do behind it, as far as it can be
+    known beforehand; again(): the same, once it is done. back(pages, epoch): what takes `way` back. Raises OutOfBlocks (field
+    preempt) if live blocks have no room even so, or (without drain_to) an engine with its own allocator holds them; nothing has
+    changed then.
     """
     if not plan.steps:
         return {}

@@ -22,7 +22,16 @@ from itertools import chain
 from remap.errors import InvalidArgument
 from remap.memory.plan import Plan, Point, SetOwner, Step, TenantPages, plan_streamed
 
-__all__ = ["SliceCopies", "alpha_of", "copies_of", "giving_order", "plan_slices", "tail_for", "to_reclaim_slices"]
+__all__ = [
+    "SliceCopies",
+    "alpha_of",
+    "copies_of",
+    "giving_order",
+    "plan_layers",
+    "plan_slices",
+    "tail_for",
+    "to_reclaim_slices",
+]
 
 Ring = tuple[tuple[int, ...], ...]
 
@@ -94,6 +103,25 @@ def plan_slices(
         reload_parts=tuple((layer, len(now.homes[layer]) - had, had - has) for layer, had, has in home if has < had),
         predicted_stall_s=predicted_stall_s,
         reason=reason,
+    )
+
+
+def plan_layers(
+    now: TenantPages,
+    epoch: int,
+    streamed: Sequence[int],
+    buffers: int,
+    *,
+    to: str = "kv",
+    ring: Ring | None = None,
+    predicted_stall_s: float = 0.0,
+    reason: str = "",
+) -> Plan:
+    """`plan_streamed`, which from slices too can bring everything home: of the empty set only."""
+    if now.tail_pages and now.streamed and not streamed:
+        return plan_slices(now, epoch, (), 0, buffers, to=to, predicted_stall_s=predicted_stall_s, reason=reason)
+    return plan_streamed(
+        now, epoch, streamed, buffers, to=to, ring=ring, predicted_stall_s=predicted_stall_s, reason=reason
     )
 
 

@@ -22,9 +22,9 @@ from remap.memory.plan import Plan, TenantPages, ring_of
 from remap.memory.slice_plan import alpha_of
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
-from remap.policy import schedule
 from remap.model.protocols import Handle
 from remap.model.source import LayerSource
+from remap.policy import schedule
 from remap.policy.controller import Controller
 from remap.policy.selection import select
 from remap.policy.views import Demand, Others

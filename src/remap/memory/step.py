@@ -1,7 +1,7 @@
 """One step of a session: every tenant's demand, in order of priority, then what may come home.
 
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
-    lender -> Controller.may_return -> Lending.bring_home                                  for each tenant whose layers others have
+    lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
 
 Entries of a step's report are made here: tenant -> {added, moved, unmet, stall, reason}. An entry is in the report as soon as its
 blocks have moved, so that a step that raises afterwards cannot lose it.
@@ -43,8 +43,8 @@ class Steps:
         """The entries of the step's report; {} if nothing was decided. Known tenants, active and outside of passes.
 
         Tenants of higher priority are served first, equal ones in the order of attaching. An error ends the step: it is raised if
-        nothing has changed by then, and is in the report otherwise. If the step raises, what had moved by then is in the next report
-        (`Changes.moved`): the engines have to hear of it.
+        nothing has changed by then, and is in the report otherwise. If the step raises, what had moved by then is in the next
+        report (`Changes.moved`): the engines have to hear of it.
         """
         for name, tenant in self._tenants.items():
             tenant.demand = demand.get(name)
@@ -86,9 +86,7 @@ class Steps:
         entry = report[tenant.name] = moved_entry({}, tenant.name)
         entry.update(stall=decision.predicted_stall_s, reason=decision.reason)
         try:
-            with AllOrNothing(
-                changes, (tenant,)
-            ):  # of several plans, those before one that fails stay: they are reported
+            with AllOrNothing(changes, (tenant,)):  # of several plans, those before a failed one stay, and are reported
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
                     self._take(tenant, decision)
@@ -122,8 +120,8 @@ class Steps:
             entry.update(added=added, unmet=max(0, wanted.blocks - free))
 
     def _lacking(self, tenant: TenantState, wanted: Demand, decision: Decision) -> int:
-        """Blocks of the demand that there would not be after a shrink. The controller reckons with the mean layer; of unequal ones,
-        or where blocks become usable in groups, one may take more with it."""
+        """Blocks of the demand that there would not be after a shrink. The controller reckons with the mean layer; of unequal
+        ones, or where blocks become usable in groups, one may take more with it."""
         kind = self._homewards(tenant, decision.remapped, decision.buffers)
         lost = self._claim(tenant, decision.remapped, decision.buffers, kind).get(tenant.name, 0)
         free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
@@ -232,9 +230,7 @@ class Steps:
                 reason=decision.reason,
                 drain=True,
             )
-        except (
-            OutOfBlocks
-        ):  # an engine with its own allocator holds other blocks than one could know: nothing has changed
+        except OutOfBlocks:  # an engine with its own allocator holds other blocks than one could know: nothing changed
             return
         merge(report, lender, result.moved)
         report[lender.name].update(
@@ -247,7 +243,7 @@ class Steps:
     def _claim(
         self, lender: TenantState, fewer: int, buffers: int | None = None, kind: str = "inward"
     ) -> dict[str, int]:
-        """TenantState -> blocks that it would lose if the lender kept `fewer` layers away. Asked in every step while anything is lent:
+        """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Asked in every step while anything is lent:
         looked up once per epoch, as long as no layer is pinned."""
         epoch, buffers = self._changes.epoch, buffers or max(1, lender.buffers)
         key = (epoch, lender.order, fewer, buffers, kind)

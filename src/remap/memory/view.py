@@ -62,6 +62,7 @@ def view_of(
         seen=tenant.unseen is None,
         lends=bool(tenant.pages.lent),
         others=others,
+        order=tenant.order,
     )
 
 
@@ -96,6 +97,7 @@ def _sliced_view(changes: Changes, tenant: TenantState, demand: Demand, others: 
         seen=tenant.unseen is None,
         lends=bool(pages.lent),
         others=others,
+        order=tenant.order,
         unit="pages of every layer",
     )
 

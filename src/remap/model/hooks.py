@@ -74,7 +74,8 @@ class AttachedHooks:
         if tenant is not None and tenant.hooks is self:
             tenant.hooks = None
 
-    def _put_in(self, modules: Sequence[nn.Module], model: nn.Module | None) -> None:
+    def put_in(self, modules: Sequence[nn.Module], model: nn.Module | None) -> None:
+        """For `attach_hooks`, which takes them out again if this raises."""
         tenant = self._tenant
         assert tenant is not None
         for index, module in enumerate(modules):
@@ -141,7 +142,7 @@ def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module |
         )
     hooks = AttachedHooks(tenant)
     try:
-        hooks._put_in(modules, model)
+        hooks.put_in(modules, model)
         tenant.hooks = hooks
     except BaseException:
         hooks.remove()

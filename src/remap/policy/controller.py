@@ -2,9 +2,9 @@
 
 Once per scheduler iteration `Controller.decide(view, demand)` compares what the engine wants with what is free:
 
-    deficit = demand + L - free                  L: the low watermark (remap.policy.watermark), held by the guard (remap.policy.rental)
+    deficit = demand + L - free                  L: the low watermark (watermark.py), held by the guard (rental.py)
     deficit > 0   grow: free pages first; then what other tenants offer, unused KV and inactive tenants' layers; then layers of
-                  active tenants, the own ones included, by marginal stall per block (remap.policy.donors.supply). As many at once as
+                  active tenants, the own ones included, by marginal stall per block (donors/supply.py). As many at once as
                   the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
     otherwise     one layer comes home, if free >= demand + L + b1 + sigma *and* its rent has paid for the reload
 
@@ -66,6 +66,7 @@ class Controller:
         self._steps_ahead = 1  # the horizon of L, for `_times`
         self._times: LayerSeconds | None = None
         self._unit = "layers"
+        self._order: tuple[int, ...] = ()
         self._limit: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], float] = {}
         self._kept: dict[tuple[int, int, str], Decision] = {}
@@ -92,9 +93,9 @@ class Controller:
         wanted = view.live_blocks + blocks
         self._watermark.observe(wanted)
         headroom = self.config.headroom_blocks
+        if view.times is not self._times or view.order is not self._order:
+            self._learn(view)
         if headroom is None:
-            if view.times is not self._times:
-                self._learn(view)
             headroom = self._watermark.blocks(self._steps_ahead)
         self._headroom = headroom = self._guard.clip(wanted, headroom)
         deficit = blocks + headroom - view.free_blocks
@@ -366,9 +367,10 @@ class Controller:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _learn(self, view: TenantView) -> None:
-        """Forget what was computed for other times, or another unit. Equal times in a new object are the same times."""
-        times, unit = view.times, view.unit
-        if unit != self._unit or (times is not self._times and times != self._times):
+        """Forget what was computed for other times, other layers or another unit. Equal times in a new object are the same times."""
+        times, unit, order = view.times, view.unit, view.order
+        same = times is self._times or times == self._times
+        if not same or unit != self._unit or order != self._order:
             self._limit = None
             self._stalls.clear()
             self._kept.clear()
@@ -376,7 +378,7 @@ class Controller:
             if times is not None:
                 step_s = math.fsum(times.compute_s)
                 self._steps_ahead = horizon(step_s, self.config.map_s, step_s)
-        self._times, self._unit = times, unit
+        self._times, self._unit, self._order = times, unit, order
 
     def _allowed(self, times: LayerSeconds) -> float:
         # The share of a pass that schedule.max_remapped forgives for rounding is forgiven here too (twice).

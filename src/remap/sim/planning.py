@@ -4,8 +4,8 @@
     found.balance.remapped, found.balance.rows        # 6 layers, 32 requests at once instead of 23
 
 Layer times come from the roofline, copies from the machine's link, what can be hidden from `remap.schedule` and
-`remap.policy.selection`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing, and
-that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
+`remap.policy.selection`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing,
+and that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
 
 Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
 mixture of experts only batches are planned for that touch nearly all experts: below, the roofline knows no layer's time.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVGeometry, KVSpec
@@ -24,10 +24,8 @@ from remap.sim.running import Concurrent, Progress, Turns
 from remap.sim.scheduling import Scheduling, make_scheduling
 from remap.sim.sequences import Batch
 from remap.sim.sequences import Sequence as Request
+from remap.sim.setup import Setup, TenantSetup
 from remap.sim.timeline import Timeline
-
-if TYPE_CHECKING:
-    from remap.sim.serving import Setup, TenantSetup
 
 __all__ = ["Runner", "World", "fitting", "make_world"]
 

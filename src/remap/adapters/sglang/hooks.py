@@ -87,7 +87,7 @@ class Adapter:
         try:
             spec = remap.KVSpec(**shape, min_blocks=first)
             self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)
-            self._watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
+            self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
             self._hooks = attach_hooks(layers, self.tenant)
         except BaseException:  # whatever it was; it goes on to the caller
             self.session.close()
@@ -232,9 +232,9 @@ class Adapter:
                 f"layers {sorted(self._unseen)} ran past their hooks in the first pass; unset REMAP_ENABLE to serve this model",
                 layers=sorted(self._unseen),
             )
-        for watch in self._watches:
+        for watch in self.watches:
             watch.remove()
-        self._watches = []
+        self.watches = []
 
 
 def _controller(settings: Settings) -> remap.ControllerConfig:
@@ -325,7 +325,7 @@ def around_forward(original: Any, runner: Any, batch: Any, *args: Any, **kwargs:
     phase, tokens = versions.phase_of(batch)
     with adapter.tenant.forward(phase=phase, tokens=tokens):
         output = original(runner, batch, *args, **kwargs)
-    if adapter._watches and tokens:
+    if adapter.watches and tokens:
         adapter.after_first_pass()
     return output
 

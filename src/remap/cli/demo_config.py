@@ -1,0 +1,53 @@
+"""What a run of the demo depends on, and what it says while it goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .demo_prompts import PROMPTS
+
+__all__ = ["DemoConfig", "Progress", "default_config"]
+
+
+@dataclass(frozen=True)
+class DemoConfig:
+    """Everything that a run depends on; the same for all three."""
+
+    budget_bytes: int = 640 << 20  # the arena: weights, KV cache and ring of baseline and remap
+    dtype: str = "float32"
+    requests: int = len(PROMPTS)
+    max_num_seqs: int = 24
+    max_batch_tokens: int = 256
+    decode_cost: int = 5  # prompt tokens that one decoding sequence costs in a pass, see engine.scheduler
+    block_tokens: int = 16
+    page_bytes: int = 2 << 20
+    threads: int = 1
+    weights_from_file: bool = True  # master copy: the memory-mapped safetensors file; else a copy in memory
+    tenants: int = 1  # models on the arena; of several, budget_bytes 0 means their weights and a tenth of them
+
+
+def default_config() -> DemoConfig:
+    """bfloat16 where the processor multiplies it (half the bytes, twice the speed), else float32; the budget leaves the KV
+    cache the same 160 blocks or so at the start."""
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        flags = ""
+    if "avx512_bf16" in flags or "amx_bf16" in flags:
+        return DemoConfig(budget_bytes=352 << 20, dtype="bfloat16")
+    return DemoConfig()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a run says while it goes. `total` shrinks when a request ends before its limit."""
+
+    generated: int
+    total: int
+    finished: int
+    running: int
+    waiting: int
+    kv_blocks: int
+    layers_remapped: float
+    preemptions: int
