@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -71,6 +72,12 @@ __all__ = ["Session"]
 
 _UNCHANGED = StepReport()
 _NO_DEMAND = Demand(0)
+
+
+def _memory(device: devices.Device, arena: Any, address: int, nbytes: int) -> Any:
+    """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
+    # Not a method: a session that refers to itself would keep its memory until the next garbage collection.
+    return device.tensor(address, nbytes, arena.hold(address, nbytes))
 
 
 class Session:
@@ -158,6 +165,7 @@ class Session:
         self._lending = Lending(self._tenants, self._changes)
         self._offers = Offers(self._tenants, self._changes, self._lending, self._config, self.clock)
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers)
+        self._memory = partial(_memory, self._device, self._arena)
         self._arrivals = Arrivals(
             self._changes, self._tenants, self._device, self._lock, self._memory, self._copy_chunk_bytes
         )
@@ -603,10 +611,6 @@ class Session:
 
         self._arrivals.admit(source, name, priority, kv, controller or self._config, host, active, self.clock(), handle)
         return made[-1]
-
-    def _memory(self, address: int, nbytes: int) -> Any:
-        """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
-        return self._device.tensor(address, nbytes, self._arena.hold(address, nbytes))
 
     def _tenant(self, name: str) -> TenantState:
         require("name", name, str, "a tenant's name, a str")

@@ -18,6 +18,7 @@ import remap
 from remap import _core
 from remap.errors import ArenaBroken, DriverError, Error, InvalidState
 from remap.memory.plan import plan_free_pages
+from remap.memory.view import free_pages_of
 
 CAPACITY = 44 * PAGE
 SIZES = [3, 2, 3, 3, 2, 3]
@@ -60,19 +61,20 @@ class World:
         self.live = {moved.get(block, block): value for block, value in self.live.items()}
 
     def free_pages(self, give: bool) -> None:
-        session, tenant = self.session, self.m
-        pages = tenant._state.pages
+        session, tenant, state = self.session, self.m, self.m._state
         if give:
-            chosen = remap.policy.free_pages_of(session._changes, tenant)[:5]
+            chosen = free_pages_of(session._changes, state)[:5]
         else:
-            chosen = tuple(p for p in tenant._state.giving if session._arena.owners()[p] == _core.Owner.kv)[-3:]
-            tenant.kv.pool.withdraw(tenant.slots_of(chosen))
-            tenant.kv.pool.take(tenant.slots_of(chosen))
+            chosen = tuple(p for p in state.giving if session._arena.owners()[p] == _core.Owner.kv)[-3:]
+            tenant.kv.pool.withdraw(state.slots_of(chosen))
+            tenant.kv.pool.take(state.slots_of(chosen))
         try:
-            session._changes.apply_and_settle(tenant, plan_free_pages(pages, session._arena.epoch, chosen, give=give))
+            session._changes.apply_and_settle(
+                state, plan_free_pages(state.pages, session._arena.epoch, chosen, give=give)
+            )
         except Error:
             if not give:
-                tenant.kv.pool.give(tenant.slots_of(chosen))
+                tenant.kv.pool.give(state.slots_of(chosen))
             raise
 
     def attach(self) -> None:

@@ -95,12 +95,12 @@ def test_a_mutant_whose_text_is_not_there_once_does_not_apply() -> None:
     assert tool.mutated("a = 1\nb = 1\n", mutant) == "a = 2\nb = 1\n"
     assert tool.mutated("a = 1\na = 1\n", mutant) is None
     assert tool.mutated("b = 1\n", mutant) is None
-    assert (mutant.module, mutant.area, mutant.is_cpp) == ("remap.kv", "pool", False)
+    assert (mutant.module, mutant.area, mutant.is_cpp) == ("remap.kv.pool", "pool", False)
 
 
 def test_a_copy_is_as_it_was_after_a_mutant(tmp_path: Path) -> None:
     copy = tool.Copy(tmp_path, ["src/remap/kv/pool.py"])
-    path = tmp_path / "src" / "remap" / "kv.py"
+    path = tmp_path / "src" / "remap" / "kv" / "pool.py"
     source = path.read_text(encoding="utf-8")
     mutant = next(mutant for mutant in tool.MUTANTS if mutant.file == "src/remap/kv/pool.py")
     with copy.with_mutant(mutant) as applies:
@@ -150,7 +150,7 @@ def test_a_command_that_does_not_end_is_ended(tmp_path: Path) -> None:
 def test_selecting_and_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert tool.selected(None) == list(tool.MUTANTS)
     assert {mutant.area for mutant in tool.selected("pool-")} == {"pool"}
-    assert {mutant.file for mutant in tool.selected("*/lending.py")} == {"src/remap/memory/lend.py"}
+    assert {mutant.file for mutant in tool.selected("*/lend.py")} == {"src/remap/memory/lend.py"}
     assert tool.main(["--list", "--only", "pool-"]) == 0
     assert "pool-block-counted-twice" in capsys.readouterr().out
     for wrong in (["--only", "no such mutant"], ["--jobs", "0"], ["--jobs", "x"], ["more"]):

@@ -495,12 +495,12 @@ def test_pages_freed_while_they_are_still_written_read_zero_for_the_next(
                 world.backend.fill(other, soil.kv.address + offset, SECRET, nbytes)
         soil.kv.free(pool.live_ids())
         pages = tuple(page for page in soil._state.giving if arena.owners()[page] == _core.Owner.kv)
-        slots = [slot for slot in soil.slots_of(pages) if slot in pool.owned_slots()]
+        slots = [slot for slot in soil._state.slots_of(pages) if slot in pool.owned_slots()]
         pages = tuple(soil._state.giving[soil.kv.geometry.giving_index(slot)] for slot in slots)
         pool.withdraw(slots)
         pool.take(slots)
         plan = plan_free_pages(soil._state.pages, arena.epoch, pages, give=False)
-        world.session._changes.apply_and_settle(soil, plan)
+        world.session._changes.apply_and_settle(soil._state, plan)
         world.session.step({"m": remap.Demand(blocks=world.kv.free_blocks + 60)})
         fresh = sorted(set(world.kv.pool.open_ids()) - before)
         assert len(fresh) >= 60

@@ -11,8 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
-from remap.memory.slice_plan import alpha_of, copies_of, giving_order, plan_slices, tail_for, to_reclaim_slices
+from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages
+from remap.memory.slice_plan import (
+    alpha_of,
+    copies_of,
+    giving_order,
+    plan_layers,
+    plan_slices,
+    tail_for,
+    to_reclaim_slices,
+)
 
 TENANT, RING = 7, 99
 
@@ -207,15 +215,15 @@ def test_whole_layers_and_slices_meet_only_where_all_is_resident() -> None:
     with pytest.raises(InvalidArgument, match="resident") as refused:
         plan_slices(whole, 1, range(5), 1, 1)
     assert refused.value.fields["streamed"] == 2
-    assert plan_slices(whole, 1, range(5), 0, 1) == plan_streamed(whole, 1, (), 1)
+    assert plan_slices(whole, 1, range(5), 0, 1) == plan_layers(whole, 1, (), 1)
     model.carry_out(plan_slices(model.pages, 1, range(5), 2, 1))
     with pytest.raises(InvalidArgument, match="resident") as refused:
-        plan_streamed(model.pages, 2, (0, 1, 2), 1)
+        plan_layers(model.pages, 2, (0, 1, 2), 1)
     assert refused.value.fields["tail_pages"] == 2
     assert model.pages.kv_from_homes == {page for page, owner in model.owner.items() if owner == "kv"}
     free = plan_free_pages(model.pages, 2, (500,), give=True)
     assert (free.tail_pages, free.streamed, free.ring) == (2, model.pages.streamed, model.pages.ring)
-    back = plan_streamed(model.pages, 2, (), 1)
+    back = plan_layers(model.pages, 2, (), 1)
     model.carry_out(back)
     model.check((), 0, 0)
     assert set(model.owner.values()) == {"params"} and all(model.loaded.values())

@@ -249,6 +249,9 @@ class Arrivals:
             timing=PassTimes(source.layer_bytes),
         )
         self._calibrate(made)
+        if first_pages:
+            self._changes.apply(made, plan_free_pages(made.pages, arena.epoch, giving[:first_pages], give=True))
+            self._changes.settle(made)
         hidden = made.hidden = HiddenCopies(made)
         made.timing.prepare = hidden.prepare
         # In slices the cap, which is in layers, is in the view (view.py).
@@ -258,9 +261,6 @@ class Arrivals:
             stall=hidden.stall,
             possible=None if made.plain else hidden.possible,
         )
-        if first_pages:
-            self._changes.apply(made, plan_free_pages(made.pages, arena.epoch, giving[:first_pages], give=True))
-            self._changes.settle(made)
         return made
 
     def _calibrate(self, tenant: TenantState) -> None:

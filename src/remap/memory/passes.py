@@ -146,15 +146,16 @@ class Passes:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {tenant.name!r}: the session was closed inside of the pass", tenant=tenant.name)
         tenant.last_pass_s = self._clock()
-        prefetcher, timing = tenant.prefetcher, tenant.timing
-        missed = prefetcher.unwaited() if completed else []
-        number = prefetcher.end_pass()
+        # No name of its own for the prefetcher: a traceback that somebody keeps would keep its events beyond the session's end.
+        timing = tenant.timing
+        missed = tenant.prefetcher.unwaited() if completed else []
+        number = tenant.prefetcher.end_pass()
         if completed and not missed:
             timing.completed(number, phase, tokens)
         else:
             timing.abandoned += 1  # without a shape its time teaches nothing
-        for timed, seconds, stall_s in prefetcher.take_timings():
-            compute_s = timing.take(prefetcher, timed, seconds, stall_s)
+        for timed, seconds, stall_s in tenant.prefetcher.take_timings():
+            compute_s = timing.take(tenant.prefetcher, timed, seconds, stall_s)
             if compute_s is not None and not tenant.by_hand:
                 self._stalls.add(
                     tenant.number,
