@@ -195,7 +195,7 @@ class RawTenant:
 
     def bytes_of(self, layer: int) -> np.ndarray:
         """The layer's bytes where the engine reads them, shape (layer_bytes,), uint8. Valid between wait and done."""
-        address = self.session.layer_address("raw", layer)
+        address = remap.advanced.layer_address(self.session, "raw", layer)
         return np.frombuffer((ctypes.c_uint8 * self.layer_bytes).from_address(address), np.uint8)
 
     def verify(self, *, passes: int = 1) -> None:
@@ -207,7 +207,7 @@ class RawTenant:
                     assert np.array_equal(self.bytes_of(layer), self.masters[layer]), f"layer {layer}: wrong bytes"
                     self.tenant.done(layer)
                 raise Abandoned.Pass
-        self.session.check()
+        remap.advanced.check(self.session)
 
 
 class Abandoned:

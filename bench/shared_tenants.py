@@ -103,7 +103,7 @@ class SharedTenants:
 
     def quiet(self) -> None:
         """Until no copy and no re-pointing is under way."""
-        self.session.settle()
+        remap.advanced.settle(self.session)
         for tenant in self.tenants.values():
             tenant._state.prefetcher.drain()
 
@@ -115,12 +115,12 @@ class SharedTenants:
             with Abandoned(), tenant.forward():
                 for layer, master in enumerate(self.masters[name]):
                     tenant.wait(layer)
-                    address = self.session.layer_address(name, layer)
+                    address = remap.advanced.layer_address(self.session, name, layer)
                     seen = np.frombuffer((ctypes.c_uint8 * self.layer_bytes).from_address(address), np.uint8)
                     assert np.array_equal(seen, master), f"{name}: layer {layer} has other bytes than its master copy"
                     tenant.done(layer)
                 raise Abandoned.Pass
-        self.session.check()
+        remap.advanced.check(self.session)
 
 
 def spend(seconds: float) -> None:

@@ -61,12 +61,12 @@ class Clock:
 
 def _world(first_blocks: int, compute_s: float = 0.0003) -> SharedTenants:
     world = SharedTenants(("donor", "holder"), LAYERS, PAGES, PAGE, controller=STILL, first_blocks=first_blocks)
-    world.session.remap("donor", LAYERS - 1)
+    remap.advanced.remap(world.session, "donor", LAYERS - 1)
     for _ in range(
         24
     ):  # the link, from copies of layers that no cache holds; attach has timed one that it had just copied
         _pass(world, "donor", 0.0, "decode")
-    world.session.remap("donor", 0)
+    remap.advanced.remap(world.session, "donor", 0)
     world.warm(compute_s, passes=4)
     return world
 
@@ -74,7 +74,9 @@ def _world(first_blocks: int, compute_s: float = 0.0003) -> SharedTenants:
 def _pass(world: SharedTenants, name: str, compute_s: float, phase: str = "prefill") -> float:
     """Seconds of one pass; that a layer is there when it is waited for is seen by its last bytes."""
     tenant, session = world.tenants[name], world.session
-    addresses = [session.layer_address(name, layer) + world.layer_bytes - TAIL for layer in range(LAYERS)]
+    addresses = [
+        remap.advanced.layer_address(session, name, layer) + world.layer_bytes - TAIL for layer in range(LAYERS)
+    ]
     tails = [master[-TAIL:].tobytes() for master in world.masters[name]]
     begun = time.perf_counter()
     with tenant.forward(phase=phase):
@@ -105,7 +107,7 @@ def test_first_pass_after_activation(benchmark, load, away, live):
         def setup() -> None:
             world.free("holder")
             session.deactivate("donor")
-            session.lend("donor", away, to="holder")
+            remap.advanced.lend(session, "donor", away, to="holder")
             world.quiet()
             if live == "half live":
                 ids = kv.allocate(kv.free_blocks)
@@ -212,8 +214,8 @@ def test_zeroing_of_pages_that_change_tenant(benchmark):
 
         def setup() -> None:
             world.free("holder")
-            session.lend("donor", 0)
-            session.lend("donor", away)
+            remap.advanced.lend(session, "donor", 0)
+            remap.advanced.lend(session, "donor", away)
             world.quiet()
             begun = time.perf_counter()
             plain[:] = 0

@@ -8,6 +8,7 @@ import time
 import numpy as np
 from measure import SMOLLM2_LAYER_BYTES, Abandoned, RawTenant, median, record, seconds_of
 
+import remap
 from remap import _core
 
 PAGE = 2 << 20
@@ -70,7 +71,7 @@ def test_exchange_against_map_and_against_copy(benchmark):
 
 
 def test_revert_of_one_layer(benchmark):
-    """session.remap back by one layer, and until its bytes are in place again; against copying them alone."""
+    """`remap` back by one layer, and until its bytes are in place again; against copying them alone."""
     with RawTenant(8, SMOLLM2_LAYER_BYTES) as raw:
         plain = np.zeros(SMOLLM2_LAYER_BYTES, np.uint8)
         copies: list[float] = []
@@ -78,7 +79,7 @@ def test_revert_of_one_layer(benchmark):
         target: list[int] = []
 
         def setup() -> None:
-            raw.session.remap("raw", 3, 2, "nested")
+            remap.advanced.remap(raw.session, "raw", 3, 2, "nested")
             raw.verify()
             target[:] = sorted(set(raw.tenant.streamed) - set(raw.tenant._state.select(2, 2, "nested")))
             raw.tenant._state.prefetcher.drain()
@@ -88,7 +89,7 @@ def test_revert_of_one_layer(benchmark):
 
         def revert() -> None:
             begun = time.perf_counter()
-            raw.session.remap("raw", 2, 2, "nested")
+            remap.advanced.remap(raw.session, "raw", 2, 2, "nested")
             decided.append(time.perf_counter() - begun)
             with Abandoned(), raw.tenant.forward():
                 raw.tenant.wait(target[0])
@@ -115,8 +116,8 @@ def test_compaction_rate(benchmark):
         def setup() -> None:
             if held:
                 kv.free(held)
-            raw.session.remap("raw", 0)
-            raw.session.remap("raw", 4, 2, "nested")
+            remap.advanced.remap(raw.session, "raw", 0)
+            remap.advanced.remap(raw.session, "raw", 4, 2, "nested")
             raw.verify()
             raw.tenant._state.prefetcher.drain()
             ids = kv.allocate(kv.free_blocks)
@@ -127,7 +128,7 @@ def test_compaction_rate(benchmark):
                 _core.fill_bytes(kv.address + block * block_bytes, block_bytes, number % 251)
 
         def compact() -> None:
-            report = raw.session.remap("raw", 3, 2, "nested")
+            report = remap.advanced.remap(raw.session, "raw", 3, 2, "nested")
             moved.append(len(report.moved.get("raw", {})))
             held[:] = [report.moved.get("raw", {}).get(block, block) for block in held]
 

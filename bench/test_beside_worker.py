@@ -72,21 +72,21 @@ class World:
     def settled(self) -> None:
         """Nothing is away, nothing is under way."""
         for tenant, layers in ((self.small, SMALL_LAYERS), (self.large, LARGE_LAYERS)):
-            self.session.remap(tenant.name, 0)
-            self.session.settle()
+            remap.advanced.remap(self.session, tenant.name, 0)
+            remap.advanced.settle(self.session)
             with Abandoned(), tenant.forward():
                 for layer in range(layers):
                     tenant.wait(layer)
                     tenant.done(layer)
                 raise Abandoned.Pass
-        self.session.check()
+        remap.advanced.check(self.session)
 
     def measure(self, samples: dict[str, list[float]], busy: bool) -> None:
         """One round of one side."""
         self.settled()
         step, executor = self.session.step, self.session._executor
         if busy:
-            self.session.remap("large", AWAY, 1, "nested")
+            remap.advanced.remap(self.session, "large", AWAY, 1, "nested")
 
         def timed(name: str, call: Callable[[], Any], due: float = 0.0) -> None:
             begun = due or time.perf_counter()
@@ -107,7 +107,7 @@ class World:
             timed("step", lambda: step(nothing), due)
             timed("forward", empty_pass)
         for more in range(1, 6):
-            timed("growth", lambda more=more: self.session.remap("small", more, 2, "nested"))
+            timed("growth", lambda more=more: remap.advanced.remap(self.session, "small", more, 2, "nested"))
         if busy:
             begun = time.perf_counter()
             executor.drain()

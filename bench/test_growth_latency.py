@@ -51,10 +51,10 @@ class Growth:
         kv = self.tenant.kv
         if self.held:
             kv.free(self.held)
-        self.session.remap("raw", 0)
+        remap.advanced.remap(self.session, "raw", 0)
         if self.start:
-            self.session.remap("raw", self.start, 2, "nested")
-        self.session.settle()
+            remap.advanced.remap(self.session, "raw", self.start, 2, "nested")
+        remap.advanced.settle(self.session)
         with Abandoned(), self.tenant.forward():
             for layer in range(self.raw.layers):
                 self.tenant.wait(layer)

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 from measure import SMOLLM2_LAYER_BYTES, RawTenant, behind, median, record
 
+import remap
 from remap.policy import schedule
 
 LAYERS = 8
@@ -50,7 +51,7 @@ def iterations_per_s():
 @pytest.fixture(scope="module")
 def copy_s(raw):
     return min(raw.session._streams.copy_seconds(
-        raw.session.layer_address("raw", 0), raw.masters[0].ctypes.data, SMOLLM2_LAYER_BYTES
+        remap.advanced.layer_address(raw.session, "raw", 0), raw.masters[0].ctypes.data, SMOLLM2_LAYER_BYTES
     ) for _ in range(5))  # fmt: skip
 
 
@@ -110,8 +111,8 @@ def _ratio(passes: Sequence[Pass], streamed: Sequence[int], buffers: int) -> tup
 @pytest.mark.parametrize("compute_per_copy", [0.5, 2.0])
 @pytest.mark.parametrize(("alpha", "beta"), GRID)
 def test_pass_against_period(benchmark, raw, iterations_per_s, copy_s, delays, alpha, beta, compute_per_copy):
-    raw.session.remap("raw", 0)
-    raw.session.remap("raw", alpha, beta)
+    remap.advanced.remap(raw.session, "raw", 0)
+    remap.advanced.remap(raw.session, "raw", alpha, beta)
     raw.verify()
     tenant = raw.tenant
     wait, done, stats, clock = tenant.wait, tenant.done, tenant._state.prefetcher.stats, time.perf_counter

@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from measure import SMOLLM2_LAYER_BYTES, RawTenant, behind, median, record, rounds, seconds_of
 
+import remap
+
 LAYERS = 8
 ROUNDS = 40
 
@@ -51,7 +53,7 @@ class PlainCopy:
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_streaming_against_memcpy(benchmark, buffers, copy_threads):
     with RawTenant(LAYERS, SMOLLM2_LAYER_BYTES, copy_threads=copy_threads) as raw:
-        raw.session.remap("raw", LAYERS - buffers, buffers)
+        remap.advanced.remap(raw.session, "raw", LAYERS - buffers, buffers)
         raw.verify(passes=2)
         plain = PlainCopy(raw.masters, buffers)
         wait, done = raw.tenant.wait, raw.tenant.done
@@ -103,7 +105,7 @@ def test_chunks_against_whole_layers(benchmark, chunk_mib):
     ):
         times: dict[RawTenant, list[float]] = {whole: [], cut: []}
         for raw in times:
-            raw.session.remap("raw", layers - 1, 1)
+            remap.advanced.remap(raw.session, "raw", layers - 1, 1)
             raw.verify(passes=2)
 
         def stream(raw: RawTenant) -> float:

@@ -62,7 +62,7 @@ def _measure_idle(benchmark, world: SharedTenants, name: str, demand: dict[str, 
 def test_step_that_decides_nothing(benchmark, size, lent):
     with _world(size, inactive=("three",)) as world:
         if lent:
-            world.session.lend("three", lent, to="one")
+            remap.advanced.lend(world.session, "three", lent, to="one")
             world.fill("one")
         title = f"step of 3 tenants that decides nothing, {lent} layers lent, {size}"
         _measure_idle(benchmark, world, title, {"one": 0, "two": 0}, target=100.0)
@@ -73,7 +73,7 @@ def test_step_that_decides_nothing(benchmark, size, lent):
 def test_step_while_a_return_is_paid_for(benchmark, size):
     """The holder could spare its blocks: the rent accrues in every step, and the reload is not paid for yet."""
     with _world(size, inactive=("three",)) as world:
-        world.session.lend("three", 4, to="one")
+        remap.advanced.lend(world.session, "three", 4, to="one")
         title = f"step of 3 tenants that accrues rent, 4 layers lent, {size}"
         _measure_idle(benchmark, world, title, {"one": 0, "two": 0}, target=100.0)
         assert world.session._tenants["three"].controller.credit > 0
@@ -130,7 +130,7 @@ def test_growth_by_layers_of_others(benchmark, size, donor):
             world.free("one")
             for name, tenant in world.tenants.items():
                 if tenant.remapped:
-                    world.follow(world.session.lend(name, 0).moved)
+                    world.follow(remap.advanced.lend(world.session, name, 0).moved)
             _give_back_idle(world)
             world.quiet()
             world.fill("one")
@@ -152,7 +152,7 @@ def test_growth_by_unused_kv_of_others(benchmark, size):
     """Another active tenant has more blocks than it uses: pages change hands, no layer moves."""
     with _world(size, inactive=("three",), controllers={"one": KEEPS}) as world:
         session, (one, two, _) = world.session, world.tenants.values()
-        session.lend("three", 4, to="two")
+        remap.advanced.lend(session, "three", 4, to="two")
         wanted = int(2 * one._state.blocks_per_layer) - 1
         demand = {"one": remap.Demand(blocks=wanted), "two": remap.Demand(blocks=0)}
 
@@ -195,8 +195,8 @@ def test_a_lent_layer_comes_home(benchmark, size):
 
         def reset() -> None:
             world.free("one")
-            world.session.lend("three", 0)
-            world.session.lend("three", 4, to="one")
+            remap.advanced.lend(world.session, "three", 0)
+            remap.advanced.lend(world.session, "three", 4, to="one")
             world.quiet()
 
         def check(report: remap.StepReport) -> None:
@@ -215,7 +215,7 @@ def test_an_own_layer_comes_home(benchmark, size):
 
         def reset() -> None:
             world.free("one")
-            world.session.remap("one", 4, 2, "nested")
+            remap.advanced.remap(world.session, "one", 4, 2, "nested")
             world.quiet()
 
         def check(report: remap.StepReport) -> None:

@@ -22,7 +22,7 @@ def _tenant(alpha: int, buffers: int = 2) -> RawTenant:
                 raw.tenant.wait(layer)
                 time.sleep(0.001)
                 raw.tenant.done(layer)
-    raw.session.remap("raw", alpha, buffers, "nested")
+    remap.advanced.remap(raw.session, "raw", alpha, buffers, "nested")
     raw.verify()
     return raw
 

@@ -54,7 +54,7 @@ class Mover:
         """A turn that the worker has begun and that nobody waits for, but a thread that sees its end."""
         self.finish()
         self.turn()
-        self.session.settle(self.tenant)
+        remap.advanced.settle(self.session, self.tenant.name)
         self._watcher = threading.Thread(target=self.session._executor.drain, name="watcher", daemon=True)
         self._watcher.start()
 
@@ -63,14 +63,14 @@ class Mover:
         if self._watcher is not None:
             self._watcher.join()
             self._watcher = None
-        self.session.settle()
+        remap.advanced.settle(self.session)
 
     def turn(self) -> None:
         """To the ring, or back: decided when this returns, done when the session is settled."""
         if self._away:
-            self.session.remap(self.name, 0)
+            remap.advanced.remap(self.session, self.name, 0)
         else:
-            self.session.remap(self.name, self.layers - BUFFERS, BUFFERS)
+            remap.advanced.remap(self.session, self.name, self.layers - BUFFERS, BUFFERS)
         self._away = not self._away
         self.regions += self.layers
 
@@ -79,7 +79,7 @@ class Mover:
         self.finish()
         if self._away:
             self.turn()
-        self.session.settle()
+        remap.advanced.settle(self.session)
 
 
 def largest_layer(ctx: Context, layers: int, wanted: int, page_bytes: int) -> int:

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+import remap
+
 from .context import Context
 from .registry import missing
 from .tenants import DeviceTenant
@@ -48,7 +50,8 @@ class KernelReading:
         whole = raw.layer_bytes // 8 * 8  # in words of 8 bytes
         self._wanted = [torch.from_numpy(each[:whole]).to(device).view(torch.int64) for each in raw.masters]
         self._seen = [
-            session._memory(session.layer_address("raw", layer), whole).view(torch.int64) for layer in range(raw.layers)
+            session._memory(remap.advanced.layer_address(session, "raw", layer), whole).view(torch.int64)
+            for layer in range(raw.layers)
         ]
         self._total = torch.zeros((), dtype=torch.int64, device=device)
         self.reads = 0
@@ -77,7 +80,7 @@ class CopyReading:
     def __init__(self, raw: DeviceTenant, marks: Marks, stream: int, host: int, slots: int) -> None:
         """stream: the backend's number for it. host: page-locked, room for `slots` layers."""
         self._raw, self._marks, self._stream = raw, marks, stream
-        self._addresses = [raw.session.layer_address("raw", layer) for layer in range(raw.layers)]
+        self._addresses = [remap.advanced.layer_address(raw.session, "raw", layer) for layer in range(raw.layers)]
         self._host, self._slots = host, slots
         self._waiting: list[int] = []
         self._found = 0

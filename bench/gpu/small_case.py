@@ -26,7 +26,7 @@ def main() -> int:
     with device_tenant(ctx, LAYERS, 4 * MIB) as (raw, marks):
         kernels = missing("torch-cuda", emulated=False) is None
         for alpha, buffers in ((0, 1), (1, 1), (2, 2), (3, 1), (0, 1)):
-            raw.session.remap("raw", alpha, buffers)
+            remap.advanced.remap(raw.session, "raw", alpha, buffers)
             blocks = raw.tenant.kv.allocate(raw.tenant.kv.free_blocks)
             if kernels:
                 _with_torch(raw, blocks)
@@ -53,7 +53,7 @@ def _with_torch(raw: DeviceTenant, blocks: list[int]) -> None:
     torch.cuda.current_stream().synchronize()
 
     def layer(index: int) -> None:
-        weights = session._memory(session.layer_address("raw", index), raw.layer_bytes)
+        weights = session._memory(remap.advanced.layer_address(session, "raw", index), raw.layer_bytes)
         total.add_(weights.sum())
         tensors[index][:, ids] = float(index)
 

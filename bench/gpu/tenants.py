@@ -106,8 +106,8 @@ class DeviceTenant:
 
     def remap(self, layers: int, buffers: int = 2, selection: str = "uniform") -> None:
         """By hand, and until every region shows what it should."""
-        self.session.remap("raw", layers, buffers, selection)
-        self.session.settle()
+        remap.advanced.remap(self.session, "raw", layers, buffers, selection)
+        remap.advanced.settle(self.session)
 
     def verify(self, marks: Marks) -> None:
         """One pass that reads every layer back through its region, and compares all bytes with the master copy."""
@@ -118,7 +118,9 @@ class DeviceTenant:
                 with self.tenant.forward(stream=self.stream):
                     for layer in range(self.layers):
                         self.tenant.wait(layer)
-                        self.backend.copy(self.handle, host, self.session.layer_address("raw", layer), nbytes)
+                        self.backend.copy(
+                            self.handle, host, remap.advanced.layer_address(self.session, "raw", layer), nbytes
+                        )
                         self.tenant.done(layer)
                         marks.wait(marks.mark(self.handle))
                         if not np.array_equal(seen, self.masters[layer]):
@@ -128,7 +130,7 @@ class DeviceTenant:
                 pass
             finally:
                 marks.reset()
-        self.session.check()
+        remap.advanced.check(self.session)
 
 
 @contextmanager

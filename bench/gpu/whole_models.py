@@ -37,8 +37,8 @@ class WholeModels:
         self._follow(report.moved)
         for other, layers in self._layers.items():
             if other != name:
-                self._follow(self._session.lend(other, layers - 1, 1, to=name).moved)
-        self._session.settle()
+                self._follow(remap.advanced.lend(self._session, other, layers - 1, 1, to=name).moved)
+        remap.advanced.settle(self._session)
         self._session._tenant(name).prefetcher.drain()  # the copies of its layers
         self.swaps += 1
         return replace(report, moved={})

@@ -12,6 +12,7 @@ from remap.policy import schedule
 from remap.policy.controller import ControllerConfig, Demand
 from remap.report import Snapshot, StallShare, StepReport, TenantSnapshot
 
+from . import advanced
 from .entry import attach
 from .errors import (
     ArenaBroken,
@@ -54,6 +55,7 @@ __all__ = [
     "Tenant",
     "TenantSnapshot",
     "__version__",
+    "advanced",
     "attach",
     "schedule",
 ]

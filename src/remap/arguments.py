@@ -9,7 +9,7 @@ from typing import Any, cast
 from remap.kv.spec import KVSpec
 from remap.policy.views import Demand
 
-from .config import ControllerConfig, refuse
+from .config import ControllerConfig, is_count, refuse
 from .errors import InvalidArgument
 
 __all__ = [
@@ -106,7 +106,7 @@ def require_buffers(layers: object) -> list[memoryview]:
 
 
 def require_demands(demand: Any) -> Mapping[str, Demand]:
-    """All of a step's demands, before any is met. Raises InvalidArgument (fields field, value and, for one of them, tenant)."""
+    """All of a step's demands, before any is met; a number of blocks is a Demand. Raises InvalidArgument (fields field, value and, for one of them, tenant)."""
     if demand is None:
         return {}
     if not isinstance(demand, Mapping):
@@ -115,15 +115,20 @@ def require_demands(demand: Any) -> Mapping[str, Demand]:
             field="demand",
             value=demand,
         )
+    plain = {}  # numbers of blocks, as Demands
     for name, wanted in demand.items():
-        if not isinstance(wanted, Demand):
+        if isinstance(wanted, Demand):
+            continue
+        if not is_count(wanted):
             raise InvalidArgument(
-                f"the demand of {name!r} must be a Demand, got {_shown(wanted)}; nothing changed; give Demand(blocks=...)",
+                f"the demand of {name!r} must be a number of blocks, an int of at least 0, or a Demand, got {_shown(wanted)}; "
+                "nothing changed",
                 field="demand",
                 value=wanted,
                 tenant=name,
             )
-    return demand
+        plain[name] = Demand(wanted)
+    return {**demand, **plain} if plain else demand
 
 
 def _shown(value: object) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 from remap.policy.controller import Demand
 
+from . import advanced
 from .errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from .session import Session
 from .tenant import Tenant
@@ -176,7 +177,7 @@ class Rank:
         return self.tenant.remapped, self.tenant.buffers
 
     def _go(self, target: tuple[int, int]) -> None:
-        self.session.remap(self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)
+        advanced.remap(self.session, self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)
 
     def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
         self._told = True

@@ -34,17 +34,17 @@ from remap.memory import device as devices
 from remap.memory.activate import ActivationReport, activate, deactivate
 from remap.memory.apply import Changes
 from remap.memory.attach import Arrivals
-from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
+from remap.memory.core import Core
 from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.lend import Lending
 from remap.memory.moves import compose
-from remap.memory.observe import Log, check_books, make_report, take_snapshot
+from remap.memory.observe import Log, make_report, take_snapshot
 from remap.memory.offers import Offers
 from remap.memory.passes import Passes
 from remap.memory.registered import Registered
 from remap.memory.stall_watch import StallWatch
 from remap.memory.state import TenantState
-from remap.memory.step import Steps
+from remap.memory.step import Entries, Steps
 from remap.memory.streams import Streams
 from remap.model.source import LayerSource, model_source, raw_source
 from remap.policy.controller import ControllerConfig, Demand
@@ -59,7 +59,6 @@ from .arguments import (
     require_demands,
     require_module,
     require_options,
-    require_range,
 )
 from .config import is_amount, refuse
 from .errors import InvalidArgument
@@ -172,6 +171,7 @@ class Session:
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
         self._registered = Registered(self._arena, self._tenants)
+        self._core = Core(self._arena, self._tenants, self._changes, self._lending, self._registered)
         self._log = Log()
         self._departed: list[TenantState] = []  # on their way out: see _release_departed
         self._told: list[Moved] = []  # moves that the report of the call in progress tells of
@@ -262,7 +262,7 @@ class Session:
         """As `attach`, for an engine without torch: one buffer of bytes a layer, which stays alive as the master copy.
 
         On cuda a writable buffer that starts at an OS page is page-locked in place; of any other a page-locked copy is made.
-        `session.layer_address(name, i)` says where layer i lives.
+        `remap.advanced.layer_address(session, name, i)` says where layer i lives.
         """
         self._passes.check_open()
         require_attach(name, priority, kv, controller, active)
@@ -283,7 +283,7 @@ class Session:
         """
         self._passes.check_open()
         self._claim()
-        tenant = self._tenant(name)
+        tenant = self._core.tenant(name)
         tenant.refuse_pass(leaving=True)
         self._registered.refuse_detach(tenant)
         self._changes.abandon(tenant)
@@ -293,39 +293,28 @@ class Session:
         self._arena.remove_tenant(tenant.number)  # from here it has gone
         self._release_departed()
 
-    def layer_address(self, name: str, layer: int) -> int:
-        """Where a layer lives. It never changes."""
-        self._lock.refuse_fork()
-        addresses = self._tenant(name).addresses
-        require("layer", layer, int, "an int")
-        if not 0 <= layer < len(addresses):
-            raise InvalidArgument(
-                f"layer must lie in 0..{len(addresses) - 1}, got {layer}; nothing changed", layer=layer
-            )
-        return addresses[layer]
-
     # -- deciding --------------------------------------------------------------------------------------------------
 
     @exclusive
     @annotated("remap.step")
-    def step(self, demand: Mapping[str, Demand] | None = None) -> StepReport:
+    def step(self, demand: Mapping[str, int | Demand] | None = None) -> StepReport:
         """Once per scheduler iteration, between passes: decide and apply.
 
-        demand: for each tenant, the blocks that its engine wants to be able to allocate now. Raises InvalidArgument for an
-        unknown tenant or what is no Demand and InvalidState inside a pass, before anything changes; and the backend's error if
-        nothing has changed by then. If something has, the report says what, and its reason which error ended the step early.
+        demand: for each tenant, the blocks that its engine wants to be able to allocate now: a number, or a Demand from an engine
+        with its own allocator. Raises InvalidArgument for an unknown tenant or what is neither and InvalidState inside a pass,
+        before anything changes; and the backend's error if nothing has changed by then. If something has, the report says what, and its reason which error ended the step early.
         """
         self._passes.check_open()
-        demand = require_demands(demand)
+        wanted = require_demands(demand)
         self._claim()
-        for name in demand:
+        for name in wanted:
             if name not in self._tenants:
-                self._tenant(name)
-        for name in demand:
+                self._core.tenant(name)
+        for name in wanted:
             tenant = self._tenants[name]
             if tenant.busy or not tenant.active:
                 tenant.refuse_pass(asleep=True)
-        entries = self._steps.step(demand)
+        entries = self._steps.step(wanted)
         return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
     def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
@@ -367,7 +356,7 @@ class Session:
             raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
         self._passes.check_open()
         self._claim()
-        tenant = self._tenant(name)
+        tenant = self._core.tenant(name)
         tenant.refuse_pass()
         others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
         for other in others:
@@ -394,97 +383,29 @@ class Session:
         """
         self._passes.check_open()
         self._claim()
-        tenant = self._tenant(name)
+        tenant = self._core.tenant(name)
         tenant.refuse_pass()
         deactivate(self._changes, tenant)
 
-    @exclusive
-    def lend(self, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
-        """By hand: `layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
+    # -- for remap.advanced ----------------------------------------------------------------------------------------
 
-        to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what
-        it streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for
-        `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+    @exclusive
+    def change(self, verb: Callable[[Core], Entries]) -> StepReport:
+        """verb(parts of the session) as one call of it, and its report. `remap.advanced` has the verbs.
+
+        Every tenant that is not inside a pass is this call's until it is over. If it raises, whatever it raises, what it has
+        begun and not decided is undone.
         """
         self._passes.check_open()
         self._claim()
-        tenant, receiver = self._tenant(name), None if to is None else self._tenant(to)
-        for each in (tenant, receiver):
-            if each is not None:
-                each.refuse_pass()
-        check_by_hand(tenant, layers, buffers, "nested")
-        if receiver is tenant:
-            raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
-        return self._report(lend_by_hand(self._changes, self._lending, tenant, layers, buffers, receiver))
+        return self._report(verb(self._core))
 
     @exclusive
-    def remap(
-        self, name: str, layers: float, buffers: int = 1, selection: str = "uniform", *, drain: bool = False
-    ) -> StepReport:
-        """By hand: make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
-
-        layers = 0 gives all of them back. selection: "uniform" (evenly spaced), "nested" (growing reloads nothing) or "slices":
-        every layer streams the same number of its last pages, the fewest that free `layers` layers' worth, which may be a
-        fraction then (from all resident, or from other slices only).
-        Live blocks in pages that go back are moved; the report says where (`moved`). drain: those that an engine with its own
-        allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
-        InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or their pages are
-        too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages, max_blocks); OutOfBlocks
-        if live blocks do not fit into what remains; InvalidState inside a pass, or (fields tenant, layers) if more layers are to
-        stream than now and no pass has waited for every layer yet. Nothing changes then.
-        """
-        self._passes.check_open()
+    def exclusively(self, call: Callable[[Core], Any], *, broken_too: bool = False) -> Any:
+        """As `change`, for a call that reports nothing: its result. broken_too: also on a broken arena."""
+        self._passes.check_open(broken_too)
         self._claim()
-        tenant = self._tenant(name)
-        tenant.refuse_pass()
-        check_by_hand(tenant, layers, buffers, selection)
-        require("drain", drain, bool, "True or False")
-        return self._report(remap_by_hand(self._changes, self._lending, tenant, layers, buffers, selection, drain))
-
-    # -- ranges that others have registered ------------------------------------------------------------------------
-
-    @exclusive
-    def declare_registered(self, address: int, nbytes: int) -> None:
-        """Say that [address, address + nbytes) was registered with somebody who keeps the pages that he found behind it: NCCL,
-        a network card. What the regions there show never changes from now on: layers that intersect are pinned.
-
-        Raises InvalidState (fields tenant, layer) if such a layer is streamed now, or is still to be re-pointed (`settle`,
-        then register, then declare), InvalidArgument if no region lies there; nothing changes then.
-        """
-        self._passes.check_open()
-        require_range(address, nbytes)
-        self._claim()
-        self._registered.declare(address, nbytes)
-
-    @exclusive
-    def withdraw_registered(self, address: int, nbytes: int) -> None:
-        """Take one declaration back: the range was deregistered. Its layers may be streamed again.
-
-        Raises InvalidArgument if this very range was not declared; nothing changes then.
-        """
-        self._passes.check_open()
-        require_range(address, nbytes)
-        self._claim()
-        self._registered.withdraw(address, nbytes)
-
-    # -- settling (see the module's docstring) ---------------------------------------------------------------------
-
-    @property
-    def unsettled(self) -> bool:
-        """Whether a deferred re-pointing failed and waits to be tried again."""
-        return self._changes.failed_points()
-
-    @exclusive
-    def settle(self, tenant: Tenant | None = None) -> None:
-        """Finish what the last change deferred, now, and wait for it. Raises the backend's error if that fails again."""
-        require("tenant", tenant, (Tenant, type(None)), "a Tenant, or None for all")
-        self._claim()
-        chosen = list(self._tenants.values()) if tenant is None else [self._tenant(tenant.name)]
-        for each in chosen:
-            self._changes.settle(each)
-            self._changes.retry_failed(each)
-        if tenant is None:
-            self._changes.await_worker()
+        return call(self._core)
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
@@ -500,11 +421,6 @@ class Session:
             self._log.records(),
             self._stalls.share(self._passes.active_numbers()),
         )
-
-    @exclusive
-    def check(self) -> None:
-        """Verify all invariants of the arena and of every block pool (tests, debugging). Raises on a violation."""
-        check_books(self._arena, self._tenants)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -611,15 +527,6 @@ class Session:
 
         self._arrivals.admit(source, name, priority, kv, controller or self._config, host, active, self.clock(), handle)
         return made[-1]
-
-    def _tenant(self, name: str) -> TenantState:
-        require("name", name, str, "a tenant's name, a str")
-        tenant = self._tenants.get(name)
-        if tenant is None:
-            raise InvalidArgument(
-                f"no tenant {name!r} is attached, there are {sorted(self._tenants)}; nothing changed", tenant=name
-            )
-        return tenant
 
     def _check_name(self, name: str) -> None:
         if name in self._tenants:

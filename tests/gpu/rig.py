@@ -48,7 +48,7 @@ class Rig:
         """The same logits, bit for bit, at the same addresses."""
         assert self.torch.equal(self.logits(), self.expected)
         assert self.models.addresses_of(self.model) == self.addresses
-        self.session.check()
+        remap.advanced.check(self.session)
 
 
 class Reader:
@@ -69,7 +69,7 @@ class Reader:
     def read(self, layer: int, stream: int) -> None:
         """Enqueue the copy of a layer's bytes, as they are when the stream gets there."""
         to = self.address + len(self.wanted) * self.nbytes
-        self.raw.backend.copy(stream, to, self.raw.session.layer_address("raw", layer), self.nbytes)
+        self.raw.backend.copy(stream, to, remap.advanced.layer_address(self.raw.session, "raw", layer), self.nbytes)
         self.wanted.append(layer)
 
     @property

@@ -13,6 +13,8 @@ from bench.gpu.context import MIB, Skip
 from bench.gpu.results import Figure
 from conftest import needs
 
+import remap
+
 
 @pytest.fixture
 def small(gpu: Any, context: Any) -> Any:
@@ -44,7 +46,7 @@ def test_readings_count_words_that_are_not_the_master_copys(gpu: Any, context: A
     if not gpu.emulated:
         pytest.skip("CPU tensors over the device's memory exist on the emulated driver only")
     tenant, marks = raw
-    layer, at = 3, tenant.session.layer_address("raw", 3)
+    layer, at = 3, remap.advanced.layer_address(tenant.session, "raw", 3)
     for what in _readings(tenant, marks, context):
         for each in range(tenant.layers):
             what.read(each)
@@ -453,6 +455,6 @@ def test_what_the_hand_chose_can_be_remapped(raw: Any) -> None:
     # A layer's copy takes longer than a pass: some pages of each, of which these layers have two.
     choice = by_hand([1e-3] * tenant.layers, 20e-3, 32)
     assert (choice.selection, choice.layers) == ("slices", 0.375)
-    tenant.session.remap("raw", choice.layers, choice.buffers, choice.selection)
+    remap.advanced.remap(tenant.session, "raw", choice.layers, choice.buffers, choice.selection)
     tenant.verify(marks)
     assert tenant.tenant.alpha >= choice.layers

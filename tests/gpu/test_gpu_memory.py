@@ -37,10 +37,10 @@ def test_the_driver_counts_no_more_than_the_capacity(context: Any) -> None:
     layer_bytes, slack = (LAYER_BYTES, 0) if context.emulated else (64 << 20, SLACK)
     with device_tenant(context, LAYERS, layer_bytes) as (tenant, marks):
         for alpha, buffers in ((0, 1), (3, 1), (6, 2), (1, 1), (0, 1)):
-            tenant.session.remap("raw", alpha, buffers)
+            remap.advanced.remap(tenant.session, "raw", alpha, buffers)
             tenant.run()
             assert 0 < _used(context) - before <= tenant.capacity + slack
-            tenant.session.settle()
+            remap.advanced.settle(tenant.session)
             tenant.verify(marks)
             assert 0 < _used(context) - before <= tenant.capacity + slack
 
@@ -52,7 +52,7 @@ def test_closing_gives_all_memory_back(context: Any) -> None:
     before = _used(context)
     for _ in range(3):
         with device_tenant(context, LAYERS, LAYER_BYTES) as (tenant, _):
-            tenant.session.remap("raw", 5, 2)
+            remap.advanced.remap(tenant.session, "raw", 5, 2)
             tenant.run()  # nobody waits for it: close() does
         assert tenant.session.closed
         assert abs(_used(context) - before) <= (0 if context.emulated else SLACK)
@@ -87,25 +87,27 @@ def test_nvidia_smi_sees_the_capacity_and_no_more(real_gpu: Any, context: Any) -
 
 def test_a_registered_layer_stays_where_it_is(raw: Any) -> None:
     tenant, marks = raw
-    address = tenant.session.layer_address("raw", 2)
-    tenant.session.declare_registered(address, LAYER_BYTES)
+    address = remap.advanced.layer_address(tenant.session, "raw", 2)
+    remap.advanced.declare_registered(tenant.session, address, LAYER_BYTES)
     assert 2 in tenant.tenant.pinned
-    tenant.session.remap("raw", 5, 2)
+    remap.advanced.remap(tenant.session, "raw", 5, 2)
     assert 2 not in tenant.tenant.streamed
     with pytest.raises(remap.InvalidArgument):
-        tenant.session.remap("raw", 6, 2)  # that would take all eight
+        remap.advanced.remap(tenant.session, "raw", 6, 2)  # that would take all eight
     tenant.verify(marks)
     with pytest.raises(remap.InvalidState):
         tenant.session.detach("raw")
-    tenant.session.withdraw_registered(address, LAYER_BYTES)
-    tenant.session.remap("raw", 0)
+    remap.advanced.withdraw_registered(tenant.session, address, LAYER_BYTES)
+    remap.advanced.remap(tenant.session, "raw", 0)
 
 
 def test_a_streamed_layer_cannot_be_registered(raw: Any) -> None:
     tenant, marks = raw
-    tenant.session.remap("raw", 4, 2)
+    remap.advanced.remap(tenant.session, "raw", 4, 2)
     streamed = tenant.tenant.streamed[0]
     with pytest.raises(remap.InvalidState):
-        tenant.session.declare_registered(tenant.session.layer_address("raw", streamed), 1)
+        remap.advanced.declare_registered(
+            tenant.session, remap.advanced.layer_address(tenant.session, "raw", streamed), 1
+        )
     assert tenant.tenant.pinned == ()
     tenant.verify(marks)

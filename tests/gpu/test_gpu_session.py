@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from rig import Reader, Rig, one_pass
 
+import remap
+
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -15,7 +17,7 @@ def test_logits_are_bit_identical_for_every_alpha(gpu: Any, models: Any, buffers
     with Rig(gpu, models, mode=mode) as rig:
         rig.check()
         for alpha in (*range(1, rig.layers - buffers + 1), 0):
-            rig.session.remap("m", alpha, buffers)
+            remap.advanced.remap(rig.session, "m", alpha, buffers)
             for _ in range(3):
                 rig.check()
 
@@ -26,7 +28,7 @@ def test_generate_gives_the_same_tokens_while_layers_come_and_go(gpu: Any, model
         tokens, scores = models.generate(rig.model, rig.ids, 6)
         rng = random.Random(3)
         for _ in range(6):
-            rig.session.remap("m", rng.randrange(rig.layers - 1), rng.choice((1, 2)))
+            remap.advanced.remap(rig.session, "m", rng.randrange(rig.layers - 1), rng.choice((1, 2)))
             again, same = models.generate(rig.model, rig.ids, 6)
             assert rig.torch.equal(again, tokens)
             assert rig.torch.equal(same, scores)
@@ -45,10 +47,10 @@ def test_changes_between_passes_that_nobody_waited_for(raw: Any) -> None:
                 reader.check()
             buffers = rng.choice((1, 2))
             selection = rng.choice(("uniform", "nested"))
-            tenant.session.remap("raw", rng.randrange(tenant.layers - buffers + 1), buffers, selection)
+            remap.advanced.remap(tenant.session, "raw", rng.randrange(tenant.layers - buffers + 1), buffers, selection)
         marks.wait(marks.mark(tenant.handle))
         reader.check()
-        tenant.session.check()
+        remap.advanced.check(tenant.session)
 
 
 def test_changes_while_kernels_keep_the_device_busy(real_gpu: Any, models: Any) -> None:
@@ -62,7 +64,7 @@ def test_changes_while_kernels_keep_the_device_busy(real_gpu: Any, models: Any) 
             torch.cuda._sleep(20_000_000)
             with torch.no_grad():
                 results.append(rig.model(rig.ids, use_cache=False).logits)
-            rig.session.remap("m", rng.randrange(rig.layers - 1), 1)
+            remap.advanced.remap(rig.session, "m", rng.randrange(rig.layers - 1), 1)
         for result in results:
             assert torch.equal(result, rig.expected)
 
@@ -70,7 +72,7 @@ def test_changes_while_kernels_keep_the_device_busy(real_gpu: Any, models: Any) 
 def test_kv_blocks_keep_their_bytes_when_layers_return(gpu: Any, models: Any) -> None:
     """Blocks in pages that go back are moved; the report says where."""
     with Rig(gpu, models) as rig:
-        rig.session.remap("m", 3, 1)
+        remap.advanced.remap(rig.session, "m", 3, 1)
         kv = rig.tenant.kv
         ids = kv.allocate(kv.free_blocks)
         keep = ids[-5:]
@@ -78,7 +80,7 @@ def test_kv_blocks_keep_their_bytes_when_layers_return(gpu: Any, models: Any) ->
         for number, block in enumerate(keep):
             for tensor in kv.tensors:
                 tensor[:, block] = float(number + 1)
-        report = rig.session.remap("m", 0)
+        report = remap.advanced.remap(rig.session, "m", 0)
         moved = report.moved.get("m", {})
         for number, block in enumerate(keep):
             for tensor in kv.tensors:
@@ -88,7 +90,7 @@ def test_kv_blocks_keep_their_bytes_when_layers_return(gpu: Any, models: Any) ->
 
 def test_a_model_that_leaves_is_whole_and_computes_the_same(gpu: Any, models: Any) -> None:
     with Rig(gpu, models) as rig:
-        rig.session.remap("m", 3, 2)
+        remap.advanced.remap(rig.session, "m", 3, 2)
         rig.check()
         rig.session.detach("m")
         rig.hooks.remove()

@@ -64,7 +64,7 @@ def _passes(tenant: Any, marks: Any, stream: Any, handle: int) -> None:
     assert tenant.backend.adopt_stream(handle) == handle
     with Reader(tenant, len(CHANGES) * tenant.layers) as reader:
         for alpha, buffers in CHANGES:
-            tenant.session.remap("raw", alpha, buffers)
+            remap.advanced.remap(tenant.session, "raw", alpha, buffers)
             one_pass(tenant, reader, stream, handle)
         marks.wait(marks.mark(handle))
         reader.check()
@@ -114,7 +114,7 @@ def test_passes_on_changing_streams_are_ordered(context: Any, raw: Any) -> None:
     """Each pass overwrites what the one before reads on another stream: they must not overlap. The last one is on the first
     stream again: a tenant's last stream has to live on."""
     tenant, marks = raw
-    tenant.session.remap("raw", 6, 2)
+    remap.advanced.remap(tenant.session, "raw", 6, 2)
     with context.stream() as other, Reader(tenant, 13 * tenant.layers) as reader:
         assert tenant.backend.adopt_stream(other) == other
         for turn in range(13):
@@ -129,7 +129,7 @@ def test_torchs_current_stream_is_the_default(real_gpu: Any, models: Any) -> Non
     from rig import Rig
 
     with Rig(real_gpu, models) as rig:
-        rig.session.remap("m", 4, 2)
+        remap.advanced.remap(rig.session, "m", 4, 2)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -152,7 +152,7 @@ def test_a_stream_that_nobody_knows_is_refused(raw: Any) -> None:
 def test_waiting_on_a_stream_that_is_being_captured_is_refused(context: Any, raw: Any) -> None:
     """A copy cannot be part of a graph that outlives the change; the pass says so and can be run again."""
     tenant, marks = raw
-    tenant.session.remap("raw", 4, 2)
+    remap.advanced.remap(tenant.session, "raw", 4, 2)
     with context.driver as driver:
         # The bracket itself may refuse, or the first wait: either way nothing is left behind.
         driver.begin_capture(tenant.stream)

@@ -13,6 +13,8 @@ import pytest
 from conftest import ROOT
 from rig import Reader, one_pass
 
+import remap
+
 PASSES = 12
 
 
@@ -25,10 +27,10 @@ def _serve(context: Any, seed: int, failures: list[BaseException]) -> None:
         with device_tenant(context, 6, 2 << 20) as (tenant, marks), Reader(tenant, PASSES * 6) as reader:
             for _ in range(PASSES):
                 one_pass(tenant, reader, tenant.stream, tenant.handle)
-                tenant.session.remap("raw", rng.randrange(5), 1)
+                remap.advanced.remap(tenant.session, "raw", rng.randrange(5), 1)
             marks.wait(marks.mark(tenant.handle))
             reader.check()
-            tenant.session.check()
+            remap.advanced.check(tenant.session)
     except BaseException as error:  # noqa: BLE001 - carried to the test's own thread
         failures.append(error)
 
@@ -56,7 +58,7 @@ def test_a_session_is_used_from_a_thread_without_a_context(raw: Any) -> None:
         try:
             with Reader(tenant, 3 * tenant.layers) as reader:
                 for alpha in (4, 2, 0):
-                    tenant.session.remap("raw", alpha, 1)
+                    remap.advanced.remap(tenant.session, "raw", alpha, 1)
                     one_pass(tenant, reader, tenant.stream, tenant.handle)
                 marks.wait(marks.mark(tenant.handle))
                 reader.check()
@@ -74,6 +76,7 @@ import threading
 import numpy as np
 import remap
 from bench.gpu.driver import Driver
+import remap
 from remap import _core
 
 SIZE = 1 << 20
@@ -87,12 +90,12 @@ def use():
         host, event = backend.allocate_host(SIZE), backend.create_event()
         with remap.Session("32MiB", device="cuda:1", backend=backend) as session:
             tenant = session.attach_bytes(layers, name="raw", kv=spec)
-            session.remap("raw", 1, 1)
+            remap.advanced.remap(session, "raw", 1, 1)
             handle = backend.adopt_stream(stream)
             with tenant.forward(stream=stream):
                 for layer in range(3):
                     tenant.wait(layer)
-                    backend.copy(handle, host, session.layer_address("raw", layer), SIZE)
+                    backend.copy(handle, host, remap.advanced.layer_address(session, "raw", layer), SIZE)
                     tenant.done(layer)
                     backend.record(event, handle)
                     assert backend.synchronize(event, 20.0)

@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT
 from rig import Rig
 
+import remap
+
 SCRIPT = """
 import sys
 sys.path[:0] = ["tests/python", "tests/gpu"]
@@ -23,7 +25,7 @@ device = sys.argv[1]
 with Rig(SimpleNamespace(torch=device, emulated=device == "cpu"), models) as rig:
     held = [torch.full((1 << 20,), float(i), device=device) for i in range(8)]
     for alpha in (0, 3, 5, 1, 0):
-        rig.session.remap("m", alpha, 1)
+        remap.advanced.remap(rig.session, "m", alpha, 1)
         del held[::2]
         held += [torch.full((3 << 18,), 9.0, device=device) for _ in range(4)]
         rig.check()
@@ -98,7 +100,7 @@ def test_decode_graphs_of_the_engine_stay_valid(real_gpu: Any, models: Any) -> N
             step = 0
             while engine.unfinished:
                 if graphs == "cuda":
-                    report = session.remap("m", step % (models.LAYERS - 1), 1)
+                    report = remap.advanced.remap(session, "m", step % (models.LAYERS - 1), 1)
                     engine.scheduler.relocate(report.moved.get("m", {}))
                 step += 1
                 outputs.update((each.id, each.tokens) for each in engine.step().finished)
@@ -126,7 +128,7 @@ def test_compiled_layers(gpu: Any, models: Any) -> None:
             expected = rig.logits()
             assert torch.allclose(expected, rig.expected, rtol=1e-3, atol=1e-3)
             for alpha, buffers in ((3, 1), (4, 2), (1, 1), (0, 1)):
-                rig.session.remap("m", alpha, buffers)
+                remap.advanced.remap(rig.session, "m", alpha, buffers)
                 for _ in range(2):
                     assert torch.equal(rig.logits(), expected)
         finally:

@@ -48,7 +48,7 @@ def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes
     with tenant.forward():
         for index, expected in enumerate(layers):
             tenant.wait(index)
-            got = ctypes.string_at(session.layer_address(tenant.name, index), len(expected))
+            got = ctypes.string_at(remap.advanced.layer_address(session, tenant.name, index), len(expected))
             tenant.done(index)
             assert got == expected, f"layer {index} of {tenant.name} reads {got[:4]!r}, not {expected[:4]!r}"
 

@@ -71,7 +71,7 @@ class Watched:
         assert self.peak >= layers, "nothing was remapped: the test shows nothing"
         assert snapshot.copies > 0
         assert snapshot.passes > 0
-        self.session.check()
+        remap.advanced.check(self.session)
 
     def assert_home(self, short: Callable[[], object], calls: int = 40) -> None:
         """Calls that need little bring every layer home, and nobody holds a block."""
@@ -82,7 +82,7 @@ class Watched:
         assert (self.tenant.remapped, self.tenant.streamed) == (0, ())
         self.attached.step()
         assert self.attached.snapshot.live_blocks == self.attached.blocks.held == 0
-        self.session.check()
+        remap.advanced.check(self.session)
 
 
 @contextmanager

@@ -47,7 +47,7 @@ class World:
 
     def step(self, blocks, free=None):
         report = self.session.step({"m": remap.Demand(blocks=blocks, free=free)})
-        self.session.check()
+        remap.advanced.check(self.session)
         return report
 
     def forward(self):
@@ -55,7 +55,7 @@ class World:
         with self.tenant.forward():
             for layer, data in enumerate(self.data):
                 self.tenant.wait(layer)
-                assert ctypes.string_at(self.session.layer_address("m", layer), BYTES) == data
+                assert ctypes.string_at(remap.advanced.layer_address(self.session, "m", layer), BYTES) == data
                 self.tenant.done(layer)
 
 

@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import interrupts
@@ -232,7 +233,10 @@ class Engine:
 
     def addresses_now(self) -> list[int]:
         session = self.world.session
-        return [*(session.layer_address(self.name, index) for index in range(len(self.data))), self.kv.address]
+        return [
+            *(remap.advanced.layer_address(session, self.name, index) for index in range(len(self.data))),
+            self.kv.address,
+        ]
 
     # -- an allocator of its own ------------------------------------------------------------------------------------
 
@@ -317,7 +321,7 @@ class Engine:
         with self.tenant.forward():
             for layer, expected in enumerate(self.data):
                 self.tenant.wait(layer)
-                got = ctypes.string_at(session.layer_address(self.name, layer), len(expected))
+                got = ctypes.string_at(remap.advanced.layer_address(session, self.name, layer), len(expected))
                 self.tenant.done(layer)
                 expect(got == expected, f"a layer of {self.name} reads wrong bytes in a pass")
 
@@ -394,7 +398,7 @@ class World:
         }
 
     def check(self) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         pages = self.session.snapshot().pages
         expect(pages.free + pages.params + pages.kv + pages.ring == pages.total, f"pages are lost: {pages}")
         expect(set(self.session._tenants) == set(self.engines), "a tenant is attached that nobody knows, or is gone")
@@ -465,7 +469,7 @@ class World:
         with contextlib.suppress(ArenaBroken):
             self.session.step()
             raise AssertionError("a broken arena takes a step")
-        self.session.check()
+        remap.advanced.check(self.session)
         self.session.snapshot()
         self.close()
         return ArenaBroken("broken")
@@ -589,7 +593,9 @@ class World:
         if kind == "slices":
             layers = share * max(0, most)
         report = self.call(
-            lambda: self.session.remap(name, layers, buffers, kind, drain=drain), OutOfBlocks, InvalidArgument
+            lambda: remap.advanced.remap(self.session, name, layers, buffers, kind, drain=drain),
+            OutOfBlocks,
+            InvalidArgument,
         )
         if isinstance(report, remap.StepReport) and kind != "slices" and not drain and not self.ended:
             early = "ended early" in report.reason.get(name, "")
@@ -601,7 +607,7 @@ class World:
             return
         buffers = engine.tenant.buffers or buffers
         layers = round(share * max(0, len(engine.tenant._state.order) - buffers))
-        self.call(lambda: self.session.lend(name, layers, buffers, to=to), OutOfBlocks, InvalidArgument)
+        self.call(lambda: remap.advanced.lend(self.session, name, layers, buffers, to=to), OutOfBlocks, InvalidArgument)
 
     def op_activate(self, name: str, alone: bool, partial: bool | float) -> None:
         if name not in self.engines:
@@ -656,7 +662,7 @@ class World:
             pass  # tried again: it heals (`call`)
 
     def op_settle(self) -> None:
-        self.call(lambda: self.session.settle(), partly=True)
+        self.call(lambda: remap.advanced.settle(self.session), partly=True)
 
     def op_declare(self, name: str, share: float) -> None:
         engine = self.engines.get(name)
@@ -664,14 +670,14 @@ class World:
             return
         layer = int(share * len(engine.data))
         each = (engine.addresses[layer], max(1, len(engine.data[layer])))
-        result = self.call(lambda: self.session.declare_registered(*each), InvalidState)
+        result = self.call(lambda: remap.advanced.declare_registered(self.session, *each), InvalidState)
         if result is None or (isinstance(result, KeyboardInterrupt) and each in self.session._arena.registered()):
             self.declared.append(each)
 
     def op_withdraw(self) -> None:
         if self.declared:
             each = self.declared[0]
-            result = self.call(lambda: self.session.withdraw_registered(*each))
+            result = self.call(lambda: remap.advanced.withdraw_registered(self.session, *each))
             if result is None or each not in self.session._arena.registered():
                 self.declared.remove(each)
 
@@ -685,8 +691,8 @@ class World:
             return
         calls: dict[str, Callable[[], Any]] = {
             "name": lambda: self.session.step({"nobody": remap.Demand(1)}),
-            "layers": lambda: self.session.remap(name, len(engine.data) + 1),
-            "buffers": lambda: self.session.lend(name, 1, 7),
+            "layers": lambda: remap.advanced.remap(self.session, name, len(engine.data) + 1),
+            "buffers": lambda: remap.advanced.lend(self.session, name, 1, 7),
             "free": lambda: engine.kv.free([engine.kv.max_blocks]),
             "allocate": lambda: engine.kv.allocate(engine.kv.max_blocks + 1),
             "share": lambda: self.session.activate(name, partial=-1.0),
@@ -712,12 +718,12 @@ class World:
         calls: dict[str, Callable[[], Any]] = {
             "step": session.step,
             "snapshot": session.snapshot,
-            "settle": session.settle,
+            "settle": partial(remap.advanced.settle, session),
             "close": session.close,
-            "remap": lambda: session.remap("t0", 0),
+            "remap": lambda: remap.advanced.remap(session, "t0", 0),
             "detach": lambda: session.detach("t0"),
             "activate": lambda: session.activate("t0"),
-            "check": session.check,
+            "check": partial(remap.advanced.check, session),
         }
         if self.engines:
             tenant = next(iter(self.engines.values())).tenant
@@ -728,7 +734,7 @@ class World:
                 "streaming": lambda: tenant.streaming,
                 "allocate": lambda: tenant.kv.allocate(0),
                 "free": lambda: tenant.kv.free([]),
-                "layer_address": lambda: session.layer_address(tenant.name, 0),
+                "layer_address": lambda: remap.advanced.layer_address(session, tenant.name, 0),
             }
         child = os.fork()
         if child == 0:
@@ -799,9 +805,9 @@ class World:
             buffers = rest[2] if name == "remap" else tenant.buffers or rest[2]
             layers = round(rest[1] * max(0, len(tenant._state.order) - buffers))
             if name == "remap":
-                return lambda: session.remap(rest[0], layers, buffers, rest[3])
+                return lambda: remap.advanced.remap(session, rest[0], layers, buffers, rest[3])
             to = rest[3] if rest[3] in self.engines else None
-            return lambda: session.lend(rest[0], layers, buffers, to=to)
+            return lambda: remap.advanced.lend(session, rest[0], layers, buffers, to=to)
         return session.snapshot if name == "settle" else None
 
     def owner_of(self, each: tuple[int, int]) -> str:
@@ -822,7 +828,9 @@ class World:
             self.op_activate(name, False, False)
             expect(self.engines[name].tenant.active, f"{name} cannot be activated in the end")
         for name, engine in self.engines.items():
-            while not self.ended and isinstance(self.call(lambda name=name: self.session.remap(name, 0)), Error):
+            while not self.ended and isinstance(
+                self.call(lambda name=name: remap.advanced.remap(self.session, name, 0)), Error
+            ):
                 pass
             expect(self.ended or not engine.tenant.streamed, f"{name} streams in the end")
         self.check()

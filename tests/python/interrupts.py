@@ -234,7 +234,7 @@ class Engine:
         with self.tenant.forward():
             for layer, expected in enumerate(self.data):
                 self.tenant.wait(layer)
-                got = ctypes.string_at(self.session.layer_address(self.name, layer), len(expected))
+                got = ctypes.string_at(remap.advanced.layer_address(self.session, self.name, layer), len(expected))
                 self.tenant.done(layer)
                 assert got == expected, f"layer {layer} of {self.name} reads {got[:4]!r}, not {expected[:4]!r}"
 
@@ -318,10 +318,10 @@ class World:
         return self.tell(self.session.step({name: remap.Demand(n, free=free.get(name)) for name, n in demand.items()}))
 
     def remap(self, name: str, layers: float, buffers: int = 1, kind: str = "nested", **more: Any) -> Any:
-        return self.tell(self.session.remap(name, layers, buffers, kind, **more))
+        return self.tell(remap.advanced.remap(self.session, name, layers, buffers, kind, **more))
 
     def lend(self, name: str, layers: int, to: str | None = None) -> Any:
-        return self.tell(self.session.lend(name, layers, to=to))
+        return self.tell(remap.advanced.lend(self.session, name, layers, to=to))
 
     def activate(self, name: str, **options: Any) -> Any:
         return self.tell(self.session.activate(name, **options))
@@ -342,11 +342,11 @@ class World:
                 "pinned": each.pinned,
             }
             for name, each in snapshot.tenants.items()
-        } | {"free": snapshot.pages.free, "unsettled": self.session.unsettled}
+        } | {"free": snapshot.pages.free, "unsettled": remap.advanced.unsettled(self.session)}
 
     def check(self) -> None:
         """The books agree, and every live block has its tag."""
-        self.session.check()
+        remap.advanced.check(self.session)
         pages = self.session.snapshot().pages
         assert pages.free + pages.params + pages.kv + pages.ring == pages.total, f"pages are lost: {pages}"
         for engine in self.engines.values():
@@ -382,7 +382,7 @@ class World:
     def everything_else(self) -> None:
         """All other calls, once each: they work, whatever came before."""
         session = self.session
-        session.settle()
+        remap.advanced.settle(session)
         for engine in self.engines.values():
             if engine.external is not None:
                 engine.external.used.clear()
@@ -393,7 +393,7 @@ class World:
         for name in self.engines:
             report = self.activate(name)
             if not report.activated and any(e.external for e in self.engines.values()):
-                self.session.remap(name, 0)
+                remap.advanced.remap(self.session, name, 0)
                 report = self.activate(name)
             assert report.activated, report
             self.use()
@@ -486,7 +486,7 @@ def lent_to_a(world: World, layers: int = 2, hold: int = 0) -> None:
 
 def unsettled(world: World) -> None:
     """A change whose settling has failed once."""
-    world.session.settle()
+    remap.advanced.settle(world.session)
     world.backend.arm(_core.Call.create_event if world.mode == "strict" else _core.Call.exchange, 1)
     with contextlib.suppress(Error):
         world.remap("a", 2)
@@ -614,7 +614,7 @@ def one_pass(name: str) -> Callable[[World], Any]:
 
 
 def address_of(world: World) -> tuple[int, int]:
-    return world.session.layer_address("a", 1), 100
+    return remap.advanced.layer_address(world.session, "a", 1), 100
 
 
 def nothing(world: World) -> None:
@@ -714,9 +714,14 @@ CASES: dict[str, list[Case]] = {
         Case("draining", lambda w: draining(w), lambda w: w.session.deactivate("a")),
     ],
     "settle": [
-        Case("nothing", nothing, lambda w: w.session.settle()),
-        Case("a fresh change", lambda w: w.remap("a", 2), lambda w: w.session.settle()),
-        Case("a failed one", unsettled, lambda w: w.session.settle(), effect=lambda w: not w.session.unsettled),
+        Case("nothing", nothing, lambda w: remap.advanced.settle(w.session)),
+        Case("a fresh change", lambda w: w.remap("a", 2), lambda w: remap.advanced.settle(w.session)),
+        Case(
+            "a failed one",
+            unsettled,
+            lambda w: remap.advanced.settle(w.session),
+            effect=lambda w: not remap.advanced.unsettled(w.session),
+        ),
     ],
     "forward": [
         Case("resident", nothing, one_pass("a")),
@@ -745,14 +750,14 @@ CASES: dict[str, list[Case]] = {
     ],
     "look": [
         Case("snapshot", lent_to_a, lambda w: w.session.snapshot() and None),
-        Case("check", lent_to_a, lambda w: w.session.check()),
-        Case("layer_address", nothing, lambda w: w.session.layer_address("a", 1) and None),
+        Case("check", lent_to_a, lambda w: remap.advanced.check(w.session)),
+        Case("layer_address", nothing, lambda w: remap.advanced.layer_address(w.session, "a", 1) and None),
     ],
     "registered": [
-        Case("declare", nothing, lambda w: w.session.declare_registered(*address_of(w)),
+        Case("declare", nothing, lambda w: remap.advanced.declare_registered(w.session, *address_of(w)),
              again=lambda w: declare_again(w)),
-        Case("withdraw", lambda w: w.session.declare_registered(*address_of(w)),
-             lambda w: w.session.withdraw_registered(*address_of(w)), again=lambda w: withdraw_again(w)),
+        Case("withdraw", lambda w: remap.advanced.declare_registered(w.session, *address_of(w)),
+             lambda w: remap.advanced.withdraw_registered(w.session, *address_of(w)), again=lambda w: withdraw_again(w)),
     ],
     "close": [
         Case("resident", nothing, lambda w: w.session.close()),
@@ -813,12 +818,12 @@ def drained(world: World) -> None:
 
 def declare_again(world: World) -> None:
     if not world.session._arena.registered():
-        world.session.declare_registered(*address_of(world))
+        remap.advanced.declare_registered(world.session, *address_of(world))
 
 
 def withdraw_again(world: World) -> None:
     if world.session._arena.registered():
-        world.session.withdraw_registered(*address_of(world))
+        remap.advanced.withdraw_registered(world.session, *address_of(world))
 
 
 # -- one run -----------------------------------------------------------------------------------------------------------
@@ -885,7 +890,7 @@ def afterwards(case: Case, world: World, after: dict[str, Any] | None, seen: dic
         session.close()
         world.close()
         return
-    session.check()
+    remap.advanced.check(session)
     if case.name in ("allocate", "free"):
         (allocated if case.name == "allocate" else freed)(world)
     for name in set(world.engines).difference(session._tenants):

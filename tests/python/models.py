@@ -193,7 +193,7 @@ class Rig:
 
     def remap(self, layers: int, buffers: int = 1, selection: str = "uniform") -> Any:
         """`session.remap`, then every invariant; live blocks are followed to where they moved."""
-        report = self.session.remap("m", layers, buffers, selection)
+        report = remap.advanced.remap(self.session, "m", layers, buffers, selection)
         moved = report.moved.get("m", {})
         self.live = {moved.get(block, block): data for block, data in self.live.items()}
         self.check()
@@ -213,7 +213,7 @@ class Rig:
 
     def check(self) -> None:
         """The arena's invariants, the addresses and the bytes of live blocks; then poison what is free."""
-        self.session.check()
+        remap.advanced.check(self.session)
         assert addresses_of(self.model) == self.addresses
         for block, data in self.live.items():
             assert torch.equal(raw_block(self.kv, block), data), f"KV block {block} has changed"

@@ -106,7 +106,7 @@ class Shared:
     def step(self, **demand: int) -> Any:
         wanted = {name: remap.Demand(blocks=blocks) for name, blocks in demand.items()}
         report = self.tell(self.session.step(wanted))
-        self.session.check()
+        remap.advanced.check(self.session)
         return report
 
     def activate(self, name: str, *, alone: bool = False, partial: bool = False) -> Any:
@@ -116,11 +116,11 @@ class Shared:
             for other, blocks in report.preempt.items():
                 self.engines[other].free([block for block in blocks if block in self.engines[other].held])
             report = self.tell(self.session.activate(name, alone=alone, partial=partial))
-        self.session.check()
+        remap.advanced.check(self.session)
         return report
 
     def check(self, serve: bool = True) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         pages = self.session.snapshot().pages
         assert pages.free + pages.params + pages.kv + pages.ring + pages.quarantine == pages.total
         for engine in self.engines.values():

@@ -63,7 +63,9 @@ class ArenaMachine(RuleBasedStateMachine):
         for mode, session in self.sessions.items():
             tenant = session.attach_bytes(layers, name=name, kv=make_spec(count, max_blocks=400, layout=self.layout))
             self.tenants.setdefault(name, {})[mode] = tenant
-            self.addresses[name, mode] = [session.layer_address(name, i) for i in range(count)] + [tenant.kv.address]
+            self.addresses[name, mode] = [remap.advanced.layer_address(session, name, i) for i in range(count)] + [
+                tenant.kv.address
+            ]
             for block in self.free_of(tenant):
                 # Promise 6: what another tenant left there is gone. (Its first reader sees zeroes.)
                 assert read_block(tenant, block) == {0}
@@ -126,7 +128,9 @@ class ArenaMachine(RuleBasedStateMachine):
         model = self.model.tenants[name]
         try:
             report = self.both(
-                lambda mode: self.visible_report(self.sessions[mode].remap(name, layers, buffers, selection))
+                lambda mode: self.visible_report(
+                    remap.advanced.remap(self.sessions[mode], name, layers, buffers, selection)
+                )
             )
         except InvalidArgument:
             assert layers and layers + buffers > len(model.layers)
@@ -200,7 +204,7 @@ class ArenaMachine(RuleBasedStateMachine):
         for mode, session in self.sessions.items():
             moved = session.step({name: remap.Demand(blocks=blocks)}).moved.get(name, {})
             tenant = self.tenants[name][mode]
-            session.check()
+            remap.advanced.check(session)
             for old, new in moved.items():
                 assert read_block(tenant, new) == {self.model.tenants[name].blocks[old]}
             for block in self.free_of(tenant):
@@ -212,7 +216,7 @@ class ArenaMachine(RuleBasedStateMachine):
         """After steps: blocks back into the model's ids by starting over, and the model's base from what is the case."""
         for mode, tenant in self.tenants[name].items():
             tenant.kv.free(tenant.kv.pool.live_ids())
-            self.sessions[mode].remap(name, 0)
+            remap.advanced.remap(self.sessions[mode], name, 0)
         counts = {mode: self.sessions[mode].snapshot().tenants[name].pages.kv for mode in MODES}
         self.model.tenants[name].blocks.clear()
         if counts["aliased"] != counts["strict"]:  # one took free pages that the other did not: detach and attach both
@@ -229,7 +233,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         for session in self.sessions.values():
-            session.settle()
+            remap.advanced.settle(session)
 
     # -- what must hold after every step -----------------------------------------------------------------------------
 
@@ -240,7 +244,7 @@ class ArenaMachine(RuleBasedStateMachine):
         expected = self.model.pages()
         seen = {}
         for mode, session in self.sessions.items():
-            session.check()
+            remap.advanced.check(session)
             snapshot = session.snapshot()
             assert vars(snapshot.pages) == expected, mode
             seen[mode] = {
@@ -262,7 +266,9 @@ class ArenaMachine(RuleBasedStateMachine):
                 for block, value in model.blocks.items():
                     assert read_block(tenant, block) == {value}, f"{mode}: block {block} of {name}"
                 session = self.sessions[mode]
-                now = [session.layer_address(name, i) for i in range(tenant.layers)] + [tenant.kv.address]
+                now = [remap.advanced.layer_address(session, name, i) for i in range(tenant.layers)] + [
+                    tenant.kv.address
+                ]
                 assert now == self.addresses[name, mode]
 
     def teardown(self) -> None:
@@ -292,14 +298,14 @@ def test_back_and_forth_without_a_pass_in_between(mode: str) -> None:
     with remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode) as session:
         tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=120))
         for round_ in range(120):
-            session.remap("m", 4, 1 + round_ % 2)
+            remap.advanced.remap(session, "m", 4, 1 + round_ % 2)
             ids = tenant.kv.allocate(tenant.kv.free_blocks)
             for block in ids:
                 write_block(tenant, block, 1 + round_)
             if round_ % 3 == 0:
                 forward(session, tenant, layers)
-            session.settle()
+            remap.advanced.settle(session)
             for block in ids:
                 assert read_block(tenant, block) == {1 + round_}
             tenant.kv.free(ids)
-            session.remap("m", round_ % 3)
+            remap.advanced.remap(session, "m", round_ % 3)

@@ -187,16 +187,16 @@ def test_options_of_the_wrong_kinds(models, name, value):
 
 NAMED = {
     "detach": ("name", lambda session, kv: session.detach(["a"])),
-    "layer_address": ("layer", lambda session, kv: session.layer_address("a", "0")),
-    "lend": ("name", lambda session, kv: session.lend("a", 1, to=["m"])),
+    "layer_address": ("layer", lambda session, kv: remap.advanced.layer_address(session, "a", "0")),
+    "lend": ("name", lambda session, kv: remap.advanced.lend(session, "a", 1, to=["m"])),
     "activate": ("name", lambda session, kv: session.activate({})),
     "activate, alone": ("alone", lambda session, kv: session.activate("a", alone="no")),
-    "remap": ("drain", lambda session, kv: session.remap("a", 0, drain="no")),
-    "settle": ("tenant", lambda session, kv: session.settle("a")),
-    "declare": ("address", lambda session, kv: session.declare_registered("x", 4)),
-    "declare, negative": ("address", lambda session, kv: session.declare_registered(-5, 4)),
-    "declare, beyond": ("nbytes", lambda session, kv: session.declare_registered(4096, 1 << 70)),
-    "withdraw": ("address", lambda session, kv: session.withdraw_registered(None, None)),
+    "remap": ("drain", lambda session, kv: remap.advanced.remap(session, "a", 0, drain="no")),
+    "settle": ("name", lambda session, kv: remap.advanced.settle(session, ["a"])),
+    "declare": ("address", lambda session, kv: remap.advanced.declare_registered(session, "x", 4)),
+    "declare, negative": ("address", lambda session, kv: remap.advanced.declare_registered(session, -5, 4)),
+    "declare, beyond": ("nbytes", lambda session, kv: remap.advanced.declare_registered(session, 4096, 1 << 70)),
+    "withdraw": ("address", lambda session, kv: remap.advanced.withdraw_registered(session, None, None)),
     "free": ("ids", lambda session, kv: kv.free(5)),
     "subscribe": ("listener", lambda session, kv: kv.subscribe(5)),
 }
@@ -221,7 +221,7 @@ def test_a_simulated_capacity_beyond_all_addresses():
 # --- steps and passes -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("wrong", [5, None, {"blocks": 5}, remap.Demand])
+@pytest.mark.parametrize("wrong", [-5, True, 5.0, None, {"blocks": 5}, remap.Demand])
 def test_a_demand_that_is_none_leaves_the_others_unmet(shared, wrong):
     """ "a" comes first and wants layers: before, it had them by the time that the other was looked at."""
     before = _snapshot(shared)
@@ -229,6 +229,12 @@ def test_a_demand_that_is_none_leaves_the_others_unmet(shared, wrong):
         shared.session.step({"a": remap.Demand(blocks=10), "m": wrong})
     assert (caught.value.field, caught.value.value, caught.value.tenant) == ("demand", wrong, "m")
     assert _snapshot(shared) == before
+
+
+def test_a_number_of_blocks_is_a_demand(shared):
+    wanted = {"a": 10}
+    shared.session.step(wanted)
+    assert wanted == {"a": 10} and shared.session.snapshot().tenants["a"].free_blocks >= 10
 
 
 @pytest.mark.parametrize("wrong", [5, "a", ["a"], [("a", remap.Demand(1))]])

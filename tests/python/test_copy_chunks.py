@@ -20,7 +20,7 @@ def passes(session: remap.Session, tenant: remap.Tenant, count: int) -> None:
         with tenant.forward():
             for layer in range(LAYERS):
                 tenant.wait(layer)
-                assert ctypes.string_at(session.layer_address("model", layer), SIZE) == MASTERS[layer]
+                assert ctypes.string_at(remap.advanced.layer_address(session, "model", layer), SIZE) == MASTERS[layer]
                 tenant.done(layer)
 
 
@@ -34,10 +34,10 @@ def test_every_chunk_size_brings_the_same_bytes(chunk, selection):
         passes(session, tenant, 2)
         before = {call: trace.count(call) for call in (_core.Call.copy, _core.Call.fill)}
         copies = tenant._state.prefetcher.stats().copies
-        session.remap("model", 2)
+        remap.advanced.remap(session, "model", 2)
         passes(session, tenant, 3)
-        session.remap("model", 0)
-        session.settle()
+        remap.advanced.remap(session, "model", 0)
+        remap.advanced.settle(session)
         passes(session, tenant, 2)
         stats = tenant._state.prefetcher.stats()
         pieces = trace.count(_core.Call.copy) - before[_core.Call.copy]

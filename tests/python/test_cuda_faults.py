@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -123,7 +124,7 @@ def fails_and_recovers(driver: Emulated, case: Case, mode: str, fault: tuple[str
         assert isinstance(raised, (ArenaBroken, CODES[code])) or (raised is None and forever), what
         broken_as_promised(world)
     elif raised is None:  # only what may fail later failed: it shows in a pass, and a later pass tries it again
-        world.session.check()
+        remap.advanced.check(world.session)
         serve_again(world)
     else:
         assert type(raised) is CODES[code], f"{what}: {raised!r}"
@@ -135,7 +136,7 @@ def fails_and_recovers(driver: Emulated, case: Case, mode: str, fault: tuple[str
             if case.name.startswith("attach"):  # pages were taken and given back: only the epoch tells
                 after["epoch"] = before["epoch"]
             assert after == before, what
-            world.session.check()
+            remap.advanced.check(world.session)
             world.works()
         case.change(world)
         world.works()
@@ -222,7 +223,9 @@ class Reader:
                     world.m.wait(layer)
                     to = world.fault.allocate_host(len(expected))
                     self.buffers.append((to, len(expected)))
-                    world.fault.copy(self.stream, to, world.session.layer_address("m", layer), len(expected))
+                    world.fault.copy(
+                        self.stream, to, remap.advanced.layer_address(world.session, "m", layer), len(expected)
+                    )
                     self.reads.append((to, expected))
                     world.m.done(layer)
 
@@ -339,7 +342,7 @@ def test_a_lost_context_is_told_by_every_call_and_hangs_none(emulated: Emulated,
     calls: list[Callable[[], Any]] = [
         *[lambda: forward(world.session, world.m, world.layers["m"])] * 3,
         lambda: world.remap(4, 2),
-        world.session.settle,
+        partial(remap.advanced.settle, world.session),
         lambda: world.remap(0),
         lambda: world.attach(),
         lambda: forward(world.session, world.m, world.layers["m"]),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import LAYERS, ids_for, kv_spec, layers_of, logits_of, make  # noqa: E402
 
-import remap  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 
@@ -37,9 +38,9 @@ def test_logits_are_the_same_while_the_head_streams_and_the_embedding_is_on_the_
         assert whole - session.snapshot().tenants[tenant.name].pages.params >= nbytes // PAGE - 1
         with attach_hooks([*layers_of(model), model.lm_head], tenant, model=model):
             for alpha in range(LAYERS + 1):
-                session.remap(tenant.name, alpha, 1, "nested")
+                remap.advanced.remap(session, tenant.name, alpha, 1, "nested")
                 assert torch.equal(logits_of(model, ids), expected), alpha
-            session.remap(tenant.name, LAYERS - 1, 2)
+            remap.advanced.remap(session, tenant.name, LAYERS - 1, 2)
             assert torch.equal(logits_of(model, ids), expected)
             assert session.snapshot().tenants[tenant.name].copies > 0
     assert torch.equal(model.get_input_embeddings().weight, before)
@@ -53,7 +54,7 @@ def test_the_head_can_be_the_only_thing_that_streams_in_the_engine() -> None:
         expected = model.generate(ids[None], max_new_tokens=8, do_sample=False)[0, 9:].tolist()
     with session_for() as session:
         tenant = session.attach(model, kv=kv_spec(model), extra_layers=[model.lm_head], embedding="host", hooks=False)
-        session.remap(tenant.name, LAYERS, 1)
+        remap.advanced.remap(session, tenant.name, LAYERS, 1)
         assert LAYERS in tenant.streamed
         engine = LLMEngine(model, tenant, session=session)
         result = engine.run([Request("one", tuple(ids.tolist()), SamplingParams(max_tokens=8))])

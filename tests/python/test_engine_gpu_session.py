@@ -11,6 +11,8 @@ import random
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -19,7 +21,6 @@ from recordings import FrozenGraphs, StaticPaged  # noqa: E402
 from test_engine_on_session import EAGER, LAYOUTS, STEADY, Recording, requests_for, run  # noqa: E402
 from torch._dynamo.testing import CompileCounterWithBackend  # noqa: E402
 
-import remap  # noqa: E402
 from remap.engine import Request, SamplingParams  # noqa: E402
 from remap.engine import gpu_runner as module  # noqa: E402
 
@@ -71,7 +72,7 @@ def test_the_controller_grows_and_shrinks_mid_run(kind, layout, frozen):
     with Rig(model, kv=kv_spec(model, min_blocks=30, layout=layout), controller=EAGER) as rig:
         rig.hooks.remove()
         session = Recording(rig.session, moved)
-        session.settle = rig.session.settle
+        session.exclusively = rig.session.exclusively
         tokens, metrics = run(
             rig, requests, session, each_step=kept(engines), max_num_seqs=8, max_batch_tokens=300, **GPU
         )
@@ -102,11 +103,11 @@ def test_changes_by_hand_between_steps(seed, mode, frozen):
         buffers = rng.choice([1, 2])
         layers = 0 if step % 2 else rng.randint(1, 6 - buffers)
         try:
-            report = rig.session.remap("m", layers, buffers, rng.choice(["uniform", "nested"]))
+            report = remap.advanced.remap(rig.session, "m", layers, buffers, rng.choice(["uniform", "nested"]))
         except remap.OutOfBlocks:
             return
         engine.scheduler.relocate(report.moved.get("m", {}))
-        rig.session.check()
+        remap.advanced.check(rig.session)
         poison(rig.kv)
 
     with Rig(model, kv=kv_spec(model, min_blocks=16), mode=mode, spare=1) as rig:

@@ -10,12 +10,13 @@ import random
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import VOCAB, Rig, kv_spec, make, poison  # noqa: E402
 
-import remap  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 
 # Growth is decided by demand alone: on a tiny model no copy hides behind a computation.
@@ -37,7 +38,7 @@ def run(rig, requests, session=None, *, each_step=None, **engine):
     """Tokens by request and the metrics; after each step the invariants hold and free blocks are poisoned."""
 
     def checked(engine, step):
-        rig.session.check()
+        remap.advanced.check(rig.session)
         poison(rig.kv)
         if each_step is not None:
             each_step(engine)
@@ -79,7 +80,7 @@ def test_tokens_are_those_of_the_unconstrained_engine(kind, layout):
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_changes_between_steps(seed, mode):
-    """session.remap by hand between engine steps: grow, shrink, other sets and buffers; tables follow `moved`."""
+    """`remap` by hand between engine steps: grow, shrink, other sets and buffers; tables follow `moved`."""
     rng = random.Random(f"{seed}{mode}")
     model = make(rng.choice(["llama", "qwen3", "opt"]), seed)
     requests = requests_for(seed, count=16)
@@ -94,14 +95,16 @@ def test_random_changes_between_steps(seed, mode):
             return
         buffers = rng.choice([1, 2])
         try:
-            report = rig.session.remap("m", rng.randint(0, 6 - buffers), buffers, rng.choice(["uniform", "nested"]))
+            report = remap.advanced.remap(
+                rig.session, "m", rng.randint(0, 6 - buffers), buffers, rng.choice(["uniform", "nested"])
+            )
         except remap.OutOfBlocks:
             return
         moved = report.moved.get("m", {})
         engine.scheduler.relocate(moved)
         moves += len(moved)
         changes += 1
-        rig.session.check()
+        remap.advanced.check(rig.session)
         poison(rig.kv)
 
     layout = rng.choice(LAYOUTS)
@@ -170,7 +173,7 @@ def test_random_interleavings_of_arrivals_steps_and_aborts(seed):
                 if pending:
                     engine.add_request(pending.pop(0))
             outputs.update((output.id, output) for output in engine.step().finished)
-            rig.session.check()
+            remap.advanced.check(rig.session)
             poison(rig.kv)
             if engine.scheduler.running and rng.random() < 0.05:
                 victim = rng.choice(engine.scheduler.running).request.id

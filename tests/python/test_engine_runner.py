@@ -10,6 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import remap
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -407,7 +409,7 @@ def test_a_session_turns_weights_into_blocks_instead_of_preempting(kind):
             continue
         with rigs.Rig(model, kv=rigs.kv_spec(model, min_blocks=12)) as rig:
             engine = LLMEngine(model, rig.tenant, session=rig.session if session == "remap" else None)
-            results[session] = engine.run(requests, lambda engine, step, rig=rig: rig.session.check())
+            results[session] = engine.run(requests, lambda engine, step, rig=rig: remap.advanced.check(rig.session))
             rig.remap(0)
             assert rig.kv.free_blocks == rig.kv.usable_blocks == results[session].metrics.kv_blocks_start
     summaries = {name: result.metrics.summary() for name, result in results.items()}

@@ -72,7 +72,7 @@ def test_a_change_by_hand_cancels_a_drain():
         engine.finish(range(6))
         world.step(0, free=6)
         assert engine.leaving == {7, 8, 9}
-        world.session.remap("m", 3, 1, "nested")
+        remap.advanced.remap(world.session, "m", 3, 1, "nested")
         assert engine.leaving == set()
         assert (world.kv.usable_blocks, world.session.snapshot().tenants["m"].withdrawn_blocks) == (13, 0)
         world.forward()

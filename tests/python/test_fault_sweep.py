@@ -44,7 +44,7 @@ class World:
         return self.tenants["m"]
 
     def settle(self) -> None:
-        self.session.settle()
+        remap.advanced.settle(self.session)
         for tenant in self.tenants.values():
             tenant._state.prefetcher.drain()
 
@@ -57,7 +57,7 @@ class World:
             self.live[block] = 1 + block % 200
 
     def remap(self, layers: int, buffers: int = 1, selection: str = "uniform") -> None:
-        moved = self.session.remap("m", layers, buffers, selection).moved.get("m", {})
+        moved = remap.advanced.remap(self.session, "m", layers, buffers, selection).moved.get("m", {})
         self.live = {moved.get(block, block): value for block, value in self.live.items()}
 
     def free_pages(self, give: bool) -> None:
@@ -94,7 +94,7 @@ class World:
                 forward(self.session, tenant, self.layers[name])
         for block, value in self.live.items():
             assert read_block(self.m, block) == {value}
-        self.session.check()
+        remap.advanced.check(self.session)
 
     def close(self, *, silent_failure: bool = False) -> None:
         """silent_failure: a call may have failed inside a destructor, which has nobody to tell and keeps what it had."""
@@ -169,9 +169,9 @@ def broken_as_promised(world: World) -> None:
     assert snapshot.pages.quarantine > 0
     assert snapshot.pages.total == CAPACITY // PAGE
     with pytest.raises(ArenaBroken) as caught:
-        world.session.remap("m", 1)
+        remap.advanced.remap(world.session, "m", 1)
     assert caught.value.quarantined_pages == snapshot.pages.quarantine
-    world.session.check()
+    remap.advanced.check(world.session)
 
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
@@ -195,7 +195,7 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
             )
             broken_as_promised(world)
         elif raised is None:  # only what may fail later failed: it shows in a pass, and a later pass tries it again
-            world.session.check()
+            remap.advanced.check(world.session)
             serve_again(world)
         else:
             assert type(raised) is error, f"call {nth}: {raised!r}"
@@ -206,7 +206,7 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
                 if case.name.startswith("attach"):  # pages were taken and given back: only the epoch tells
                     after["epoch"] = before["epoch"]
                 assert after == before, f"call {nth}: {raised}"
-                world.session.check()
+                remap.advanced.check(world.session)
                 world.works()
             case.change(world)
             world.works()
@@ -265,7 +265,7 @@ def test_map_fails_at_slot_k_then_destroy(mode: str) -> None:
         with pytest.raises(DriverError):
             session.attach_bytes(make_layers(SIZES, 1), name="m", kv=make_spec(6, max_blocks=120))
         assert session.snapshot().pages.free == CAPACITY // PAGE
-        session.check()
+        remap.advanced.check(session)
         del session  # destroyed without close()
         usage = fault.usage()
         assert usage["page_bytes"] == usage["mapped_bytes"] == usage["reserved_bytes"] == 0
@@ -348,13 +348,13 @@ def test_failed_deferred_repointing_surfaces_and_is_tried_again(call: str, forev
         broken_as_promised(world)
         world.close()
         return
-    if forever and world.session.unsettled:
+    if forever and remap.advanced.unsettled(world.session):
         for _ in range(3):
             with pytest.raises(DriverError):
                 forward(world.session, world.m, world.layers["m"])
     world.fault.disarm()
     serve_again(world)
-    assert not world.session.unsettled
+    assert not remap.advanced.unsettled(world.session)
     world.remap(0)
     world.works()
     world.close()

@@ -16,7 +16,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a background shell s
 session = remap.Session(40 * PAGE, page_bytes=PAGE, mode="aliased")
 layers = make_layers([2] * 6)
 tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=200))
-session.remap("m", 3)
+remap.advanced.remap(session, "m", 3)
 forward(session, tenant, layers)
 """
 
@@ -26,12 +26,12 @@ if child == 0:
     calls = [
         lambda: session.snapshot(),
         lambda: session.step({"m": remap.Demand(blocks=4)}),
-        lambda: session.remap("m", 1),
-        lambda: session.settle(),
-        lambda: session.check(),
+        lambda: remap.advanced.remap(session, "m", 1),
+        lambda: remap.advanced.settle(session),
+        lambda: remap.advanced.check(session),
         lambda: session.detach("m"),
         lambda: session.attach_bytes(layers, name="n", kv=make_spec(6)),
-        lambda: session.layer_address("m", 0),
+        lambda: remap.advanced.layer_address(session, "m", 0),
         lambda: tenant.forward().__enter__(),
         lambda: session.close(),
     ]
@@ -46,9 +46,9 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 0, status
 forward(session, tenant, layers)  # the parent is as it was
-session.remap("m", 0)
+remap.advanced.remap(session, "m", 0)
 forward(session, tenant, layers)
-session.check()
+remap.advanced.check(session)
 """
 
 
@@ -174,7 +174,7 @@ def test_the_harness_notices_a_deadlock() -> None:
     [
         "",
         "pass_ = tenant.forward(); pass_.__enter__(); tenant.wait(0)",
-        "session.remap('m', 5); session.remap('m', 1)",
+        "remap.advanced.remap(session, 'm', 5); remap.advanced.remap(session, 'm', 1)",
         "tensors = tenant.kv.tensors",
         "import atexit; atexit.register(lambda: session.close())",
         "import gc; gc.disable(); loop = [session]; loop.append(loop)",

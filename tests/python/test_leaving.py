@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import Rig, ids_for, logits_of, make  # noqa: E402
 
-import remap  # noqa: E402
 from remap.model import bind as modules  # noqa: E402
 
 
@@ -48,12 +49,12 @@ def test_no_room_for_the_model(monkeypatch, alpha, leave):
         # It is on its way out: what was deferred for it has been dropped, so it must not compute any more.
         for refused in (
             lambda: rig.tenant.forward().__enter__(),
-            lambda: rig.session.remap("m", 1),
+            lambda: remap.advanced.remap(rig.session, "m", 1),
             lambda: rig.session.step({"m": remap.Demand(blocks=1)}),
         ):
             with pytest.raises(remap.InvalidState, match="detach"):
                 refused()
-        rig.session.check()
+        remap.advanced.check(rig.session)
         away(device="cpu")
         assert full.devices == [None, "cpu"]
         assert torch.equal(logits_of(model, ids), expected)

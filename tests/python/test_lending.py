@@ -20,7 +20,7 @@ def test_layers_of_an_inactive_tenant_become_kv_of_another_and_come_home(mode: s
         a, b = world.engines["a"], world.engines["b"]
         before = a.tenant.kv.usable_blocks
         world.session.deactivate("b")
-        report = world.session.lend("b", 4, to="a")
+        report = remap.advanced.lend(world.session, "b", 4, to="a")
         assert report.added_blocks["a"] > 0 and b.tenant.streamed == (3, 4, 5, 6, 7)
         assert a.tenant.kv.usable_blocks == before + report.added_blocks["a"]
         seen = world.session.snapshot().tenants
@@ -43,7 +43,7 @@ def test_activation_names_the_blocks_that_are_in_its_way_and_changes_nothing(mod
     with Shared(SHAPES, mode=mode) as world:
         a, b = world.engines["a"], world.engines["b"]
         world.session.deactivate("b")
-        world.session.lend("b", 5, to="a")
+        remap.advanced.lend(world.session, "b", 5, to="a")
         a.allocate(a.tenant.kv.free_blocks)
         owners = world.session._arena.owners()
         report = world.session.activate("b")
@@ -63,7 +63,7 @@ def test_partial_activation_depends_on_nobody() -> None:
     with Shared(SHAPES) as world:
         a = world.engines["a"]
         world.session.deactivate("b")
-        world.session.lend("b", 7, to="a")
+        remap.advanced.lend(world.session, "b", 7, to="a")
         a.allocate(a.tenant.kv.free_blocks)
         set_times(world.engines["b"], times_of(8, 1.0, 2.0))
         report = world.session.activate("b", partial=True)
@@ -82,14 +82,14 @@ def test_a_holder_inside_a_pass_keeps_its_pages() -> None:
     with Shared(SHAPES) as world:
         a = world.engines["a"]
         world.session.deactivate("b")
-        world.session.lend("b", 4, to="a")
+        remap.advanced.lend(world.session, "b", 4, to="a")
         a.allocate(a.tenant.kv.free_blocks // 2)
         owners = world.session._arena.owners()
         with a.tenant.forward():
             with pytest.raises(remap.InvalidState):
                 world.session.activate("b")
             with pytest.raises(remap.InvalidState):
-                world.session.lend("b", 2)
+                remap.advanced.lend(world.session, "b", 2)
             assert world.session._arena.owners() == owners
             a.check()
         assert world.activate("b").activated
@@ -98,13 +98,15 @@ def test_a_holder_inside_a_pass_keeps_its_pages() -> None:
 
 def test_an_active_tenant_lends_and_goes_on_serving() -> None:
     with Shared(SHAPES) as world:
-        world.session.remap("b", 1, 1)
-        world.session.lend("b", 4, to="c")
+        remap.advanced.remap(world.session, "b", 1, 1)
+        remap.advanced.lend(world.session, "b", 4, to="c")
         assert world.engines["b"].tenant.remapped == 4
         world.check()
-        world.session.remap("b", 2, 1, "nested")  # partly lent, partly its own KV: all of it can be asked back
+        remap.advanced.remap(
+            world.session, "b", 2, 1, "nested"
+        )  # partly lent, partly its own KV: all of it can be asked back
         world.check()
-        world.tell(world.session.remap("b", 0))
+        world.tell(remap.advanced.remap(world.session, "b", 0))
         assert world.session.snapshot().tenants["b"].lent_pages == 0
         world.check()
 
@@ -112,9 +114,9 @@ def test_an_active_tenant_lends_and_goes_on_serving() -> None:
 def test_what_is_lent_and_free_goes_to_whoever_is_named_later() -> None:
     with Shared(SHAPES) as world:
         world.session.deactivate("b")
-        world.session.lend("b", 3)
+        remap.advanced.lend(world.session, "b", 3)
         assert world.session.snapshot().pages.free == 9
-        report = world.session.lend("b", 3, to="a")
+        report = remap.advanced.lend(world.session, "b", 3, to="a")
         assert report.added_blocks["a"] > 0 and world.session.snapshot().pages.free == 0
         world.check()
 
@@ -124,11 +126,11 @@ def test_the_ring_of_a_tenant_that_has_lent_is_where_its_region_shows_it_again()
         b = world.engines["b"].tenant
         preference = b._state.pages.ring_preference
         world.session.deactivate("b")
-        world.session.lend("b", 3)
+        remap.advanced.lend(world.session, "b", 3)
         assert b._state.pages.ring_layers == (7,)  # the last one comes home last
         world.activate("b")
         assert b._state.pages.ring_preference == preference
-        world.session.remap("b", 3, 1, "nested")
+        remap.advanced.remap(world.session, "b", 3, 1, "nested")
         assert b._state.pages.ring_layers == preference[:1]
         world.check()
 
@@ -136,7 +138,7 @@ def test_the_ring_of_a_tenant_that_has_lent_is_where_its_region_shows_it_again()
 def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
     with Shared(SHAPES, spare=12) as world:
         world.session.deactivate("b")
-        world.session.lend("b", 7)  # free now, nobody's yet
+        remap.advanced.lend(world.session, "b", 7)  # free now, nobody's yet
         lent = set(world.engines["b"].tenant._state.pages.lent)
         assert len(lent) == 21
         from sharing_worlds import Engine
@@ -148,7 +150,7 @@ def test_pages_that_are_lent_do_not_become_the_home_of_a_newcomer() -> None:
         assert world.activate("b").activated
         world.check()
         world.session.deactivate("b")
-        world.session.lend("b", 3, to="d")  # who came later has places for them too
+        remap.advanced.lend(world.session, "b", 3, to="d")  # who came later has places for them too
         assert world.session.snapshot().tenants["d"].borrowed_pages == 9
         world.check()
 
@@ -157,8 +159,8 @@ def test_whoever_is_detached_gives_back_and_takes_nothing_along() -> None:
     with Shared(SHAPES) as world:
         for name in ("b", "c"):
             world.session.deactivate(name)
-        world.session.lend("b", 4, to="a")
-        world.session.lend("c", 2, to="a")
+        remap.advanced.lend(world.session, "b", 4, to="a")
+        remap.advanced.lend(world.session, "c", 2, to="a")
         world.session.detach("b")  # the lender: its pages are simply the holder's now
         del world.engines["b"]
         world.check()
@@ -181,7 +183,7 @@ def test_any_interleaving_conserves_pages_and_bytes(mode: str, seed: int) -> Non
             kind = rng.random()
             try:
                 if kind < 0.3:
-                    world.tell(world.session.lend(name, rng.randint(0, tenant.layers - 1), to=other))
+                    world.tell(remap.advanced.lend(world.session, name, rng.randint(0, tenant.layers - 1), to=other))
                 elif kind < 0.45:
                     world.activate(name, alone=rng.random() < 0.3, partial=rng.random() < 0.3)
                 elif kind < 0.55:
@@ -189,7 +191,11 @@ def test_any_interleaving_conserves_pages_and_bytes(mode: str, seed: int) -> Non
                 elif kind < 0.7:
                     buffers = tenant.buffers or rng.choice([1, 2])
                     selection = rng.choice(["uniform", "nested"])
-                    world.tell(world.session.remap(name, rng.randint(0, tenant.layers - buffers), buffers, selection))
+                    world.tell(
+                        remap.advanced.remap(
+                            world.session, name, rng.randint(0, tenant.layers - buffers), buffers, selection
+                        )
+                    )
                 elif kind < 0.85:
                     wanted = {each: rng.randint(0, 12) for each in names if world.engines[each].tenant.active}
                     world.step(**wanted)
@@ -203,7 +209,7 @@ def test_any_interleaving_conserves_pages_and_bytes(mode: str, seed: int) -> Non
             for engine in world.engines.values():
                 engine.free(list(engine.held))
         for name in names:
-            world.tell(world.session.remap(name, 0))
+            world.tell(remap.advanced.remap(world.session, name, 0))
         world.check()
         assert all(seen.lent_pages == 0 for seen in world.session.snapshot().tenants.values())
         assert world.session.snapshot().pages.params * PAGE >= sum(

@@ -128,9 +128,9 @@ def test_a_session_at_a_mapping_limit_fails_whole_and_works_with_one_more(mode: 
             before = session.snapshot().pages
             try:
                 tenant = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=100))
-                session.remap("m", 2)
+                remap.advanced.remap(session, "m", 2)
             except LimitExceeded:
-                session.check()
+                remap.advanced.check(session)
                 if "m" not in session.snapshot().tenants:
                     assert session.snapshot().pages == before
                 raise

@@ -28,7 +28,7 @@ def memfd():
     raise AssertionError("no memfd")
 
 def resident():
-    session.settle()  # smaps is no snapshot: what moves while it is read is counted twice
+    remap.advanced.settle(session)  # smaps is no snapshot: what moves while it is read is counted twice
     by_blocks = os.fstat(memfd()).st_blocks * 512
     by_maps, ours = 0, False
     for line in open("/proc/self/smaps"):
@@ -46,14 +46,14 @@ session = remap.Session(CAPACITY, "cpu", page_bytes=PAGE, mode=MODE)
 layers = make_layers([2, 3, 3, 2, 3, 3], 1, PAGE)
 tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=600, tokens=64))
 resident()
-addresses = [session.layer_address("m", i) for i in range(6)] + [tenant.kv.address]
+addresses = [remap.advanced.layer_address(session, "m", i) for i in range(6)] + [tenant.kv.address]
 rng = random.Random(7)
 for round_ in range(60):
     buffers = rng.choice([1, 2])
-    session.remap("m", rng.randint(0, 6 - buffers), buffers, rng.choice(["uniform", "nested"]))
+    remap.advanced.remap(session, "m", rng.randint(0, 6 - buffers), buffers, rng.choice(["uniform", "nested"]))
     if round_ == 30:
         session.step({"m": remap.Demand(blocks=10_000)})  # takes all free pages too
-        session.remap("m", 0)
+        remap.advanced.remap(session, "m", 0)
     ids = tenant.kv.allocate(tenant.kv.free_blocks)
     for block in ids:
         write_block(tenant, block, 1 + round_)
@@ -61,9 +61,9 @@ for round_ in range(60):
     forward(session, tenant, layers)
     tenant.kv.free(ids)
     resident()
-    now = [session.layer_address("m", i) for i in range(6)] + [tenant.kv.address]
+    now = [remap.advanced.layer_address(session, "m", i) for i in range(6)] + [tenant.kv.address]
     assert now == addresses
-session.remap("m", 4)
+remap.advanced.remap(session, "m", 4)
 ids = tenant.kv.allocate(tenant.kv.free_blocks)
 for block in ids:
     write_block(tenant, block, 1)

@@ -52,7 +52,7 @@ class World:
             self.held[name] = {moves.get(block, block): value for block, value in self.held[name].items()}
 
     def verify(self) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         for name, layers in self.layers.items():
             for _ in range(2):
                 forward(self.session, self.tenant(name), layers)
@@ -90,13 +90,13 @@ def test_settling_fails_once_and_then_a_tenant_comes_or_goes(mode: str, other: s
     """The epoch moved, so the plan passed for committed: homes were overwritten by KV and passes read wrong weights."""
     with world(mode, "m", "b") as w:
         before = w.fault.calls()
-        w.session.remap("m", 3, 1, "nested")
+        remap.advanced.remap(w.session, "m", 3, 1, "nested")
         calls = w.fault.calls() - before
     for nth in range(1, calls + 1):
         with world(mode, "m", "b") as w:
             w.fill("m", 4)
             w.fault.arm_any(nth, False)
-            attempt(lambda: w.patch(w.session.remap("m", 3, 1, "nested").moved))
+            attempt(lambda: w.patch(remap.advanced.remap(w.session, "m", 3, 1, "nested").moved))
             w.fault.disarm()
             if other == "attach":
                 w.attach("c")
@@ -170,7 +170,7 @@ def test_a_pass_does_not_begin_in_the_middle_of_a_change(mode: str) -> None:
             assert not begun.wait(0.2)
 
         in_the_middle(w, act)
-        w.session.remap("m", 3, 2, "nested")
+        remap.advanced.remap(w.session, "m", 3, 2, "nested")
         thread.join(WAIT_S)
         assert begun.is_set()
         w.verify()
@@ -189,17 +189,17 @@ def test_no_block_is_handed_out_in_the_middle_of_a_change(mode: str) -> None:
             assert not got
 
         in_the_middle(w, act)
-        w.session.remap("m", 3, 2, "nested")
+        remap.advanced.remap(w.session, "m", 3, 2, "nested")
         thread.join(WAIT_S)
         assert len(got) == 1
-        w.session.check()
+        remap.advanced.check(w.session)
 
 
 @MODES
 def test_a_change_leaves_a_tenant_inside_a_pass_alone(mode: str) -> None:
     """Passes of one tenant go on while another one's step runs, and what names a tenant inside a pass is refused."""
     with world(mode, "m", "b") as w:
-        w.session.remap("m", 3, 1, "nested")
+        remap.advanced.remap(w.session, "m", 3, 1, "nested")
         inside, leave = threading.Event(), threading.Event()
         failures: list[BaseException] = []
 
@@ -220,9 +220,9 @@ def test_a_change_leaves_a_tenant_inside_a_pass_alone(mode: str) -> None:
         assert inside.wait(WAIT_S)
         w.patch(w.session.step({"b": remap.Demand(blocks=20)}).moved)
         for call in (
-            lambda: w.session.remap("m", 0),
+            lambda: remap.advanced.remap(w.session, "m", 0),
             lambda: w.session.step({"m": remap.Demand(blocks=20)}),
-            lambda: w.session.lend("m", 1),
+            lambda: remap.advanced.lend(w.session, "m", 1),
             lambda: w.session.detach("m"),
             lambda: w.session.activate("b", alone=True),
         ):
@@ -275,8 +275,8 @@ def test_a_re_pointing_that_fails_just_before_a_pass_begins_is_told_by_wait() ->
     """What the last change had left was finished, and its re-pointing failed at once: forward() blamed a listener."""
     with world("aliased", "m") as w:
         tenant = w.tenant("m")
-        w.session.remap("m", 3, 1, "nested")
-        w.session.settle()
+        remap.advanced.remap(w.session, "m", 3, 1, "nested")
+        remap.advanced.settle(w.session)
         tenant._state.unsettled, real = (None, False), w.session._changes.settle  # type: ignore[assignment]
 
         def settled(each: Any) -> None:

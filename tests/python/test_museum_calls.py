@@ -10,6 +10,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -129,9 +130,15 @@ class Pair:
         elif kind == "deactivate":
             session.deactivate(name)
         elif kind == "lend":
-            self.by_hand(session.lend, name, layers, buffers, to=rng.choice([None, other]))
+            self.by_hand(partial(remap.advanced.lend, session), name, layers, buffers, to=rng.choice([None, other]))
         elif kind == "remap":
-            self.by_hand(session.remap, name, layers, buffers, rng.choice(["uniform", "nested", "slices"]))
+            self.by_hand(
+                partial(remap.advanced.remap, session),
+                name,
+                layers,
+                buffers,
+                rng.choice(["uniform", "nested", "slices"]),
+            )
         elif kind == "write" and rng.random() < 0.3:
             written = {layer: ["w"] for layer in rng.sample(range(tenant.layers), rng.randint(1, 2))}
             found_written(tenant, written)
@@ -143,7 +150,7 @@ class Pair:
         forward(self.session, self.tenants[name], self.data[name])
 
     def check(self) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         for name, tenant in self.tenants.items():
             assert sorted(self.held[name]) == sorted(tenant.kv.pool.live_ids())
 
@@ -197,7 +204,7 @@ def test_slices_of_which_most_layers_turn_out_written_are_not_tried() -> None:
             for blocks in (5, 40, 60, 100, 0, 0):
                 pair.step(a=blocks)
             assert pair.tenants["a"].pinned == tuple(sorted(written))
-            pair.session.check()
+            remap.advanced.check(pair.session)
 
 
 def test_a_model_whose_layers_have_no_bytes_serves() -> None:
@@ -259,7 +266,7 @@ class Faulty(Pair):
             del self.bytes[name][block]
 
     def settle(self) -> None:
-        self.session.settle()
+        remap.advanced.settle(self.session)
         for tenant in self.tenants.values():
             tenant._state.prefetcher.drain()
 
@@ -284,7 +291,7 @@ class Faulty(Pair):
         return {"pages": snapshot.pages, "owners": arena.owners(), "of": arena.tenants(), "tenants": tenants}
 
     def blocks_are_right(self) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         for name, tenant in self.tenants.items():
             assert sorted(self.bytes[name]) == sorted(tenant.kv.pool.live_ids()), f"{name} was not told of a move"
             for block, value in self.bytes[name].items():
@@ -312,8 +319,8 @@ COUNTERS = (
 def crowded(world: Faulty) -> None:
     """b sleeps; a and c have its layers, and live blocks in them that have room elsewhere."""
     world.session.deactivate("b")
-    world.tell(world.session.lend("b", 3, to="a"))
-    world.tell(world.session.lend("b", 5, to="c"))
+    world.tell(remap.advanced.lend(world.session, "b", 3, to="a"))
+    world.tell(remap.advanced.lend(world.session, "b", 5, to="c"))
     world.fill("a", 14)
     world.fill("c", 14)
 
@@ -331,7 +338,7 @@ def full(layers: float, buffers: int, selection: str, name: str = "a", leave: in
     """Layers are away and their KV is full: before these can come home, pages have to be gained for the blocks in them."""
 
     def prepare(world: Faulty) -> None:
-        world.tell(world.session.remap(name, layers, buffers, selection))
+        world.tell(remap.advanced.remap(world.session, name, layers, buffers, selection))
         world.fill(name, leave)
 
     return prepare
@@ -347,17 +354,17 @@ CALLS: dict[str, tuple[Callable[[Faulty], None], Callable[[Faulty], Any]]] = {
     "activate": (crowded, lambda w: w.session.activate("b")),
     "activate alone": (crowded, lambda w: w.session.activate("b", alone=True)),
     "activate, into free pages": (short_of_room, lambda w: w.session.activate("b")),
-    "bring home": (crowded, lambda w: w.session.lend("b", 0)),
-    "bring some home": (crowded, lambda w: w.session.lend("b", 3)),
-    "remap a lender to nothing": (crowded, lambda w: w.session.remap("b", 0)),
-    "remap a lender": (crowded, lambda w: w.session.remap("b", 2, 2, "nested")),
-    "lend to": (lambda w: w.session.deactivate("b"), lambda w: w.session.lend("b", 4, to="a")),
-    "lend more to": (crowded, lambda w: w.session.lend("b", 6, to="a")),
-    "lend as well as stream": (full(2, 2, "nested", leave=9), lambda w: w.session.lend("a", 3, to="c")),
-    "other layers": (full(2, 1, "uniform"), lambda w: w.session.remap("a", 3, 1, "uniform")),
-    "more buffers": (full(1, 1, "nested"), lambda w: w.session.remap("a", 3, 2, "nested")),
-    "fewer buffers": (full(3, 2, "nested", leave=2), lambda w: w.session.remap("a", 2, 1, "nested")),
-    "fewer slices": (full(2.5, 2, "slices", "b", 6), lambda w: w.session.remap("b", 1, 1, "slices")),
+    "bring home": (crowded, lambda w: remap.advanced.lend(w.session, "b", 0)),
+    "bring some home": (crowded, lambda w: remap.advanced.lend(w.session, "b", 3)),
+    "remap a lender to nothing": (crowded, lambda w: remap.advanced.remap(w.session, "b", 0)),
+    "remap a lender": (crowded, lambda w: remap.advanced.remap(w.session, "b", 2, 2, "nested")),
+    "lend to": (lambda w: w.session.deactivate("b"), lambda w: remap.advanced.lend(w.session, "b", 4, to="a")),
+    "lend more to": (crowded, lambda w: remap.advanced.lend(w.session, "b", 6, to="a")),
+    "lend as well as stream": (full(2, 2, "nested", leave=9), lambda w: remap.advanced.lend(w.session, "a", 3, to="c")),
+    "other layers": (full(2, 1, "uniform"), lambda w: remap.advanced.remap(w.session, "a", 3, 1, "uniform")),
+    "more buffers": (full(1, 1, "nested"), lambda w: remap.advanced.remap(w.session, "a", 3, 2, "nested")),
+    "fewer buffers": (full(3, 2, "nested", leave=2), lambda w: remap.advanced.remap(w.session, "a", 2, 1, "nested")),
+    "fewer slices": (full(2.5, 2, "slices", "b", 6), lambda w: remap.advanced.remap(w.session, "b", 1, 1, "slices")),
     "a step for one": (wanting, lambda w: w.step(a=60)),
     "a step for three": (lambda w: None, lambda w: w.step(a=40, b=40, c=40)),
 }
@@ -421,7 +428,7 @@ def test_activation_says_which_of_the_tenants_own_blocks_are_in_the_way(own_allo
         tenant = pair.tenants["a"]
         quiet = SimpleNamespace(kv=tenant.kv, backend=SimpleNamespace(count=int))
         engine = External(quiet) if own_allocator else None
-        assert pair.session.lend("a", 3).reason["a"].startswith("6 pages")
+        assert remap.advanced.lend(pair.session, "a", 3).reason["a"].startswith("6 pages")
         pair.session.step({"a": remap.Demand(10, free=len(engine.free) if engine else None)})
         assert 0 < tenant.lent_pages < 6
         if engine:
@@ -435,7 +442,7 @@ def test_activation_says_which_of_the_tenants_own_blocks_are_in_the_way(own_allo
         else:
             tenant.kv.free(report.preempt["a"])
         assert pair.session.activate("a").activated and not tenant.lent_pages
-        pair.session.check()
+        remap.advanced.check(pair.session)
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -448,18 +455,18 @@ def test_a_tenant_whose_copies_failed_while_it_was_inactive_can_be_activated(mod
         with world.session:
             world.session.deactivate("b")
             world.fault.fail_async_copy(nth)
-            world.tell(world.session.lend("b", 3, to="a"))
+            world.tell(remap.advanced.lend(world.session, "b", 3, to="a"))
             for buffers in (2, 1):  # what moves the ring waits for copies in flight
                 with contextlib.suppress(DriverError):
-                    world.tell(world.session.remap("b", 3, buffers, "nested"))
+                    world.tell(remap.advanced.remap(world.session, "b", 3, buffers, "nested"))
             with contextlib.suppress(DriverError):
-                world.session.settle()
+                remap.advanced.settle(world.session)
             world.fault.disarm()
             with contextlib.suppress(DriverError):
                 world.tenants["b"]._state.prefetcher.drain()
                 healed -= 1
             healed += 1
-            world.tell(world.session.remap("b", 4, 2, "nested"))
+            world.tell(remap.advanced.remap(world.session, "b", 4, 2, "nested"))
             world.tell(world.session.activate("b"))
             world.works()
             assert world.tenants["b"].active and not world.tenants["b"].lent_pages
@@ -484,7 +491,7 @@ def test_what_was_applied_and_not_settled_is_seen_by_the_next_call() -> None:
         world.step(c=world.tenants["c"].kv.free_blocks + 3)
         world.works()
         world.session.deactivate("b")
-        world.tell(world.session.lend("b", 3))
+        world.tell(remap.advanced.lend(world.session, "b", 3))
         assert not world.session.snapshot().tenants["b"].lent_to
         changes._commit = failing
         world.step(a=world.tenants["a"].kv.free_blocks + 9)
@@ -506,12 +513,12 @@ def test_free_pages_are_looked_up_anew_while_a_plan_is_not_settled() -> None:
 
     with world.session:
         world.session.deactivate("b")
-        world.tell(world.session.lend("b", 5))
+        world.tell(remap.advanced.lend(world.session, "b", 5))
         changes._commit = failing
         for name in ("a", "c", "c", "a"):
             before = world.session.snapshot().pages.free
             world.step(**{name: world.tenants[name].kv.free_blocks + 1})
             assert world.session.snapshot().pages.free < before
-            world.session.check()
+            remap.advanced.check(world.session)
         changes._commit = commit
         world.works()

@@ -82,7 +82,7 @@ for mode in ("aliased", "strict"):
     kept_a.fill_(7.0)  # and this reaches nobody
     assert float(kept_b[0, block].min()) == 3.0
     forward(session, b, layers)
-    session.check()
+    remap.advanced.check(session)
     again = session.attach_bytes(layers, name="a", kv=make_spec(4))
     assert again.kv.tensors[1].data_ptr() != kept_a.data_ptr()
     forward(session, again, layers)
@@ -137,7 +137,7 @@ session = remap.Session(48 * PAGE, page_bytes=PAGE)
 layers = make_layers([2] * 4)
 tenant = session.attach_bytes(layers, name="a", kv=make_spec(4, max_blocks=200))
 kept = tenant.kv.tensors
-session.remap("a", 2)
+remap.advanced.remap(session, "a", 2)
 forward(session, tenant, layers)
 prefetcher, executor, arena = tenant._state.prefetcher, session._executor, session._arena
 resident = next(layer for layer in range(4) if prefetcher.ready(layer))
@@ -190,7 +190,7 @@ if child == 0:
 _, status = os.waitpid(child, 0)
 assert os.waitstatus_to_exitcode(status) == 0, os.waitstatus_to_exitcode(status)
 forward(session, tenant, layers)
-session.check()
+remap.advanced.check(session)
 session.close()
 """
 
@@ -310,7 +310,7 @@ with remap.Session(20 * PAGE, page_bytes=PAGE) as session:
         assert repr(tensor) and not tensor.isnan().all()
         assert tensor[:, -1].abs().sum() == 0
         tensor.zero_()
-    session.check()
+    remap.advanced.check(session)
 """)
 
 

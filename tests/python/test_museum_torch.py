@@ -45,7 +45,7 @@ class World:
         if prove:
             self.right()
         if remapped:
-            self.session.remap("m", remapped)
+            remap.advanced.remap(self.session, "m", remapped)
             assert len(self.tenant.streamed) == remapped + 1
 
     def __enter__(self):
@@ -111,7 +111,7 @@ def test_a_pass_without_hooks_raises(mode):
         hooks.remove()
         hooks.remove()
         world.bypassed(unhooked)
-        world.session.remap("m", 0)
+        remap.advanced.remap(world.session, "m", 0)
         with attach_hooks(layers_of(world.model), world.tenant, model=world.model):
             world.right()
         unhooked()  # everything is at home, and was waited for: nothing is needed
@@ -172,7 +172,7 @@ def test_loading_layers_are_missed_as_well(mode):
     """Not streamed any more, and still on its way home: no less wrong."""
     with World(mode=mode, prove=False, hooks=False, remapped=3) as world:
         away = world.tenant.streamed
-        world.session.remap("m", 0)
+        remap.advanced.remap(world.session, "m", 0)
         assert world.tenant.streamed == ()
 
         def unhooked():
@@ -220,13 +220,16 @@ def test_nothing_is_streamed_before_a_whole_pass_was_seen(mode):
     """A model that runs past its hooks was streamed, and found out in wrong tokens, if at all."""
     with World(mode=mode, prove=False, active=True) as world:
         session = world.session
-        for call in (lambda: session.remap("m", 1), lambda: session.remap("m", 0.5, 1, "slices")):
+        for call in (
+            lambda: remap.advanced.remap(session, "m", 1),
+            lambda: remap.advanced.remap(session, "m", 0.5, 1, "slices"),
+        ):
             with pytest.raises(InvalidState) as caught:
                 call()
             assert caught.value.layers == tuple(range(LAYERS))
         with pytest.raises(InvalidState):
-            session.lend("m", 1)
-        session.remap("m", 0)
+            remap.advanced.lend(session, "m", 1)
+        remap.advanced.remap(session, "m", 0)
         everything = remap.Demand(blocks=world.tenant.kv.max_blocks)
         report = session.step({"m": everything})
         assert report.unmet_blocks["m"] > 0 and world.tenant.streamed == ()
@@ -237,7 +240,7 @@ def test_nothing_is_streamed_before_a_whole_pass_was_seen(mode):
         layers[2]._forward_pre_hooks.clear()
         world.right()
         with pytest.raises(InvalidState) as caught:
-            session.remap("m", 1)
+            remap.advanced.remap(session, "m", 1)
         assert caught.value.layers == (2,)
         layers[2]._forward_pre_hooks.update(cleared)
         world.right()
@@ -249,11 +252,11 @@ def test_nothing_is_streamed_before_a_whole_pass_was_seen(mode):
 def test_an_idle_tenant_lends_before_its_first_pass():
     """What it lends comes home before that pass, or is looked for in it."""
     with World(prove=False, active=False) as world:
-        world.session.lend("m", 3)
+        remap.advanced.lend(world.session, "m", 3)
         assert len(world.tenant.streamed) == 4
         assert world.session.activate("m").activated
         world.right()
-        world.session.remap("m", 2)
+        remap.advanced.remap(world.session, "m", 2)
         world.right()
 
 
@@ -261,7 +264,7 @@ def test_layers_called_outside_of_a_pass_are_refused_while_layers_stream():
     """`model.model(...)` runs the layers without the bracket: a change that was not settled yet would not be either."""
     with World() as world:
         hidden = world.model.model(world.ids).last_hidden_state
-        world.session.remap("m", 3)
+        remap.advanced.remap(world.session, "m", 3)
         with pytest.raises(InvalidState) as caught:
             world.model.model(world.ids)
         assert (caught.value.tenant, caught.value.layer) == ("m", 0)
@@ -272,7 +275,7 @@ def test_layers_called_outside_of_a_pass_are_refused_while_layers_stream():
 def test_the_head_streams_through_its_own_hook():
     """`extra_layers` are hooked like the others."""
     with World(extra_layers=["lm_head"]) as world:
-        world.session.remap("m", LAYERS)
+        remap.advanced.remap(world.session, "m", LAYERS)
         assert LAYERS in world.tenant.streamed
         world.right()
         world.model.lm_head._forward_pre_hooks.clear()
@@ -291,7 +294,7 @@ def test_the_reference_engine_proves_itself_without_hooks_false():
         for turn in range(3):
             request = Request(f"r{turn}", prompt, SamplingParams(max_tokens=8))
             assert list(engine.run([request]).outputs[f"r{turn}"].tokens) == expected
-            world.session.remap("m", turn + 2)
+            remap.advanced.remap(world.session, "m", turn + 2)
 
 
 def test_backward_through_streamed_layers_is_refused():
@@ -303,7 +306,7 @@ def test_backward_through_streamed_layers_is_refused():
         assert all(torch.equal(mine.grad, theirs.grad) for mine, theirs in pairs)
         world.model.zero_grad()
         out = world.model(world.ids).logits
-        world.session.remap("m", 3)
+        remap.advanced.remap(world.session, "m", 3)
         with pytest.raises(InvalidState, match="backward"):
             out.sum().backward()
         with pytest.raises(InvalidState, match="backward"):
@@ -326,7 +329,7 @@ def test_a_compiled_model_waits_or_raises(compile):
                 layer.compile(backend="eager")
         with torch.no_grad():
             for remapped in (0, 3):
-                world.session.remap("m", remapped)
+                remap.advanced.remap(world.session, "m", remapped)
                 for _ in range(2):
                     assert torch.equal(called(world.ids, use_cache=False).logits, world.expected)
         torch._dynamo.reset()
@@ -375,7 +378,7 @@ def test_state_dict_has_the_model_s_bytes(kind, mode, remapped):
         for name in state:
             state[name] = state[name].clone().zero_()
         world.right()
-        world.session.remap("m", 0)  # loading
+        remap.advanced.remap(world.session, "m", 0)  # loading
         equal(world.model.state_dict(), expected)
         file = io.BytesIO()
         torch.save(world.model.state_dict(), file)
@@ -454,7 +457,7 @@ def test_load_state_dict_raises_while_layers_are_away(mode):
                 assert caught.value.layers == layers
         assert addresses_of(world.model) == before
         world.right()
-        world.session.remap("m", 0)
+        remap.advanced.remap(world.session, "m", 0)
         with pytest.raises(InvalidState):
             world.model.load_state_dict(other.state_dict())  # loading
         world.right()
@@ -462,7 +465,7 @@ def test_load_state_dict_raises_while_layers_are_away(mode):
         world.expected = logits_of(other, world.ids)
         world.right()
         with pytest.raises(InvalidArgument) as refused:
-            world.session.remap("m", 1)
+            remap.advanced.remap(world.session, "m", 1)
         assert len(refused.value.pinned) >= LAYERS - 1  # they are not what their master copies are any more
         world.right()
 
@@ -494,7 +497,7 @@ def test_moving_or_converting_raises_and_changes_nothing(mode, remapped):
         world.model.float().to(torch.float32).train().eval().requires_grad_(False).requires_grad_(True)
         world.right()
         assert world.tenant.written == {}
-        world.session.remap("m", 2)
+        remap.advanced.remap(world.session, "m", 2)
         world.right()
     world.model.bfloat16()  # once detached it is a model like any other
 
@@ -657,7 +660,7 @@ def test_a_weights_file_that_changes_is_refused(mode, way, tmp_path):
         path,
         lambda: logits_of(world.model, world.ids),
         lambda: logits_of(world.model, world.ids),
-        lambda: world.session.remap("m", 0),
+        lambda: remap.advanced.remap(world.session, "m", 0),
         world.model.state_dict,
         lambda: copy.deepcopy(world.model),
         lambda: world.session.detach("m"),
@@ -690,7 +693,7 @@ def test_a_weights_file_that_is_replaced_or_deleted_lives_on(mode, way, tmp_path
         else:
             path.chmod(0o400)
         for remapped in (4, 1, 0, 5):
-            world.session.remap("m", remapped)
+            remap.advanced.remap(world.session, "m", remapped)
             world.right()
             equal(world.model.state_dict(), world.bare.state_dict())
 
@@ -700,12 +703,12 @@ def test_a_weights_file_that_changes_while_all_is_resident_costs_only_the_remapp
     """Its layers are pinned, as written ones are, and passes go on."""
     path = saved(tmp_path)
     with from_file(path, mode=mode, remapped=2) as world:
-        world.session.remap("m", 0)
+        remap.advanced.remap(world.session, "m", 0)
         world.right()
         path.write_bytes(b"")
         world.right()
         with pytest.raises(InvalidArgument) as caught:
-            world.session.remap("m", 2)
+            remap.advanced.remap(world.session, "m", 2)
         assert caught.value.pinned
         assert set(map(tuple, world.tenant.written.values())) == {(str(path),)}
         report = world.session.step({"m": remap.Demand(blocks=world.tenant.kv.max_blocks)})
@@ -720,7 +723,7 @@ def test_a_weights_file_that_changes_inside_a_pass_is_told_when_it_ends(mode, tm
     path = saved(tmp_path)
     content, found = path.read_bytes(), path.stat()
     world = from_file(path, mode=mode, remapped=3)
-    world.session.remap("m", 1)  # some layers load in this pass
+    remap.advanced.remap(world.session, "m", 1)  # some layers load in this pass
 
     def touch(*_):
         os.utime(path, ns=(found.st_atime_ns, found.st_mtime_ns + 10**9))

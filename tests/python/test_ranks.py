@@ -97,7 +97,7 @@ class World:
     def check(self) -> None:
         """All ranks have the engine's blocks with their contents, and the model's bytes."""
         for rank in self.ranks:
-            rank.session.check()
+            remap.advanced.check(rank.session)
             assert self.opened <= set(rank.tenant.kv.pool.open_ids())
             assert (rank.tenant.remapped, rank.tenant.buffers) == self.ranks[0].report().target == self.group.target
             for block, value in self.used.items():
@@ -239,10 +239,10 @@ def test_a_rank_cannot_have_what_rank_0_has(worlds: Any) -> None:
     """Rank 1 may stream fewer layers: there is no growing beyond that, and no block that only rank 0 has."""
     world = worlds(2)
     world.use(FIRST)
-    address = world.ranks[1].session.layer_address("m", LAYERS - 1)
+    address = remap.advanced.layer_address(world.ranks[1].session, "m", LAYERS - 1)
     for layer in range(3, LAYERS):
-        address = world.ranks[1].session.layer_address("m", layer)
-        world.ranks[1].session.declare_registered(address, 64)
+        address = remap.advanced.layer_address(world.ranks[1].session, "m", layer)
+        remap.advanced.declare_registered(world.ranks[1].session, address, 64)
     for _ in range(3):
         world.step(20)
         world.check()
@@ -254,7 +254,9 @@ def test_a_rank_whose_layers_lie_elsewhere_refuses(worlds: Any) -> None:
     world = worlds(2)
     world.use(FIRST)
     first = world.ranks[0].tenant._state.select(1, 1, "nested")[0]
-    world.ranks[1].session.declare_registered(world.ranks[1].session.layer_address("m", first), 64)
+    remap.advanced.declare_registered(
+        world.ranks[1].session, remap.advanced.layer_address(world.ranks[1].session, "m", first), 64
+    )
     world.step(3)
     assert world.group.refusals == 1
     assert world.group.target == (0, 0) and len(world.opened) == FIRST

@@ -21,15 +21,15 @@ class World:
         self.tenant = self.session.attach_bytes(self.layers, name="m", kv=make_spec(N, max_blocks=200))
 
     def address(self, layer: int) -> int:
-        return self.session.layer_address("m", layer)
+        return remap.advanced.layer_address(self.session, "m", layer)
 
     def refused(self, call: Any, error: type[Exception]) -> Any:
-        self.session.settle()  # what regions show is compared: the worker must not be about to change it
+        remap.advanced.settle(self.session)  # what regions show is compared: the worker must not be about to change it
         before = visible(self.session), self.tenant.pinned
         with pytest.raises(error) as caught:
             call()
         assert (visible(self.session), self.tenant.pinned) == before
-        self.session.check()
+        remap.advanced.check(self.session)
         return caught.value
 
 
@@ -42,15 +42,15 @@ def world() -> Iterator[World]:
 
 
 def test_a_layer_in_a_declared_range_is_never_streamed(world: World) -> None:
-    world.session.declare_registered(world.address(0), 2 * PAGE)
-    world.session.declare_registered(world.address(3) + 2 * PAGE - 1, 1)  # the last byte of its region
+    remap.advanced.declare_registered(world.session, world.address(0), 2 * PAGE)
+    remap.advanced.declare_registered(world.session, world.address(3) + 2 * PAGE - 1, 1)  # the last byte of its region
     assert world.tenant.pinned == (0, 3)
     for selection in ("nested", "uniform"):
-        world.session.remap("m", 3, 1, selection)
+        remap.advanced.remap(world.session, "m", 3, 1, selection)
         assert world.tenant.streamed == (1, 2, 4, 5)
         forward(world.session, world.tenant, world.layers)
-        world.session.remap("m", 0)
-    error = world.refused(lambda: world.session.remap("m", 4, 1), InvalidArgument)
+        remap.advanced.remap(world.session, "m", 0)
+    error = world.refused(lambda: remap.advanced.remap(world.session, "m", 4, 1), InvalidArgument)
     assert (error.streamable, error.maximum) == (4, 3)
     report = world.session.step({"m": remap.Demand(blocks=10**4)})
     assert report.unmet_blocks
@@ -58,42 +58,46 @@ def test_a_layer_in_a_declared_range_is_never_streamed(world: World) -> None:
 
 
 def test_a_streamed_layer_cannot_be_declared(world: World) -> None:
-    world.session.remap("m", 2, 1, "nested")
+    remap.advanced.remap(world.session, "m", 2, 1, "nested")
     streamed, resident = world.tenant.streamed[0], next(i for i in range(N) if i not in world.tenant.streamed)
-    error = world.refused(lambda: world.session.declare_registered(world.address(streamed), 1), InvalidState)
+    error = world.refused(
+        lambda: remap.advanced.declare_registered(world.session, world.address(streamed), 1), InvalidState
+    )
     assert (error.tenant, error.layer) == ("m", streamed)
-    world.session.declare_registered(world.address(resident), 1)
+    remap.advanced.declare_registered(world.session, world.address(resident), 1)
     assert world.tenant.pinned == (resident,)
-    world.session.remap("m", 0)
-    world.session.settle()
-    world.session.declare_registered(world.address(streamed), 1)
+    remap.advanced.remap(world.session, "m", 0)
+    remap.advanced.settle(world.session)
+    remap.advanced.declare_registered(world.session, world.address(streamed), 1)
     assert world.tenant.pinned == tuple(sorted((resident, streamed)))
 
 
 def test_a_range_of_no_region_is_refused(world: World) -> None:
-    world.refused(lambda: world.session.declare_registered(PAGE, PAGE), InvalidArgument)
-    world.refused(lambda: world.session.declare_registered(world.address(0), 0), InvalidArgument)
+    world.refused(lambda: remap.advanced.declare_registered(world.session, PAGE, PAGE), InvalidArgument)
+    world.refused(lambda: remap.advanced.declare_registered(world.session, world.address(0), 0), InvalidArgument)
 
 
 def test_what_was_withdrawn_may_be_streamed_again(world: World) -> None:
     ranges = [(world.address(0), PAGE), (world.address(0) + PAGE, PAGE), (world.address(4), 1)]
     order = world.tenant._state.order
     for each in ranges:
-        world.session.declare_registered(*each)
-    world.refused(lambda: world.session.withdraw_registered(world.address(0), 2 * PAGE), InvalidArgument)
+        remap.advanced.declare_registered(world.session, *each)
+    world.refused(
+        lambda: remap.advanced.withdraw_registered(world.session, world.address(0), 2 * PAGE), InvalidArgument
+    )
     for each, left in zip(ranges, [(0, 4), (4,), ()]):
-        world.session.withdraw_registered(*each)
+        remap.advanced.withdraw_registered(world.session, *each)
         assert world.tenant.pinned == left
-    world.refused(lambda: world.session.withdraw_registered(*ranges[0]), InvalidArgument)
+    world.refused(lambda: remap.advanced.withdraw_registered(world.session, *ranges[0]), InvalidArgument)
     assert world.tenant._state.order == order
-    world.session.remap("m", N - 1)
+    remap.advanced.remap(world.session, "m", N - 1)
     assert world.tenant.streamed == tuple(range(N))
 
 
 @pytest.mark.parametrize("what", ["layer", "kv"])
 def test_a_tenant_with_a_declared_range_is_not_detached(world: World, what: str) -> None:
     address = world.tenant.kv.address if what == "kv" else world.address(2)
-    world.session.declare_registered(address, PAGE)
+    remap.advanced.declare_registered(world.session, address, PAGE)
     error = world.refused(lambda: world.session.detach("m"), InvalidState)
     assert (error.tenant, error.address, error.nbytes) == ("m", address, PAGE)
     forward(world.session, world.tenant, world.layers)
@@ -101,7 +105,7 @@ def test_a_tenant_with_a_declared_range_is_not_detached(world: World, what: str)
     tenant = world.session.attach_bytes(other, name="other", kv=make_spec(3))
     assert tenant.pinned == ()
     world.session.detach("other")  # not its range
-    world.session.withdraw_registered(address, PAGE)
+    remap.advanced.withdraw_registered(world.session, address, PAGE)
     world.session.detach("m")
     world.tenant = world.session.attach_bytes(world.layers, name="m", kv=make_spec(N, max_blocks=200))
 
@@ -109,15 +113,15 @@ def test_a_tenant_with_a_declared_range_is_not_detached(world: World, what: str)
 def test_growth_goes_on_beside_a_registered_kv_region(world: World) -> None:
     """Aliased mode: the KV region shows all its pages from the start, so growing changes nothing there."""
     kv = world.tenant.kv
-    world.session.declare_registered(kv.address, kv.geometry.region_bytes)
+    remap.advanced.declare_registered(world.session, kv.address, kv.geometry.region_bytes)
     before = kv.usable_blocks
-    world.session.remap("m", 3)
+    remap.advanced.remap(world.session, "m", 3)
     assert kv.usable_blocks > before
-    world.session.remap("m", 0)
+    remap.advanced.remap(world.session, "m", 0)
 
 
 def test_closing_needs_no_withdrawal() -> None:
     made = World()
-    made.session.declare_registered(made.address(0), PAGE)
+    remap.advanced.declare_registered(made.session, made.address(0), PAGE)
     made.session.close()
     assert set(made.session._backend.usage().values()) == {0}

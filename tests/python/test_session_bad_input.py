@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
+
+import remap
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from models import LAYERS, addresses_of, ids_for, kv_spec, layers_of, logits_of, make, minimum_bytes, state_of  # noqa: E402
 
-import remap  # noqa: E402
 from remap import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
 
@@ -37,7 +39,7 @@ class Watched:
             assert caught.value.fields[name] == value, (name, caught.value.fields)
         assert says in str(caught.value).lower()
         if snapshot is not None:
-            self.session.check()
+            remap.advanced.check(self.session)
             assert state_of(self.session) == snapshot
         assert [addresses_of(model) for model in self.models] == addresses
         for model, expected in zip(self.models, self.expected, strict=True):
@@ -165,7 +167,7 @@ def test_exactly_the_minimum_works_and_a_page_less_does_not(kind, layout):
         assert session.snapshot().pages.free == 0
         assert tenant.kv.usable_blocks >= 5
         with attach_hooks(layers_of(model), tenant, model=model):
-            session.remap("model", 3)
+            remap.advanced.remap(session, "model", 3)
             assert torch.equal(logits_of(model, ids_for(1, 5)), expected)
 
 
@@ -248,24 +250,27 @@ def test_a_name_or_a_model_attached_already(attached):
     [(6, 1), (5, 2), (7, 1), (-1, 1), (2, 0), (2, 3), (1, -1), (2.0, 1), (True, 1), ("2", 1), (2, None)],
 )
 def test_remap_out_of_range(attached, layers, buffers):
-    attached.session.remap("m", 2, 1)
+    remap.advanced.remap(attached.session, "m", 2, 1)
     with attached.refused(InvalidArgument, layers=layers, buffers=buffers) as caught:
-        attached.session.remap("m", layers, buffers)
+        remap.advanced.remap(attached.session, "m", layers, buffers)
     assert caught.value.streamable == LAYERS
     assert caught.value.maximum == (LAYERS - 2 if buffers in (2, 3) else LAYERS - 1)
 
 
 def test_remap_with_a_bad_name_or_selection(attached):
     with attached.refused(InvalidArgument, selection="random"):
-        attached.session.remap("m", 1, 1, "random")
-    for call in (attached.session.remap, attached.session.layer_address):
+        remap.advanced.remap(attached.session, "m", 1, 1, "random")
+    for call in (
+        partial(remap.advanced.remap, attached.session),
+        partial(remap.advanced.layer_address, attached.session),
+    ):
         with attached.refused(InvalidArgument, tenant="n"):
             call("n", 1)
     with attached.refused(InvalidArgument, tenant="n"):
         attached.session.detach("n")
     for layer in (-1, LAYERS):
         with attached.refused(InvalidArgument, layer=layer):
-            attached.session.layer_address("m", layer)
+            remap.advanced.layer_address(attached.session, "m", layer)
 
 
 def test_remap_beyond_the_kv_region():
@@ -274,21 +279,21 @@ def test_remap_beyond_the_kv_region():
     with watched.session:
         tenant = watched.session.attach(model, kv=kv_spec(model, max_blocks=6), name="m", hooks=False)
         with watched.refused(InvalidArgument, max_blocks=6) as caught:
-            watched.session.remap("m", 2)
+            remap.advanced.remap(watched.session, "m", 2)
         assert caught.value.pages > 0
         tenant.kv.allocate(4)
 
 
 def test_remap_back_while_blocks_are_live(attached):
-    attached.session.remap("m", 4, 1)
+    remap.advanced.remap(attached.session, "m", 4, 1)
     kv = attached.tenant.kv
     live = kv.allocate(kv.free_blocks)
     for layers, buffers in ((0, 1), (3, 1), (2, 2)):
         with attached.refused(OutOfBlocks, usable=len(live)) as caught:
-            attached.session.remap("m", layers, buffers)
+            remap.advanced.remap(attached.session, "m", layers, buffers)
         assert caught.value.requested > caught.value.free
     kv.free(live)
-    attached.session.remap("m", 0)
+    remap.advanced.remap(attached.session, "m", 0)
     with attached.refused(OutOfBlocks, requested=10**6):
         kv.allocate(10**6)
 
@@ -306,18 +311,18 @@ def test_step_with_an_unknown_tenant_or_a_bad_demand(attached):
 
 
 def test_nothing_changes_inside_a_pass(attached):
-    attached.session.remap("m", 2, 1)
+    remap.advanced.remap(attached.session, "m", 2, 1)
     with attached.tenant.forward():
         for call in (
             lambda: attached.session.step({"m": remap.Demand(blocks=1)}),
-            lambda: attached.session.remap("m", 1),
+            lambda: remap.advanced.remap(attached.session, "m", 1),
             lambda: attached.session.detach("m"),
             lambda: attached.tenant.forward().__enter__(),
         ):
             with attached.refused(InvalidState, says="no", passes=False, tenant="m"):
                 call()
         assert torch.equal(logits_of(attached.models[0], attached.ids), attached.expected[0])  # a part of the open pass
-    attached.session.check()
+    remap.advanced.check(attached.session)
     assert torch.equal(logits_of(attached.models[0], attached.ids), attached.expected[0])
 
 
@@ -338,7 +343,7 @@ def test_use_after_close(attached):
         lambda: session.attach(model, kv=kv_spec(model), name="x"),
         lambda: session.attach_bytes([b"x"], kv=kv_spec(model)),
         lambda: session.step({}),
-        lambda: session.remap("m", 0),
+        lambda: remap.advanced.remap(session, "m", 0),
         lambda: session.detach("m"),
         lambda: session.snapshot(),
         lambda: tenant.forward().__enter__(),

@@ -60,7 +60,7 @@ class World:
         self.reads.append((to, expected, what))
 
     def read_layer(self, stream: int, layer: int) -> None:
-        self.read(stream, self.session.layer_address("m", layer), self.layers[layer], f"layer {layer}")
+        self.read(stream, remap.advanced.layer_address(self.session, "m", layer), self.layers[layer], f"layer {layer}")
 
     def a_pass(self, stream: int, given: Any = None) -> None:
         """Reads all layers on `stream`; nobody waits for it."""
@@ -81,7 +81,7 @@ class World:
         with self.tenant.forward():
             for layer, expected in enumerate(self.layers):
                 self.tenant.wait(layer)
-                got = ctypes.string_at(self.session.layer_address("m", layer), len(expected))
+                got = ctypes.string_at(remap.advanced.layer_address(self.session, "m", layer), len(expected))
                 self.tenant.done(layer)
                 assert got == expected, f"layer {layer}"
 
@@ -106,17 +106,17 @@ class World:
         for each in self.taken:
             self.backend.free_host(*each)
         self.taken.clear()
-        self.session.check()
+        remap.advanced.check(self.session)
 
     def remap(self, layers: int, buffers: int = 1, selection: str = "nested") -> dict[int, int]:
-        return dict(self.session.remap("m", layers, buffers, selection).moved.get("m", {}))
+        return dict(remap.advanced.remap(self.session, "m", layers, buffers, selection).moved.get("m", {}))
 
     def steady(self, stream: int, driver: Driver) -> None:
         """Every change is finished, every layer was loaded."""
         for _ in range(2):
             self.a_pass(stream)
             driver.synchronize(stream)
-        self.session.settle()
+        remap.advanced.settle(self.session)
         self.check()
 
 
@@ -714,12 +714,14 @@ def test_writable_buffers_at_os_pages_are_locked_in_place(make: Any, driver: Dri
     tenant = world.session.attach_bytes(layers, name="locked", kv=make_spec(5, max_blocks=200))
     assert world.trace.count(_core.Call.register_host) == 2  # the third is the first again
     assert world.trace.count(_core.Call.allocate_host) == before + 2
-    world.session.remap("locked", 3)
+    remap.advanced.remap(world.session, "locked", 3)
     for _ in range(2):
         with tenant.forward(stream=stream):
             for layer, content in enumerate(expected):
                 tenant.wait(layer)
-                world.read(stream, world.session.layer_address("locked", layer), content, f"layer {layer}")
+                world.read(
+                    stream, remap.advanced.layer_address(world.session, "locked", layer), content, f"layer {layer}"
+                )
                 tenant.done(layer)
     driver.synchronize(stream)
     world.check()
@@ -782,7 +784,9 @@ def test_an_engine_far_ahead_of_the_device_holds_up_no_other(
         with tenant.forward(stream=other):
             for layer in range(2):
                 tenant.wait(layer)
-                world.read(other, world.session.layer_address("other", layer), layers[layer], f"layer {layer}")
+                world.read(
+                    other, remap.advanced.layer_address(world.session, "other", layer), layers[layer], f"layer {layer}"
+                )
                 tenant.done(layer)
     driver.synchronize(other)
     assert gate.shut and not gate.forced and not ahead.is_set()

@@ -49,7 +49,7 @@ def test_free_pages_come_first():
 def test_growth_adds_to_a_set_chosen_by_hand_and_takes_no_kv_page(by_hand, buffers, mode):
     """An evenly spaced set is no prefix of the order in which the controller gives: growing must not swap its layers out."""
     with World(times=HIDDEN, mode=mode) as world:
-        world.session.remap("m", by_hand, buffers, "uniform")
+        remap.advanced.remap(world.session, "m", by_hand, buffers, "uniform")
         streamed, blocks = set(world.tenant.streamed), set(world.kv.allocate(world.kv.free_blocks))
         world.step(blocks=1)
         assert world.tenant.remapped == by_hand + 1
@@ -78,8 +78,8 @@ def test_who_asks_hears_at_once_that_layers_are_away():
         assert world.tenant.remapped > 0
         assert world.tenant.streaming
         world.forward()
-        world.session.remap("m", 0)
-        world.session.settle()
+        remap.advanced.remap(world.session, "m", 0)
+        remap.advanced.settle(world.session)
         world.forward()  # which waits for all that comes home
         assert not world.tenant.streaming
 
@@ -227,8 +227,8 @@ def test_another_set_of_the_same_size_needs_no_free_block(alpha, mode):
     with World(mode=mode) as world:
         marks = {}
         for buffers, selection in ways:
-            report = world.session.remap("m", alpha, buffers, selection)
-            world.session.check()
+            report = remap.advanced.remap(world.session, "m", alpha, buffers, selection)
+            remap.advanced.check(world.session)
             moved = report.moved.get("m", {})
             marks = {moved.get(block, block): mark for block, mark in marks.items()}
             for block in world.kv.allocate(world.kv.free_blocks):
@@ -258,7 +258,7 @@ def test_no_backend_call_between_demand_and_usable_blocks(external):
         heard.clear()
         # Free pages and layers together (from resident to streaming), then more layers beside a ring, twice.
         for blocks, layers in ((6, 0), (11, 2), (14, 3), (22, 6)):
-            world.session.settle()
+            remap.advanced.settle(world.session)
             heard.clear()
             before, calls = world.kv.usable_blocks, calls_made()
             world.step(blocks, free=before)
@@ -293,10 +293,10 @@ def test_a_bound_is_forgotten_when_other_layers_may_stream():
     with World(remap.ControllerConfig(**{**PLAIN, "slowdown": 0.05}), times=times) as world:
         world.step(10**3)
         assert world.tenant.remapped
-        world.session.remap("m", 0)
-        world.session.settle()
+        remap.advanced.remap(world.session, "m", 0)
+        remap.advanced.settle(world.session)
         for layer in (2, 3):
-            world.session.declare_registered(world.session.layer_address("m", layer), 1)
+            remap.advanced.declare_registered(world.session, remap.advanced.layer_address(world.session, "m", layer), 1)
         told = world.step(10**3).predicted_stall_s["m"]
         streamed, buffers = world.tenant.streamed, world.tenant.buffers
         stall = schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) if streamed else 0.0

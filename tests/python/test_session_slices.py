@@ -28,7 +28,7 @@ def test_by_hand_alpha_is_a_fraction_and_every_layer_reads_right(mode: str) -> N
     with session:
         usable = engine.tenant.kv.usable_blocks
         for alpha in (0.5, 1.5, 3, 4.5, 2.0, 0.5, 0):
-            report = session.remap("m", alpha, 2, "slices")
+            report = remap.advanced.remap(session, "m", alpha, 2, "slices")
             engine.patch(report.moved.get("m", {}))
             assert engine.tenant.alpha >= alpha and engine.tenant.alpha - alpha < (LAYERS - 2) / PAGES + 1e-9
             assert engine.tenant.kv.usable_blocks >= usable
@@ -36,7 +36,7 @@ def test_by_hand_alpha_is_a_fraction_and_every_layer_reads_right(mode: str) -> N
                 engine.allocate(2)  # they lie in the lowest blocks, which stay
             engine.serve()
             engine.check()
-            session.check()
+            remap.advanced.check(session)
         assert engine.tenant.streamed == ()
         assert session.snapshot().tenants["m"].selection == ""
 
@@ -44,15 +44,15 @@ def test_by_hand_alpha_is_a_fraction_and_every_layer_reads_right(mode: str) -> N
 def test_whole_layers_and_slices_do_not_mix() -> None:
     session, engine = world()
     with session:
-        session.remap("m", 2, 1, "nested")
+        remap.advanced.remap(session, "m", 2, 1, "nested")
         with pytest.raises(remap.InvalidArgument, match="whole layers"):
-            session.remap("m", 1, 2, "slices")
-        session.remap("m", 0)
-        session.remap("m", 1, 2, "slices")
+            remap.advanced.remap(session, "m", 1, 2, "slices")
+        remap.advanced.remap(session, "m", 0)
+        remap.advanced.remap(session, "m", 1, 2, "slices")
         with pytest.raises(remap.InvalidArgument, match="slices of 1 pages"):
-            session.remap("m", 1, 2, "nested")
+            remap.advanced.remap(session, "m", 1, 2, "nested")
         engine.serve()
-        session.remap("m", 0)
+        remap.advanced.remap(session, "m", 0)
         engine.serve()
 
 
@@ -91,7 +91,7 @@ def test_random_demand_in_slices(mode: str) -> None:
         for turn in range(80):
             wanted = rng.choice([0, 2, 9]) if turn % 40 < 20 else 0
             engine.patch(session.step({"m": remap.Demand(blocks=wanted)}).moved.get("m", {}))
-            session.check()
+            remap.advanced.check(session)
             seen.add(engine.tenant._state.pages.tail_pages)
             engine.allocate(min(wanted, engine.tenant.kv.free_blocks))
             if engine.held and rng.random() < 0.5:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 import models  # noqa: E402
 
-import remap  # noqa: E402
 from remap.adapters.settings import Settings  # noqa: E402
 from remap.adapters.sglang import hooks, versions  # noqa: E402
 
@@ -167,7 +168,7 @@ class World:
             assert {part.max_total_num_tokens for part in (*parts, *more)} == {tokens}
         usable = set(self.tenant.kv.pool.open_ids()) | self.adapter.held.leaving
         assert set(ours) == usable - {0}
-        self.adapter.session.check()
+        remap.advanced.check(self.adapter.session)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -33,7 +35,6 @@ from models import (  # noqa: E402
     write_block,
 )
 
-import remap  # noqa: E402
 from remap import _core  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
 
@@ -90,7 +91,10 @@ def change(session: remap.Session, served: dict[str, Served], rng: random.Random
     one = served[name]
     kind = rng.choice(["lend", "lend", "activate", "deactivate", "step", "step", "remap", "blocks", "blocks"])
     if kind == "lend":
-        tell(served, session.lend(name, rng.randint(0, LAYERS - 1 - (one.tenant.buffers == 2)), to=other).moved)
+        tell(
+            served,
+            remap.advanced.lend(session, name, rng.randint(0, LAYERS - 1 - (one.tenant.buffers == 2)), to=other).moved,
+        )
     elif kind == "activate":
         alone, partial = rng.random() < 0.3, rng.random() < 0.4
         report = session.activate(name, alone=alone, partial=partial)
@@ -109,7 +113,7 @@ def change(session: remap.Session, served: dict[str, Served], rng: random.Random
     elif kind == "remap":
         buffers = rng.choice([1, 2])
         how = rng.choice(["uniform", "nested"])
-        tell(served, session.remap(name, rng.randint(0, LAYERS - buffers), buffers, how).moved)
+        tell(served, remap.advanced.remap(session, name, rng.randint(0, LAYERS - buffers), buffers, how).moved)
     elif one.live and rng.random() < 0.5:
         one.drop(rng.sample(sorted(one.live), rng.randint(1, len(one.live))))
     elif one.kv.free_blocks:
@@ -133,7 +137,7 @@ def test_active_models_compute_the_same_bits_at_every_moment(mode: str, seed: in
                 change(session, served, rng)
             except remap.OutOfBlocks:
                 refused += 1
-            session.check()
+            remap.advanced.check(session)
             for each in served.values():
                 each.check()
                 passes += each.tenant.active and bool(each.tenant.streamed)
@@ -144,7 +148,7 @@ def test_active_models_compute_the_same_bits_at_every_moment(mode: str, seed: in
             each.drop(list(each.live))
         for name, each in served.items():
             assert session.activate(name).activated
-            session.remap(name, 0)
+            remap.advanced.remap(session, name, 0)
             each.check()
         assert not any(seen.lent_pages for seen in session.snapshot().tenants.values())
         for each in served.values():
@@ -171,7 +175,7 @@ class OnDevice:
         with self.tenant.forward(stream=self.stream):
             for layer, expected in enumerate(self.layers):
                 self.tenant.wait(layer)
-                self.read(self.session.layer_address(self.name, layer), expected, f"layer {layer}")
+                self.read(remap.advanced.layer_address(self.session, self.name, layer), expected, f"layer {layer}")
                 self.tenant.done(layer)
             for block, value in self.live.items():
                 for offset, nbytes in self.tenant.kv.geometry.byte_ranges_of_block(block):
@@ -207,7 +211,7 @@ def change_on_device(session: remap.Session, served: dict[str, OnDevice], rng: r
     kind = rng.choice(["lend", "lend", "activate", "activate", "deactivate", "step", "remap", "drop", "fill"])
     moved: Any = {}
     if kind == "lend":
-        moved = session.lend(name, rng.randint(0, one.tenant.layers - 2), to=other).moved
+        moved = remap.advanced.lend(session, name, rng.randint(0, one.tenant.layers - 2), to=other).moved
     elif kind == "activate":
         report = session.activate(name, partial=True)
         moved = report.moved
@@ -218,7 +222,9 @@ def change_on_device(session: remap.Session, served: dict[str, OnDevice], rng: r
             {each: remap.Demand(rng.randint(0, 40)) for each in served if served[each].tenant.active}
         ).moved
     elif kind == "remap":
-        moved = session.remap(name, rng.randint(0, one.tenant.layers - 2), rng.choice([1, 2]), "nested").moved
+        moved = remap.advanced.remap(
+            session, name, rng.randint(0, one.tenant.layers - 2), rng.choice([1, 2]), "nested"
+        ).moved
     elif kind == "drop":
         one.drop(rng.sample(sorted(one.live), len(one.live) // 2))
     else:
@@ -254,7 +260,7 @@ def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emu
                     change_on_device(session, served, rng)
                 except remap.OutOfBlocks:
                     assert any(each.live for each in served.values())
-                session.check()
+                remap.advanced.check(session)
                 borrowed += sum(seen.borrowed_pages for seen in session.snapshot().tenants.values())
                 for each in served.values():
                     if each.tenant.active and rng.random() < 0.7:
@@ -293,10 +299,10 @@ def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode:
                 two.fill(two.kv.free_blocks, random.Random(0))
                 session.step({"two": remap.Demand(3)})
         else:
-            session.lend("one", 3, to="two")
+            remap.advanced.lend(session, "one", 3, to="two")
         assert LAYERS - 1 in one.tenant.pinned
         assert len(one.tenant.streamed) >= 2 and LAYERS - 1 not in one.tenant.streamed
-        session.check()
+        remap.advanced.check(session)
         served["two"].drop(list(served["two"].live))
         assert session.activate("one").activated
         for each in served.values():

@@ -110,7 +110,7 @@ def test_free_pages_are_taken_where_blocks_stand_together() -> None:
     with world_of({"r": 1, "i": 2}) as world:
         i = world.engines["i"].tenant
         world.session._tenants["i"].controller.config = config_of(cap=0)
-        world.session.lend("i", 4)  # layers spread over the model, free now
+        remap.advanced.lend(world.session, "i", 4)  # layers spread over the model, free now
         world.step(i=4)
         assert i.kv.usable_blocks >= 4
         assert i.kv.allocate(i.kv.free_blocks) == list(range(i.kv.usable_blocks))
@@ -150,7 +150,7 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
     times = times_of(N, 1.0, transfer)
     with world_of({"r": 1, "i": 3}, times, ttft_budget_s=budget, cap=None) as world:
         i = world.engines["i"].tenant
-        world.session.remap("i", streamed, 1, "nested")
+        remap.advanced.remap(world.session, "i", streamed, 1, "nested")
         world.session.deactivate("i")
         world.session._tenants["r"].controller.config = config_of(cap=0)
         for _ in range(30):
@@ -222,7 +222,7 @@ def test_slices_are_not_lent_as_if_they_were_layers(streams: bool, active: bool)
         for engine in world.engines.values():
             set_times(engine, HIDDEN)
         if streams:
-            world.session.remap("d", 2, 1, "slices")
+            remap.advanced.remap(world.session, "d", 2, 1, "slices")
             d.allocate_blind(d.tenant.kv.free_blocks)
         if not active:
             world.session.deactivate("d")
@@ -277,7 +277,7 @@ def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
     with world_of({"h": 1, "i": 3, "r": 1}, spare=2, cap=0) as world:
         h, r = world.engines["h"], world.engines["r"]
         world.session.deactivate("i")
-        world.session.lend("i", 4, to="h")
+        remap.advanced.lend(world.session, "i", 4, to="h")
         h.allocate_blind(h.tenant.kv.free_blocks)
         h.free(sorted(h.held)[:5])  # its own ones among them
         world.session.deactivate("h")

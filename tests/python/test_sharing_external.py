@@ -89,7 +89,7 @@ def test_a_holder_whose_blocks_are_in_use_keeps_them_and_no_step_raises(prompt: 
     with world_of({"h": 1, "i": 2}) as world:
         h = External(world, "h", prompt)
         world.session.deactivate("i")
-        world.session.lend("i", 3, to="h")
+        remap.advanced.lend(world.session, "i", 3, to="h")
         highest = max(h.free)
         h.use([highest])
         for _ in range(6):  # enough are free, but not those
@@ -112,7 +112,7 @@ def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prom
     with world_of({"h": 1, "i": 2}) as world:
         h = External(world, "h", prompt)
         world.session.deactivate("i")
-        world.session.lend("i", 3, to="h")
+        remap.advanced.lend(world.session, "i", 3, to="h")
         h.use(sorted(h.free)[-4:])
         owners = world.session._arena.owners()
         report = world.session.activate("i")
@@ -169,7 +169,7 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
             world.session.step({"e": e.demand(0)})
         assert e.tenant._state.draining
         remapped = e.tenant.remapped
-        world.session.lend("e", remapped + 2, to="h")
+        remap.advanced.lend(world.session, "e", remapped + 2, to="h")
         h = world.engines["h"]
         h.allocate_blind(h.tenant.kv.free_blocks)
         e.check()
@@ -190,9 +190,9 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
 def test_a_drain_goes_on_by_the_way_it_began_while_layers_are_lent() -> None:
     with world_of({"e": 2, "h": 1}, reversion=True) as world:
         e, h = External(world, "e"), world.engines["h"]
-        world.session.lend("e", 2, to="h")
+        remap.advanced.lend(world.session, "e", 2, to="h")
         h.allocate_blind(h.tenant.kv.free_blocks)
-        world.session.remap("e", 4, 1, "nested")  # two lent, two its own
+        remap.advanced.remap(world.session, "e", 4, 1, "nested")  # two lent, two its own
         e.use(sorted(e.free))
         e.finish(sorted(e.used)[:-1])
         for _ in range(3):

@@ -49,10 +49,10 @@ class World:
         return report
 
     def lend(self, name: str, layers: int, to: str | None = None) -> None:
-        self.tell(self.session.lend(name, layers, to=to))
+        self.tell(remap.advanced.lend(self.session, name, layers, to=to))
 
     def remap(self, name: str, layers: int, buffers: int) -> None:
-        self.tell(self.session.remap(name, layers, buffers, "nested"))
+        self.tell(remap.advanced.remap(self.session, name, layers, buffers, "nested"))
 
     def step(self, **demand: int) -> None:
         self.tell(self.session.step({name: remap.Demand(blocks) for name, blocks in demand.items()}))
@@ -72,7 +72,7 @@ class World:
         engine.free(sorted(engine.held)[:leave])
 
     def settle(self) -> None:
-        self.session.settle()
+        remap.advanced.settle(self.session)
         for engine in self.engines.values():
             engine.tenant._state.prefetcher.drain()
 
@@ -84,7 +84,7 @@ class World:
         assert pages.free + pages.params + pages.kv + pages.ring + pages.quarantine == pages.total
 
     def works(self) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         self.blocks_are_right()
         for engine in self.engines.values():
             if engine.tenant.active:
@@ -197,7 +197,7 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
         if world.session._arena.broken:
             assert isinstance(raised, (ArenaBroken, error)) or forever, f"call {nth}: {raised!r}"
             assert world.session.snapshot().pages.quarantine > 0
-            world.session.check()
+            remap.advanced.check(world.session)
             for refused in (lambda: world.step(a=1), lambda: world.lend("b", 1)):  # noqa: B023
                 assert isinstance(attempt(refused), ArenaBroken)
             world.close(silent=True)
@@ -205,7 +205,7 @@ def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
         assert raised is None or type(raised) is error, f"call {nth}: {raised!r}"
         leaving = [engine for engine in world.engines.values() if engine.tenant._state.leaving]
         if not leaving:
-            world.session.check()
+            remap.advanced.check(world.session)
             if world.session._changes.moved:  # the next report has it
                 world.tell(world.session.step({}))
                 assert not world.session._changes.moved
@@ -226,7 +226,7 @@ def test_a_failed_lend_or_activation_that_moved_nothing_changed_nothing(mode: st
         world = prepared(case, mode)
         before = visible(world.session)
         world.fault.arm_any(nth, True)
-        raised = attempt(lambda: world.session.lend("b", 4))  # noqa: B023  called at once
+        raised = attempt(lambda: remap.advanced.lend(world.session, "b", 4))  # noqa: B023  called at once
         world.session._executor.drain()
         world.fault.disarm()
         if raised is not None and not world.session._arena.broken:

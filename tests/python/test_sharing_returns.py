@@ -23,7 +23,7 @@ def test_layers_come_home_when_their_holders_can_spare_them_and_it_is_paid_for(a
         r, i = world.engines["r"], world.engines["i"]
         if not active:
             world.session.deactivate("i")
-        world.session.lend("i", 3, to="r")
+        remap.advanced.lend(world.session, "i", 3, to="r")
         r.allocate_blind(r.tenant.kv.free_blocks)
         for _ in range(50):
             assert not world.step(r=0).changed  # nobody can spare anything
@@ -43,7 +43,7 @@ def test_layers_come_home_when_their_holders_can_spare_them_and_it_is_paid_for(a
 def test_without_reversion_nothing_comes_home_but_by_activation() -> None:
     with world_of({"r": 1, "i": 2}, contention=9.0, dwell=1, reversion=False) as world:
         world.session.deactivate("i")
-        world.session.lend("i", 3, to="r")
+        remap.advanced.lend(world.session, "i", 3, to="r")
         for _ in range(60):
             assert not world.step(r=0).changed
         assert world.engines["i"].tenant.remapped == 3
@@ -54,7 +54,7 @@ def test_after_a_layer_came_home_growth_takes_a_demand_that_rose_by_more_than_si
     with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1, hysteresis_blocks=3) as world:
         r, i = world.engines["r"], world.engines["i"]
         world.session.deactivate("i")
-        world.session.lend("i", 3, to="r")
+        remap.advanced.lend(world.session, "i", 3, to="r")
         hold(r, 3)
         for _ in range(50):
             if i.tenant.remapped <= 2:
@@ -76,7 +76,7 @@ def test_headroom_that_rose_since_does_not_ask_back_what_a_holder_gave() -> None
     with world_of({"r": 1, "i": 2}, headroom_blocks=None, **options) as world:
         r, i = world.engines["r"], world.engines["i"]
         world.session.deactivate("i")
-        world.session.lend("i", 3, to="r")
+        remap.advanced.lend(world.session, "i", 3, to="r")
         hold(r, 3)
         for _ in range(50):
             if i.tenant.remapped <= 2:
@@ -97,10 +97,10 @@ def test_a_layer_stays_while_one_of_its_holders_needs_it() -> None:
     with world_of({"a": 1, "b": 1, "i": 3}, contention=9.0, map_s=0.0, dwell=1, hysteresis_blocks=2) as world:
         a, i = world.engines["a"], world.engines["i"]
         world.session.deactivate("i")
-        world.session.lend("i", 1)
+        remap.advanced.lend(world.session, "i", 1)
         world.session._tenants["a"].controller.config = config_of(cap=0, hysteresis_blocks=2)
         world.step(a=3)  # two of the layer's three pages
-        world.session.lend("i", 1, to="b")
+        remap.advanced.lend(world.session, "i", 1, to="b")
         assert {name: world.session.snapshot().tenants[name].borrowed_pages for name in "ab"} == {"a": 2, "b": 1}
         hold(a, 2)  # it could move them, and would have fewer free blocks than its hysteresis
         for _ in range(20):
@@ -117,7 +117,7 @@ def test_a_layer_waits_for_the_pass_of_its_holder() -> None:
     with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1) as world:
         r, i = world.engines["r"], world.engines["i"]
         world.session.deactivate("i")
-        world.session.lend("i", 3, to="r")
+        remap.advanced.lend(world.session, "i", 3, to="r")
         with r.tenant.forward():
             for _ in range(10):
                 assert not world.step().changed
@@ -167,8 +167,8 @@ def test_a_lender_that_is_crowded_out_serves_at_once_and_gets_everything_back() 
     with world_of({"a": 1, "b": 1, "i": 2}) as world:
         a, b = world.engines["a"], world.engines["b"]
         world.session.deactivate("i")
-        world.session.lend("i", 3, to="a")
-        world.session.lend("i", 7, to="b")
+        remap.advanced.lend(world.session, "i", 3, to="a")
+        remap.advanced.lend(world.session, "i", 7, to="b")
         for engine in (a, b):
             engine.allocate_blind(engine.tenant.kv.free_blocks)
         report = world.session.activate("i", partial=True)
@@ -188,8 +188,8 @@ def test_two_holders_do_not_count_on_the_same_free_page() -> None:
     with world_of({"a": 1, "b": 1, "i": 1}, spare=1) as world:
         a, b = world.engines["a"], world.engines["b"]
         world.session.deactivate("i")
-        world.session.lend("i", 1, to="a")
-        world.session.lend("i", 2, to="b")
+        remap.advanced.lend(world.session, "i", 1, to="a")
+        remap.advanced.lend(world.session, "i", 2, to="b")
         for engine in (a, b):
             engine.allocate_blind(engine.tenant.kv.free_blocks)
         before = world.session._arena.owners()
@@ -206,8 +206,8 @@ def test_free_pages_that_are_to_come_home_are_no_room() -> None:
     with world_of({"a": 1, "i": 2}) as world:
         a = world.engines["a"]
         world.session.deactivate("i")
-        world.session.lend("i", 1, to="a")
-        world.session.lend("i", 5)  # free, and the tenant's own
+        remap.advanced.lend(world.session, "i", 1, to="a")
+        remap.advanced.lend(world.session, "i", 5)  # free, and the tenant's own
         a.allocate_blind(a.tenant.kv.free_blocks)
         before = world.session._arena.owners()
         report = world.session.activate("i")
@@ -222,8 +222,8 @@ def test_live_blocks_of_the_lender_itself_may_be_in_the_way() -> None:
     """It has taken its own lent pages back as KV, and used them."""
     with world_of({"a": 1, "i": 3}) as world:
         i = world.engines["i"]
-        world.session.lend("i", 2, to="a")
-        world.session.lend("i", 4)
+        remap.advanced.lend(world.session, "i", 2, to="a")
+        remap.advanced.lend(world.session, "i", 4)
         world.session._tenants["i"].controller.config = config_of(cap=0)
         world.step(i=6)  # all of one layer, and a part of the next
         i.allocate_blind(i.tenant.kv.free_blocks)
@@ -281,21 +281,23 @@ def test_a_caller_may_reuse_its_dictionary() -> None:
 def test_layers_declared_as_registered_are_not_lent_before_or_after() -> None:
     with world_of({"r": 1, "i": 2}, contention=9.0, map_s=0.0, dwell=1) as world:
         i = world.engines["i"].tenant
-        address = world.session.layer_address("i", 7)
-        world.session.declare_registered(address, 100)
+        address = remap.advanced.layer_address(world.session, "i", 7)
+        remap.advanced.declare_registered(world.session, address, 100)
         world.session.deactivate("i")
         with pytest.raises(remap.InvalidArgument):
-            world.session.lend("i", 7, to="r")
-        world.session.lend("i", 3, to="r")
+            remap.advanced.lend(world.session, "i", 7, to="r")
+        remap.advanced.lend(world.session, "i", 3, to="r")
         assert i.streamed == (3, 4, 5, 6) and i._state.pages.ring_layers == (6,)
-        world.session.withdraw_registered(address, 100)
+        remap.advanced.withdraw_registered(world.session, address, 100)
         hold(world.engines["r"], 99)
         for _ in range(4):  # more of it goes, beside what is away
             hold(world.engines["r"], 99)
             world.step(r=1)
         assert set(i.streamed) > {3, 4, 5, 6}
         with pytest.raises(remap.InvalidState):
-            world.session.declare_registered(world.session.layer_address("i", i.streamed[0]), 100)
+            remap.advanced.declare_registered(
+                world.session, remap.advanced.layer_address(world.session, "i", i.streamed[0]), 100
+            )
         world.engines["r"].free(list(world.engines["r"].held))
         for _ in range(30):
             world.step(r=0)

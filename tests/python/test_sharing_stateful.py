@@ -68,7 +68,10 @@ class SharingMachine(RuleBasedStateMachine):
     @staticmethod
     def addresses_of(engine: Engine) -> list[int]:
         kv = engine.tenant.kv
-        return [*(engine.session.layer_address(engine.name, i) for i in range(engine.tenant.layers)), kv.address]
+        return [
+            *(remap.advanced.layer_address(engine.session, engine.name, i) for i in range(engine.tenant.layers)),
+            kv.address,
+        ]
 
     def both(self, act: Callable[[Shared], Any]) -> Any:
         """In both sessions; the same comes of it. A call that raises has changed nothing."""
@@ -120,7 +123,9 @@ class SharingMachine(RuleBasedStateMachine):
         buffers = tenant.buffers or buffers
         layers = round(share * (tenant.layers - buffers))
         report = self.both(
-            lambda world: world.tell(world.session.lend(name, layers, buffers, to=other if give else None))
+            lambda world: world.tell(
+                remap.advanced.lend(world.session, name, layers, buffers, to=other if give else None)
+            )
         )
         if isinstance(report, remap.StepReport):
             assert self.tenant(name).remapped == layers
@@ -130,7 +135,7 @@ class SharingMachine(RuleBasedStateMachine):
         if not self.attached(name):
             return
         layers = round(share * (self.tenant(name).layers - buffers))
-        report = self.both(lambda world: world.tell(world.session.remap(name, layers, buffers, kind)))
+        report = self.both(lambda world: world.tell(remap.advanced.remap(world.session, name, layers, buffers, kind)))
         if isinstance(report, remap.StepReport):
             assert self.tenant(name).remapped == layers
 
@@ -214,7 +219,7 @@ class SharingMachine(RuleBasedStateMachine):
     @rule()
     def settle(self) -> None:
         for world in self.worlds.values():
-            world.session.settle()
+            remap.advanced.settle(world.session)
 
     # -- coming and going ----------------------------------------------------------------------------------------------
 
@@ -260,7 +265,7 @@ class SharingMachine(RuleBasedStateMachine):
         for mode, world in self.worlds.items():
             arena = world.session._arena
             owners[mode] = [owner.name for owner in arena.owners()], list(arena.tenants())
-            world.session.check()
+            remap.advanced.check(world.session)
             self.books_agree(mode, *owners[mode])
             self.what_changed_hands_is_zero(mode, *owners[mode])
             self.bytes_are_right(mode)

@@ -294,13 +294,13 @@ def test_an_interrupt_behind_the_commit_stays_an_interrupt() -> None:
 
     changes._executor = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        session.remap("t", 3, 2, "uniform")
-    session.check()
-    session.remap("t", 1, 2, "uniform")  # settles the interrupted plan first
-    session.check()
+        remap.advanced.remap(session, "t", 3, 2, "uniform")
+    remap.advanced.check(session)
+    remap.advanced.remap(session, "t", 1, 2, "uniform")  # settles the interrupted plan first
+    remap.advanced.check(session)
     assert session.snapshot().tenants["t"].remapped == 1
     changes._executor = again = Interrupted()
     with pytest.raises(KeyboardInterrupt):
-        session.remap("t", 3, 2, "uniform")
+        remap.advanced.remap(session, "t", 3, 2, "uniform")
     assert not again.armed
     world.close()

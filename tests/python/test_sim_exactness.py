@@ -69,7 +69,7 @@ class World:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         self.session.close()
 
     def one_pass(self) -> float:
@@ -126,7 +126,7 @@ def test_equal_layers_take_the_closed_form(n: int, alpha: int, ratio: float, buf
     transfer = 4
     compute = transfer / ratio
     with World([transfer] * n, [compute] * n) as world:
-        world.session.remap("model", layers=alpha, buffers=buffers)
+        remap.advanced.remap(world.session, "model", layers=alpha, buffers=buffers)
         m = alpha + buffers
         assert world.tenant.streamed == schedule.uniform(n, alpha, buffers) and len(world.tenant.streamed) == m
         exact = schedule.period([compute] * n, [float(transfer)] * n, world.tenant.streamed, buffers)
@@ -148,7 +148,7 @@ def test_the_table_of_stalls(ratio: float, alpha: int, stalls: tuple[int, int]) 
     library wait for 0 to 4 more, and `schedule.period` says how long."""
     for buffers, stall in zip((1, 2), stalls):
         with World([8] * 40, [8 / ratio] * 40) as world:
-            world.session.remap("model", layers=alpha, buffers=buffers)
+            remap.advanced.remap(world.session, "model", layers=alpha, buffers=buffers)
             exact = expected_period(world, buffers)
             world.expect(exact)
             beyond = exact / (8 / ratio) - 40 - stall
@@ -169,7 +169,7 @@ def test_a_pass_of_the_simulator_is_the_same_pass() -> None:
         layers = 12
 
     with World([8] * 12, [2.0] * 12) as world:
-        world.session.remap("model", layers=2, buffers=2)
+        remap.advanced.remap(world.session, "model", layers=2, buffers=2)
         passes = SessionPass(world.backend, world.tenant, Constant(), Shape())  # type: ignore[arg-type]
         batch = Batch(rows=[Request(0, "model", 0.0, 7, 2)], decode_context=7)
         ends, stalls = [], []
@@ -208,7 +208,7 @@ def test_any_layers_take_the_period_of_the_schedule(
     buffers = min(buffers, n - alpha)
     with World(pages, [float(each) for each in compute], float(gap)) as world:
         try:
-            world.session.remap("model", layers=alpha, buffers=buffers, selection=selection)
+            remap.advanced.remap(world.session, "model", layers=alpha, buffers=buffers, selection=selection)
         except InvalidArgument:
             reject()  # layers so unequal that the streamed ones are smaller than the ring for the largest
         assert len(world.tenant.streamed) == alpha + buffers
@@ -222,7 +222,7 @@ def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int
     n = len(pages)
     with World(pages, [float(each) for each in compute], float(gap)) as world:
         try:
-            world.session.remap("model", layers=alpha, buffers=buffers, selection="slices")
+            remap.advanced.remap(world.session, "model", layers=alpha, buffers=buffers, selection="slices")
         except InvalidArgument:
             reject()  # layers so unequal that no tail frees as much
         tail = world.tenant._state.pages.tail_pages
@@ -239,7 +239,7 @@ def test_slices_of_equal_layers(tail_layers: float) -> None:
     """Traffic alpha n / (n - 2): the stall is what of it the computation does not hide."""
     n, pages, compute = 12, 20, 3.0
     with World([pages] * n, [compute] * n) as world:
-        world.session.remap("model", layers=tail_layers, buffers=2, selection="slices")
+        remap.advanced.remap(world.session, "model", layers=tail_layers, buffers=2, selection="slices")
         alpha = world.tenant.alpha
         world.expect(max(n * compute, alpha * n / (n - 2) * pages))
 
@@ -252,7 +252,7 @@ def test_copies_go_on_in_the_gap_between_passes(gap: float) -> None:
     """n = 8, one buffer, layers 0 and 4: a copy of 20 s each behind W = 3 computations of 2 s. The gap is in the window of layer
     0 alone, and shortens its wait: of 2 x (20 - 6) s of stall the first half goes with the gap."""
     with World([20] * 8, [2.0] * 8, gap) as world:
-        world.session.remap("model", layers=1, buffers=1)
+        remap.advanced.remap(world.session, "model", layers=1, buffers=1)
         assert world.tenant.streamed == (0, 4)
         stall = max(0.0, 14.0 - gap) + 14.0
         assert expected_period(world, 1) == pytest.approx(16.0 + gap + stall, rel=1e-12)
@@ -273,7 +273,7 @@ def test_the_gap_of_a_simulated_engine() -> None:
         layers = 8
 
     with World([20] * 8, [2.0] * 8) as world:
-        world.session.remap("model", layers=1, buffers=1)
+        remap.advanced.remap(world.session, "model", layers=1, buffers=1)
         passes = SessionPass(world.backend, world.tenant, Flat(), Shape())  # type: ignore[arg-type]
         scheduler = PrefillFirst(block_tokens=world.tenant.kv.block_tokens)
         engine = SimEngine(
@@ -300,7 +300,7 @@ def test_a_named_model_on_a_named_machine_without_what_the_theory_leaves_out() -
     with remap.Session(48 << 30, backend=made) as session:
         spec = kv_spec(40, opt.kv_heads, opt.head_dim, 16, 500, 6000)
         tenant = session.attach_bytes(masters([opt.layer_bytes] * opt.layers), kv=spec)
-        session.remap("model", layers=14, buffers=2)
+        remap.advanced.remap(session, "model", layers=14, buffers=2)
         stream, transfer = made.create_stream(), opt.layer_bytes / gh200.h2d_bytes_per_s
         ends: list[Any] = []
         for _ in range(SETTLED + REPEAT):

@@ -11,6 +11,7 @@ import pytest
 from bench.lab.twin.calibrated import CalibratedCost, MeasuredPass, Recording, calibrate, rerun
 from sim_world import MIB, recording, tiny
 
+import remap
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import Machine, machine
@@ -173,7 +174,7 @@ def test_pages_are_conserved_at_every_moment(sharing: str) -> None:
 
     def check(finished: int) -> None:
         nonlocal checks
-        world.session.check()
+        remap.advanced.check(world.session)
         for engine in world.engines.values():
             assert engine.tenant.kv.live_blocks == engine.scheduler.used_blocks
         checks += 1

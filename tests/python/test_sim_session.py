@@ -81,7 +81,7 @@ def test_passes_take_the_period_of_the_schedule(alpha: int, buffers: int, comput
     with session:
         stream = made.create_stream()
         assert one_pass(made, tenant, stream, compute_s) == pytest.approx(40 * compute_s, rel=1e-9)
-        session.remap("model", layers=alpha, buffers=buffers)
+        remap.advanced.remap(session, "model", layers=alpha, buffers=buffers)
         assert len(tenant.streamed) == alpha + buffers
         for _ in range(12):  # into the steady state
             taken = one_pass(made, tenant, stream, compute_s)
@@ -91,7 +91,7 @@ def test_passes_take_the_period_of_the_schedule(alpha: int, buffers: int, comput
         stall = expected - 40 * compute_s
         assert tenant._state.prefetcher.stats().last_pass_stall_s == pytest.approx(stall, rel=1e-9, abs=1e-12)
         assert (stall > 1e-9) == (compute_s < 1e-3)  # 1 ms hides them all
-        session.check()
+        remap.advanced.check(session)
 
 
 def test_a_pass_on_another_stream_begins_behind_the_former_one() -> None:
@@ -134,7 +134,7 @@ def test_growing_and_shrinking_by_steps() -> None:
             if not tenant.streamed:
                 break
         assert tenant.streamed == () and tenant.kv.usable_blocks == before + 4  # pages that were free are still KV
-        session.check()
+        remap.advanced.check(session)
         # Once the layers are home a pass costs what it did.
         assert one_pass(made, tenant, stream, 1e-3) == pytest.approx(8e-3, rel=1e-9)
 
@@ -166,7 +166,7 @@ def test_re_pointing_is_done_beside_the_host_and_the_pass_waits_where_it_needs_i
         stream = made.create_stream()
         one_pass(made, tenant, stream, 1e-3)
         begin = made.now
-        session.remap("model", layers=1, buffers=1)
+        remap.advanced.remap(session, "model", layers=1, buffers=1)
         assert made.now == begin and len(tenant.streamed) == 2
         # Of the two layers, the first shows its own pages still (they are the ring); the other was unmapped and mapped anew.
         shown = begin + 8 * 1e-3 + 8 * 5e-4 + 2e-3
@@ -183,7 +183,7 @@ def test_re_pointing_is_done_beside_the_host_and_the_pass_waits_where_it_needs_i
                 tenant.done(layer)
         made.finish(stream)
         assert one_pass(made, tenant, stream, 1e-3) == pytest.approx(8e-3, rel=1e-9)
-        session.settle()
+        remap.advanced.settle(session)
         assert made.now >= shown
 
 
@@ -253,10 +253,10 @@ def test_a_decorated_backend_is_simulated_all_the_same() -> None:
         one_pass(made, tenant, stream, 1e-3)
         assert session.clock() == made.now
         fault.arm(_core.Call.map, 1)  # of the worker's, at re-pointing
-        session.remap("model", layers=1)
-        assert session.unsettled
-        session.settle()
-        assert not session.unsettled
+        remap.advanced.remap(session, "model", layers=1)
+        assert remap.advanced.unsettled(session)
+        remap.advanced.settle(session)
+        assert not remap.advanced.unsettled(session)
         assert one_pass(made, tenant, stream, 1e-3) > 8e-3
         fault.fail_async_copy(1)
         with pytest.raises(DriverError):
@@ -274,13 +274,16 @@ def test_backed_memory_has_the_bytes_of_every_layer_in_every_pass() -> None:
         tenant = session.attach_bytes(contents, kv=kv)
         stream = made.create_stream()
         for layers, buffers in ((0, 1), (3, 1), (4, 2), (1, 1), (0, 1)):
-            session.remap("model", layers=layers, buffers=buffers)
+            remap.advanced.remap(session, "model", layers=layers, buffers=buffers)
             for _ in range(3):
                 with tenant.forward(stream=stream):
                     for layer, content in enumerate(contents):
                         tenant.wait(layer)
                         made.compute(stream, 1e-4)
-                        assert ctypes.string_at(session.layer_address("model", layer), len(content)) == content
+                        assert (
+                            ctypes.string_at(remap.advanced.layer_address(session, "model", layer), len(content))
+                            == content
+                        )
                         tenant.done(layer)
                 made.finish(stream)
         assert tenant.kv.tensors[0].shape[1] == 200
@@ -314,7 +317,7 @@ made = _core.make_sim_backend(capacity_bytes=96 << 30, h2d_bytes_per_s=4e11, d2h
 with remap.Session(96 << 30, backend=made) as session:
     kv = remap.KVSpec(layers=40, kv_heads=40, head_dim=128, block_tokens=16, dtype="bfloat16", min_blocks=700, max_blocks=9000)
     tenant = session.attach_bytes(masters([629278720] * 40), kv=kv)
-    session.remap("model", layers=6, buffers=2)
+    remap.advanced.remap(session, "model", layers=6, buffers=2)
     stream = made.create_stream()
     for _ in range(3):
         with tenant.forward(stream=stream):

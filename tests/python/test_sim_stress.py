@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import remap
 from remap.sim.hardware import Machine, Model, machine
 from remap.sim.policies import ABLATIONS, find
 from remap.sim.results import PolicyResult
@@ -144,7 +145,7 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> list[World]:
                 if sys.exc_info()[0] is not None:
                     return  # it did not end: that is what is told
                 if world.session is not None:
-                    world.session.check()
+                    remap.advanced.check(world.session)
                 for engine in world.engines.values():
                     kv, scheduler = engine.tenant.kv, engine.scheduler
                     assert kv.live_blocks == scheduler.used_blocks == 0, (kv.live_blocks, scheduler.used_blocks)

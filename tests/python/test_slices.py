@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import remap
 from remap.errors import InvalidArgument
 from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages
 from remap.memory.slice_plan import (
@@ -331,7 +332,7 @@ class World:
         self.check()
 
     def check(self) -> None:
-        self.session.check()
+        remap.advanced.check(self.session)
         live = set(self.tenant.kv.pool.live_ids())
         assert live == set(self.values)
         for block in self.tenant.kv.pool.open_ids():
@@ -389,8 +390,8 @@ def test_bytes_are_right_in_every_pass_over_random_changes(mode: str, sizes: lis
             world.forward()
         world.tenant.kv.free(list(world.values))
         world.values.clear()
-        world.session.remap("m", 0)  # from slices, too
-        world.session.settle()
+        remap.advanced.remap(world.session, "m", 0)  # from slices, too
+        remap.advanced.settle(world.session)
         world.forward()
         assert world.tenant.streamed == ()
     assert moved > 10
@@ -409,7 +410,7 @@ def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None
         short = world.worlds.SHORT  # the last page is not full
         assert after.copied_bytes - before.copied_bytes == 8 * (2 * page - short)
         world.change(1, 1)
-        world.session.settle()
+        remap.advanced.settle(world.session)
         world.tenant._state.prefetcher.drain()
         loaded = world.session.snapshot().tenants["m"]
         # One page of each layer, and the first tail into the ring.
@@ -436,7 +437,7 @@ def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:
         heard = []
         world.tenant.kv.subscribe(lambda added, withdrawn: heard.append((len(added), maps())))
         for k in (1, 2, 3):
-            world.session.settle()
+            remap.advanced.settle(world.session)
             heard.clear()
             before = maps()
             world.change(k, 2)

@@ -117,13 +117,13 @@ def test_what_was_remapped_by_hand_is_not_judged(caplog):
     with world.session as session, caplog.at_level(logging.WARNING, logger="remap"):
         before = session.snapshot().stall
         for name in world.tenants:
-            session.remap(name, LAYERS - 1, 1)
+            remap.advanced.remap(session, name, LAYERS - 1, 1)
         world.serve(WINDOW)
         assert session.snapshot().tenants["a"].stall_s > 0
         assert session.snapshot().stall == before
         assert not _warnings(caplog)
         for name in world.tenants:
-            session.remap(name, 0)
+            remap.advanced.remap(session, name, 0)
         world.serve(4)
         assert session.snapshot().stall.passes > before.passes
 
@@ -182,12 +182,12 @@ def test_an_activation_that_was_to_serve_at_once_may_stall_for_as_long_as_it_sai
 
 def test_what_was_set_by_hand_stays_so_when_free_pages_come():
     with ByteWorld(spare=6) as world:
-        world.session.remap("m", 2)
+        remap.advanced.remap(world.session, "m", 2)
         assert world.tenant._state.by_hand
         blocks = world.kv.usable_blocks
         held = world.kv.allocate(world.kv.free_blocks)
         world.step(2)
         assert world.kv.usable_blocks > blocks and world.tenant.remapped == 2 and world.tenant._state.by_hand
         world.kv.free(held)
-        world.session.remap("m", 0)
+        remap.advanced.remap(world.session, "m", 0)
         assert not world.tenant._state.by_hand

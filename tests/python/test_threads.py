@@ -27,6 +27,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,7 +170,7 @@ class Engine:
                     self.write(block, number)
             for layer, expected in enumerate(self.data):
                 self.tenant.wait(layer)
-                got = ctypes.string_at(session.layer_address(self.name, layer), len(expected))
+                got = ctypes.string_at(remap.advanced.layer_address(session, self.name, layer), len(expected))
                 self.tenant.done(layer)
                 if got != expected:
                     wrong = sum(map(int.__ne__, got, expected))
@@ -222,9 +223,9 @@ class Manager:
             lambda: session.activate(name, alone=rng.random() < 0.2, partial=rng.random() < 0.5),
             lambda: session.activate(name, partial=True),
             lambda: session.deactivate(name),
-            lambda: session.lend(name, layers, to=rng.choice([None, other])),
-            lambda: session.remap(name, layers, rng.choice([1, 2]), rng.choice(["uniform", "nested"])),
-            session.settle,
+            lambda: remap.advanced.lend(session, name, layers, to=rng.choice([None, other])),
+            lambda: remap.advanced.remap(session, name, layers, rng.choice([1, 2]), rng.choice(["uniform", "nested"])),
+            partial(remap.advanced.settle, session),
             session.snapshot,
             self.guest,
         ]
@@ -245,7 +246,10 @@ class Manager:
             with tenant.forward():
                 for layer, expected in enumerate(data):
                     tenant.wait(layer)
-                    assert ctypes.string_at(session.layer_address("guest", layer), len(expected)) == expected
+                    assert (
+                        ctypes.string_at(remap.advanced.layer_address(session, "guest", layer), len(expected))
+                        == expected
+                    )
                     tenant.done(layer)
         finally:
             session.detach("guest")
@@ -294,7 +298,7 @@ class World:
             thread.join()
         if self.problems:
             raise AssertionError("\n".join(self.problems))
-        self.session.check()
+        remap.advanced.check(self.session)
         pages = self.session.snapshot().pages
         assert pages.free + pages.params + pages.kv + pages.ring == pages.total
         for engine in self.engines.values():
@@ -306,7 +310,7 @@ class World:
             report = self.session.activate(name)
             assert report.activated, report
             engine.serve()
-        self.session.check()
+        remap.advanced.check(self.session)
         self.session.close()
         assert set(self.backend.usage().values()) == {0}, self.backend.usage()
 

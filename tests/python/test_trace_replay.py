@@ -23,10 +23,10 @@ def traced_session(mode: str) -> tuple[Any, str]:
         tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=160))
         for remapped, buffers in ((1, 1), (3, 2), (2, 1), (0, 1), (4, 1)):
             ids = tenant.kv.allocate(min(3, tenant.kv.free_blocks))
-            session.remap("m", remapped, buffers)
+            remap.advanced.remap(session, "m", remapped, buffers)
             forward(session, tenant, layers)
             tenant.kv.free(ids)
-        session.settle()
+        remap.advanced.settle(session)
     del tenant, session
     gc.collect()  # the prefetcher's stream and events go with the tenant, which may be part of a cycle
     return trace, _core.serialize_trace(trace.log())

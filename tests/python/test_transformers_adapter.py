@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from attached_models import EAGER, PAGE, llama, prompts, watched  # noqa: E402
 from transformers import DynamicCache  # noqa: E402
 
-import remap  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory  # noqa: E402
 
 LONG, SHORT = 60, 3
@@ -258,7 +259,7 @@ def test_two_models_share_a_session():
                 for model, text, cache in zip(models, half, caches)
             ]
             assert all(torch.equal(one, other) for one, other in zip(got, expected))
-            session.check()
+            remap.advanced.check(session)
         assert session.snapshot().tenants == {}
     assert all(torch.equal(m.generate(**ids, **GREEDY), e) for m, ids, e in zip(models, given, expected))
 
@@ -381,7 +382,7 @@ def test_smollm2_answers_as_before_under_pressure():
         snapshot = attached.snapshot
         assert torch.equal(out.sequences, expected)
         assert snapshot.remapped >= 2 and snapshot.copies > 0
-        attached.session.check()
+        remap.advanced.check(attached.session)
 
 
 def test_the_example_runs():

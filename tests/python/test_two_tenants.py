@@ -6,6 +6,8 @@ import random
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
@@ -25,7 +27,6 @@ from models import (  # noqa: E402
     write_block,
 )
 
-import remap  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
 
 PAGE = 16384
@@ -47,7 +48,7 @@ class Served:
         self.live = {}
 
     def remap(self, layers, buffers=1, selection="uniform"):
-        moved = self.session.remap(self.name, layers, buffers, selection).moved.get(self.name, {})
+        moved = remap.advanced.remap(self.session, self.name, layers, buffers, selection).moved.get(self.name, {})
         self.live = {moved.get(block, block): data for block, data in self.live.items()}
 
     def fill(self, count, rng):
@@ -61,7 +62,7 @@ class Served:
             del self.live[block]
 
     def check(self, passes=True):
-        self.session.check()
+        remap.advanced.check(self.session)
         for block, data in self.live.items():
             assert torch.equal(raw_block(self.kv, block), data), f"{self.name}: KV block {block} has changed"
         poison(self.kv)
@@ -156,7 +157,7 @@ def test_one_is_detached_and_the_other_goes_on(layers, mode):
         other.remap(2, 2)
         other.check()
         with pytest.raises(remap.InvalidArgument):
-            session.remap("a", 1)
+            remap.advanced.remap(session, "a", 1)
         with pytest.raises(remap.InvalidState):
             one.tenant.forward().__enter__()
         other.check()

@@ -6,13 +6,14 @@ import copy
 
 import pytest
 
+import remap
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import LAYERS, Rig, addresses_of, bytes_of, generate, ids_for, kv_spec, layers_of, logits_of, make  # noqa: E402
 from torch import nn  # noqa: E402
 
-import remap  # noqa: E402
 from remap import InvalidArgument, InvalidState  # noqa: E402
 from remap.adapters.hooks import attach_hooks  # noqa: E402
 
@@ -80,7 +81,7 @@ class Pair:
         x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(self.passes))
         assert torch.equal(self.model(x), self.bare(x)), f"pass {self.passes}"
         if not self.session.closed:
-            self.session.check()
+            remap.advanced.check(self.session)
 
 
 def test_a_layer_with_a_counter_is_found_named_and_kept():
@@ -88,17 +89,17 @@ def test_a_layer_with_a_counter_is_found_named_and_kept():
         pair.forward()
         for alpha, beta in ((1, 1), (4, 1), (3, 2), (0, 1), (2, 1)):
             for selection in ("uniform", "nested"):
-                pair.session.remap("m", alpha, beta, selection)
+                remap.advanced.remap(pair.session, "m", alpha, beta, selection)
                 assert 2 not in pair.tenant.streamed
                 pair.forward()
                 pair.forward()
-        pair.session.remap("m", 4)
+        remap.advanced.remap(pair.session, "m", 4)
         pair.forward()
         assert pair.tenant.pinned == (2,)
         assert pair.tenant.written == {2: ["layers.2.step"]}
         assert pair.session.snapshot().tenants["m"].pinned == (2,)
         with pytest.raises(InvalidArgument) as caught:
-            pair.session.remap("m", 5)
+            remap.advanced.remap(pair.session, "m", 5)
         assert (caught.value.streamable, caught.value.maximum) == (5, 4)
         assert pair.tenant.remapped == 4
         assert int(pair.model.layers[2].step) == pair.passes
@@ -108,10 +109,10 @@ def test_mutable_keeps_only_that_tensor_resident():
     with Pair(["", "", "step", "", "", "step"], mutable=["*.step"]) as pair:
         pair.forward()
         for alpha, beta in ((5, 1), (4, 2), (1, 1)):
-            pair.session.remap("m", alpha, beta)
+            remap.advanced.remap(pair.session, "m", alpha, beta)
             for _ in range(3):
                 pair.forward()
-        pair.session.remap("m", 5)
+        remap.advanced.remap(pair.session, "m", 5)
         assert set(pair.tenant.streamed) == set(range(LAYERS))
         assert pair.tenant.pinned == ()
         assert pair.tenant.written == {}
@@ -121,7 +122,7 @@ def test_batch_norm_in_training_streams_beside_its_statistics():
     """Its kernel does not announce its writes; the statistics are known by name."""
     with Pair(["norm"] * LAYERS) as pair:
         for alpha in (5, 2, 0, 3):
-            pair.session.remap("m", alpha)
+            remap.advanced.remap(pair.session, "m", alpha)
             for _ in range(2):
                 pair.forward()
         assert pair.tenant.pinned == ()
@@ -132,7 +133,7 @@ def test_nothing_is_left_to_stream():
     with Pair(["step"] * LAYERS) as pair:
         pair.forward()
         with pytest.raises(InvalidArgument) as caught:
-            pair.session.remap("m", 1)
+            remap.advanced.remap(pair.session, "m", 1)
         assert caught.value.pinned == list(range(5)) or caught.value.pinned == list(range(LAYERS))
         assert pair.tenant.remapped == 0
         pair.forward()
@@ -160,12 +161,12 @@ def test_a_write_into_a_streamed_layer_is_an_error_not_a_wrong_result():
     model = Stack(["", "step", "", "", "", ""])
     with remap.Session(100 * PAGE, page_bytes=PAGE) as session:
         tenant = session.attach(model, kv=KV, name="m", hooks=False)
-        session.remap("m", 5)
+        remap.advanced.remap(session, "m", 5)
         with attach_hooks(model.layers, tenant, model=model), pytest.raises(InvalidState) as caught:
             model(torch.zeros(2, WIDTH))
         assert caught.value.written == {1: ["layers.1.step"]}
         assert not tenant.in_pass
-        session.check()
+        remap.advanced.check(session)
 
 
 def test_weights_changed_between_passes_stay_changed():
@@ -176,7 +177,7 @@ def test_weights_changed_between_passes_stay_changed():
             with torch.no_grad():
                 each.layers[3].first.weight.mul_(1.5)
         for alpha in (0, 4, 2, 0):
-            pair.session.remap("m", alpha)
+            remap.advanced.remap(pair.session, "m", alpha)
             pair.forward()
         assert pair.tenant.written == {3: ["layers.3.first.weight"]}
 
@@ -209,7 +210,7 @@ def test_shared_tensors_stay_resident_and_shared(prepare):
         most = LAYERS - len(pair.tenant.pinned) - 1
         assert most == (3 if prepare is share_everything else 5)
         for alpha in (most, 1, most, 0, 2):
-            pair.session.remap("m", alpha)
+            remap.advanced.remap(pair.session, "m", alpha)
             for _ in range(2):
                 pair.forward()
         if prepare is share_between_layers:

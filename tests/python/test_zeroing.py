@@ -37,7 +37,7 @@ class World:
         for block in tenant.kv.allocate(tenant.kv.free_blocks):
             write_block(tenant, block, SECRET)
         for layer in range(3):  # weights and the padding behind them
-            ctypes.memset(self.session.layer_address(name, layer), SECRET, 2 * PAGE)
+            ctypes.memset(remap.advanced.layer_address(self.session, name, layer), SECRET, 2 * PAGE)
         self.session.detach(name)
         self.filled()
 
@@ -60,7 +60,7 @@ def test_the_padding_behind_a_layers_last_byte_reads_zero(world: World) -> None:
     world.soil()
     world.tenant("second", [2, 2, 3])
     for layer, pages in enumerate((2, 2, 3)):
-        address = world.session.layer_address("second", layer)
+        address = remap.advanced.layer_address(world.session, "second", layer)
         assert set(ctypes.string_at(address + pages * PAGE - SHORT, SHORT)) == {0}
 
 
@@ -78,12 +78,12 @@ def test_pages_that_come_later_read_zero_too(world: World) -> None:
 def test_layers_of_the_tenant_itself_are_not_zeroed(world: World) -> None:
     """Its own weights are no secret; zeroing them would cost time on the path on which blocks are wanted."""
     tenant = world.tenant("only", [2, 2, 2, 2], max_blocks=150)
-    world.session.settle()
+    remap.advanced.settle(world.session)
     world.filled()
-    world.session.remap("only", 3)
-    world.session.remap("only", 0)
+    remap.advanced.remap(world.session, "only", 3)
+    remap.advanced.remap(world.session, "only", 0)
     forward(world.session, tenant, make_layers([2, 2, 2, 2], len("only")))
-    world.session.remap("only", 2, 2)
+    remap.advanced.remap(world.session, "only", 2, 2)
     assert world.filled() == 0
 
 
@@ -138,7 +138,7 @@ def test_a_tenant_never_sees_a_byte_of_another_whatever_happens(world: World) ->
         name = "x" * (round_ + 1)
         layers = make_layers([2, 3, 2], 9)
         tenant = world.session.attach_bytes(layers, name=name, kv=make_spec(3, max_blocks=220))
-        world.session.remap(name, round_ % 3)
+        remap.advanced.remap(world.session, name, round_ % 3)
         world.session.step({name: remap.Demand(blocks=40)})
         seen: set[int] = set()
         base = set(tenant.kv.allocate(tenant.kv.free_blocks))

@@ -18,6 +18,8 @@ from bench.gpu.results import Figure, count, seconds
 from bench.gpu.tenants import PAGE, device_tenant
 from bench.gpu.timing import Marks, timed
 
+import remap
+
 LAYERS = 8
 IN_FLIGHT = 4  # rounds of readings that are enqueued and not over
 
@@ -76,7 +78,7 @@ def beside_kernels(ctx: Context) -> Iterator[Figure]:
             try:
                 until = time.monotonic() + 0.6 * max(1.0, ctx.until - time.monotonic())
                 while mover.regions < wanted and (time.monotonic() < until or len(taken) < 4):
-                    taken.append(timed(lambda: (mover.turn(), mover.session.settle())) / LAYERS)
+                    taken.append(timed(lambda: (mover.turn(), remap.advanced.settle(mover.session))) / LAYERS)
             finally:
                 background.end()
             wrong = what.wrong()
@@ -108,7 +110,7 @@ def between_passes(ctx: Context) -> Iterator[Figure]:
             done = 0
             for index in ctx.rounds(passes, share=0.8):
                 raw.run(what.read)
-                raw.session.remap("raw", (3, 0, 6, 1)[index % 4], 1 + index // 4 % 2)
+                remap.advanced.remap(raw.session, "raw", (3, 0, 6, 1)[index % 4], 1 + index // 4 % 2)
                 done += 1
             wrong = what.wrong()
         raw.remap(0)

@@ -209,9 +209,9 @@ class Sides:
         gc.collect()  # a manager's cycles hold its blocks
         if side == "remap":
             self.copies = self.attached.snapshot.copies
-            self.attached.session.remap(self.attached.name, 0)
-            self.attached.session.settle()
-            self.attached.session.check()
+            remap.advanced.remap(self.attached.session, self.attached.name, 0)
+            remap.advanced.settle(self.attached.session)
+            remap.advanced.check(self.attached.session)
         return made
 
 

@@ -141,7 +141,7 @@ def decode_step(ctx: Context) -> Iterator[Figure]:
             torch.cuda.empty_cache()  # the tensors that the model came with
         models = dict(zip(SIDES, (stock, attached, stock)))
         taken, host = steps_in_turn(ctx, torch, Clock(torch, on_gpu=on_gpu), models, batch, device, 0.6)
-        session.check()
+        remap.advanced.check(session)
     title = f"decode step of {shape.layers} layers of {shape.name}, {batch.sequences} sequences"
     base = statistics.median(taken["stock"])
     control = (statistics.median(taken["stock again"]) / base - 1) * 100

@@ -13,6 +13,8 @@ from bench.gpu.registry import Wrong, measure
 from bench.gpu.results import Figure, count, seconds
 from bench.gpu.tenants import device_tenant
 
+import remap
+
 from .overhead import LAYERS, DecodeLike, Pass, alternate, bare, bracketed, percent_more
 
 
@@ -80,7 +82,7 @@ def graphs_over_alpha(ctx: Context) -> Iterator[Figure]:
     with device_tenant(ctx, layers, masters[0].nbytes, masters=masters) as (raw, marks):
         session = raw.session
         stream = torch.cuda.ExternalStream(raw.stream)
-        addresses = [session.layer_address("raw", layer) for layer in range(layers)]
+        addresses = [remap.advanced.layer_address(session, "raw", layer) for layer in range(layers)]
         nbytes = masters[0].nbytes
         weights = [session._memory(at, nbytes).view(torch.bfloat16).view(hidden, hidden) for at in addresses]
         state = torch.empty(16, hidden, device="cuda", dtype=torch.bfloat16)
@@ -106,11 +108,11 @@ def graphs_over_alpha(ctx: Context) -> Iterator[Figure]:
         differing = tried = 0
         for buffers in (1, 2):
             for alpha in range(layers - buffers + 1):
-                session.remap("raw", alpha, buffers)  # at once after the pass before, without settling
+                remap.advanced.remap(session, "raw", alpha, buffers)  # at once after the pass before, without settling
                 for _ in range(3):
                     tried += 1
                     differing += int(not torch.equal(one_pass(), expected))
-                if [session.layer_address("raw", index) for index in range(layers)] != addresses:
+                if [remap.advanced.layer_address(session, "raw", index) for index in range(layers)] != addresses:
                     raise Wrong(f"an address changed at alpha {alpha}, beta {buffers}")
         if torch.equal(expected, start.view(torch.int16)):
             raise Wrong("the passes computed nothing")

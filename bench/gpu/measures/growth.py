@@ -59,10 +59,10 @@ class Growth:
         kv = self.tenant.kv
         if self.held:
             kv.free(self.held)
-        self.session.remap("raw", 0)
+        remap.advanced.remap(self.session, "raw", 0)
         if start:
-            self.session.remap("raw", start, 2, "nested")
-        self.session.settle()
+            remap.advanced.remap(self.session, "raw", start, 2, "nested")
+        remap.advanced.settle(self.session)
         self._pass()
         self._pass()  # the first one waited for reloads on the device; the second one notices that they have arrived
         self.held = kv.allocate(kv.free_blocks)
@@ -85,7 +85,7 @@ class Growth:
             self.held += kv.allocate(wanted)
         else:
             raise Wrong("there were blocks left")
-        self.session.settle()
+        remap.advanced.settle(self.session)
         settled = time.perf_counter()
         if self.tenant.remapped != before + layers or len(self.told) != 1:
             raise Wrong(f"{self.tenant.remapped} layers are remapped, {before + layers} should be")
@@ -102,7 +102,7 @@ class Growth:
         self.held = []
         target = self.tenant.remapped - layers
         begun = time.perf_counter()
-        self.session.remap("raw", target, 2, "nested")
+        remap.advanced.remap(self.session, "raw", target, 2, "nested")
         called = time.perf_counter()
         self._pass()  # waits for every layer
         there = time.perf_counter()
@@ -168,12 +168,12 @@ def repointing(ctx: Context) -> Iterator[Figure]:
             made = 0
 
             def to_ring(session: remap.Session = session) -> None:
-                session.remap("raw", layers - buffers, buffers)
-                session.settle()
+                remap.advanced.remap(session, "raw", layers - buffers, buffers)
+                remap.advanced.settle(session)
 
             def to_home(session: remap.Session = session) -> None:
-                session.remap("raw", 0)
-                session.settle()
+                remap.advanced.remap(session, "raw", 0)
+                remap.advanced.settle(session)
 
             for index in ctx.rounds(ctx.pick(30, 8, 3) + 1, share=0.45):
                 raw.run()

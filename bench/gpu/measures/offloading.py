@@ -96,7 +96,7 @@ def _ours(ctx: Context, torch: Any, stack: Stack, x: Any, expected: Any, rounds:
     with remap.Session(capacity, device="cuda:0") as session:
         tenant = session.attach(stack.model, layers=stack.model.layers, name="stack", kv=spec, hooks=False)
         with attach_hooks(stack.model.layers, tenant, model=stack.model):
-            session.remap("stack", layers - HELD, HELD)
+            remap.advanced.remap(session, "stack", layers - HELD, HELD)
             taken, _ = _time(ctx, torch, lambda: stack.model(x), expected, rounds, 0.3)
     return taken
 

@@ -15,6 +15,8 @@ from bench.gpu.results import Figure, figure, ratio, seconds
 from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks, timed
 
+import remap
+
 LAYERS = 16
 BUFFERS = 2
 PLAIN_BYTES = (
@@ -35,7 +37,7 @@ class Reloads:
 def take_turns(
     ctx: Context, raw: DeviceTenant, marks: Marks, copy_all: Callable[[], None], rounds: int, share: float
 ) -> Reloads:
-    """session.remap back to 0 and the first pass behind it; then as many bytes of plain copies."""
+    """`remap` back to 0 and the first pass behind it; then as many bytes of plain copies."""
     tenant, stats, taken = raw.tenant, raw.tenant._state.prefetcher.stats, Reloads()
     for index in ctx.rounds(rounds + 1, share=share):
         raw.remap(raw.layers - BUFFERS, BUFFERS)
@@ -44,7 +46,7 @@ def take_turns(
         tenant._state.prefetcher.drain()
         marks.reset()
         before, begun = stats().copied_bytes, time.perf_counter()
-        raw.session.remap("raw", 0)
+        remap.advanced.remap(raw.session, "raw", 0)
         called = time.perf_counter() - begun
         with tenant.forward(stream=raw.stream):
             for layer in range(raw.layers):

@@ -105,11 +105,11 @@ def by_hand(compute_s: Sequence[float], copy_s: float, layer_pages: int) -> Choi
 
 def _advised(engine: LLMEngine, session: remap.Session, requests: Sequence[Request], layer_pages: int) -> Choice:
     """After a few requests with one layer remapped, so that computation and copies have been timed."""
-    session.remap("opt", 1, BUFFERS)
-    session.settle()
+    remap.advanced.remap(session, "opt", 1, BUFFERS)
+    remap.advanced.settle(session)
     serve("measuring", engine, session, requests, 2.0)
-    session.remap("opt", 0)
-    session.settle()
+    remap.advanced.remap(session, "opt", 0)
+    remap.advanced.settle(session)
     times = engine.tenant.times()
     if times is None:
         raise Skip("no pass was timed")
@@ -257,16 +257,16 @@ def serving(ctx: Context) -> Iterator[Figure]:
         )
         # Where nothing would be remapped there is nothing to run by hand.
         for kind in ("recompute", *(("by hand",) if choice.layers else ()), "controller"):
-            session.remap("opt", 0)
+            remap.advanced.remap(session, "opt", 0)
             if kind == "by hand":
-                session.remap("opt", choice.layers, choice.buffers, choice.selection)
-            session.settle()
+                remap.advanced.remap(session, "opt", choice.layers, choice.buffers, choice.selection)
+            remap.advanced.settle(session)
             engine.session = session if kind == "controller" else None
             serve(f"{kind} (warm-up)", engine, session, requests[:4], 2.0)
             run = serve(kind, engine, session, requests, min(shape.limit_s, max(2.0, ctx.until - time.monotonic())))
             yield from figures(shape, run)
             runs.append(run)
-            session.check()
+            remap.advanced.check(session)
     for run in runs[1:]:
         yield _agreement(shape, runs[0], run)
     if on_gpu:

@@ -231,9 +231,9 @@ class Arena:
             report = self.session.activate(name)
             if not report.activated:
                 raise Wrong(f"{name} could not be activated with nothing running: {report.reason}")
-            self.session.remap(name, 0)
-        self.session.settle()
-        self.session.check()
+            remap.advanced.remap(self.session, name, 0)
+        remap.advanced.settle(self.session)
+        remap.advanced.check(self.session)
         for name, tenant in self.session.snapshot().tenants.items():
             if tenant.remapped or tenant.lent_pages or tenant.usable_blocks < self.start[name]:
                 raise Wrong(f"{name} has {tenant.usable_blocks} blocks after all came home, {self.start[name]} before")

@@ -86,7 +86,7 @@ def beside_streaming(raw: DeviceTenant, its_marks: Marks, small: SmallCopies, pa
 
 def beside_reload(raw: DeviceTenant, its_marks: Marks, small: SmallCopies, most: int) -> list[float]:
     """While all layers come back. They are away again afterwards."""
-    raw.session.remap("raw", 0)
+    remap.advanced.remap(raw.session, "raw", 0)
     raw.run()
     last = its_marks.mark(raw.handle)
     taken = small.until(last, most)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from remap import advanced
 from remap.model.footprint import footprint
 
 from .demo_config import default_config
@@ -251,7 +252,7 @@ class World:
                 for name in self.names:
                     buffers = min(wiring.buffers, self.layers(name) - 1)
                     share = max(1, round(wiring.by_hand * self.layers(name)))
-                    session.remap(name, min(share, self.layers(name) - buffers), buffers)
+                    advanced.remap(session, name, min(share, self.layers(name) - buffers), buffers)
             self._warm_up(engines)
             shared = SharedEngines(
                 session if config is not None else None, engines, mode, quantum_s=quantum_s, partial=wiring.partial

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from remap import advanced
 from remap.engine.attention import is_decode
 from remap.engine.captured import CapturedDecode
 from remap.engine.graphs import EagerGraphs, TorchCudaGraphs
@@ -234,7 +235,7 @@ class GpuRunner:
         if self.captured.ready(bucket, piecewise):
             return
         if self._session is not None:
-            self._session.settle()
+            advanced.settle(self._session)
         self._decodes.staged.writable()
         self._decodes.fill_decodes([], [], bucket)
         self._decodes.publish()

@@ -32,7 +32,7 @@ class Registered:
             if streamed:
                 raise InvalidState(
                     f"layer {streamed[0]} of {tenant.name!r} is streamed, so its region shows other pages than its own; nothing "
-                    "changed; take its pages back (session.remap), settle, then register the range and declare it",
+                    "changed; take its pages back, settle, then register the range and declare it",
                     tenant=tenant.name,
                     layer=streamed[0],
                 )

@@ -160,7 +160,9 @@ def _cost(setup: Setup, tenant: TenantSetup) -> Cost:
 
 
 def _stream_from_the_start(session: Any, name: str, model: Model, policy: Policy) -> None:
-    session.remap(name, _static_layers(model, policy), _STATIC_BUFFERS, "uniform")
+    from remap import advanced
+
+    advanced.remap(session, name, _static_layers(model, policy), _STATIC_BUFFERS, "uniform")
 
 
 def _static_layers(model: Model, policy: Policy) -> int:

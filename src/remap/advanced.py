@@ -1,0 +1,140 @@
+"""What tests, ablations and experts need of a session, and engines do not: the controller's verbs by hand, and looking inside.
+
+    from remap import advanced
+    advanced.remap(session, "llama", layers=4, buffers=2)
+    advanced.settle(session)
+    advanced.check(session)
+
+Each is one call of the session (see `Session` for threads and interrupts): it has happened or has not, whatever ends it.
+"""
+
+from __future__ import annotations
+
+from remap.arguments import require, require_range
+from remap.errors import InvalidArgument
+from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
+from remap.memory.core import Core
+from remap.memory.observe import check_books
+from remap.memory.step import Entries
+from remap.report import StepReport
+from remap.session import Session
+
+__all__ = [
+    "check",
+    "declare_registered",
+    "layer_address",
+    "lend",
+    "remap",
+    "settle",
+    "unsettled",
+    "withdraw_registered",
+]
+
+
+def remap(
+    session: Session, name: str, layers: float, buffers: int = 1, selection: str = "uniform", *, drain: bool = False
+) -> StepReport:
+    """Make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
+
+    layers = 0 gives all of them back. selection: "uniform" (evenly spaced), "nested" (growing reloads nothing) or "slices":
+    every layer streams the same number of its last pages, the fewest that free `layers` layers' worth, which may be a
+    fraction then (from all resident, or from other slices only).
+    Live blocks in pages that go back are moved; the report says where (`moved`). drain: those that an engine with its own
+    allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
+    InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or their pages are
+    too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages, max_blocks); OutOfBlocks
+    if live blocks do not fit into what remains; InvalidState inside a pass, or (fields tenant, layers) if more layers are to
+    stream than now and no pass has waited for every layer yet. Nothing changes then.
+    """
+
+    def verb(core: Core) -> Entries:
+        tenant = core.tenant(name)
+        tenant.refuse_pass()
+        check_by_hand(tenant, layers, buffers, selection)
+        require("drain", drain, bool, "True or False")
+        return remap_by_hand(core.changes, core.lending, tenant, layers, buffers, selection, drain)
+
+    return session.change(verb)
+
+
+def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
+    """`layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
+
+    to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what
+    it streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for
+    `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+    """
+
+    def verb(core: Core) -> Entries:
+        tenant, receiver = core.tenant(name), None if to is None else core.tenant(to)
+        for each in (tenant, receiver):
+            if each is not None:
+                each.refuse_pass()
+        check_by_hand(tenant, layers, buffers, "nested")
+        if receiver is tenant:
+            raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
+        return lend_by_hand(core.changes, core.lending, tenant, layers, buffers, receiver)
+
+    return session.change(verb)
+
+
+def settle(session: Session, name: str | None = None) -> None:
+    """Finish what the last change deferred, now, and wait for it; of one tenant without waiting. Raises the backend's error if
+    that fails again."""
+
+    def call(core: Core) -> None:
+        for each in list(core.tenants.values()) if name is None else [core.tenant(name)]:
+            core.changes.settle(each)
+            core.changes.retry_failed(each)
+        if name is None:
+            core.changes.await_worker()
+
+    session.exclusively(call, broken_too=True)
+
+
+def unsettled(session: Session) -> bool:
+    """Whether a deferred re-pointing failed and waits to be tried again."""
+    return bool(session.exclusively(lambda core: core.changes.failed_points(), broken_too=True))
+
+
+def check(session: Session) -> None:
+    """Verify all invariants of the arena and of every block pool. Raises AssertionError on a violation."""
+    session.exclusively(lambda core: check_books(core.arena, core.tenants), broken_too=True)
+
+
+def layer_address(session: Session, name: str, layer: int) -> int:
+    """Where a layer lives. It never changes. Raises InvalidArgument for an unknown tenant or layer."""
+
+    def call(core: Core) -> int:
+        addresses = core.tenant(name).addresses
+        require("layer", layer, int, "an int")
+        if not 0 <= layer < len(addresses):
+            raise InvalidArgument(
+                f"layer must lie in 0..{len(addresses) - 1}, got {layer}; nothing changed", layer=layer
+            )
+        return addresses[layer]
+
+    return int(session.exclusively(call, broken_too=True))
+
+
+# -- ranges that others have registered ---------------------------------------------------------------------------------
+
+
+def declare_registered(session: Session, address: int, nbytes: int) -> None:
+    """Say that [address, address + nbytes) was registered with somebody who keeps the pages that he found behind it: NCCL,
+    a network card. What the regions there show never changes from now on: layers that intersect are pinned.
+
+    Raises InvalidState (fields tenant, layer) if such a layer is streamed now, or is still to be re-pointed (`settle`,
+    then register, then declare), InvalidArgument if no region lies there; nothing changes then.
+    """
+    require_range(address, nbytes)
+    session.exclusively(lambda core: core.registered.declare(address, nbytes))
+
+
+def withdraw_registered(session: Session, address: int, nbytes: int) -> None:
+    """Take one declaration back: the range was deregistered. Its layers may be streamed again.
+
+    Raises InvalidArgument if this very range was not declared; nothing changes then.
+    """
+    require_range(address, nbytes)
+    session.exclusively(lambda core: core.registered.withdraw(address, nbytes))

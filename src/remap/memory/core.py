@@ -1,0 +1,38 @@
+"""A session's parts in one place: what `Session` is made of, and what `remap.advanced` works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from remap.errors import InvalidArgument
+from remap.memory.apply import Changes
+from remap.memory.lend import Lending
+from remap.memory.registered import Registered
+from remap.memory.state import TenantState
+
+__all__ = ["Core"]
+
+
+@dataclass(frozen=True)
+class Core:
+    """Touched only by the call that has the session (`Session.change`, `Session.exclusively`)."""
+
+    arena: Any
+    tenants: dict[str, TenantState]
+    changes: Changes
+    lending: Lending
+    registered: Registered
+
+    def tenant(self, name: str) -> TenantState:
+        """Raises InvalidArgument (field tenant) for a name that is nobody's."""
+        if not isinstance(name, str):
+            raise InvalidArgument(
+                f"name must be a tenant's name, a str, got {name!r}; nothing changed", field="name", value=name
+            )
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            raise InvalidArgument(
+                f"no tenant {name!r} is attached, there are {sorted(self.tenants)}; nothing changed", tenant=name
+            )
+        return tenant
