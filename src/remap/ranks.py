@@ -167,14 +167,14 @@ class Rank:
         enough = self.tenant.kv.usable_blocks + blocks
         while self.tenant.kv.usable_blocks < enough:
             try:
-                self._go((self.tenant.remapped + 1, 1))
+                self._go((int(self.tenant.remapped) + 1, 1))
             except InvalidArgument:  # that was the last one
                 break
         return max(0, enough - self.tenant.kv.usable_blocks)
 
     @property
     def _target(self) -> tuple[int, int]:
-        return self.tenant.remapped, self.tenant.buffers
+        return int(self.tenant.remapped), self.tenant.buffers  # ranks stream whole layers
 
     def _go(self, target: tuple[int, int]) -> None:
         advanced.remap(self.session, self.tenant.name, target[0], max(1, target[1]), "nested", drain=self.rank == 0)

@@ -24,7 +24,7 @@ class PageTotals:
 class TenantSnapshot:
     """One attached model.
 
-    remapped is alpha in whole layers' worth, alpha itself is fractional in slices; streamed holds alpha + buffers layers, all
+    remapped (the papers' alpha) is an int, and in slices a fraction; streamed holds remapped + buffers layers, all
     sliced ones, or none. resident_bytes: parameters that
     are on the device now. kv_bytes: pages that are KV now. Stall and copy figures count from attach on.
     """
@@ -34,9 +34,8 @@ class TenantSnapshot:
     priority: int
     last_use: int  # which of the session's activations was its last one; 0: none
     layers: int
-    remapped: int
+    remapped: float
     buffers: int
-    alpha: float
     selection: str  # how the streamed layers were chosen last; "" while none are
     streamed: tuple[int, ...]
     pinned: tuple[int, ...]  # layers that may not be streamed: something wrote into them after attach
@@ -117,12 +116,12 @@ class StepReport:
     nothing has come of it yet, such as blocks that are to leave first, it is False too, and the reason says so.
 
     moved: tenant -> {old block id: new block id}: the engine patches its block tables before it uses any of them.
-    remapped: tenant -> alpha after the step. unmet_blocks: demand that no donor could meet. reason: one sentence a tenant.
+    remapped: tenant -> layers' worth after the step. unmet_blocks: demand that no donor could meet. reason: one sentence a tenant.
     """
 
     changed: bool = False
     epoch: int = 0
-    remapped: Mapping[str, int] = field(default_factory=dict)
+    remapped: Mapping[str, float] = field(default_factory=dict)
     added_blocks: Mapping[str, int] = field(default_factory=dict)
     moved: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     unmet_blocks: Mapping[str, int] = field(default_factory=dict)

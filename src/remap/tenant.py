@@ -191,14 +191,9 @@ class Tenant:
         return self._state.buffers
 
     @property
-    def remapped(self) -> int:
-        """alpha: layers' worth of pages that are KV now, or lent; in slices rounded down (see `alpha`)."""
-        return self._state.remapped
-
-    @property
-    def alpha(self) -> float:
-        """Layers' worth of pages that are KV now, or lent: fractional in slices."""
-        return self._state.alpha
+    def remapped(self) -> float:
+        """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int, and in slices a fraction."""
+        return self._state.told
 
     @property
     def lent_pages(self) -> int:

@@ -457,4 +457,4 @@ def test_what_the_hand_chose_can_be_remapped(raw: Any) -> None:
     assert (choice.selection, choice.layers) == ("slices", 0.375)
     remap.advanced.remap(tenant.session, "raw", choice.layers, choice.buffers, choice.selection)
     tenant.verify(marks)
-    assert tenant.tenant.alpha >= choice.layers
+    assert tenant.tenant.remapped >= choice.layers

@@ -70,7 +70,7 @@ def test_partial_activation_depends_on_nobody() -> None:
         assert report.activated and report.streamed and report.preempt
         seen = world.session.snapshot().tenants["b"]
         # All eight layers through one buffer: each waits for its copy of 2 s, since nothing computes between two of them.
-        assert (seen.alpha, seen.selection, seen.predicted_stall_s) == (7.0, "suffix", 16.0)
+        assert (seen.remapped, seen.selection, seen.predicted_stall_s) == (7.0, "suffix", 16.0)
         world.check()
         a.free(sorted(a.held)[: len(a.held) // 2])
         report = world.tell(world.session.activate("b", partial=True))

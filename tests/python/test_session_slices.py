@@ -30,7 +30,7 @@ def test_by_hand_alpha_is_a_fraction_and_every_layer_reads_right(mode: str) -> N
         for alpha in (0.5, 1.5, 3, 4.5, 2.0, 0.5, 0):
             report = remap.advanced.remap(session, "m", alpha, 2, "slices")
             engine.patch(report.moved.get("m", {}))
-            assert engine.tenant.alpha >= alpha and engine.tenant.alpha - alpha < (LAYERS - 2) / PAGES + 1e-9
+            assert engine.tenant.remapped >= alpha and engine.tenant.remapped - alpha < (LAYERS - 2) / PAGES + 1e-9
             assert engine.tenant.kv.usable_blocks >= usable
             if not engine.held:
                 engine.allocate(2)  # they lie in the lowest blocks, which stay
@@ -64,7 +64,7 @@ def test_the_controller_grows_in_pages_of_every_layer_up_to_the_exact_bound_and_
         engine.tenant._state.timing.decode = lambda: times  # type: ignore[method-assign]
         times = times_of(LAYERS, 1.0, 2.5)
         report = session.step({"m": remap.Demand(blocks=200)})
-        assert engine.tenant._state.pages.tail_pages == 1 and engine.tenant.alpha == 1.5
+        assert engine.tenant._state.pages.tail_pages == 1 and engine.tenant.remapped == 1.5
         assert report.unmet_blocks["m"] > 0 and report.predicted_stall_s["m"] == 0.0
         assert "pages of every layer" in report.reason["m"]
         engine.serve()
@@ -106,6 +106,6 @@ def test_a_cap_in_layers_holds_in_slices() -> None:
     with session:
         engine.tenant._state.timing.decode = lambda: times_of(LAYERS, 1.0, 0.1)  # type: ignore[method-assign]
         session.step({"m": remap.Demand(blocks=300)})
-        assert 1 <= engine.tenant.alpha <= 3  # the tail that frees two layers' worth is the largest
+        assert 1 <= engine.tenant.remapped <= 3  # the tail that frees two layers' worth is the largest
         assert make_layers([PAGES] * LAYERS, 1) == engine.data
         engine.serve()

@@ -226,12 +226,12 @@ def test_slices_are_not_lent_as_if_they_were_layers(streams: bool, active: bool)
             d.allocate_blind(d.tenant.kv.free_blocks)
         if not active:
             world.session.deactivate("d")
-        before = d.tenant.alpha
+        before = d.tenant.remapped
         seen = watch(world, "r")
         hold(world.engines["r"], 99)
         world.step(r=2)
         assert not [take for take in seen[-1].takes if take.kind == "layers"] or not (streams or active)
-        assert d.tenant.alpha == before or not (streams or active)
+        assert d.tenant.remapped == before or not (streams or active)
         world.check()
 
 

@@ -240,7 +240,7 @@ def test_slices_of_equal_layers(tail_layers: float) -> None:
     n, pages, compute = 12, 20, 3.0
     with World([pages] * n, [compute] * n) as world:
         remap.advanced.remap(world.session, "model", layers=tail_layers, buffers=2, selection="slices")
-        alpha = world.tenant.alpha
+        alpha = world.tenant.remapped
         world.expect(max(n * compute, alpha * n / (n - 2) * pages))
 
 

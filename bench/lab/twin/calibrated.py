@@ -224,7 +224,7 @@ def rerun(recording: Recording, machine: Machine, cost: CalibratedCost | None = 
             done = advance(begin)
             if done.computed:
                 seconds = clock.now - begun
-                now, blocks, alpha = clock.now - started, tenant.kv.usable_blocks, float(tenant.alpha)
+                now, blocks, alpha = clock.now - started, tenant.kv.usable_blocks, float(tenant.remapped)
                 steps.append(RerunStep(now, seconds, done.computed, blocks, alpha))
             return done
 

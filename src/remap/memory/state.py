@@ -146,6 +146,11 @@ class TenantState:
         return alpha_of([pages.homes[layer] for layer in pages.streamed], pages.tail_pages, len(pages.ring))
 
     @property
+    def told(self) -> float:
+        """`alpha` as it is told: an int unless slices stream."""
+        return self.alpha if self.pages.tail_pages else self.remapped
+
+    @property
     def slicing(self) -> bool:
         """Whether what streams next, or now, is a slice of every layer."""
         return self.pages.tail_pages > 0 or (self.config.selection == "slices" and not self.pages.streamed)

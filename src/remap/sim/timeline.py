@@ -24,7 +24,7 @@ class Timeline:
         """now_s: since the beginning of the run."""
         for engine in engines.values():
             tenant = engine.tenant
-            usable, alpha = tenant.kv.usable_blocks, tenant.alpha
+            usable, alpha = tenant.kv.usable_blocks, tenant.remapped
             if usable > engine.kv_peak:
                 engine.kv_peak = usable
             if alpha > engine.alpha_peak:
@@ -53,7 +53,7 @@ def _sample(now_s: float, name: str, engine: SimEngine) -> Sample:
         tenant=name,
         kv_usable_blocks=tenant.kv.usable_blocks,
         kv_used_blocks=scheduler.used_blocks,
-        alpha=float(tenant.alpha),
+        alpha=float(tenant.remapped),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         preemptions=engine.preemptions,
