@@ -130,9 +130,9 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="planner-idle-tenant-gives-one-more",
-        file="src/remap/memory/offers.py",
-        text="donor.select(cap + 1, buffers, kind)) <= bound",
-        replacement="donor.select(cap, buffers, kind)) <= bound",
+        file="src/remap/memory/donors.py",
+        text="giver.select(cap + 1, buffers, kind)) <= bound",
+        replacement="giver.select(cap, buffers, kind)) <= bound",
         breaks="An idle tenant offers one layer more than its first prefill can hide (off by one).",
         tests=(
             "test_sharing_controller.py::test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_late",
@@ -373,8 +373,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="lending-one-willing-holder-is-enough",
         file="src/remap/memory/step.py",
-        text="holds = all(blocks <= self._offers.surplus(holder) for holder, blocks in lost.items())",
-        replacement="holds = any(blocks <= self._offers.surplus(holder) for holder, blocks in lost.items())",
+        text="holds = all(blocks <= self._offers.unused_kv.surplus(holder) for holder, blocks in lost.items())",
+        replacement="holds = any(blocks <= self._offers.unused_kv.surplus(holder) for holder, blocks in lost.items())",
         breaks="A layer comes home although one of its holders needs the blocks in it.",
         tests=("test_sharing_returns.py::test_a_layer_stays_while_one_of_its_holders_needs_it",),
     ),

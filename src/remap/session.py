@@ -302,7 +302,8 @@ class Session:
 
         demand: for each tenant, the blocks that its engine wants to be able to allocate now: a number, or a Demand from an engine
         with its own allocator. Raises InvalidArgument for an unknown tenant or what is neither and InvalidState inside a pass,
-        before anything changes; and the backend's error if nothing has changed by then. If something has, the report says what, and its reason which error ended the step early.
+        before anything changes; and the backend's error if nothing has changed by then. If something has, the report says
+        what, and its reason which error ended the step early.
         """
         self._passes.check_open()
         wanted = require_demands(demand)

@@ -92,7 +92,7 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
         for name in ("i", "j"):
             assert (
                 world.engines[name].tenant.remapped
-                == world.session._offers.away_cap(world.engines[name].tenant._state)
+                == world.session._offers.inactive.away_cap(world.engines[name].tenant._state)
                 == 6
             )
         assert d.tenant.kv.usable_blocks >= 2

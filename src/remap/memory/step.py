@@ -129,22 +129,9 @@ class Steps:
 
     def _take(self, tenant: TenantState, decision: Decision) -> None:
         """Free pages, and before that what other tenants give: it becomes free pages first."""
-        lending = self._lending
         blocks = decision.free_pool_blocks_to_take
         for take in decision.takes:
-            donor = self._tenants[take.donor]
-            if take.kind == "idle_kv":
-                lending.give_idle(donor, take.blocks, tenant, self._offers.surplus(donor))
-            else:
-                lending.lend(
-                    donor,
-                    take.remapped,
-                    take.buffers,
-                    take.selection,
-                    predicted_stall_s=take.predicted_stall_s,
-                    reason=f"for {tenant.name}: {decision.reason}",
-                )
-                self._offers.gave(donor)
+            self._offers.give(tenant, take, decision.reason)
             blocks += take.blocks
         if blocks:
             take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)
@@ -216,7 +203,7 @@ class Steps:
         lost = {self._tenants[name]: blocks for name, blocks in self._claim(lender, fewer).items()}
         if any(holder.busy for holder in lost):
             return
-        holds = all(blocks <= self._offers.surplus(holder) for holder, blocks in lost.items())
+        holds = all(blocks <= self._offers.unused_kv.surplus(holder) for holder, blocks in lost.items())
         decision = lender.controller.may_return(view, holds)
         if decision is None:
             return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from remap.config import is_count, refuse
 
 if TYPE_CHECKING:
-    from remap.policy.donors.supply import Quote
+    from remap.policy.donors.supply import Kind, Quote
 
 __all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "Others", "Take", "TenantView"]
 
@@ -98,12 +98,12 @@ class TenantView:
 class Take:
     """Pages of another tenant that the receiver gets, besides free ones.
 
-    kind "idle_kv": out of the donor's unused KV, for `blocks` blocks of the receiver. "layers": the donor streams so that
-    `remapped` layers' worth of its pages are not its parameters, through `buffers` buffers, chosen by `selection`.
+    kind "idle_kv": out of the donor's unused KV, for `blocks` blocks of the receiver. "inactive", "active": the donor streams so
+    that `remapped` layers' worth of its pages are not its parameters, through `buffers` buffers, chosen by `selection`.
     """
 
     donor: str
-    kind: Literal["idle_kv", "layers"]
+    kind: Kind
     blocks: int
     remapped: int = 0
     buffers: int = 0

@@ -1,0 +1,168 @@
+"""Who can give pages to a tenant that needs blocks. Each kind of donor answers the same question, and gives in the same way:
+
+    quotes(giver, receiver, need)   increments, in blocks of the receiver, each on top of those before it; changes nothing
+    give(giver, receiver, take)     what was taken of them becomes free pages, for the receiver to take
+
+    unused KV         blocks above min_blocks that nobody uses (an active giver keeps its headroom and hysteresis)
+    inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_budget_s
+    active layers     of one that serves, or is about to, within its own slowdown; the receiver's own are beside them
+                      (Controller.offers)
+
+`policy/donors/supply.py` chooses among the quotes; the executor never learns which donor it serves. Sources: Oneiros section 5.1
+(inactive models first, then the active ones); that unused KV comes before both and the exact cap are ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Protocol, cast
+
+from remap.memory.apply import Changes
+from remap.memory.lend import Lending
+from remap.memory.state import TenantState
+from remap.memory.view import view_of
+from remap.policy.donors.supply import Kind, Quote
+from remap.policy.schedule import RELATIVE_EPSILON, one_shot_delay
+from remap.policy.views import Take
+
+__all__ = ["ActiveLayers", "Donor", "InactiveLayers", "UnusedKV"]
+
+# Asked in every step while demand is unmet, of times that change only when the giver runs.
+_late = functools.lru_cache(maxsize=256)(one_shot_delay)
+
+
+class Donor(Protocol):
+    """One kind of them (see above)."""
+
+    kind: Kind
+
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]: ...
+
+    def give(self, giver: TenantState, receiver: TenantState, take: Take, reason: str) -> None: ...
+
+
+class UnusedKV:
+    """Pages of the giver's KV cache that no live block needs."""
+
+    kind: Kind = "idle_kv"
+
+    def __init__(self, changes: Changes, lending: Lending) -> None:
+        self._changes = changes
+        self._lending = lending
+
+    def surplus(self, giver: TenantState) -> int:
+        """Blocks of its own that a tenant could lose now: all unused ones above min_blocks of an inactive tenant; an active one
+        keeps its last demand, headroom and hysteresis as well."""
+        free = giver.kv.usable_blocks - giver.kv.spec.min_blocks
+        if not giver.kv.pool.external:
+            free = min(free, giver.kv.free_blocks)
+        if giver.active and free > 0:
+            wanted = giver.demand
+            view = view_of(self._changes, giver, wanted)
+            free = min(free, giver.controller.spare(view, wanted.blocks if wanted else 0))
+        return max(0, free)
+
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+        surplus = self.surplus(giver)
+        if surplus <= 0:
+            return []
+        wanted = math.ceil(need / receiver.blocks_per_page) + 1
+        pages = len(self._lending.idle_slots(giver, receiver, wanted, surplus))
+        blocks = int(pages * receiver.blocks_per_page)
+        return [Quote(giver.name, self.kind, blocks, 0.0, 0.0, Take(giver.name, self.kind, blocks))] if blocks else []
+
+    def give(self, giver: TenantState, receiver: TenantState, take: Take, reason: str) -> None:
+        self._lending.give_idle(giver, take.blocks, receiver, self.surplus(giver))
+
+
+class _Layers:
+    """Layers of the giver's that stream from then on; what that frees is lent."""
+
+    def __init__(self, changes: Changes, lending: Lending) -> None:
+        self._changes = changes
+        self._lending = lending
+
+    def give(self, giver: TenantState, receiver: TenantState, take: Take, reason: str) -> None:
+        self._lending.lend(
+            giver,
+            take.remapped,
+            take.buffers,
+            take.selection,
+            predicted_stall_s=take.predicted_stall_s,
+            reason=f"for {receiver.name}: {reason}",
+        )
+
+
+class InactiveLayers(_Layers):
+    """Of a tenant that serves no pass: its layers one by one, until they cover the need or its cap is reached."""
+
+    kind: Kind = "inactive"
+
+    def away_cap(self, giver: TenantState) -> int:
+        """The most layers that may be away: as many as a short prefill of its own hides while all that is streamed then, the
+        ring's layers too, is loaded, and `ttft_budget_s` more.
+
+        One layer, and what the budget pays for, while no pass of it was measured. Never all of them: the ring's stay, and one
+        more.
+        """
+        config = giver.config
+        buffers = max(1, giver.buffers)
+        most = min(len(giver.order), giver.layers - 1) - buffers
+        if config.cap is not None:
+            most = min(most, config.cap)
+        times = giver.timing.prefill()
+        if times is None:
+            copy = giver.timing.copy_seconds()
+            return max(0, min(most, 1 + (int(config.ttft_budget_s / copy) if copy > 0 else 0)))
+        bound = config.ttft_budget_s + RELATIVE_EPSILON * math.fsum(times.compute_s)
+        kind = giver.growing_by
+        cap = giver.remapped  # more is away only together with what is away now
+        while cap < most and _late(times.compute_s, times.transfer_s, giver.select(cap + 1, buffers, kind)) <= bound:
+            cap += 1
+        return max(0, min(cap, most))
+
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+        if giver.pages.tail_pages:
+            return []  # slices of all layers stream: none can go whole
+        buffers = max(1, giver.buffers)
+        kind = giver.growing_by
+        last = sorted(giver.order, reverse=True)[:buffers]
+        places = receiver.index_of
+        quotes: list[Quote] = []
+        copy = giver.timing.copy_seconds()
+        before = giver.select(giver.remapped, buffers, kind) or tuple(last)
+        for alpha in range(giver.remapped + 1, self.away_cap(giver) + 1):
+            if need <= 0:
+                break
+            chosen = giver.select(alpha, buffers, kind)
+            if not giver.possible(chosen, buffers):
+                continue
+            layers, before = set(chosen).difference(before), chosen
+            pages = sum(page in places for layer in layers for page in giver.pages.homes[layer])
+            blocks = int(pages * receiver.blocks_per_page)
+            take = Take(giver.name, self.kind, blocks, alpha, buffers, kind)
+            quotes.append(Quote(giver.name, self.kind, blocks, 0.0, copy, take))
+            need -= blocks
+        return quotes
+
+
+class ActiveLayers(_Layers):
+    """Of a tenant that serves: as many as its own controller lets stream."""
+
+    kind: Kind = "active"
+
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+        if giver.slicing:
+            return []  # it counts in pages of every layer, which nobody else can use
+        view = view_of(self._changes, giver, giver.demand)
+        scale = giver.pages.buffer_pages * receiver.blocks_per_page / view.blocks_per_layer
+        quotes = []
+        total = 0.0
+        for quote in giver.controller.offers(view, giver.name):
+            alpha, buffers = cast("tuple[int, int]", quote.step)
+            blocks = int(quote.blocks * scale)
+            total += quote.stall_s
+            take = Take(giver.name, self.kind, blocks, alpha, buffers, "onward", total)
+            quotes.append(Quote(giver.name, self.kind, blocks, quote.stall_s, quote.reload_s, take))
+        return quotes
