@@ -47,7 +47,7 @@ def watch(world: Shared, name: str) -> list[Any]:
 
 
 def sources(decision: Any) -> list[tuple[str, str]]:
-    """In the order in which they are asked: ("free", ""), ("idle_kv", donor), ("layers", donor), ("own", "")."""
+    """In the order in which they are asked: ("free", ""), ("idle_kv", donor), ("inactive" or "active", donor), ("own", "")."""
     found = [("free", "")] if decision.free_pool_blocks_to_take else []
     return found + [(take.kind, take.donor) for take in decision.takes]
 
@@ -87,8 +87,8 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
         else:
             pytest.fail("nothing was ever unmet")
         # j was used before i: least recently used goes first.
-        assert log[:4] == [("free", ""), ("idle_kv", "d"), ("layers", "j"), ("layers", "i")]
-        assert set(log[4:]) == {("layers", "d"), ("own", "")}
+        assert log[:4] == [("free", ""), ("idle_kv", "d"), ("inactive", "j"), ("inactive", "i")]
+        assert set(log[4:]) == {("active", "d"), ("own", "")}
         for name in ("i", "j"):
             assert (
                 world.engines[name].tenant.remapped
