@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from reference import supply_brute
 from remap.errors import InvalidArgument
-from remap.policy.donors.supply import KINDS, NOTHING, Kind, Quote, Supply, Take, choose
+from remap.policy.donors.supply import KINDS, NOTHING, Kind, Portion, Quote, Supply, choose
 
 Quotes = list[list[Quote]]
 
@@ -131,15 +131,15 @@ def test_the_order_of_the_kinds() -> None:
         quotes("c", "idle_kv", (4, 0.0)),
         quotes("", "free", (4, 0.0)),
     ]
-    free, idle = Take("", 1, 4, "free"), Take("c", 1, 4, "idle_kv")
-    first, both, second = Take("c", 1, 4, "inactive"), Take("c", 2, 8, "inactive"), Take("e", 1, 4, "inactive")
+    free, idle = Portion("", 1, 4, "free"), Portion("c", 1, 4, "idle_kv")
+    first, both, second = Portion("c", 1, 4, "inactive"), Portion("c", 2, 8, "inactive"), Portion("e", 1, 4, "inactive")
     assert choose(4, offered).taken == (free,)
-    assert choose(3, offered).taken == (Take("", 1, 3, "free"),)  # pages are taken in part
-    assert choose(6, offered).taken == (free, Take("c", 1, 2, "idle_kv"))
+    assert choose(3, offered).taken == (Portion("", 1, 3, "free"),)  # pages are taken in part
+    assert choose(6, offered).taken == (free, Portion("c", 1, 2, "idle_kv"))
     assert choose(12, offered).taken == (free, idle, first)
-    assert choose(17, offered).taken == (free, Take("c", 1, 1, "idle_kv"), both, second)  # the layer made 3 spare
+    assert choose(17, offered).taken == (free, Portion("c", 1, 1, "idle_kv"), both, second)  # the layer made 3 spare
     assert choose(20, offered).taken == (free, idle, both, second)
-    assert choose(24, offered) == Supply((free, idle, both, second, Take("d", 1, 4, "active")), 0, 0.0)
+    assert choose(24, offered) == Supply((free, idle, both, second, Portion("d", 1, 4, "active")), 0, 0.0)
     assert choose(25, offered).unmet == 1
 
 
@@ -147,31 +147,31 @@ def test_a_costly_increment_does_not_hide_the_cheap_one_behind_it() -> None:
     # Two fixed buffers: an odd number of streamed layers stalls 8, the next even one nothing more than 1 in all.
     parity = quotes("a", "active", (5, 8.0), (5, -7.0), (5, 8.0), (5, -7.0))
     steady = quotes("b", "active", (5, 2.0), (5, 2.0))
-    assert choose(10, [parity, steady]) == Supply((Take("a", 2, 10, "active"),), 0, 1.0)
-    assert choose(15, [parity, steady]) == Supply((Take("a", 4, 20, "active"),), 0, 2.0)
-    assert choose(25, [parity, steady]) == Supply((Take("a", 4, 20, "active"), Take("b", 1, 5, "active")), 0, 4.0)
+    assert choose(10, [parity, steady]) == Supply((Portion("a", 2, 10, "active"),), 0, 1.0)
+    assert choose(15, [parity, steady]) == Supply((Portion("a", 4, 20, "active"),), 0, 2.0)
+    assert choose(25, [parity, steady]) == Supply((Portion("a", 4, 20, "active"), Portion("b", 1, 5, "active")), 0, 4.0)
     # Ten blocks that stall 1 are better than the five needed that stall 2, and worse than five that stall 0.5.
-    assert choose(5, [parity, steady]).taken == (Take("a", 2, 10, "active"),)
-    assert choose(5, [parity, quotes("b", "active", (5, 0.5))]).taken == (Take("b", 1, 5, "active"),)
+    assert choose(5, [parity, steady]).taken == (Portion("a", 2, 10, "active"),)
+    assert choose(5, [parity, quotes("b", "active", (5, 0.5))]).taken == (Portion("b", 1, 5, "active"),)
 
 
 def test_one_donor_that_finishes_cheaply_beats_the_best_ratio() -> None:
     small, large = quotes("a", "active", (9, 0.5), (9, 4.0)), quotes("b", "active", (10, 1.0))
-    assert choose(10, [small, large]) == Supply((Take("b", 1, 10, "active"),), 0, 1.0)
-    assert choose(9, [small, large]) == Supply((Take("a", 1, 9, "active"),), 0, 0.5)
+    assert choose(10, [small, large]) == Supply((Portion("b", 1, 10, "active"),), 0, 1.0)
+    assert choose(9, [small, large]) == Supply((Portion("a", 1, 9, "active"),), 0, 0.5)
     # And a mixture, where it is best: 0.5 + 1 rather than 4.5 from a alone.
     assert choose(19, [small, large]).stall_s == 1.5
 
 
 def test_layers_that_became_superfluous_are_dropped() -> None:
     tiny, huge = quotes("a", "inactive", (1, 0.0)), quotes("b", "active", (50, 3.0))
-    assert choose(10, [tiny, huge]).taken == (Take("b", 1, 50, "active"),)
+    assert choose(10, [tiny, huge]).taken == (Portion("b", 1, 50, "active"),)
     # Not only the last of a kind: the first inactive donor's single block once the second gives nine.
-    assert choose(9, [tiny, quotes("b", "inactive", (9, 0.0))]).taken == (Take("b", 1, 9, "inactive"),)
+    assert choose(9, [tiny, quotes("b", "inactive", (9, 0.0))]).taken == (Portion("b", 1, 9, "inactive"),)
     pages = quotes("", "free", (3, 0.0), (3, 0.0))
     assert choose(8, [pages, quotes("b", "inactive", (4, 0.0))]).taken == (
-        Take("", 2, 4, "free"),
-        Take("b", 1, 4, "inactive"),
+        Portion("", 2, 4, "free"),
+        Portion("b", 1, 4, "inactive"),
     )
 
 
@@ -186,15 +186,15 @@ def test_the_costliest_superfluous_increment_is_dropped() -> None:
 def test_the_reload_decides_between_equal_stalls() -> None:
     slow = [replace(q, reload_s=9.0) for q in quotes("slow", "active", (5, 0.0), (5, 0.0))]
     fast = quotes("fast", "active", (5, 0.0), (5, 0.0))
-    assert choose(10, [slow, fast]).taken == (Take("fast", 2, 10, "active"),)
-    assert choose(15, [slow, fast]).taken == (Take("slow", 1, 5, "active"), Take("fast", 2, 10, "active"))
+    assert choose(10, [slow, fast]).taken == (Portion("fast", 2, 10, "active"),)
+    assert choose(15, [slow, fast]).taken == (Portion("slow", 1, 5, "active"), Portion("fast", 2, 10, "active"))
 
 
 def test_increments_without_blocks() -> None:
     # A ring of two buffers costs two layers: the first gives nothing by itself.
     ring = quotes("a", "active", (0, 1.0), (0, 0.0), (6, 0.0), (0, 5.0))
-    assert choose(6, [ring]) == Supply((Take("a", 3, 6, "active"),), 0, 1.0)
-    assert choose(7, [ring]) == Supply((Take("a", 3, 6, "active"),), 1, 1.0)
+    assert choose(6, [ring]) == Supply((Portion("a", 3, 6, "active"),), 0, 1.0)
+    assert choose(7, [ring]) == Supply((Portion("a", 3, 6, "active"),), 1, 1.0)
     assert choose(7, [quotes("b", "inactive", (0, 0.0), (0, 0.0))]) == Supply((), 7, 0.0)
     assert choose(7, []) == choose(7, [[]]) == Supply((), 7, 0.0)
 

@@ -144,7 +144,6 @@ class Steps:
                     predicted_stall_s=take.predicted_stall_s,
                     reason=f"for {tenant.name}: {decision.reason}",
                 )
-                self._offers.gave(donor)
             blocks += take.blocks
         if blocks:
             take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)

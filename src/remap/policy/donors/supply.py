@@ -30,7 +30,7 @@ from typing import Literal
 
 from remap.config import refuse
 
-__all__ = ["NOTHING", "Kind", "Quote", "Supply", "Take", "choose"]
+__all__ = ["NOTHING", "Kind", "Portion", "Quote", "Supply", "choose"]
 
 Kind = Literal["free", "idle_kv", "inactive", "active"]
 
@@ -68,7 +68,7 @@ class Quote:
 
 
 @dataclass(frozen=True)
-class Take:
+class Portion:
     """The first `count` (>= 1) quotes of one donor of one kind: `blocks` in all, fewer than they offer only of `IN_PART`."""
 
     donor: str
@@ -81,7 +81,7 @@ class Take:
 class Supply:
     """What to take. unmet: blocks that nobody can give. stall_s: seconds per pass, over all donors together."""
 
-    taken: tuple[Take, ...]
+    taken: tuple[Portion, ...]
     unmet: int
     stall_s: float
 
@@ -125,7 +125,7 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supp
 
     spare = sum(line.blocks[n] for line, n in zip(lines, (*counts, *shared))) - need_blocks
     shared, spare = _without_superfluous(active, shared, spare)
-    takes = [Take(line.donor, n, line.blocks[n], line.kind) for line, n in zip(active, shared) if n]
+    takes = [Portion(line.donor, n, line.blocks[n], line.kind) for line, n in zip(active, shared) if n]
     for line, n in zip(reversed(plain), reversed(counts)):
         while n and line.blocks[n] - line.blocks[n - 1] <= spare:
             spare -= line.blocks[n] - line.blocks[n - 1]
@@ -133,7 +133,7 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supp
         if n:
             back = max(0, spare) if line.kind in IN_PART else 0
             spare -= back
-            takes.insert(0, Take(line.donor, n, line.blocks[n] - back, line.kind))
+            takes.insert(0, Portion(line.donor, n, line.blocks[n] - back, line.kind))
     given = {(take.donor, take.kind): take.count for take in takes}
     stall = math.fsum(line.stall[given.get((line.donor, line.kind), 0)] for line in lines)
     return Supply(tuple(takes), max(0, -spare), stall)
