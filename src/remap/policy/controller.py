@@ -367,7 +367,7 @@ class Controller:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _learn(self, view: TenantView) -> None:
-        """Forget what was computed for other times, other layers or another unit. Equal times in a new object are the same times."""
+        """Forget what was computed for other times, other layers or another unit. Equal times in a new object are the same."""
         times, unit, order = view.times, view.unit, view.order
         same = times is self._times or times == self._times
         if not same or unit != self._unit or order != self._order:

@@ -75,9 +75,7 @@ class TenantView:
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
     seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
     unit: str = "layers"  # what alpha counts; in slices: tail pages of every layer
-    order: tuple[
-        int, ...
-    ] = ()  # the streamable layers, as they are given away: of others, another bound and other stalls hold
+    order: tuple[int, ...] = ()  # streamable layers, as they are given away: of others, other bounds and stalls hold
     others: Others | None = None  # asked for when free pages do not do
 
     def __post_init__(self) -> None:
