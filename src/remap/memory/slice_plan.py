@@ -30,7 +30,6 @@ __all__ = [
     "plan_layers",
     "plan_slices",
     "tail_for",
-    "to_reclaim_slices",
 ]
 
 Ring = tuple[tuple[int, ...], ...]
@@ -51,7 +50,7 @@ def plan_slices(
     """The plan that makes exactly `layers` stream their last `tail_pages` pages each, through `buffers` ring buffers.
 
     From all layers resident, or from any slices; tail_pages = 0 makes all resident (also from whole layers). `to`, `ring`: as for
-    `plan_streamed`, and what was lent and comes home must have been reclaimed (`to_reclaim_slices`).
+    `plan_streamed`, and what was lent and comes home must have been reclaimed.
 
     Growing tail_pages reloads nothing and keeps each page of the ring at its place. The ring takes pages that are neither KV
     nor lent while there are any; what it has to take from KV is in `lost`. Shrinking reloads exactly what comes home
@@ -123,17 +122,6 @@ def plan_layers(
     return plan_streamed(
         now, epoch, streamed, buffers, to=to, ring=ring, predicted_stall_s=predicted_stall_s, reason=reason
     )
-
-
-def to_reclaim_slices(now: TenantPages, layers: Sequence[int], tail_pages: int, buffers: int) -> frozenset[int]:
-    """The lent pages that have to be the tenant's KV again before `plan_slices` can do this. Raises as that does."""
-    if not now.lent:
-        return frozenset()
-    target = _checked(now, layers, tail_pages, buffers)
-    after = {layer: min(tail_pages, len(now.homes[layer])) for layer in target}
-    ring = _choose_ring(now, after, tail_pages, buffers)
-    stays = frozenset(chain.from_iterable(_tail(now.homes[layer], t) for layer, t in after.items())).difference(*ring)
-    return now.lent - stays
 
 
 @dataclass(frozen=True)
