@@ -149,24 +149,24 @@ def copies_of(now: TenantPages, plan: Plan, layer_bytes: Sequence[int], page_byt
     return SliceCopies(tuple(offsets), tuple(places), tuple(parts))
 
 
-def alpha_of(homes: Sequence[Sequence[int]], tail_pages: int, buffers: int, layer_pages: int | None = None) -> float:
+def alpha_of(homes: Sequence[Sequence[int]], tail_pages: int, buffers: int) -> float:
     """How many layers' worth are given away when the layers with these homes stream their last `tail_pages` pages.
 
-    layer_pages: the pages of one layer's worth; by default the largest of `homes`. 0.0 for tail_pages = 0.
+    A layer's worth is the pages of the largest. 0.0 for tail_pages = 0.
     """
     if not tail_pages:
         return 0.0
     sizes = [len(home) for home in homes]
-    return (sum(min(tail_pages, size) for size in sizes) - buffers * tail_pages) / (layer_pages or max(sizes))
+    return (sum(min(tail_pages, size) for size in sizes) - buffers * tail_pages) / max(sizes)
 
 
-def tail_for(homes: Sequence[Sequence[int]], alpha: float, buffers: int, layer_pages: int | None = None) -> int:
+def tail_for(homes: Sequence[Sequence[int]], alpha: float, buffers: int) -> int:
     """The smallest number of tail pages that gives at least `alpha` layers' worth away (see `alpha_of`).
 
     0 for alpha = 0. Raises InvalidArgument (fields alpha, maximum) if no number does, or alpha is negative or not finite.
     """
     sizes = sorted(len(home) for home in homes)
-    unit = layer_pages or (sizes[-1] if sizes else 1)
+    unit = sizes[-1] if sizes else 1
     wanted = math.ceil(alpha * unit - 1e-9) if math.isfinite(alpha) else 0
     # Between the sizes of two layers each further page a layer gives the same: one from each layer that has it, less the ring's.
     tail = given = 0

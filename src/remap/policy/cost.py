@@ -107,11 +107,6 @@ class LayerTimes:
         object.__setattr__(self, "compute_s", tuple(float(value) for value in self.compute_s))
         object.__setattr__(self, "transfer_s", tuple(float(value) for value in self.transfer_s))
 
-    @property
-    def layers(self) -> int:
-        """The number of layers."""
-        return len(self.compute_s)
-
 
 def bucket_of(tokens: int) -> int:
     """The smallest power of two >= tokens, which is at least 1."""
