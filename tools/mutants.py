@@ -165,11 +165,11 @@ MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         name="schedule-growing-swaps-layers",
-        file="src/remap/policy/selection.py",
-        text="key=lambda layer: layer not in present)[:m]",
-        replacement="key=lambda layer: layer in present)[:m]",
-        breaks="Growing prefers layers that do not stream yet, so that streaming ones would have to come home.",
-        tests=("test_selection.py::test_kinds",),
+        file="src/remap/memory/state.py",
+        text="return tuple(sorted((*present, *more)))",
+        replacement="return tuple(sorted(order[: remapped + buffers]))",
+        breaks="Growing chooses a set without the layers that stream already, so that these would have to come home.",
+        tests=("test_session_growth.py::test_growth_adds_to_a_set_chosen_by_hand_and_takes_no_kv_page",),
     ),
     Mutant(
         name="schedule-slices-through-one-buffer",

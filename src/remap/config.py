@@ -10,7 +10,7 @@ from remap.errors import InvalidArgument
 
 __all__ = ["POLICIES", "SELECTIONS", "ControllerConfig", "is_amount", "is_count", "refuse"]
 
-POLICIES = ("priority", "mru", "lru", "round_robin", "expected_next_use")
+POLICIES = ("priority", "mru", "lru", "expected_next_use")
 SELECTIONS = ("nested", "uniform", "slices", "auto")
 
 
@@ -40,7 +40,7 @@ class ControllerConfig:
     step in the moving average.
 
     Between tenants: lends: whether others may get this tenant's unused KV and its layers. policy: which inactive tenant gives
-    first ("priority": the lowest one, then who is needed last; "mru", "lru", "round_robin", "expected_next_use": see
+    first ("priority": the lowest one, then who is needed last; "mru", "lru", "expected_next_use": see
     remap.policy.donors.ranking). min_idle: how many times what its reload is worth an inactive tenant must have been idle
     before it gives. ttft_budget_s: by how much its first prefill may be delayed by loading what it gave; with 0 it gives only
     what that prefill hides, which is next to nothing of a short one. selection: which layers an active tenant streams:

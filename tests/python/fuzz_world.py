@@ -72,7 +72,7 @@ def make_walk(seed: str, kind: str, turns: int = TURNS) -> dict[str, Any]:
     start = [["attach", name, make_tenant(rng, page)] for name in NAMES[: rng.choice([1, 2, 2, 3, 3, 4])]]
     pages = sum(pages_of(op[2], page) for op in start)
     config: dict[str, Any] = {
-        "policy": rng.choice(["priority", "mru", "lru", "round_robin", "expected_next_use"]),
+        "policy": rng.choice(["priority", "mru", "lru", "expected_next_use"]),
         "selection": rng.choice(["nested", "nested", "uniform", "slices", "auto"]),
         "buffers": rng.choice([1, 2, "auto"]),
         "dwell": rng.choice([1, 1, 4]),

@@ -38,9 +38,9 @@ def bound_of(slowdown: float = 0.02, buffers: int = 2):
     return bound
 
 
-def controller(stall=closed_form, bound=None, estimate=None, **config: object) -> Controller:
+def controller(stall=closed_form, bound=None, **config: object) -> Controller:
     settings_ = ControllerConfig(**config)  # type: ignore[arg-type]
-    return Controller(settings_, bound=bound or bound_of(settings_.slowdown), stall=stall, estimate=estimate)
+    return Controller(settings_, bound=bound or bound_of(settings_.slowdown), stall=stall)
 
 
 def view(**changes: object) -> TenantView:
@@ -56,7 +56,6 @@ def view(**changes: object) -> TenantView:
         "blocks_per_layer": 10.0,
         "max_remapped": 18,
         "times": times_of(),
-        "epoch": 1,
     }
     return TenantView(**(values | changes))  # type: ignore[arg-type]
 
@@ -186,17 +185,15 @@ def test_headroom_follows_the_variation_of_live_plus_demand() -> None:
     assert controller().decide(view(free_blocks=0), Demand(0)) is NONE
 
 
-def test_without_measurement_one_layer_or_the_estimate() -> None:
+def test_without_measurement_one_layer() -> None:
     decision = controller(headroom_blocks=0).decide(view(times=None), Demand(200))
     assert (decision.action, decision.remapped, decision.buffers) == ("grow", 1, 1)
     assert "no measurement yet" in decision.reason
     more = controller(headroom_blocks=0).decide(view(times=None, remapped=1, buffers=1), Demand(200))
     assert (more.action, more.remapped) == ("none", 1)
-    decision = controller(estimate=lambda _: (5, 2), headroom_blocks=0).decide(view(times=None), Demand(200))
-    assert (decision.remapped, decision.buffers, decision.predicted_stall_s) == (5, 2, 0.0)
 
 
-def test_buffers_stay_while_layers_are_remapped_unless_the_view_allows() -> None:
+def test_buffers_stay_while_layers_are_remapped() -> None:
     # single buffering hides one layer here, double buffering three
     def stall(times: LayerSeconds, alpha: int, buffers: int) -> float:
         return 0.0 if alpha <= (1, 3)[buffers - 1] else 1.0
@@ -205,7 +202,7 @@ def test_buffers_stay_while_layers_are_remapped_unless_the_view_allows() -> None
     present = view(remapped=1, buffers=1, free_blocks=0)
     decision = policy.decide(present, Demand(20))
     assert (decision.action, decision.remapped, decision.buffers) == ("none", 1, 1)
-    decision = policy.decide(replace(present, buffers_may_change=True), Demand(20))
+    decision = policy.decide(replace(present, remapped=0, buffers=0), Demand(30))
     assert (decision.action, decision.remapped, decision.buffers) == ("grow", 3, 2)
 
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remap.config import POLICIES
 from remap.errors import InvalidArgument
-from remap.policy.donors.ranking import POLICIES, Candidate, NextUse, Policy, may_donate, rank
+from remap.policy.donors.ranking import Candidate, NextUse, may_donate, rank
 
 
 def candidate(name: str = "a", **fields: object) -> Candidate:
@@ -47,36 +48,26 @@ def test_each_policy() -> None:
         candidate("d", order=3, priority=0, last_use=1, next_use_s=None),
         candidate("e", order=4, priority=-1, last_use=99, next_use_s=None, active=True),
     ]
-    expected: dict[Policy, str] = {
+    expected: dict[str, str] = {
         "priority": "dcbae",  # of equal priority the unknown is farthest; then equally far, c was used last
         "expected_next_use": "dacbe",
         "mru": "cabde",
         "lru": "dbace",
-        "round_robin": "abcde",
     }
     for policy, order in expected.items():
         assert names(rank(found, policy)) == order
         assert names(rank(reversed(found), policy)) == order
-    assert [names(rank(found, "round_robin", cursor)) for cursor in (1, 3, 4, 99)] == [
-        "bcdae",
-        "dabce",
-        "abcde",
-        "abcde",
-    ]
     assert names(found) == "abcde"
-    with pytest.raises(InvalidArgument) as caught:
-        rank(found, "MRU")  # type: ignore[arg-type]
-    assert caught.value.fields == {"field": "policy", "value": "MRU"}
 
 
-@given(CANDIDATES, st.sampled_from(POLICIES), st.integers(0, 7), st.randoms(use_true_random=False))
-def test_what_every_ranking_keeps_to(found: list[Candidate], policy: Policy, cursor: int, random: object) -> None:
-    ranked = rank(found, policy, cursor)
+@given(CANDIDATES, st.sampled_from(POLICIES), st.randoms(use_true_random=False))
+def test_what_every_ranking_keeps_to(found: list[Candidate], policy: str, random: object) -> None:
+    ranked = rank(found, policy)
     assert sorted(c.order for c in ranked) == list(range(len(found)))
     assert [c.active for c in ranked] == sorted(c.active for c in found)
     shuffled = list(found)
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert rank(shuffled, policy, cursor) == ranked
+    assert rank(shuffled, policy) == ranked
     for first, second in zip(ranked, ranked[1:]):
         if first.active != second.active:
             continue
@@ -86,10 +77,8 @@ def test_what_every_ranking_keeps_to(found: list[Candidate], policy: Policy, cur
             assert first.last_use >= second.last_use
         elif policy == "lru":
             assert first.last_use <= second.last_use
-        elif policy == "expected_next_use":
-            assert first.next_use_s is None or (second.next_use_s is not None and first.next_use_s >= second.next_use_s)
         else:
-            assert (first.order - cursor) % 9 < (second.order - cursor) % 9
+            assert first.next_use_s is None or (second.next_use_s is not None and first.next_use_s >= second.next_use_s)
 
 
 # -- the next use ------------------------------------------------------------------------------------------------------
@@ -215,7 +204,7 @@ def test_expectations_are_never_negative(activations: list[tuple[str, float]], n
 # -- Belady ------------------------------------------------------------------------------------------------------------
 
 
-def reloads(trace: tuple[int, ...], room: int, policy: Policy) -> int:
+def reloads(trace: tuple[int, ...], room: int, policy: str) -> int:
     """Tenants are used as the trace says, `room` of them can be whole; each policy picks who gives its layers."""
     tenants = max(trace) + 1
     whole, last_use, count = set(range(room)), dict.fromkeys(range(tenants), -1), 0
@@ -278,19 +267,9 @@ def test_a_donor_has_to_have_been_idle() -> None:
     assert may_donate(candidate(idle_s=1e-9, reload_s=1e9), min_idle=0.0)
     assert not may_donate(candidate(idle_s=0.0, reload_s=1.0), min_idle=0.0)
     assert may_donate(candidate(active=True, idle_s=0.0, reload_s=9.0))
-    for bad in (-1.0, math.nan, math.inf):
-        with pytest.raises(InvalidArgument) as caught:
-            may_donate(candidate(active=True), min_idle=bad)
-        assert caught.value.field == "min_idle"
 
 
-def test_options_out_of_range() -> None:
-    for smoothing in (0.0, 1.1, math.nan):
-        with pytest.raises(InvalidArgument):
-            NextUse(smoothing)
-    for stale in (0.9, math.nan):
-        with pytest.raises(InvalidArgument):
-            NextUse(stale=stale)
+def test_times_out_of_range() -> None:
     uses = NextUse()
     uses.activated("a", 1.0)
     for now in (math.nan, math.inf, -math.inf):

@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert pool.live_ids() == tuple(sorted(model.live))
         assert pool.live_blocks == len(model.live)
         assert pool.withdrawn_blocks == len(model.closed())
-        assert pool.withdrawn_live_blocks == len(model.live & set(model.closed()))
+        assert set(pool.live_ids()) - set(pool.open_ids()) == model.live & set(model.closed())
         assert list(pool.open_ids()) == model.open()
         assert pool.owned_slots() == tuple(sorted(model.owned))
         assert self.mirror == set(model.open())

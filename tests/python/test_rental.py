@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from remap.errors import InvalidArgument
 from remap.policy.rental import Guard, Rental, income
 
 Step = tuple[int, bool]  # income in sixteenths of a reload, whether the surplus condition holds
@@ -239,21 +238,20 @@ def test_without_a_guard_it_would_thrash() -> None:
 
 def test_the_guard_step_by_step() -> None:
     guard = Guard()
-    assert (guard.armed, guard.clip(10**9, 7)) == (False, 7)
+    assert guard.clip(10**9, 7) == 7
     guard.arm(level=20, headroom=5)
     assert [guard.clip(20, 9), guard.clip(0, 3), guard.clip(20, 5)] == [5, 3, 5]
-    assert guard.armed
     assert guard.clip(21, 9) == 9
-    assert (guard.armed, guard.clip(1, 9)) == (False, 9)  # it does not come back when demand falls again
+    assert guard.clip(1, 9) == 9  # it does not come back when demand falls again
     guard.arm(20, 5)
     guard.arm(8.5, 2)
     assert (guard.clip(8, 9), guard.clip(9, 9)) == (2, 9)
     guard.arm(20, 5)
     guard.clear()
-    assert (guard.armed, guard.clip(0, 9)) == (False, 9)
+    assert guard.clip(0, 9) == 9
 
 
-# -- income, and what is refused ---------------------------------------------------------------------------------------
+# -- income ------------------------------------------------------------------------------------------------------------
 
 
 def test_income_is_the_share_of_a_reload() -> None:
@@ -262,38 +260,3 @@ def test_income_is_the_share_of_a_reload() -> None:
     assert income(-5.0, 0.5, 1.0, 1.0) == 0.25
     assert income(0.0, 0.0, 1.0, 0.0) == 0.0
     assert income(0.0, 0.0, 0.0, 0.0) == 1.0  # moving back is free
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
-@pytest.mark.parametrize("field", ["contention", "copy_s", "map_s"])
-def test_income_refuses(field: str, value: float) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        income(**{"saved_s": 1.0, "contention": 0.1, "copy_s": 1.0, "map_s": 0.0, field: value})
-    assert caught.value.field == field
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_income_refuses_a_saving_that_is_no_number(value: float) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        income(value, 0.1, 1.0, 0.0)
-    assert caught.value.field == "saved_s"
-
-
-def test_what_is_refused_changes_nothing() -> None:
-    rental, guard = Rental(dwell=1), Guard()
-    rental.accrue(0.5, True)
-    for bad in (math.nan, math.inf, -0.1):
-        with pytest.raises(InvalidArgument):
-            rental.accrue(bad, True)
-        with pytest.raises(InvalidArgument):
-            rental.accrue(bad, False)
-    assert (rental.credit, rental.steps) == (0.5, 1)
-    guard.arm(20, 5)
-    for level, headroom in ((math.nan, 1), (30, -1)):
-        with pytest.raises(InvalidArgument):
-            guard.arm(level, headroom)
-    assert guard.clip(20, 9) == 5
-    for dwell in (0, -1, 1.5, True):
-        with pytest.raises(InvalidArgument) as caught:
-            Rental(dwell)  # type: ignore[arg-type]
-        assert caught.value.field == "dwell"

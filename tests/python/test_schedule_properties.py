@@ -16,6 +16,7 @@ from remap.policy.maxplus import copied_uses, largest_cycle_mean, lower_bound
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from schedule_des import seconds_per_pass
+from selection_brute import least_delay
 
 MODES = st.sampled_from(["fixed", "rotating"])
 RELAXED = settings(deadline=None, max_examples=400)
@@ -165,6 +166,15 @@ def test_one_shot_delay_is_the_simulated_one(system: tuple[list[int], list[int],
             clock = max(clock, link)
         clock += seconds
     assert schedule.one_shot_delay(compute, transfer, missing) == pytest.approx(clock - sum(compute))
+
+
+@RELAXED
+@given(st.integers(2, 9), st.integers(0, 6), st.integers(0, 40), st.data())
+def test_a_suffix_is_optimal_for_equal_layers(layers: int, compute: int, transfer: int, data: st.DataObject) -> None:
+    missing = data.draw(st.integers(1, layers))
+    delay = schedule.one_shot_delay([compute] * layers, transfer, range(layers - missing, layers))
+    assert delay == least_delay([compute] * layers, [transfer] * layers, missing)
+    assert delay == max(0, missing * transfer - (layers - 1) * compute, transfer - (layers - missing) * compute)
 
 
 @given(st.integers(1, 200), st.data())

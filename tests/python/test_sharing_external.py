@@ -67,7 +67,7 @@ class External:
         """It and the pool mean the same blocks, and nobody has touched those in use."""
         pool = self.tenant.kv.pool
         assert self.free | (set(self.used) - self.leaving) == set(pool.open_ids())
-        assert len(self.leaving) == pool.withdrawn_live_blocks
+        assert self.leaving == set(pool.live_ids()) - set(pool.open_ids())
         for block, value in self.used.items():
             assert read_block(self.tenant, block) == {value}
 

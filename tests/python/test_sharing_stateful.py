@@ -362,10 +362,10 @@ def act(machine: SharingMachine, rng: random.Random, name: str, other: str) -> N
 
 
 class UniformMachine(SharingMachine):
-    """As in the paper: active tenants stream evenly spread layers, donors take turns, and the KV region is small."""
+    """As in the paper: active tenants stream evenly spread layers, the last used donor gives first; the KV region is small."""
 
     config = remap.ControllerConfig(
-        policy="round_robin", selection="uniform", min_idle=0.0, dwell=2, headroom_blocks=0, hysteresis_blocks=0
+        policy="mru", selection="uniform", min_idle=0.0, dwell=2, headroom_blocks=0, hysteresis_blocks=0
     )
 
 

@@ -7,7 +7,9 @@ state, over as many passes as a schedule may take to repeat.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ import remap
 from remap import _core
 from remap.errors import InvalidArgument
 from remap.policy import schedule
-from remap.policy.selection import slices_period
+from remap.policy.slices import slices_period
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import machine, model
 from remap.sim.masters import masters
@@ -26,6 +28,9 @@ from remap.sim.passes import SessionPass
 from remap.sim.scheduling import PrefillFirst
 from remap.sim.sequences import Batch
 from remap.sim.sequences import Sequence as Request
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
+from stall_closed_form import stall_uniform
 
 PAGE = 2 << 20
 REPEAT = 12  # passes: a (max, +) matrix of up to 3 rows repeats itself after 1, 2 or 3 of them
@@ -132,9 +137,7 @@ def test_equal_layers_take_the_closed_form(n: int, alpha: int, ratio: float, buf
         exact = schedule.period([compute] * n, [float(transfer)] * n, world.tenant.streamed, buffers)
         world.expect(exact)
         if buffers == 1 or m % 2 == 0:
-            assert exact == pytest.approx(
-                n * compute + schedule.stall_uniform(n, compute, transfer, alpha, buffers), rel=1e-9
-            )
+            assert exact == pytest.approx(n * compute + stall_uniform(n, compute, transfer, alpha, buffers), rel=1e-9)
         if n % m == 0 and (buffers == 1 or m % 2 == 0):  # uniform spacing: the table's max of three terms
             thirds = max(n * compute, m * transfer, m / buffers * (compute + transfer))
             assert exact == pytest.approx(thirds, rel=1e-9)

@@ -14,7 +14,8 @@ from remap.adapters.settings import Settings
 from remap.cli.plan import plan as command
 from remap.config import ControllerConfig
 from remap.errors import InvalidArgument
-from remap.policy import schedule, selection
+from remap.policy import schedule
+from remap.policy.slices import slices_freed, slices_period
 from remap.sim import planning
 from remap.sim.hardware import machine, model
 from remap.sim.model_variants import in_dtype, least_rows, sharded
@@ -115,12 +116,12 @@ def test_slices_in_the_balance_stall_for_nothing_and_more_would() -> None:
     tail = round(ours.slices * pages / (found.layers - 2))
 
     def stall(tail: int) -> float:
-        freed = selection.slices_freed(tail, [pages] * found.layers, 2) / pages
+        freed = slices_freed(tail, [pages] * found.layers, 2) / pages
         rows = rows_of("OPT-13b", 11_855, freed, 512)
         copy_s = GH200.copy_s(tail * PAGE_BYTES)
         return schedule.stall(roof.layer_s(0, 0, rows, rows * 512), copy_s, range(found.layers), 2, layers=found.layers)
 
-    assert selection.slices_freed(tail, [pages] * found.layers, 2) / pages == ours.slices
+    assert slices_freed(tail, [pages] * found.layers, 2) / pages == ours.slices
     assert stall(tail) == 0 < stall(tail + 1)
     assert 8 < ours.slices < 9
 
@@ -179,6 +180,16 @@ def test_throughput_at_and_past_the_limit() -> None:
             assert (ours[alpha].stall_s > 0) == (link < 1e11 or alpha > 6)
 
 
+def any_share(layer_s: float, copy_s: float, n: int) -> float:
+    """The most layers' worth that slices of n equal layers free through two slots without a stall, if any share is possible."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        share = (low + high) / 2
+        period = slices_period([layer_s] * n, [copy_s] * n, [share] * n, 2, range(n))
+        low, high = (share, high) if period <= n * layer_s * (1 + 1e-9) else (low, share)
+    return low * (n - 2)
+
+
 def test_limits_agree_with_the_schedule() -> None:
     roof = Roofline(GH200, model("Llama-3-8b"))
     for rows in (1, 16, 128):
@@ -193,7 +204,7 @@ def test_limits_agree_with_the_schedule() -> None:
         assert (found.remapped, found.buffers) == by_kind[found.selection] == max(by_kind.values())
         assert found.fits == (rows * 512 <= 30_000 + max(found.remapped, found.slices) * 3328.125)
         assert abs(found.paper - found.remapped) <= 2
-        continuous = selection.slices_max_alpha(found.layer_s, found.copy_s, 2, layers=n)
+        continuous = any_share(found.layer_s, found.copy_s, n)
         assert found.slices == pytest.approx(continuous, abs=0.4), "whole pages, and a set-up time that does not shrink"
     assert limit(roof, 1 << 20, 512).fits
 

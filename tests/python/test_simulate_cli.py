@@ -18,12 +18,13 @@ pytest.importorskip("rich", reason="the command line needs rich")
 import typer
 from typer.testing import CliRunner
 
+from reference.simulated_results import from_report
 from remap.cli import simulate_plots
 from remap.cli.simulate import Options, prepare, simulate
 from remap.cli.simulate_report import change, seconds, table_rows
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim import serving
-from remap.sim.results import HEADLINE, PolicyResult, Sample, TenantResult, ascending, from_report
+from remap.sim.results import HEADLINE, PolicyResult, Sample, TenantResult, ascending
 from remap.sim.workload import Item
 
 

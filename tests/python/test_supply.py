@@ -11,13 +11,17 @@ from hypothesis import strategies as st
 
 from reference import supply_brute
 from remap.errors import InvalidArgument
-from remap.policy.donors.supply import KINDS, NOTHING, Kind, Quote, Supply, Take, choose
+from remap.policy.donors.supply import KINDS, NOTHING, Kind, Portion, Quote, Supply, choose
 
 Quotes = list[list[Quote]]
 
 
 def quotes(donor: str, kind: Kind, *increments: tuple[int, float]) -> list[Quote]:
     return [Quote(donor, kind, blocks, stall, 1.0, (donor, i)) for i, (blocks, stall) in enumerate(increments)]
+
+
+def given_by(supply: Supply) -> int:
+    return sum(take.blocks for take in supply.taken)
 
 
 def steps_taken(supply: Supply, offered: Quotes) -> list[Quote]:
@@ -32,7 +36,7 @@ ACTIVE = st.lists(st.lists(INCREMENTS, max_size=4), max_size=4).map(
     lambda lines: [quotes(f"active-{i}", "active", *line) for i, line in enumerate(lines)]
 )
 PLAIN = st.lists(
-    st.tuples(st.sampled_from(["free", "idle_kv", "inactive"]), st.lists(st.integers(0, 9), max_size=4)), max_size=4
+    st.tuples(st.sampled_from(["idle_kv", "inactive"]), st.lists(st.integers(0, 9), max_size=4)), max_size=4
 ).map(lambda lines: [quotes(f"plain-{i}", kind, *[(b, 0.0) for b in blocks]) for i, (kind, blocks) in enumerate(lines)])
 
 
@@ -62,18 +66,18 @@ def test_what_every_supply_keeps_to(need: int, plain: Quotes, active: Quotes, ra
     assert supply.unmet == max(0, need - together)
     taken = steps_taken(supply, offered)
     assert supply.stall_s == sum(q.stall_s for q in taken)
-    assert supply.blocks + supply.unmet >= need
+    assert given_by(supply) + supply.unmet >= need
     # The order of the kinds, and within a kind that of the offers.
     names = [(line[0].kind, line[0].donor) for line in offered if line]
     keys = [(KINDS.index(take.kind), names.index((take.kind, take.donor))) for take in supply.taken]
     assert keys == sorted(set(keys))
-    spare = supply.blocks + supply.unmet - need
+    spare = given_by(supply) + supply.unmet - need
     for take in supply.taken:
         line = next(line for line in offered if line and (line[0].donor, line[0].kind) == (take.donor, take.kind))
         sums = [sum(q.blocks for q in line[:n]) for n in range(len(line) + 1)]
         stalls = [sum(q.stall_s for q in line[:n]) for n in range(len(line) + 1)]
         assert take.count >= 1
-        if take.kind in ("free", "idle_kv"):
+        if take.kind == "idle_kv":
             assert sums[take.count - 1] < take.blocks <= sums[take.count]
             assert spare == 0  # where pages are given, they are given exactly
         else:
@@ -110,7 +114,7 @@ def test_equal_layers_of_rising_stall_are_shared_optimally(need: int, marginal: 
     if best is not None:
         supply = choose(need, offered)
         assert supply.stall_s == best
-        assert supply.blocks == math.ceil(need / size) * size
+        assert given_by(supply) == math.ceil(need / size) * size
 
 
 def test_nothing_needed_is_one_shared_object() -> None:
@@ -120,7 +124,6 @@ def test_nothing_needed_is_one_shared_object() -> None:
 
     assert choose(0, Untouchable()) is NOTHING  # type: ignore[arg-type]
     assert Supply((), 0, 0.0) == NOTHING
-    assert NOTHING.blocks == 0
 
 
 def test_the_order_of_the_kinds() -> None:
@@ -129,49 +132,47 @@ def test_the_order_of_the_kinds() -> None:
         quotes("c", "inactive", (4, 0.0), (4, 0.0)),
         quotes("e", "inactive", (4, 0.0)),
         quotes("c", "idle_kv", (4, 0.0)),
-        quotes("", "free", (4, 0.0)),
     ]
-    free, idle = Take("", 1, 4, "free"), Take("c", 1, 4, "idle_kv")
-    first, both, second = Take("c", 1, 4, "inactive"), Take("c", 2, 8, "inactive"), Take("e", 1, 4, "inactive")
-    assert choose(4, offered).taken == (free,)
-    assert choose(3, offered).taken == (Take("", 1, 3, "free"),)  # pages are taken in part
-    assert choose(6, offered).taken == (free, Take("c", 1, 2, "idle_kv"))
-    assert choose(12, offered).taken == (free, idle, first)
-    assert choose(17, offered).taken == (free, Take("c", 1, 1, "idle_kv"), both, second)  # the layer made 3 spare
-    assert choose(20, offered).taken == (free, idle, both, second)
-    assert choose(24, offered) == Supply((free, idle, both, second, Take("d", 1, 4, "active")), 0, 0.0)
-    assert choose(25, offered).unmet == 1
+    idle, first = Portion("c", 1, 4, "idle_kv"), Portion("c", 1, 4, "inactive")
+    both, second = Portion("c", 2, 8, "inactive"), Portion("e", 1, 4, "inactive")
+    assert choose(4, offered).taken == (idle,)
+    assert choose(3, offered).taken == (Portion("c", 1, 3, "idle_kv"),)  # pages are taken in part
+    assert choose(8, offered).taken == (idle, first)
+    assert choose(13, offered).taken == (Portion("c", 1, 1, "idle_kv"), both, second)  # the layer made 3 spare
+    assert choose(16, offered).taken == (idle, both, second)
+    assert choose(20, offered) == Supply((idle, both, second, Portion("d", 1, 4, "active")), 0, 0.0)
+    assert choose(21, offered).unmet == 1
 
 
 def test_a_costly_increment_does_not_hide_the_cheap_one_behind_it() -> None:
     # Two fixed buffers: an odd number of streamed layers stalls 8, the next even one nothing more than 1 in all.
     parity = quotes("a", "active", (5, 8.0), (5, -7.0), (5, 8.0), (5, -7.0))
     steady = quotes("b", "active", (5, 2.0), (5, 2.0))
-    assert choose(10, [parity, steady]) == Supply((Take("a", 2, 10, "active"),), 0, 1.0)
-    assert choose(15, [parity, steady]) == Supply((Take("a", 4, 20, "active"),), 0, 2.0)
-    assert choose(25, [parity, steady]) == Supply((Take("a", 4, 20, "active"), Take("b", 1, 5, "active")), 0, 4.0)
+    assert choose(10, [parity, steady]) == Supply((Portion("a", 2, 10, "active"),), 0, 1.0)
+    assert choose(15, [parity, steady]) == Supply((Portion("a", 4, 20, "active"),), 0, 2.0)
+    assert choose(25, [parity, steady]) == Supply((Portion("a", 4, 20, "active"), Portion("b", 1, 5, "active")), 0, 4.0)
     # Ten blocks that stall 1 are better than the five needed that stall 2, and worse than five that stall 0.5.
-    assert choose(5, [parity, steady]).taken == (Take("a", 2, 10, "active"),)
-    assert choose(5, [parity, quotes("b", "active", (5, 0.5))]).taken == (Take("b", 1, 5, "active"),)
+    assert choose(5, [parity, steady]).taken == (Portion("a", 2, 10, "active"),)
+    assert choose(5, [parity, quotes("b", "active", (5, 0.5))]).taken == (Portion("b", 1, 5, "active"),)
 
 
 def test_one_donor_that_finishes_cheaply_beats_the_best_ratio() -> None:
     small, large = quotes("a", "active", (9, 0.5), (9, 4.0)), quotes("b", "active", (10, 1.0))
-    assert choose(10, [small, large]) == Supply((Take("b", 1, 10, "active"),), 0, 1.0)
-    assert choose(9, [small, large]) == Supply((Take("a", 1, 9, "active"),), 0, 0.5)
+    assert choose(10, [small, large]) == Supply((Portion("b", 1, 10, "active"),), 0, 1.0)
+    assert choose(9, [small, large]) == Supply((Portion("a", 1, 9, "active"),), 0, 0.5)
     # And a mixture, where it is best: 0.5 + 1 rather than 4.5 from a alone.
     assert choose(19, [small, large]).stall_s == 1.5
 
 
 def test_layers_that_became_superfluous_are_dropped() -> None:
     tiny, huge = quotes("a", "inactive", (1, 0.0)), quotes("b", "active", (50, 3.0))
-    assert choose(10, [tiny, huge]).taken == (Take("b", 1, 50, "active"),)
+    assert choose(10, [tiny, huge]).taken == (Portion("b", 1, 50, "active"),)
     # Not only the last of a kind: the first inactive donor's single block once the second gives nine.
-    assert choose(9, [tiny, quotes("b", "inactive", (9, 0.0))]).taken == (Take("b", 1, 9, "inactive"),)
-    pages = quotes("", "free", (3, 0.0), (3, 0.0))
+    assert choose(9, [tiny, quotes("b", "inactive", (9, 0.0))]).taken == (Portion("b", 1, 9, "inactive"),)
+    pages = quotes("c", "idle_kv", (3, 0.0), (3, 0.0))
     assert choose(8, [pages, quotes("b", "inactive", (4, 0.0))]).taken == (
-        Take("", 2, 4, "free"),
-        Take("b", 1, 4, "inactive"),
+        Portion("c", 2, 4, "idle_kv"),
+        Portion("b", 1, 4, "inactive"),
     )
 
 
@@ -186,37 +187,17 @@ def test_the_costliest_superfluous_increment_is_dropped() -> None:
 def test_the_reload_decides_between_equal_stalls() -> None:
     slow = [replace(q, reload_s=9.0) for q in quotes("slow", "active", (5, 0.0), (5, 0.0))]
     fast = quotes("fast", "active", (5, 0.0), (5, 0.0))
-    assert choose(10, [slow, fast]).taken == (Take("fast", 2, 10, "active"),)
-    assert choose(15, [slow, fast]).taken == (Take("slow", 1, 5, "active"), Take("fast", 2, 10, "active"))
+    assert choose(10, [slow, fast]).taken == (Portion("fast", 2, 10, "active"),)
+    assert choose(15, [slow, fast]).taken == (Portion("slow", 1, 5, "active"), Portion("fast", 2, 10, "active"))
 
 
 def test_increments_without_blocks() -> None:
     # A ring of two buffers costs two layers: the first gives nothing by itself.
     ring = quotes("a", "active", (0, 1.0), (0, 0.0), (6, 0.0), (0, 5.0))
-    assert choose(6, [ring]) == Supply((Take("a", 3, 6, "active"),), 0, 1.0)
-    assert choose(7, [ring]) == Supply((Take("a", 3, 6, "active"),), 1, 1.0)
+    assert choose(6, [ring]) == Supply((Portion("a", 3, 6, "active"),), 0, 1.0)
+    assert choose(7, [ring]) == Supply((Portion("a", 3, 6, "active"),), 1, 1.0)
     assert choose(7, [quotes("b", "inactive", (0, 0.0), (0, 0.0))]) == Supply((), 7, 0.0)
     assert choose(7, []) == choose(7, [[]]) == Supply((), 7, 0.0)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("kind", "ACTIVE"),
-        ("blocks", -1),
-        ("blocks", 1.5),
-        ("stall_s", math.nan),
-        ("stall_s", math.inf),
-        ("reload_s", -1.0),
-        ("reload_s", math.nan),
-    ],
-)
-def test_quotes_out_of_range(field: str, value: object) -> None:
-    values: dict[str, object] = {"donor": "a", "kind": "active", "blocks": 1, "stall_s": 0.0, "reload_s": 0.0}
-    Quote(**values)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument) as caught:
-        Quote(**{**values, field: value})  # type: ignore[arg-type]
-    assert caught.value.field == field
 
 
 def test_offers_that_are_not_one_donor_and_kind_each() -> None:
@@ -230,6 +211,3 @@ def test_offers_that_are_not_one_donor_and_kind_each() -> None:
             choose(1, offered)
         assert caught.value.field == "quotes_by_donor"
     assert choose(2, [one, quotes("a", "inactive", (1, 0.0))]).unmet == 0
-    for need in (-1, 1.0, True):
-        with pytest.raises(InvalidArgument):
-            choose(need, [one])  # type: ignore[arg-type]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import math
 import random
 
@@ -23,7 +22,6 @@ from remap.sim.workload import (
     Lognormal,
     generate,
     merge,
-    read_trace,
     summary,
 )
 
@@ -150,24 +148,6 @@ def test_the_mean_after_the_cut_is_that_of_what_is_drawn(mean, sigma, least, spa
     drawn = [lengths.draw(rng) for _ in range(4000)]
     error = 2 * span / math.sqrt(len(drawn))  # four standard errors at most
     assert lengths.cut_mean == pytest.approx(sum(drawn) / len(drawn), abs=error + 0.5)  # 0.5: whole tokens
-
-
-def test_traces_from_files(tmp_path) -> None:
-    text = "arrival_s,input_tokens,output_tokens\n10.5,7,3\n10.0,5,0\n12.0,9,4\n"
-    plain, packed = tmp_path / "t.csv", tmp_path / "t.csv.gz"
-    plain.write_text(text)
-    packed.write_bytes(gzip.compress(text.encode()))
-    items = read_trace(plain, "x")
-    assert items == read_trace(packed, "x")
-    assert items == (Item("x", 0.0, 5, 1), Item("x", 0.5, 7, 3), Item("x", 2.0, 9, 4))
-    faster = read_trace(plain, "x", rate=10.0)
-    assert [item.time_s for item in faster] == pytest.approx([0.0, 0.05, 0.2])
-    assert summary(faster).rate == pytest.approx(10.0)
-    assert summary(faster).cv == pytest.approx(summary(items).cv)
-    for bad in ("arrival_s,input_tokens\n1,2\n", "arrival_s,input_tokens,output_tokens\n", ""):
-        plain.write_text(bad)
-        with pytest.raises(InvalidArgument):
-            read_trace(plain, "x")
 
 
 def test_summary_counts_windows_and_gaps() -> None:

@@ -18,7 +18,7 @@ installed plugin that nobody switched on does nothing.
     REMAP_SELECTION=nested    which layers stream: nested, uniform, slices or auto
     REMAP_CONTENTION=0.1      what a hidden copy costs the computation, as a share of the copy's time
     REMAP_MAP_S=0.001         seconds to map a layer back
-    REMAP_POLICY=priority     which idle model gives first: priority, mru, lru, round_robin or expected_next_use
+    REMAP_POLICY=priority     which idle model gives first: priority, mru, lru or expected_next_use
     REMAP_MIN_IDLE=1          how many times what its reload is worth a model is idle before it gives
     REMAP_TTFT_BUDGET_S=0.1   by how much a first prefill may be late because its model gave layers
     REMAP_LENDS=1             whether other models get this one's unused KV cache and layers

@@ -17,7 +17,6 @@ Importing this module imports triton. Not yet run on a GPU; the tests run it in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ import triton.language as tl
 
 from remap.errors import InvalidArgument
 
-__all__ = ["decode_attention_bytes", "decode_config", "decode_splits", "fetch", "paged_decode", "write_kv"]
+__all__ = ["decode_config", "decode_splits", "fetch", "paged_decode", "write_kv"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 LOG2E = 1.4426950408889634
@@ -191,11 +190,6 @@ def decode_splits(batch: int, kv_heads: int, max_tokens: int, sms: int) -> int:
     """
     filling = -(-2 * sms // max(1, batch * kv_heads))
     return min(MOST_SPLITS, power_of_two(max(filling, -(-max_tokens // LONG_SPLIT))))
-
-
-def decode_attention_bytes(seq_lens: Sequence[int], *, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> int:
-    """Bytes that decode attention must move at least: K and V of every token once, queries in, outputs out."""
-    return itemsize * head_dim * (2 * kv_heads * sum(seq_lens) + 2 * heads * len(seq_lens))
 
 
 def keys_and_values(kv: torch.Tensor | tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

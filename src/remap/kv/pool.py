@@ -106,11 +106,6 @@ class BlockPool:
         return self._withdrawn
 
     @property
-    def withdrawn_live_blocks(self) -> int:
-        """Blocks that are withdrawn and still live: they keep their pages from being taken."""
-        return self._withdrawn_live
-
-    @property
     def external(self) -> bool:
         """Whether an engine with its own allocator holds the blocks."""
         return self._external
@@ -392,13 +387,6 @@ class BlockPool:
             self._set_counts(counts)
             self._listeners[:] = listeners
             raise
-
-    def unsubscribe(self, listener: Listener) -> None:
-        """Stop telling `listener`. Raises InvalidArgument if it is not subscribed, InvalidState for an external one."""
-        self._refuse_external("unsubscribe")
-        if listener not in self._listeners:
-            raise InvalidArgument("this listener is not subscribed; nothing changed; pass the one that was subscribed")
-        self._listeners.remove(listener)
 
     def returned(self, ids: Iterable[int]) -> None:
         """The external engine uses these withdrawn blocks no more.

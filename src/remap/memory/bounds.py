@@ -4,7 +4,7 @@
     stall   for how long a pass would wait: the certificate of every plan
 
 Whole layers are counted in layers; slices in tail pages of every layer (view.py). Answers are exact (`remap.schedule`,
-`remap.policy.selection`) and take up to milliseconds with many layers and times near the limit, which growth must not wait
+`remap.policy.slices`) and take up to milliseconds with many layers and times near the limit, which growth must not wait
 for. So `prepare` asks what growth will ask where new times come from: at the end of a pass.
 """
 
@@ -14,7 +14,8 @@ import math
 
 from remap.memory.plan import MAX_BUFFERS, TenantPages
 from remap.memory.state import TenantState
-from remap.policy import schedule, selection
+from remap.policy import schedule, slices
+from remap.policy.maxplus import copied_uses
 from remap.policy.views import LayerSeconds
 
 __all__ = ["HiddenCopies"]
@@ -118,8 +119,8 @@ class HiddenCopies:
 
     def _sliced_period(self, times: LayerSeconds, tail: int, buffers: int) -> float:
         tenant = self._tenant
-        shares = selection.tail_shares(tail, [len(home) for home in tenant.pages.homes])
-        return selection.slices_period(times.compute_s, times.transfer_s, shares, buffers, sorted(tenant.order))
+        shares = slices.tail_shares(tail, [len(home) for home in tenant.pages.homes])
+        return slices.slices_period(times.compute_s, times.transfer_s, shares, buffers, sorted(tenant.order))
 
     def _renew(self, times: LayerSeconds) -> None:
         order, slicing = self._tenant.order, self._tenant.slicing
@@ -145,8 +146,8 @@ class HiddenCopies:
                     if kind == "best" and min(transfer) * (alpha + buffers) > limit:
                         continue
                     streamed = self._tenant.select(alpha, buffers, kind)
-                    copied = schedule.SlotAssignment.of(streamed, buffers).copied
-                    if math.fsum(transfer[layer] for layer in copied) > limit:
+                    copied = copied_uses(len(streamed), buffers, "fixed")
+                    if math.fsum(transfer[streamed[use]] for use in copied) > limit:
                         continue
                     if schedule.period(compute, transfer, streamed, buffers) <= limit:
                         best = (alpha, buffers)

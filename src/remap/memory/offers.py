@@ -32,7 +32,7 @@ def paused(tenant: TenantState) -> bool:
 
 
 class Offers:
-    """A session's, with what the ranking of donors goes by: when each was used, and who gave last. config: the session's own."""
+    """A session's, with what the ranking of donors goes by: when each was used. config: the session's own."""
 
     def __init__(
         self,
@@ -47,7 +47,6 @@ class Offers:
         self._clock = clock
         self._activity = NextUse()
         self._activations = 0
-        self._cursor = 0  # round robin: the donor after the last one comes first
         self.unused_kv = UnusedKV(changes, lending)
         self.inactive = InactiveLayers(changes, lending)
         self.active = ActiveLayers(changes, lending)
@@ -60,10 +59,6 @@ class Offers:
         self._activity.activated(tenant.name, now)
         self._activations += 1
         tenant.last_use = self._activations
-
-    def gave(self, donor: TenantState) -> None:
-        """Layers were taken from it: round robin goes on behind it."""
-        self._cursor = donor.number + 1
 
     def forget(self, name: str) -> None:
         """The tenant has gone."""
@@ -90,10 +85,7 @@ class Offers:
 
     def give(self, receiver: TenantState, take: Take, reason: str) -> None:
         """What was taken of an offer becomes free pages."""
-        giver = self._tenants[take.donor]
-        self._donors[take.kind].give(giver, receiver, take, reason)
-        if take.kind != "idle_kv":
-            self.gave(giver)
+        self._donors[take.kind].give(self._tenants[take.donor], receiver, take, reason)
 
     def _candidate(self, tenant: TenantState, now: float) -> Candidate:
         return Candidate(
@@ -111,6 +103,5 @@ class Offers:
         if len(tenants) < 2:
             return list(tenants)
         by_name = {tenant.name: tenant for tenant in tenants}
-        config = self._config
-        ranked = rank([self._candidate(tenant, now) for tenant in tenants], config.policy, self._cursor)  # type: ignore[arg-type]
+        ranked = rank([self._candidate(tenant, now) for tenant in tenants], self._config.policy)
         return [by_name[candidate.name] for candidate in ranked]

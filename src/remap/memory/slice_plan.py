@@ -30,7 +30,6 @@ __all__ = [
     "plan_layers",
     "plan_slices",
     "tail_for",
-    "to_reclaim_slices",
 ]
 
 Ring = tuple[tuple[int, ...], ...]
@@ -51,7 +50,7 @@ def plan_slices(
     """The plan that makes exactly `layers` stream their last `tail_pages` pages each, through `buffers` ring buffers.
 
     From all layers resident, or from any slices; tail_pages = 0 makes all resident (also from whole layers). `to`, `ring`: as for
-    `plan_streamed`, and what was lent and comes home must have been reclaimed (`to_reclaim_slices`).
+    `plan_streamed`, and what was lent and comes home must have been reclaimed.
 
     Growing tail_pages reloads nothing and keeps each page of the ring at its place. The ring takes pages that are neither KV
     nor lent while there are any; what it has to take from KV is in `lost`. Shrinking reloads exactly what comes home
@@ -125,17 +124,6 @@ def plan_layers(
     )
 
 
-def to_reclaim_slices(now: TenantPages, layers: Sequence[int], tail_pages: int, buffers: int) -> frozenset[int]:
-    """The lent pages that have to be the tenant's KV again before `plan_slices` can do this. Raises as that does."""
-    if not now.lent:
-        return frozenset()
-    target = _checked(now, layers, tail_pages, buffers)
-    after = {layer: min(tail_pages, len(now.homes[layer])) for layer in target}
-    ring = _choose_ring(now, after, tail_pages, buffers)
-    stays = frozenset(chain.from_iterable(_tail(now.homes[layer], t) for layer, t in after.items())).difference(*ring)
-    return now.lent - stays
-
-
 @dataclass(frozen=True)
 class SliceCopies:
     """What the prefetcher is told of slices, all in bytes. offsets and places have one entry a streamed layer, or none."""
@@ -161,24 +149,24 @@ def copies_of(now: TenantPages, plan: Plan, layer_bytes: Sequence[int], page_byt
     return SliceCopies(tuple(offsets), tuple(places), tuple(parts))
 
 
-def alpha_of(homes: Sequence[Sequence[int]], tail_pages: int, buffers: int, layer_pages: int | None = None) -> float:
+def alpha_of(homes: Sequence[Sequence[int]], tail_pages: int, buffers: int) -> float:
     """How many layers' worth are given away when the layers with these homes stream their last `tail_pages` pages.
 
-    layer_pages: the pages of one layer's worth; by default the largest of `homes`. 0.0 for tail_pages = 0.
+    A layer's worth is the pages of the largest. 0.0 for tail_pages = 0.
     """
     if not tail_pages:
         return 0.0
     sizes = [len(home) for home in homes]
-    return (sum(min(tail_pages, size) for size in sizes) - buffers * tail_pages) / (layer_pages or max(sizes))
+    return (sum(min(tail_pages, size) for size in sizes) - buffers * tail_pages) / max(sizes)
 
 
-def tail_for(homes: Sequence[Sequence[int]], alpha: float, buffers: int, layer_pages: int | None = None) -> int:
+def tail_for(homes: Sequence[Sequence[int]], alpha: float, buffers: int) -> int:
     """The smallest number of tail pages that gives at least `alpha` layers' worth away (see `alpha_of`).
 
     0 for alpha = 0. Raises InvalidArgument (fields alpha, maximum) if no number does, or alpha is negative or not finite.
     """
     sizes = sorted(len(home) for home in homes)
-    unit = layer_pages or (sizes[-1] if sizes else 1)
+    unit = sizes[-1] if sizes else 1
     wanted = math.ceil(alpha * unit - 1e-9) if math.isfinite(alpha) else 0
     # Between the sizes of two layers each further page a layer gives the same: one from each layer that has it, less the ring's.
     tail = given = 0

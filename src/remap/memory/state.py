@@ -26,7 +26,7 @@ from remap.model.protocols import Handle
 from remap.model.source import LayerSource
 from remap.policy import schedule
 from remap.policy.controller import Controller
-from remap.policy.selection import select
+from remap.policy.selection import best_set
 from remap.policy.views import Demand, Others
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class TenantState:
         if selection == "best":
             times = self.timing.known
             if times is not None:
-                return select("best", order, remapped, buffers, times=times, present=present)
+                return best_set(order, remapped, buffers, times, present)
         if selection == "suffix":
             return tuple(sorted(order)[-(remapped + buffers) :])
         if selection == "inward":

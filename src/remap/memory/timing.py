@@ -62,9 +62,8 @@ class PassTimes:
                 kind,
                 tokens,
                 compute,
-                copies=stats.copies - self._seen_copies,
                 copy_s=stats.copy_s - self._seen_copy_s,
-                bytes_copied=copied,
+                bytes_copied=copied if stats.copies > self._seen_copies else 0,
             )
             self._seen_copies, self._seen_copy_s, self._seen_bytes = stats.copies, stats.copy_s, stats.timed_bytes
         else:
@@ -118,5 +117,5 @@ class PassTimes:
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
-        self._cost.calibrate(bytes_per_s=bytes_per_s)
+        self._cost.calibrate(bytes_per_s)
         self._known = None

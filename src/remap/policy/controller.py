@@ -42,9 +42,9 @@ class Controller:
 
     bound: times -> (most layers that can be remapped within the slowdown, buffers), `schedule.max_remapped`.
     stall: (times, remapped, buffers) -> seconds per pass. Both are called once per distinct question while `times`
-    stays equal. estimate: view -> (remapped, buffers) allowed before anything is measured; without it, one layer, or the
-    fewest that can be. possible: (remapped, buffers) -> whether such a set can be streamed from what is streamed now: unequal
-    layers may be too small for the ring. What is not possible is never decided.
+    stays equal. Before anything is measured one layer is allowed, or the fewest that can be. possible: (remapped, buffers) ->
+    whether such a set can be streamed from what is streamed now: unequal layers may be too small for the ring. What is not
+    possible is never decided.
     """
 
     def __init__(
@@ -53,11 +53,10 @@ class Controller:
         *,
         bound: Callable[[LayerSeconds], tuple[int, int]],
         stall: Callable[[LayerSeconds, int, int], float],
-        estimate: Callable[[TenantView], tuple[int, int]] | None = None,
         possible: Callable[[int, int], bool] | None = None,
     ) -> None:
         self.config = config or ControllerConfig()
-        self._bound, self._stall, self._estimate = bound, stall, estimate
+        self._bound, self._stall = bound, stall
         self._possible = possible
         self._watermark = Watermark(smoothing=self.config.smoothing)
         self._guard = Guard()
@@ -193,7 +192,7 @@ class Controller:
         if not view.seen:
             return view.remapped, max(view.buffers, 1), _UNSEEN
         if view.times is None:
-            most, best = self._estimate(view) if self._estimate is not None else (1, max(view.buffers, 1))
+            most, best = 1, max(view.buffers, 1)
             while most < view.max_remapped and not self._can(most, best):
                 most += 1
             return most, best if fixed == "auto" else fixed, f" (no measurement yet: at most {most} layers)"
@@ -213,20 +212,13 @@ class Controller:
         """
         present, times = view.remapped, view.times
         most, best, why = self._most(view)
-        choices = [view.buffers] if present else [best]
-        if present and view.buffers_may_change and best != view.buffers:
-            choices.append(best)
-        found = (present, view.buffers)
-        for buffers in choices:
-            top = self._top(view, most, buffers)
-            for alpha in (*range(want, top + 1), *range(min(want - 1, top), found[0], -1)):
-                allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times)
-                if allowed and self._can(alpha, buffers):
-                    found = max(found, (alpha, buffers), key=lambda pair: pair[0])
-                    break
-            if found[0] >= want:
-                break
-        return (*found, why)
+        buffers = view.buffers if present else best
+        top = self._top(view, most, buffers)
+        for alpha in (*range(want, top + 1), *range(min(want - 1, top), present, -1)):
+            allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times)
+            if allowed and self._can(alpha, buffers):
+                return alpha, buffers, why
+        return present, view.buffers, why
 
     # -- coming home -----------------------------------------------------------------------------------------------
 
@@ -367,7 +359,7 @@ class Controller:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _learn(self, view: TenantView) -> None:
-        """Forget what was computed for other times, layers or another unit. Equal times in a new object are the same times."""
+        """Forget what was computed for other times, other layers or another unit. Equal times in a new object are the same."""
         times, unit, order = view.times, view.unit, view.order
         same = times is self._times or times == self._times
         if not same or unit != self._unit or order != self._order:

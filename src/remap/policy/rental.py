@@ -41,10 +41,6 @@ Hence a growth takes *demand* that rose by more than sigma since the last shrink
 
 from __future__ import annotations
 
-import math
-
-from remap.config import refuse
-
 __all__ = ["TOLERANCE", "Guard", "Rental", "income"]
 
 TOLERANCE = 1e-9
@@ -56,14 +52,8 @@ def income(saved_s: float, contention: float, copy_s: float, map_s: float) -> fl
 
     saved_s: stall per pass that the reload ends, S(alpha) - S(alpha - 1); negative counts as 0. contention: kappa, what a
     hidden copy costs the computation, as a share of the copy's time. copy_s, map_s: seconds to copy and to map what
-    is reloaded. 1 when a reload takes no time. Raises InvalidArgument (field) for what is not finite or, saved_s
-    apart, negative. Derived: the credit of the corrected algorithm 1.
+    is reloaded. 1 when a reload takes no time. Derived: the credit of the corrected algorithm 1.
     """
-    for name, value in (("contention", contention), ("copy_s", copy_s), ("map_s", map_s)):
-        if not 0 <= value < math.inf:
-            raise refuse(name, value, "a finite number of at least 0")
-    if not abs(saved_s) < math.inf:
-        raise refuse("saved_s", saved_s, "a finite number of seconds")
     reload_s = copy_s + map_s
     return (max(0.0, saved_s) + contention * copy_s) / reload_s if reload_s > 0 else 1.0
 
@@ -71,14 +61,12 @@ def income(saved_s: float, contention: float, copy_s: float, map_s: float) -> fl
 class Rental:
     """The credit of one lender towards its next reload (claims 1 and 2). Call `accrue` once per step while it lends.
 
-    dwell: steps of surplus at least before a reload. Raises InvalidArgument (field) unless an int of at least 1.
+    dwell: steps of surplus at least before a reload.
     """
 
     __slots__ = ("_credit", "_steps", "dwell")
 
     def __init__(self, dwell: int = 4) -> None:
-        if type(dwell) is not int or dwell < 1:
-            raise refuse("dwell", dwell, "an int of at least 1")
         self.dwell = dwell
         self._credit = 0.0
         self._steps = 0
@@ -97,10 +85,8 @@ class Rental:
         """Whether to reload now, before this step's rent is due; True consumes the credit.
 
         income_share: what this step costs if nothing is reloaded (`income`). holds: the surplus condition is met in this
-        step; False forfeits all credit. Raises InvalidArgument, changing nothing, unless income_share is finite and >= 0.
+        step; False forfeits all credit.
         """
-        if not 0 <= income_share < math.inf:
-            raise refuse("income_share", income_share, "a finite number of at least 0")
         if not holds:
             self.forfeit()
             return False
@@ -126,20 +112,8 @@ class Guard:
         self._level: float | None = None
         self._headroom = 0
 
-    @property
-    def armed(self) -> bool:
-        """Whether a headroom would be clipped now."""
-        return self._level is not None
-
     def arm(self, level: float, headroom: int) -> None:
-        """After a shrink: level is live + demand + sigma, headroom the L of that step, as clipped. Replaces an older one.
-
-        Raises InvalidArgument (field), changing nothing, for a headroom below 0 or a level that is not a number.
-        """
-        if level != level:
-            raise refuse("level", level, "a number of blocks")
-        if headroom < 0:
-            raise refuse("headroom", headroom, "at least 0 blocks")
+        """After a shrink: level is live + demand + sigma, headroom the L of that step, as clipped. Replaces an older one."""
         self._level, self._headroom = level, headroom
 
     def clip(self, wanted: int, headroom: int) -> int:

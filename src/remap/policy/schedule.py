@@ -20,25 +20,21 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
 from remap.errors import InvalidArgument
-from remap.policy.maxplus import ROUNDING, Slots, copied_uses, lower_bound, pass_period
+from remap.policy.maxplus import ROUNDING, Slots, lower_bound, pass_period
 
 __all__ = [
     "RELATIVE_EPSILON",
     "Select",
-    "SlotAssignment",
     "Slots",
     "max_remapped",
     "nested",
     "one_shot_delay",
     "period",
-    "slots_of",
     "stall",
-    "stall_uniform",
     "uniform",
     "uniform_fixed",
 ]
@@ -117,37 +113,6 @@ def nested(layers: int) -> tuple[int, ...]:
         gaps[at] = (start, first)
         gaps.append((start + first, length - first))
     return tuple(order)
-
-
-@dataclass(frozen=True)
-class SlotAssignment:
-    """Which ring buffer each streamed layer uses when slots are fixed. Layers are in layer order.
-
-    streamed: the streamed layers. slots: the ring buffer of each. copied: those that must be copied in on every pass
-    (the others have a buffer to themselves and stay in it).
-    """
-
-    streamed: tuple[int, ...]
-    slots: tuple[int, ...]
-    copied: tuple[int, ...]
-
-    @classmethod
-    def of(cls, streamed: Iterable[int], buffers: int) -> SlotAssignment:
-        """The j-th streamed layer uses buffer j mod buffers. Raises InvalidArgument as `slots_of` does."""
-        chosen = _streamed(streamed, None)
-        buffers = _integer("buffers", buffers, 1)
-        slots = tuple(j % buffers for j in range(len(chosen)))
-        return cls(chosen, slots, tuple(chosen[j] for j in copied_uses(len(chosen), buffers, "fixed")))
-
-
-def slots_of(streamed: Iterable[int], buffers: int) -> dict[int, int]:
-    """Layer -> ring buffer for fixed slots, in layer order: the j-th streamed layer uses buffer j mod `buffers`.
-
-    Raises InvalidArgument (fields: layer, streamed or buffers) for a layer that is negative, not an integer or named
-    twice, and for buffers < 1.
-    """
-    assignment = SlotAssignment.of(streamed, buffers)
-    return dict(zip(assignment.streamed, assignment.slots, strict=True))
 
 
 # ---------------------------------------------------------------------------------------------- exact costs
@@ -273,35 +238,6 @@ def one_shot_delay(compute_s: Sequence[float], transfer_s: float | Sequence[floa
         loaded += transfer[layer]
         delay = max(delay, loaded - before)
     return delay if delay > ROUNDING * loaded else 0.0
-
-
-# ---------------------------------------------------------------------------------------------- closed forms
-
-
-def stall_uniform(layers: int, compute: float, transfer: float, remapped: int, buffers: int) -> float:
-    """Closed form of `stall` for equal layers and `uniform` spacing: for cross-checking, and for reasoning by hand.
-
-    compute, transfer: seconds a layer. With n layers, m = remapped + buffers, W = n // m - 1, rho = n mod m:
-
-    * one buffer: rho * (transfer - (W+1) compute)+ + (m - rho) * (transfer - W compute)+. Exact for every n and m;
-      when m divides n it is Oneiros' Eq. 4, ((alpha+1)(T_T + T_c) - n T_c)+.
-    * beta >= 2 buffers: (m transfer - n compute)+, Oneiros' Eq. 5 for beta = 2. Exact for rotating slots (no exception
-      found for n <= 80, m not dividing n included) and for fixed slots when beta divides m. Else fixed slots wait for
-      longer, except that with m < 2 beta they copy fewer than m layers.
-
-    Raises InvalidArgument as `uniform` does, and (field: compute or transfer) for a negative or non-finite time.
-    """
-    streamed = len(uniform(layers, remapped, buffers))
-    compute = _time("compute", compute)
-    transfer = _time("transfer", transfer)
-    if streamed == 0:
-        return 0.0
-    if buffers > 1:
-        return max(0.0, streamed * transfer - layers * compute)
-    between = layers // streamed - 1
-    wide = layers % streamed
-    late_wide = max(0.0, transfer - (between + 1) * compute)
-    return wide * late_wide + (streamed - wide) * max(0.0, transfer - between * compute)
 
 
 # ---------------------------------------------------------------------------------------------- argument checks

@@ -17,7 +17,7 @@ from operator import add
 from remap.policy.maxplus import ROUNDING, copied_uses, pass_period
 from remap.policy.schedule import RELATIVE_EPSILON, uniform, uniform_fixed
 
-__all__ = ["EVALUATIONS", "Problem", "Walks", "best_double", "best_pair", "best_single", "hidden"]
+__all__ = ["EVALUATIONS", "Problem", "best_double", "best_pair", "hidden", "least_walk"]
 
 EVALUATIONS = 300
 """Exact periods that the local search computes at most: the cap is a count, so that the same question has one answer."""
@@ -27,8 +27,7 @@ class Problem:
     """One question: m of the streamable `layers` (ascending), with `buffers` ring buffers and fixed slots.
 
     compute, transfer: n floats >= 0. m: layers to choose, buffers < m <= len(layers). bias: layer -> how unwelcome it is,
-    0..1, which decides between sets whose periods differ by less than `RELATIVE_EPSILON` of a pass. walks: those of another
-    question that differs in m only.
+    0..1, which decides between sets whose periods differ by less than `RELATIVE_EPSILON` of a pass.
     """
 
     def __init__(
@@ -39,7 +38,6 @@ class Problem:
         m: int,
         buffers: int,
         bias: Sequence[float],
-        walks: Walks | None = None,
     ) -> None:
         self.compute = compute
         self.transfer = transfer
@@ -49,14 +47,6 @@ class Problem:
         self.bias = bias  # by layer
         self.total = math.fsum(compute)
         self.evaluated = 0
-        self._walks = walks
-
-    @property
-    def walks(self) -> Walks:
-        """The dynamic programme's answers, made when first needed."""
-        if self._walks is None:
-            self._walks = Walks(self.compute, self.transfer, self.layers, self.buffers, self.bias, self.m)
-        return self._walks
 
     def period(self, streamed: Sequence[int]) -> float:
         """The exact period of an ascending set; counted."""
@@ -111,93 +101,47 @@ def hidden(
 # ------------------------------------------------------------------------------------------- dynamic programme
 
 
-class Walks:
-    """Closed walks of least cost around the circle of streamable layers, for any number of stops.
+def least_walk(problem: Problem) -> tuple[int, ...]:
+    """The m layers, ascending, of the least closed walk around the circle of streamable layers.
 
-    A stop j after stop i costs (tau_j - W_ij)+; with two buffers and more (tau_j - W_ij - c_i)+, except that around the end
-    of the pass, where the buffers do not divide the stops, c_i gives no relief: the first layer's buffer may be the last
-    one's. Time O(n^3 m) for all numbers of stops from `fewest`, at least 2, up to m together, which are kept.
+    A stop j after stop i costs (tau_j - W_ij)+: for one buffer the exact optimum. With two buffers and more it costs
+    (tau_j - W_ij - c_i)+, except that around the end of the pass, where the buffers do not divide the stops, c_i gives no
+    relief: the first layer's buffer may be the last one's. Time O(n^3 m).
     """
-
-    def __init__(
-        self,
-        compute: Sequence[float],
-        transfer: Sequence[float],
-        layers: Sequence[int],
-        buffers: int,
-        bias: Sequence[float],
-        fewest: int = 2,
-    ) -> None:
-        total = math.fsum(compute)
-        begins = list(accumulate(compute, initial=0.0))
-        starts = [begins[layer] for layer in layers]
-        ends = [begins[layer + 1] for layer in layers]
-        tie = total * RELATIVE_EPSILON / max(1, len(layers))
-        self._layers = layers
-        self._total = total
-        self._starts = starts
-        self._ends = ends
-        self._tau = [transfer[layer] for layer in layers]
-        self._relief = [compute[layer] if buffers > 1 else 0.0 for layer in layers]
-        self._bias = [tie * bias[layer] for layer in layers]
-        self._buffers = buffers
-        self._fewest = fewest
-        self._found: dict[int, tuple[float, int, int]] = {}  # stops -> (cost, first, last), by place among the layers
-        self._into = [
-            [
-                max(0.0, self._tau[j] - (starts[j] - ends[i]) - self._relief[i]) + self._bias[j]
-                for i in range(j)  # _into[j][i]: the cost of stop j after i < j
-            ]
-            for j in range(len(layers))
-        ]
-
-    def best(self, stops: int) -> tuple[int, ...]:
-        """The layers of the least walk with so many stops, `fewest` at least, ascending."""
-        if stops not in self._found:
-            self._fill(stops)
-        _, first, at = self._found[stops]
-        rows = self._rows(first, stops)
-        walk = [at]
-        for k in range(stops - 1, 0, -1):
-            low = first + k - 1
-            costs = list(map(add, rows[k - 1], self._into[at][low:at]))
-            at = low + costs.index(min(costs))
-            walk.append(at)
-        return tuple(self._layers[place] for place in reversed(walk))
-
-    def _fill(self, most: int) -> None:
-        size, fewest = len(self._layers), self._fewest
-        found = dict.fromkeys(range(fewest, most + 1), (math.inf, 0, 0))
-        for first in range(size - fewest + 1):
-            closing = [self._around(last, first) for last in range(first, size)]
-            rows = self._rows(first, min(most, size - first))
-            for k in range(fewest - 1, len(rows)):
-                divides = (k + 1) % self._buffers == 0
-                costs = [cost + ends[divides] for cost, ends in zip(rows[k], closing[k:], strict=True)]
-                least = min(costs)
-                if least < found[k + 1][0]:
-                    found[k + 1] = (least, first, first + k + costs.index(least))
-        self._found = found
-
-    def _rows(self, first: int, stops: int) -> list[list[float]]:
-        """rows[k][j]: the least cost from `first` to j with k stops after `first`; j counts from first + k."""
-        size, fewest = len(self._layers), self._fewest
-        rows = [[0.0]]
-        for k in range(1, stops):
+    layers, m, total = problem.layers, problem.m, problem.total
+    size = len(layers)
+    begins = list(accumulate(problem.compute, initial=0.0))
+    starts = [begins[layer] for layer in layers]
+    ends = [begins[layer + 1] for layer in layers]
+    tie = total * RELATIVE_EPSILON / size
+    tau = [problem.transfer[layer] for layer in layers]
+    relief = [problem.compute[layer] if problem.buffers > 1 else 0.0 for layer in layers]
+    bias = [tie * problem.bias[layer] for layer in layers]
+    # into[j][i]: the cost of stop j after i < j
+    into = [[max(0.0, tau[j] - (starts[j] - ends[i]) - relief[i]) + bias[j] for i in range(j)] for j in range(size)]
+    divides = m % problem.buffers == 0
+    least, begin, at = math.inf, 0, m - 1
+    best: list[list[float]] = []
+    for first in range(size - m + 1):
+        rows = [
+            [0.0]
+        ]  # rows[k][j]: the least cost from `first` to j with k stops after `first`; j counts from first + k
+        for k in range(1, m):
             before, low = rows[-1], first + k - 1  # its entry 0 is place `low`
-            end = size - max(0, fewest - 1 - k)  # a walk of `fewest` stops has so many more behind j
-            rows.append([min(map(add, before, self._into[j][low:j])) for j in range(low + 1, end)])
-        return rows
-
-    def _around(self, last: int, first: int) -> tuple[float, float]:
-        """The cost of `first` after `last`: (where the buffers do not divide the stops, where they do)."""
-        wait = self._tau[first] - (self._total - self._ends[last] + self._starts[first])
-        return max(0.0, wait) + self._bias[first], max(0.0, wait - self._relief[last]) + self._bias[first]
-
-
-def best_single(problem: Problem) -> tuple[int, ...]:
-    """The m layers with the least sum of (tau_k - W_k)+: for one buffer the exact optimum."""
-    return problem.walks.best(problem.m)
+            end = size - (m - 1 - k)  # so many more stops lie behind j
+            rows.append([min(map(add, before, into[j][low:j])) for j in range(low + 1, end)])
+        for last, cost in enumerate(rows[-1], first + m - 1):
+            wait = tau[first] - (total - ends[last] + starts[first])
+            cost += max(0.0, wait - relief[last] if divides else wait) + bias[first]
+            if cost < least:
+                least, begin, at, best = cost, first, last, rows
+    walk = [at]
+    for k in range(m - 1, 0, -1):
+        low = begin + k - 1
+        costs = list(map(add, best[k - 1], into[at][low:at]))
+        at = low + costs.index(min(costs))
+        walk.append(at)
+    return tuple(layers[place] for place in reversed(walk))
 
 
 # ------------------------------------------------------------------------------------------- two buffers and more
@@ -263,7 +207,7 @@ def _starts(problem: Problem, given: Sequence[tuple[int, ...]]) -> Iterator[tupl
     layers, m, buffers = problem.layers, problem.m, problem.buffers
     for even in (uniform, uniform_fixed):
         yield tuple(layers[index] for index in even(len(layers), m - buffers, buffers))
-    yield problem.walks.best(m)
+    yield least_walk(problem)
     yield tuple(layers[:m])
     yield tuple(layers[-m:])
     yield tuple(sorted(sorted(layers, key=lambda layer: (problem.transfer[layer], layer))[:m]))

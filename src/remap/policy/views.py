@@ -49,7 +49,7 @@ class Others(Protocol):
 
 @dataclass(frozen=True)
 class TenantView:
-    """What the controller sees of a tenant at one epoch. Counts of layers and of KV blocks; seconds in `times`.
+    """What the controller sees of a tenant. Counts of layers and of KV blocks; seconds in `times`.
 
     For an engine with its own allocator, free_blocks and live_blocks are that allocator's, not the pool's (which counts
     every block that the engine holds as live). blocks_per_layer is b1; shrink_blocks is how many blocks the next
@@ -67,17 +67,13 @@ class TenantView:
     blocks_per_layer: float
     max_remapped: int  # the cap by structure, layers - buffers
     times: LayerSeconds | None  # None: not measured yet
-    epoch: int
     max_blocks: int | None = None  # size of the KV region; None: no limit
     shrink_blocks: int | None = None
-    buffers_may_change: bool = False  # whether KV pages allow another number of ring buffers while alpha > 0
     active: bool = True
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
     seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
     unit: str = "layers"  # what alpha counts; in slices: tail pages of every layer
-    order: tuple[
-        int, ...
-    ] = ()  # the streamable layers, as they are given away: of others, another bound and other stalls hold
+    order: tuple[int, ...] = ()  # streamable layers, as they are given away: of others, other bounds and stalls hold
     others: Others | None = None  # asked for when free pages do not do
 
     def __post_init__(self) -> None:

@@ -21,8 +21,6 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 
-from remap.config import refuse
-
 __all__ = ["LEAST_RISES", "LONGEST_HORIZON", "Watermark", "horizon"]
 
 LONGEST_HORIZON = 32
@@ -34,12 +32,9 @@ def horizon(control_s: float, map_s: float, step_s: float) -> int:
     """Steps until a need that arises now can have been met: 1 + ceil((control_s + map_s) / step_s), within [1, 32].
 
     control_s: seconds from one decision to the next. map_s: seconds to carry one out. step_s: seconds per step; 0 (not
-    measurable) gives the longest horizon, or the shortest when nothing takes time. Raises InvalidArgument (field) unless
-    all are finite and at least 0. Derived: the h of the corrected algorithm 1.
+    measurable) gives the longest horizon, or the shortest when nothing takes time. Derived: the h of the corrected
+    algorithm 1.
     """
-    for name, value in (("control_s", control_s), ("map_s", map_s), ("step_s", step_s)):
-        if not 0 <= value < math.inf:
-            raise refuse(name, value, "a finite number of seconds, at least 0")
     wait = control_s + map_s
     if wait >= step_s * (LONGEST_HORIZON - 1):  # also keeps a tiny step_s from overflowing the quotient
         return LONGEST_HORIZON if wait > 0 else 1
@@ -49,10 +44,9 @@ def horizon(control_s: float, map_s: float, step_s: float) -> int:
 class Watermark:
     """What one tenant's demand has been, and the headroom that follows from it. Reads no clock: a step is one `observe`.
 
-    window: rises remembered, an int of at least 8 (the values of the longest horizon are kept besides). quantile: share of
-    rises that the headroom covers, nearest rank. smoothing: weight of the newest step in `variation`. Raises
-    InvalidArgument (field). `observe` and `blocks` together cost about a microsecond while the horizon stays; a new one
-    costs a pass over the window.
+    window: rises remembered, at least 8 (the values of the longest horizon are kept besides). quantile: share of rises that
+    the headroom covers, nearest rank. smoothing: weight of the newest step in `variation`. `observe` and `blocks` together
+    cost about a microsecond while the horizon stays; a new one costs a pass over the window.
     """
 
     __slots__ = (
@@ -61,12 +55,6 @@ class Watermark:
     )
 
     def __init__(self, window: int = 128, quantile: float = 0.99, smoothing: float = 0.125) -> None:
-        if type(window) is not int or window < LEAST_RISES:
-            raise refuse("window", window, f"an int of at least {LEAST_RISES}")
-        if not 0 < quantile <= 1:
-            raise refuse("quantile", quantile, "a number above 0 and at most 1")
-        if not 0 < smoothing <= 1:
-            raise refuse("smoothing", smoothing, "a number above 0 and at most 1")
         self.window, self.quantile, self.smoothing = window, quantile, smoothing
         self._values: deque[int] = deque(maxlen=window + LONGEST_HORIZON)
         self._variation = 0.0
@@ -78,9 +66,7 @@ class Watermark:
         return self._variation
 
     def observe(self, wanted: int) -> None:
-        """Record one step's live + demanded blocks. Raises InvalidArgument, changing nothing, unless an int >= 0."""
-        if type(wanted) is not int or wanted < 0:
-            raise refuse("wanted", wanted, "an int of at least 0")
+        """Record one step's live + demanded blocks."""
         values = self._values
         if values:
             self._variation += self.smoothing * (abs(wanted - values[-1]) - self._variation)
@@ -92,11 +78,9 @@ class Watermark:
         """L in blocks, at least 0: the quantile of the largest rise within `horizon_steps` following steps.
 
         While fewer than LEAST_RISES rises are known: twice `variation`, rounded. The answer depends on what was observed
-        and on this horizon only, not on horizons asked for before. Raises InvalidArgument unless an int in [1, 32].
+        and on this horizon only, not on horizons asked for before.
         """
         if horizon_steps != self._horizon:
-            if type(horizon_steps) is not int or not 1 <= horizon_steps <= LONGEST_HORIZON:
-                raise refuse("horizon_steps", horizon_steps, f"an int from 1 to {LONGEST_HORIZON}")
             self._restart(horizon_steps)
             values = list(self._values)[-(self.window + horizon_steps) :]
             for i, value in enumerate(values):

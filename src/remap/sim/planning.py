@@ -4,7 +4,7 @@
     found.balance.remapped, found.balance.rows        # 6 layers, 32 requests at once instead of 23
 
 Layer times come from the roofline, copies from the machine's link, what can be hidden from `remap.schedule` and
-`remap.policy.selection`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing,
+`remap.policy.slices`: what the controller itself asks, here of computed times instead of measured ones. Not in it: queueing,
 and that a running copy takes memory bandwidth from the computation (`contention`, which the settings name).
 
 Of several devices under tensor parallelism (tp) the plan is one device's: its share of the model, its memory, its link. Of a
@@ -22,7 +22,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from remap.errors import InvalidArgument
-from remap.policy import schedule, selection
+from remap.policy import schedule
+from remap.policy.slices import slices_freed
 
 from .hardware import Machine, Model
 from .model_variants import sharded
@@ -145,7 +146,7 @@ def _slices(roof: Roofline, layer_s: float) -> float:
             low = middle
         else:
             high = middle - 1
-    return max(0, selection.slices_freed(low, [_pages(model)] * model.layers, 2)) / _pages(model)
+    return max(0, slices_freed(low, [_pages(model)] * model.layers, 2)) / _pages(model)
 
 
 def _period(roof: Roofline, layer_s: float, remapped: int) -> tuple[float, int, Selection]:
@@ -228,7 +229,7 @@ def _sliced_balance(roof: Roofline, kv_tokens: int, context: int, most: int) -> 
     model = roof.model
     pages = _pages(model)
     for tail in range(pages, 0, -1):
-        freed = max(0, selection.slices_freed(tail, [pages] * model.layers, 2)) / pages
+        freed = max(0, slices_freed(tail, [pages] * model.layers, 2)) / pages
         rows = _rows(kv_tokens + freed * _per_layer(model), context, most)
         layer_s = roof.layer_s(0, 0, rows, rows * context)
         size = min(tail * PAGE_BYTES, model.layer_bytes)
@@ -265,7 +266,7 @@ def _reload(machine: Machine, model: Model, prefills: Iterable[int] = PREFILLS) 
     hidden, late = [], []
     for tokens in prefills:
         compute = [roof.layer_s(tokens, prefill_pairs(tokens), 0, 0)] * n
-        delays = [selection.suffix_delay(compute, copy_s, away + 1) for away in range(n - 1)]
+        delays = [schedule.one_shot_delay(compute, copy_s, range(n - 1 - away, n)) for away in range(n - 1)]
         in_time = sum(delay <= schedule.RELATIVE_EPSILON * n * compute[0] for delay in delays)  # they only grow
         hidden.append((tokens, max(0, in_time - 1)))
         late.append((tokens, delays[n // 2] if n > 2 else 0.0))

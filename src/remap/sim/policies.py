@@ -85,7 +85,6 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "uncapped": ("no bound on the stall", {"slowdown": UNBOUNDED}),
         "mru": ("the most recently used inactive tenant gives first", {"policy": "mru"}),
         "lru": ("the least recently used one", {"policy": "lru"}),
-        "round-robin": ("in turns", {"policy": "round_robin"}),
         "self": ("no tenant gives layers to another", {"lends": False}),
     }
 )

@@ -26,7 +26,6 @@ __all__ = [
     "Sample",
     "TenantResult",
     "ascending",
-    "from_report",
     "merged",
     "percentile",
     "report",
@@ -273,10 +272,11 @@ class PolicyResult:
         return values
 
     def to_json(self) -> dict[str, Any]:
-        """The headline and all that `from_json` needs, of JSON's types only.
+        """The headline and everything else, of JSON's types only.
 
-        A timeline above `POINTS` points and a distribution of gaps above `POINTS` pairs are thinned: see `thinned` and
-        `from_json`. Below that, `from_json(to_json())` is equal to the result.
+        A timeline above `POINTS` points and a distribution of gaps above `POINTS` pairs are thinned. Of a thinned distribution
+        the number of gaps, their sum, the longest, and P50, P90, P99 and P99.9 are the run's own; every other quantile lies
+        between those of the run at shares a quarter of a percent below and above.
         """
         samples = thinned(self.timeline)
         return {
@@ -302,43 +302,9 @@ class PolicyResult:
             "timeline": {field.name: [getattr(s, field.name) for s in samples] for field in fields(Sample)},
         }
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> PolicyResult:
-        """The result that `to_json` wrote; keys that it does not know are left alone.
-
-        Of a thinned distribution the number of gaps, their sum, the longest, and P50, P90, P99 and P99.9 are the run's own;
-        every other quantile lies between those of the run at shares a quarter of a percent below and above. Raises
-        InvalidArgument for anything that `to_json` did not write.
-        """
-        try:
-            tenants = tuple(_tenant(entry) for entry in data["tenants"])
-            columns = [data["timeline"][field.name] for field in fields(Sample)]
-            return cls(
-                policy=data["policy"],
-                tenants=tenants,
-                timeline=tuple(Sample(*row) for row in zip(*columns, strict=True)),
-                virtual_s=data["virtual_s"],
-                wall_s=data["wall_s"],
-                iterations=data["iterations"],
-                decisions=data["decisions"],
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgument(
-                f"this is not the result of a simulation: {error!r}; nothing was read; give what `to_json` wrote",
-                field="data",
-                value=str(error),
-            ) from error
-
 
 def _or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
-
-
-def _tenant(entry: Mapping[str, Any]) -> TenantResult:
-    known = {field.name: entry[field.name] for field in fields(TenantResult)}
-    known["ttft_s"], known["tpot_s"] = tuple(known["ttft_s"]), tuple(known["tpot_s"])
-    known["tbt"] = tuple((float(value), int(count)) for value, count in known["tbt"])
-    return TenantResult(**known)
 
 
 def thinned(samples: Sequence[Sample], limit: int = POINTS) -> tuple[Sample, ...]:
@@ -408,13 +374,3 @@ def report(configuration: Mapping[str, Any], results: Iterable[PolicyResult]) ->
             )
         policies[result.policy] = result.to_json()
     return {"configuration": dict(configuration), "policies": policies}
-
-
-def from_report(data: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[PolicyResult, ...]]:
-    """Configuration and results of a report, in its order. Raises InvalidArgument for anything else."""
-    policies = data.get("policies")
-    if not isinstance(policies, Mapping):
-        raise InvalidArgument(
-            "this is not a report of `remap simulate`: it has no policies; nothing was read", field="policies"
-        )
-    return dict(data.get("configuration", {})), tuple(PolicyResult.from_json(entry) for entry in policies.values())

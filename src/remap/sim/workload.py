@@ -28,16 +28,13 @@ tenant's name alone: the same seed gives the same work, whatever other tenants t
 
 from __future__ import annotations
 
-import csv
 import functools
-import gzip
 import heapq
 import math
 import random
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from remap.errors import InvalidArgument
 from remap.sim.lengths import Quantiles, Uniform
@@ -55,7 +52,6 @@ __all__ = [
     "Summary",
     "generate",
     "merge",
-    "read_trace",
     "summary",
 ]
 
@@ -320,30 +316,6 @@ def generate(loads: Iterable[Load], seconds: float, seed: int = 0) -> tuple[Item
 def merge(*streams: Iterable[Item]) -> tuple[Item, ...]:
     """Several streams, each ascending in time, as one. Equal times keep the order of the arguments."""
     return tuple(heapq.merge(*streams, key=lambda item: item.time_s))
-
-
-def read_trace(path: str | Path, tenant: str, *, rate: float | None = None) -> tuple[Item, ...]:
-    """Requests from a CSV file (.gz or not) with the columns arrival_s, input_tokens, output_tokens, from time 0 on.
-
-    rate: compress or stretch time to so many requests per second; order and burstiness stay. Raises InvalidArgument for a
-    file without these columns or without rows; what opening the file raises passes through.
-    """
-    path = Path(path)
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as stream:
-        reader = csv.DictReader(stream)
-        wanted = ("arrival_s", "input_tokens", "output_tokens")
-        if not set(wanted) <= set(reader.fieldnames or ()):
-            raise _refuse("path", path.name, f"a CSV file with the columns {', '.join(wanted)}")
-        rows = sorted((float(row[wanted[0]]), int(row[wanted[1]]), int(row[wanted[2]])) for row in reader)
-    if not rows:
-        raise _refuse("path", path.name, "a CSV file with at least one row")
-    first, span = rows[0][0], rows[-1][0] - rows[0][0]
-    factor = 1.0
-    if rate is not None:
-        _positive("rate", rate)
-        factor = (len(rows) - 1) / (rate * span) if span > 0 else 1.0
-    return tuple(Item(tenant, (time - first) * factor, max(1, i), max(1, o)) for time, i, o in rows)
 
 
 @dataclass(frozen=True)

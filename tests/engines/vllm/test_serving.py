@@ -110,8 +110,7 @@ def test_metrics_under_load(vllm: Vllm):
 def tenant(alpha: int) -> Any:
     stats = SimpleNamespace(passes=10, copies=20, copied_bytes=2**40 + 1, stall_s=0.25, misses=3)
     kv = SimpleNamespace(usable_blocks=40, max_blocks=113)
-    prefetcher = SimpleNamespace(stats=lambda: stats)
-    return SimpleNamespace(remapped=alpha, layers=8, kv=kv, _prefetcher=prefetcher)
+    return SimpleNamespace(remapped=alpha, layers=8, kv=kv, stats=lambda: stats)
 
 
 def test_what_is_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -201,7 +200,7 @@ from remap.adapters.vllm import metrics
 from prometheus_client import generate_latest
 from types import SimpleNamespace as N
 stats = N(passes=10, copies=20, copied_bytes=3, stall_s=0.25, misses=3)
-tenant = N(remapped=2, layers=8, kv=N(usable_blocks=4, max_blocks=9), _prefetcher=N(stats=lambda: stats))
+tenant = N(remapped=2, layers=8, kv=N(usable_blocks=4, max_blocks=9), stats=lambda: stats)
 for engine in range(2): metrics.Writer(engine).write(tenant)
 for _ in range(2):
     said = generate_latest(server.get_prometheus_registry()).decode()

@@ -12,15 +12,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal
 
 from remap.config import refuse
 
-__all__ = ["POLICIES", "Candidate", "NextUse", "Policy", "may_donate", "rank"]
-
-Policy = Literal["priority", "mru", "lru", "round_robin", "expected_next_use"]
-
-POLICIES: tuple[Policy, ...] = ("priority", "mru", "lru", "round_robin", "expected_next_use")
+__all__ = ["Candidate", "NextUse", "may_donate", "rank"]
 
 
 @dataclass(frozen=True)
@@ -42,25 +37,20 @@ class Candidate:
     reload_s: float
 
 
-def rank(candidates: Iterable[Candidate], policy: Policy, cursor: int = 0) -> list[Candidate]:
-    """The candidates, best to take from first: inactive ones before active ones, and within each by `policy`.
+def rank(candidates: Iterable[Candidate], policy: str) -> list[Candidate]:
+    """The candidates, best to take from first: inactive ones before active ones, and within each by `config.POLICIES`.
 
     "priority": lowest priority first; within one, as "expected_next_use".
     "expected_next_use": the farthest first. An unknown next use counts as farthest of all: that a tenant has come back is the
         only evidence that it will. Equally far ones, the unknown among them, as "mru".
     "mru": most recently used first. "lru": least recently used first.
-    "round_robin": in the order of attaching, beginning with the `order` that is `cursor`, and around: the caller passes one
-        more than the `order` of the donor that was taken from last.
-    What is still equal goes by the order of attaching. The input is not changed. Raises InvalidArgument (field).
+    What is still equal goes by the order of attaching. The input is not changed.
     """
-    if policy not in POLICIES:
-        raise refuse("policy", policy, f"one of {', '.join(POLICIES)}")
-    keys: dict[Policy, Callable[[Candidate], tuple[float, ...]]] = {
+    keys: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
         "priority": lambda c: (c.priority, -_distance(c), -c.last_use),
         "expected_next_use": lambda c: (-_distance(c), -c.last_use),
         "mru": lambda c: (-c.last_use,),
         "lru": lambda c: (c.last_use,),
-        "round_robin": lambda c: (c.order < cursor,),
     }
     key = keys[policy]
     return sorted(candidates, key=lambda c: (c.active, key(c), c.order, c.name))
@@ -76,10 +66,8 @@ def may_donate(candidate: Candidate, *, min_idle: float = 1.0) -> bool:
     So a tenant that pauses is left alone, and one that left for good has cost at most min_idle reloads' time of waiting (ski
     rental again: with min_idle = 1 the reload never takes longer than the idleness it made use of). 0: as soon as it
     is inactive at all. Active tenants may always: they are asked last, serve on while they stream, and their price is the
-    stall that `donors.supply` weighs. Raises InvalidArgument (field) unless min_idle is finite and at least 0.
+    stall that `donors.supply` weighs.
     """
-    if not 0 <= min_idle < math.inf:
-        raise refuse("min_idle", min_idle, "a finite number of reloads, at least 0")
     return candidate.active or candidate.idle_s > min_idle * candidate.reload_s
 
 
@@ -107,14 +95,10 @@ class NextUse:
     tenant's own rhythm counts, as it does for tenants outside the cycle.
 
     Clocks may jump back: an interval below 0 is not learned from, and elapsed time is at least 0.
-    smoothing: weight of the newest interval. stale: math.inf turns that rule off. Raises InvalidArgument (field).
+    smoothing: weight of the newest interval. stale: math.inf turns that rule off.
     """
 
     def __init__(self, smoothing: float = 0.25, stale: float = 4.0) -> None:
-        if not 0 < smoothing <= 1:
-            raise refuse("smoothing", smoothing, "a number above 0 and at most 1")
-        if not stale >= 1:
-            raise refuse("stale", stale, "at least 1 interval")
         self.smoothing, self.stale = smoothing, stale
         self._seen: dict[str, _History] = {}
         self._turns: list[str] = []  # as many as two cycles of all tenants

@@ -30,14 +30,12 @@ from typing import Literal
 
 from remap.config import refuse
 
-__all__ = ["NOTHING", "Kind", "Quote", "Supply", "Take", "choose"]
+__all__ = ["NOTHING", "Kind", "Portion", "Quote", "Supply", "choose"]
 
-Kind = Literal["free", "idle_kv", "inactive", "active"]
+Kind = Literal["idle_kv", "inactive", "active"]
 
-KINDS: tuple[Kind, ...] = ("free", "idle_kv", "inactive", "active")
-"""In the order in which they are asked."""
-IN_PART = ("free", "idle_kv")
-"""Kinds whose quotes are pages, of which fewer may be taken; layers are given whole."""
+KINDS: tuple[Kind, ...] = ("idle_kv", "inactive", "active")
+"""In the order in which they are asked. Of unused KV, which is pages, less than a quote may be taken; layers are given whole."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,6 @@ class Quote:
 
     blocks: of the receiver's, at least 0. stall_s: seconds added to each pass of the donor; may be negative (see above).
     reload_s: seconds to undo it. step: whatever the caller needs to carry it out; not looked at.
-    Raises InvalidArgument (field).
     """
 
     donor: str
@@ -56,20 +53,10 @@ class Quote:
     reload_s: float
     step: object = None
 
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise refuse("kind", self.kind, f"one of {', '.join(KINDS)}")
-        if type(self.blocks) is not int or self.blocks < 0:
-            raise refuse("blocks", self.blocks, "an int of at least 0")
-        if not abs(self.stall_s) < math.inf:
-            raise refuse("stall_s", self.stall_s, "a finite number of seconds")
-        if not 0 <= self.reload_s < math.inf:
-            raise refuse("reload_s", self.reload_s, "a finite number of seconds, at least 0")
-
 
 @dataclass(frozen=True)
-class Take:
-    """The first `count` (>= 1) quotes of one donor of one kind: `blocks` in all, fewer than they offer only of `IN_PART`."""
+class Portion:
+    """The first `count` (>= 1) quotes of one donor of one kind: `blocks` in all, fewer than they offer only of unused KV."""
 
     donor: str
     count: int
@@ -81,14 +68,9 @@ class Take:
 class Supply:
     """What to take. unmet: blocks that nobody can give. stall_s: seconds per pass, over all donors together."""
 
-    taken: tuple[Take, ...]
+    taken: tuple[Portion, ...]
     unmet: int
     stall_s: float
-
-    @property
-    def blocks(self) -> int:
-        """Blocks given; more than was needed only as far as the last layers taken hold more."""
-        return sum(take.blocks for take in self.taken)
 
 
 NOTHING = Supply((), 0, 0.0)
@@ -98,15 +80,13 @@ NOTHING = Supply((), 0, 0.0)
 def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supply:
     """What to take from whom, so that `need_blocks` are given if all quotes together suffice.
 
-    quotes_by_donor: one sequence for each donor and kind, its quotes nested. Free pages first, then unused KV, then
-    inactive donors, within a kind in the order given, each as far as needed; active donors share the rest as described
-    above, ties by reload time and then in the order given. At the end what became superfluous is dropped: active increments
-    whose absence stalls nobody more, the costliest first, then those of the other kinds, the last asked first.
+    quotes_by_donor: one sequence for each donor and kind, its quotes nested. Unused KV first, then inactive donors, within a
+    kind in the order given, each as far as needed; active donors share the rest as described above, ties by reload time and
+    then in the order given. At the end what became superfluous is dropped: active increments whose absence stalls nobody
+    more, the costliest first, then those of the other kinds, the last asked first.
     Takes are in the order of kinds, then of `quotes_by_donor`. Nothing is looked at when nothing is needed.
-    Raises InvalidArgument (field) for a negative need, a sequence of several donors or kinds, or two of the same.
+    Raises InvalidArgument (field) for a sequence of several donors or kinds, or two of the same.
     """
-    if type(need_blocks) is not int or need_blocks < 0:
-        raise refuse("need_blocks", need_blocks, "an int of at least 0")
     if need_blocks == 0:
         return NOTHING
     lines = [_Line(quotes) for quotes in quotes_by_donor if quotes]
@@ -125,15 +105,15 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supp
 
     spare = sum(line.blocks[n] for line, n in zip(lines, (*counts, *shared))) - need_blocks
     shared, spare = _without_superfluous(active, shared, spare)
-    takes = [Take(line.donor, n, line.blocks[n], line.kind) for line, n in zip(active, shared) if n]
+    takes = [Portion(line.donor, n, line.blocks[n], line.kind) for line, n in zip(active, shared) if n]
     for line, n in zip(reversed(plain), reversed(counts)):
         while n and line.blocks[n] - line.blocks[n - 1] <= spare:
             spare -= line.blocks[n] - line.blocks[n - 1]
             n -= 1
         if n:
-            back = max(0, spare) if line.kind in IN_PART else 0
+            back = max(0, spare) if line.kind == "idle_kv" else 0
             spare -= back
-            takes.insert(0, Take(line.donor, n, line.blocks[n] - back, line.kind))
+            takes.insert(0, Portion(line.donor, n, line.blocks[n] - back, line.kind))
     given = {(take.donor, take.kind): take.count for take in takes}
     stall = math.fsum(line.stall[given.get((line.donor, line.kind), 0)] for line in lines)
     return Supply(tuple(takes), max(0, -spare), stall)
