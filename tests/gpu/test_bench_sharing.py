@@ -146,10 +146,10 @@ def test_a_swap_brings_one_model_in_whole_and_sends_the_others_out(gpu: Any) -> 
             assert report.moved == {}
             tenants = arena.session.snapshot().tenants
             assert [each for each, tenant in tenants.items() if tenant.active] == [name]
-            assert arena.session._tenant(name).streamed == ()
+            assert arena.session._tenants[name].streamed == ()
             for other in names:
                 if other != name:
-                    assert len(arena.session._tenant(other).streamed) == arena.whole._layers[other]
+                    assert len(arena.session._tenants[other].streamed) == arena.whole._layers[other]
             assert tenants[name].usable_blocks >= before
             assert tenants[name].usable_blocks > arena.start[name]
         assert arena.whole.swaps == len(names) + 1

@@ -242,10 +242,9 @@ def serving(ctx: Context) -> Iterator[Figure]:
     requests = make_requests(shape)
     runs: list[Run] = []
     with remap.Session(capacity, device="cuda:0") as session:
-        session.attach(model, name="opt", kv=spec, hooks=False)
+        tenant = session.attach(model, name="opt", kv=spec, hooks=False)
         if on_gpu:
             torch.cuda.empty_cache()  # the tensors that the model came with
-        tenant = session._tenant("opt")
         engine = LLMEngine(
             model, tenant, session=session, max_num_seqs=shape.running, max_batch_tokens=512, runner="gpu",
             max_model_len=shape.prompt[1] + shape.output[1],
