@@ -402,9 +402,11 @@ class Session:
         return self._report(verb(self._core))
 
     @exclusive
-    def exclusively(self, call: Callable[[Core], Any], *, broken_too: bool = False) -> Any:
-        """As `change`, for a call that reports nothing: its result. broken_too: also on a broken arena."""
-        self._passes.check_open(broken_too)
+    def exclusively(self, call: Callable[[Core], Any], *, ended_too: bool = False) -> Any:
+        """As `change`, for a call that reports nothing: its result. ended_too: also of a session that is closed or whose arena is
+        broken."""
+        if not ended_too:
+            self._passes.check_open()
         self._claim()
         return call(self._core)
 

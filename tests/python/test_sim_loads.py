@@ -209,6 +209,12 @@ def test_long_and_short_requests_are_oneiros() -> None:
         assert len(set(prompts)) > 50 < len(set(outputs))
 
 
+def test_the_mean_of_knots_that_hardly_differ() -> None:
+    """Hypothesis found 5.022: the logarithm of 1 + 2e-14 has three digits."""
+    table = Quantiles((0.0, 1.0), (5.0, 5.0 + 1e-13), 1, 10)
+    assert table.mean == pytest.approx(5.0, rel=1e-9) == table.cut_mean
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(st.floats(0.0, 300.0), min_size=1, max_size=5),

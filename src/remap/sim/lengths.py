@@ -22,6 +22,11 @@ def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
     )
 
 
+def _log_ratio(large: float, small: float) -> float:
+    """log(large / small), exact also where they hardly differ: the quotient would be rounded to the nearest of few numbers."""
+    return math.log1p((large - small) / small)
+
+
 @dataclass(frozen=True)
 class Quantiles:
     """Lengths in tokens by their quantiles: share `shares[i]` of all lengths is at most `tokens[i]`.
@@ -62,14 +67,14 @@ class Quantiles:
             if large <= least or small >= most or small == large:
                 total += width * min(max(small if small >= most else large, least), most)
                 continue
-            steep = math.log(large / small)
+            steep = _log_ratio(large, small)
             start, end = max(small, least), min(large, most)
             total += (
                 width
                 * (
                     (end - start)
-                    + least * math.log(start / small)
-                    + (most * math.log(large / end) if large > most else 0.0)
+                    + least * _log_ratio(start, small)
+                    + (most * _log_ratio(large, end) if large > most else 0.0)
                 )
                 / steep
             )
