@@ -402,9 +402,11 @@ class Session:
         return self._report(verb(self._core))
 
     @exclusive
-    def exclusively(self, call: Callable[[Core], Any], *, broken_too: bool = False) -> Any:
-        """As `change`, for a call that reports nothing: its result. broken_too: also on a broken arena."""
-        self._passes.check_open(broken_too)
+    def exclusively(self, call: Callable[[Core], Any], *, always: bool = False) -> Any:
+        """As `change`, for a call that reports nothing: its result. always: also on a broken arena, and on a closed session,
+        which has no tenants."""
+        if not always:
+            self._passes.check_open()
         self._claim()
         return call(self._core)
 

@@ -86,7 +86,7 @@ child = os.fork()
 if child == 0:
     with remap.Session(40 * PAGE, page_bytes=PAGE) as own:
         mine = own.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=200))
-        own.remap("m", 2, 2)
+        remap.advanced.remap(own, "m", 2, 2)
         forward(own, mine, layers)
     del session, tenant
     sys.exit(0)

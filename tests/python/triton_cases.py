@@ -258,7 +258,7 @@ def test_the_runner_on_the_kernels(kind, attention, monkeypatch):
     tenant = tenant_for(model, blocks=8, max_blocks=60)
     tenant.flip = True
     session = FakeSession(tenant, move_every=2)
-    session.exclusively = lambda call, broken_too=False: None
+    session.exclusively = lambda call, always=False: None
     arguments = {"attention": "triton", "staging": "kernel"} if attention == "triton" else {}
     engine = LLMEngine(model, tenant, session=session, runner="gpu", max_num_seqs=3, max_batch_tokens=40, **arguments)
     assert engine.runner.attention.name == attention
