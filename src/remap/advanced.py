@@ -89,17 +89,17 @@ def settle(session: Session, name: str | None = None) -> None:
         if name is None:
             core.changes.await_worker()
 
-    session.exclusively(call, ended_too=True)
+    session.exclusively(call, always=True)
 
 
 def unsettled(session: Session) -> bool:
     """Whether a deferred re-pointing failed and waits to be tried again."""
-    return bool(session.exclusively(lambda core: core.changes.failed_points(), ended_too=True))
+    return bool(session.exclusively(lambda core: core.changes.failed_points(), always=True))
 
 
 def check(session: Session) -> None:
     """Verify all invariants of the arena and of every block pool. Raises AssertionError on a violation."""
-    session.exclusively(lambda core: check_books(core.arena, core.tenants), ended_too=True)
+    session.exclusively(lambda core: check_books(core.arena, core.tenants), always=True)
 
 
 def layer_address(session: Session, name: str, layer: int) -> int:
@@ -114,7 +114,7 @@ def layer_address(session: Session, name: str, layer: int) -> int:
             )
         return addresses[layer]
 
-    return int(session.exclusively(call, ended_too=True))
+    return int(session.exclusively(call, always=True))
 
 
 # -- ranges that others have registered ---------------------------------------------------------------------------------

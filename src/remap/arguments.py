@@ -106,8 +106,10 @@ def require_buffers(layers: object) -> list[memoryview]:
 
 
 def require_demands(demand: Any) -> Mapping[str, Demand]:
-    """All of a step's demands, before any is met; a number of blocks is a Demand. Raises InvalidArgument (fields field, value
-    and, for one of them, tenant)."""
+    """All of a step's demands, before any is met; a number of blocks is a Demand.
+
+    Raises InvalidArgument (fields field, value and, for one of them, tenant).
+    """
     if demand is None:
         return {}
     if not isinstance(demand, Mapping):

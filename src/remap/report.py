@@ -116,8 +116,7 @@ class StepReport:
     nothing has come of it yet, such as blocks that are to leave first, it is False too, and the reason says so.
 
     moved: tenant -> {old block id: new block id}: the engine patches its block tables before it uses any of them.
-    remapped: tenant -> layers' worth after the step. unmet_blocks: demand that no donor could meet. reason: one sentence a
-    tenant.
+    remapped: tenant -> layers' worth after the step. unmet_blocks: demand that no donor could meet. reason: one sentence each.
     """
 
     changed: bool = False

@@ -2,7 +2,7 @@
 
     per step   demand -> Controller.decide -> Planner -> Plan -> Executor.apply -> blocks usable -> settle
     settle     Prefetcher.configure (which copies are due) -> Executor.commit (regions are re-pointed by the worker)
-    between tenants   what one needs and others could give (offers.py) -> Controller.decide -> lending.py -> plans as above
+    between tenants   what one needs and others could give (offers.py) -> Controller.decide -> lend.py -> plans as above
 
 Blocks are usable when apply() returns: in aliased mode that is bookkeeping, without any backend call. Settling comes after
 that. If settling fails nothing is lost: `tenant.forward()` tries it again, and raises instead of beginning a pass.
@@ -17,8 +17,8 @@ never call Python.
 Interrupts: a call that an exception ends, KeyboardInterrupt included, has happened or has not; blocks that had moved by then are
 in the next report. Calls that consist of several changes may have stopped between two.
 
-On a GPU step() does not wait for the device: what it moves is ordered behind the tenant's compute stream (ordering.py;
-changes.py names the exceptions). attach, detach and close do wait, for this session's streams and the tenant's.
+On a GPU step() does not wait for the device: what it moves is ordered behind the tenant's compute stream (streams.py;
+apply.py names the exceptions). attach, detach and close do wait, for this session's streams and the tenant's.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Session:
     """One arena of physical pages on one device, holding weights and KV cache of any number of tenants.
 
     capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda", "cuda:N" or "sim:NAME"
-    (a named machine in virtual time, see devices.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
+    (a named machine in virtual time, see memory/device.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults, and no mapping
     changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else "aliased". page_bytes: a
     power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
@@ -231,7 +231,7 @@ class Session:
         self._check_name(name)
         self._device.require_bytes()
         require_module(model)
-        with self._host.taken() as host:
+        with self._host.taken(self._is_kept) as host:
             source = model_source(
                 model,
                 layers,
@@ -268,7 +268,7 @@ class Session:
         require_attach(name, priority, kv, controller, active)
         self._check_name(name)
         views = require_buffers(layers)
-        with self._host.taken() as host:
+        with self._host.taken(self._is_kept) as host:
             source = raw_source(views, host)
             return self._admit(source, name, priority, kv, controller, host, active)
 
@@ -302,8 +302,8 @@ class Session:
 
         demand: for each tenant, the blocks that its engine wants to be able to allocate now: a number, or a Demand from an engine
         with its own allocator. Raises InvalidArgument for an unknown tenant or what is neither and InvalidState inside a pass,
-        before anything changes; and the backend's error if nothing has changed by then. If something has, the report says
-        what, and its reason which error ended the step early.
+        before anything changes; and the backend's error if nothing has changed by then. If something has, the report says what,
+        and its reason which error ended the step early.
         """
         self._passes.check_open()
         wanted = require_demands(demand)
@@ -340,7 +340,7 @@ class Session:
     @exclusive
     @annotated("remap.activate")
     def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> ActivationReport:
-        """The tenant serves passes from now on: what it has lent comes home first (see activation.py). Between passes.
+        """The tenant serves passes from now on: what it has lent comes home first (see memory/activate.py). Between passes.
 
         alone: all other tenants become inactive (temporal sharing); otherwise they stay as they are (spatial sharing). Where
         live blocks of others lie in the way and have no room elsewhere, nothing changes but who is inactive, and the report
@@ -402,10 +402,10 @@ class Session:
         return self._report(verb(self._core))
 
     @exclusive
-    def exclusively(self, call: Callable[[Core], Any], *, ended_too: bool = False) -> Any:
-        """As `change`, for a call that reports nothing: its result. ended_too: also of a session that is closed or whose arena is
-        broken."""
-        if not ended_too:
+    def exclusively(self, call: Callable[[Core], Any], *, always: bool = False) -> Any:
+        """As `change`, for a call that reports nothing: its result. always: also on a broken arena, and on a closed session,
+        which has no tenants."""
+        if not always:
             self._passes.check_open()
         self._claim()
         return call(self._core)
@@ -525,11 +525,14 @@ class Session:
         made: list[Tenant] = []
 
         def handle(state: TenantState) -> Tenant:
-            made.append(Tenant(state, self._passes))
+            made.append(Tenant(state, self._passes, self))
             return made[-1]
 
-        self._arrivals.admit(source, name, priority, kv, controller or self._config, host, active, self.clock(), handle)
+        self._arrivals.admit(source, name, priority, kv, controller or self._config, host, active, self.clock, handle)
         return made[-1]
+
+    def _is_kept(self, host: HostMemory) -> bool:
+        return any(tenant.host is host for tenant in self._tenants.values())
 
     def _check_name(self, name: str) -> None:
         if name in self._tenants:

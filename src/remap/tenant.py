@@ -85,9 +85,11 @@ class Tenant:
     """Made by `Session.attach`. `forward`, `wait` and `done` belong to one thread at a time, the engine's; other threads' calls
     of the session may run beside them (locking.py)."""
 
-    def __init__(self, state: TenantState, passes: Passes) -> None:
+    def __init__(self, state: TenantState, passes: Passes, session: object) -> None:
+        """session: kept while the tenant is attached, since passes go on although nobody else keeps it."""
         self._state = state
         self._passes = passes
+        self._session: object = session
         self.number = state.number
         self.name = state.name
         self.priority = state.priority
@@ -145,6 +147,7 @@ class Tenant:
         if self.hooks is not None:
             self.hooks.remove()
         self.wait = self.done = _gone(self.name)
+        self._session = None
 
     @property
     def in_pass(self) -> bool:
@@ -166,12 +169,20 @@ class Tenant:
         return self._state.streaming
 
     def ready(self, layer: int) -> bool:
-        """Whether `wait` has nothing to wait for: all bytes of the layer are at its address, and nothing streams it."""
-        return bool(self._state.prefetcher.ready(layer))
+        """Whether `wait` has nothing to wait for: all bytes of the layer are at its address, and nothing streams it. Raises
+        InvalidState (field tenant) if the tenant was detached, or its session closed."""
+        return bool(self._copies().ready(layer))
 
     def stats(self) -> Any:
-        """Counts since attach, as of now: passes, copies, copied_bytes, copy_s, misses, stall_s, timed_bytes."""
-        return self._state.prefetcher.stats()
+        """Counts since attach, as of now: passes, copies, copied_bytes, copy_s, misses, stall_s, timed_bytes. Raises
+        InvalidState as `ready` does."""
+        return self._copies().stats()
+
+    def _copies(self) -> Any:
+        prefetcher = self._state.prefetcher
+        if prefetcher is None:
+            _gone(self.name)(0)
+        return prefetcher
 
     # -- what streams ----------------------------------------------------------------------------------------------
 

@@ -101,7 +101,7 @@ def test_frozen_recordings_give_the_same_tokens(kind, streaming, frozen):
     tenant = tenant_for(model, streaming is True, blocks=10, max_blocks=120)
     tenant.flip = streaming == "changing"
     session = FakeSession(tenant, move_every=3)
-    session.exclusively = lambda call, ended_too=False: None
+    session.exclusively = lambda call, always=False: None
     engine = LLMEngine(model, tenant, session=session, runner="gpu", max_num_seqs=5, max_batch_tokens=40)
     requests = requests_for(8)
     addresses = _fixed_addresses(engine.runner)
@@ -183,7 +183,7 @@ def test_recording_happens_between_passes_and_after_settling(frozen):
     log = []
 
     class Session:
-        def exclusively(self, call, ended_too=False):
+        def exclusively(self, call, always=False):
             log.append("settle")
 
     capture = frozen.capture

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 import remap
@@ -79,6 +82,24 @@ def test_a_tenant_that_has_left_holds_nothing(monkeypatch):
     assert rig.tenant.streaming is False
     with pytest.raises(remap.InvalidState):
         rig.tenant.wait(0)
+    for gone in (rig.tenant.stats, lambda: rig.tenant.ready(0)):
+        with pytest.raises(remap.InvalidState, match="was detached") as caught:
+            gone()
+        assert caught.value.fields["tenant"] == "m"
+
+
+def test_a_tenant_keeps_its_session_while_it_is_attached():
+    """Somebody may keep the model only, whose hooks keep the tenant: passes finish what a change has left all the same."""
+    rig = Rig(make("llama"))
+    rig.remap(2, 1)
+    tenant, session = rig.tenant, weakref.ref(rig.session)
+    del rig
+    gc.collect()
+    assert session() is not None
+    tenant.kv.subscribe(lambda added, withdrawn: None)
+    session().detach("m")
+    gc.collect()
+    assert session() is None and not tenant.in_pass
 
 
 @pytest.mark.parametrize("error", [None, KeyError])
@@ -92,3 +113,16 @@ def test_closing_inside_of_a_pass(error):
         if error is not None:
             raise error
     assert set(rig.session._backend.usage().values()) == {0}
+
+
+def test_looking_at_a_closed_session():
+    """There is nothing to settle, and the books of nobody agree: whoever looks behind a close needs no case of its own."""
+    rig = Rig(make("llama"))
+    rig.session.close()
+    remap.advanced.settle(rig.session)
+    remap.advanced.check(rig.session)
+    assert not remap.advanced.unsettled(rig.session)
+    with pytest.raises(remap.InvalidArgument, match="no tenant 'm'"):
+        remap.advanced.layer_address(rig.session, "m", 0)
+    with pytest.raises(remap.InvalidState, match="closed"):
+        remap.advanced.remap(rig.session, "m", 1)

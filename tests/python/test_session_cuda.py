@@ -870,3 +870,33 @@ def test_the_device_is_named_by_argument_or_environment(library: str, monkeypatc
     with pytest.raises(DriverError) as caught:
         remap.Session(4 * PAGE, page_bytes=PAGE)
     assert "/nowhere/libcuda.so.1" in str(caught.value)
+
+
+def test_an_interrupt_behind_attach_leaves_the_tenant_its_host_memory(
+    emulated: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attached is attached, though nobody was told: its copies read this memory, and it can be detached."""
+    real = remap.Session._admit
+
+    def interrupted(*arguments: Any) -> Any:
+        real(*arguments)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(remap.Session, "_admit", interrupted)
+    layers = make_layers([2, 2, 2], 1)
+    with remap.Session(40 * PAGE, page_bytes=PAGE, backend=_core.make_cuda_backend(library=emulated.path)) as session:
+        with pytest.raises(KeyboardInterrupt):
+            session.attach_bytes(layers, name="m", kv=make_spec(3, max_blocks=64))
+        assert set(session.snapshot().tenants) == {"m"}
+        assert session._backend.usage()["host_bytes"] >= sum(map(len, layers))
+        session.detach("m")
+        assert session._backend.usage()["host_bytes"] == 0
+
+
+def test_host_memory_can_be_given_back_again(emulated: Any) -> None:
+    """An interrupt can come when it has gone, and that the tenant has gone is not noted."""
+    with remap.Session(40 * PAGE, page_bytes=PAGE, backend=_core.make_cuda_backend(library=emulated.path)) as session:
+        session.attach_bytes(make_layers([2, 2, 2], 1), name="m", kv=make_spec(3, max_blocks=64))
+        host = session._tenants["m"].host
+        session.detach("m")
+        session._host.give_back(host)

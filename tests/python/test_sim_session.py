@@ -226,6 +226,15 @@ def test_idle_times_are_virtual() -> None:
         assert session.clock() == 100.0
 
 
+def test_a_tenant_has_not_been_idle_while_it_was_attached() -> None:
+    """Copying its weights takes longer than the reload of one layer, which it must have been idle for before it gives."""
+    made = backend()
+    session, tenant = small(made)
+    with session:
+        assert made.now > 0.0
+        assert tenant._state.last_pass_s == session.clock()
+
+
 def test_there_are_no_tensors_over_memory_without_bytes_and_no_pass_without_a_stream() -> None:
     made = backend()
     session, tenant = small(made)

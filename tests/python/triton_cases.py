@@ -24,7 +24,7 @@ from remap.engine import LLMEngine
 from remap.engine import gpu_runner as runner_module
 from remap.engine.fused_triton import FusedLlama, rms_norm, rotate_, silu_mul
 from remap.engine.models import LlamaLike
-from remap.engine.paged_triton import INTERPRETED, decode_splits, paged_decode, write_kv
+from remap.engine.paged_triton import INTERPRETED, decode_attention_bytes, decode_splits, paged_decode, write_kv
 from remap.engine.prefill_triton import paged_prefill, prefill_config, prefill_tiles
 from remap.errors import InvalidArgument
 
@@ -172,6 +172,9 @@ def test_splits_fill_the_machine_and_cut_long_contexts():
     assert decode_splits(64, 8, 16384, 132) == 4
     for batch in (1, 3, 9, 300):
         assert 1 <= decode_splits(batch, 3, 10**6, 132) <= 32
+    assert decode_attention_bytes([10, 1], heads=8, kv_heads=2, head_dim=64, itemsize=2) == 2 * 64 * (
+        2 * 2 * 11 + 2 * 8 * 2
+    )
 
 
 def test_shapes_that_do_not_fit_are_refused():
@@ -255,7 +258,7 @@ def test_the_runner_on_the_kernels(kind, attention, monkeypatch):
     tenant = tenant_for(model, blocks=8, max_blocks=60)
     tenant.flip = True
     session = FakeSession(tenant, move_every=2)
-    session.exclusively = lambda call, ended_too=False: None
+    session.exclusively = lambda call, always=False: None
     arguments = {"attention": "triton", "staging": "kernel"} if attention == "triton" else {}
     engine = LLMEngine(model, tenant, session=session, runner="gpu", max_num_seqs=3, max_batch_tokens=40, **arguments)
     assert engine.runner.attention.name == attention

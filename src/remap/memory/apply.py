@@ -13,7 +13,7 @@ can be interrupted and called again; it runs when a call ends with an exception,
 (locking.exclusive). What was decided and not settled is the core's to say as well (Executor.undecided), never the epoch's, which
 other calls advance. Listeners are told when nothing is open any more: they may call the session.
 
-A tenant that computes on a stream (ordering.py) may have work on it that reads what a plan takes away. The host does not wait
+A tenant that computes on a stream (streams.py) may have work on it that reads what a plan takes away. The host does not wait
 for that: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to the copies and to
 the re-pointing worker. Three changes do wait: one that takes back what an earlier one gave, until the worker is
 through with that; one that moves the ring, which unmaps something inside apply(), for copies in flight; and all of them in

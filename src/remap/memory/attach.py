@@ -81,7 +81,7 @@ class Arrivals:
         config: ControllerConfig,
         host: HostMemory | None,
         active: bool,
-        now: float,
+        clock: Callable[[], float],
         handle: Callable[[TenantState], Handle],
     ) -> TenantState:
         """A new tenant of the session. host: the page-locked memory that its master copies are in, if they are; it is the
@@ -96,7 +96,7 @@ class Arrivals:
         try:
             tenant = self._place(arrival, priority, kv, config, host)
             tenant.active = active
-            tenant.last_pass_s = now
+            tenant.last_pass_s = clock()  # now: while its weights were copied it was not idle
             tenant.handle = handle(tenant)
             arrival.installing = True
             source.install(tenant.addresses, tenant.rest_address, tenant.handle)

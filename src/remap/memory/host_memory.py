@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +93,9 @@ class HostMemories:
         self._held: list[HostMemory] = []
 
     @contextmanager
-    def taken(self) -> Iterator[HostMemory | None]:
-        """Memory for a tenant to be, given back if the block raises; None where a device needs none."""
+    def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory | None]:
+        """Memory for a tenant to be, given back if the block raises, unless somebody has `kept` it by then: an interrupt can come
+        when the tenant is attached already. None where a device needs none."""
         if not self._device.cuda:
             yield None
             return
@@ -104,18 +105,20 @@ class HostMemories:
             yield host
         except BaseException:
             # Whatever it was, an interrupt included. It goes on to the caller.
-            self.give_back(host)
+            if not kept(host):
+                self.give_back(host)
             raise
 
     def give_back(self, host: HostMemory | None) -> None:
-        """What the backend does not take now is kept for `close`: the tenant is gone all the same."""
+        """What the backend does not take now is kept for `close`: the tenant is gone all the same. Can be called again."""
         if host is None:
             return
         try:
             host.release()
         except Error:
             return
-        self._held.remove(host)
+        if host in self._held:
+            self._held.remove(host)
 
     def close(self) -> None:
         """Give everything back. Raises the backend's error; it can be called again."""

@@ -155,7 +155,7 @@ class Passes:
         else:
             timing.abandoned += 1  # without a shape its time teaches nothing
         for timed, seconds, stall_s in tenant.prefetcher.take_timings():
-            compute_s = timing.take(tenant.prefetcher, timed, seconds, stall_s)
+            compute_s = timing.take(tenant.prefetcher.stats(), timed, seconds, stall_s)
             if compute_s is not None and not tenant.by_hand:
                 self._stalls.add(
                     tenant.number,

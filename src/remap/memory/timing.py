@@ -43,15 +43,15 @@ class PassTimes:
         """Pass `number` was of this shape; its times come now or, from a stream, passes later."""
         self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
 
-    def take(self, prefetcher: Any, number: int, seconds: float, stall_s: float) -> float | None:
-        """One timed pass: its seconds of computation, which are learnt; None if its shape is not known."""
+    def take(self, stats: Any, number: int, seconds: float, stall_s: float) -> float | None:
+        """One timed pass: its seconds of computation, which are learnt; None if its shape is unknown. stats: the prefetcher's."""
         while self._shapes and self._shapes[0][0] < number:
             self._shapes.popleft()
         if not self._shapes or self._shapes[0][0] != number:
             return None
         _, kind, count = self._shapes.popleft()
         compute_s = max(0.0, seconds - stall_s)
-        self._learn(prefetcher.stats(), kind, count, compute_s)
+        self._learn(stats, kind, count, compute_s)
         return compute_s
 
     def _learn(self, stats: Any, kind: Phase, tokens: int, compute: float) -> None:
