@@ -8,11 +8,10 @@ from __future__ import annotations
 import logging
 
 from remap.kv.spec import KVSpec
-from remap.policy import schedule
 from remap.policy.controller import ControllerConfig, Demand
 from remap.report import Snapshot, StallShare, StepReport, TenantSnapshot
 
-from . import advanced
+from . import advanced, schedule
 from .entry import attach
 from .errors import (
     ArenaBroken,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import math
 import sys
 from pathlib import Path
@@ -281,3 +282,9 @@ def test_numpy_arguments() -> None:
     compute = numpy.ones(N)
     assert period(compute, numpy.float32(4.0), numpy.array(uniform(N, 9, 1)), 1) == 50.0
     assert max_remapped(compute, numpy.full(N, 4.0)) == (8, 2)
+
+
+def test_it_is_imported_under_its_public_name() -> None:
+    """`import remap.schedule` failed when the module had moved: only the attribute was left."""
+    public, inside = (importlib.import_module(name) for name in ("remap.schedule", "remap.policy.schedule"))
+    assert public.__all__ and all(getattr(public, name) is getattr(inside, name) for name in public.__all__)
