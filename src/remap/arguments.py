@@ -6,11 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, cast
 
+from remap.config import ControllerConfig, is_count, refuse
+from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec
 from remap.policy.views import Demand
-
-from .config import ControllerConfig, is_count, refuse
-from .errors import InvalidArgument
 
 __all__ = [
     "ADDRESSES",

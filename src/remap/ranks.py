@@ -21,12 +21,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from remap.errors import ArenaBroken, Error, InvalidArgument, InvalidState
 from remap.policy.controller import Demand
+from remap.session import Session
+from remap.tenant import Tenant
 
 from . import advanced
-from .errors import ArenaBroken, Error, InvalidArgument, InvalidState
-from .session import Session
-from .tenant import Tenant
 
 __all__ = ["Group", "Rank", "Report", "ids", "runs"]
 

@@ -29,7 +29,20 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
+from remap import _core
+from remap.arguments import (
+    ADDRESSES,
+    require,
+    require_attach,
+    require_buffers,
+    require_demands,
+    require_module,
+    require_options,
+)
+from remap.config import is_amount, refuse
+from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec
+from remap.locking import Moved, SessionLock, exclusive
 from remap.memory import device as devices
 from remap.memory.activate import ActivationReport, activate, deactivate
 from remap.memory.apply import Changes
@@ -47,30 +60,15 @@ from remap.memory.state import TenantState
 from remap.memory.step import Entries, Steps
 from remap.memory.streams import Streams
 from remap.model.source import LayerSource, model_source, raw_source
+from remap.nvtx import annotated
 from remap.policy.controller import ControllerConfig, Demand
 from remap.report import Snapshot, StepReport
-
-from . import _core
-from .arguments import (
-    ADDRESSES,
-    require,
-    require_attach,
-    require_buffers,
-    require_demands,
-    require_module,
-    require_options,
-)
-from .config import is_amount, refuse
-from .errors import InvalidArgument
-from .locking import Moved, SessionLock, exclusive
-from .nvtx import annotated
-from .sizes import parse_size
-from .tenant import Tenant
+from remap.sizes import parse_size
+from remap.tenant import Tenant
 
 __all__ = ["Session"]
 
 _UNCHANGED = StepReport()
-_NO_DEMAND = Demand(0)
 
 
 def _memory(device: devices.Device, arena: Any, address: int, nbytes: int) -> Any:
