@@ -192,7 +192,7 @@ class Rig:
         self.session.close()
 
     def remap(self, layers: int, buffers: int = 1, selection: str = "uniform") -> Any:
-        """`session.remap`, then every invariant; live blocks are followed to where they moved."""
+        """`advanced.remap`, then every invariant; live blocks are followed to where they moved."""
         report = remap.advanced.remap(self.session, "m", layers, buffers, selection)
         moved = report.moved.get("m", {})
         self.live = {moved.get(block, block): data for block, data in self.live.items()}

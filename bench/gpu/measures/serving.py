@@ -79,7 +79,7 @@ def choose(ctx: Context) -> Shape:
 
 @dataclass(frozen=True)
 class Choice:
-    """Arguments of `session.remap`. layers: 0 if a pass would wait too long for the smallest part of any layer."""
+    """Arguments of `advanced.remap`. layers: 0 if a pass would wait too long for the smallest part of any layer."""
 
     layers: float
     buffers: int

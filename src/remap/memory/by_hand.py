@@ -1,4 +1,4 @@
-"""The controller's verbs by hand: `Session.remap` and `Session.lend`, for tests, ablations and people.
+"""The controller's verbs by hand: `advanced.remap` and `advanced.lend`, for tests, ablations and people.
 
 Called with the session's lock held, outside of passes.
 """
@@ -24,7 +24,7 @@ __all__ = ["check_by_hand", "lend_by_hand", "remap_by_hand"]
 
 
 def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any) -> None:
-    """Raises InvalidArgument and InvalidState as `Session.remap` says."""
+    """Raises InvalidArgument and InvalidState as `advanced.remap` says."""
     if selection not in ("uniform", "nested", "slices"):
         raise InvalidArgument(
             f"selection must be 'uniform', 'nested' or 'slices', got {selection!r}; nothing changed",
@@ -56,7 +56,7 @@ def remap_by_hand(
     selection: str,
     drain: bool = False,
 ) -> Entries:
-    """`Session.remap`, checked already. Returns the entries of its report."""
+    """`advanced.remap`, checked already. Returns the entries of its report."""
     before = tenant.kv.usable_blocks
     reason = f"{layers} layers by hand"
     draining = drain and tenant.draining_target == (layers, buffers)
@@ -93,7 +93,7 @@ def remap_by_hand(
 def lend_by_hand(
     changes: Changes, lending: Lending, tenant: TenantState, layers: int, buffers: int, receiver: TenantState | None
 ) -> Entries:
-    """`Session.lend`, checked already. Returns the entries of its report."""
+    """`advanced.lend`, checked already. Returns the entries of its report."""
     report: Entries = {}
     buffers = tenant.buffers or buffers
     if layers < tenant.remapped:
