@@ -153,7 +153,7 @@ class RawTenant:
         page_bytes: int = 2 << 20,
         copy_threads: int = 1,
         traced: bool = False,
-        controller: remap.ControllerConfig | None = None,
+        config: remap.advanced.Knobs | None = None,
         copy_chunk_bytes: int = 0,
     ) -> None:
         rng = np.random.default_rng(layers)
@@ -181,7 +181,7 @@ class RawTenant:
             capacity,
             page_bytes=page_bytes,
             backend=backend,
-            controller=controller,
+            config=config,
             copy_threads=copy_threads,
             copy_chunk_bytes=copy_chunk_bytes,
         )

@@ -28,8 +28,8 @@ class SharedTenants:
         pages: int,
         page_bytes: int,
         *,
-        controller: remap.ControllerConfig | None = None,
-        controllers: Mapping[str, remap.ControllerConfig] | None = None,
+        config: remap.advanced.Knobs | None = None,
+        controllers: Mapping[str, remap.advanced.Knobs] | None = None,
         inactive: tuple[str, ...] = (),
         first_blocks: int = FIRST_BLOCKS,
     ) -> None:
@@ -45,7 +45,7 @@ class SharedTenants:
             min_blocks=first_blocks,
             max_blocks=capacity // block_bytes + 1,
         )
-        self.session = remap.Session(capacity, page_bytes=page_bytes, controller=controller)
+        self.session = remap.Session(capacity, page_bytes=page_bytes, config=config)
         self.masters: dict[str, list[np.ndarray]] = {}
         self.tenants: dict[str, remap.Tenant] = {}
         self.held: dict[str, list[int]] = {name: [] for name in names}
@@ -53,7 +53,7 @@ class SharedTenants:
             rng = np.random.default_rng(index)
             self.masters[name] = [rng.integers(0, 256, self.layer_bytes, dtype=np.uint8) for _ in range(layers)]
             self.tenants[name] = self.session.attach_bytes(
-                self.masters[name], name=name, kv=spec, controller=(controllers or {}).get(name)
+                self.masters[name], name=name, kv=spec, config=(controllers or {}).get(name)
             )
         for name in names:
             self.fill(name)

@@ -30,7 +30,7 @@ LAYERS = 16
 PAGES, PAGE = 4, 2 << 20
 COMPUTE_S = {"hidden": 0.002, "late": 0.0003}
 BLOCK_BYTES = 2 * LAYERS * TOKENS * HEAD_DIM * 2
-STILL = remap.ControllerConfig(headroom_blocks=0, dwell=10**9, min_idle=0.0)
+STILL = remap.advanced.Knobs(reserve_blocks=0, dwell=10**9, min_idle=0.0)
 TAIL = 64
 ROUNDS = 12
 
@@ -60,7 +60,7 @@ class Clock:
 
 
 def _world(first_blocks: int, compute_s: float = 0.0003) -> SharedTenants:
-    world = SharedTenants(("donor", "holder"), LAYERS, PAGES, PAGE, controller=STILL, first_blocks=first_blocks)
+    world = SharedTenants(("donor", "holder"), LAYERS, PAGES, PAGE, config=STILL, first_blocks=first_blocks)
     remap.advanced.remap(world.session, "donor", LAYERS - 1)
     for _ in range(
         24

@@ -41,8 +41,8 @@ class World:
 
     def __init__(self) -> None:
         capacity = (LARGE_LAYERS * LARGE_PAGES + SMALL_LAYERS * SMALL_PAGES + 64) * PAGE
-        config = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, slowdown=100.0)
-        self.session = remap.Session(capacity, "cuda:0", page_bytes=PAGE, controller=config)
+        config = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=0, slowdown=100.0)
+        self.session = remap.Session(capacity, "cuda:0", page_bytes=PAGE, config=config)
         self.large = self._attach("large", LARGE_LAYERS, LARGE_PAGES)
         self.small = self._attach("small", SMALL_LAYERS, SMALL_PAGES)
         self.passes(self.large, LARGE_LAYERS, 2)

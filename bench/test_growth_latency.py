@@ -21,7 +21,7 @@ ROUNDS = 60
 PAGE = 64 << 10
 SIZES = {"7 pages": (12, 7 * PAGE), "208 pages": (8, 208 * PAGE)}
 # No reserve, so that the demand alone says how many layers move.
-CONFIG = remap.ControllerConfig(headroom_blocks=0)
+CONFIG = remap.advanced.Knobs(reserve_blocks=0)
 
 
 class Growth:
@@ -93,7 +93,7 @@ class Growth:
 @pytest.mark.parametrize("size", SIZES)
 def test_growth(benchmark, size, kind, count):
     layers, layer_bytes = SIZES[size]
-    with RawTenant(layers, layer_bytes, page_bytes=PAGE, traced=True, controller=CONFIG) as raw:
+    with RawTenant(layers, layer_bytes, page_bytes=PAGE, traced=True, config=CONFIG) as raw:
         growth = Growth(raw, int(kind == "next"), count, compute_s=0.001 if layer_bytes < 1 << 20 else 0.010)
         growth.reset()
         growth.grow()  # warms the bound

@@ -26,13 +26,13 @@ ITERATIONS = 20
 NEVER = 10**9
 COMPUTE_S = 0.0002
 # No reserve, so that the demand alone says what moves; nothing comes home by itself, unless a test is about that.
-STILL = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0)
-KEEPS = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0, lends=False)
+STILL = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0)
+KEEPS = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0, lends=False)
 
 
 def _world(size: str, **more) -> SharedTenants:
     pages, page = SIZES[size]
-    world = SharedTenants(("one", "two", "three"), LAYERS, pages, page, **{"controller": STILL, **more})
+    world = SharedTenants(("one", "two", "three"), LAYERS, pages, page, **{"config": STILL, **more})
     world.warm(COMPUTE_S)
     for tenant in world.tenants.values():
         # A copy takes four layers' computation: about a quarter of the layers can be hidden.
@@ -82,8 +82,8 @@ def test_step_while_a_return_is_paid_for(benchmark, size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_step_where_nobody_can_give(benchmark, size):
-    config = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0, cap=2)
-    with _world(size, controller=config, inactive=("three",)) as world:
+    config = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0, max_layers=2)
+    with _world(size, config=config, inactive=("three",)) as world:
         for _ in range(8):
             world.step(one=10_000, two=0)
         world.fill("one")
@@ -119,7 +119,7 @@ def test_growth_by_layers_of_others(benchmark, size, donor):
     """Two layers' worth of blocks, which one other tenant gives."""
     inactive = ("two", "three") if donor == "inactive" else ()
     # Its own layers would do as well; that they stay makes the donor's the only ones.
-    cap = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0, cap=0)
+    cap = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=0, dwell=NEVER, min_idle=0.0, max_layers=0)
     with _world(size, inactive=inactive, controllers={"one": cap}) as world:
         one, others = world.tenants["one"], [world.tenants["two"], world.tenants["three"]]
         wanted = int(2 * one._state.blocks_per_layer) - 1
@@ -188,7 +188,7 @@ def _give_back_idle(world: SharedTenants) -> None:
 @pytest.mark.parametrize("size", SIZES)
 def test_a_lent_layer_comes_home(benchmark, size):
     """The holder's blocks are free: one layer of the inactive tenant is paid for in this step."""
-    soon = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, dwell=1, contention=1e6, min_idle=0.0)
+    soon = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=0, dwell=1, contention=1e6, min_idle=0.0)
     with _world(size, inactive=("two", "three"), controllers={"three": soon}) as world:
         three = world.tenants["three"]
         demand = {"one": remap.Demand(blocks=0)}
@@ -208,7 +208,7 @@ def test_a_lent_layer_comes_home(benchmark, size):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_an_own_layer_comes_home(benchmark, size):
-    soon = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=0, dwell=1, contention=1e6, min_idle=0.0)
+    soon = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=0, dwell=1, contention=1e6, min_idle=0.0)
     with _world(size, inactive=("two", "three"), controllers={"one": soon}) as world:
         one = world.tenants["one"]
         demand = {"one": remap.Demand(blocks=0)}

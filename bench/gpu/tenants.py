@@ -57,7 +57,7 @@ class DeviceTenant:
         layer_bytes: int,
         *,
         page_bytes: int = PAGE,
-        controller: remap.ControllerConfig | None = None,
+        config: remap.advanced.Knobs | None = None,
         spare_bytes: int = 0,
         masters: list[np.ndarray] | None = None,
         session: Mapping[str, Any] | None = None,
@@ -83,7 +83,7 @@ class DeviceTenant:
             device="cuda:0",
             page_bytes=page_bytes,
             backend=backend,
-            controller=controller,
+            config=config,
             **(session or {}),
         )
         try:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 
+from remap.config import Config
 from remap.kv.spec import KVSpec
-from remap.policy.controller import ControllerConfig, Demand
+from remap.policy.views import Demand
 from remap.report import Snapshot, StallShare, StepReport, TenantSnapshot
 
 from . import advanced, schedule
@@ -35,7 +36,7 @@ logging.getLogger("remap").addHandler(logging.NullHandler())
 
 __all__ = [
     "ArenaBroken",
-    "ControllerConfig",
+    "Config",
     "Demand",
     "DriverError",
     "Error",

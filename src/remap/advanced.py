@@ -11,6 +11,7 @@ Each is one call of the session (see `Session` for threads and interrupts): it h
 from __future__ import annotations
 
 from remap.arguments import require, require_range
+from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
@@ -20,6 +21,7 @@ from remap.report import StepReport
 from remap.session import Session
 
 __all__ = [
+    "Knobs",
     "check",
     "declare_registered",
     "layer_address",

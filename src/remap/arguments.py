@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, cast
 
-from remap.config import ControllerConfig, is_count, refuse
+from remap.config import Config, is_count, refuse
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec
 from remap.policy.views import Demand
@@ -37,12 +37,12 @@ def require(name: str, value: object, kinds: type | tuple[type, ...], expected: 
     )
 
 
-def require_attach(name: object, priority: object, kv: object, controller: object, active: object) -> None:
+def require_attach(name: object, priority: object, kv: object, config: object, active: object) -> None:
     """What `Session.attach` and `attach_bytes` have in common."""
     require("name", name, str, "the tenant's name, a str")
     require("priority", priority, int, "an int")
     require("kv", kv, KVSpec, "a KVSpec")
-    require("controller", controller, (ControllerConfig, type(None)), "a ControllerConfig, or None for the session's")
+    require("config", config, (Config, type(None)), "a remap.Config, or None for the session's")
     require("active", active, bool, "True or False")
 
 

@@ -49,7 +49,7 @@ class TenantSnapshot:
     free_blocks: int
     live_blocks: int
     withdrawn_blocks: int
-    headroom_blocks: int  # the low watermark L, as of the last step
+    reserve_blocks: int  # the low watermark L, as of the last step
     loading: tuple[int, ...]  # layers for which a pass would have to look: streamed, loading, or being re-pointed
     passes: int
     copies: int
@@ -72,7 +72,7 @@ class StallShare:
     those of tenants that are inactive now, or that were remapped by hand (nobody has bounded those). All are 0 before the first.
 
     predicted: what each pass's certificate said that it would wait, at its tenant's last change; a certificate is made as if the
-    tenant had the link for itself. seen: for how long they did wait. allowed: ControllerConfig.slowdown times the pass's
+    tenant had the link for itself. seen: for how long they did wait. allowed: Config.slowdown times the pass's
     computation, or its certificate where that is more (an activation that was to serve at once). Where seen exceeds allowed by
     more than 0.05 over at least 64 passes, the logger "remap.stall" warns, once a session (the record's attribute `stall` is
     this object).

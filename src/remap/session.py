@@ -39,7 +39,7 @@ from remap.arguments import (
     require_module,
     require_options,
 )
-from remap.config import is_amount, refuse
+from remap.config import Config, Knobs, is_amount, refuse
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec
 from remap.locking import Moved, SessionLock, exclusive
@@ -61,7 +61,7 @@ from remap.memory.step import Entries, Steps
 from remap.memory.streams import Streams
 from remap.model.source import LayerSource, model_source, raw_source
 from remap.nvtx import annotated
-from remap.policy.controller import ControllerConfig, Demand
+from remap.policy.views import Demand
 from remap.report import Snapshot, StepReport
 from remap.sizes import parse_size
 from remap.tenant import Tenant
@@ -113,7 +113,7 @@ class Session:
         page_bytes: int | str = "2MiB",
         copy_chunk_bytes: int | str | None = None,
         backend: Any = None,
-        controller: ControllerConfig | None = None,
+        config: Config | None = None,
         copy_threads: int = 1,
         shareable: str = "none",
         gpu_direct_rdma: bool = False,
@@ -126,7 +126,7 @@ class Session:
         if mode not in ("aliased", "strict"):
             raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
         require("backend", backend, (_core.Backend, type(None)), "a backend of remap's, or None")
-        require("controller", controller, (ControllerConfig, type(None)), "a ControllerConfig, or None")
+        require("config", config, (Config, type(None)), "a remap.Config, or None")
         require("copy_threads", copy_threads, int, "an int of at least 1")
         if not 0 <= copy_threads < ADDRESSES:  # the backend says how many it has at most
             raise refuse("copy_threads", copy_threads, "an int of at least 1")
@@ -155,7 +155,7 @@ class Session:
         self.clock = self._device.clock
         self._streams = Streams(self._backend, self._device.simulator)
         self._host = HostMemories(self._backend, self._device)
-        self._config = controller or ControllerConfig()
+        self._config = Knobs.of(config or Config())
         self._tenants: dict[str, TenantState] = {}
         self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
         self._changes = Changes(self._streams, self._arena, self._executor)
@@ -195,7 +195,7 @@ class Session:
         mutable: Sequence[str] = (),
         weights: Any = None,
         names: Mapping[str, str] | None = None,
-        controller: ControllerConfig | None = None,
+        config: Config | None = None,
         active: bool = True,
         extra_layers: Sequence[Any] = (),
         embedding: str = "device",
@@ -204,7 +204,7 @@ class Session:
         """Move a torch model's tensors into the arena and give it a KV cache.
 
         priority: of tenants that compete, the one with the larger number is served first and gives last. active: whether it may
-        serve passes at once (see `activate`). controller: its own settings, by default the session's. extra_layers: modules, or
+        serve passes at once (see `activate`). config: its own settings, by default the session's. extra_layers: modules, or
         their paths ("lm_head"), that stream like layers although they have no KV: number n, n + 1, ... for wait and done.
         embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
 
@@ -224,7 +224,7 @@ class Session:
         LimitExceeded (page-locked memory, or more than 2**26 blocks); nothing changes then.
         """
         self._passes.check_open()
-        require_attach(name, priority, kv, controller, active)
+        require_attach(name, priority, kv, config, active)
         require_options(layers, mutable, weights, names, extra_layers, hooks)
         self._check_name(name)
         self._device.require_bytes()
@@ -244,7 +244,7 @@ class Session:
                 embedding=embedding,
                 hooks=hooks,
             )
-            return self._admit(source, name, priority, kv, controller, host, active)
+            return self._admit(source, name, priority, kv, config, host, active)
 
     @exclusive
     def attach_bytes(
@@ -254,7 +254,7 @@ class Session:
         name: str = "model",
         priority: int = 0,
         kv: KVSpec,
-        controller: ControllerConfig | None = None,
+        config: Config | None = None,
         active: bool = True,
     ) -> Tenant:
         """As `attach`, for an engine without torch: one buffer of bytes a layer, which stays alive as the master copy.
@@ -263,12 +263,12 @@ class Session:
         `remap.advanced.layer_address(session, name, i)` says where layer i lives.
         """
         self._passes.check_open()
-        require_attach(name, priority, kv, controller, active)
+        require_attach(name, priority, kv, config, active)
         self._check_name(name)
         views = require_buffers(layers)
         with self._host.taken(self._is_kept) as host:
             source = raw_source(views, host)
-            return self._admit(source, name, priority, kv, controller, host, active)
+            return self._admit(source, name, priority, kv, config, host, active)
 
     @exclusive
     def detach(self, name: str, *, device: Any = None) -> None:
@@ -516,7 +516,7 @@ class Session:
         name: str,
         priority: int,
         kv: KVSpec,
-        controller: ControllerConfig | None,
+        config: Config | None,
         host: HostMemory | None,
         active: bool,
     ) -> Tenant:
@@ -526,7 +526,17 @@ class Session:
             made.append(Tenant(state, self._passes, self))
             return made[-1]
 
-        self._arrivals.admit(source, name, priority, kv, controller or self._config, host, active, self.clock, handle)
+        self._arrivals.admit(
+            source,
+            name,
+            priority,
+            kv,
+            self._config if config is None else Knobs.of(config),
+            host,
+            active,
+            self.clock,
+            handle,
+        )
         return made[-1]
 
     def _is_kept(self, host: HostMemory) -> bool:

@@ -18,9 +18,7 @@ import remap
 PAGE = 4096
 # Layers come home as soon as there is room, and streaming may cost anything: what is tested is that both happen. Reserves are
 # fixed, since those that are derived depend on how fast the machine is just now.
-EAGER = remap.ControllerConfig(
-    slowdown=1e4, map_s=1e-9, contention=1.0, dwell=1, headroom_blocks=2, hysteresis_blocks=2
-)
+EAGER = remap.advanced.Knobs(slowdown=1e4, map_s=1e-9, contention=1.0, dwell=1, reserve_blocks=2, hysteresis_blocks=2)
 SHAPE = {
     "vocab_size": 101, "num_hidden_layers": 4, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2, "hidden_size": 64, "intermediate_size": 160, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -88,7 +86,7 @@ class Watched:
 @contextmanager
 def watched(model: Any, spare: int = 52, **options: Any) -> Any:
     """`remap.attach` with `spare` pages beside the weights, small pages and blocks of 4 tokens. Looks whenever layers wait."""
-    options = {"controller": EAGER, "block_tokens": 4, "session_options": {"page_bytes": PAGE}, **options}
+    options = {"config": EAGER, "block_tokens": 4, "session_options": {"page_bytes": PAGE}, **options}
     with pytest.raises(remap.OutOfMemory) as short:
         remap.attach(model, PAGE, **options)
     with remap.attach(model, short.value.minimum_bytes + spare * PAGE, **options) as attached:

@@ -15,7 +15,7 @@ from remap.policy.cost import LayerTimes
 
 PAGE, N, LAYER = 16384, 8, 3  # bytes; layers; pages of a layer
 BYTES = LAYER * PAGE - 100
-PLAIN = {"headroom_blocks": 0, "hysteresis_blocks": 0}
+PLAIN = {"reserve_blocks": 0, "hysteresis_blocks": 0}
 
 
 def spec(layout="block_major", min_blocks=4, max_blocks=64):
@@ -33,8 +33,8 @@ class World:
         pages = N * LAYER + 4 + spare
         self.backend = _core.make_trace_backend(make_backend(pages * PAGE, PAGE))
         self.session = remap.Session(pages * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend)
-        config = config or remap.ControllerConfig(**PLAIN)
-        self.tenant = self.session.attach_bytes(self.data, name="m", kv=kv or spec(), controller=config)
+        config = config or remap.advanced.Knobs(**PLAIN)
+        self.tenant = self.session.attach_bytes(self.data, name="m", kv=kv or spec(), config=config)
         self.kv = self.tenant.kv
         if times is not None:
             self.tenant._state.timing.decode = lambda: times

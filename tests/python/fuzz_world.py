@@ -77,8 +77,8 @@ def make_walk(seed: str, kind: str, turns: int = TURNS) -> dict[str, Any]:
         "buffers": rng.choice([1, 2, "auto"]),
         "dwell": rng.choice([1, 1, 4]),
         "min_idle": rng.choice([0.0, 1.0]),
-        "ttft_budget_s": rng.choice([0.0, 1e9]),
-        "headroom_blocks": rng.choice([None, 0, 2]),
+        "ttft_s": rng.choice([0.0, 1e9]),
+        "reserve_blocks": rng.choice([None, 0, 2]),
         "hysteresis_blocks": rng.choice([None, 0]),
         "contention": rng.choice([0.0, 0.1, 9.0]),
         "slowdown": rng.choice([0.02, 5.0]),
@@ -128,11 +128,11 @@ def make_tenant(rng: random.Random, page: int) -> dict[str, Any]:
     if rng.random() < 0.5:
         tenant["config"] = {
             "selection": rng.choice(["nested", "uniform", "slices", "auto"]),
-            "cap": rng.choice([None, 0, 1, 2, 5]),
+            "max_layers": rng.choice([None, 0, 1, 2, 5]),
             "buffers": rng.choice([1, 2, "auto"]),
             "lends": rng.random() < 0.9,
             "dwell": 1,
-            "headroom_blocks": rng.choice([None, 0, 3]),
+            "reserve_blocks": rng.choice([None, 0, 3]),
             "hysteresis_blocks": 0,
             "slowdown": rng.choice([0.0, 0.02, 5.0]),
         }
@@ -202,10 +202,10 @@ class Engine:
         self.base = 1 + number % RANGES * SHARE
         self.data = [self._bytes(index, nbytes) for index, nbytes in enumerate(made["layers"])]
         spec = remap.KVSpec(**made["kv"])
-        config = remap.ControllerConfig(**made["config"]) if "config" in made else None
+        config = remap.advanced.Knobs(**made["config"]) if "config" in made else None
         with with_head(made["headed"]):
             self.tenant = world.session.attach_bytes(
-                self.data, name=name, priority=made["priority"], kv=spec, controller=config, active=made["active"]
+                self.data, name=name, priority=made["priority"], kv=spec, config=config, active=made["active"]
             )
         layers = len(self.data)
         times = LayerTimes((made["times"][0],) * layers, (made["times"][1],) * layers)
@@ -361,7 +361,7 @@ class World:
             page_bytes=walk["page"],
             mode=walk["mode"],
             backend=self.backend,
-            controller=remap.ControllerConfig(**walk["config"]),
+            config=remap.advanced.Knobs(**walk["config"]),
         )
         self.session.clock = self.session._offers._clock = self.session._passes._clock = lambda: self.now
         self.engines: dict[str, Engine] = {}

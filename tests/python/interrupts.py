@@ -165,13 +165,13 @@ def _forget_frames(error: BaseException | None) -> None:
 
 # Returns are worth it, nothing is kept in reserve: what a step does is known.
 CONFIG: dict[str, Any] = {
-    "headroom_blocks": 0,
+    "reserve_blocks": 0,
     "hysteresis_blocks": 0,
     "min_idle": 0.0,
     "map_s": 0.0,
     "contention": 9.0,
     "dwell": 1,
-    "ttft_budget_s": 1e9,
+    "ttft_s": 1e9,
     "reversion": False,
 }
 
@@ -286,10 +286,8 @@ class World:
         self.mode = mode
         total = 6 * 2 + 5 * 2 + 2 + 2 + spare
         self.backend = _core.make_fault_backend(make_backend(total * PAGE, PAGE))
-        settings = remap.ControllerConfig(**{**CONFIG, **config})
-        self.session = remap.Session(
-            total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, controller=settings
-        )
+        settings = remap.advanced.Knobs(**{**CONFIG, **config})
+        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, config=settings)
         self.engines: dict[str, Engine] = {}
         for tag, (name, layers) in enumerate((("a", 6), ("b", 5)), 1):
             self.attach(name, layers, 2, tag)
@@ -736,9 +734,9 @@ CASES: dict[str, list[Case]] = {
         Case("beside lent pages", lambda w: (w.session.deactivate("b"), w.lend("b", 1)), lambda w: w.attach("c", 2, 1),
              again=attach_again("c", layers=2, pages=1)),
         Case("inactive, in slices", nothing,
-             lambda w: w.attach("c", 2, 1, active=False, controller=remap.ControllerConfig(selection="slices")),
+             lambda w: w.attach("c", 2, 1, active=False, config=remap.advanced.Knobs(selection="slices")),
              again=attach_again("c", layers=2, pages=1, active=False,
-                                controller=remap.ControllerConfig(selection="slices"))),
+                                config=remap.advanced.Knobs(selection="slices"))),
         Case("refused", nothing, too_large),
     ],
     "detach": [

@@ -78,7 +78,7 @@ class Shared:
         *,
         spare: int = 0,
         mode: str = "aliased",
-        config: remap.ControllerConfig | None = None,
+        config: remap.advanced.Knobs | None = None,
         trace: bool = False,
         options: dict[str, dict[str, Any]] | None = None,
     ) -> None:
@@ -86,7 +86,7 @@ class Shared:
         total = sum(layers * pages for layers, pages in shapes.values()) + kv_pages + spare
         backend = make_backend(total * PAGE)
         self.backend = _core.make_trace_backend(backend) if trace else backend
-        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, controller=config)
+        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, config=config)
         self.engines: dict[str, Engine] = {}
         for tag, (name, (layers, pages)) in enumerate(shapes.items(), 1):
             self.engines[name] = Engine(self.session, name, layers, pages, tag, **(options or {}).get(name, {}))

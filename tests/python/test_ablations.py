@@ -65,7 +65,7 @@ def test_every_ablation_is_well_formed(world):
             assert (one.quiet_from is not None) or not said.metric.startswith("quiet_")
         for side in one.sides:
             if side.wiring.controller is not None:
-                remap.ControllerConfig(**side.wiring.controller)  # its knobs exist
+                remap.advanced.Knobs(**side.wiring.controller)  # its knobs exist
                 assert not side.wiring.by_hand
 
 

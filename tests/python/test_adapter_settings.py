@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from remap import ControllerConfig, InvalidArgument
+from remap import InvalidArgument
 from remap.adapters.settings import Settings, enabled
+from remap.advanced import Knobs
 
 ON = {"REMAP_ENABLE": "1", "REMAP_CAPACITY": "600MiB"}
 
@@ -27,7 +28,7 @@ def test_every_variable_reaches_its_field():
             "REMAP_SLOWDOWN": "0.5",
             "REMAP_MAX_LAYERS": "3",
             "REMAP_MAX_TOKENS": "4096",
-            "REMAP_HEADROOM": "7",
+            "REMAP_RESERVE_BLOCKS": "7",
             "REMAP_PAGE_BYTES": "65536",
             "REMAP_COPY_CHUNK_BYTES": "16MiB",
             "REMAP_BUFFERS": "2",
@@ -38,7 +39,7 @@ def test_every_variable_reaches_its_field():
             "REMAP_MAP_S": "0.002",
             "REMAP_POLICY": "mru",
             "REMAP_MIN_IDLE": "4.0",
-            "REMAP_TTFT_BUDGET_S": "0.5",
+            "REMAP_TTFT_S": "0.5",
             "REMAP_LENDS": "0",
             "REMAP_UNKNOWN": "is somebody else's",
         }
@@ -48,7 +49,7 @@ def test_every_variable_reaches_its_field():
         slowdown=0.5,
         max_layers=3,
         max_tokens=4096,
-        headroom=7,
+        reserve_blocks=7,
         page_bytes=65536,
         copy_chunk_bytes=16 << 20,
         buffers=2,
@@ -61,20 +62,20 @@ def test_every_variable_reaches_its_field():
                 "map_s": 0.002,
                 "policy": "mru",
                 "min_idle": 4.0,
-                "ttft_budget_s": 0.5,
+                "ttft_s": 0.5,
                 "lends": False,
             }
         ),
     )
-    assert settings.controller() == ControllerConfig(
-        slowdown=0.5, cap=3, headroom_blocks=7, buffers=2, reversion=False, **sharing
+    assert settings.controller() == Knobs(
+        slowdown=0.5, max_layers=3, reserve_blocks=7, buffers=2, reversion=False, **sharing
     )
 
 
 def test_what_is_not_set_or_empty_is_as_the_controller_has_it():
     bare = Settings.read(ON)
     assert bare == Settings(capacity=600 * 2**20)
-    assert bare.controller() == ControllerConfig()
+    assert bare.controller() == Knobs()
     assert (
         bare.copy_chunk_bytes == 32 << 20 and Settings.read({**ON, "REMAP_COPY_CHUNK_BYTES": "0"}).copy_chunk_bytes == 0
     )
@@ -83,7 +84,7 @@ def test_what_is_not_set_or_empty_is_as_the_controller_has_it():
 
 
 def test_a_layer_count_of_zero_is_a_cap_of_zero():
-    assert Settings.read({**ON, "REMAP_MAX_LAYERS": "0"}).controller().cap == 0
+    assert Settings.read({**ON, "REMAP_MAX_LAYERS": "0"}).controller().max_layers == 0
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_layer_count_of_zero_is_a_cap_of_zero():
         ("REMAP_MAX_LAYERS", "2.5"),
         ("REMAP_MAX_LAYERS", "²"),
         ("REMAP_MAX_TOKENS", "0"),
-        ("REMAP_HEADROOM", "some"),
+        ("REMAP_RESERVE_BLOCKS", "some"),
         ("REMAP_PAGE_BYTES", "0"),
         ("REMAP_COPY_CHUNK_BYTES", "-1"),
         ("REMAP_BUFFERS", "3"),

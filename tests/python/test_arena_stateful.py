@@ -36,11 +36,9 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, second: bool) -> None:
         self.backends = {mode: make_backend(TOTAL * PAGE) for mode in MODES}
         # Each tenant for itself: what goes from one to another is test_lending.py's and test_sharing_stateful.py's.
-        config = remap.ControllerConfig(lends=False)
+        config = remap.advanced.Knobs(lends=False)
         self.sessions = {
-            mode: remap.Session(
-                TOTAL * PAGE, page_bytes=PAGE, mode=mode, backend=self.backends[mode], controller=config
-            )
+            mode: remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode, backend=self.backends[mode], config=config)
             for mode in MODES
         }
         self.model = ArenaModel(TOTAL)

@@ -29,8 +29,8 @@ def _snapshot(shared):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("controller", {"slowdown": 0.1}),
-        ("controller", remap.ControllerConfig),
+        ("config", {"slowdown": 0.1}),
+        ("config", remap.advanced.Knobs),
         ("backend", "cuda"),
         ("backend", object()),
         ("copy_threads", "2"),
@@ -53,7 +53,7 @@ WRONG = [
     ("kv", None),
     ("kv", {"layers": 4}),
     ("kv", remap.KVSpec),
-    ("controller", 0.02),
+    ("config", 0.02),
     ("name", 5),
     ("name", None),
     ("name", ["a"]),

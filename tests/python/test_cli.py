@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from remap.cli import demo_config, demo_run
 from remap.cli.main import app
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.sim.hardware import machine
 from remap.sizes import MOST_BYTES, parse_size
@@ -96,7 +96,7 @@ def test_numbers_beyond_a_float_are_refused_by_their_field() -> None:
         machine("x", {"machines": {"x": {"like": "H200", "figures": {"flops": 10**400}}}})
     assert caught.value.field == "flops"
     with pytest.raises(InvalidArgument) as caught:
-        ControllerConfig(slowdown=10**400)
+        Knobs(slowdown=10**400)
     assert caught.value.field == "slowdown"
 
 

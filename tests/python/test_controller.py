@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.policy.controller import NONE, Controller, ControllerConfig, Decision, Demand, LayerSeconds, TenantView
+from remap.policy.controller import NONE, Controller, Decision, Demand, Knobs, LayerSeconds, TenantView
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def bound_of(slowdown: float = 0.02, buffers: int = 2):
 
 
 def controller(stall=closed_form, bound=None, **config: object) -> Controller:
-    settings_ = ControllerConfig(**config)  # type: ignore[arg-type]
+    settings_ = Knobs(**config)  # type: ignore[arg-type]
     return Controller(settings_, bound=bound or bound_of(settings_.slowdown), stall=stall)
 
 
@@ -77,9 +77,9 @@ def test_demand_is_validated(blocks: object) -> None:
         {"slowdown": math.nan},
         {"contention": math.inf},
         {"map_s": "1ms"},
-        {"headroom_blocks": -1},
+        {"reserve_blocks": -1},
         {"hysteresis_blocks": 0.5},
-        {"cap": -1},
+        {"max_layers": -1},
         {"dwell": 0},
         {"smoothing": 0.0},
         {"smoothing": 1.5},
@@ -87,7 +87,7 @@ def test_demand_is_validated(blocks: object) -> None:
 )
 def test_config_is_validated(change: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        ControllerConfig(**change)  # type: ignore[arg-type]
+        Knobs(**change)  # type: ignore[arg-type]
     assert caught.value.field == next(iter(change))
 
 
@@ -122,14 +122,14 @@ def test_nothing_to_do_is_the_shared_decision() -> None:
 
 
 def test_grows_from_free_pages_first() -> None:
-    decision = controller(headroom_blocks=5).decide(view(free_pool_blocks=40), Demand(60))
+    decision = controller(reserve_blocks=5).decide(view(free_pool_blocks=40), Demand(60))
     assert (decision.action, decision.free_pool_blocks_to_take, decision.remapped) == ("grow", 15, 0)
     assert (decision.unmet_blocks, decision.predicted_stall_s) == (0, 0.0)
     assert "60 blocks wanted and 5 kept in reserve, 50 free" in decision.reason
 
 
 def test_grows_by_as_many_layers_as_the_rest_needs() -> None:
-    decision = controller(headroom_blocks=0).decide(view(free_pool_blocks=3), Demand(74))
+    decision = controller(reserve_blocks=0).decide(view(free_pool_blocks=3), Demand(74))
     # 24 missing, 3 from free pages, 21 from layers of 10
     assert (decision.free_pool_blocks_to_take, decision.remapped, decision.buffers) == (3, 3, 2)
     assert decision.unmet_blocks == 0
@@ -137,10 +137,10 @@ def test_grows_by_as_many_layers_as_the_rest_needs() -> None:
 
 def test_growth_stops_at_the_exact_bound_and_reports_the_rest() -> None:
     # r = 4, n = 20, 2 buffers: (alpha + 2) 4 <= 20 * 1.02, so 3 layers
-    decision = controller(headroom_blocks=0).decide(view(), Demand(200))
+    decision = controller(reserve_blocks=0).decide(view(), Demand(200))
     assert (decision.action, decision.remapped, decision.unmet_blocks) == ("grow", 3, 120)
     assert "120 blocks stay unmet" in decision.reason
-    again = controller(headroom_blocks=0).decide(view(remapped=3, buffers=2, free_blocks=80), Demand(200))
+    again = controller(reserve_blocks=0).decide(view(remapped=3, buffers=2, free_blocks=80), Demand(200))
     assert (again.action, again.remapped, again.unmet_blocks) == ("none", 3, 120)
     assert "present 3" in again.reason
 
@@ -151,8 +151,8 @@ def test_growth_stops_at_the_exact_bound_and_reports_the_rest() -> None:
         ({"max_remapped": 2}, {}, 2),
         ({"streamable": 4}, {}, 2),
         ({"streamable": 1}, {}, 0),
-        ({}, {"cap": 1}, 1),
-        ({}, {"cap": 0}, 0),
+        ({}, {"max_layers": 1}, 1),
+        ({}, {"max_layers": 0}, 0),
         ({"times": times_of(transfer=1e-5)}, {}, 15),
         ({"times": times_of(transfer=1.0)}, {}, 0),
         ({"max_blocks": 125}, {}, 3),
@@ -160,7 +160,7 @@ def test_growth_stops_at_the_exact_bound_and_reports_the_rest() -> None:
     ],
 )
 def test_growth_respects_every_cap(changes: dict[str, object], config: dict[str, object], remapped: int) -> None:
-    decision = controller(headroom_blocks=0, **config).decide(view(**changes), Demand(200))
+    decision = controller(reserve_blocks=0, **config).decide(view(**changes), Demand(200))
     assert decision.remapped == remapped
     assert decision.action == ("grow" if remapped else "none")
     gained = min(10 * remapped, changes.get("max_blocks", 1000) - 100)  # type: ignore[operator]
@@ -168,9 +168,9 @@ def test_growth_respects_every_cap(changes: dict[str, object], config: dict[str,
 
 
 def test_headroom_makes_it_grow_early_but_is_not_unmet_demand() -> None:
-    decision = controller(headroom_blocks=8).decide(view(free_blocks=5, max_remapped=0), Demand(0))
+    decision = controller(reserve_blocks=8).decide(view(free_blocks=5, max_remapped=0), Demand(0))
     assert (decision.action, decision.unmet_blocks) == ("none", 0)
-    decision = controller(headroom_blocks=8).decide(view(free_blocks=5), Demand(0))
+    decision = controller(reserve_blocks=8).decide(view(free_blocks=5), Demand(0))
     assert (decision.action, decision.remapped) == ("grow", 1)
 
 
@@ -186,10 +186,10 @@ def test_headroom_follows_the_variation_of_live_plus_demand() -> None:
 
 
 def test_without_measurement_one_layer() -> None:
-    decision = controller(headroom_blocks=0).decide(view(times=None), Demand(200))
+    decision = controller(reserve_blocks=0).decide(view(times=None), Demand(200))
     assert (decision.action, decision.remapped, decision.buffers) == ("grow", 1, 1)
     assert "no measurement yet" in decision.reason
-    more = controller(headroom_blocks=0).decide(view(times=None, remapped=1, buffers=1), Demand(200))
+    more = controller(reserve_blocks=0).decide(view(times=None, remapped=1, buffers=1), Demand(200))
     assert (more.action, more.remapped) == ("none", 1)
 
 
@@ -198,7 +198,7 @@ def test_buffers_stay_while_layers_are_remapped() -> None:
     def stall(times: LayerSeconds, alpha: int, buffers: int) -> float:
         return 0.0 if alpha <= (1, 3)[buffers - 1] else 1.0
 
-    policy = controller(stall=stall, headroom_blocks=0)
+    policy = controller(stall=stall, reserve_blocks=0)
     present = view(remapped=1, buffers=1, free_blocks=0)
     decision = policy.decide(present, Demand(20))
     assert (decision.action, decision.remapped, decision.buffers) == ("none", 1, 1)
@@ -210,7 +210,7 @@ def test_an_alpha_that_stalls_between_two_that_do_not_is_avoided() -> None:
     def stall(times: LayerSeconds, alpha: int, buffers: int) -> float:
         return 1e-3 if alpha == 2 else 0.0
 
-    policy = controller(stall=stall, headroom_blocks=0, hysteresis_blocks=0, dwell=1, map_s=0.0)
+    policy = controller(stall=stall, reserve_blocks=0, hysteresis_blocks=0, dwell=1, map_s=0.0)
     assert policy.decide(view(free_blocks=0), Demand(20)).remapped == 3
     assert policy.decide(view(free_blocks=0, max_remapped=2), Demand(20)).remapped == 1
     decisions = [policy.decide(view(remapped=3, buffers=2, free_blocks=20), Demand(0)) for _ in range(10)]
@@ -231,7 +231,7 @@ def test_questions_are_asked_once_per_times() -> None:
         asked.append(times.transfer_s[0])
         return 3, 2
 
-    policy = controller(stall=stall, bound=bound, headroom_blocks=0)
+    policy = controller(stall=stall, bound=bound, reserve_blocks=0)
     for transfer in (4e-3, 3e-3):
         for _ in range(5):
             times = times_of(transfer=transfer)  # equal, not identical
@@ -250,7 +250,7 @@ def run(policy: Controller, count: int, **changes: object) -> list[Decision]:
 
 def test_shrinks_when_the_credit_pays_for_one_reload() -> None:
     # hidden copies: kappa T_T = 0.4 ms a pass against T_T + T_map = 5 ms: 13 passes
-    policy = controller(headroom_blocks=0, hysteresis_blocks=0)
+    policy = controller(reserve_blocks=0, hysteresis_blocks=0)
     decisions = run(policy, 13)
     assert [d.action for d in decisions] == ["none"] * 12 + ["shrink"]
     assert decisions[0] is decisions[11]
@@ -262,16 +262,16 @@ def test_shrinks_when_the_credit_pays_for_one_reload() -> None:
 def test_stall_saved_counts_towards_the_reload() -> None:
     # S(3) - S(2) = T_T = 8 ms, and kappa T_T, of 9 ms: the second pass pays for it; dwell may hold it to the fourth
     slow = {"times": times_of(transfer=8e-3)}
-    soon = run(controller(headroom_blocks=0, hysteresis_blocks=0, dwell=1), 3, **slow)
+    soon = run(controller(reserve_blocks=0, hysteresis_blocks=0, dwell=1), 3, **slow)
     assert [d.action for d in soon] == ["none", "shrink", "none"]
-    held = run(controller(headroom_blocks=0, hysteresis_blocks=0, dwell=4), 4, **slow)
+    held = run(controller(reserve_blocks=0, hysteresis_blocks=0, dwell=4), 4, **slow)
     assert [d.action for d in held] == ["none"] * 3 + ["shrink"]
 
 
 @pytest.mark.parametrize(("free", "fewer"), [(200, 3), (74, 3), (73, 4), (55, 5), (45, 6), (34, 7)])
 def test_a_stall_beyond_what_is_allowed_ends_in_one_change_if_there_are_blocks(free: int, fewer: int) -> None:
     """20 layers of 1 ms hide 5 copies of 4 ms: 3 layers through 2 buffers. 10 were remapped when a pass took twice as long."""
-    policy = controller(headroom_blocks=0, hysteresis_blocks=4, dwell=1)
+    policy = controller(reserve_blocks=0, hysteresis_blocks=4, dwell=1)
     slow = replace(times_of(), compute_s=(2.4e-3,) * 20)
     at = {"remapped": 10, "buffers": 2, "free_blocks": free, "usable_blocks": 200 + free, "live_blocks": 200}
     assert policy.decide(view(**at, times=slow), Demand(0)).action == "none", "nothing stalls: rent is not due yet"
@@ -282,7 +282,7 @@ def test_a_stall_beyond_what_is_allowed_ends_in_one_change_if_there_are_blocks(f
 
 
 def test_credit_is_forfeited_when_the_condition_fails() -> None:
-    policy = controller(headroom_blocks=5, hysteresis_blocks=5)
+    policy = controller(reserve_blocks=5, hysteresis_blocks=5)
     run(policy, 12, free_blocks=20)  # 0 + 5 + 10 + 5
     assert policy.credit > 0.9
     assert run(policy, 1, free_blocks=19)[0].action == "none"
@@ -317,18 +317,18 @@ def test_a_rise_within_sigma_does_not_end_the_guard() -> None:
 
 
 def test_the_exact_loss_is_used_when_known() -> None:
-    policy = controller(headroom_blocks=0, hysteresis_blocks=0)
+    policy = controller(reserve_blocks=0, hysteresis_blocks=0)
     assert {d.action for d in run(policy, 30, free_blocks=10, shrink_blocks=11)} == {"none"}
     assert "shrink" in {d.action for d in run(policy, 30, free_blocks=10, shrink_blocks=10)}
 
 
 def test_without_measurement_it_shrinks_after_one_over_kappa_steps() -> None:
-    policy = controller(headroom_blocks=0, hysteresis_blocks=0)
+    policy = controller(reserve_blocks=0, hysteresis_blocks=0)
     assert [d.action for d in run(policy, 10, times=None)] == ["none"] * 9 + ["shrink"]
 
 
 def test_hidden_layers_stay_when_copies_cost_nothing() -> None:
-    policy = controller(headroom_blocks=0, hysteresis_blocks=0, contention=0.0)
+    policy = controller(reserve_blocks=0, hysteresis_blocks=0, contention=0.0)
     assert {d.action for d in run(policy, 200)} == {"none"}
 
 
@@ -381,9 +381,9 @@ class Tenant:
 
 
 CONFIGS = st.builds(
-    ControllerConfig,
+    Knobs,
     slowdown=st.sampled_from([0.0, 0.02, 1.0, 50.0]),
-    headroom_blocks=st.one_of(st.none(), st.integers(0, 20)),
+    reserve_blocks=st.one_of(st.none(), st.integers(0, 20)),
     hysteresis_blocks=st.one_of(st.none(), st.integers(0, 20)),
     contention=st.sampled_from([0.05, 0.1, 0.5]),
     map_s=st.sampled_from([0.0, 1e-3]),

@@ -28,8 +28,8 @@ def passes(session: remap.Session, tenant: remap.Tenant, count: int) -> None:
 @pytest.mark.parametrize("selection", ["nested", "slices"])
 def test_every_chunk_size_brings_the_same_bytes(chunk, selection):
     trace = _core.make_trace_backend(_core.make_host_backend(2 << 20, 4096))
-    config = remap.ControllerConfig(selection="slices" if selection == "slices" else "nested")
-    with remap.Session(2 << 20, backend=trace, page_bytes=4096, copy_chunk_bytes=chunk, controller=config) as session:
+    config = remap.advanced.Knobs(selection="slices" if selection == "slices" else "nested")
+    with remap.Session(2 << 20, backend=trace, page_bytes=4096, copy_chunk_bytes=chunk, config=config) as session:
         tenant = session.attach_bytes(MASTERS, name="model", kv=replace(spec(), max_blocks=400))
         passes(session, tenant, 2)
         before = {call: trace.count(call) for call in (_core.Call.copy, _core.Call.fill)}

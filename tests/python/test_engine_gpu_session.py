@@ -69,7 +69,7 @@ def test_the_controller_grows_and_shrinks_mid_run(kind, layout, frozen):
     requests.append(Request("long", tuple(range(1, 9)), SamplingParams(max_tokens=60)))
     expected = reference(kind, requests, layout=layout)
     model, engines, moved = make(kind), [], []
-    with Rig(model, kv=kv_spec(model, min_blocks=30, layout=layout), controller=EAGER) as rig:
+    with Rig(model, kv=kv_spec(model, min_blocks=30, layout=layout), config=EAGER) as rig:
         rig.hooks.remove()
         session = Recording(rig.session, moved)
         session.exclusively = rig.session.exclusively
@@ -129,7 +129,7 @@ def test_fewer_preemptions_than_the_baseline(kind):
         rig.hooks.remove()
         tokens, baseline = run(rig, requests, **GPU)
         assert tokens == expected
-    with Rig(model, kv=scarce, controller=STEADY) as rig:
+    with Rig(model, kv=scarce, config=STEADY) as rig:
         rig.hooks.remove()
         tokens, grown = run(rig, requests, rig.session, **GPU)
         assert tokens == expected

@@ -20,8 +20,8 @@ from models import VOCAB, Rig, kv_spec, make, poison  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 
 # Growth is decided by demand alone: on a tiny model no copy hides behind a computation.
-EAGER = remap.ControllerConfig(slowdown=1e6, contention=1e6, dwell=1, headroom_blocks=0, hysteresis_blocks=0)
-STEADY = remap.ControllerConfig(slowdown=1e6)
+EAGER = remap.advanced.Knobs(slowdown=1e6, contention=1e6, dwell=1, reserve_blocks=0, hysteresis_blocks=0)
+STEADY = remap.advanced.Knobs(slowdown=1e6)
 LAYOUTS = ("block_major", "layer_major")
 
 
@@ -66,7 +66,7 @@ def test_tokens_are_those_of_the_unconstrained_engine(kind, layout):
         assert baseline.preemptions > 0
         assert baseline.recomputed_tokens > 0
         assert rig.tenant.remapped == 0
-    with Rig(model, kv=scarce, controller=STEADY) as rig:
+    with Rig(model, kv=scarce, config=STEADY) as rig:
         rig.hooks.remove()
         tokens, grown = run(rig, requests, rig.session)
         assert tokens == expected
@@ -130,7 +130,7 @@ def test_the_controller_shrinks_while_requests_run(layout):
         rig.hooks.remove()
         expected, _ = run(rig, requests, max_num_seqs=9, max_batch_tokens=300)
     moved = []
-    with Rig(model, kv=kv_spec(model, min_blocks=30, layout=layout), controller=EAGER) as rig:
+    with Rig(model, kv=kv_spec(model, min_blocks=30, layout=layout), config=EAGER) as rig:
         rig.hooks.remove()
         session = Recording(rig.session, moved)
         tokens, metrics = run(rig, requests, session, max_num_seqs=9, max_batch_tokens=300)
@@ -164,7 +164,7 @@ def test_random_interleavings_of_arrivals_steps_and_aborts(seed):
         rig.hooks.remove()
         expected, _ = run(rig, requests)
     kv = kv_spec(model, min_blocks=12, layout=rng.choice(LAYOUTS), block_tokens=rng.choice([2, 4, 8]))
-    with Rig(model, kv=kv, mode=rng.choice(["aliased", "strict"]), controller=EAGER, spare=rng.randint(0, 2)) as rig:
+    with Rig(model, kv=kv, mode=rng.choice(["aliased", "strict"]), config=EAGER, spare=rng.randint(0, 2)) as rig:
         rig.hooks.remove()
         engine = LLMEngine(model, rig.tenant, session=rig.session, max_num_seqs=5, max_batch_tokens=rng.randint(12, 60))
         pending, outputs, aborted = list(requests), {}, set()
@@ -193,7 +193,7 @@ def test_a_session_that_may_not_grow_behaves_like_the_baseline():
     with Rig(model, kv=kv) as rig:
         rig.hooks.remove()
         expected, baseline = run(rig, requests)
-    with Rig(model, kv=kv, controller=remap.ControllerConfig(cap=0)) as rig:
+    with Rig(model, kv=kv, config=remap.advanced.Knobs(max_layers=0)) as rig:
         rig.hooks.remove()
         tokens, capped = run(rig, requests, rig.session)
         assert rig.tenant.remapped == 0

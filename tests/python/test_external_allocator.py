@@ -9,7 +9,7 @@ import remap
 
 
 def test_an_external_allocator_is_told_and_a_shrink_waits_for_it():
-    config = remap.ControllerConfig(**PLAIN, contention=1e9, dwell=1)
+    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
         engine = External(world)
         assert [call[:2] for call in engine.calls] == [((0, 1, 2, 3), ())]
@@ -44,7 +44,7 @@ def test_an_external_allocator_is_told_and_a_shrink_waits_for_it():
 
 
 def test_demand_during_a_drain_takes_the_blocks_back():
-    config = remap.ControllerConfig(**PLAIN, contention=1e9, dwell=1)
+    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
         engine = External(world)
         world.step(10, free=4)
@@ -64,7 +64,7 @@ def test_demand_during_a_drain_takes_the_blocks_back():
 
 
 def test_a_change_by_hand_cancels_a_drain():
-    config = remap.ControllerConfig(**PLAIN, contention=1e9, dwell=1)
+    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
         engine = External(world)
         world.step(10, free=4)

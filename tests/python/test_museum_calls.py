@@ -24,13 +24,13 @@ from remap.errors import DriverError, Error, InvalidArgument, OutOfBlocks
 from remap.policy.cost import LayerTimes
 
 EAGER: dict[str, Any] = {
-    "headroom_blocks": 0,
+    "reserve_blocks": 0,
     "hysteresis_blocks": 0,
     "min_idle": 0.0,
     "map_s": 0.0,
     "contention": 9.0,
     "dwell": 1,
-    "ttft_budget_s": 100.0,
+    "ttft_s": 100.0,
 }
 
 
@@ -63,11 +63,11 @@ class Pair:
     """Two tenants of any layers in one arena. What a call may raise is said by its docstring; `step` raises nothing."""
 
     def __init__(
-        self, shapes: dict[str, tuple[int, ...]], mode: str, config: remap.ControllerConfig, spare: int = 8, **kv: int
+        self, shapes: dict[str, tuple[int, ...]], mode: str, config: remap.advanced.Knobs, spare: int = 8, **kv: int
     ) -> None:
         pages = sum(sum(max(1, n) for n in shape) for shape in shapes.values()) + spare
         self.session = remap.Session(
-            pages * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend(pages), controller=config
+            pages * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend(pages), config=config
         )
         self.data = {name: buffers_of(shape, tag) for tag, (name, shape) in enumerate(shapes.items())}
         self.tenants = {
@@ -177,7 +177,7 @@ def test_every_configuration_works_or_raises_what_it_says(mode: str, selection: 
     rng = random.Random(f"{mode} {selection}")
     for shape, cap in itertools.product(SHAPES, (None, 1, 2)):
         slowdown, buffers = rng.choice([0.02, 1.0, 9.0]), rng.choice(["auto", 1, 2])
-        config = remap.ControllerConfig(**EAGER, selection=selection, buffers=buffers, cap=cap, slowdown=slowdown)
+        config = remap.advanced.Knobs(**EAGER, selection=selection, buffers=buffers, max_layers=cap, slowdown=slowdown)
         shapes = {"a": shape, "b": rng.choice(SHAPES)}
         pair = Pair(shapes, mode, config, max_blocks=rng.choice([4, 12, 40, 400]))
         with pair.session:
@@ -194,7 +194,7 @@ def test_every_configuration_works_or_raises_what_it_says(mode: str, selection: 
 def test_slices_of_which_most_layers_turn_out_written_are_not_tried() -> None:
     """`step` raised "2 sliced layers need between 1 and 1 ring buffers" when the layers it had chosen were found written."""
     for written, timed in itertools.product([{0}, {0, 1}, {0, 1, 2}], [False, True]):
-        config = remap.ControllerConfig(**EAGER, selection="slices", slowdown=9.0)
+        config = remap.advanced.Knobs(**EAGER, selection="slices", slowdown=9.0)
         pair = Pair({"a": (2, 2, 2), "b": (1, 1)}, "aliased", config)
         with pair.session:
             if timed:
@@ -209,7 +209,7 @@ def test_slices_of_which_most_layers_turn_out_written_are_not_tried() -> None:
 
 def test_a_model_whose_layers_have_no_bytes_serves() -> None:
     """Every step after the first pass raised "no bandwidth was observed": there was nothing to measure it with."""
-    pair = Pair({"a": (0, 0, 0), "b": (2, 2)}, "aliased", remap.ControllerConfig(**EAGER))
+    pair = Pair({"a": (0, 0, 0), "b": (2, 2)}, "aliased", remap.advanced.Knobs(**EAGER))
     with pair.session:
         for blocks in (0, 5, 100):
             pair.serve("a")
@@ -237,7 +237,7 @@ class Faulty(Pair):
 
     def __init__(self, mode: str, **config: Any) -> None:
         self.fault: Any = None
-        super().__init__(self.SHAPES, mode, remap.ControllerConfig(**{**EAGER, "slowdown": 9.0, **config}))
+        super().__init__(self.SHAPES, mode, remap.advanced.Knobs(**{**EAGER, "slowdown": 9.0, **config}))
         self.bytes: dict[str, dict[int, int]] = {name: {} for name in self.SHAPES}
         for tenant in self.tenants.values():
             times = LayerTimes((1.0,) * tenant.layers, (0.1,) * tenant.layers)
@@ -312,7 +312,7 @@ class Faulty(Pair):
 
 COUNTERS = (
     *("passes", "copies", "copied_bytes", "copy_s", "misses", "stall_s", "compute_s", "seen_stall_s", "loading"),
-    *("compute_times_s", "copy_times_s", "headroom_blocks"),
+    *("compute_times_s", "copy_times_s", "reserve_blocks"),
 )
 
 
@@ -422,7 +422,7 @@ def test_a_call_of_several_plans_that_raises_has_changed_nothing(name: str, mode
 def test_activation_says_which_of_the_tenants_own_blocks_are_in_the_way(own_allocator: bool) -> None:
     """`activate` raised OutOfBlocks without `preempt` where the tenant had taken back some of the pages that it had lent, and its
     engine's own allocator held blocks there: nobody could know which ones to free."""
-    config = remap.ControllerConfig(**{**EAGER, "slowdown": 9.0, "reversion": False})
+    config = remap.advanced.Knobs(**{**EAGER, "slowdown": 9.0, "reversion": False})
     pair = Pair({"a": (2, 2, 2, 2, 2, 2)}, "aliased", config, spare=2)
     with pair.session:
         tenant = pair.tenants["a"]

@@ -24,8 +24,8 @@ pytest.importorskip("torch")
 
 LAYERS, FIRST = 8, 4  # layers of two pages; two blocks a page
 CAPACITY = (2 * LAYERS + FIRST // 2) * PAGE
-EAGER = remap.ControllerConfig(
-    slowdown=100.0, map_s=1e-9, contention=1.0, dwell=1, headroom_blocks=0, hysteresis_blocks=0, min_idle=0.0
+EAGER = remap.advanced.Knobs(
+    slowdown=100.0, map_s=1e-9, contention=1.0, dwell=1, reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0
 )
 
 
@@ -40,8 +40,8 @@ class World:
             more = extra[rank] if extra else 0
             capacity = CAPACITY + more * PAGE
             self.faults.append(_core.make_fault_backend(make_backend(capacity)))
-            settings = remap.ControllerConfig(**{**EAGER.__dict__, **config})
-            session = remap.Session(capacity, page_bytes=PAGE, mode=mode, backend=self.faults[-1], controller=settings)
+            settings = remap.advanced.Knobs(**{**EAGER.__dict__, **config})
+            session = remap.Session(capacity, page_bytes=PAGE, mode=mode, backend=self.faults[-1], config=settings)
             kv = make_spec(LAYERS, min_blocks=FIRST + 2 * more)
             self.ranks.append(Rank(session, session.attach_bytes(self.layers, name="m", kv=kv), rank))
             set_times(self.ranks[-1], times_of(LAYERS, 1.0, 0.1))

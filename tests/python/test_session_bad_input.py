@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from functools import partial
 
 import pytest
@@ -350,3 +351,30 @@ def test_use_after_close(attached):
     ):
         with attached.refused(InvalidState, says="closed"):
             call()
+
+
+def test_an_operator_sets_five_things_and_an_expert_all() -> None:
+    config = remap.Config(slowdown=0.5, max_layers=3, lends=False)
+    knobs = remap.advanced.Knobs.of(config)
+    assert (knobs.slowdown, knobs.max_layers, knobs.lends, knobs.dwell) == (0.5, 3, False, remap.advanced.Knobs().dwell)
+    assert remap.advanced.Knobs.of(knobs) is knobs
+    assert len(dataclasses.fields(remap.Config)) <= 7
+    with remap.Session("1MiB", page_bytes=4096, config=config) as session:
+        one = session.attach_bytes([bytes(4096)] * 4, name="one", kv=_kv())
+        other = session.attach_bytes([bytes(4096)] * 4, name="other", kv=_kv(), config=remap.Config(max_layers=1))
+        assert (one._state.config.max_layers, other._state.config.max_layers) == (3, 1)
+
+
+def _kv() -> remap.KVSpec:
+    return remap.KVSpec(layers=4, kv_heads=1, head_dim=32, block_tokens=4, dtype="float32", min_blocks=1, max_blocks=8)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("slowdown", -1.0), ("reserve_blocks", 0.5), ("max_layers", -1), ("ttft_s", float("nan")), ("lends", 1)],
+)
+def test_a_config_out_of_range(name: str, value: object) -> None:
+    for kind in (remap.Config, remap.advanced.Knobs):
+        with pytest.raises(InvalidArgument) as caught:
+            kind(**{name: value})
+        assert (caught.value.field, caught.value.value) == (name, value) or value != value

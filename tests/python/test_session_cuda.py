@@ -45,7 +45,7 @@ class World:
             self.layers,
             name="m",
             kv=make_spec(len(sizes), max_blocks=240),
-            controller=remap.ControllerConfig(headroom_blocks=0),
+            config=remap.advanced.Knobs(reserve_blocks=0),
         )
         self.kv = self.tenant.kv
         self.reads: list[tuple[int, bytes, str]] = []

@@ -96,7 +96,7 @@ def test_growth_stops_at_the_exact_bound(slowdown, transfer):
         return schedule.period(times.compute_s, times.transfer_s, sorted(order[: alpha + beta]), beta) <= limit
 
     most = max([0, *(a for b in (1, 2) for a in range(1, N - b + 1) if allowed(a, b))])
-    config = remap.ControllerConfig(**PLAIN, slowdown=slowdown)
+    config = remap.advanced.Knobs(**PLAIN, slowdown=slowdown)
     with World(config, times=times) as world:
         report = world.step(1000)
         assert world.tenant.remapped == most
@@ -109,7 +109,7 @@ def test_growth_stops_at_the_exact_bound(slowdown, transfer):
 
 
 def test_without_a_measurement_one_layer_and_after_one_pass_more():
-    config = remap.ControllerConfig(**PLAIN, slowdown=1e9)
+    config = remap.advanced.Knobs(**PLAIN, slowdown=1e9)
     with World(config) as world:
         assert world.step(1000).remapped == {"m": 1}
         world.forward()
@@ -146,7 +146,7 @@ def test_layer_major_growth_comes_in_groups_and_the_unmet_rest_is_told():
 
 
 def test_goes_back_when_demand_is_gone_and_not_before_dwell():
-    config = remap.ControllerConfig(**PLAIN, contention=1e9, dwell=3)
+    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=3)
     with World(config, times=times_of(1.0, 0.01)) as world:
         world.step(4 + 9)
         ids = world.kv.allocate(13)
@@ -166,7 +166,7 @@ def test_goes_back_when_demand_is_gone_and_not_before_dwell():
 
 
 def test_demand_that_swings_within_the_hysteresis_changes_nothing():
-    config = remap.ControllerConfig(headroom_blocks=0, hysteresis_blocks=4, contention=1e9, dwell=1)
+    config = remap.advanced.Knobs(reserve_blocks=0, hysteresis_blocks=4, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
         world.step(4 + 9)
         epochs = set()
@@ -182,8 +182,8 @@ def test_random_demand_keeps_every_promise(seed):
     """Allocate and free at random; every byte of every layer is compared in every pass."""
     rng = random.Random(seed)
     # L fixed: what it remembers of the busy half would keep the quiet one, a sixth of its window, from giving back.
-    config = remap.ControllerConfig(
-        slowdown=rng.choice([0.1, 10.0]), contention=rng.choice([0.5, 1e3]), dwell=2, headroom_blocks=rng.choice([0, 4])
+    config = remap.advanced.Knobs(
+        slowdown=rng.choice([0.1, 10.0]), contention=rng.choice([0.5, 1e3]), dwell=2, reserve_blocks=rng.choice([0, 4])
     )
     mode, times = rng.choice(["aliased", "strict"]), times_of(1.0, rng.choice([0.3, 1.2]))
     with World(config, times=times, spare=rng.randint(0, 8), mode=mode) as world:
@@ -207,7 +207,7 @@ def test_random_demand_keeps_every_promise(seed):
 
 
 def test_live_blocks_move_out_of_the_pages_that_go_back():
-    config = remap.ControllerConfig(**PLAIN, contention=1e9, dwell=1)
+    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
         world.step(4 + 6)
         ids = world.kv.allocate(10)
@@ -290,7 +290,7 @@ def test_a_bound_is_forgotten_when_other_layers_may_stream():
     """Layers were pinned after the controller had asked what hides: it went on with the old answer, and told a stall of 0 where a
     pass waited for 1.5 s and 0.4 s were allowed."""
     times = times_of(1.0, 1.5)
-    with World(remap.ControllerConfig(**{**PLAIN, "slowdown": 0.05}), times=times) as world:
+    with World(remap.advanced.Knobs(**{**PLAIN, "slowdown": 0.05}), times=times) as world:
         world.step(10**3)
         assert world.tenant.remapped
         remap.advanced.remap(world.session, "m", 0)

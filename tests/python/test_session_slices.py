@@ -14,9 +14,9 @@ LAYERS, PAGES = 8, 4
 
 
 def world(mode: str = "aliased", **config: object) -> tuple[remap.Session, Engine]:
-    settings = remap.ControllerConfig(selection="slices", headroom_blocks=0, hysteresis_blocks=0, **config)  # type: ignore[arg-type]
+    settings = remap.advanced.Knobs(selection="slices", reserve_blocks=0, hysteresis_blocks=0, **config)  # type: ignore[arg-type]
     total = LAYERS * PAGES + 4
-    session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, controller=settings)
+    session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, config=settings)
     kv = spec(LAYERS, min_blocks=2)
     engine = Engine(session, "m", LAYERS, PAGES, 1, kv=kv)
     return session, engine
@@ -102,7 +102,7 @@ def test_random_demand_in_slices(mode: str) -> None:
 
 
 def test_a_cap_in_layers_holds_in_slices() -> None:
-    session, engine = world(slowdown=10.0, cap=2)
+    session, engine = world(slowdown=10.0, max_layers=2)
     with session:
         engine.tenant._state.timing.decode = lambda: times_of(LAYERS, 1.0, 0.1)  # type: ignore[method-assign]
         session.step({"m": remap.Demand(blocks=300)})

@@ -110,7 +110,7 @@ class World:
         monkeypatch.setattr(hooks, "_settings", None)
         monkeypatch.setattr(hooks, "_applied", None)
         # A reload of these small layers costs next to nothing beside mapping them; here it is paid for at once.
-        config = remap.ControllerConfig(slowdown=1000.0, headroom_blocks=0, contention=1e9, dwell=1)
+        config = remap.advanced.Knobs(slowdown=1000.0, reserve_blocks=0, contention=1e9, dwell=1)
         monkeypatch.setattr(hooks, "_controller", lambda settings: config)
         hooks.configure(
             Settings(capacity=capacity, page_bytes=PAGE, slowdown=1000.0, **more), applied=lambda target: True

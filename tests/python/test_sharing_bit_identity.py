@@ -128,8 +128,8 @@ def test_active_models_compute_the_same_bits_at_every_moment(mode: str, seed: in
     layouts = {name: rng.choice(["block_major", "layer_major"]) for name in KINDS}
     models = {name: make(kind) for name, kind in KINDS.items()}
     least = sum(minimum_bytes(model, spec_for(model, layouts[name]), SMALL) for name, model in models.items())
-    config = remap.ControllerConfig(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
-    with remap.Session(least + 12 * SMALL, page_bytes=SMALL, mode=mode, controller=config) as session:
+    config = remap.advanced.Knobs(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
+    with remap.Session(least + 12 * SMALL, page_bytes=SMALL, mode=mode, config=config) as session:
         served = {name: Served(session, name, layouts[name]) for name in KINDS}
         refused, lent, passes = 0, 0, 0
         for _ in range(45):
@@ -243,8 +243,8 @@ def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emu
         stack.callback(driver.close)
         backend = _core.make_cuda_backend(library=emulated.path)
         streams = [stack.enter_context(driver.stream()) for _ in range(3)]
-        config = remap.ControllerConfig(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
-        with remap.Session(60 * PAGE, page_bytes=PAGE, mode=mode, backend=backend, controller=config) as session:
+        config = remap.advanced.Knobs(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
+        with remap.Session(60 * PAGE, page_bytes=PAGE, mode=mode, backend=backend, config=config) as session:
             shapes = {"a": [2] * 5, "b": [3, 2, 3, 3, 2, 3], "c": [1] * 4}
             served = {
                 name: OnDevice(session, backend, name, sizes, tag, streams[tag - 1])
@@ -284,8 +284,8 @@ def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emu
 def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode: str, by_step: bool) -> None:
     models = [make(kind) for kind in KINDS.values()]
     least = sum(minimum_bytes(model, spec_for(model, "block_major"), SMALL) for model in models)
-    config = remap.ControllerConfig(min_idle=0.0, ttft_budget_s=1e9, headroom_blocks=0)
-    with remap.Session(least, page_bytes=SMALL, mode=mode, controller=config) as session:
+    config = remap.advanced.Knobs(min_idle=0.0, ttft_s=1e9, reserve_blocks=0)
+    with remap.Session(least, page_bytes=SMALL, mode=mode, config=config) as session:
         served = {name: Served(session, name, "block_major") for name in KINDS}
         one = served["one"]
         with torch.no_grad():

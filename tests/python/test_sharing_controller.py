@@ -15,7 +15,7 @@ from remap.memory import offers
 from remap.policy import schedule
 
 N = 8
-PLAIN: dict[str, Any] = {"headroom_blocks": 0, "hysteresis_blocks": 0, "min_idle": 0.0}
+PLAIN: dict[str, Any] = {"reserve_blocks": 0, "hysteresis_blocks": 0, "min_idle": 0.0}
 HIDDEN = times_of(N, 1.0, 0.0)
 SLOW = times_of(N, 1.0, 100.0)  # nothing of it can be hidden
 
@@ -28,8 +28,8 @@ def world_of(pages: dict[str, int], times: Any = HIDDEN, *, spare: int = 0, **co
     return world
 
 
-def config_of(**config: Any) -> remap.ControllerConfig:
-    return remap.ControllerConfig(**{**PLAIN, **config})
+def config_of(**config: Any) -> remap.advanced.Knobs:
+    return remap.advanced.Knobs(**{**PLAIN, **config})
 
 
 def watch(world: Shared, name: str) -> list[Any]:
@@ -109,7 +109,7 @@ def test_free_pages_are_taken_where_blocks_stand_together() -> None:
     """By their places in the KV region, not by their numbers: blocks that straddle pages need neighbours."""
     with world_of({"r": 1, "i": 2}) as world:
         i = world.engines["i"].tenant
-        world.session._tenants["i"].controller.config = config_of(cap=0)
+        world.session._tenants["i"].controller.config = config_of(max_layers=0)
         remap.advanced.lend(world.session, "i", 4)  # layers spread over the model, free now
         world.step(i=4)
         assert i.kv.usable_blocks >= 4
@@ -144,11 +144,11 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
     budget: float, transfer: float, streamed: int
 ) -> None:
     times = times_of(N, 1.0, transfer)
-    with world_of({"r": 1, "i": 3}, times, ttft_budget_s=budget, cap=None) as world:
+    with world_of({"r": 1, "i": 3}, times, ttft_s=budget, max_layers=None) as world:
         i = world.engines["i"].tenant
         remap.advanced.remap(world.session, "i", streamed, 1, "nested")
         world.session.deactivate("i")
-        world.session._tenants["r"].controller.config = config_of(cap=0)
+        world.session._tenants["r"].controller.config = config_of(max_layers=0)
         for _ in range(30):
             hold(world.engines["r"], 99)
             if world.step(r=1).unmet_blocks:
@@ -171,10 +171,10 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
 
 
 def test_an_inactive_tenant_gives_only_once_it_has_been_idle_for_long_enough() -> None:
-    with world_of({"r": 1, "i": 3}, min_idle=5.0, cap=None) as world:
+    with world_of({"r": 1, "i": 3}, min_idle=5.0, max_layers=None) as world:
         i, r = world.engines["i"], world.engines["r"]
         i.tenant._state.timing.copy_seconds = lambda: 100.0  # type: ignore[method-assign]
-        world.session._tenants["r"].controller.config = config_of(cap=0)
+        world.session._tenants["r"].controller.config = config_of(max_layers=0)
         world.session.deactivate("i")
         idle_until(i, 499.0)
         hold(r, 99)
@@ -211,8 +211,8 @@ def test_active_donors_give_where_it_stalls_least_and_within_their_slowdown() ->
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("active", [False, True])
 def test_slices_are_not_lent_as_if_they_were_layers(streams: bool, active: bool) -> None:
-    config = config_of(cap=0)
-    options = {"d": {"controller": config_of(selection="slices", slowdown=9.0)}}
+    config = config_of(max_layers=0)
+    options = {"d": {"config": config_of(selection="slices", slowdown=9.0)}}
     with Shared({"r": (N, 1), "d": (N, 3)}, config=config, options=options) as world:
         d = world.engines["d"]
         for engine in world.engines.values():
@@ -232,8 +232,8 @@ def test_slices_are_not_lent_as_if_they_were_layers(streams: bool, active: bool)
 
 
 def test_whoever_does_not_lend_is_left_alone() -> None:
-    options = {"i": {"controller": config_of(lends=False)}}
-    config = config_of(cap=0)
+    options = {"i": {"config": config_of(lends=False)}}
+    config = config_of(max_layers=0)
     with Shared({"r": (N, 1), "i": (N, 2)}, spare=4, config=config, options=options) as world:
         world.step(i=6)
         world.session.deactivate("i")
@@ -245,9 +245,9 @@ def test_whoever_does_not_lend_is_left_alone() -> None:
 
 
 def test_an_active_donor_keeps_its_demand_headroom_hysteresis_and_its_own_blocks() -> None:
-    with world_of({"r": 1, "d": 1}, spare=30, cap=0) as world:
+    with world_of({"r": 1, "d": 1}, spare=30, max_layers=0) as world:
         d = world.engines["d"]
-        world.session._tenants["d"].controller.config = config_of(cap=0, headroom_blocks=4, hysteresis_blocks=2)
+        world.session._tenants["d"].controller.config = config_of(max_layers=0, reserve_blocks=4, hysteresis_blocks=2)
         world.step(d=20)
         hold(d, 5)
         world.step(d=3)
@@ -270,7 +270,7 @@ def test_an_active_donor_keeps_its_demand_headroom_hysteresis_and_its_own_blocks
 
 def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
     """A holder gives away its unused KV: not that which would be left once the layers that it has borrowed are at home."""
-    with world_of({"h": 1, "i": 3, "r": 1}, spare=2, cap=0) as world:
+    with world_of({"h": 1, "i": 3, "r": 1}, spare=2, max_layers=0) as world:
         h, r = world.engines["h"], world.engines["r"]
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 4, to="h")
@@ -289,10 +289,10 @@ def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
 def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
     """Its requests have begun, so it will run while others live in what it gave: a reload budget promises nothing then."""
     times = times_of(N, 1.0, 1.5)
-    with world_of({"r": 1, "i": 3}, times, ttft_budget_s=1e6) as world:
+    with world_of({"r": 1, "i": 3}, times, ttft_s=1e6) as world:
         i, r = world.engines["i"], world.engines["r"]
         most, _ = world.session._tenants["i"].controller._bound(times)
-        world.session._tenants["r"].controller.config = config_of(cap=0)
+        world.session._tenants["r"].controller.config = config_of(max_layers=0)
         hold(i, 1)
         world.session.deactivate("i")
         assert offers.paused(i.tenant._state)
@@ -310,9 +310,9 @@ def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 2.0, 100.0])
 def test_a_waking_tenant_streams_as_much_as_its_caller_allows(share: float) -> None:
     times = times_of(N, 1.0, 3.0)
-    with world_of({"r": 1, "i": 3}, times, ttft_budget_s=1e6) as world:
+    with world_of({"r": 1, "i": 3}, times, ttft_s=1e6) as world:
         i, r = world.engines["i"], world.engines["r"]
-        world.session._tenants["r"].controller.config = config_of(cap=0)
+        world.session._tenants["r"].controller.config = config_of(max_layers=0)
         world.session.deactivate("i")
         for _ in range(2 * N):
             hold(r, 99)

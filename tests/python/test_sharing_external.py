@@ -16,7 +16,7 @@ import remap
 
 N = 8  # layers: a block is a page
 PLAIN: dict[str, Any] = {
-    "headroom_blocks": 0,
+    "reserve_blocks": 0,
     "hysteresis_blocks": 0,
     "min_idle": 0.0,
     "map_s": 0.0,
@@ -77,7 +77,7 @@ class External:
 
 
 def world_of(pages: dict[str, int], *, spare: int = 0, **config: Any) -> Shared:
-    settings = remap.ControllerConfig(**{**PLAIN, **config})
+    settings = remap.advanced.Knobs(**{**PLAIN, **config})
     world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=settings)
     for engine in world.engines.values():
         set_times(engine, times_of(N, 1.0, 0.1))
@@ -133,7 +133,7 @@ def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prom
 @pytest.mark.parametrize("prompt", [True, False])
 @pytest.mark.parametrize("active", [True, False])
 def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(prompt: bool, active: bool) -> None:
-    with world_of({"e": 1, "r": 1}, spare=8, cap=0) as world:
+    with world_of({"e": 1, "r": 1}, spare=8, max_layers=0) as world:
         e = External(world, "e", prompt)
         world.session.step({"e": e.demand(9)})
         before = e.tenant.kv.usable_blocks

@@ -29,10 +29,10 @@ class World:
 
     def __init__(self, mode: str) -> None:
         self.fault = _core.make_fault_backend(make_backend(CAPACITY))
-        config = remap.ControllerConfig(
-            headroom_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, policy="lru"
+        config = remap.advanced.Knobs(
+            reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, policy="lru"
         )
-        self.session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=self.fault, controller=config)
+        self.session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=self.fault, config=config)
         self.engines: dict[str, Engine] = {}
         for tag, (name, (layers, pages)) in enumerate(SHAPES.items(), 1):
             self.attach(name, layers, pages, tag)

@@ -73,7 +73,7 @@ def test_after_a_layer_came_home_growth_takes_a_demand_that_rose_by_more_than_si
 def test_headroom_that_rose_since_does_not_ask_back_what_a_holder_gave() -> None:
     """The low watermark follows the demand: within sigma of what was wanted when the layer went home, it brings nothing back."""
     options: dict[str, Any] = {"contention": 9.0, "map_s": 0.0, "dwell": 3, "hysteresis_blocks": 3}
-    with world_of({"r": 1, "i": 2}, headroom_blocks=None, **options) as world:
+    with world_of({"r": 1, "i": 2}, reserve_blocks=None, **options) as world:
         r, i = world.engines["r"], world.engines["i"]
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 3, to="r")
@@ -98,7 +98,7 @@ def test_a_layer_stays_while_one_of_its_holders_needs_it() -> None:
         a, i = world.engines["a"], world.engines["i"]
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 1)
-        world.session._tenants["a"].controller.config = config_of(cap=0, hysteresis_blocks=2)
+        world.session._tenants["a"].controller.config = config_of(max_layers=0, hysteresis_blocks=2)
         world.step(a=3)  # two of the layer's three pages
         remap.advanced.lend(world.session, "i", 1, to="b")
         assert {name: world.session.snapshot().tenants[name].borrowed_pages for name in "ab"} == {"a": 2, "b": 1}
@@ -135,7 +135,7 @@ def test_nobody_thrashes_over_long_random_demand(seed: int, headroom: int | None
     rng = random.Random(seed)
     steps, dwell = 200, 3
     options: dict[str, Any] = {"contention": 0.2, "map_s": 0.0, "dwell": dwell, "hysteresis_blocks": 2}
-    with world_of({"a": 2, "b": 1, "i": 2}, times_of(N, 1.0, 0.1), **options, headroom_blocks=headroom) as world:
+    with world_of({"a": 2, "b": 1, "i": 2}, times_of(N, 1.0, 0.1), **options, reserve_blocks=headroom) as world:
         world.session.deactivate("i")
         reloads = dict.fromkeys(world.engines, 0)
         grown = dict.fromkeys(world.engines, 0)
@@ -224,7 +224,7 @@ def test_live_blocks_of_the_lender_itself_may_be_in_the_way() -> None:
         i = world.engines["i"]
         remap.advanced.lend(world.session, "i", 2, to="a")
         remap.advanced.lend(world.session, "i", 4)
-        world.session._tenants["i"].controller.config = config_of(cap=0)
+        world.session._tenants["i"].controller.config = config_of(max_layers=0)
         world.step(i=6)  # all of one layer, and a part of the next
         i.allocate_blind(i.tenant.kv.free_blocks)
         before = world.session._arena.owners()

@@ -39,7 +39,7 @@ def ranges_of(engine: Engine, block: int) -> list[tuple[int, int]]:
 
 
 class SharingMachine(RuleBasedStateMachine):
-    config = remap.ControllerConfig(policy="lru", min_idle=0.0, dwell=1, ttft_budget_s=1e9, hysteresis_blocks=1)
+    config = remap.advanced.Knobs(policy="lru", min_idle=0.0, dwell=1, ttft_s=1e9, hysteresis_blocks=1)
     layout = "block_major"
 
     @initialize(fast=st.booleans())
@@ -364,8 +364,8 @@ def act(machine: SharingMachine, rng: random.Random, name: str, other: str) -> N
 class UniformMachine(SharingMachine):
     """As in the paper: active tenants stream evenly spread layers, the last used donor gives first; the KV region is small."""
 
-    config = remap.ControllerConfig(
-        policy="mru", selection="uniform", min_idle=0.0, dwell=2, headroom_blocks=0, hysteresis_blocks=0
+    config = remap.advanced.Knobs(
+        policy="mru", selection="uniform", min_idle=0.0, dwell=2, reserve_blocks=0, hysteresis_blocks=0
     )
 
 

@@ -228,7 +228,7 @@ def test_what_no_remapping_makes_room_for_is_refused(sharing: str, monkeypatch: 
     monkeypatch.setattr(running, "_STUCK", 64)
     setup = one(sharing, on=ON.with_(iteration_gap_s=0.0), kv_blocks=20, cost=None)
     items = [Item("t", 0.0, 900, 9), Item("t", 0.0, 50, 9)]
-    found = only(simulate(setup, items, "remap:cap=0"))
+    found = only(simulate(setup, items, "remap:max_layers=0"))
     assert (found.requests, found.finished, found.output_tokens) == (2, 1, 9)
 
 

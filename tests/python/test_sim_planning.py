@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from remap.adapters.settings import Settings
 from remap.cli.plan import plan as command
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.slices import slices_freed, slices_period
@@ -237,8 +237,8 @@ def test_the_advice(on: str, what: str, memory: str | None, active: bool, select
         where.h2d_bytes_per_s / (where.hbm_bytes_per_s * where.roofline.eff_bw), abs=1e-4
     )
     config = found.advice.config()
-    assert isinstance(config, ControllerConfig)
-    assert config.ttft_budget_s == pytest.approx(max(donor.reload.late_s[0][1] for donor in found.donors), abs=1e-3)
+    assert isinstance(config, Knobs)
+    assert config.ttft_s == pytest.approx(max(donor.reload.late_s[0][1] for donor in found.donors), abs=1e-3)
     assert all(setting.reason for setting in found.advice.settings)
 
 
@@ -414,7 +414,7 @@ def test_adapters_accept_every_setting_that_is_advised(on: str, what: str, memor
     found = plan(
         where, model(what), memory_bytes=memory_of(memory, where), donors=[model("OPT-6.7b"), model("Llama-3-8b")]
     )
-    assert {setting.name for setting in found.advice.settings} >= {"contention", "map_s", "ttft_budget_s", "policy"}
+    assert {setting.name for setting in found.advice.settings} >= {"contention", "map_s", "ttft_s", "policy"}
     settings = Settings.read(found.environment())
     assert settings is not None
     assert settings.controller() == found.advice.config()

@@ -19,7 +19,7 @@ LAYERS, LAYER = 8, 16 * MIB
 LINK = 400e9
 COPY_S = LAYER / LINK
 SLOWDOWN = 0.02
-STILL = remap.ControllerConfig(slowdown=SLOWDOWN, headroom_blocks=0, hysteresis_blocks=0, dwell=10**9, lends=False)
+STILL = remap.advanced.Knobs(slowdown=SLOWDOWN, reserve_blocks=0, hysteresis_blocks=0, dwell=10**9, lends=False)
 
 
 class World:
@@ -30,7 +30,7 @@ class World:
             capacity_bytes=96 << 30, h2d_bytes_per_s=LINK, d2h_bytes_per_s=LINK, hbm_bytes_per_s=4e12, contention=False
         )
         pages = LAYERS * LAYER // (2 * MIB) + 8
-        self.session = remap.Session(tenants * pages * 2 * MIB, backend=self.backend, controller=STILL)
+        self.session = remap.Session(tenants * pages * 2 * MIB, backend=self.backend, config=STILL)
         kv = remap.KVSpec(
             layers=LAYERS,
             kv_heads=1,

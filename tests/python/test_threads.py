@@ -261,10 +261,10 @@ class World:
         self.lock = threading.RLock()  # the application's
         total = sum(layers * pages for layers, pages in SHAPES.values()) + 6 + 5
         self.backend = make_backend(total * PAGE, PAGE)
-        config = remap.ControllerConfig(
-            headroom_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, ttft_budget_s=1e9
+        config = remap.advanced.Knobs(
+            reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, ttft_s=1e9
         )
-        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, controller=config)
+        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, config=config)
         self.engines = {name: Engine(self, name, tag) for tag, name in enumerate(SHAPES)}
         self.problems: list[str] = []
 

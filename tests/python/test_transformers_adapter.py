@@ -234,8 +234,8 @@ def test_two_models_share_a_session():
     given = [prompts(3, 9, seed=3), prompts(3, 9, seed=4)]
     expected = [model.generate(**ids, **GREEDY) for model, ids in zip(models, given)]
     size = 620 * PAGE
-    with remap.Session(size, page_bytes=PAGE, controller=EAGER) as session:
-        options = {"session": session, "block_tokens": 4, "controller": EAGER}
+    with remap.Session(size, page_bytes=PAGE, config=EAGER) as session:
+        options = {"session": session, "block_tokens": 4, "config": EAGER}
         with remap.attach(models[0], name="a", **options) as a, remap.attach(models[1], name="b", **options) as b:
             hog, caches = b.cache(), [a.cache(), b.cache()]
             models[1].generate(**prompts(6, 40), **BRIEF, past_key_values=hog)

@@ -144,8 +144,8 @@ def test_nothing_is_left_to_stream():
 
 
 def test_the_controller_skips_written_layers():
-    config = remap.ControllerConfig(slowdown=1e6)
-    with Pair(["", "step", "", "", "step", ""], controller=config) as pair:
+    config = remap.advanced.Knobs(slowdown=1e6)
+    with Pair(["", "step", "", "", "step", ""], config=config) as pair:
         pair.forward()
         report = pair.session.step({"m": remap.Demand(blocks=pair.tenant.kv.max_blocks)})
         assert set(pair.tenant.written) == {1, 4}

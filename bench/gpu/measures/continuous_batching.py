@@ -159,7 +159,7 @@ class Sides:
                 "cuda:0",
                 block_tokens=BLOCK_TOKENS,
                 min_tokens=max(0, (case.blocks - 2) * BLOCK_TOKENS),
-                controller=remap.ControllerConfig(),  # here requests wait for blocks: nothing has to be slowed down for them
+                config=remap.advanced.Knobs(),  # here requests wait for blocks: nothing has to be slowed down for them
             )
         )
         if device == "cuda":

@@ -17,7 +17,7 @@ import remap
 from remap import _core
 
 # No reserve, so that the demand alone says how many layers move; any stall is allowed, so that the link does not.
-CONFIG = remap.ControllerConfig(headroom_blocks=0, slowdown=1e6)
+CONFIG = remap.advanced.Knobs(reserve_blocks=0, slowdown=1e6)
 # Calls that change what addresses show. Copies, events and streams are what a change may enqueue; these it may not make.
 MAPPING_CALLS = (
     "reserve",
@@ -121,7 +121,7 @@ def growth(ctx: Context) -> Iterator[Figure]:
     made: list[float] = []
     for size in sizes:
         layer_bytes = ctx.fit(layers * size, unit=layers * 2 * MIB, host=True) // layers
-        with device_tenant(ctx, layers, layer_bytes, traced=True, controller=CONFIG) as (raw, marks):
+        with device_tenant(ctx, layers, layer_bytes, traced=True, config=CONFIG) as (raw, marks):
             grown = Growth(raw, marks)
             for kind, taken in cases:
                 start = int(kind == "next")
@@ -199,8 +199,8 @@ def repointing(ctx: Context) -> Iterator[Figure]:
 @measure("session.step", full_s=3, quick_s=1)
 def step_cost(ctx: Context) -> Iterator[Figure]:
     """session.step with nothing to do, with nothing remapped and with something."""
-    never_back = remap.ControllerConfig(dwell=10**9)
-    with device_tenant(ctx, 8, ctx.pick(64 * MIB, 16 * MIB, 4 * MIB), traced=True, controller=never_back) as (
+    never_back = remap.advanced.Knobs(dwell=10**9)
+    with device_tenant(ctx, 8, ctx.pick(64 * MIB, 16 * MIB, 4 * MIB), traced=True, config=never_back) as (
         raw,
         marks,
     ):

@@ -51,7 +51,7 @@ def more_and_less(ctx: Context) -> Iterator[Figure]:
     there: list[float] = []
     theirs: list[float] = []
     back: list[float] = []
-    with device_tenant(ctx, LAYERS, layer_bytes, traced=True, controller=CONFIG) as (raw, marks), ctx.driver:
+    with device_tenant(ctx, LAYERS, layer_bytes, traced=True, config=CONFIG) as (raw, marks), ctx.driver:
         grown = Growth(raw, marks)
         for index in ctx.rounds(ctx.pick(16, 6, 3) + 1, share=0.9):
             grown.reset(1)

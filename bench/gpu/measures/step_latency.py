@@ -103,10 +103,10 @@ def calls_beside_repointing(ctx: Context) -> Iterator[Figure]:
     for page in pages:
         title = f"pages of {page // MIB} MiB"
         layer_bytes = largest_layer(ctx, LAYERS, ctx.pick(256 * MIB, 128 * MIB, 16 * MIB), page)
-        config = remap.ControllerConfig(dwell=10**9)
+        config = remap.advanced.Knobs(dwell=10**9)
         spare = mover_bytes(LAYERS, layer_bytes, page)
         with (
-            device_tenant(ctx, 4, page, page_bytes=page, spare_bytes=spare, controller=config) as (raw, marks),
+            device_tenant(ctx, 4, page, page_bytes=page, spare_bytes=spare, config=config) as (raw, marks),
             ExitStack() as made,
         ):
             launch, what = launch_of(ctx, raw, made)

@@ -51,7 +51,7 @@ def zeroing(ctx: Context) -> Iterator[Figure]:
     """Guests come and go; each takes the same free pages, which must read zero. Against plain fills of as many bytes."""
     spare = ctx.fit(ctx.pick(4096 * MIB, 1024 * MIB, 16 * MIB), unit=2 * MIB)
     with device_tenant(
-        ctx, 4, 2 * MIB, spare_bytes=spare + 16 * MIB, controller=remap.ControllerConfig(headroom_blocks=0)
+        ctx, 4, 2 * MIB, spare_bytes=spare + 16 * MIB, config=remap.advanced.Knobs(reserve_blocks=0)
     ) as (raw, marks):
         session, backend = raw.session, raw.backend
         layers = make_masters(2, 2 * MIB)  # the guests' own: the memory of others is page-locked already

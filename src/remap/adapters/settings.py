@@ -9,7 +9,7 @@ installed plugin that nobody switched on does nothing.
     REMAP_SLOWDOWN=0.02       stall allowed per pass, as a share of its computation
     REMAP_MAX_LAYERS=8        most layers that are ever remapped (alpha)
     REMAP_MAX_TOKENS=65536    most tokens the KV cache may grow to; by default what the layers that may be remapped make room for
-    REMAP_HEADROOM=64         blocks kept free beyond the demand; by default derived from how the demand varies
+    REMAP_RESERVE_BLOCKS=64   blocks kept free beyond the demand; by default derived from how the demand varies
     REMAP_PAGE_BYTES=2MiB     page size of the arena; by default chosen for the model (`footprint.Footprint.page_size`)
     REMAP_COPY_CHUNK_BYTES=32MiB  copies of layers go in chunks, between which the engine's own copies get in; 0: whole layers
     REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
@@ -20,7 +20,7 @@ installed plugin that nobody switched on does nothing.
     REMAP_MAP_S=0.001         seconds to map a layer back
     REMAP_POLICY=priority     which idle model gives first: priority, mru, lru or expected_next_use
     REMAP_MIN_IDLE=1          how many times what its reload is worth a model is idle before it gives
-    REMAP_TTFT_BUDGET_S=0.1   by how much a first prefill may be late because its model gave layers
+    REMAP_TTFT_S=0.1          by how much a first prefill may be late because its model gave layers
     REMAP_LENDS=1             whether other models get this one's unused KV cache and layers
     REMAP_CPU_LINEAR=exact    exact or packed: how linear layers are computed on a CPU (vLLM; see its cpu_linear)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
@@ -32,7 +32,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from remap.config import POLICIES, SELECTIONS, ControllerConfig
+from remap.config import POLICIES, SELECTIONS, Knobs
 from remap.errors import Error, InvalidArgument
 from remap.sizes import MOST_BYTES, parse_size
 
@@ -42,7 +42,7 @@ COPY_CHUNK_BYTES = 32 << 20
 """Engines copy their inputs to the device while layers stream, and a copy engine serves who came first. torchrec takes this size
 (#4373)."""
 
-_DEFAULTS = ControllerConfig()
+_DEFAULTS = Knobs()
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -53,13 +53,13 @@ def enabled(environment: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One engine's settings. Sizes in bytes, slowdown a share, headroom in KV blocks; see the module's list."""
+    """One engine's settings. Sizes in bytes, slowdown a share, reserve_blocks in KV blocks; see the module's list."""
 
     capacity: int
     slowdown: float = 0.02
     max_layers: int | None = None
     max_tokens: int | None = None
-    headroom: int | None = None
+    reserve_blocks: int | None = None
     page_bytes: int | None = None
     copy_chunk_bytes: int = COPY_CHUNK_BYTES
     buffers: int | Literal["auto"] = "auto"
@@ -72,7 +72,7 @@ class Settings:
     map_s: float = _DEFAULTS.map_s
     policy: str = _DEFAULTS.policy
     min_idle: float = _DEFAULTS.min_idle
-    ttft_budget_s: float = _DEFAULTS.ttft_budget_s
+    ttft_s: float = _DEFAULTS.ttft_s
     lends: bool = _DEFAULTS.lends
 
     @classmethod
@@ -104,7 +104,7 @@ class Settings:
             slowdown=_share(environment, "REMAP_SLOWDOWN", 0.02),
             max_layers=_count(environment, "REMAP_MAX_LAYERS", 0),
             max_tokens=_count(environment, "REMAP_MAX_TOKENS", 1),
-            headroom=_count(environment, "REMAP_HEADROOM", 0),
+            reserve_blocks=_count(environment, "REMAP_RESERVE_BLOCKS", 0),
             page_bytes=_size(environment, "REMAP_PAGE_BYTES"),
             copy_chunk_bytes=_chunk(environment),
             buffers="auto" if buffers == "auto" else int(buffers),
@@ -117,16 +117,16 @@ class Settings:
             map_s=_share(environment, "REMAP_MAP_S", _DEFAULTS.map_s),
             policy=_choice(environment, "REMAP_POLICY", POLICIES, _DEFAULTS.policy),
             min_idle=_share(environment, "REMAP_MIN_IDLE", _DEFAULTS.min_idle),
-            ttft_budget_s=_share(environment, "REMAP_TTFT_BUDGET_S", _DEFAULTS.ttft_budget_s),
+            ttft_s=_share(environment, "REMAP_TTFT_S", _DEFAULTS.ttft_s),
             lends=_switch(environment, "REMAP_LENDS", _DEFAULTS.lends),
         )
 
-    def controller(self) -> ControllerConfig:
+    def controller(self) -> Knobs:
         """The controller's knobs."""
-        return ControllerConfig(
+        return Knobs(
             slowdown=self.slowdown,
-            headroom_blocks=self.headroom,
-            cap=self.max_layers,
+            reserve_blocks=self.reserve_blocks,
+            max_layers=self.max_layers,
             buffers=self.buffers,
             reversion=self.reversion,
             selection=self.selection,
@@ -134,7 +134,7 @@ class Settings:
             map_s=self.map_s,
             policy=self.policy,
             min_idle=self.min_idle,
-            ttft_budget_s=self.ttft_budget_s,
+            ttft_s=self.ttft_s,
             lends=self.lends,
         )
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from remap.config import ControllerConfig
+from remap.config import Config, Knobs
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
 from remap.kv.spec import KVSpec
 from remap.memory import device as devices
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 __all__ = ["Attached", "attach"]
 
 # generate() cannot preempt a sequence: a slower pass is better than none.
-_PATIENT = ControllerConfig(slowdown=100.0)
+_PATIENT = Knobs(slowdown=100.0)
 _LEAST = 2  # blocks: what the padding of generate_batch takes
 _FACTORY = "_prepare_cache_for_generation"
 
@@ -83,7 +83,7 @@ def attach(
     max_tokens: int | None = None,
     dtype: str | None = None,
     implicit: bool = True,
-    controller: ControllerConfig | None = None,
+    config: Config | None = None,
     session_options: Mapping[str, Any] | None = None,
     **attach_options: Any,
 ) -> Attached:
@@ -93,7 +93,7 @@ def attach(
     arena). capacity, device, session_options: of the `Session` that is made; or `session`, an open one, for several models.
     min_tokens: KV tokens that are there whatever happens; max_tokens: the most there can ever be (of addresses, not memory), by
     default what the capacity could hold. dtype: of the cache, by default the model's. implicit: whether `generate()` without
-    a cache uses this one. controller: by default one that rather slows down than refuses, since `generate()` cannot preempt.
+    a cache uses this one. config: by default one that rather slows down than refuses, since `generate()` cannot preempt.
     attach_options: of `Session.attach` (weights, mutable, priority, embedding, ...).
 
     Raises InvalidArgument for a model that does not fit one KVSpec (`kv_of_config`), tensors that cannot be moved (tensor
@@ -138,9 +138,7 @@ def attach(
         if max_tokens is not None:
             most = _blocks("max_tokens", max_tokens, block_tokens)
         spec = replace(one, min_blocks=least, max_blocks=max(least, most))
-        tenant = home.attach(
-            inner, list(modules), name=name, kv=spec, controller=controller or _PATIENT, **attach_options
-        )
+        tenant = home.attach(inner, list(modules), name=name, kv=spec, config=config or _PATIENT, **attach_options)
         attached = Attached(home, tenant, session is None, inner, shape.windows, implicit)
     finally:
         if attached is None:
@@ -186,7 +184,7 @@ class Attached:
         """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come home.
 
         Passes do this by themselves. An idle server calls it now and then; how many steps a layer takes to come home is the
-        controller's decision (`ControllerConfig`: a reload has to be paid for first).
+        controller's decision (a reload has to be paid for first).
         """
         return self._step(0)
 

@@ -126,9 +126,7 @@ def show(found: Plan, console: Console) -> None:
     }
     for name, value in found.environment().items():
         say(f"  {name}={value}" + (f"  # {reasons[name]}" if name in reasons else ""))
-    say(
-        "  In Python: remap.ControllerConfig(" + ", ".join(f"{s.name}={s.value!r}" for s in found.advice.settings) + ")"
-    )
+    say("  In Python: remap.advanced.Knobs(" + ", ".join(f"{s.name}={s.value!r}" for s in found.advice.settings) + ")")
     say()
     say("The arithmetic", style="bold")
     for step in found.steps:

@@ -21,7 +21,8 @@ from remap.model.footprint import footprint
 from .demo_config import default_config
 
 if TYPE_CHECKING:
-    from remap import ControllerConfig, KVSpec, Session
+    from remap import KVSpec, Session
+    from remap.advanced import Knobs
     from remap.engine import LLMEngine, Request, SharedEngines, SharedResult
     from remap.sim.workload import Item, Lengths
 
@@ -80,7 +81,7 @@ SMALL = Preset(
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a run is set up. controller: None for the recompute baseline, else what `ControllerConfig` gets. by_hand: layers
+    """How a run is set up. controller: None for the recompute baseline, else what `Knobs` gets. by_hand: layers
     remapped before the first request, as a share of each tenant's layers, without any controller (then `controller` is None).
     partial: see `SharedEngines`.
     """
@@ -246,7 +247,7 @@ class World:
                 blocks[name] = max(blocks[name], need)
         capacity = self.last_capacity_bytes = self.capacity(blocks)
         config = None if wiring.controller is None or ample else self._controller(wiring.controller)
-        with Session(capacity=capacity, device="cpu", page_bytes=preset.page_bytes, controller=config) as session:
+        with Session(capacity=capacity, device="cpu", page_bytes=preset.page_bytes, config=config) as session:
             engines = self._attach(session, blocks, config is not None, max_num_seqs or preset.max_num_seqs)
             if wiring.by_hand and not ample:
                 for name in self.names:
@@ -265,10 +266,10 @@ class World:
             }
             return result
 
-    def _controller(self, settings: Mapping[str, Any]) -> ControllerConfig:
-        from remap import ControllerConfig
+    def _controller(self, settings: Mapping[str, Any]) -> Knobs:
+        from remap.advanced import Knobs
 
-        return ControllerConfig(**settings)
+        return Knobs(**settings)
 
     def _attach(
         self, session: Session, blocks: Mapping[str, int], remaps: bool, max_num_seqs: int

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from remap import _core
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.errors import InvalidArgument, LimitExceeded, OutOfMemory
 from remap.kv.cache import KVCache
 from remap.kv.spec import KVGeometry, KVSpec
@@ -78,7 +78,7 @@ class Arrivals:
         name: str,
         priority: int,
         kv: KVSpec,
-        config: ControllerConfig,
+        config: Knobs,
         host: HostMemory | None,
         active: bool,
         clock: Callable[[], float],
@@ -126,7 +126,7 @@ class Arrivals:
         self._arriving = None
 
     def _place(
-        self, arrival: _Arrival, priority: int, kv: KVSpec, config: ControllerConfig, host: HostMemory | None
+        self, arrival: _Arrival, priority: int, kv: KVSpec, config: Knobs, host: HostMemory | None
     ) -> TenantState:
         """Regions, pages and mappings for the source and its KV cache; the weights are in place afterwards.
 
@@ -254,9 +254,9 @@ class Arrivals:
             self._changes.settle(made)
         hidden = made.hidden = HiddenCopies(made)
         made.timing.prepare = hidden.prepare
-        # In slices the cap, which is in layers, is in the view (view.py).
+        # In slices max_layers, which is in layers, is in the view (view.py).
         made.controller = Controller(
-            replace(config, cap=None) if slices else config,
+            replace(config, max_layers=None) if slices else config,
             bound=hidden.bound,
             stall=hidden.stall,
             possible=None if made.plain else hidden.possible,

@@ -4,7 +4,7 @@
     give(giver, receiver, take)     what was taken of them becomes free pages, for the receiver to take
 
     unused KV         blocks above min_blocks that nobody uses (an active giver keeps its headroom and hysteresis)
-    inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_budget_s
+    inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_s
     active layers     of one that serves, or is about to, within its own slowdown; the receiver's own are beside them
                       (Controller.offers)
 
@@ -101,7 +101,7 @@ class InactiveLayers(_Layers):
 
     def away_cap(self, giver: TenantState) -> int:
         """The most layers that may be away: as many as a short prefill of its own hides while all that is streamed then, the
-        ring's layers too, is loaded, and `ttft_budget_s` more.
+        ring's layers too, is loaded, and `ttft_s` more.
 
         One layer, and what the budget pays for, while no pass of it was measured. Never all of them: the ring's stay, and one
         more.
@@ -109,13 +109,13 @@ class InactiveLayers(_Layers):
         config = giver.config
         buffers = max(1, giver.buffers)
         most = min(len(giver.order), giver.layers - 1) - buffers
-        if config.cap is not None:
-            most = min(most, config.cap)
+        if config.max_layers is not None:
+            most = min(most, config.max_layers)
         times = giver.timing.prefill()
         if times is None:
             copy = giver.timing.copy_seconds()
-            return max(0, min(most, 1 + (int(config.ttft_budget_s / copy) if copy > 0 else 0)))
-        bound = config.ttft_budget_s + RELATIVE_EPSILON * math.fsum(times.compute_s)
+            return max(0, min(most, 1 + (int(config.ttft_s / copy) if copy > 0 else 0)))
+        bound = config.ttft_s + RELATIVE_EPSILON * math.fsum(times.compute_s)
         kind = giver.growing_by
         cap = giver.remapped  # more is away only together with what is away now
         while cap < most and _late(times.compute_s, times.transfer_s, giver.select(cap + 1, buffers, kind)) <= bound:

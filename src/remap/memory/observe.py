@@ -81,7 +81,7 @@ def _tenant(arena: Any, lending: Lending, tenants: Mapping[str, TenantState], te
         free_blocks=pool.free_blocks,
         live_blocks=pool.live_blocks,
         withdrawn_blocks=pool.withdrawn_blocks,
-        headroom_blocks=tenant.controller.headroom,
+        reserve_blocks=tenant.controller.headroom,
         loading=tuple(layer for layer in range(tenant.layers) if not tenant.prefetcher.ready(layer)),
         passes=passes,
         copies=stats.copies,

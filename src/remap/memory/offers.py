@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.memory.apply import Changes
 from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, UnusedKV
 from remap.memory.lend import Lending
@@ -39,7 +39,7 @@ class Offers:
         tenants: Mapping[str, TenantState],
         changes: Changes,
         lending: Lending,
-        config: ControllerConfig,
+        config: Knobs,
         clock: Callable[[], float],
     ) -> None:
         self._tenants = tenants

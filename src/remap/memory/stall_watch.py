@@ -92,7 +92,7 @@ class StallWatch:
         _logger.warning(
             "passes wait for layers for %.1f %% of their computation, %.1f %% were allowed and %.1f %% predicted (the last %d "
             "passes of %d active tenants): each tenant is bounded as if the link were its own, and what they copy together, "
-            "or the link itself, is slower; lower ControllerConfig.slowdown or cap, or keep fewer tenants active at once. "
+            "or the link itself, is slower; lower Config.slowdown or max_layers, or keep fewer tenants active at once. "
             "session.snapshot().stall has these numbers; this is said once",
             100 * share.seen,
             100 * share.allowed,

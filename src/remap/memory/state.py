@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.errors import InvalidState
 from remap.kv.cache import KVCache
 from remap.locking import Turn
@@ -43,7 +43,7 @@ class TenantState:
     number: int  # never used twice, so that nobody's bytes pass for another's
     name: str
     priority: int
-    config: ControllerConfig
+    config: Knobs
 
     # -- what attach made of the model
     source: LayerSource

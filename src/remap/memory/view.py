@@ -72,7 +72,7 @@ def _sliced_view(changes: Changes, tenant: TenantState, demand: Demand, others: 
     buffers = len(pages.ring)
     known = tenant.known_depths
     if known is None or known[0] is not tenant.order:  # a view is made in every step, layers are pinned hardly ever
-        known = tenant.known_depths = (tenant.order, *_depths(tenant, tenant.config.cap))
+        known = tenant.known_depths = (tenant.order, *_depths(tenant, tenant.config.max_layers))
     layers, deepest, most = len(tenant.order), known[1], known[2]
     free, live = pool.free_blocks, pool.live_blocks
     if pool.external:

@@ -25,13 +25,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.policy.donors.supply import Quote, choose
 from remap.policy.rental import Guard, Rental, income
 from remap.policy.views import NONE, Decision, Demand, LayerSeconds, Take, TenantView
 from remap.policy.watermark import Watermark, horizon
 
-__all__ = ["NONE", "Controller", "ControllerConfig", "Decision", "Demand", "LayerSeconds", "TenantView"]
+__all__ = ["NONE", "Controller", "Decision", "Demand", "LayerSeconds", "TenantView"]
 
 
 _UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
@@ -49,13 +49,13 @@ class Controller:
 
     def __init__(
         self,
-        config: ControllerConfig | None = None,
+        config: Knobs | None = None,
         *,
         bound: Callable[[LayerSeconds], tuple[int, int]],
         stall: Callable[[LayerSeconds, int, int], float],
         possible: Callable[[int, int], bool] | None = None,
     ) -> None:
-        self.config = config or ControllerConfig()
+        self.config = config or Knobs()
         self._bound, self._stall = bound, stall
         self._possible = possible
         self._watermark = Watermark(smoothing=self.config.smoothing)
@@ -91,7 +91,7 @@ class Controller:
         blocks = demand.blocks
         wanted = view.live_blocks + blocks
         self._watermark.observe(wanted)
-        headroom = self.config.headroom_blocks
+        headroom = self.config.reserve_blocks
         if view.times is not self._times or view.order is not self._order:
             self._learn(view)
         if headroom is None:
@@ -202,7 +202,7 @@ class Controller:
 
     def _top(self, view: TenantView, most: int, buffers: int) -> int:
         top = min(most, view.max_remapped, view.streamable - buffers, view.layers - buffers)
-        return top if self.config.cap is None else min(top, self.config.cap)
+        return top if self.config.max_layers is None else min(top, self.config.max_layers)
 
     def _target(self, view: TenantView, want: int) -> tuple[int, int, str]:
         """(alpha, beta, remark): the alpha >= want nearest to it that is allowed, else the largest allowed below it.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.model.footprint import DEVICE_PAGE_SIZES, DEVICE_WASTE, Footprint
 from remap.sizes import show_size
 
@@ -36,7 +36,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of `ControllerConfig`, and why."""
+    """One field of `Knobs`, and why."""
 
     name: str
     value: float | int | str
@@ -51,17 +51,17 @@ class Setting:
 @dataclass(frozen=True)
 class Advice:
     """active: whether streaming layers of a model that runs pays here; donors: whether lending those of idle ones does.
-    why: in sentences. settings: what to give to ControllerConfig; what is not named keeps its default."""
+    why: in sentences. settings: what to give to Knobs; what is not named keeps its default."""
 
     active: bool
     donors: bool
     why: tuple[str, ...]
     settings: tuple[Setting, ...]
 
-    def config(self) -> ControllerConfig:
+    def config(self) -> Knobs:
         """The settings as the controller takes them."""
         values: dict[str, Any] = {setting.name: setting.value for setting in self.settings}
-        return ControllerConfig(**values)
+        return Knobs(**values)
 
 
 def _gb(size: float) -> str:
@@ -325,7 +325,7 @@ def _settings(numbers: Numbers, *, active: bool, sliced: bool, page_bytes: int) 
     quick = slowest <= SHORT_RELOAD_S
     found += [
         Setting(
-            "ttft_budget_s",
+            "ttft_s",
             round(late, 3) if late > 0 else 0.0,
             "by so much a first prefill of 512 tokens is late if half of the donor's layers are away; less lends fewer",
         ),

@@ -7,7 +7,7 @@
     static:X      a fixed X of the layers (default 10 %) is streamed from the start, as vLLM's prefetch offloader; "static:6" or
                   "static:10%"
     remap         the production controller with its defaults
-    remap:A       one of its ablations (below), or settings of ControllerConfig: "remap:selection=slices+buffers=2"
+    remap:A       one of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
 
 A name may carry several settings, joined by "+": "remap:uniform+lru".
 """
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, fields, replace
 from types import MappingProxyType
 from typing import Any
 
-from remap.config import ControllerConfig
+from remap.config import Knobs
 from remap.errors import InvalidArgument
 
 __all__ = ["ABLATIONS", "POLICIES", "UNBOUNDED", "Policy", "find", "known"]
@@ -32,7 +32,7 @@ UNBOUNDED = 1e6
 class Policy:
     """How memory is managed. kind: "recompute", "swap", "pie", "static" or "remap".
 
-    controller: settings of ControllerConfig that are not its defaults. static: layers, or a share of them below 1; of Pie the
+    controller: settings of Knobs that are not its defaults. static: layers, or a share of them below 1; of Pie the
     expansion, 0 if it is adaptive. pooled: the
     share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
     `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5".
@@ -47,8 +47,8 @@ class Policy:
     partial: bool | float = True
 
     @property
-    def config(self) -> ControllerConfig:
-        return ControllerConfig(**self.controller)
+    def config(self) -> Knobs:
+        return Knobs(**self.controller)
 
 
 def _policy(name: str, about: str, kind: str, **settings: Any) -> Policy:
@@ -96,7 +96,7 @@ _OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 _SHARES = ("partial", "pooled")
-_TYPES = {one.name: one.type for one in fields(ControllerConfig)}
+_TYPES = {one.name: one.type for one in fields(Knobs)}
 
 
 def known() -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def find(name: str) -> Policy:
                 policy=name,
                 ablation=part,
             )
-    ControllerConfig(**controller)  # refuses values out of range
+    Knobs(**controller)  # refuses values out of range
     return replace(policy, name=name, about="; ".join(abouts), controller=controller, **own)
 
 

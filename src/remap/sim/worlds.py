@@ -105,7 +105,7 @@ def _session_world(setup: Setup, policy: Policy) -> World:
         pages += KVGeometry(spec, setup.page_bytes).pages_for_blocks(reserved)
     capacity = pages * setup.page_bytes
     backend = simulated(setup.machine)
-    session = remap.Session(capacity, backend=backend, page_bytes=setup.page_bytes, controller=policy.config)
+    session = remap.Session(capacity, backend=backend, page_bytes=setup.page_bytes, config=policy.config)
     try:
         managed = session if policy.kind == "remap" else None
         engines: dict[str, SimEngine] = {}

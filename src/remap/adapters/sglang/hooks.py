@@ -22,6 +22,7 @@ import remap
 from remap.adapters.held_ids import HeldIds
 from remap.adapters.hooks import attach_hooks
 from remap.adapters.settings import Settings
+from remap.config import Knobs
 from remap.errors import InvalidState
 from remap.kv.spec import KVGeometry
 from remap.model.bind import find_layers, resolve_layers
@@ -82,7 +83,7 @@ class Adapter:
             device,
             page_bytes=page_bytes,
             copy_chunk_bytes=settings.copy_chunk_bytes,
-            controller=_controller(settings),
+            config=_controller(settings),
         )
         try:
             spec = remap.KVSpec(**shape, min_blocks=first)
@@ -237,10 +238,10 @@ class Adapter:
         self.watches = []
 
 
-def _controller(settings: Settings) -> remap.ControllerConfig:
-    """Without REMAP_HEADROOM nothing is kept free: SGLang's admission reserves what running requests may still need itself."""
+def _controller(settings: Settings) -> Knobs:
+    """Without REMAP_RESERVE_BLOCKS nothing is kept free: SGLang's admission reserves what running requests may still need itself."""
     config = settings.controller()
-    return replace(config, headroom_blocks=0) if config.headroom_blocks is None else config
+    return replace(config, reserve_blocks=0) if config.reserve_blocks is None else config
 
 
 # -- the one adapter of this process ---------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ class RemapWorker:
         )
         with ExitStack() as undo:
             undo.callback(arena.leave, name)
-            tenant = session.attach(model, layers, name=name, kv=kv, controller=settings.controller(), hooks=False)
+            tenant = session.attach(model, layers, name=name, kv=kv, config=settings.controller(), hooks=False)
             pinned = session.snapshot().tenants[name].pinned
             if len(layers) - len(pinned) < 2:
                 raise InvalidState(
