@@ -239,7 +239,7 @@ class Adapter:
 
 
 def _controller(settings: Settings) -> Knobs:
-    """Without REMAP_RESERVE_BLOCKS nothing is kept free: SGLang's admission reserves what running requests may still need itself."""
+    """Without REMAP_RESERVE_BLOCKS nothing is kept free: SGLang's admission reserves by itself what running requests may need."""
     config = settings.controller()
     return replace(config, reserve_blocks=0) if config.reserve_blocks is None else config
 
