@@ -24,7 +24,7 @@ from remap.engine import LLMEngine
 from remap.engine import gpu_runner as runner_module
 from remap.engine.fused_triton import FusedLlama, rms_norm, rotate_, silu_mul
 from remap.engine.models import LlamaLike
-from remap.engine.paged_triton import INTERPRETED, decode_attention_bytes, decode_splits, paged_decode, write_kv
+from remap.engine.paged_triton import INTERPRETED, decode_splits, paged_decode, write_kv
 from remap.engine.prefill_triton import paged_prefill, prefill_config, prefill_tiles
 from remap.errors import InvalidArgument
 
@@ -172,9 +172,6 @@ def test_splits_fill_the_machine_and_cut_long_contexts():
     assert decode_splits(64, 8, 16384, 132) == 4
     for batch in (1, 3, 9, 300):
         assert 1 <= decode_splits(batch, 3, 10**6, 132) <= 32
-    assert decode_attention_bytes([10, 1], heads=8, kv_heads=2, head_dim=64, itemsize=2) == 2 * 64 * (
-        2 * 2 * 11 + 2 * 8 * 2
-    )
 
 
 def test_shapes_that_do_not_fit_are_refused():
