@@ -96,12 +96,12 @@ def settle(session: Session, name: str | None = None) -> None:
 
 def unsettled(session: Session) -> bool:
     """Whether a deferred re-pointing failed and waits to be tried again."""
-    return bool(session.exclusively(lambda core: core.changes.failed_points(), always=True))
+    return bool(session.exclusively(lambda core: core.changes.failed_points(), always=True, claims=False))
 
 
 def check(session: Session) -> None:
     """Verify all invariants of the arena and of every block pool. Raises AssertionError on a violation."""
-    session.exclusively(lambda core: check_books(core.arena, core.tenants), always=True)
+    session.exclusively(lambda core: check_books(core.arena, core.tenants), always=True, claims=False)
 
 
 def layer_address(session: Session, name: str, layer: int) -> int:
@@ -116,7 +116,7 @@ def layer_address(session: Session, name: str, layer: int) -> int:
             )
         return addresses[layer]
 
-    return int(session.exclusively(call, always=True))
+    return int(session.exclusively(call, always=True, claims=False))
 
 
 # -- ranges that others have registered ---------------------------------------------------------------------------------

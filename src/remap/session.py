@@ -400,12 +400,13 @@ class Session:
         return self._report(verb(self._core))
 
     @exclusive
-    def exclusively(self, call: Callable[[Core], Any], *, always: bool = False) -> Any:
+    def exclusively(self, call: Callable[[Core], Any], *, always: bool = False, claims: bool = True) -> Any:
         """As `change`, for a call that reports nothing: its result. always: also on a broken arena, and on a closed session,
-        which has no tenants."""
+        which has no tenants. claims: False for a call that changes nothing, beside which other threads' passes may begin."""
         if not always:
             self._passes.check_open()
-        self._claim()
+        if claims:
+            self._claim()
         return call(self._core)
 
     # -- looking ---------------------------------------------------------------------------------------------------

@@ -126,3 +126,13 @@ def test_looking_at_a_closed_session():
         remap.advanced.layer_address(rig.session, "m", 0)
     with pytest.raises(remap.InvalidState, match="closed"):
         remap.advanced.remap(rig.session, "m", 1)
+
+
+def test_looking_claims_nobody(monkeypatch):
+    """A pass of another thread may begin while somebody looks: only what changes something keeps it waiting."""
+    with Rig(make("llama")) as rig:
+        turn, seen = rig.tenant._state.turn, []
+        monkeypatch.setattr(remap.advanced, "check_books", lambda arena, tenants: seen.append(turn.claimed))
+        remap.advanced.check(rig.session)
+        rig.session.exclusively(lambda core: seen.append(turn.claimed))
+        assert seen == [False, True] and not turn.claimed
