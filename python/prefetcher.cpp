@@ -57,27 +57,26 @@ void bind_prefetcher(py::module_& module) {
       .def(
           "configure",
           [](Prefetcher& prefetcher, std::vector<LayerId> streamed, const std::vector<std::uintptr_t>& ring,
-             std::size_t ring_bytes, std::vector<LayerId> reload, std::vector<LayerId> held, EventHandle after, bool fresh,
+             std::size_t ring_bytes, std::vector<LayerId> held, EventHandle after, bool fresh,
              std::vector<std::size_t> offsets, std::vector<std::size_t> places,
-             const std::vector<std::tuple<LayerId, std::size_t, std::size_t>>& parts) {
+             const std::vector<std::tuple<LayerId, std::size_t, std::size_t>>& home) {
             StreamConfiguration configuration;
             configuration.streamed = std::move(streamed);
             for (std::uintptr_t address : ring) configuration.ring.push_back(to_address(address));
             configuration.ring_bytes = ring_bytes;
-            configuration.reload = std::move(reload);
             configuration.held = std::move(held);
             configuration.after = after;
             configuration.fresh = fresh;
             configuration.offsets = std::move(offsets);
             configuration.places = std::move(places);
-            for (const auto& [layer, first, bytes] : parts) configuration.parts.push_back({layer, first, bytes});
+            for (const auto& [layer, first, bytes] : home) configuration.home.push_back({layer, first, bytes});
             const GilRelease release;
             prefetcher.configure(configuration);
           },
-          py::arg("streamed"), py::arg("ring"), py::arg("ring_bytes"), py::arg("reload"), py::arg("held"), py::arg("after") = 0,
+          py::arg("streamed"), py::arg("ring"), py::arg("ring_bytes"), py::arg("held") = std::vector<LayerId>{}, py::arg("after") = 0,
           py::arg("fresh") = false, py::arg("offsets") = std::vector<std::size_t>{},
           py::arg("places") = std::vector<std::size_t>{},
-          py::arg("parts") = std::vector<std::tuple<LayerId, std::size_t, std::size_t>>{})
+          py::arg("home") = std::vector<std::tuple<LayerId, std::size_t, std::size_t>>{})
       .def(
           "begin_pass",
           [](Prefetcher& prefetcher, StreamHandle stream) {

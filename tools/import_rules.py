@@ -25,7 +25,7 @@ PACKAGE = "remap"
 # Pure: no memory, no torch, no C++ core; the simulator and production run the same code.
 PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
-    *("memory.plan", "memory.slice_plan", "memory.moves", "sim"),
+    *("memory.plan", "memory.moves", "sim"),
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")

@@ -20,14 +20,14 @@ void Prefetcher::State::validate(const StreamConfiguration& c) const {
              {{"layer", std::int64_t{layer}}, {"layers", number(count)}});
     }
     if ((named[layer] & as) != 0) {
-      refuse(std::string(list) + " names layer " + std::to_string(layer) + " twice, or it is both streamed and reloaded",
+      refuse(std::string(list) + " names layer " + std::to_string(layer) + " twice",
              {{"layer", std::int64_t{layer}}});
     }
     named[layer] = static_cast<std::uint8_t>(named[layer] | as);
   };
   for (std::size_t j = 0; j < c.streamed.size(); ++j) {
     const LayerId layer = c.streamed[j];
-    name(layer, kStreamed | kReload, "streamed");
+    name(layer, kStreamed, "streamed");
     if (j > 0 && c.streamed[j - 1] > layer) {
       refuse("streamed must be ascending, but layer " + std::to_string(layer) + " follows layer " +
                  std::to_string(c.streamed[j - 1]),
@@ -58,27 +58,19 @@ void Prefetcher::State::validate(const StreamConfiguration& c) const {
       }
     }
   }
-  for (const LayerId layer : c.reload) {
-    name(layer, kReload, "reload");
-    const LayerMemory& memory = layers[layer];
-    if (memory.master == nullptr || memory.region == nullptr || memory.bytes == 0) {
-      refuse("layer " + std::to_string(layer) + " has no master copy or no region to reload into",
-             {{"layer", std::int64_t{layer}}});
-    }
-  }
   for (const LayerId layer : c.held) name(layer, kHeld, "held");
   validate_slices(c);
 }
 
-// Pre: the layers of `streamed` and `reload` are good.
+// Pre: the layers of `streamed` are good.
 void Prefetcher::State::validate_slices(const StreamConfiguration& c) const {
   for (const auto* list : {&c.offsets, &c.places}) {
     if (list->empty() || list->size() == c.streamed.size()) continue;
     refuse("offsets and places have one entry for each of the " + std::to_string(c.streamed.size()) + " streamed layers, or none",
            {{"streamed", number(c.streamed.size())}, {"entries", number(list->size())}});
   }
-  std::vector<std::size_t> home(layers.size());  // bytes of each layer that are to be at home
-  for (std::size_t layer = 0; layer < layers.size(); ++layer) home[layer] = layers[layer].bytes;
+  std::vector<std::size_t> resident(layers.size());  // bytes of each layer that are to be at home
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) resident[layer] = layers[layer].bytes;
   for (std::size_t j = 0; j < c.streamed.size(); ++j) {
     const LayerId layer = c.streamed[j];
     const std::size_t offset = c.offsets.empty() ? 0 : c.offsets[j];
@@ -90,16 +82,15 @@ void Prefetcher::State::validate_slices(const StreamConfiguration& c) const {
              {{"layer", std::int64_t{layer}}, {"offset", number(offset)}, {"bytes", number(bytes)}, {"place", number(place)},
               {"ring_bytes", number(c.ring_bytes)}});
     }
-    home[layer] = offset;
+    resident[layer] = offset;
   }
-  for (const LayerId layer : c.reload) home[layer] = 0;  // all of it is loaded: there is nothing left to name
-  for (const HomePart& part : c.parts) {
+  for (const HomePart& part : c.home) {
     if (part.layer >= layers.size()) {
-      refuse("parts names layer " + std::to_string(part.layer) + ", expected less than " + std::to_string(layers.size()),
+      refuse("home names layer " + std::to_string(part.layer) + ", expected less than " + std::to_string(layers.size()),
              {{"layer", std::int64_t{part.layer}}, {"layers", number(layers.size())}});
     }
     const LayerMemory& memory = layers[part.layer];
-    std::size_t& until = home[part.layer];
+    std::size_t& until = resident[part.layer];
     if (memory.master == nullptr || memory.region == nullptr || part.bytes == 0 || part.first >= until ||
         part.bytes > until - part.first) {
       refuse("bytes " + std::to_string(part.first) + " to " + std::to_string(part.first + part.bytes) + " of layer " +
@@ -113,20 +104,16 @@ void Prefetcher::State::validate_slices(const StreamConfiguration& c) const {
 }
 
 std::vector<Reload> Prefetcher::State::outstanding(const StreamConfiguration& c) const {
-  std::vector<std::size_t> home(layers.size());
-  for (std::size_t layer = 0; layer < layers.size(); ++layer) home[layer] = layers[layer].bytes;
-  for (std::size_t j = 0; j < c.streamed.size(); ++j) home[c.streamed[j]] = c.offsets.empty() ? 0 : c.offsets[j];
+  std::vector<std::size_t> resident(layers.size());
+  for (std::size_t layer = 0; layer < layers.size(); ++layer) resident[layer] = layers[layer].bytes;
+  for (std::size_t j = 0; j < c.streamed.size(); ++j) resident[c.streamed[j]] = c.offsets.empty() ? 0 : c.offsets[j];
   std::vector<Reload> next;
-  next.reserve(reloads.size() + c.reload.size() + c.parts.size());
-  for (const LayerId layer : c.reload) {
-    home[layer] = 0;  // an earlier copy is older than the pages that it has now
-    next.push_back({layer, 0, layers[layer].bytes, nullptr});
-  }
-  for (const HomePart& part : c.parts) next.push_back({part.layer, part.first, part.bytes, nullptr});
+  next.reserve(reloads.size() + c.home.size());
+  for (const HomePart& part : c.home) next.push_back({part.layer, part.first, part.bytes, nullptr});
   const std::size_t named = next.size();
   for (const Reload& old : reloads) {
-    if (old.first >= home[old.layer]) continue;  // streams from now on, or is loaded anew
-    const std::size_t end = std::min(old.first + old.bytes, home[old.layer]);
+    if (old.first >= resident[old.layer]) continue;  // streams from now on
+    const std::size_t end = std::min(old.first + old.bytes, resident[old.layer]);
     Reload* part = nullptr;
     for (std::size_t i = 0; i < named; ++i) {
       const bool meets = next[i].layer == old.layer && next[i].first < end && old.first < next[i].first + next[i].bytes;
@@ -163,8 +150,7 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   std::vector<std::uint8_t> bits(count_);
   for (LayerId layer = 0; layer < count_; ++layer) bits[layer] = static_cast<std::uint8_t>(s.get(layer) & ~kStreamed);
   for (const LayerId layer : c.streamed) bits[layer] = static_cast<std::uint8_t>((bits[layer] & kHeld) | kStreamed);
-  for (const LayerId layer : c.reload) bits[layer] = static_cast<std::uint8_t>((bits[layer] & kHeld) | kReload);
-  for (const HomePart& part : c.parts) bits[part.layer] = static_cast<std::uint8_t>(bits[part.layer] & ~kFailed);
+  for (const HomePart& part : c.home) bits[part.layer] = static_cast<std::uint8_t>(bits[part.layer] & ~kFailed);
   std::vector<Reload> reloads = s.outstanding(c);
   for (const Reload& reload : reloads) bits[reload.layer] = static_cast<std::uint8_t>(bits[reload.layer] | kReload);
   for (const LayerId layer : c.held) bits[layer] = static_cast<std::uint8_t>((bits[layer] & ~kFailed) | kHeld);
@@ -205,9 +191,9 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   const StreamHandle copies = s.stream.load(std::memory_order_relaxed);
   while (s.spare.size() < buffers) s.spare.push_back(s.backend->create_event(false));  // kept, whatever happens
   // Readers of memory that leaves the ring: it may be part of what is written next. Of a buffer that stays, pages may have
-  // come home with a part.
+  // come home.
   for (std::size_t old = 0; old < s.slots.size(); ++old) {
-    if (stays[old] && c.parts.empty()) continue;
+    if (stays[old] && c.home.empty()) continue;
     for (const Reader& reader : s.slots[old].readers) s.backend->stream_wait(copies, reader.event);
   }
   if (c.after != 0) s.backend->stream_wait(copies, c.after);

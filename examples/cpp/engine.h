@@ -211,8 +211,9 @@ class Engine {
           set_owner(layers[kRingLayer].home, remap::Owner::ring, remap::Owner::params),
           point(given.region, given.home, true, kGivenLayer)}},
         {mark(), stream});
-    remap::StreamConfiguration resident;          // nothing streams any more
-    resident.reload = {kRingLayer, kGivenLayer};  // both homes hold something else until they were loaded, once
+    remap::StreamConfiguration resident;  // nothing streams any more
+    // Both homes hold something else until they were loaded, once.
+    resident.home = {{kRingLayer, 0, layers[kRingLayer].bytes}, {kGivenLayer, 0, given.bytes}};
     settle(std::move(resident), applied);
   }
 

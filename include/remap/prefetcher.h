@@ -33,7 +33,8 @@ struct LayerMemory {
   std::size_t bytes = 0;              // one copy of this many bytes loads the layer
 };
 
-// Bytes [first, first + bytes) of a layer, which come home: they are loaded into the layer's region once it is not held.
+// Bytes [first, first + bytes) of a layer, which come home: their pages are the layer's own again, and they are loaded into its
+// region once that is not held. A whole layer is {layer, 0, its bytes}.
 struct HomePart {
   LayerId layer = 0;
   std::size_t first = 0;
@@ -48,9 +49,8 @@ struct StreamConfiguration {
   // lies before stays at home. Empty: all 0, so whole layers. A buffer may have memory only where something is placed.
   std::vector<std::size_t> offsets;
   std::vector<std::size_t> places;
-  std::vector<LayerId> reload;      // layers that own their pages again and must be loaded before their next use
-  std::vector<HomePart> parts;      // the same for parts of layers, at most one a layer: of one that goes on streaming the rest
-                                    // (first + bytes <= its offset), or of one that does not stream any more
+  std::vector<HomePart> home;       // to be loaded before the layer's next use, at most one part a layer: of one that does not
+                                    // stream any more, or of one that goes on streaming the rest (first + bytes <= its offset)
   std::vector<LayerId> held;        // layers whose region is being re-pointed: wait() blocks until released() or failed()
   EventHandle after = 0;            // copies wait for it: the last reader or writer of pages that changed hands, and of the
                                     // regions to reload (0: nobody). Uses of layers that were resident leave no trace here:
@@ -132,7 +132,7 @@ class Prefetcher {
   // the pass computed with one of them was computed with whatever its region showed. Empty outside of a pass.
   std::vector<LayerId> unwaited() const;
 
-  // Whether a copy into a layer's own region was wanted and not yet seen complete (reload, parts). While it is, such a copy may
+  // Whether a copy into a layer's own region was wanted and not yet seen complete (home). While it is, such a copy may
   // be under way, or start when released() is called: before pages of homes change hands, drain the executor, then order them
   // behind copy_stream().
   bool loading() const;

@@ -156,7 +156,7 @@ struct Tenant {
       if (!is(streamed, layer) || is(next, layer)) continue;
       if (layer != 0) lose(homes[layer]);
       plan.steps.push_back(own(homes[layer], layer == 0 ? Owner::ring : Owner::kv, Owner::params, id));
-      c.reload.push_back(layer);
+      c.home.push_back({layer, 0, kLayerPages * kPage});
     }
     if (is(next, 0) && !is(streamed, 0)) plan.steps.push_back(own(homes[0], Owner::params, Owner::ring, id));
     if (is(next, 0)) show(ring, homes[0], false, 0);

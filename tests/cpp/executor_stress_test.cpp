@@ -100,7 +100,7 @@ struct World {
     for (LayerId layer = 0; layer < kLayers; ++layer) {
       if (is(streamed, layer) && !is(next, layer)) {
         own(layer, layer == 0 ? Owner::ring : Owner::kv, Owner::params);
-        configuration.reload.push_back(layer);
+        configuration.home.push_back({layer, 0, kLayerPages * kPage});
       }
     }
     if (is(next, 0) && !is(streamed, 0)) own(0, Owner::params, Owner::ring);

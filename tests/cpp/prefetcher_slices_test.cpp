@@ -67,7 +67,7 @@ struct World {
         c.offsets.push_back(sizes[layer] - has);
         c.places.push_back(kBytes - has);
       }
-      if (has < had) c.parts.push_back({layer, sizes[layer] - had, had - has});
+      if (has < had) c.home.push_back({layer, sizes[layer] - had, had - has});
       if (has != had) c.held.push_back(layer);
     }
     for (std::size_t b = 0; b < beta && !c.streamed.empty(); ++b) c.ring.push_back(const_cast<std::byte*>(ring[b].data()));
@@ -182,7 +182,7 @@ void wait_sees_the_ring_and_the_part_that_comes_home() {
     for (std::size_t i = 2; i < kBytes; ++i) world.regions[1][i] = kOther;
     world.backend->copies.clear();
     const StreamConfiguration c = world.configuration({0, 1, 2}, 2, 1);
-    CHECK(c.parts.size() == 3 && c.parts[1].first == 2 && c.parts[1].bytes == 2);
+    CHECK(c.home.size() == 3 && c.home[1].first == 2 && c.home[1].bytes == 2);
     world.configure(c, 2);
     // Regions are still to be re-pointed: what comes home would be written into the ring.
     for (const auto& copy : world.backend->copies) CHECK(copy.first == world.ring[0].data() + 4);
@@ -227,7 +227,7 @@ void parts_add_up_and_growth_cuts_them() {
   world.configure(c, 2);
   c = world.configuration({0, 1}, 3, 1);  // layer 0's and 1's byte 3 goes again before it came
   world.configure(c, 3);
-  CHECK(c.parts.empty());
+  CHECK(c.home.empty());
   world.backend->copies.clear();
   world.release(c);
   world.prefetcher->drain();
@@ -269,7 +269,7 @@ void random_interleavings() {
           if (random() % 8 != 0) layers.push_back(layer);
         }
         StreamConfiguration c = world.configuration(layers, pages, random() % 3 + 1);
-        parts += c.parts.size();
+        parts += c.home.size();
         // As a session does: copies into homes, and whatever reads, come first; the pages' next owners write behind them.
         backend.record(fences[0], streams[1]);
         backend.stream_wait(streams[2], fences[0]);
@@ -375,18 +375,18 @@ void bad_slices_change_nothing() {
   refused([](StreamConfiguration& c) { c.places.pop_back(); });
   refused([](StreamConfiguration& c) { c.offsets[0] = 6; });
   refused([](StreamConfiguration& c) { c.offsets[0] = 7; });
-  refused([](StreamConfiguration& c) { c.offsets[0] = 3, c.parts.clear(), c.places[0] = 4; });
+  refused([](StreamConfiguration& c) { c.offsets[0] = 3, c.home.clear(), c.places[0] = 4; });
   refused([](StreamConfiguration& c) { c.places[1] = kBytes + 1; });
   refused([](StreamConfiguration& c) { c.places[1] = ~std::size_t{0}; });
   refused([](StreamConfiguration& c) { c.ring_bytes = kBytes - 1; });
-  refused([](StreamConfiguration& c) { c.parts[0].layer = 3; });
-  refused([](StreamConfiguration& c) { c.parts[1].layer = 0; });
-  refused([](StreamConfiguration& c) { c.parts[0].bytes = 0; });
-  refused([](StreamConfiguration& c) { ++c.parts[0].bytes; });
-  refused([](StreamConfiguration& c) { c.parts[0].bytes = ~std::size_t{0}; });
-  refused([](StreamConfiguration& c) { c.parts[0].first = 4; });
+  refused([](StreamConfiguration& c) { c.home[0].layer = 3; });
+  refused([](StreamConfiguration& c) { c.home[1].layer = 0; });
+  refused([](StreamConfiguration& c) { c.home[0].bytes = 0; });
+  refused([](StreamConfiguration& c) { ++c.home[0].bytes; });
+  refused([](StreamConfiguration& c) { c.home[0].bytes = ~std::size_t{0}; });
+  refused([](StreamConfiguration& c) { c.home[0].first = 4; });
   refused([](StreamConfiguration& c) {
-    c.streamed = {1, 2}, c.offsets = {4, 1}, c.places = {4, 4}, c.reload = {0};
+    c.streamed = {1, 2}, c.offsets = {4, 1}, c.places = {4, 4}, c.home.push_back({0, 3, 3});
   });
   refused([](StreamConfiguration& c) { c.streamed.clear(); });
   world.pass(0);

@@ -78,7 +78,7 @@ void a_reload_waits_for_readers_on_a_stream() {
       for (int pass = 0; pass < 4; ++pass) world.pass_on(stream);
       backend.record(after, stream);
       StreamConfiguration c = world.configuration({}, 0);
-      c.reload = {0, 1};
+      c.home = {{0, 0, kBytes}, {1, 0, kBytes}};
       c.after = ordered ? after : 0;
       bool violated = false;
       try {
@@ -157,7 +157,7 @@ void the_host_runs_ahead_of_changes() {
         for (LayerId layer = 0; layer < n; ++layer) {
           const bool was = std::binary_search(world.streamed.begin(), world.streamed.end(), layer);
           const bool is = std::binary_search(layers.begin(), layers.end(), layer);
-          if (was && !is) c.reload.push_back(layer);
+          if (was && !is) c.home.push_back({layer, 0, kBytes});
           if (was != is) c.held.push_back(layer);
         }
         // The other owners look at what they have once more, before they give some of it back.

@@ -73,11 +73,7 @@ struct World {
     }
     for (const LayerId layer : configuration.streamed) {
       const std::size_t until = streams(next, layer) ? has : kBytes;
-      if (until == kBytes && had == 0) {
-        next.reload.push_back(layer);
-      } else if (until > had) {
-        next.parts.push_back({layer, had, until - had});
-      }
+      if (until > had) next.home.push_back({layer, had, until - had});
     }
     if (hold) {
       for (LayerId layer = 0; layer < masters.size(); ++layer) {
@@ -247,7 +243,7 @@ void passes_on_streams_with_changes_under_way() {
         for (std::size_t b = random() % kRing + 1; b > 0; --b) next.ring.push_back(world.ring[b - 1].data());
       }
       for (const LayerId layer : world.configuration.streamed) {
-        if (!std::binary_search(next.streamed.begin(), next.streamed.end(), layer)) next.reload.push_back(layer);
+        if (!std::binary_search(next.streamed.begin(), next.streamed.end(), layer)) next.home.push_back({layer, 0, kBytes});
       }
       for (LayerId layer = 0; layer < 7; ++layer) {
         if (random() % 3 == 0) next.held.push_back(layer);

@@ -84,7 +84,7 @@ void random_interleavings() {
         StreamConfiguration c = world.configuration(layers, random() % kRing + 1);
         if (random() % 2 == 0) std::rotate(c.ring.begin(), c.ring.begin() + 1, c.ring.end());
         for (const LayerId layer : world.streamed) {
-          if (!std::binary_search(layers.begin(), layers.end(), layer)) c.reload.push_back(layer);
+          if (!std::binary_search(layers.begin(), layers.end(), layer)) c.home.push_back({layer, 0, kBytes});
         }
         for (LayerId layer = 0; layer < n; ++layer) {
           if (random() % 4 == 0) c.held.push_back(layer);
@@ -163,7 +163,7 @@ void copies_are_issued_first_needed_first() {
   world.prefetcher->drain();
   world.backend->copies.clear();
   StreamConfiguration c = world.configuration({2, 3, 6}, 2);
-  c.reload = {5, 0};
+  c.home = {{5, 0, kBytes}, {0, 0, kBytes}};
   world.configure(c);
   CHECK((world.copied() == std::vector<LayerId>{0, 2, 3, 5}));
   world.pass(0);
@@ -192,7 +192,7 @@ void a_reloaded_layer_becomes_ready() {
   world.pass(0);
   world.regions[1].fill(std::byte{0xDF});
   StreamConfiguration c = world.configuration({}, 0);
-  c.reload = {1};
+  c.home = {{1, 0, kBytes}};
   c.held = {1};
   world.backend->copies.clear();
   world.configure(c);
@@ -281,7 +281,7 @@ void a_home_that_was_a_buffer_is_loaded_behind_its_readers() {
     world.pass(stream);
     StreamConfiguration c = world.configuration({0}, 2);
     c.ring.erase(c.ring.begin());
-    c.reload = {1};
+    c.home = {{1, 0, kBytes}};
     world.configure(c);
     world.backend->finish();
     CHECK(world.ring[0][0] == World::tag(1));
@@ -305,9 +305,9 @@ void bad_configurations_change_nothing() {
   refused([](StreamConfiguration& c) { c.ring[1] = c.ring[0]; });
   refused([](StreamConfiguration& c) { c.ring[0] = nullptr; });
   refused([](StreamConfiguration& c) { c.ring_bytes = kBytes - 1; });
-  refused([](StreamConfiguration& c) { c.reload = {4}; });
-  refused([](StreamConfiguration& c) { c.reload = {0}; });
-  refused([](StreamConfiguration& c) { c.reload = {3, 3}; });
+  refused([](StreamConfiguration& c) { c.home = {{4, 0, kBytes}}; });
+  refused([](StreamConfiguration& c) { c.home = {{0, 0, kBytes}}; });
+  refused([](StreamConfiguration& c) { c.home = {{3, 0, kBytes}, {3, 0, kBytes}}; });
   refused([](StreamConfiguration& c) { c.held = {4}; });
   refused([](StreamConfiguration& c) { c.held = {2, 2}; });
   CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->wait(4));
@@ -465,7 +465,7 @@ void a_pass_tells_which_layers_it_did_not_wait_for() {
       World world(5);
       const StreamHandle stream = host ? 0 : world.backend->create_stream();
       StreamConfiguration c = world.configuration({1, 3}, 2);
-      c.reload = {4};
+      c.home = {{4, 0, kBytes}};
       world.configure(c);
       CHECK(world.prefetcher->unwaited().empty());  // no pass is open
       world.prefetcher->begin_pass(stream);

@@ -135,10 +135,8 @@ class World:
             lambda: _core.Arena(plain, number(), number(), _core.Mode(self.rng.randrange(256))),
             lambda: _core.Prefetcher(None, []),
             lambda: _core.Prefetcher(plain, [(number(), number(), number())]),
-            lambda: prefetcher.configure(
-                pages(), [], number(), pages(), pages(), fresh=True, offsets=pages(), places=pages()
-            ),
-            lambda: prefetcher.configure([], [], 0, [], pages(), parts=[(small(), number(), number())]),
+            lambda: prefetcher.configure(pages(), [], number(), pages(), fresh=True, offsets=pages(), places=pages()),
+            lambda: prefetcher.configure([], [], 0, pages(), home=[(small(), number(), number())]),
             lambda: (prefetcher.begin_pass(), prefetcher.ready(number()), prefetcher.end_pass()),
             lambda: (prefetcher.done(small()), prefetcher.stats(), prefetcher.take_timings(), prefetcher.loading()),
             lambda: prefetcher.begin_pass(number()),

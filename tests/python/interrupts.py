@@ -56,7 +56,7 @@ PATIENCE_S = 10.0
 POISON, TAG = 0xDF, 0xCC
 # Files whose functions change nothing but what they return.
 PURE = re.compile(
-    r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|moves|plan|slice_plan|view)|config|report|sizes)"
+    r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|moves|plan|view)|config|report|sizes)"
     r"\.py:\d+( < )?)*"
 )
 

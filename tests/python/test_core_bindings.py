@@ -144,8 +144,8 @@ def test_a_slice_is_copied_to_its_place_and_a_part_comes_home() -> None:
     prefetcher = _core.Prefetcher(backend, [(to, ctypes.addressof(m), BYTES) for to, m in zip(at, masters)])
     quarter = half // 2
     prefetcher.configure(
-        (0, 1), [ctypes.addressof(ring)], BYTES, (), (), offsets=(half, half + quarter), places=(half, half + quarter),
-        parts=[(1, half, quarter)],
+        (0, 1), [ctypes.addressof(ring)], BYTES, offsets=(half, half + quarter), places=(half, half + quarter),
+        home=[(1, half, quarter)],
     )  # fmt: skip
     assert prefetcher.loading()
     prefetcher.begin_pass()
@@ -159,7 +159,7 @@ def test_a_slice_is_copied_to_its_place_and_a_part_comes_home() -> None:
     prefetcher.end_pass()
     assert not prefetcher.loading()
     with pytest.raises(InvalidArgument):
-        prefetcher.configure((0, 1), [ctypes.addressof(ring)], BYTES, (), (), offsets=(half,))
+        prefetcher.configure((0, 1), [ctypes.addressof(ring)], BYTES, offsets=(half,))
     del prefetcher
     assert set(backend.usage().values()) == {0}
 
@@ -172,7 +172,7 @@ class Streaming:
         self.memory = [ctypes.create_string_buffer(bytes([layer + 1]) * BYTES, BYTES) for layer in range(3)]
         self.ring = ctypes.create_string_buffer(BYTES)
         self.prefetcher = _core.Prefetcher(self.backend, [(0, ctypes.addressof(m), BYTES) for m in self.memory])
-        self.prefetcher.configure((0, 1, 2), [ctypes.addressof(self.ring)], BYTES, (), ())
+        self.prefetcher.configure((0, 1, 2), [ctypes.addressof(self.ring)], BYTES)
 
 
 @pytest.fixture

@@ -120,12 +120,12 @@ def test_an_interrupt_ends_a_blocked_wait(what: str) -> None:
     ring = "[tenant._state.ring_address], 2 * PAGE"
     if what == "copy":  # the copies stand behind the event
         block = (
-            f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], [], event, True)\n"
+            f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], event, True)\n"
             "tenant._state.prefetcher.begin_pass()"
         )
         wait = "tenant.wait(tenant.streamed[0])"
     elif what == "held":  # the layer's region is being re-pointed, behind the event
-        block = f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], [tenant.streamed[0]])\n"
+        block = f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [tenant.streamed[0]])\n"
         block += "tenant._state.prefetcher.begin_pass()"
         wait = "tenant.wait(tenant.streamed[0])"
     else:
@@ -139,7 +139,7 @@ def test_a_blocked_wait_lets_other_threads_run() -> None:
     program = """
 prefetcher = tenant._state.prefetcher
 first = tenant.streamed[0]
-prefetcher.configure(tenant.streamed, [tenant._state.ring_address], 2 * PAGE, [], [first])
+prefetcher.configure(tenant.streamed, [tenant._state.ring_address], 2 * PAGE, [first])
 prefetcher.begin_pass()
 ticks = []
 def tick():
@@ -149,7 +149,7 @@ def tick():
     session._executor.drain()
     # Somebody on a Python thread lets the waiter go; it could not if the waiter had kept the GIL.
     prefetcher.end_pass()
-    prefetcher.configure((), (), 0, (), ())
+    prefetcher.configure((), (), 0)
     os._exit(0 if len(ticks) == 50 else 3)
 waited = threading.Event()
 threading.Timer(0.2, tick).start()

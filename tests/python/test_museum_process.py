@@ -152,7 +152,7 @@ if child == 0:
         lambda: prefetcher.ready(resident),
         lambda: prefetcher.begin_pass(),
         lambda: prefetcher.end_pass(),
-        lambda: prefetcher.configure([], [], 0, [], []),
+        lambda: prefetcher.configure([], [], 0),
         lambda: prefetcher.drain(),
         lambda: prefetcher.stats(),
         lambda: prefetcher.take_timings(),

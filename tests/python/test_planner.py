@@ -1,7 +1,9 @@
-"""Plans against the obvious: carry the steps out on dictionaries and look at what came of them."""
+"""Plans against the obvious: carry the steps out on dictionaries and look at what came of them. What streams is any vector of
+tails: whole layers, the same slice of every layer, and mixtures."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -9,12 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages, plan_streamed
+from remap.memory.plan import (
+    Plan,
+    Point,
+    SetOwner,
+    Streaming,
+    TenantPages,
+    copies_of,
+    plan_free_pages,
+    plan_streaming,
+)
 
 TENANT, RING = 7, 99
 
 
-def tenant(sizes: list[int], shuffle: int = 0) -> TenantPages:
+def tenant(sizes: Sequence[int], shuffle: int = 0, preference: tuple[int, ...] | None = None) -> TenantPages:
     """Layers of these sizes; page ids are distinct and, with `shuffle`, not consecutive."""
     total = sum(sizes)
     ids = [(i * (shuffle + 1)) % total if shuffle and total % (shuffle + 1) else i for i in range(total)]
@@ -23,22 +34,38 @@ def tenant(sizes: list[int], shuffle: int = 0) -> TenantPages:
     for size in sizes:
         homes.append(tuple(ids[first : first + size]))
         first += size
-    return TenantPages(
-        TENANT, tuple(homes), tuple(range(10, 10 + len(sizes))), RING, ring_preference=(0, len(sizes) // 2)
-    )
+    if preference is None:
+        preference = (0, len(sizes) // 2)
+    regions = tuple(range(10, 10 + len(sizes)))
+    return TenantPages(TENANT, tuple(homes), regions, RING, (0,) * len(sizes), ring_preference=preference)
+
+
+def whole(now: TenantPages, layers: Sequence[int], buffers: int) -> Streaming:
+    return Streaming.of(now.sizes, layers, buffers)
+
+
+def slices(now: TenantPages, tail: int, buffers: int) -> Streaming:
+    return Streaming.of(now.sizes, range(len(now.homes)) if tail else (), buffers, tail)
 
 
 class World:
-    """Who owns each page and what each region shows, from nothing but the words of the planner's docstring."""
+    """Who owns each page, what each region shows and which home bytes are loaded, from the words of the docstrings alone."""
 
     def __init__(self, now: TenantPages) -> None:
         self.pages = now
         self.owner = {page: "params" for home in now.homes for page in home}
         self.shown = dict(zip(now.layer_regions, now.homes))
         self.ring: dict[int, int] = {}
+        self.loaded = dict.fromkeys(self.owner, True)
 
     def carry_out(self, plan: Plan) -> None:
         changed: set[int] = set()
+        size = self.pages.buffer_pages
+        in_use = {
+            b * size + size - len(buffer) + at: page
+            for b, buffer in enumerate(self.pages.ring)
+            for at, page in enumerate(buffer)
+        }
         for step in plan.steps:
             if isinstance(step, SetOwner):
                 assert step.tenant == TENANT and step.from_owner != step.to_owner and step.pages
@@ -47,101 +74,125 @@ class World:
                     changed.add(page)
                     assert self.owner[page] == step.from_owner
                     self.owner[page] = step.to_owner
+                    self.loaded[page] = False  # whoever has it writes there, or it holds what somebody wrote
             elif step.layer is None:
                 assert step.region == RING and not step.deferred
                 for index, page in enumerate(step.pages):
+                    assert in_use.get(step.first_slot + index) != page, "shown already"
                     self.ring[step.first_slot + index] = page
             else:
                 assert step.deferred and step.first_slot == 0
                 assert step.region == self.pages.layer_regions[step.layer]
                 assert self.shown[step.region] != step.pages, "re-pointed to what it shows"
                 # Strict mode: a layer never shows a page that is KV at that moment.
-                assert all(self.owner[page] != "kv" for page in step.pages)
+                assert all(self.owner[page] not in ("kv", "free") for page in step.pages)
                 self.shown[step.region] = step.pages
-        self.pages = replace(self.pages, streamed=plan.streamed, ring=plan.ring)
+        for layer, first, count in plan.home:
+            for page in self.pages.homes[layer][first : first + count]:
+                assert not self.loaded[page], "loaded though it had not been away"
+                self.loaded[page] = True
+        self.pages = replace(self.pages, tails=plan.tails, ring=plan.ring, lent=plan.lent)
 
-    def check(self, target: tuple[int, ...], buffers: int) -> None:
-        pages = self.pages
-        size = max(len(home) for home in pages.homes)
-        assert pages.streamed == target
+    def check(self, target: Streaming) -> None:
+        pages, size = self.pages, self.pages.buffer_pages
+        assert pages.tails == target.tails
+        assert pages.streamed == target.layers
         ring = [page for buffer in pages.ring for page in buffer]
-        assert len(ring) == len(set(ring)) == (buffers * size if target else 0)
-        assert all(len(buffer) == size for buffer in pages.ring)
+        assert len(ring) == len(set(ring)) == (target.buffers * target.depth if target.layers else 0)
+        assert all(len(buffer) == target.depth for buffer in pages.ring)
+        tails = {page for layer in target.layers for page in pages.away(layer)}
+        assert tails.issuperset(ring)
+        assert pages.kv_from_homes == {page for page in tails if self.owner[page] == "kv"}
         for layer, home in enumerate(pages.homes):
-            for page in home:
-                expected = "params" if layer not in target else "ring" if page in ring else "kv"
-                assert self.owner[page] == expected
-        assert set(ring) <= {page for layer in target for page in pages.homes[layer]}
-        for place, layer in enumerate(target):
-            buffer = pages.ring[place % buffers]
-            assert self.shown[pages.layer_regions[layer]] == buffer[: len(pages.homes[layer])]
-        for layer, home in enumerate(pages.homes):
-            if layer not in target:
-                assert self.shown[pages.layer_regions[layer]] == home
-        for index, page in enumerate(ring):
-            assert self.ring[index] == page
-
-
-def possible(sizes: list[int], target: list[int], buffers: int) -> bool:
-    return sum(sizes[layer] for layer in target) >= buffers * max(sizes)
+            shows = self.shown[pages.layer_regions[layer]]
+            for index, page in enumerate(home):
+                tail = page in tails
+                assert tail == (index >= len(home) - target.tails[layer])
+                away = "free" if page in pages.lent else "kv"
+                assert self.owner[page] == ("params" if not tail else "ring" if page in ring else away)
+                assert tail or self.loaded[page]
+                if not tail:
+                    assert shows[index] == page
+                else:  # the same bytes as the slot of the ring's region that the layer's copy is brought to
+                    buffer = target.layers.index(layer) % target.buffers
+                    assert shows[index] == self.ring[buffer * size + size - len(home) + index] in pages.ring[buffer]
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> tuple[list[int], int, list[tuple[tuple[int, ...], int]]]:
-    equal = draw(st.booleans())
-    count = draw(st.integers(2, 9))
-    sizes = (
-        [draw(st.integers(1, 4))] * count
-        if equal
-        else draw(st.lists(st.integers(1, 5), min_size=count, max_size=count))
-    )
+def histories(draw: st.DrawFn) -> tuple[list[int], int, list[Streaming]]:
+    count = draw(st.integers(2, 8))
+    size = st.integers(1, 6)
+    sizes = [draw(size)] * count if draw(st.booleans()) else draw(st.lists(size, min_size=count, max_size=count))
     changes = []
-    for _ in range(draw(st.integers(1, 6))):
-        target = draw(st.sets(st.integers(0, count - 1)))
+    for _ in range(draw(st.integers(1, 7))):
+        layers = range(count) if draw(st.booleans()) else sorted(draw(st.sets(st.integers(0, count - 1))))
         buffers = draw(st.integers(1, 3))
-        if len(target) <= buffers:
-            target = set()
-        changes.append((tuple(sorted(target)), buffers))
+        kind = draw(st.sampled_from(["whole", "slices", "any"]))
+        if kind == "any":
+            tails = tuple(draw(st.integers(0, n)) if layer in layers else 0 for layer, n in enumerate(sizes))
+            deepest = max(tails)
+            depth = draw(st.integers(deepest, max(sizes))) if deepest else 0
+            changes.append(Streaming(tails, buffers, depth))
+        else:
+            changes.append(Streaming.of(sizes, layers, buffers, None if kind == "whole" else draw(st.integers(0, 6))))
     return sizes, draw(st.integers(0, 3)), changes
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=500)
 @given(histories())
-def test_a_sequence_of_plans_ends_where_each_says(
-    history: tuple[list[int], int, list[tuple[tuple[int, ...], int]]],
-) -> None:
+def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int, list[Streaming]]) -> None:
     sizes, shuffle, changes = history
     world = World(tenant(sizes, shuffle))
-    for epoch, (target, buffers) in enumerate(changes):
-        before, owners = world.pages, dict(world.owner)
-        shown = dict(world.shown)
-        if target and not possible(sizes, list(target), buffers):
+    for epoch, target in enumerate(changes):
+        before, owners, shown = world.pages, dict(world.owner), dict(world.shown)
+        if target.layers and len(target.layers) <= target.buffers:
             with pytest.raises(InvalidArgument) as caught:
-                plan_streamed(before, epoch, target, buffers)
+                plan_streaming(before, epoch, target)
+            assert (caught.value.buffers, caught.value.streamed) == (target.buffers, len(target.layers))
+            continue
+        if target.layers and sum(target.tails) < target.buffers * target.depth:
+            with pytest.raises(InvalidArgument) as caught:
+                plan_streaming(before, epoch, target)
             assert caught.value.needed_pages > caught.value.available_pages
             continue
-        plan = plan_streamed(before, epoch, list(reversed(target)), buffers, predicted_stall_s=0.5, reason="because")
-        assert (plan.epoch, plan.predicted_stall_s, plan.reason) == (epoch, 0.5, "because")
+        plan = plan_streaming(before, epoch, target, predicted_stall_s=0.5, reason="because", selection="so")
+        assert (plan.epoch, plan.predicted_stall_s, plan.reason, plan.selection) == (epoch, 0.5, "because", "so")
         assert world.pages is before
         world.carry_out(plan)
-        world.check(target, buffers)
+        world.check(target)
         # Only differences, and all of them.
         moved = {page for step in plan.steps if isinstance(step, SetOwner) for page in step.pages}
         assert moved == {page for page in owners if owners[page] != world.owner[page]}
-        assert set(plan.gained) == {p for p in owners if world.owner[p] == "kv" != owners[p]}
-        assert set(plan.lost) == {p for p in owners if owners[p] == "kv" != world.owner[p]}
-        assert len(plan.gained) == len(set(plan.gained)) and len(plan.lost) == len(set(plan.lost))
+        assert sorted(plan.gained) == sorted(p for p in owners if world.owner[p] == "kv" != owners[p])
+        assert sorted(plan.lost) == sorted(p for p in owners if owners[p] == "kv" != world.owner[p])
         pointed = {step.layer for step in plan.steps if isinstance(step, Point) and step.layer is not None}
         assert set(plan.held) == pointed and len(plan.held) == len(pointed)
         assert pointed == {
             layer for layer, region in enumerate(before.layer_regions) if shown[region] != world.shown[region]
         }
-        assert plan.reload == tuple(sorted(set(before.streamed) - set(target)))
-        # The ring stays wherever it can.
-        if len(before.ring) == buffers and set(before.ring_layers) <= set(target) and before.ring:
-            assert plan.ring == before.ring and not plan.ring_moves
+        # Loaded is exactly what was away and is at home now.
+        home = {page for page in owners if world.owner[page] == "params"}
+        parts = [page for layer, first, n in plan.home for page in before.homes[layer][first : first + n]]
+        assert sorted(parts) == sorted(home - {page for page in owners if owners[page] == "params"})
+        assert all(n > 0 for _, _, n in plan.home)
+        # Pages of the ring stay at their places wherever they can, and the plan says where they could not.
+        old, new = (
+            {(b, at - len(r)): p for b, r in enumerate(ring) for at, p in enumerate(r)}
+            for ring in (before.ring, plan.ring)
+        )
+        assert plan.ring_moves == any(new.get(place) != page for place, page in old.items())
+        tails = {page for layer in target.layers for page in world.pages.away(layer)}
+        for (b, at), page in old.items():
+            if page in tails and b < target.buffers and -at <= target.depth:
+                assert new[b, at] == page
+        # It takes from KV only what nothing else could give.
+        if target.layers and all(had <= has for had, has in zip(before.tails, target.tails)):
+            entering = sum(target.tails) - sum(before.tails)
+            kept = sum(1 for b, at in old if b < target.buffers and -at <= target.depth)
+            gone = len(old) - kept  # of a ring with fewer buffers
+            assert len(plan.lost) == max(0, target.buffers * target.depth - kept - entering - gone)
         if not plan.steps:
-            assert (before.streamed, before.ring) == (target, plan.ring)
+            assert (before.tails, before.ring) == (target.tails, plan.ring)
 
 
 @settings(deadline=None)
@@ -149,15 +200,16 @@ def test_a_sequence_of_plans_ends_where_each_says(
 def test_equal_layers_give_exactly_alpha_layers_of_pages(layers: int, size: int, data: st.DataObject) -> None:
     buffers = data.draw(st.integers(1, layers - 1))
     streamed = data.draw(st.sets(st.integers(0, layers - 1), min_size=buffers + 1))
-    plan = plan_streamed(tenant([size] * layers), 1, sorted(streamed), buffers)
+    now = tenant([size] * layers)
+    plan = plan_streaming(now, 1, whole(now, sorted(streamed), buffers))
     assert len(plan.gained) == (len(streamed) - buffers) * size
-    assert not plan.lost and not plan.reload
+    assert not plan.lost and not plan.home
 
 
 def test_a_nested_growth_touches_only_the_new_layers() -> None:
     world = World(tenant([3] * 8))
-    world.carry_out(plan_streamed(world.pages, 1, (0, 4), 1))
-    plan = plan_streamed(world.pages, 2, (0, 4, 6), 1)
+    world.carry_out(plan_streaming(world.pages, 1, whole(world.pages, (0, 4), 1)))
+    plan = plan_streaming(world.pages, 2, whole(world.pages, (0, 4, 6), 1))
     assert plan.gained == world.pages.homes[6]
     assert [step for step in plan.steps if isinstance(step, SetOwner)] == [
         SetOwner(world.pages.homes[6], "params", "kv", TENANT)
@@ -165,59 +217,149 @@ def test_a_nested_growth_touches_only_the_new_layers() -> None:
     assert not plan.ring_moves and plan.held == (6,)
 
 
+def test_growth_by_a_page_touches_one_page_a_layer() -> None:
+    world = World(tenant([8] * 6, preference=(0, 1)))
+    world.carry_out(plan_streaming(world.pages, 1, slices(world.pages, 3, 2)))
+    shown = dict(world.shown)
+    plan = plan_streaming(world.pages, 2, slices(world.pages, 4, 2))
+    assert plan.gained == tuple(home[-4] for home in world.pages.homes[2:])
+    rings = [step for step in plan.steps if isinstance(step, Point) and step.layer is None]
+    # The ring's region shows these pages at these slots from the start: aliased mode has nothing to do.
+    assert [(step.first_slot, step.pages) for step in rings] == [(4, (4,)), (12, (12,))]
+    world.carry_out(plan)
+    for layer, region in enumerate(world.pages.layer_regions):
+        differ = [slot for slot in range(8) if world.shown[region][slot] != shown[region][slot]]
+        assert differ == ([] if layer < 2 else [4])  # the ring's own layers show their own pages all the time
+
+
+def test_whole_layers_become_slices_and_slices_whole_layers_in_one_plan() -> None:
+    world = World(tenant([4] * 5))
+    world.carry_out(plan_streaming(world.pages, 1, whole(world.pages, (0, 1, 2), 1)))
+    plan = plan_streaming(world.pages, 2, slices(world.pages, 2, 1))
+    assert plan.home == ((0, 0, 2), (1, 0, 2), (2, 0, 2))  # their heads come home
+    world.carry_out(plan)
+    world.check(slices(world.pages, 2, 1))
+    plan = plan_streaming(world.pages, 3, whole(world.pages, (3, 4), 1))
+    assert plan.home == ((0, 2, 2), (1, 2, 2), (2, 2, 2))
+    world.carry_out(plan)
+    world.check(whole(world.pages, (3, 4), 1))
+    world.carry_out(plan_streaming(world.pages, 4, whole(world.pages, (), 1)))
+    assert set(world.owner.values()) == {"params"} and all(world.loaded.values())
+
+
 def test_the_same_again_is_an_empty_plan() -> None:
     world = World(tenant([2, 3, 2, 3, 2]))
-    world.carry_out(plan_streamed(world.pages, 1, (0, 1, 3), 2))
-    assert plan_streamed(world.pages, 2, (3, 0, 1), 2).steps == ()
-    assert plan_streamed(tenant([1, 1]), 1, (), 1).steps == ()
+    target = whole(world.pages, (0, 1, 3), 2)
+    world.carry_out(plan_streaming(world.pages, 1, target))
+    assert plan_streaming(world.pages, 2, target).steps == ()
+    now = tenant([1, 1])
+    assert plan_streaming(now, 1, whole(now, (), 1)).steps == ()
 
 
 def test_a_ring_that_has_to_go_is_said_to_move() -> None:
     world = World(tenant([2] * 6))
-    world.carry_out(plan_streamed(world.pages, 1, (0, 3), 1))
+    world.carry_out(plan_streaming(world.pages, 1, whole(world.pages, (0, 3), 1)))
     assert set(world.pages.ring_layers) == {0}
-    assert plan_streamed(world.pages, 2, (2, 3), 1).ring_moves
-    assert plan_streamed(world.pages, 2, (), 1).ring_moves
-    assert not plan_streamed(world.pages, 2, (0, 1, 2, 3), 2).ring_moves  # one more buffer beside the old one
+    assert plan_streaming(world.pages, 2, whole(world.pages, (2, 3), 1)).ring_moves
+    assert plan_streaming(world.pages, 2, whole(world.pages, (), 1)).ring_moves
+    # One more buffer beside the old one.
+    assert not plan_streaming(world.pages, 2, whole(world.pages, (0, 1, 2, 3), 2)).ring_moves
 
 
 def test_lent_pages_that_the_ring_needs_are_asked_back() -> None:
     now = tenant([2] * 6)
-    lending = plan_streamed(now, 1, (0, 1, 2), 1, to="free")
+    lending = plan_streaming(now, 1, whole(now, (0, 1, 2), 1), to="free")
     assert lending.ring == (now.homes[0],)
-    there = replace(now, streamed=lending.streamed, ring=lending.ring, lent=lending.lent)
+    there = replace(now, tails=lending.tails, ring=lending.ring, lent=lending.lent)
     # Layer 0 comes home, and with it the ring: another layer's pages, which are lent, have to take its place.
-    needed = there.to_reclaim((1, 2), 1)
+    target = whole(now, (1, 2), 1)
+    needed = there.to_reclaim(target)
     assert needed == set(now.homes[1])
     with pytest.raises(InvalidArgument) as caught:
-        plan_streamed(there, 2, (1, 2), 1)
+        plan_streaming(there, 2, target)
     assert caught.value.pages == 2
-    back = plan_streamed(replace(there, lent=there.lent - needed), 3, (1, 2), 1)
+    back = plan_streaming(replace(there, lent=there.lent - needed), 3, target)
     assert back.ring == (now.homes[1],)
     assert (set(back.lost), back.lent, back.ring_moves) == (needed, set(now.homes[2]), True)
 
 
+@settings(deadline=None, max_examples=100)
+@given(histories(), st.data())
+def test_lent_pages_stay_lent_until_they_are_reclaimed(
+    history: tuple[list[int], int, list[Streaming]], data: st.DataObject
+) -> None:
+    sizes, shuffle, changes = history
+    fit = [t for t in changes if not t.layers or (sum(t.tails) >= t.buffers * t.depth and len(t.layers) > t.buffers)]
+    if not fit:
+        return
+    first, then = data.draw(st.sampled_from(fit)), data.draw(st.sampled_from(fit))
+    world = World(tenant(sizes, shuffle))
+    plan = plan_streaming(world.pages, 1, first, to="free")
+    world.carry_out(plan)
+    world.check(first)
+    assert not plan.gained
+    assert plan.lent == {page for page, owner in world.owner.items() if owner == "free"}
+    # What would be lost of it, were it KV.
+    needed = world.pages.to_reclaim(then)
+    assert needed == set(plan_streaming(replace(world.pages, lent=frozenset()), 2, then).lost)
+    if needed:
+        with pytest.raises(InvalidArgument) as refused:
+            plan_streaming(world.pages, 2, then)
+        assert refused.value.fields["pages"] == len(needed)
+    for page in needed:
+        world.owner[page] = "kv"
+    world.pages = replace(world.pages, lent=world.pages.lent - needed)
+    plan = plan_streaming(world.pages, 3, then, to="free")
+    assert set(plan.lost) == needed
+    world.carry_out(plan)
+    world.check(then)
+
+
 def test_errors_have_numbers() -> None:
     now = tenant([2, 2, 2])
-    for bad in ((0, 0), (0, 3), (-1, 1), (0, 1, 1)):
+    for bad in ((0, 0), (0, 3, 0), (-1, 1, 0), (0, 1, 1, 1)):
         with pytest.raises(InvalidArgument) as caught:
-            plan_streamed(now, 1, bad, 1)
+            plan_streaming(now, 1, Streaming(bad, 1, 2))
         assert caught.value.layers == 3
+    with pytest.raises(InvalidArgument) as caught:
+        plan_streaming(now, 1, Streaming((2, 2, 2), 1, 1))  # a tail that the buffers cannot hold
+    assert (caught.value.depth, caught.value.maximum) == (1, 2)
+    with pytest.raises(InvalidArgument) as caught:
+        plan_streaming(now, 1, Streaming((2, 2, 2), 1, 3))
+    assert (caught.value.depth, caught.value.maximum) == (3, 2)
     for target, buffers in (((0, 1), 2), ((0,), 1), ((0, 1), 0), ((0, 1, 2), -1), ((0, 1, 2), 3)):
         with pytest.raises(InvalidArgument) as caught:
-            plan_streamed(now, 1, target, buffers)
+            plan_streaming(now, 1, whole(now, target, buffers))
         assert (caught.value.buffers, caught.value.streamed) == (buffers, len(target))
+    now = tenant([1, 1, 9])
     with pytest.raises(InvalidArgument) as caught:
-        plan_streamed(tenant([1, 1, 9]), 1, (0, 1), 1)
+        plan_streaming(now, 1, whole(now, (0, 1), 1))
     assert (caught.value.needed_pages, caught.value.available_pages) == (9, 2)
 
 
 def test_free_pages_change_hands_and_nothing_else() -> None:
-    now = replace(tenant([2, 2, 2]), streamed=(0, 1), ring=((0, 1),))
+    now = replace(tenant([2, 2, 2]), tails=(2, 2, 0), ring=((0, 1),))
     plan = plan_free_pages(now, 4, [20, 9, 11], give=True, reason="room")
     assert plan.steps == (SetOwner((20, 9, 11), "free", "kv", TENANT),)
-    assert (plan.gained, plan.lost, plan.streamed, plan.ring) == ((20, 9, 11), (), now.streamed, now.ring)
-    assert (plan.epoch, plan.reason, plan.reload, plan.held, plan.ring_moves) == (4, "room", (), (), False)
+    assert (plan.gained, plan.lost, plan.tails, plan.ring) == ((20, 9, 11), (), now.tails, now.ring)
+    assert (plan.epoch, plan.reason, plan.home, plan.held, plan.ring_moves) == (4, "room", (), (), False)
     back = plan_free_pages(now, 5, [9], give=False)
     assert back.steps == (SetOwner((9,), "kv", "free", TENANT),)
     assert (back.gained, back.lost) == ((), (9,))
+
+
+def test_copies_in_bytes() -> None:
+    now = tenant([4, 2, 4])
+    plan = plan_streaming(now, 1, slices(now, 3, 1))
+    copies = copies_of(now, plan, (390, 150, 400), 100)
+    assert copies.offsets == (100, 0, 100)
+    assert copies.places == (100, 200, 100)  # tails are aligned to the end of the buffer's four slots
+    assert copies.home == ()
+    there = replace(now, tails=plan.tails, ring=plan.ring)
+    assert copies_of(there, plan_streaming(there, 2, slices(now, 1, 1)), (390, 150, 400), 100).home == (
+        (0, 100, 200),
+        (1, 0, 100),
+        (2, 100, 200),
+    )
+    back = copies_of(there, plan_streaming(there, 2, slices(now, 0, 1)), (390, 150, 400), 100)
+    assert back.home == ((0, 100, 290), (1, 0, 150), (2, 100, 300)) and not back.offsets

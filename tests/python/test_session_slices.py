@@ -41,18 +41,36 @@ def test_by_hand_alpha_is_a_fraction_and_every_layer_reads_right(mode: str) -> N
         assert session.snapshot().tenants["m"].selection == ""
 
 
-def test_whole_layers_and_slices_do_not_mix() -> None:
+@pytest.mark.parametrize("mode", ["aliased", "strict"])
+def test_whole_layers_become_slices_and_back_under_live_blocks(mode: str) -> None:
+    session, engine = world(mode)
+    with session:
+        engine.allocate(2)
+        for layers, buffers, selection, told in [
+            (2, 1, "nested", 2),
+            (1, 2, "slices", 1.5),
+            (3, 2, "uniform", 3),
+            (3, 1, "slices", 3.5),
+            (2, 2, "nested", 2),
+            (0.5, 1, "slices", 1.75),
+            (0, 1, "uniform", 0),
+        ]:
+            report = remap.advanced.remap(session, "m", layers, buffers, selection)
+            engine.patch(report.moved.get("m", {}))
+            snapshot = session.snapshot().tenants["m"]
+            assert (snapshot.remapped, snapshot.selection) == (told, selection if layers else "")
+            remap.advanced.check(session)
+            engine.serve()
+            engine.check()
+
+
+def test_slices_cannot_be_lent_layer_by_layer() -> None:
     session, engine = world()
     with session:
-        remap.advanced.remap(session, "m", 2, 1, "nested")
-        with pytest.raises(remap.InvalidArgument, match="whole layers"):
-            remap.advanced.remap(session, "m", 1, 2, "slices")
-        remap.advanced.remap(session, "m", 0)
         remap.advanced.remap(session, "m", 1, 2, "slices")
-        with pytest.raises(remap.InvalidArgument, match="slices of 1 pages"):
-            remap.advanced.remap(session, "m", 1, 2, "nested")
-        engine.serve()
-        remap.advanced.remap(session, "m", 0)
+        before = engine.tenant._state.pages
+        report = remap.advanced.lend(session, "m", 3)
+        assert engine.tenant._state.pages == before and "0 pages" in report.reason["m"]
         engine.serve()
 
 
@@ -64,13 +82,13 @@ def test_the_controller_grows_in_pages_of_every_layer_up_to_the_exact_bound_and_
         engine.tenant._state.timing.decode = lambda: times  # type: ignore[method-assign]
         times = times_of(LAYERS, 1.0, 2.5)
         report = session.step({"m": remap.Demand(blocks=200)})
-        assert engine.tenant._state.pages.tail_pages == 1 and engine.tenant.remapped == 1.5
+        assert engine.tenant._state.pages.depth == 1 and engine.tenant.remapped == 1.5
         assert report.unmet_blocks["m"] > 0 and report.predicted_stall_s["m"] == 0.0
         assert "pages of every layer" in report.reason["m"]
         engine.serve()
         times = times_of(LAYERS, 1.0, 1.0)  # and k = 4 with these
         session.step({"m": remap.Demand(blocks=200)})
-        assert engine.tenant._state.pages.tail_pages == 4
+        assert engine.tenant._state.pages.depth == 4
         engine.allocate(engine.tenant.kv.free_blocks)
         engine.serve()
         engine.check()
@@ -92,7 +110,7 @@ def test_random_demand_in_slices(mode: str) -> None:
             wanted = rng.choice([0, 2, 9]) if turn % 40 < 20 else 0
             engine.patch(session.step({"m": remap.Demand(blocks=wanted)}).moved.get("m", {}))
             remap.advanced.check(session)
-            seen.add(engine.tenant._state.pages.tail_pages)
+            seen.add(engine.tenant._state.pages.depth)
             engine.allocate(min(wanted, engine.tenant.kv.free_blocks))
             if engine.held and rng.random() < 0.5:
                 engine.free(rng.sample(sorted(engine.held), rng.randint(1, len(engine.held))))

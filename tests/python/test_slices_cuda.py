@@ -12,13 +12,13 @@ from test_session_cuda import SIZES, World, busy, driver, library, make, mode, o
 
 import remap
 from remap.errors import InvalidArgument
-from remap.memory.restream import reslice
+from remap.memory.restream import restream
 
 # ruff: noqa: F811  (fixtures as arguments)
 
 
 def change(world: World, k: int, buffers: int) -> dict[int, int]:
-    return reslice(world.session._changes, world.tenant._state, k, buffers)
+    return restream(world.session._changes, world.tenant._state, k, buffers, "slices")
 
 
 def test_growth_waits_for_nobody(make: Any, driver: Driver, stream: int) -> None:

@@ -126,8 +126,10 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
         return keep
     allowed = partial * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
     for remapped in range(tenant.remapped, keep, -1):
-        streamed = tenant.streamed if remapped == tenant.remapped else tenant.select(remapped, buffers, "inward")
-        if schedule.stall(times.compute_s, times.transfer_s, streamed, buffers) <= allowed:
+        stays = tenant.pages.streaming
+        if remapped < tenant.remapped:
+            stays = tenant.streaming_at(remapped, buffers, "inward")
+        if tenant.stall(times, stays) <= allowed:
             return remapped
     return keep
 
@@ -135,7 +137,7 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
 def _candidates(tenant: TenantState, keep: int, most: int) -> list[int]:
     """alpha from `keep` to `most`, where what stays away can hold the ring; where `keep` layers cannot, all of them come home."""
     buffers = tenant.buffers
-    fit = [n for n in range(keep, most + 1) if tenant.possible(tenant.select(n, buffers, "inward"), buffers)]
+    fit = [n for n in range(keep, most + 1) if tenant.possible(tenant.streaming_at(n, buffers, "inward"))]
     return fit if keep in fit else [0, *fit]
 
 
@@ -143,5 +145,4 @@ def _certify(tenant: TenantState) -> None:
     """What streaming the layers that are not home will cost each pass: chosen for a reload, they may stall more than allowed."""
     times = tenant.timing.decode()
     if tenant.streamed and times is not None:
-        stall = schedule.stall(times.compute_s, times.transfer_s, tenant.streamed, tenant.buffers)
-        tenant.predicted_stall_s = stall
+        tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming)

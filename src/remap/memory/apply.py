@@ -30,8 +30,7 @@ from remap import _core
 from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
 from remap.memory.moves import then
-from remap.memory.plan import Plan, Point, SetOwner, TenantPages, plan_free_pages
-from remap.memory.slice_plan import copies_of
+from remap.memory.plan import Plan, Point, SetOwner, TenantPages, copies_of, plan_free_pages
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream, Streams
 from remap.nvtx import annotated
@@ -47,8 +46,9 @@ class _Saved:
     pages: TenantPages
     reclaimed: frozenset[int]
     draining: tuple[int, ...]
-    draining_target: tuple[int, int] | None
+    draining_target: tuple[int, int, str] | None
     active: bool
+    selection: str
     pool: SavedPool
     moved: dict[int, int] | None
     moves: Sequence[tuple[int, int]] = ()  # of live blocks, (old, new), made by this change
@@ -98,6 +98,7 @@ class Changes:
                 tenant.draining,
                 tenant.draining_target,
                 tenant.active,
+                tenant.selection,
                 tenant.kv.pool.save(),
                 self.moved.get(tenant.name),
             )
@@ -132,7 +133,7 @@ class Changes:
             tenant.unsettled = self._unsettled = None
         tenant.pages, tenant.reclaimed = saved.pages, saved.reclaimed
         tenant.draining, tenant.draining_target = saved.draining, saved.draining_target
-        tenant.active = saved.active
+        tenant.active, tenant.selection = saved.active, saved.selection
         if saved.moved is None:
             self.moved.pop(tenant.name, None)
         else:
@@ -202,16 +203,15 @@ class Changes:
         saved = self.save(tenant)
         saved.applying = True
         self._executor.apply(core, after, stream)
-        tenant.pages = replace(
-            pages, streamed=plan.streamed, ring=plan.ring, lent=plan.lent, tail_pages=plan.tail_pages
-        )
+        tenant.pages = replace(pages, tails=plan.tails, ring=plan.ring, lent=plan.lent)
         if tenant.reclaimed or reclaimed:
             tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed
         if plan.gained:
             tenant.kv.pool.give(tenant.slots_of(plan.gained))
         tenant.all_ready = False
         tenant.predicted_stall_s = plan.predicted_stall_s
-        if (plan.streamed, plan.tail_pages) != (pages.streamed, pages.tail_pages):
+        if plan.tails != pages.tails:
+            tenant.selection = plan.selection or tenant.selection
             tenant.by_hand = False  # free pages that come or go leave what streams as somebody has set it
         tenant.unsettled = (plan, plan.ring != pages.ring)
         self._unsettled = tenant
@@ -222,13 +222,16 @@ class Changes:
         """Copies in flight write into pages that are about to belong to somebody else. Never the case while growing."""
         pages, prefetcher = tenant.pages, tenant.prefetcher
         stream = tenant.compute.current()
-        entering = set(plan.streamed) - set(pages.streamed)
+        longer = [layer for layer in plan.streamed if plan.tails[layer] > pages.tails[layer]]
         ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
         if not (
-            # In slices the ring grows in front of what is there, and a layer that streams may still load what came home.
-            (plan.ring_moves or prefetcher.loading() if pages.tail_pages else pages.ring and plan.ring != pages.ring)
+            # A ring that only grows in front keeps its copies; with another number of buffers, layers change theirs.
+            plan.ring_moves
+            or (pages.ring and len(plan.ring) != len(pages.ring))
             or ring_moves
-            or not all(prefetcher.ready(layer) for layer in entering)
+            # A layer that streams is never ready: what came home of it may still be loading.
+            or (any(pages.tails[layer] for layer in longer) and prefetcher.loading())
+            or not all(prefetcher.ready(layer) for layer in longer if not pages.tails[layer])
         ):
             return
         # The worker first: when it is done with a region it starts the copy that waits for that.
@@ -252,11 +255,16 @@ class Changes:
     def _replace_copy_stream(self, tenant: TenantState) -> None:
         """A copy stream that has failed fails for ever, and the next pass, which would replace it, may never come: the tenant may
         be inactive. Configuring as it is configured now replaces it as well, and what was to be copied is copied again."""
-        same = plan_free_pages(tenant.pages, self.arena.epoch, (), give=True)
-        slices = copies_of(tenant.pages, same, tenant.layer_bytes, self.arena.page_bytes)
+        self._configure(tenant, plan_free_pages(tenant.pages, self.arena.epoch, (), give=True), (), 0, False)
+
+    def _configure(self, tenant: TenantState, plan: Plan, held: Sequence[int], after: int, fresh: bool) -> None:
+        """Tell the prefetcher what streams, and what comes home."""
         size = tenant.pages.buffer_pages * self.arena.page_bytes
-        ring = [tenant.ring_address + index * size for index in range(len(same.ring))]
-        tenant.prefetcher.configure(same.streamed, ring, size, (), (), 0, False, slices.offsets, slices.places)
+        ring = [tenant.ring_address + index * size for index in range(len(plan.ring))]
+        copies = copies_of(tenant.pages, plan, tenant.layer_bytes, self.arena.page_bytes)
+        tenant.prefetcher.configure(
+            plan.streamed, ring, size, held, after, fresh, copies.offsets, copies.places, copies.home
+        )
 
     def failed_points(self, tenant: TenantState | None = None) -> bool:
         """Whether a deferred re-pointing has failed and waits to be tried again, of this tenant or of any."""
@@ -302,27 +310,10 @@ class Changes:
             self._unsettled = None
 
     def _commit(self, tenant: TenantState, plan: Plan, fresh: bool) -> None:
-        size = tenant.pages.buffer_pages * self.arena.page_bytes
-        prefetcher = tenant.prefetcher
-        # Layers that are resident and still loading since an earlier change go on loading.
-        away = set(plan.streamed)
-        reload = {layer for layer in plan.reload if tenant.layer_bytes[layer]}
-        slices = copies_of(tenant.pages, plan, tenant.layer_bytes, self.arena.page_bytes)
         # Behind the last reader and the last writer of what has changed hands, moves and zeroes included.
         after = tenant.compute.mark()
-        prefetcher.configure(
-            plan.streamed,
-            [tenant.ring_address + index * size for index in range(len(plan.ring))],
-            size,
-            sorted(reload - away),
-            plan.held if self._deferring else (),
-            after,
-            fresh,
-            slices.offsets,
-            slices.places,
-            slices.parts,
-        )
-        self._executor.commit(prefetcher, after)
+        self._configure(tenant, plan, plan.held if self._deferring else (), after, fresh)
+        self._executor.commit(tenant.prefetcher, after)
 
     def apply_and_settle(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
         """The blocks are usable in between. An error of settling is kept for `tenant.forward()`, which tries it again."""
@@ -335,7 +326,7 @@ class Changes:
     # -- emptying pages, then one plan ---------------------------------------------------------------------------
 
     def exchange(
-        self, tenant: TenantState, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int] | None = None
+        self, tenant: TenantState, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int, str] | None = None
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}; None, and nothing changed but
         that the blocks are withdrawn, if live ones stay and `drain_to` is given (see `vacate`)."""
@@ -363,11 +354,11 @@ class Changes:
         self.tell()
 
     def vacate(
-        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int] | None = None
+        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None = None
     ) -> list[tuple[int, int]] | None:
         """Empty and take these slots of the KV region: the first part of a change, which `apply` completes and `undo` takes back.
 
-        Returns the moves made. drain_to: the (layers, buffers) of a change that may wait: then, where live blocks stay, the
+        Returns the moves made. drain_to: the `draining_target` of a change that may wait: then, where live blocks stay, the
         slots stay withdrawn for `continue_draining`, and None is returned. Otherwise OutOfBlocks; nothing has changed then.
         """
         try:
@@ -377,7 +368,7 @@ class Changes:
             raise
 
     def _vacate(
-        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int] | None
+        self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None
     ) -> list[tuple[int, int]] | None:
         pool = tenant.kv.pool
         if pool.external:
@@ -447,7 +438,7 @@ class Changes:
         self._decide(saved)
         self.tell()
 
-    def drain_again(self, tenant: TenantState, slots: tuple[int, ...], target: tuple[int, int] | None) -> None:
+    def drain_again(self, tenant: TenantState, slots: tuple[int, ...], target: tuple[int, int, str] | None) -> None:
         """What was being drained before a change that was taken back is again, and nothing else. What the engine had returned of
         it, it has been given in between: it is asked for it once more."""
         saved = self.save(tenant)
@@ -512,5 +503,5 @@ class Changes:
         except Error:
             # The copy stream has failed, which its engine was told or did not want to know. What was issued may still run:
             # configuring replaces the stream, and destroying the old one waits for its work.
-            prefetcher.configure((), (), 0, (), ())
+            prefetcher.configure((), (), 0)
             prefetcher.drain()

@@ -22,7 +22,6 @@ from remap.memory.bounds import HiddenCopies
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemory
 from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages
-from remap.memory.slice_plan import giving_order
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
@@ -32,7 +31,7 @@ from remap.policy import schedule
 from remap.policy.controller import Controller
 from remap.sizes import show_size
 
-__all__ = ["MAX_BLOCKS", "Arrivals"]
+__all__ = ["MAX_BLOCKS", "Arrivals", "level_by_level"]
 
 MAX_BLOCKS = 1 << 26
 """Of one KV cache: the pool's books take a byte a block, whatever memory the blocks have."""
@@ -198,7 +197,7 @@ class Arrivals:
         # The ring's first home comes last: while anything is streamed, these pages are the ring.
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
         if slices:
-            donors = giving_order(homes, order, MAX_BUFFERS)
+            donors = level_by_level(homes, order)
         giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
         # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
         placed = set(giving)
@@ -213,7 +212,7 @@ class Arrivals:
             for layer in order:
                 for ring_layer in preference:
                     if home_pages[ring_layer] >= home_pages[layer]:
-                        arena.prepare_view(regions[layer], list(homes[ring_layer][: home_pages[layer]]))
+                        arena.prepare_view(regions[layer], list(homes[ring_layer][-home_pages[layer] :]))
         turn, compute = Turn(self._lock), ComputeStream(self._changes.streams, self._device)
         prefetcher = _core.Prefetcher(
             self._changes.streams.backend,
@@ -229,7 +228,7 @@ class Arrivals:
             priority=priority,
             config=config,
             source=source,
-            pages=TenantPages(tenant, homes, regions, ring_region, ring_preference=preference),
+            pages=TenantPages(tenant, homes, regions, ring_region, (0,) * len(homes), ring_preference=preference),
             giving=giving,
             index_of={page: index for index, page in enumerate(giving)},
             layer_bytes=tuple(source.layer_bytes),
@@ -281,6 +280,18 @@ def _of_others(arena: Any, others: Sequence[TenantState]) -> list[int]:
     known = {page for other in others for home in other.pages.homes for page in home}
     kv = [page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.kv and page not in known]
     return homes + kv
+
+
+def level_by_level(homes: Sequence[tuple[int, ...]], order: Sequence[int]) -> list[int]:
+    """Pages of the layers in `order`, in an order in which slices give them: what k tail pages give stands together.
+
+    Last pages of all layers first, then the last but one, and so on. The first layers of the order come last of all, since the
+    ring is made of their tails. A KV block that straddles pages becomes usable only where they stand together.
+    """
+    rest, ring = order[MAX_BUFFERS:], order[:MAX_BUFFERS]
+    depth = max((len(homes[layer]) for layer in rest), default=0)
+    levels = (homes[layer][-level] for level in range(1, depth + 1) for layer in rest if level <= len(homes[layer]))
+    return [*levels, *(page for layer in reversed(ring) for page in reversed(homes[layer]))]
 
 
 def _hosted(homes: Sequence[tuple[int, ...]], order: Sequence[int], places: set[int]) -> int:

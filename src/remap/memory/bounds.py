@@ -3,9 +3,9 @@
     bound   how much can be remapped within the slowdown, and through how many buffers
     stall   for how long a pass would wait: the certificate of every plan
 
-Whole layers are counted in layers; slices in tail pages of every layer (view.py). Answers are exact (`remap.schedule`,
-`remap.policy.slices`) and take up to milliseconds with many layers and times near the limit, which growth must not wait
-for. So `prepare` asks what growth will ask where new times come from: at the end of a pass.
+Whole layers are counted in layers; slices in tail pages of every layer (view.py). Answers are exact (`remap.schedule`) and take
+up to milliseconds with many layers and times near the limit, which growth must not wait for. So `prepare` asks what growth will
+ask where new times come from: at the end of a pass.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import math
 
 from remap.memory.plan import MAX_BUFFERS, TenantPages
 from remap.memory.state import TenantState
-from remap.policy import schedule, slices
+from remap.policy import schedule
 from remap.policy.maxplus import copied_uses
 from remap.policy.views import LayerSeconds
 
@@ -62,7 +62,7 @@ class HiddenCopies:
     def possible(self, remapped: int, buffers: int) -> bool:
         """Whether a plan can make it so from what streams now: coming home or by one of the selections for growing."""
         tenant = self._tenant
-        if remapped == 0 or self._tenant.slicing:
+        if remapped == 0:
             return True
         state = (tenant.pages, tenant.order)  # both are replaced, never changed
         if self._looked_at is None or self._looked_at[0] is not state[0] or self._looked_at[1] is not state[1]:
@@ -70,17 +70,18 @@ class HiddenCopies:
             self._possible.clear()
         known = self._possible.get((remapped, buffers))
         if known is None:
-            kinds = ("inward",) if remapped < self._tenant.remapped else ("onward", *self._kinds)
+            kinds = ("inward",) if remapped < tenant.remapped else ("onward", *self._kinds)
+            if tenant.slicing:
+                kinds = ("slices",)
             known = self._possible[remapped, buffers] = any(
-                tenant.possible(self._tenant.select(remapped, buffers, kind), buffers) for kind in kinds
+                tenant.possible(tenant.streaming_at(remapped, buffers, kind)) for kind in kinds
             )
         return known
 
     def prepare(self, times: LayerSeconds) -> None:
         """Answer ahead: the bound, and the stall now and with a little more."""
         most, buffers = self.bound(times)
-        pages = self._tenant.pages
-        present = pages.tail_pages if self._tenant.slicing else self._tenant.remapped
+        present = self._tenant.amount
         if present:
             buffers = self._tenant.buffers
         if not self._tenant.slicing:
@@ -96,13 +97,11 @@ class HiddenCopies:
         return known
 
     def _compute(self, times: LayerSeconds, remapped: int, buffers: int) -> tuple[float, str]:
-        compute, transfer = times.compute_s, times.transfer_s
-        total = math.fsum(compute)
-        if self._tenant.slicing:
-            return max(0.0, self._sliced_period(times, remapped, buffers) - total), "slices"
-        best = (math.inf, self._kinds[0])
-        for kind in self._kinds_for(remapped, buffers):
-            stall = schedule.stall(compute, transfer, self._tenant.select(remapped, buffers, kind), buffers)
+        total = math.fsum(times.compute_s)
+        kinds = self._kinds_for(remapped, buffers)
+        best = (math.inf, kinds[0])
+        for kind in kinds:
+            stall = self._tenant.stall(times, self._tenant.streaming_at(remapped, buffers, kind))
             if stall < best[0]:
                 best = (stall, kind)
             if stall <= self._slowdown * total:
@@ -112,15 +111,12 @@ class HiddenCopies:
     def _kinds_for(self, remapped: int, buffers: int) -> tuple[str, ...]:
         """Those allowed whose layers a plan can stream; "nested", which adds to what streams, if there are none."""
         tenant = self._tenant
+        if tenant.slicing:
+            return ("slices",)
         if tenant.plain:
             return self._kinds
-        kinds = [k for k in self._kinds if tenant.possible(self._tenant.select(remapped, buffers, k), buffers)]
+        kinds = [k for k in self._kinds if tenant.possible(tenant.streaming_at(remapped, buffers, k))]
         return tuple(kinds) or ("nested",)
-
-    def _sliced_period(self, times: LayerSeconds, tail: int, buffers: int) -> float:
-        tenant = self._tenant
-        shares = slices.tail_shares(tail, [len(home) for home in tenant.pages.homes])
-        return slices.slices_period(times.compute_s, times.transfer_s, shares, buffers, sorted(tenant.order))
 
     def _renew(self, times: LayerSeconds) -> None:
         order, slicing = self._tenant.order, self._tenant.slicing
@@ -159,10 +155,13 @@ class HiddenCopies:
     def _most_pages(self, times: LayerSeconds) -> tuple[int, int]:
         limit = (1.0 + self._slowdown) * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
         buffers = max(self._buffers)  # one slot overlaps nothing: no computation lies between two slices
-        low, high = 0, max(map(len, self._tenant.pages.homes))
+        tenant = self._tenant
+        low, high = 0, tenant.pages.buffer_pages
         while low < high:  # the period grows with the tail
             middle = (low + high + 1) // 2
-            if self._sliced_period(times, middle, buffers) <= limit:
+            target = tenant.streaming_at(middle, buffers, "slices")
+            seconds = tenant.copy_seconds(times, target)
+            if schedule.period(times.compute_s, seconds, target.layers, buffers) <= limit:
                 low = middle
             else:
                 high = middle - 1

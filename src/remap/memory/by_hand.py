@@ -13,12 +13,12 @@ from remap.errors import ArenaBroken, Error, InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.lend import Lending, Returned
 from remap.memory.plan import MAX_BUFFERS
-from remap.memory.restream import continue_draining, reslice, take_free_pages
-from remap.memory.slice_plan import tail_for
+from remap.memory.restream import continue_draining, take_free_pages
 from remap.memory.state import TenantState
 from remap.memory.step import Entries, ended_early, merge, moved_entry
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
+from remap.policy.slices import tail_for
 
 __all__ = ["check_by_hand", "lend_by_hand", "remap_by_hand"]
 
@@ -59,26 +59,25 @@ def remap_by_hand(
     """`advanced.remap`, checked already. Returns the entries of its report."""
     before = tenant.kv.usable_blocks
     reason = f"{layers} layers by hand"
-    draining = drain and tenant.draining_target == (layers, buffers)
+    amount = int(layers)
+    if selection == "slices":
+        amount = tail_for([tenant.pages.sizes[layer] for layer in tenant.order], layers, buffers)
+    draining = drain and tenant.draining_target == (amount, buffers, selection)
     applied = changes.applied
     try:
         with AllOrNothing(changes, (tenant,)):
-            if not draining:
-                changes.cancel_draining(tenant)
             if draining:  # asked once more: what was withdrawn then may have been returned by now
                 moved = continue_draining(changes, tenant, selection)
                 result = Returned({tenant.name: moved} if moved else {})
-            elif selection == "slices" or tenant.pages.tail_pages:
-                result = _slice(changes, tenant, layers, buffers, selection, reason)
             else:
-                result = lending.bring_home(tenant, int(layers), buffers, selection, reason=reason, drain=drain)
+                changes.cancel_draining(tenant)
+                result = lending.bring_home(tenant, amount, buffers, selection, reason=reason, drain=drain)
     except ArenaBroken:
         raise
     except Error as error:
         if changes.applied == applied:
             raise
         result = Returned(problem=str(error))
-    tenant.selection = selection if tenant.streamed else ""
     tenant.by_hand = bool(tenant.streamed)
     entry = {
         "added": max(0, tenant.kv.usable_blocks - before),
@@ -129,17 +128,3 @@ def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> dict[
     take_free_pages(changes, receiver, free, int(len(free) * receiver.blocks_per_page))
     reason = f"{len(free)} pages of {tenant.name} by hand"
     return moved_entry({}, tenant.name) | {"added": receiver.kv.usable_blocks - before, "reason": reason}
-
-
-def _slice(changes: Changes, tenant: TenantState, layers: float, buffers: int, selection: str, reason: str) -> Returned:
-    """To or from slices."""
-    pages = tenant.pages
-    if selection != "slices" and layers:
-        raise InvalidArgument(
-            f"{tenant.name!r} streams slices of {pages.tail_pages} pages: whole layers can stream only once all layers are "
-            "resident; nothing changed; remap 0 layers first",
-            tail_pages=pages.tail_pages,
-        )
-    tail = tail_for([pages.homes[layer] for layer in tenant.order], layers, buffers)
-    moved = reslice(changes, tenant, tail, buffers, reason=reason)
-    return Returned({tenant.name: moved} if moved else {})

@@ -123,7 +123,7 @@ class InactiveLayers(_Layers):
         return max(0, min(cap, most))
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
-        if giver.pages.tail_pages:
+        if giver.slicing and giver.pages.streamed:
             return []  # slices of all layers stream: none can go whole
         buffers = max(1, giver.buffers)
         kind = giver.growing_by
@@ -136,7 +136,7 @@ class InactiveLayers(_Layers):
             if need <= 0:
                 break
             chosen = giver.select(alpha, buffers, kind)
-            if not giver.possible(chosen, buffers):
+            if not giver.possible(giver.streaming_at(alpha, buffers, kind)):
                 continue
             layers, before = set(chosen).difference(before), chosen
             pages = sum(page in places for layer in layers for page in giver.pages.homes[layer])

@@ -21,9 +21,8 @@ from functools import partial
 
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
-from remap.memory.plan import TenantPages, plan_free_pages
-from remap.memory.restream import grow, refuse_homeless, restream, streamable
-from remap.memory.slice_plan import plan_layers
+from remap.memory.plan import Streaming, TenantPages, plan_free_pages, plan_streaming
+from remap.memory.restream import find_way, grow, refuse_homeless, restream, streamable
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
@@ -79,9 +78,9 @@ class Lending:
     def losses(self, donor: TenantState, layers: int, buffers: int, selection: str) -> dict[str, int]:
         """Tenant -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
         pages = donor.pages
-        target = donor.select(layers, buffers, selection)
-        lent = pages.to_reclaim(target, buffers)
-        plan = plan_layers(replace(pages, lent=pages.lent - lent), self._changes.arena.epoch, target, buffers)
+        target = donor.streaming_at(layers, buffers, selection)
+        lent = pages.to_reclaim(target)
+        plan = plan_streaming(replace(pages, lent=pages.lent - lent), self._changes.arena.epoch, target)
         own = [page for page in plan.lost if page not in lent and page not in donor.reclaimed]
         found = {}
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
@@ -134,7 +133,6 @@ class Lending:
             # Growing for itself later, it is to find its ring where the ring's region shows it already.
             now = donor.pages
             donor.pages = replace(now, ring_preference=pages.ring_preference)
-        donor.selection = selection
         return len(donor.pages.lent) - before
 
     def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:
@@ -229,7 +227,7 @@ class Lending:
         changes = self._changes
         target = streamable(donor, layers, buffers, selection)
         pages = donor.pages
-        lent = pages.to_reclaim(target, buffers)
+        lent = pages.to_reclaim(target)
         for name in self.holders(donor, lent) if lent else ():
             self._tenants[name].refuse_pass()
         result = Returned()
@@ -238,8 +236,8 @@ class Lending:
             with AllOrNothing(changes, self._tenants.values()) as undo:
                 if pages.lent or donor.reclaimed:
                     there = replace(pages, lent=pages.lent - lent)
-                    refuse_homeless(donor, plan_layers(there, self._changes.arena.epoch, target, buffers).gained)
-                    extra = self._require_room(donor, target, buffers, lent)
+                    refuse_homeless(donor, plan_streaming(there, self._changes.arena.epoch, target).gained)
+                    extra = self._require_room(donor, target, lent)
                     self._fetch(donor, lent, extra, result, undo)
                 moves = restream(
                     changes,
@@ -263,7 +261,7 @@ class Lending:
         return result
 
     def _require_room(
-        self, donor: TenantState, target: Sequence[int], buffers: int, lent: frozenset[int]
+        self, donor: TenantState, target: Streaming, lent: frozenset[int]
     ) -> dict[TenantState, Sequence[int]]:
         """Free pages that tenants have to take first, so that all their live blocks have somewhere to go: no page twice, and
         none that is to come home. Raises OutOfBlocks (field preempt) without enough of them. Engines with allocators of their
@@ -278,14 +276,14 @@ class Lending:
                 continue
             free = [page for page in free_pages_of(self._changes, tenant) if page not in gone]
             least, most = 0, len(free)
-            short = self._shortage(tenant, donor, held, target, buffers, lent, free)
+            short = self._shortage(tenant, donor, held, target, lent, free)
             if short[0] > 0:
                 preempt[tenant.name] = short[1][-short[0] :]
                 room_in_all += len(short[1]) - short[0]
                 continue
             while least < most:  # more room the more pages there are: the fewest that do
                 middle = (least + most) // 2
-                if self._shortage(tenant, donor, held, target, buffers, lent, free[:middle])[0] > 0:
+                if self._shortage(tenant, donor, held, target, lent, free[:middle])[0] > 0:
                     least = middle + 1
                 else:
                     most = middle
@@ -301,34 +299,19 @@ class Lending:
         tenant: TenantState,
         donor: TenantState,
         held: Mapping[TenantState, Sequence[int]],
-        target: Sequence[int],
-        buffers: int,
+        target: Streaming,
         lent: frozenset[int],
         extra: Sequence[int],
     ) -> tuple[int, tuple[int, ...]]:
-        """(live blocks without a place once the tenant has the `extra` pages, all that are in the way). For the donor, by the
-        same two ways as in `restream`."""
+        """(live blocks without a place once the tenant has the `extra` pages, all that are in the way)."""
         more = tenant.slots_of(extra)
         if tenant is not donor:
             slots = tenant.slots_of(held[tenant])
             pending = tenant.kv.pool.pending(slots)
             return len(pending) - self._changes.room(tenant, slots, more), pending
         pages = replace(donor.pages, lent=donor.pages.lent - lent)
-        outside = lent | donor.reclaimed  # in no pool
-        plan = plan_layers(pages, self._changes.arena.epoch, target, buffers)
-        slots = donor.slots_of([page for page in plan.lost if page not in outside])
-        pending = donor.kv.pool.pending(slots)
-        short = len(pending) - self._changes.room(donor, slots, more)
-        if short > 0 and plan.gained:
-            way = plan_layers(pages, plan.epoch, sorted({*donor.streamed, *target}), min(buffers, donor.buffers))
-            there = replace(pages, streamed=way.streamed, ring=way.ring)
-            # From there another ring may be the best one, made of pages that are not at home.
-            if not way.lost and not there.to_reclaim(target, buffers):
-                after = plan_layers(there, plan.epoch, target, buffers)
-                slots = donor.slots_of([page for page in after.lost if page not in outside])
-                pending = donor.kv.pool.pending(slots)
-                short = len(pending) - self._changes.room(donor, slots, (*more, *donor.slots_of(way.gained)))
-        return short, pending
+        way = find_way(self._changes, donor, pages, target, outside=lent | donor.reclaimed, more=more)
+        return way.short, way.pending
 
     def _fetch(
         self,
@@ -391,7 +374,7 @@ class Lending:
         """What the donor has lent since `before` comes home. All of it is free: nobody has taken any of it."""
         self._reclaim(donor, donor.pages.lent - before.lent)
         pages = donor.pages
-        plan = plan_layers(pages, self._changes.arena.epoch, before.streamed, len(before.ring), ring=before.ring)
+        plan = plan_streaming(pages, self._changes.arena.epoch, before.streaming, ring=before.ring)
         self._changes.apply_and_settle(donor, plan)
 
     def _free(self, tenant: TenantState, pages: Sequence[int]) -> None:

@@ -1,28 +1,47 @@
-"""From "stream these layers" to the steps that make it so. Pure: page numbers in, a plan out.
+"""From "stream these pages" to the steps that make it so. Pure: page numbers in, a plan out.
 
-A tenant's layers each have a *home*, their own pages. Streaming a set S of layers through `buffers` ring buffers frees
-the homes of S, except for the pages that the ring itself is made of:
+A tenant's layers each have a *home*, their own pages. What streams is one vector: `tails[i]`, how many of layer i's last pages
+come through the ring (0: it is resident; all of them: the whole layer). Whole layers, the same slice of every layer and mixtures
+are values of it. Streaming through `buffers` ring buffers of `depth` pages frees the tails, but for the ring's own pages:
 
-    ring pages  R  subset of  homes(S),   |R| = buffers * pages of the largest layer
-    KV pages       homes(S) - R
+    ring pages  R  subset of  tails,   |R| = buffers * depth,   depth >= the largest tail
+    KV pages       tails - R
 
-so alpha = (|homes(S)| - |R|) / layer pages layers' worth become KV. Where only the last pages of layers stream (slices), their
-tails take the place of homes(S): slice_plan.py makes those plans. The planner compares that with what is the case now
-and emits only the differences. It keeps the ring where it is whenever it can, since moving it costs driver calls.
+The planner compares that with what is the case now and emits only the differences. It keeps each page of the ring at its place
+whenever it can, since moving it costs driver calls.
+
+Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its buffer,
+however long the tail. So one more page of each layer leaves all that streams already where it is: the buffers grow in front, by
+pages that the ring's region shows from the start (preferred layers' own), and each layer's region changes in a single slot.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, zip_longest
 
 from remap.errors import InvalidArgument
 
-__all__ = ["MAX_BUFFERS", "Plan", "Point", "SetOwner", "TenantPages", "plan_free_pages", "plan_streamed", "ring_of"]
+__all__ = [
+    "MAX_BUFFERS",
+    "Copies",
+    "Plan",
+    "Point",
+    "SetOwner",
+    "Streaming",
+    "TenantPages",
+    "copies_of",
+    "plan_free_pages",
+    "plan_streaming",
+    "ring_of",
+]
 
 MAX_BUFFERS = 2
 """Ring buffers that the ring's region has room for. More never beat two (theory: beta >= 3 buys only slack)."""
+
+Ring = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -50,25 +69,75 @@ Step = SetOwner | Point
 
 
 @dataclass(frozen=True)
+class Streaming:
+    """What streams: of each layer how many of its last pages, through `buffers` ring buffers of `depth` pages."""
+
+    tails: tuple[int, ...]
+    buffers: int
+    depth: int
+
+    @classmethod
+    def of(cls, sizes: Sequence[int], layers: Iterable[int], buffers: int, tail: int | None = None) -> Streaming:
+        """These layers' last `tail` pages (all of a layer that has fewer), through buffers of as many; None: whole layers,
+        through buffers that could hold the largest of all. sizes: pages of every layer."""
+        chosen = set(layers)
+        depth = max(sizes) if tail is None else min(tail, max((sizes[layer] for layer in chosen), default=0))
+        tails = tuple(min(depth, size) if layer in chosen else 0 for layer, size in enumerate(sizes))
+        return cls(tails, buffers, depth if chosen else 0)
+
+    @functools.cached_property
+    def layers(self) -> tuple[int, ...]:
+        """Those that stream, ascending: the j-th uses ring buffer j mod buffers."""
+        return tuple(layer for layer, tail in enumerate(self.tails) if tail)
+
+    def beside(self, other: Streaming) -> Streaming:
+        """All that streams in either, through as few buffers as the one that has fewer: from either, nothing comes home."""
+        tails = tuple(map(max, self.tails, other.tails))
+        return Streaming(tails, min(self.buffers, other.buffers), max(self.depth, other.depth))
+
+
+@dataclass(frozen=True)
 class TenantPages:
-    """What the planner knows of one tenant. `homes[l]` are the page ids of layer l; `ring[b]` those of ring buffer b."""
+    """What the planner knows of one tenant. `homes[l]` are the page ids of layer l; `ring[b]` those of ring buffer b: they are
+    the last ones of the buffer's `buffer_pages` slots in the ring's region."""
 
     tenant: int
     homes: tuple[tuple[int, ...], ...]
     layer_regions: tuple[int, ...]
     ring_region: int
-    streamed: tuple[int, ...] = ()
-    ring: tuple[tuple[int, ...], ...] = ()
+    tails: tuple[int, ...]  # of each layer, how many of its last pages stream, and so are ring, KV or lent
+    ring: Ring = ()
     ring_preference: tuple[int, ...] = ()  # layers whose homes the ring's region shows from the start
-    lent: frozenset[int] = frozenset()  # pages of streamed layers' homes that are free, or another tenant's KV
-    # Slices: of each streamed layer only the last tail_pages pages stream (all, if it has fewer), and ring[b] has as many. They
-    # are the last ones of the buffer's `buffer_pages` slots in the ring's region. 0: whole layers stream.
-    tail_pages: int = 0
+    lent: frozenset[int] = frozenset()  # pages of tails that are free, or another tenant's KV
+
+    @property
+    def streaming(self) -> Streaming:
+        """What streams now."""
+        return Streaming(self.tails, len(self.ring), self.depth)
+
+    @functools.cached_property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that stream, or whose last pages do, ascending."""
+        return tuple(layer for layer, tail in enumerate(self.tails) if tail)
+
+    @property
+    def depth(self) -> int:
+        """Pages of a ring buffer; 0 while nothing streams."""
+        return len(self.ring[0]) if self.ring else 0
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Pages of each layer."""
+        return tuple(map(len, self.homes))
+
+    @functools.cached_property
+    def buffer_pages(self) -> int:
+        """Slots of one buffer in the ring's region: the largest layer's pages."""
+        return max(self.sizes)
 
     def away(self, layer: int) -> tuple[int, ...]:
-        """The pages of a streamed layer's home that stream, and so are ring, KV or lent."""
-        home = self.homes[layer]
-        return home[max(0, len(home) - self.tail_pages) :] if self.tail_pages else home
+        """The pages of its home that stream, and so are ring, KV or lent."""
+        return _tail(self.homes[layer], self.tails[layer])
 
     @property
     def ring_layers(self) -> tuple[int, ...]:
@@ -76,24 +145,16 @@ class TenantPages:
         ring_pages = {page for buffer in self.ring for page in buffer}
         return tuple(layer for layer in self.streamed if not ring_pages.isdisjoint(self.homes[layer]))
 
-    @property
-    def buffer_pages(self) -> int:
-        """Pages of one ring buffer: the largest layer's."""
-        return max(map(len, self.homes))
-
-    @property
+    @functools.cached_property
     def kv_from_homes(self) -> frozenset[int]:
         """Pages of streamed layers that are the tenant's own KV now."""
         return frozenset(chain.from_iterable(map(self.away, self.streamed))).difference(*self.ring, self.lent)
 
-    def to_reclaim(self, streamed: Sequence[int], buffers: int) -> frozenset[int]:
-        """The lent pages that have to be the tenant's KV again before `plan_streamed` can stream exactly these layers."""
+    def to_reclaim(self, target: Streaming) -> frozenset[int]:
+        """The lent pages that have to be the tenant's KV again before `plan_streaming` can make it so."""
         if not self.lent:
             return frozenset()
-        target = tuple(sorted(streamed))
-        ring = _choose_ring(self, target, buffers)
-        stays = frozenset(_homes(self.homes, target)).difference(*ring)
-        return self.lent - stays
+        return self.lent - _tail_pages(self.homes, target.tails).difference(*_choose_ring(self, target))
 
 
 @dataclass(frozen=True)
@@ -102,133 +163,87 @@ class Plan:
 
     epoch: int
     steps: tuple[Step, ...]
-    streamed: tuple[int, ...]
-    ring: tuple[tuple[int, ...], ...]
-    reload: tuple[int, ...]  # layers that own their pages again: to be loaded from the master copy
+    tails: tuple[int, ...]
+    ring: Ring
+    # What is at home again, to be loaded from the master copy: (layer, its first page, how many).
+    home: tuple[tuple[int, int, int], ...]
     held: tuple[int, ...]  # layers whose region is re-pointed by the worker
     gained: tuple[int, ...]  # pages that become KV, in giving order
     lost: tuple[int, ...]  # pages that stop being KV; their blocks must be empty
     ring_moves: bool  # copies in flight into the old ring must have finished before this plan is applied
     lent: frozenset[int] = frozenset()  # as in TenantPages, after it
-    tail_pages: int = 0  # as in TenantPages, after it
-    # Of layers that go on streaming less, or whose tails come home: (layer, its first home page to load, how many).
-    reload_parts: tuple[tuple[int, int, int], ...] = ()
     predicted_stall_s: float = 0.0
     reason: str = ""
+    selection: str = ""  # how what streams after it was chosen; "": as what streams before it
+
+    @functools.cached_property
+    def streamed(self) -> tuple[int, ...]:
+        """The layers that stream after it, ascending."""
+        return tuple(layer for layer, tail in enumerate(self.tails) if tail)
+
+    @property
+    def reload(self) -> tuple[int, ...]:
+        """The layers of `home`."""
+        return tuple(layer for layer, _, _ in self.home)
 
 
-def plan_streamed(
+def plan_streaming(
     now: TenantPages,
     epoch: int,
-    streamed: Sequence[int],
-    buffers: int,
+    target: Streaming,
     *,
     to: str = "kv",
-    ring: tuple[tuple[int, ...], ...] | None = None,
+    ring: Ring | None = None,
     predicted_stall_s: float = 0.0,
     reason: str = "",
+    selection: str = "",
 ) -> Plan:
-    """The plan that makes exactly `streamed` the tenant's streamed layers, through `buffers` ring buffers.
+    """The plan that makes exactly `target` stream.
 
     to: what the pages become that this frees: the tenant's own "kv", or "free", to be lent to others. ring: the pages that the
-    ring is made of, to restore an earlier state; by default they are chosen here. An empty set gives
-    every layer its home back; of pages that come home, those that were lent must have been reclaimed (they are the tenant's
-    KV, and not in `now.lent`: see `to_reclaim`). Raises InvalidArgument (fields: layer or buffers) for an unknown or
-    repeated layer, fewer streamed layers than buffers + 1, or homes too small for the ring, or lent pages
-    (field pages) that come home without having been reclaimed; nothing changes. From slices no set can be reached here
-    (InvalidArgument, field tail_pages): their pages have to come home first, see `slice_plan.plan_layers`.
-    """
-    target = tuple(sorted(streamed))
-    layers = len(now.homes)
-    if now.tail_pages and now.streamed:
-        raise InvalidArgument(
-            f"the last {now.tail_pages} pages of {len(now.streamed)} layers stream: whole layers can stream only once all "
-            "layers are resident; nothing was planned; remap 0 layers first",
-            tail_pages=now.tail_pages,
-        )
-    if len(set(target)) != len(target) or (target and not 0 <= target[0] <= target[-1] < layers):
-        raise InvalidArgument(
-            f"the streamed layers must be distinct and lie in 0..{layers - 1}, got {target}; nothing was planned",
-            layers=layers,
-        )
-    if target and not 1 <= buffers < len(target):
-        raise InvalidArgument(
-            f"{len(target)} streamed layers need between 1 and {len(target) - 1} ring buffers, got {buffers}: with as "
-            "many buffers as layers nothing would be freed; nothing was planned",
-            buffers=buffers,
-            streamed=len(target),
-        )
-    if ring is None:
-        ring = _choose_ring(now, target, buffers)
-    # Only layers that enter or leave the streamed set, or lend pages to the ring, have pages that change hands: growth is
-    # on the engine's critical path, and the other layers may have 10^4 pages.
-    touched = set(now.streamed).symmetric_difference(target)
-    in_ring_before = in_ring_after = frozenset[int]()
-    if ring != now.ring:
-        in_ring_before = frozenset(chain.from_iterable(now.ring))
-        in_ring_after = frozenset(chain.from_iterable(ring))
-        in_rings = in_ring_before | in_ring_after
-        touched.update(layer for layer in {*now.streamed, *target} if not in_rings.isdisjoint(now.homes[layer]))
-    # else: who lends to the ring was and stays streamed, so it is not touched, and no touched layer has pages in the ring.
-    moves: dict[tuple[str, str], list[int]] = {}
-    for layer in sorted(touched):
-        home = now.homes[layer]
-        before = _owners(home, layer in now.streamed, in_ring_before, now.lent)
-        after = _owners(home, layer in target, in_ring_after)
-        if isinstance(before, str) and isinstance(after, str):
-            if before != after and (before, after) != ("lent", "kv"):
-                moves.setdefault((before, after if after != "kv" else to), []).extend(home)
-            continue
-        for index, page in enumerate(home):
-            was = before if isinstance(before, str) else before[index]
-            becomes = after if isinstance(after, str) else after[index]
-            if was != becomes and (was, becomes) != ("lent", "kv"):
-                moves.setdefault((was, becomes if becomes != "kv" else to), []).append(page)
-    absent = [page for (was, _), pages in moves.items() if was == "lent" for page in pages]
-    if absent:
-        raise InvalidArgument(
-            f"{len(absent)} pages that are to come home are lent to other tenants, the first is {absent[0]}; nothing was "
-            "planned; reclaim them first",
-            pages=len(absent),
-        )
+    ring is made of, to restore an earlier state; by default they are chosen here, and taken from KV only where nothing else is
+    left: those are in `lost`. Of pages that come home, those that were lent must have been reclaimed (they are the tenant's KV,
+    and not in `now.lent`: see `to_reclaim`). Exactly what comes home is loaded (`home`).
 
-    steps: list[Step] = []
+    Raises InvalidArgument, and nothing changes: a tail of more pages than its layer has, or for no layer (field layers), one that
+    no buffer can hold, or buffers larger than their slots in the ring's region (depth, maximum), fewer
+    streamed layers than buffers + 1 (buffers, streamed), tails too small for the ring (needed_pages, available_pages), lent pages
+    that come home without having been reclaimed (pages).
+    """
+    _check(now, target)
+    if ring is None:
+        ring = _choose_ring(now, target)
+    moves = _moves(now, target.tails, ring, to)
+    regions = _region_points(now, target, ring)
+
     # Out of KV first (strict mode unmaps them), into KV last (their layers' regions have let go of them by then).
-    for (was, becomes), pages in moves.items():
-        if becomes not in ("kv", "free"):
-            steps.append(SetOwner(tuple(pages), was, becomes, now.tenant))
-    ring_moves = ring[: len(now.ring)] != now.ring[: len(ring)] or len(ring) < len(now.ring)
-    if ring != now.ring and ring:
-        size = now.buffer_pages
-        for index, buffer in enumerate(ring):
-            steps.append(Point(now.ring_region, index * size, buffer, deferred=False, layer=None))
-    slot_of = {layer: index % buffers for index, layer in enumerate(target)} if target else {}
-    old_slot = {layer: index % len(now.ring) for index, layer in enumerate(now.streamed)} if now.ring else {}
-    held = []
-    for layer in sorted({*now.streamed, *target}):
-        home = now.homes[layer]
-        shows = now.ring[old_slot[layer]][: len(home)] if layer in old_slot else home
-        wanted = ring[slot_of[layer]][: len(home)] if layer in slot_of else home
-        if shows != wanted:
-            steps.append(Point(now.layer_regions[layer], 0, wanted, deferred=True, layer=layer))
-            held.append(layer)
-    for (was, becomes), pages in moves.items():
-        if becomes in ("kv", "free"):
-            steps.append(SetOwner(tuple(pages), was, becomes, now.tenant))
+    def owners(last: bool) -> list[Step]:
+        return [
+            SetOwner(tuple(pages), was, becomes, now.tenant)
+            for (was, becomes), pages in moves.items()
+            if (becomes in ("kv", "free")) is last
+        ]
+
+    steps = (*owners(False), *_ring_points(now, ring), *regions, *owners(True))
     freed = [page for (_, becomes), pages in moves.items() if becomes == "free" for page in pages]
     return Plan(
         epoch=epoch,
-        steps=tuple(steps),
-        streamed=target,
+        steps=steps,
+        tails=target.tails,
         ring=ring,
-        reload=tuple(sorted(set(now.streamed) - set(target))),
-        held=tuple(held),
+        home=tuple(
+            (layer, now.sizes[layer] - now.tails[layer], now.tails[layer] - target.tails[layer])
+            for layer in now.streamed
+            if target.tails[layer] < now.tails[layer]
+        ),
+        held=tuple(point.layer for point in regions if point.layer is not None),
         gained=tuple(chain.from_iterable(pages for (_, becomes), pages in moves.items() if becomes == "kv")),
         lost=tuple(chain.from_iterable(pages for (was, _), pages in moves.items() if was == "kv")),
-        ring_moves=bool(now.ring) and ring_moves,
+        ring_moves=ring != now.ring and bool(now.ring) and not _by_place(now.ring).items() <= _by_place(ring).items(),
         lent=now.lent.union(freed) if freed else now.lent,
         predicted_stall_s=predicted_stall_s,
         reason=reason,
+        selection=selection,
     )
 
 
@@ -238,94 +253,237 @@ def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, gi
     return Plan(
         epoch=epoch,
         steps=(SetOwner(tuple(pages), owners[0], owners[1], tenant.tenant),),
-        streamed=tenant.streamed,
+        tails=tenant.tails,
         ring=tenant.ring,
-        reload=(),
+        home=(),
         held=(),
         gained=tuple(pages) if give else (),
         lost=() if give else tuple(pages),
         ring_moves=False,
         # Pages of the tenant's own layers are lent while they are not its KV, and only then.
         lent=tenant.lent.difference(pages) if give else tenant.lent.union(tenant.kv_from_homes.intersection(pages)),
-        tail_pages=tenant.tail_pages,
         reason=reason,
     )
 
 
-def _homes(homes: Sequence[tuple[int, ...]], layers: Sequence[int]) -> list[int]:
-    return list(chain.from_iterable(homes[layer] for layer in layers))
+# -- what the prefetcher is told ------------------------------------------------------------------------------------------
 
 
-def _owners(
-    home: Sequence[int], away: bool, ring_pages: frozenset[int], lent: frozenset[int] = frozenset()
-) -> str | list[str]:
-    """Who the pages of a home belong to: one name if all have one owner, as is usual, otherwise one for each.
+@dataclass(frozen=True)
+class Copies:
+    """In bytes. offsets and places have one entry a streamed layer."""
 
-    "lent" stands for free or another tenant's.
-    """
-    rest = "kv" if away else "params"
-    partly_lent = away and bool(lent) and not lent.isdisjoint(home)
-    if partly_lent and lent.issuperset(home):
-        return "lent"
-    if not partly_lent and (not ring_pages or ring_pages.isdisjoint(home)):
-        return rest
-    if ring_pages and ring_pages.issuperset(home):
-        return "ring"
-    return ["ring" if page in ring_pages else "lent" if page in lent else rest for page in home]
+    offsets: tuple[int, ...]  # the copy of a layer brings [offset, end) ...
+    places: tuple[int, ...]  # ... to this place of its ring buffer
+    home: tuple[tuple[int, int, int], ...]  # (layer, first byte, bytes) that come home
 
 
-def _choose_ring(now: TenantPages, target: tuple[int, ...], buffers: int) -> tuple[tuple[int, ...], ...]:
-    """`ring_of`, or InvalidArgument."""
-    ring = ring_of(now, target, buffers)
-    if ring is None:
-        needed, available = buffers * now.buffer_pages, sum(len(now.homes[layer]) for layer in target)
+def copies_of(now: TenantPages, plan: Plan, layer_bytes: Sequence[int], page_bytes: int) -> Copies:
+    """The copies that `plan` asks for. `now` may be the tenant's pages before or after it."""
+    sizes, tails = now.sizes, plan.tails
+    home = []
+    for layer, first, pages in plan.home:
+        begin, end = first * page_bytes, min((first + pages) * page_bytes, layer_bytes[layer])
+        if begin < end:
+            home.append((layer, begin, end - begin))
+    return Copies(
+        tuple((sizes[layer] - tails[layer]) * page_bytes for layer in plan.streamed),
+        tuple((now.buffer_pages - tails[layer]) * page_bytes for layer in plan.streamed),
+        tuple(home),
+    )
+
+
+# -- inside ---------------------------------------------------------------------------------------------------------------
+
+
+def _check(now: TenantPages, target: Streaming) -> None:
+    if len(target.tails) != len(now.homes) or not all(0 <= tail <= n for tail, n in zip(target.tails, now.sizes)):
         raise InvalidArgument(
-            f"{buffers} ring buffers of {now.buffer_pages} pages need {needed} pages, the streamed layers own {available}; "
-            "nothing was planned; stream more layers or use fewer buffers",
-            buffers=buffers,
+            f"the tails must be {len(now.homes)} numbers of pages, none more than its layer has, got {target.tails}; nothing "
+            "was planned",
+            layers=len(now.homes),
+        )
+    deepest = max(target.tails)
+    if deepest and not deepest <= target.depth <= now.buffer_pages:
+        raise InvalidArgument(
+            f"a ring buffer must have {deepest} to {now.buffer_pages} pages, to hold the longest tail, got {target.depth}; "
+            "nothing was planned",
+            depth=target.depth,
+            maximum=now.buffer_pages,
+        )
+    streamed = len(target.layers)
+    if streamed and not 1 <= target.buffers < streamed:
+        raise InvalidArgument(
+            f"{streamed} streamed layers need between 1 and {streamed - 1} ring buffers, got {target.buffers}: with as "
+            "many buffers as layers nothing would be freed; nothing was planned",
+            buffers=target.buffers,
+            streamed=streamed,
+        )
+
+
+def _tail(home: tuple[int, ...], pages: int) -> tuple[int, ...]:
+    return home[len(home) - pages :]
+
+
+def _tail_pages(homes: Sequence[tuple[int, ...]], tails: Sequence[int]) -> frozenset[int]:
+    return frozenset(chain.from_iterable(_tail(home, tail) for home, tail in zip(homes, tails) if tail))
+
+
+def _by_place(ring: Ring) -> dict[tuple[int, int], int]:
+    """(buffer, distance from its end) -> page."""
+    return {(b, -1 - j): page for b, buffer in enumerate(ring) for j, page in enumerate(reversed(buffer))}
+
+
+def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[tuple[str, str], list[int]]:
+    """(owner before, owner after) -> the pages that change hands, by layer and home page."""
+    was_ring, is_ring = frozenset[int](), frozenset[int]()
+    if ring != now.ring:
+        was_ring, is_ring = frozenset(chain.from_iterable(now.ring)), frozenset(chain.from_iterable(ring))
+    # else: whose pages the ring has, streams before and after, so none of them changes hands.
+    ring_change = was_ring ^ is_ring
+    moves: dict[tuple[str, str], list[int]] = {}
+
+    def move(was: str, becomes: str, pages: Iterable[int]) -> None:
+        if was != becomes and (was, becomes) != ("lent", "kv"):
+            moves.setdefault((was, to if becomes == "kv" else becomes), []).extend(pages)
+
+    for home, had, has in zip(now.homes, now.tails, tails):
+        if not (had or has) or (had == has and not ring_change):
+            continue
+        # Only pages between the two tails' beginnings, and those that enter or leave the ring: growth is on the critical path,
+        # and a layer may have 10^4 pages.
+        stay = len(home) - min(had, has)
+        change = home[len(home) - max(had, has) : stay]
+        lends = had > has and not now.lent.isdisjoint(change)
+        if not lends and was_ring.isdisjoint(change) and is_ring.isdisjoint(change):
+            if had < has:
+                move("params", "kv", change)
+            elif change:
+                move("kv", "params", change)
+        else:
+            for page in change:
+                was = "params" if had < has else "ring" if page in was_ring else "lent" if page in now.lent else "kv"
+                move(was, "params" if had > has else "ring" if page in is_ring else "kv", (page,))
+        if not ring_change.isdisjoint(home[stay:]):
+            for page in home[stay:]:
+                if page in ring_change:
+                    was = "ring" if page in was_ring else "lent" if page in now.lent else "kv"
+                    move(was, "ring" if page in is_ring else "kv", (page,))
+    absent = [page for (was, _), pages in moves.items() if was == "lent" for page in pages]
+    if absent:
+        raise InvalidArgument(
+            f"{len(absent)} pages that are to come home are lent to other tenants, the first is {absent[0]}; nothing was "
+            "planned; reclaim them first",
+            pages=len(absent),
+        )
+    return moves
+
+
+def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:
+    """The ring's region: runs of slots that are to show other pages than the old ring had there."""
+    size = now.buffer_pages
+    points = []
+    for index, buffer in enumerate(ring):
+        old = now.ring[index] if index < len(now.ring) else ()
+        if old == buffer:
+            continue
+        first = 0
+        while first < len(buffer):
+            stop = first
+            while stop < len(buffer) and (len(buffer) - stop > len(old) or buffer[stop] != old[stop - len(buffer)]):
+                stop += 1
+            if stop > first:
+                slot = index * size + size - len(buffer) + first
+                points.append(Point(now.ring_region, slot, buffer[first:stop], deferred=False, layer=None))
+            first = stop + 1
+    return points
+
+
+def _region_points(now: TenantPages, target: Streaming, ring: Ring) -> list[Point]:
+    """The layers' regions that are to show something else: head from the home, tail from the end of the layer's buffer."""
+    old_buffer = {layer: now.ring[index % len(now.ring)] for index, layer in enumerate(now.streamed)}
+    buffer = {layer: ring[index % len(ring)] for index, layer in enumerate(target.layers)}
+    points = []
+    for layer in sorted({*old_buffer, *buffer}):
+        home, had, has = now.homes[layer], now.tails[layer], target.tails[layer]
+        if had == has and old_buffer[layer] == buffer[layer]:
+            continue
+        wanted = home[: len(home) - has] + (_tail(buffer[layer], has) if has else ())
+        shows = home[: len(home) - had] + (_tail(old_buffer[layer], had) if had else ())
+        if shows != wanted:
+            points.append(Point(now.layer_regions[layer], 0, wanted, deferred=True, layer=layer))
+    return points
+
+
+def _choose_ring(now: TenantPages, target: Streaming) -> Ring:
+    """`ring_of`, or InvalidArgument."""
+    ring = ring_of(now, target)
+    if ring is None:
+        needed, available = target.buffers * target.depth, sum(target.tails)
+        raise InvalidArgument(
+            f"{target.buffers} ring buffers of {target.depth} pages need {needed} pages, those that stream are {available}; "
+            "nothing was planned; stream more or use fewer buffers",
+            buffers=target.buffers,
             needed_pages=needed,
             available_pages=available,
         )
     return ring
 
 
-def ring_of(now: TenantPages, target: tuple[int, ...], buffers: int) -> tuple[tuple[int, ...], ...] | None:
-    """Pages for `buffers` ring buffers out of the homes of `target` (ascending); buffers that can stay where they are do.
+def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
+    """Pages for the ring out of the tails of `target`; those that can stay at their places do.
 
-    () if nothing is to stream. None if the homes are too small for the ring: such a set cannot be streamed.
+    () if nothing is to stream. None if the tails are too small for the ring: such a target cannot stream.
     """
-    if not target:
+    buffers, depth, tails = target.buffers, target.depth, target.tails
+    if not target.layers:
         return ()
-    if len(now.ring) == buffers and (set(now.streamed) <= set(target) or set(now.ring_layers) <= set(target)):
+    ring_fits = len(now.ring) == buffers and now.depth == depth
+    if ring_fits and all(tails[layer] >= now.tails[layer] for layer in now.ring_layers):
         return now.ring  # the usual case: growing or shrinking beside a ring that stays
-    size = now.buffer_pages
-    kept: list[tuple[int, ...]] = []
-    if now.ring:
-        available = set(_homes(now.homes, target))
-        kept = [buffer for buffer in now.ring[:buffers] if available.issuperset(buffer)]
-        if len(kept) == buffers:
-            return tuple(kept)
-    # Whole homes in order of preference: those that the ring's region shows already, then layers whose pages are not KV
-    # (no block has to move for them), then the rest.
-    used = {page for buffer in kept for page in buffer}
-    in_kv = now.kv_from_homes | now.lent  # lent or not, so that reclaiming them does not change the choice
+    needed = buffers * depth
+    if sum(tails) < needed:
+        return None
+    pages = _tail_pages(now.homes, tails)
+    chosen = {
+        (b, at): page for (b, at), page in _by_place(now.ring).items() if page in pages and b < buffers and -at <= depth
+    }
+    used = set(chosen.values())
+    # First what is neither KV nor lent: no block has to move for it. Lent or KV is the same, so that reclaiming a page changes
+    # nothing that was chosen.
+    given = frozenset(chain.from_iterable(map(now.away, now.streamed))).difference(*now.ring)
+    # Layers that the ring's region shows already, then those that give nothing else, then large ones.
     rank = {layer: index for index, layer in enumerate(now.ring_preference)}
     order = sorted(
-        target,
-        key=lambda layer: (
-            rank.get(layer, len(rank)),
-            not in_kv.isdisjoint(now.homes[layer]),
-            -len(now.homes[layer]),
-            layer,
-        ),
+        target.layers,
+        key=lambda layer: (rank.get(layer, len(rank)), not given.isdisjoint(now.homes[layer]), -tails[layer], layer),
     )
-    if not kept and all(len(now.homes[layer]) == size for layer in order[:buffers]):
-        return tuple(now.homes[layer] for layer in order[:buffers])
-    pool = _homes(now.homes, order)
-    if used:
-        pool = [page for page in pool if page not in used]
-    wanted = (buffers - len(kept)) * size
-    if len(pool) < wanted:
-        return None
-    fresh = [tuple(pool[index * size : (index + 1) * size]) for index in range(buffers - len(kept))]
-    return (*kept, *fresh)
+    places = [(b, -1 - j) for j in range(depth) for b in range(buffers)]
+
+    def fill(allowed: Callable[[int], bool]) -> None:
+        def put(place: tuple[int, int], page: int) -> None:
+            chosen[place] = page
+            used.add(page)
+
+        # A layer a buffer, each page where it stands at home: that is what the region shows from the start.
+        for b, at in places:
+            layer = order[b]
+            if (b, at) not in chosen and -at <= tails[layer]:
+                page = now.homes[layer][at]
+                if page not in used and allowed(page):
+                    put((b, at), page)
+        empty = [place for place in places if place not in chosen]
+        free: list[list[int]] = []  # of as few layers as do, which then are the last to come home
+        for layer in order:
+            if sum(map(len, free)) >= len(empty):
+                break
+            last_first = reversed(_tail(now.homes[layer], tails[layer]))
+            free.append([page for page in last_first if page not in used and allowed(page)])
+        levels = (page for page in chain.from_iterable(zip_longest(*free)) if page is not None)
+        for place, page in zip(empty, levels):
+            put(place, page)
+
+    for allowed in (lambda page: page not in given, lambda page: True):
+        if len(chosen) < needed:
+            fill(allowed)
+    return tuple(tuple(chosen[b, at] for at in range(-depth, 0)) for b in range(buffers))

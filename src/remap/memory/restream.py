@@ -1,35 +1,38 @@
-"""Which layers stream: growing and shrinking what one tenant gives to KV, in whole layers or in a slice of every layer.
+"""What streams: growing and shrinking what one tenant gives to KV, in whole layers or in a slice of every layer.
 
-    choose the set (what turns out to be written is pinned) -> plan it (plan.py, slice_plan.py) -> carry it out (apply.py)
+    choose what is to stream (what turns out to be written is pinned) -> plan it (plan.py) -> carry it out (apply.py)
 
-A set that neither contains what streams now nor is contained in it gains pages and loses some. Where the blocks in those that are
-lost have no room, the change is made in two plans: gain first, then exchange.
+A target that neither contains what streams now nor is contained in it gains pages and loses some. Where the blocks in those that
+are lost have no room, the change is made in two plans: gain first, then exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
-from remap.memory.plan import Plan, TenantPages, plan_free_pages
-from remap.memory.slice_plan import plan_layers, plan_slices
+from remap.memory.plan import Plan, Streaming, TenantPages, plan_free_pages, plan_streaming
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 
 __all__ = [
-    "can_reslice",
+    "Way",
     "can_restream",
     "continue_draining",
+    "find_way",
     "grow",
     "refuse_homeless",
-    "reslice",
     "restream",
     "streamable",
     "take_free_pages",
 ]
+
+
+# What is recorded of a selection that goes by what streams already.
+_RECORDED = {"onward": "nested", "inward": ""}
 
 
 def take_free_pages(changes: Changes, tenant: TenantState, free: Sequence[int], blocks: int) -> None:
@@ -40,7 +43,7 @@ def take_free_pages(changes: Changes, tenant: TenantState, free: Sequence[int], 
         changes.apply_and_settle(tenant, plan)
 
 
-# -- whole layers -------------------------------------------------------------------------------------------------------
+# -- changing what streams ----------------------------------------------------------------------------------------------
 
 
 def grow(
@@ -61,8 +64,16 @@ def grow(
     """
     for fewer in range(layers, tenant.remapped, -1):
         try:
-            target = streamable(tenant, fewer, buffers, selection)
-            plan = _plan(changes, tenant, target, buffers, predicted_stall_s, reason, to=to)
+            plan = plan_streaming(
+                tenant.pages,
+                changes.arena.epoch,
+                streamable(tenant, fewer, buffers, selection),
+                to=to,
+                predicted_stall_s=predicted_stall_s,
+                reason=reason,
+                selection=_RECORDED.get(selection, selection),
+            )
+            refuse_homeless(tenant, plan.gained)
         except InvalidArgument:
             continue
         if plan.lost:  # the set that was asked for does not contain what is streamed: no growth
@@ -74,7 +85,7 @@ def grow(
 def restream(
     changes: Changes,
     tenant: TenantState,
-    layers: int,
+    amount: int,
     buffers: int,
     selection: str,
     *,
@@ -82,32 +93,46 @@ def restream(
     reason: str = "",
     drain: bool = False,
 ) -> dict[int, int]:
-    """Make `layers` layers' worth of pages KV. Returns the blocks that moved, {old: new}.
+    """Make the tenant stream what `TenantState.streaming_at` says for this amount. Returns the blocks that moved, {old: new}.
 
-    drain: if live blocks cannot move (an engine with its own allocator holds them), withdraw them and finish later,
-    when they have been returned; otherwise OutOfBlocks.
+    drain: if live blocks cannot move (an engine with its own allocator holds them), withdraw them and finish later, when they
+    have been returned; otherwise OutOfBlocks. Layers that something wrote into since attach are found, and pinned, first.
+    Raises InvalidArgument as `plan_streaming` does, or if pages have no place in the KV region (pages, max_blocks);
+    OutOfBlocks (field preempt) if live blocks have no room in what remains; the backend's error if the change could not be
+    applied. Nothing changes then, unless `changes.applied` has grown: a step was made on the way, and could not be taken back.
     """
-    target = streamable(tenant, layers, buffers, selection)
+    target = streamable(tenant, amount, buffers, selection)
+    pool = tenant.kv.pool
+    way = find_way(changes, tenant, tenant.pages, target, outside=tenant.reclaimed)
 
-    def planned(streamed: Sequence[int], ring: int) -> Plan:
-        return _plan(changes, tenant, streamed, ring, predicted_stall_s, reason)
+    def told(plan: Plan) -> Plan:
+        chosen = _RECORDED.get(selection, selection)
+        return replace(plan, predicted_stall_s=predicted_stall_s, reason=reason, selection=chosen)
 
-    return _change(
-        changes,
-        tenant,
-        planned(target, buffers),
-        again=lambda: planned(target, buffers),
-        # The ring stays, or loses a buffer, so nothing is lost on the way.
-        way=lambda: planned(sorted({*tenant.streamed, *target}), min(buffers, tenant.buffers)),
-        from_there=lambda there, epoch: plan_layers(there, epoch, target, buffers),
-        back=lambda before, epoch: plan_layers(
-            tenant.pages, epoch, before.streamed, len(before.ring), ring=before.ring
-        ),
-        drain_to=(layers, buffers) if drain else None,
-    )
+    plan = told(way.plan)
+    refuse_homeless(tenant, plan.gained)
+    if not plan.steps:
+        return {}
+    drain_to = (amount, buffers, selection) if drain else None
+    if not way.lost:
+        changes.apply_and_settle(tenant, plan)
+        return {}
+    if pool.external or (way.short <= 0 and way.first is None) or not plan.gained:
+        return changes.exchange(tenant, plan, way.lost, drain_to=drain_to) or {}
+    if way.short > 0:
+        raise changes.no_room(tenant, way.lost, len(way.pending) - way.short)
+    with AllOrNothing(changes, (tenant,)) as undo:
+        before = tenant.pages
+        if way.first is not None and way.first.steps:
+            refuse_homeless(tenant, way.first.gained)
+            changes.apply_and_settle(tenant, told(way.first))
+            undo.append(partial(_go_back, changes, tenant, before))
+        plan = told(plan_streaming(tenant.pages, changes.arena.epoch, target))
+        refuse_homeless(tenant, plan.gained)
+        return changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed), drain_to=drain_to) or {}
 
 
-def continue_draining(changes: Changes, tenant: TenantState, selection: str = "nested") -> dict[int, int]:
+def continue_draining(changes: Changes, tenant: TenantState, selection: str) -> dict[int, int]:
     """Finish a shrink whose blocks were still live when it was decided, if they are gone now: chosen by `selection`."""
     target = tenant.draining_target
     if target is None:  # of a change that did not come to its end
@@ -118,191 +143,113 @@ def continue_draining(changes: Changes, tenant: TenantState, selection: str = "n
     return restream(changes, tenant, target[0], target[1], selection, drain=True)
 
 
-def can_restream(tenant: TenantState, layers: int, buffers: int, selection: str) -> bool:
-    """Whether `restream` has a set to stream, once the layers that something wrote into are known."""
-    while layers + buffers <= len(tenant.order):
-        target = tenant.select(layers, buffers, selection)
-        if not _pin_written(tenant, target):
-            return tenant.possible(target, buffers)
-    return False
+# -- how a change can be made -------------------------------------------------------------------------------------------
 
 
-def streamable(tenant: TenantState, layers: int, buffers: int, selection: str) -> tuple[int, ...]:
-    """The set to stream, once every layer in it was looked at for writes since attach. Finds pin their layer. Raises
-    InvalidArgument (fields layers, streamable, pinned) if too few are left."""
+@dataclass(frozen=True)
+class Way:
+    """One plan to the target, or two. first: the plan before it that only gains, if it takes one to make room; `plan` is planned
+    anew behind it. lost: slots of the KV region that blocks may lie in and that go, at the end. pending: the live blocks in them;
+    short: how many of these have no room."""
+
+    plan: Plan
+    first: Plan | None
+    lost: list[int]
+    pending: tuple[int, ...]
+    short: int
+
+
+def find_way(
+    changes: Changes,
+    tenant: TenantState,
+    pages: TenantPages,
+    target: Streaming,
+    *,
+    outside: Collection[int],
+    more: Sequence[int] = (),
+) -> Way:
+    """How the tenant comes from `pages` (what it has now, or will have) to the target. outside: its KV pages that are in no pool.
+    more: slots that it will have been given by then. Changes nothing; raises InvalidArgument as `plan_streaming` does."""
+    pool = tenant.kv.pool
+
+    def from_there(pages: TenantPages, plan: Plan, first: Plan | None, gained: Sequence[int]) -> Way:
+        lost = _pooled(tenant, plan, outside)
+        pending = pool.pending(lost) if lost else ()
+        return Way(plan, first, lost, pending, len(pending) - changes.room(tenant, lost, gained) if lost else 0)
+
+    epoch = changes.arena.epoch
+    direct = from_there(pages, plan_streaming(pages, epoch, target), None, more)
+    if direct.short <= 0 or not direct.plan.gained or pool.external:
+        return direct
+    # The ring stays, or loses a buffer, so nothing is lost on the way.
+    first = plan_streaming(pages, epoch, pages.streaming.beside(target))
+    there = replace(pages, tails=first.tails, ring=first.ring, lent=first.lent)
+    # From there another ring may be the best one, made of pages that are not at home.
+    if first.lost or there.to_reclaim(target):
+        return direct
+    gained = (*more, *tenant.slots_of(first.gained))
+    after = from_there(there, plan_streaming(there, epoch, target), first, gained)
+    return replace(after, plan=direct.plan)
+
+
+def _go_back(changes: Changes, tenant: TenantState, before: TenantPages) -> None:
+    """Stream again what `before` says, through the very same ring. No live block is in the way: none has moved yet."""
+    plan = plan_streaming(tenant.pages, changes.arena.epoch, before.streaming, ring=before.ring)
+    changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed))
+
+
+def _pooled(tenant: TenantState, plan: Plan, outside: Collection[int]) -> list[int]:
+    """Where the lost pages stand that blocks may lie in: what was reclaimed for this has never been in the pool."""
+    lost = [page for page in plan.lost if page not in outside] if outside else plan.lost
+    return list(tenant.slots_of(lost))
+
+
+# -- what may stream ----------------------------------------------------------------------------------------------------
+
+
+def can_restream(tenant: TenantState, amount: int, buffers: int, selection: str) -> bool:
+    """Whether `restream` has something to stream, once the layers that something wrote into are known."""
+    try:
+        return tenant.possible(streamable(tenant, amount, buffers, selection))
+    except InvalidArgument:
+        return False
+
+
+def streamable(tenant: TenantState, amount: int, buffers: int, selection: str) -> Streaming:
+    """What is to stream, once every layer in it was looked at for writes since attach. Finds pin their layer.
+
+    Raises InvalidArgument (fields layers, streamable, pinned) if too few are left, or (field selection) where slices stream:
+    whole layers cannot be added to them, nor can layers come home one by one.
+    """
+    if amount and tenant.slicing and tenant.pages.streamed and selection in ("onward", "inward", "suffix"):
+        raise InvalidArgument(
+            f"slices of {tenant.pages.depth} pages of {len(tenant.streamed)} layers of {tenant.name!r} stream: no whole layers "
+            "can be given beside them; nothing changed; remap 0 layers first",
+            selection=selection,
+        )
     while True:
-        if layers and layers + buffers > len(tenant.order):
+        if selection != "slices" and amount and amount + buffers > len(tenant.order):
             raise InvalidArgument(
-                f"{layers} layers with {buffers} buffers need {layers + buffers} streamable layers, "
+                f"{amount} layers with {buffers} buffers need {amount + buffers} streamable layers, "
                 f"{len(tenant.order)} are left; pinned: {sorted(tenant.pinned)}, of these because something wrote "
                 f"into them, or into their weights file, after attach: {tenant.written}; nothing changed",
-                layers=layers,
+                layers=amount,
                 streamable=len(tenant.order),
                 pinned=sorted(tenant.pinned),
             )
-        target = tenant.select(layers, buffers, selection)
-        if not _pin_written(tenant, target):
+        target = tenant.streaming_at(amount, buffers, selection)
+        if not _pin_written(tenant, target.layers):
             return target
 
 
 def _pin_written(tenant: TenantState, target: Sequence[int]) -> bool:
     """Look at what is to stream and does not yet for writes since attach. Finds pin their layer."""
-    written = tenant.source.watch(sorted(set(target) - set(tenant.streamed)))
+    written = tenant.source.watch(sorted(set(target) - set(tenant.pages.streamed)))
     tenant.written.update(written)
     tenant.pinned.update(written)
     if written:
         tenant.order = tuple(layer for layer in tenant.order if layer not in written)
     return bool(written)
-
-
-def _plan(
-    changes: Changes,
-    tenant: TenantState,
-    target: Sequence[int],
-    buffers: int,
-    stall: float,
-    reason: str,
-    to: str = "kv",
-) -> Plan:
-    plan = plan_layers(
-        tenant.pages, changes.arena.epoch, target, buffers, to=to, predicted_stall_s=stall, reason=reason
-    )
-    refuse_homeless(tenant, plan.gained)
-    return plan
-
-
-# -- slices of every layer ----------------------------------------------------------------------------------------------
-
-
-def reslice(
-    changes: Changes,
-    tenant: TenantState,
-    tail_pages: int,
-    buffers: int,
-    *,
-    predicted_stall_s: float = 0.0,
-    reason: str = "",
-) -> dict[int, int]:
-    """Make every streamable layer stream its last `tail_pages` pages through `buffers` ring buffers; 0: all resident.
-
-    Returns the blocks that moved, {old: new}. Layers that something wrote into since attach are found, and pinned, before
-    anything changes. Raises InvalidArgument as `plan_slices` does, or if pages have no place in the KV region (pages,
-    max_blocks); OutOfBlocks if live blocks do not fit into what remains, also where an engine with its own allocator holds them;
-    the backend's error if the change could not be applied. Nothing changes then, unless `changes.applied` has grown: a step was
-    made on the way (the old tails, fewer buffers), and could not be taken back.
-    """
-    pages = tenant.pages
-    if tail_pages and pages.streamed and not pages.tail_pages:
-        raise InvalidArgument(
-            f"{len(tenant.streamed)} whole layers of {tenant.name!r} stream; nothing changed; remap 0 layers first",
-            streamed=len(tenant.streamed),
-        )
-    target = _sliceable(tenant, tail_pages)
-
-    def planned(streamed: Sequence[int], tail: int, ring: int) -> Plan:
-        plan = plan_slices(
-            tenant.pages,
-            changes.arena.epoch,
-            streamed,
-            tail,
-            ring,
-            predicted_stall_s=predicted_stall_s,
-            reason=reason,
-        )
-        refuse_homeless(tenant, plan.gained)
-        return plan
-
-    plan = planned(target, tail_pages, buffers)
-    return _change(
-        changes,
-        tenant,
-        plan,
-        again=lambda: planned(plan.streamed, tail_pages, buffers),
-        # What a ring of fewer buffers leaves becomes KV.
-        way=lambda: planned(pages.streamed, pages.tail_pages, min(buffers, tenant.buffers)),
-        from_there=lambda there, epoch: plan_slices(there, epoch, plan.streamed, tail_pages, buffers),
-        back=lambda before, epoch: plan_slices(
-            tenant.pages, epoch, before.streamed, before.tail_pages, len(before.ring), ring=before.ring
-        ),
-    )
-
-
-def can_reslice(tenant: TenantState, tail_pages: int, buffers: int) -> bool:
-    """Whether `reslice` has layers enough for the ring, once those that something wrote into are known."""
-    sizes = [len(tenant.pages.homes[layer]) for layer in _sliceable(tenant, tail_pages)]
-    if not sizes:
-        return tail_pages == 0
-    tails = sum(min(tail_pages, size) for size in sizes)
-    return buffers < len(sizes) and tail_pages <= max(sizes) and tails >= buffers * tail_pages
-
-
-def _sliceable(tenant: TenantState, tail_pages: int) -> tuple[int, ...]:
-    """Every streamable layer, once it was looked at for writes since attach. Finds pin their layer."""
-    target: tuple[int, ...] = ()
-    while tail_pages:
-        target = tuple(sorted(tenant.order))
-        if not _pin_written(tenant, target):
-            break
-    return target
-
-
-# -- both ---------------------------------------------------------------------------------------------------------------
-
-
-def _change(
-    changes: Changes,
-    tenant: TenantState,
-    plan: Plan,
-    *,
-    again: Callable[[], Plan],
-    way: Callable[[], Plan],
-    from_there: Callable[[TenantPages, int], Plan],
-    back: Callable[[TenantPages, int], Plan],
-    drain_to: tuple[int, int] | None = None,
-) -> dict[int, int]:
-    """Carry out `plan`; in two plans where the blocks in what it loses fit only into what it gains.
-
-    way(): a plan that gains and loses nothing. from_there(pages, epoch): what is left to do behind it, as far as it can be
-    known beforehand; again(): the same, once it is done. back(pages, epoch): what takes `way` back. Raises OutOfBlocks (field
-    preempt) if live blocks have no room even so, or (without drain_to) an engine with its own allocator holds them; nothing has
-    changed then.
-    """
-    if not plan.steps:
-        return {}
-    lost = _pooled_slots(tenant, plan)
-    if not lost:
-        changes.apply_and_settle(tenant, plan)
-        return {}
-    pool = tenant.kv.pool
-    if not plan.gained or pool.external or changes.room(tenant, lost) >= len(pool.pending(lost)):
-        return changes.exchange(tenant, plan, lost, drain_to=drain_to) or {}
-    first, before = way(), tenant.pages
-    there = replace(before, streamed=first.streamed, ring=first.ring, lent=first.lent)
-    lost = _pooled_slots(tenant, from_there(there, first.epoch))
-    room = changes.room(tenant, lost, tenant.slots_of(first.gained))
-    if first.lost or room < len(pool.pending(lost)):
-        raise changes.no_room(tenant, lost, room)
-    with AllOrNothing(changes, (tenant,)) as undo:
-        if first.steps:
-            changes.apply_and_settle(tenant, first)
-            undo.append(partial(_go_back, changes, tenant, before, back))
-        second = again()
-        return changes.exchange(tenant, second, _pooled_slots(tenant, second), drain_to=drain_to) or {}
-
-
-def _go_back(
-    changes: Changes, tenant: TenantState, before: TenantPages, back: Callable[[TenantPages, int], Plan]
-) -> None:
-    """Stream again what `before` says, through the very same ring. No live block is in the way: none has moved yet."""
-    plan = back(before, changes.arena.epoch)
-    changes.exchange(tenant, plan, _pooled_slots(tenant, plan))
-
-
-def _pooled_slots(tenant: TenantState, plan: Plan) -> list[int]:
-    """Where the lost pages stand that blocks may lie in: what was reclaimed for this has never been in the pool."""
-    reclaimed = tenant.reclaimed
-    lost = [page for page in plan.lost if page not in reclaimed] if reclaimed else plan.lost
-    return list(tenant.slots_of(lost))
 
 
 def refuse_homeless(tenant: TenantState, gained: Sequence[int]) -> None:

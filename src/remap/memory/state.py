@@ -18,8 +18,7 @@ from remap.config import Knobs
 from remap.errors import InvalidState
 from remap.kv.cache import KVCache
 from remap.locking import Turn
-from remap.memory.plan import Plan, TenantPages, ring_of
-from remap.memory.slice_plan import alpha_of
+from remap.memory.plan import Plan, Streaming, TenantPages, ring_of
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
 from remap.model.protocols import Handle
@@ -27,7 +26,7 @@ from remap.model.source import LayerSource
 from remap.policy import schedule
 from remap.policy.controller import Controller
 from remap.policy.selection import best_set
-from remap.policy.views import Demand, Others
+from remap.policy.views import Demand, LayerSeconds, Others
 
 if TYPE_CHECKING:
     from remap.memory.host_memory import HostMemory
@@ -85,7 +84,7 @@ class TenantState:
     # -- changes that are not finished
     unsettled: tuple[Plan, bool] | None = None  # decided and not settled; did the ring change
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
-    draining_target: tuple[int, int] | None = None
+    draining_target: tuple[int, int, str] | None = None  # amount, buffers and selection, as of `streaming_at`
     # Lent pages that are the tenant's again and wait for their layers to come home: KV for the arena, not in the pool.
     reclaimed: frozenset[int] = frozenset()
     leaving: bool = False  # being detached, which has failed: only trying it again is allowed
@@ -130,30 +129,32 @@ class TenantState:
         return len(self.pages.ring)
 
     @property
-    def remapped(self) -> int:
-        """alpha: layers' worth of pages that are KV now, or lent; in slices rounded down (see `alpha`)."""
+    def alpha(self) -> float:
+        """Layers' worth of pages that are KV now, or lent: a whole number of layers, and in slices a fraction."""
         pages = self.pages
-        if pages.tail_pages:
-            return int(self.alpha)
-        return max(0, len(pages.streamed) - len(pages.ring))
+        if not self.slicing:
+            return max(0, len(pages.streamed) - len(pages.ring))
+        return (sum(pages.tails) - len(pages.ring) * pages.depth) / pages.buffer_pages
 
     @property
-    def alpha(self) -> float:
-        """Layers' worth of pages that are KV now, or lent: fractional in slices."""
-        pages = self.pages
-        if not pages.tail_pages:
-            return float(self.remapped)
-        return alpha_of([pages.homes[layer] for layer in pages.streamed], pages.tail_pages, len(pages.ring))
+    def remapped(self) -> int:
+        """`alpha`, rounded down."""
+        return int(self.alpha)
 
     @property
     def told(self) -> float:
         """`alpha` as it is told: an int unless slices stream."""
-        return self.alpha if self.pages.tail_pages else self.remapped
+        return self.alpha if self.pages.streamed else 0
 
     @property
     def slicing(self) -> bool:
-        """Whether what streams next, or now, is a slice of every layer."""
-        return self.pages.tail_pages > 0 or (self.config.selection == "slices" and not self.pages.streamed)
+        """Whether what streams next, or now, is a slice of every layer: then amounts are tail pages of each, not layers."""
+        return (self.selection if self.pages.streamed else self.config.selection) == "slices"
+
+    @property
+    def amount(self) -> int:
+        """How much streams now: layers' worth, or in slices tail pages of every layer."""
+        return self.pages.depth if self.slicing else self.remapped
 
     @property
     def growing_by(self) -> str:
@@ -277,21 +278,38 @@ class TenantState:
         ascending = sorted(order)
         return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
 
-    def possible(self, streamed: Sequence[int], buffers: int) -> bool:
-        """Whether a plan can make exactly these layers stream, given what streams now: their homes are large enough for the
-        ring, and every page that would become KV has a place in the KV region. For whole layers only."""
-        if self.plain or not streamed:
-            return not streamed or len(streamed) > buffers
-        pages = self.pages
-        owned = sum(len(pages.homes[layer]) for layer in streamed)
-        if len(streamed) <= buffers or owned < buffers * pages.buffer_pages:
+    def streaming_at(self, amount: int, buffers: int, selection: str) -> Streaming:
+        """What streams at this amount: the whole layers of `select`, or for "slices" the last `amount` pages of every streamable
+        layer."""
+        sizes = self.pages.sizes
+        if selection == "slices":
+            return Streaming.of(sizes, self.order if amount else (), buffers, amount)
+        return Streaming.of(sizes, self.select(amount, buffers, selection), buffers)
+
+    def possible(self, target: Streaming) -> bool:
+        """Whether a plan can make this stream, given what streams now: the tails are large enough for the ring, and every page
+        that would become KV has a place in the KV region."""
+        layers, pages = target.layers, self.pages
+        if self.plain or not layers:
+            return not layers or len(layers) > target.buffers
+        if len(layers) <= target.buffers or sum(target.tails) < target.buffers * target.depth:
             return False
-        if self.unplaced.isdisjoint(streamed):
+        if self.unplaced.isdisjoint(layers):
             return True
-        ring = ring_of(pages, tuple(sorted(streamed)), buffers) or ()
-        unmoved = pages.kv_from_homes.union(pages.lent, *ring)
-        homes = chain.from_iterable(pages.homes[layer] for layer in self.unplaced.intersection(streamed))
-        return all(page in self.index_of or page in unmoved for page in homes)
+        unmoved = pages.kv_from_homes.union(pages.lent, *(ring_of(pages, target) or ()))
+        tails = (pages.homes[n][pages.sizes[n] - target.tails[n] :] for n in self.unplaced.intersection(layers))
+        return all(page in self.index_of or page in unmoved for page in chain.from_iterable(tails))
+
+    def copy_seconds(self, times: LayerSeconds, target: Streaming) -> Sequence[float]:
+        """Seconds for which the copy engine is busy with each layer, of what streams of it."""
+        sizes, seconds = self.pages.sizes, times.transfer_s
+        if all(target.tails[layer] == sizes[layer] for layer in target.layers):
+            return seconds
+        return [each * (tail / size) for each, tail, size in zip(seconds, target.tails, sizes)]
+
+    def stall(self, times: LayerSeconds, target: Streaming) -> float:
+        """Seconds per pass for which the computation would wait."""
+        return schedule.stall(times.compute_s, self.copy_seconds(times, target), target.layers, target.buffers)
 
     @functools.cached_property
     def unplaced(self) -> frozenset[int]:

@@ -18,7 +18,7 @@ from remap.memory.apply import Changes
 from remap.memory.lend import Lending
 from remap.memory.moves import then
 from remap.memory.offers import Offers
-from remap.memory.restream import can_reslice, can_restream, continue_draining, grow, reslice, restream, take_free_pages
+from remap.memory.restream import can_restream, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of, view_of
@@ -90,10 +90,8 @@ class Steps:
                 if decision.action == "grow":
                     changes.cancel_draining(tenant)
                     self._take(tenant, decision)
-                    if decision.remapped > (tenant.pages.tail_pages if tenant.slicing else tenant.remapped):
+                    if decision.remapped > tenant.amount:
                         self._remap_more(tenant, decision, entry)
-                elif decision.action == "shrink" and tenant.slicing:
-                    entry["moved"] = self._reslice(tenant, decision)
                 elif decision.action == "shrink" and (lacking := self._lacking(tenant, wanted, decision)):
                     entry["reason"] = (
                         f"{decision.reason}; not done, since {lacking} blocks of the demand would be lacking then"
@@ -111,8 +109,9 @@ class Steps:
                     merge(report, tenant, result.moved)
                     entry["reason"] = ended_early(decision.reason, result.problem)
                 elif tenant.draining:
-                    target = tenant.draining_target or (0, 1)
-                    entry["moved"] = continue_draining(changes, tenant, self._homewards(tenant, *target))
+                    amount, buffers, chosen = tenant.draining_target or (0, 1, "")
+                    kind = chosen if chosen == "slices" else self._homewards(tenant, amount, buffers)
+                    entry["moved"] = continue_draining(changes, tenant, kind)
         finally:
             added = max(0, tenant.kv.usable_blocks - before)
             # What there is, not what was planned: written layers may have made it less.
@@ -139,9 +138,6 @@ class Steps:
     def _remap_more(self, tenant: TenantState, decision: Decision, entry: dict[str, Any]) -> None:
         """The tenant's own layers."""
         stall, reason = decision.predicted_stall_s, decision.reason
-        if tenant.slicing:
-            entry["moved"] = self._reslice(tenant, decision)
-            return
         kind = tenant.hidden.kind(tenant.timing.decode(), decision.remapped, decision.buffers)
         if (
             kind != "nested"
@@ -162,36 +158,19 @@ class Steps:
             except OutOfBlocks:  # no room to move what lies in layers that come home: grow beside them
                 pass
             else:
-                tenant.selection = kind
                 return
-        tenant.selection = "nested"
-        grow(self._changes, tenant, decision.remapped, decision.buffers, predicted_stall_s=stall, reason=reason)
-
-    def _reslice(self, tenant: TenantState, decision: Decision) -> dict[int, int]:
-        """`decision.remapped` tail pages of every layer; as it is, if live blocks have nowhere to go, or too few layers are left
-        once those are pinned that turned out to be written."""
-        if not can_reslice(tenant, decision.remapped, decision.buffers):
-            return {}
-        tenant.selection = "slices"
-        try:
-            return reslice(
-                self._changes,
-                tenant,
-                decision.remapped,
-                decision.buffers,
-                predicted_stall_s=decision.predicted_stall_s,
-                reason=decision.reason,
-            )
-        except OutOfBlocks:
-            return {}
+        if kind != "slices":
+            grow(self._changes, tenant, decision.remapped, decision.buffers, predicted_stall_s=stall, reason=reason)
 
     def _homewards(self, tenant: TenantState, remapped: int, buffers: int) -> str:
         """How a tenant's layers are chosen when some come home: as they were for leaving, if these can stream."""
+        if tenant.slicing:
+            return "slices"
         selection = tenant.config.selection
         if tenant.pages.lent or tenant.reclaimed or selection == "auto":
             return "inward"
         kind = "uniform" if selection == "uniform" else "nested"
-        return kind if tenant.possible(tenant.select(remapped, buffers, kind), buffers) else "inward"
+        return kind if tenant.possible(tenant.streaming_at(remapped, buffers, kind)) else "inward"
 
     def _consider_return(self, lender: TenantState, report: Entries) -> None:
         """One of the layers that others have comes home, if everybody who has its pages can spare them and it is paid for."""

@@ -6,11 +6,13 @@ alpha = s (n - sigma), for alpha n / (n - sigma) layers of traffic a pass. Whole
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
+from remap.errors import InvalidArgument
 from remap.policy import schedule
 
-__all__ = ["slices_freed", "slices_period", "tail_shares"]
+__all__ = ["slices_alpha", "slices_freed", "slices_period", "tail_for", "tail_shares"]
 
 
 def slices_period(
@@ -35,6 +37,38 @@ def slices_freed(tail_pages: int, layer_pages: Sequence[int], buffers: int) -> i
     pages if that is less. Negative where the ring takes more than is freed.
     """
     return sum(min(tail_pages, each) for each in layer_pages) - buffers * min(tail_pages, max(layer_pages, default=0))
+
+
+def slices_alpha(tail_pages: int, layer_pages: Sequence[int], buffers: int) -> float:
+    """`slices_freed` in layers' worth, of the largest."""
+    return slices_freed(tail_pages, layer_pages, buffers) / max(layer_pages)
+
+
+def tail_for(layer_pages: Sequence[int], alpha: float, buffers: int) -> int:
+    """The smallest number of tail pages that frees at least `alpha` layers' worth (see `slices_alpha`).
+
+    0 for alpha = 0. Raises InvalidArgument (fields alpha, maximum) if no number does, or alpha is negative or not finite.
+    """
+    sizes = sorted(layer_pages)
+    unit = sizes[-1] if sizes else 1
+    wanted = math.ceil(alpha * unit - 1e-9) if math.isfinite(alpha) else 0
+    # Between the sizes of two layers each further page a layer gives the same: one from each layer that has it, less the ring's.
+    tail = given = 0
+    for index, size in enumerate(sizes):
+        gain = len(sizes) - index - buffers
+        if gain <= 0 or given >= wanted:
+            break
+        steps = min(size - tail, -(-(wanted - given) // gain))
+        tail, given = tail + steps, given + steps * gain
+    if given < wanted or not 0 <= alpha < math.inf:
+        raise InvalidArgument(
+            f"alpha must lie between 0 and {given / unit}, which {len(sizes)} layers in slices can give with {buffers} ring "
+            f"buffers, got {alpha}; nothing changed",
+            alpha=alpha,
+            maximum=given / unit,
+            buffers=buffers,
+        )
+    return tail
 
 
 def tail_shares(tail_pages: int, layer_pages: Sequence[int]) -> list[float]:
