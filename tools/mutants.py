@@ -91,8 +91,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-ring-one-buffer-too-few",
         file="src/remap/memory/plan.py",
-        text="ring_fits = len(now.ring) == buffers and now.depth == depth",
-        replacement="ring_fits = bool(now.ring) and now.depth == depth",
+        text="if len(now.ring) == buffers and now.depth == depth:",
+        replacement="if now.ring and now.depth == depth:",
         breaks="A change from one ring buffer to two keeps the ring of one.",
         tests=("test_planner.py::test_a_ring_that_has_to_go_is_said_to_move",),
     ),

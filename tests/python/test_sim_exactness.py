@@ -228,7 +228,7 @@ def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int
             remap.advanced.remap(world.session, "model", layers=alpha, buffers=buffers, selection="slices")
         except InvalidArgument:
             reject()  # layers so unequal that no tail frees as much
-        tail = world.tenant._state.pages.tail_pages
+        tail = world.tenant._state.pages.depth
         shares = [min(tail, each) / each for each in pages]
         assert tail and world.tenant.streamed == tuple(range(n))
         exact = slices_period(

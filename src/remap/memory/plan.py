@@ -80,10 +80,14 @@ class Streaming:
     def of(cls, sizes: Sequence[int], layers: Iterable[int], buffers: int, tail: int | None = None) -> Streaming:
         """These layers' last `tail` pages (all of a layer that has fewer), through buffers of as many; None: whole layers,
         through buffers that could hold the largest of all. sizes: pages of every layer."""
-        chosen = set(layers)
-        depth = max(sizes) if tail is None else min(tail, max((sizes[layer] for layer in chosen), default=0))
-        tails = tuple(min(depth, size) if layer in chosen else 0 for layer, size in enumerate(sizes))
-        return cls(tails, buffers, depth if chosen else 0)
+        chosen = tuple(layers)
+        if not chosen:
+            return cls((0,) * len(sizes), buffers, 0)
+        depth = max(sizes) if tail is None else min(tail, max(sizes[layer] for layer in chosen))
+        tails = [0] * len(sizes)
+        for layer in chosen:
+            tails[layer] = min(depth, sizes[layer])
+        return cls(tuple(tails), buffers, depth)
 
     @functools.cached_property
     def layers(self) -> tuple[int, ...]:
@@ -109,6 +113,13 @@ class TenantPages:
     ring: Ring = ()
     ring_preference: tuple[int, ...] = ()  # layers whose homes the ring's region shows from the start
     lent: frozenset[int] = frozenset()  # pages of tails that are free, or another tenant's KV
+    sizes: tuple[int, ...] = ()  # pages of each layer: of the homes, and carried from state to state as they are
+    buffer_pages: int = 0  # slots of one buffer in the ring's region: the largest layer's pages
+
+    def __post_init__(self) -> None:
+        if not self.sizes:
+            object.__setattr__(self, "sizes", tuple(map(len, self.homes)))
+            object.__setattr__(self, "buffer_pages", max(self.sizes))
 
     @property
     def streaming(self) -> Streaming:
@@ -124,16 +135,6 @@ class TenantPages:
     def depth(self) -> int:
         """Pages of a ring buffer; 0 while nothing streams."""
         return len(self.ring[0]) if self.ring else 0
-
-    @functools.cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """Pages of each layer."""
-        return tuple(map(len, self.homes))
-
-    @functools.cached_property
-    def buffer_pages(self) -> int:
-        """Slots of one buffer in the ring's region: the largest layer's pages."""
-        return max(self.sizes)
 
     def away(self, layer: int) -> tuple[int, ...]:
         """The pages of its home that stream, and so are ring, KV or lent."""
@@ -205,14 +206,15 @@ def plan_streaming(
     left: those are in `lost`. Of pages that come home, those that were lent must have been reclaimed (they are the tenant's KV,
     and not in `now.lent`: see `to_reclaim`). Exactly what comes home is loaded (`home`).
 
-    Raises InvalidArgument, and nothing changes: a tail of more pages than its layer has, or for no layer (field layers), one that
-    no buffer can hold, or buffers larger than their slots in the ring's region (depth, maximum), fewer
-    streamed layers than buffers + 1 (buffers, streamed), tails too small for the ring (needed_pages, available_pages), lent pages
-    that come home without having been reclaimed (pages).
+    Raises InvalidArgument, and nothing changes: fewer streamed layers than buffers + 1 (fields buffers, streamed), tails too
+    small for the ring (needed_pages, available_pages), lent pages that come home without having been reclaimed (pages). That
+    tails and buffers fit the layers is the caller's matter (`Streaming.of`).
     """
-    _check(now, target)
+    _check(target)
     if ring is None:
         ring = _choose_ring(now, target)
+    if ring == now.ring:
+        ring = now.ring  # the very same: what follows looks at what has changed
     moves = _moves(now, target.tails, ring, to)
     regions = _region_points(now, target, ring)
 
@@ -239,7 +241,7 @@ def plan_streaming(
         held=tuple(point.layer for point in regions if point.layer is not None),
         gained=tuple(chain.from_iterable(pages for (_, becomes), pages in moves.items() if becomes == "kv")),
         lost=tuple(chain.from_iterable(pages for (was, _), pages in moves.items() if was == "kv")),
-        ring_moves=ring != now.ring and bool(now.ring) and not _by_place(now.ring).items() <= _by_place(ring).items(),
+        ring_moves=ring is not now.ring and not _by_place(now.ring).items() <= _by_place(ring).items(),
         lent=now.lent.union(freed) if freed else now.lent,
         predicted_stall_s=predicted_stall_s,
         reason=reason,
@@ -296,21 +298,7 @@ def copies_of(now: TenantPages, plan: Plan, layer_bytes: Sequence[int], page_byt
 # -- inside ---------------------------------------------------------------------------------------------------------------
 
 
-def _check(now: TenantPages, target: Streaming) -> None:
-    if len(target.tails) != len(now.homes) or not all(0 <= tail <= n for tail, n in zip(target.tails, now.sizes)):
-        raise InvalidArgument(
-            f"the tails must be {len(now.homes)} numbers of pages, none more than its layer has, got {target.tails}; nothing "
-            "was planned",
-            layers=len(now.homes),
-        )
-    deepest = max(target.tails)
-    if deepest and not deepest <= target.depth <= now.buffer_pages:
-        raise InvalidArgument(
-            f"a ring buffer must have {deepest} to {now.buffer_pages} pages, to hold the longest tail, got {target.depth}; "
-            "nothing was planned",
-            depth=target.depth,
-            maximum=now.buffer_pages,
-        )
+def _check(target: Streaming) -> None:
     streamed = len(target.layers)
     if streamed and not 1 <= target.buffers < streamed:
         raise InvalidArgument(
@@ -337,14 +325,14 @@ def _by_place(ring: Ring) -> dict[tuple[int, int], int]:
 def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[tuple[str, str], list[int]]:
     """(owner before, owner after) -> the pages that change hands, by layer and home page."""
     was_ring, is_ring = frozenset[int](), frozenset[int]()
-    if ring != now.ring:
+    if ring is not now.ring:
         was_ring, is_ring = frozenset(chain.from_iterable(now.ring)), frozenset(chain.from_iterable(ring))
     # else: whose pages the ring has, streams before and after, so none of them changes hands.
     ring_change = was_ring ^ is_ring
     moves: dict[tuple[str, str], list[int]] = {}
 
-    def move(was: str, becomes: str, pages: Iterable[int]) -> None:
-        if was != becomes and (was, becomes) != ("lent", "kv"):
+    def move(was: str, becomes: str, pages: Sequence[int]) -> None:
+        if pages and was != becomes and (was, becomes) != ("lent", "kv"):
             moves.setdefault((was, to if becomes == "kv" else becomes), []).extend(pages)
 
     for home, had, has in zip(now.homes, now.tails, tails):
@@ -354,16 +342,22 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
         # and a layer may have 10^4 pages.
         stay = len(home) - min(had, has)
         change = home[len(home) - max(had, has) : stay]
+        ring_pages = is_ring if had < has else was_ring
         lends = had > has and not now.lent.isdisjoint(change)
-        if not lends and was_ring.isdisjoint(change) and is_ring.isdisjoint(change):
-            if had < has:
-                move("params", "kv", change)
-            elif change:
-                move("kv", "params", change)
+        if not lends and ring_pages.isdisjoint(change):
+            owner: str | None = "kv"
+        elif ring_pages.issuperset(change):
+            owner = "ring"
+        else:
+            owner = None
+        if owner and had < has:
+            move("params", owner, change)
+        elif owner:
+            move(owner, "params", change)
         else:
             for page in change:
-                was = "params" if had < has else "ring" if page in was_ring else "lent" if page in now.lent else "kv"
-                move(was, "params" if had > has else "ring" if page in is_ring else "kv", (page,))
+                owner = "ring" if page in ring_pages else "lent" if lends and page in now.lent else "kv"
+                move(*(("params", owner) if had < has else (owner, "params")), (page,))
         if not ring_change.isdisjoint(home[stay:]):
             for page in home[stay:]:
                 if page in ring_change:
@@ -385,9 +379,12 @@ def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:
     points = []
     for index, buffer in enumerate(ring):
         old = now.ring[index] if index < len(now.ring) else ()
-        if old == buffer:
-            continue
+        front = len(buffer) - len(old)
         first = 0
+        if front >= 0 and buffer[front:] == old:  # as is usual: it is new, or grows in front
+            if front:
+                points.append(Point(now.ring_region, (index + 1) * size - len(buffer), buffer[:front], False, None))
+            continue
         while first < len(buffer):
             stop = first
             while stop < len(buffer) and (len(buffer) - stop > len(old) or buffer[stop] != old[stop - len(buffer)]):
@@ -406,7 +403,7 @@ def _region_points(now: TenantPages, target: Streaming, ring: Ring) -> list[Poin
     points = []
     for layer in sorted({*old_buffer, *buffer}):
         home, had, has = now.homes[layer], now.tails[layer], target.tails[layer]
-        if had == has and old_buffer[layer] == buffer[layer]:
+        if had == has and old_buffer[layer] is buffer[layer]:
             continue
         wanted = home[: len(home) - has] + (_tail(buffer[layer], has) if has else ())
         shows = home[: len(home) - had] + (_tail(old_buffer[layer], had) if had else ())
@@ -438,12 +435,18 @@ def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
     buffers, depth, tails = target.buffers, target.depth, target.tails
     if not target.layers:
         return ()
-    ring_fits = len(now.ring) == buffers and now.depth == depth
-    if ring_fits and all(tails[layer] >= now.tails[layer] for layer in now.ring_layers):
-        return now.ring  # the usual case: growing or shrinking beside a ring that stays
+    if len(now.ring) == buffers and now.depth == depth:
+        shorter = [layer for layer in now.streamed if tails[layer] < now.tails[layer]]
+        if not shorter or set(shorter).isdisjoint(now.ring_layers):
+            return now.ring  # the usual case: growing or shrinking beside a ring that stays
     needed = buffers * depth
     if sum(tails) < needed:
         return None
+    rank = {layer: index for index, layer in enumerate(now.ring_preference)}
+    if not now.streamed:
+        order = sorted(target.layers, key=lambda layer: (rank.get(layer, len(rank)), -tails[layer], layer))
+        if all(tails[layer] >= depth for layer in order[:buffers]):
+            return tuple(_tail(now.homes[layer], depth) for layer in order[:buffers])  # as `fill` below would do
     pages = _tail_pages(now.homes, tails)
     chosen = {
         (b, at): page for (b, at), page in _by_place(now.ring).items() if page in pages and b < buffers and -at <= depth
@@ -453,7 +456,6 @@ def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
     # nothing that was chosen.
     given = frozenset(chain.from_iterable(map(now.away, now.streamed))).difference(*now.ring)
     # Layers that the ring's region shows already, then those that give nothing else, then large ones.
-    rank = {layer: index for index, layer in enumerate(now.ring_preference)}
     order = sorted(
         target.layers,
         key=lambda layer: (rank.get(layer, len(rank)), not given.isdisjoint(now.homes[layer]), -tails[layer], layer),
