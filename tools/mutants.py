@@ -83,8 +83,8 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         name="planner-tail-of-small-layer",
         file="src/remap/memory/plan.py",
-        text="tails = tuple(min(depth, size) if layer in chosen else 0 for layer, size in enumerate(sizes))",
-        replacement="tails = tuple(depth if layer in chosen else 0 for layer, size in enumerate(sizes))",
+        text="tails[layer] = min(depth, sizes[layer])",
+        replacement="tails[layer] = depth",
         breaks="A layer with fewer pages than the tail is taken to stream more than it has (a lost `min`).",
         tests=("test_planner.py::test_copies_in_bytes",),
     ),

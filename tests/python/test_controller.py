@@ -91,24 +91,6 @@ def test_config_is_validated(change: dict[str, object]) -> None:
     assert caught.value.field == next(iter(change))
 
 
-@pytest.mark.parametrize(
-    ("change", "field_"),
-    [
-        ({"free_blocks": -1}, "free_blocks"),
-        ({"layers": 0}, "layers"),
-        ({"free_pool_blocks": -1}, "free_pool_blocks"),
-        ({"blocks_per_layer": 0.0}, "blocks_per_layer"),
-        ({"blocks_per_layer": math.nan}, "blocks_per_layer"),
-        ({"remapped": 2}, "buffers"),
-        ({"remapped": 19, "buffers": 2}, "buffers"),
-    ],
-)
-def test_views_are_validated(change: dict[str, object], field_: str) -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        view(**change)
-    assert caught.value.field == field_
-
-
 # -- growing -----------------------------------------------------------------------------------------------------------
 
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference import supply_brute
-from remap.errors import InvalidArgument
 from remap.policy.donors.supply import KINDS, NOTHING, Kind, Portion, Quote, Supply, choose
 
 Quotes = list[list[Quote]]
@@ -198,16 +196,3 @@ def test_increments_without_blocks() -> None:
     assert choose(7, [ring]) == Supply((Portion("a", 3, 6, "active"),), 1, 1.0)
     assert choose(7, [quotes("b", "inactive", (0, 0.0), (0, 0.0))]) == Supply((), 7, 0.0)
     assert choose(7, []) == choose(7, [[]]) == Supply((), 7, 0.0)
-
-
-def test_offers_that_are_not_one_donor_and_kind_each() -> None:
-    one = quotes("a", "active", (1, 0.0))
-    for offered in (
-        [[*one, *quotes("b", "active", (1, 0.0))]],
-        [[*one, *quotes("a", "inactive", (1, 0.0))]],
-        [one, one],
-    ):
-        with pytest.raises(InvalidArgument) as caught:
-            choose(1, offered)
-        assert caught.value.field == "quotes_by_donor"
-    assert choose(2, [one, quotes("a", "inactive", (1, 0.0))]).unmet == 0

@@ -76,19 +76,6 @@ class TenantView:
     order: tuple[int, ...] = ()  # streamable layers, as they are given away: of others, other bounds and stalls hold
     others: Others | None = None  # asked for when free pages do not do
 
-    def __post_init__(self) -> None:
-        if not self.blocks_per_layer > 0:
-            raise refuse("blocks_per_layer", self.blocks_per_layer, "positive")
-        names = ("layers", "remapped", "buffers", "streamable", "usable_blocks", "free_blocks", "live_blocks")
-        # Two comparisons for the usual case: a view is made in every step.
-        least = min(self.remapped, self.buffers, self.streamable, self.usable_blocks, self.free_blocks)
-        if min(least, self.live_blocks, self.free_pool_blocks, self.max_remapped, self.layers - 1) < 0:
-            for name in (*names, "free_pool_blocks", "max_remapped"):
-                if getattr(self, name) < (name == "layers"):
-                    raise refuse(name, getattr(self, name), "at least 1" if name == "layers" else "at least 0")
-        if self.remapped and (not self.buffers or self.remapped + self.buffers > self.layers):
-            raise refuse("buffers", self.buffers, f"from 1 to {self.layers - self.remapped} (layers - remapped)")
-
 
 @dataclass(frozen=True)
 class Take:

@@ -13,8 +13,6 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from remap.config import refuse
-
 __all__ = ["Candidate", "NextUse", "may_donate", "rank"]
 
 
@@ -107,8 +105,7 @@ class NextUse:
         self._ahead: dict[str, int] = {}  # turns until each tenant of the present cycle is next; empty: no cycle
 
     def activated(self, name: str, now_s: float) -> None:
-        """Record that `name` becomes active at `now_s`. Raises InvalidArgument, changing nothing, unless that is finite."""
-        self._check(now_s)
+        """Record that `name` becomes active at `now_s`."""
         history = self._seen.get(name)
         if history is None:
             self._seen[name] = _History(now_s)
@@ -125,11 +122,7 @@ class NextUse:
         self._ahead = self._find_cycle()
 
     def expected_s(self, name: str, now_s: float) -> float | None:
-        """Seconds from `now_s` to the next activation of `name`, at least 0; None: nothing is known. Changes nothing.
-
-        Raises InvalidArgument unless now_s is finite.
-        """
-        self._check(now_s)
+        """Seconds from `now_s` to the next activation of `name`, at least 0; None: nothing is known. Changes nothing."""
         turns = self._ahead.get(name)
         if turns is not None and self._turn_s is not None and self._turn_at_s is not None:
             elapsed = max(0.0, now_s - self._turn_at_s)
@@ -164,7 +157,3 @@ class NextUse:
         if interval_s < 0:
             return average
         return interval_s if average is None else average + self.smoothing * (interval_s - average)
-
-    def _check(self, now_s: float) -> None:
-        if not abs(now_s) < math.inf:
-            raise refuse("now_s", now_s, "a finite number of seconds")

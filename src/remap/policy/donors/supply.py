@@ -28,8 +28,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
 
-from remap.config import refuse
-
 __all__ = ["NOTHING", "Kind", "Portion", "Quote", "Supply", "choose"]
 
 Kind = Literal["idle_kv", "inactive", "active"]
@@ -85,14 +83,11 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supp
     then in the order given. At the end what became superfluous is dropped: active increments whose absence stalls nobody
     more, the costliest first, then those of the other kinds, the last asked first.
     Takes are in the order of kinds, then of `quotes_by_donor`. Nothing is looked at when nothing is needed.
-    Raises InvalidArgument (field) for a sequence of several donors or kinds, or two of the same.
+    quotes_by_donor: one sequence for each donor and kind.
     """
     if need_blocks == 0:
         return NOTHING
     lines = [_Line(quotes) for quotes in quotes_by_donor if quotes]
-    if len({(line.donor, line.kind) for line in lines}) < len(lines):
-        names = [(line.donor, line.kind) for line in lines]
-        raise refuse("quotes_by_donor", names, "one sequence for each donor and kind")
     lines.sort(key=lambda line: KINDS.index(line.kind))  # stable
     plain = [line for line in lines if line.kind != "active"]
     active = [line for line in lines if line.kind == "active"]
@@ -124,10 +119,6 @@ class _Line:
 
     def __init__(self, quotes: Sequence[Quote]) -> None:
         self.donor, self.kind = quotes[0].donor, quotes[0].kind
-        for quote in quotes:
-            if quote.donor != self.donor or quote.kind != self.kind:
-                pair = (quote.donor, quote.kind)
-                raise refuse("quotes_by_donor", pair, f"{(self.donor, self.kind)} throughout one sequence")
         self.blocks = list(accumulate((quote.blocks for quote in quotes), initial=0))
         self.stall = list(accumulate((quote.stall_s for quote in quotes), initial=0.0))
         self.reload = list(accumulate((quote.reload_s for quote in quotes), initial=0.0))
