@@ -161,8 +161,8 @@ def calls_of(case: Case, mode: str) -> int:
 
 
 def may_break_later(world: World, forever: bool, new_views: bool = False) -> bool:
-    """Without exchange re-pointing unmaps before it maps, and a new view takes more than one call. If calls fail for ever, so does
-    undoing that: in the worker."""
+    """Without exchange re-pointing unmaps before it maps, and a new view takes more than one call. If calls fail for ever, so
+    does undoing that: in the worker."""
     return forever and (new_views or not world.fault.can_exchange)
 
 
