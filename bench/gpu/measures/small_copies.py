@@ -15,12 +15,13 @@ from typing import Any
 
 from bench.gpu.context import MIB, Context, Skip
 from bench.gpu.registry import Wrong, measure
-from bench.gpu.results import Figure, figure, quantile, ratio
+from bench.gpu.results import Figure, figure, ratio
 from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks, marks
 
 import remap
 from remap import _core
+from remap.sim.results import percentile
 
 from .link import bytes_at
 from .prefetch import LAYERS, take_turns
@@ -141,11 +142,11 @@ def _one_size(ctx: Context, layer_bytes: int, chunk: int, share: float) -> Itera
             raw.verify(its_marks)
         finally:
             small.close()
-    alone_us = quantile(taken["alone"], 0.5) * 1e6
+    alone_us = percentile(taken["alone"], 0.5) * 1e6
     for name in ("streaming", "reload"):
         samples = taken[name]
         if samples:
-            late = quantile(samples, 0.99) * 1e6
+            late = percentile(samples, 0.99) * 1e6
             label = f"a copy of 64 KiB beside {'a reload' if name == 'reload' else name}, {title}, P99"
             yield figure(label, late, "us", samples, alone_p50_us=alone_us, layer_bytes=layer_bytes)
     yield ratio(
