@@ -175,10 +175,10 @@ class RawTenant:
         self.session = remap.Session(
             capacity,
             page_bytes=page_bytes,
-            backend=backend,
             config=config,
-            copy_threads=copy_threads,
-            copy_chunk_bytes=copy_chunk_bytes,
+            platform=remap.advanced.Platform(
+                backend=backend, copy_threads=copy_threads, copy_chunk_bytes=copy_chunk_bytes
+            ),
         )
         self.tenant = self.session.attach_bytes(self.masters, name="raw", kv=spec)
 
