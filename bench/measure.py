@@ -4,7 +4,7 @@ A result is a ratio or a time with the target that it should meet. Missing a tar
 nothing. It is shown in the closing table and written to the JSON, with `met`.
 
 With --benchmark-disable every benchmark runs once, as a test of what it asserts (`make bench-check`). There are no statistics
-then: `seconds_of` is a NaN, `rounds` is 1, `behind` leaves the only round there is, `median` and `quantile` of nothing are NaN,
+then: `seconds_of` is a NaN, `rounds` is 1, `behind` leaves the only round there is, `median` and `percentile` of nothing are NaN,
 and `record` records nothing. Benchmarks are written against these, so that none of them asks which of the two it is.
 """
 
@@ -24,6 +24,7 @@ import numpy as np
 
 import remap
 from remap import _core
+from remap.sim.results import percentile
 
 SMOLLM2_LAYER_BYTES = 14_160_384
 """One layer of SmolLM2-135M in float32: 3 x 576 x 1536 + 2 x 576 x 576 + 2 x 576 x 192 + 2 x 576 numbers."""
@@ -78,12 +79,6 @@ def median(samples: Iterable[float]) -> float:
     return statistics.median(list(samples) or [math.nan])
 
 
-def quantile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of the samples do not exceed; NaN of nothing."""
-    ordered = sorted(samples) or [math.nan]
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
 def record(
     benchmark: Any,
     name: str,
@@ -106,7 +101,7 @@ def record(
         at_least,
         len(samples_s),
         statistics.median(samples_s) * 1e6,
-        quantile(samples_s, 0.99) * 1e6,
+        percentile(samples_s, 0.99) * 1e6,
     )
     RESULTS.append(result)
     ratio = value if unit == "x" else value / target if target else None
@@ -180,10 +175,10 @@ class RawTenant:
         self.session = remap.Session(
             capacity,
             page_bytes=page_bytes,
-            backend=backend,
             config=config,
-            copy_threads=copy_threads,
-            copy_chunk_bytes=copy_chunk_bytes,
+            platform=remap.advanced.Platform(
+                backend=backend, copy_threads=copy_threads, copy_chunk_bytes=copy_chunk_bytes
+            ),
         )
         self.tenant = self.session.attach_bytes(self.masters, name="raw", kv=spec)
 

@@ -19,9 +19,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from measure import Abandoned, median, quantile, record, rounds
+from measure import Abandoned, median, record, rounds
 
 import remap
+from remap.sim.results import percentile
 
 PAGE = 4096
 LARGE_LAYERS, LARGE_PAGES, AWAY = 6, 2500, 4  # 10,000 pages are re-pointed at once
@@ -152,12 +153,12 @@ def test_calls_beside_the_worker(benchmark):
             record(
                 benchmark,
                 f"{name} beside the worker / beside none, P{share * 100:.0f}",
-                quantile(busy, share) / quantile(idle, share),
+                percentile(busy, share) / percentile(idle, share),
                 "x",
                 busy,
                 target=1.1,
-                idle_us=quantile(idle, share) * 1e6,
-                busy_us=quantile(busy, share) * 1e6,
+                idle_us=percentile(idle, share) * 1e6,
+                busy_us=percentile(busy, share) * 1e6,
                 worst_us=max(busy) * 1e6,
                 median_idle_us=median(idle) * 1e6,
             )

@@ -39,7 +39,7 @@ SIMULATOR = (*("engine", "passes", "running", "scheduling", "sequences", "servin
 LAZY = ("adapters", "cli", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
-    *("transformers", "typer", "rich", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
+    *("transformers", "typer", "rich", "jinja2", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
     *("triton", "flashinfer", "nvtx", "cuda"),
 )
 

@@ -4,7 +4,7 @@
 2. Its module links neither the CUDA driver nor torch, and asks the linker for no driver function.
 3. In a new virtual environment, without torch and without a driver, it imports, opens an arena on the CPU, and says readably
    that there is no driver.
-4. `remap doctor` runs there with the extra `cli`.
+4. `remap doctor` runs there with the extra `cli`, and the templates of pages are there.
 
 `--installed` does 3 alone, for the interpreter that runs it.
 """
@@ -44,6 +44,17 @@ except remap.DriverError as error:
     assert "/nonexistent/libcuda.so.1" in str(error), f"the error does not name the library: {error}"
 else:
     raise AssertionError("a backend without a driver")
+"""
+
+TEMPLATES_CHECK = """
+import jinja2
+
+pages = jinja2.Environment(loader=jinja2.PackageLoader("remap.cli"))
+names = pages.list_templates()
+assert "demo.html.j2" in names, names
+for name in names:
+    pages.get_template(name)
+print(*names)
 """
 
 
@@ -125,6 +136,7 @@ def check_wheel(wheel: Path) -> None:
         run([*pip, f"{wheel.resolve()}[cli]"])
         report = json.loads(run([environment / "bin" / "remap", "doctor", "--json"]))
         print(f"remap doctor: {len(report['findings'])} findings, ok: {report['ok']}")
+        print(f"templates: {run([python, '-c', TEMPLATES_CHECK]).strip()}")
 
 
 if __name__ == "__main__":

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["Figure", "count", "figure", "quantile", "ratio", "seconds"]
+__all__ = ["Figure", "count", "figure", "ratio", "seconds"]
 
 # What a figure of the emulated driver does not have.
 SPEEDS = ("value", "median_us", "p99_us", "detail")
-
-
-def quantile(samples: Sequence[float], share: float) -> float:
-    """The smallest sample that at least `share` of the samples do not exceed."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 @dataclass(frozen=True)
@@ -75,13 +68,15 @@ def figure(
     **detail: Any,
 ) -> Figure:
     """A figure with its samples, in seconds (at least one)."""
+    from remap.sim.results import percentile  # here, since the suite tells of figures before it has built the package
+
     return Figure(
         name,
         value,
         unit,
         len(samples_s),
         statistics.median(samples_s) * 1e6,
-        quantile(samples_s, 0.99) * 1e6,
+        percentile(samples_s, 0.99) * 1e6,
         target,
         at_least,
         shown,

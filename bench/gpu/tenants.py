@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,9 +60,8 @@ class DeviceTenant:
         config: remap.advanced.Knobs | None = None,
         spare_bytes: int = 0,
         masters: list[np.ndarray] | None = None,
-        session: Mapping[str, Any] | None = None,
+        copy_chunk_bytes: int = 0,
     ) -> None:
-        """session: more arguments of its `remap.Session`."""
         self.ctx, self.backend, self.stream = ctx, backend, stream
         self.layers, self.layer_bytes, self.page_bytes = layers, layer_bytes, page_bytes
         self.masters = masters or make_masters(layers, layer_bytes)
@@ -82,9 +81,8 @@ class DeviceTenant:
             self.capacity,
             device="cuda:0",
             page_bytes=page_bytes,
-            backend=backend,
             config=config,
-            **(session or {}),
+            platform=remap.advanced.Platform(backend=backend, copy_chunk_bytes=copy_chunk_bytes),
         )
         try:
             self.tenant = self.session.attach_bytes(self.masters, name="raw", kv=spec)

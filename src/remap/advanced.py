@@ -15,6 +15,7 @@ from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
+from remap.memory.device import Platform
 from remap.memory.observe import check_books
 from remap.memory.step import Entries
 from remap.report import StepReport
@@ -22,6 +23,7 @@ from remap.session import Session
 
 __all__ = [
     "Knobs",
+    "Platform",
     "check",
     "declare_registered",
     "layer_address",

@@ -12,7 +12,6 @@ from remap.kv.spec import KVSpec
 from remap.policy.views import Demand
 
 __all__ = [
-    "ADDRESSES",
     "require",
     "require_attach",
     "require_buffers",

@@ -31,7 +31,6 @@ from typing import Any
 
 from remap import _core
 from remap.arguments import (
-    ADDRESSES,
     require,
     require_attach,
     require_buffers,
@@ -48,6 +47,7 @@ from remap.memory.activate import ActivationReport, activate, deactivate
 from remap.memory.apply import Changes
 from remap.memory.attach import Arrivals
 from remap.memory.core import Core
+from remap.memory.device import Platform
 from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.lend import Lending
 from remap.memory.moves import compose
@@ -84,18 +84,13 @@ class Session:
     (a named machine in virtual time, see memory/device.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
     "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults, and no mapping
     changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else "aliased". page_bytes: a
-    power of two and a multiple of the backend's granularity. backend: a ready backend instead of `device` (decorators, tests).
-    `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a model: a driver is called for every
-    page that a layer is pointed at. copy_threads: on the CPU, threads that share one copy.
+    power of two and a multiple of the backend's granularity; `remap.model.footprint.footprint(model).page_size("cuda")` gives a
+    size that suits a model: a driver is called for every page that a layer is pointed at. platform: what experts and tests set
+    (`remap.advanced.Platform`).
 
-    copy_chunk_bytes: copies of layers go in chunks of so many bytes, between which copies of others get in: for engines that copy
-    their inputs to the device themselves, and would wait for a layer of hundreds of MB. None or 0: a layer's copy is one.
-
-    On cuda only: shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma say what may be done with the pages outside
-    of this process, which cannot be changed later; host_budget bounds page-locked host memory, which master copies take as
-    many bytes of as there are weights: by default the environment variable REMAP_HOST_BUDGET, else what the control group and the
-    machine have to spare. LimitExceeded says which of these it was: limited_by is "host_budget", "REMAP_HOST_BUDGET", "cgroup" or
-    "machine".
+    host_budget, on cuda only, bounds page-locked host memory, which master copies take as many bytes of as there are weights: by
+    default the environment variable REMAP_HOST_BUDGET, else what the control group and the machine have to spare. LimitExceeded
+    says which of these it was: limited_by is "host_budget", "REMAP_HOST_BUDGET", "cgroup" or "machine".
 
     Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had (on the
     CPU also, with fields requested, limit and limited_by, for more than the machine or its control group could ever hold),
@@ -111,26 +106,17 @@ class Session:
         *,
         mode: str | None = None,
         page_bytes: int | str = "2MiB",
-        copy_chunk_bytes: int | str | None = None,
-        backend: Any = None,
-        config: Config | None = None,
-        copy_threads: int = 1,
-        shareable: str = "none",
-        gpu_direct_rdma: bool = False,
         host_budget: int | str | None = None,
+        config: Config | None = None,
+        platform: Platform | None = None,
     ) -> None:
         size, page = parse_size(capacity, "capacity"), parse_size(page_bytes, "page_bytes")
-        self._copy_chunk_bytes = 0 if copy_chunk_bytes is None else parse_size(copy_chunk_bytes, "copy_chunk_bytes")
         if mode is None:
             mode = devices.default_mode()
         if mode not in ("aliased", "strict"):
             raise InvalidArgument(f"mode must be 'aliased' or 'strict', got {mode!r}; nothing was created", mode=mode)
-        require("backend", backend, (_core.Backend, type(None)), "a backend of remap's, or None")
         require("config", config, (Config, type(None)), "a remap.Config, or None")
-        require("copy_threads", copy_threads, int, "an int of at least 1")
-        if not 0 <= copy_threads < ADDRESSES:  # the backend says how many it has at most
-            raise refuse("copy_threads", copy_threads, "an int of at least 1")
-        require("gpu_direct_rdma", gpu_direct_rdma, bool, "True or False")
+        require("platform", platform, (Platform, type(None)), "a remap.advanced.Platform, or None")
         if page == 0 or size < page:
             raise InvalidArgument(
                 f"capacity of {size} bytes must hold at least one page of {page} bytes; nothing was created",
@@ -138,16 +124,8 @@ class Session:
                 page_bytes=page,
                 minimum_bytes=page,
             )
-        self._backend, self._device = devices.resolve(
-            device,
-            backend,
-            size,
-            page,
-            copy_threads=copy_threads,
-            shareable=shareable,
-            gpu_direct_rdma=gpu_direct_rdma,
-            host_budget=host_budget,
-        )
+        platform = platform or Platform()
+        self._backend, self._device = devices.resolve(device, size, page, platform, host_budget)
         self.device = str(self._device.name)
         self.capacity_bytes = size
         self._arena = _core.Arena(self._backend, size, page, getattr(_core.Mode, mode))
@@ -164,7 +142,7 @@ class Session:
         self._steps = Steps(self._tenants, self._changes, self._lending, self._offers)
         self._memory = partial(_memory, self._device, self._arena)
         self._arrivals = Arrivals(
-            self._changes, self._tenants, self._device, self._lock, self._memory, self._copy_chunk_bytes
+            self._changes, self._tenants, self._device, self._lock, self._memory, int(platform.copy_chunk_bytes)
         )
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)

@@ -136,21 +136,10 @@ def test_calls_beside_repointing_are_counted(small: Any) -> None:
 def test_small_copies_are_measured_with_whole_layers_and_with_pieces(small: Any) -> None:
     from bench.gpu.measures import small_copies as module
 
-    assert module.takes_chunks()
     found = figures_of(module.small_copies, small)
     for title in ("whole layers", "1 MiB pieces"):
         rate = found[f"prefetch, share of plain copies of whole layers, {title}"]
         assert (rate.target, rate.at_least) == (0.97, True)
-
-
-def test_pieces_are_left_out_by_name_where_sessions_take_none(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from bench.gpu.measures import small_copies as module
-
-    monkeypatch.setattr(module, "takes_chunks", lambda: False)
-    figures: list[Figure] = []
-    with pytest.raises(Skip, match="copy_chunk_bytes"):
-        figures.extend(module.small_copies(small))
-    assert {each.name.rpartition(", ")[2] for each in figures} <= {"whole layers", "P99"}
 
 
 # -- attention by layout -----------------------------------------------------------------------------------------------

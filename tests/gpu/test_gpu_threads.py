@@ -88,7 +88,7 @@ def use():
     backend = _core.make_cuda_backend(1)
     with Driver(device=1) as driver, driver.stream() as stream:
         host, event = backend.allocate_host(SIZE), backend.create_event()
-        with remap.Session("32MiB", device="cuda:1", backend=backend) as session:
+        with remap.Session("32MiB", device="cuda:1", platform=remap.advanced.Platform(backend=backend)) as session:
             tenant = session.attach_bytes(layers, name="raw", kv=spec)
             remap.advanced.remap(session, "raw", 1, 1)
             handle = backend.adopt_stream(stream)

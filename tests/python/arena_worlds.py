@@ -15,7 +15,7 @@ SHORT = 100  # bytes by which a layer misses its last page's end: padding that n
 
 def make_backend(capacity: int, page_bytes: int = PAGE) -> Any:
     """The backend of the device under test: REMAP_DEVICE, else the host. For decorators and for tests below the session."""
-    return devices.resolve(None, None, capacity, page_bytes)[0]
+    return devices.resolve(None, capacity, page_bytes)[0]
 
 
 def make_layers(pages: Sequence[int], tag: int = 0, page_bytes: int = PAGE) -> list[bytes]:

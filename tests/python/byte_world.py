@@ -32,7 +32,9 @@ class World:
         self.data = [bytes([17 * i + 1]) * BYTES for i in range(N)]
         pages = N * LAYER + 4 + spare
         self.backend = _core.make_trace_backend(make_backend(pages * PAGE, PAGE))
-        self.session = remap.Session(pages * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend)
+        self.session = remap.Session(
+            pages * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.backend)
+        )
         config = config or remap.advanced.Knobs(**PLAIN)
         self.tenant = self.session.attach_bytes(self.data, name="m", kv=kv or spec(), config=config)
         self.kv = self.tenant.kv

@@ -360,7 +360,7 @@ class World:
             capacity,
             page_bytes=walk["page"],
             mode=walk["mode"],
-            backend=self.backend,
+            platform=remap.advanced.Platform(backend=self.backend),
             config=remap.advanced.Knobs(**walk["config"]),
         )
         self.session.clock = self.session._offers._clock = self.session._passes._clock = lambda: self.now

@@ -287,7 +287,13 @@ class World:
         total = 6 * 2 + 5 * 2 + 2 + 2 + spare
         self.backend = _core.make_fault_backend(make_backend(total * PAGE, PAGE))
         settings = remap.advanced.Knobs(**{**CONFIG, **config})
-        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, config=settings)
+        self.session = remap.Session(
+            total * PAGE,
+            page_bytes=PAGE,
+            mode=mode,
+            platform=remap.advanced.Platform(backend=self.backend),
+            config=settings,
+        )
         self.engines: dict[str, Engine] = {}
         for tag, (name, layers) in enumerate((("a", 6), ("b", 5)), 1):
             self.attach(name, layers, 2, tag)

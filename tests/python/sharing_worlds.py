@@ -86,7 +86,13 @@ class Shared:
         total = sum(layers * pages for layers, pages in shapes.values()) + kv_pages + spare
         backend = make_backend(total * PAGE)
         self.backend = _core.make_trace_backend(backend) if trace else backend
-        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, config=config)
+        self.session = remap.Session(
+            total * PAGE,
+            page_bytes=PAGE,
+            mode=mode,
+            platform=remap.advanced.Platform(backend=self.backend),
+            config=config,
+        )
         self.engines: dict[str, Engine] = {}
         for tag, (name, (layers, pages)) in enumerate(shapes.items(), 1):
             self.engines[name] = Engine(self.session, name, layers, pages, tag, **(options or {}).get(name, {}))

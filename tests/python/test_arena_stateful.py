@@ -38,7 +38,13 @@ class ArenaMachine(RuleBasedStateMachine):
         # Each tenant for itself: what goes from one to another is test_lending.py's and test_sharing_stateful.py's.
         config = remap.advanced.Knobs(lends=False)
         self.sessions = {
-            mode: remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode, backend=self.backends[mode], config=config)
+            mode: remap.Session(
+                TOTAL * PAGE,
+                page_bytes=PAGE,
+                mode=mode,
+                platform=remap.advanced.Platform(backend=self.backends[mode]),
+                config=config,
+            )
             for mode in MODES
         }
         self.model = ArenaModel(TOTAL)

@@ -31,19 +31,35 @@ def _snapshot(shared):
     [
         ("config", {"slowdown": 0.1}),
         ("config", remap.advanced.Knobs),
-        ("backend", "cuda"),
-        ("backend", object()),
-        ("copy_threads", "2"),
-        ("copy_threads", True),
-        ("copy_threads", -1),
-        ("copy_threads", 1 << 70),
-        ("copy_threads", 1.0),
-        ("gpu_direct_rdma", 1),
+        ("platform", {"copy_threads": 2}),
+        ("platform", remap.advanced.Platform),
     ],
 )
 def test_a_session_of_the_wrong_kinds(name, value):
     with pytest.raises(InvalidArgument) as caught:
         remap.Session(4 * PAGE, page_bytes=PAGE, **{name: value})
+    assert (caught.value.field, caught.value.value) == (name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("backend", "cuda"),
+        ("backend", object()),
+        ("copy_threads", "2"),
+        ("copy_threads", True),
+        ("copy_threads", 0),
+        ("copy_threads", -1),
+        ("copy_threads", 1 << 70),
+        ("copy_threads", 1.0),
+        ("gpu_direct_rdma", 1),
+        ("shareable", "fd"),
+        ("shareable", None),
+    ],
+)
+def test_a_platform_of_the_wrong_kinds(name, value):
+    with pytest.raises(InvalidArgument) as caught:
+        remap.advanced.Platform(**{name: value})
     assert (caught.value.field, caught.value.value) == (name, value)
 
 

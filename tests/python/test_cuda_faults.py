@@ -33,7 +33,9 @@ class DriverWorld(World):
 
     def __init__(self, driver: Emulated, mode: str) -> None:
         self.fault = _core.make_fault_backend(_core.make_cuda_backend(library=driver.path))
-        self.session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=self.fault)
+        self.session = remap.Session(
+            CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.fault)
+        )
         self.layers = {"m": make_layers(SIZES, 1)}
         self.tenants = {"m": self.session.attach_bytes(self.layers["m"], name="m", kv=make_spec(6, max_blocks=120))}
         self.live = {}
@@ -149,7 +151,9 @@ def test_every_entry_point_fails_while_a_session_opens(emulated: Emulated, mode:
 
     def open_one() -> None:
         backend = _core.make_cuda_backend(library=emulated.path)
-        opened.append(remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=backend))
+        opened.append(
+            remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=backend))
+        )
 
     made = counted(emulated, open_one)
     opened.pop().close()

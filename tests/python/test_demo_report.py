@@ -236,6 +236,36 @@ def test_page_is_whole_and_self_contained() -> None:
     assert "prefers-color-scheme:dark" in html
 
 
+def test_what_comes_from_outside_cannot_become_markup() -> None:
+    hostile = """</script><img src=x onerror="alert('1')">{{ 7 * 7 }}&amp;"""
+    result = make_result()
+    html = page(replace(result, model=hostile, settings={hostile: hostile}, machine={"cpu": hostile}))
+    parser = _Balanced()
+    parser.feed(html)
+    assert parser.open == []
+    assert "img" not in parser.tags and parser.tags.count("script") == 2
+    escaped = "&lt;/script&gt;&lt;img src=x onerror=&#34;alert(&#39;1&#39;)&#34;&gt;{{ 7 * 7 }}&amp;amp;"
+    assert html.count(escaped) == 5  # in the title, above the headline, twice among the settings, and of the machine
+
+
+def test_tables_and_charts_have_names_for_who_cannot_see_them() -> None:
+    html = page(make_result())
+    assert len(re.findall(r'<svg [^>]*role="img" aria-label="[^"]+, (?:baseline|remap)"', html)) == 8
+    rows = html[html.index("<tbody>") : html.index("</tbody>")]
+    assert rows.count('<tr><th scope="row">') == rows.count("<tr>") == len(table_rows(make_result()))
+    assert html.count('<th scope="col">') == 4
+
+
+def test_the_script_gets_the_lines_that_are_drawn() -> None:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page(make_result()))
+    assert found
+    runs = json.loads(found.group(1))
+    assert set(runs) == {"baseline", "remap"}
+    assert all(len(run["charts"]) == 4 for run in runs.values())
+    name, values = runs["remap"]["charts"][1][0]
+    assert (name, max(values), len(values)) == ("layers", 6, len(runs["remap"]["t"]))
+
+
 def test_page_of_runs_without_a_timeline() -> None:
     result = make_result(timeline=())
     html = page(replace(result, baseline=replace(result.baseline, timeline=())))

@@ -34,7 +34,9 @@ class World:
 
     def __init__(self, mode: str) -> None:
         self.fault = _core.make_fault_backend(make_backend(CAPACITY))
-        self.session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=self.fault)
+        self.session = remap.Session(
+            CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.fault)
+        )
         self.layers = {"m": make_layers(SIZES, 1)}
         self.tenants = {"m": self.session.attach_bytes(self.layers["m"], name="m", kv=make_spec(6, max_blocks=120))}
         self.live: dict[int, int] = {}
@@ -248,10 +250,10 @@ def test_opening_a_session_fails_on_page_k_and_leaks_nothing(mode: str) -> None:
         fault = _core.make_fault_backend(make_backend(CAPACITY))
         fault.arm(_core.Call.create_page, nth, True, _core.ErrorKind.out_of_memory)
         with pytest.raises(remap.OutOfMemory):
-            remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=fault)
+            remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=fault))
         assert set(fault.usage().values()) == {0}
         fault.disarm()
-        remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=fault).close()
+        remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=fault)).close()
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -262,7 +264,7 @@ def test_map_fails_at_slot_k_then_destroy(mode: str) -> None:
     probe.close()
     for nth in range(1, total + 1):
         fault = _core.make_fault_backend(make_backend(CAPACITY))
-        session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=fault)
+        session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=fault))
         fault.arm(_core.Call.map, nth)
         with pytest.raises(DriverError):
             session.attach_bytes(make_layers(SIZES, 1), name="m", kv=make_spec(6, max_blocks=120))

@@ -124,7 +124,9 @@ def test_a_session_at_a_mapping_limit_fails_whole_and_works_with_one_more(mode: 
 
     def attach(limit: int) -> None:
         backend = _core.make_limit_backend(_core.make_host_backend(24 * PAGE, PAGE, 1), mappings=limit)
-        with remap.Session(24 * PAGE, page_bytes=PAGE, mode=mode, backend=backend) as session:
+        with remap.Session(
+            24 * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=backend)
+        ) as session:
             before = session.snapshot().pages
             try:
                 tenant = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=100))

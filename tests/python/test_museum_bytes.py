@@ -26,7 +26,9 @@ class World:
 
     def __init__(self, mode: str, *names: str, capacity: int = CAPACITY) -> None:
         self.fault = _core.make_fault_backend(make_backend(capacity))
-        self.session = remap.Session(capacity, page_bytes=PAGE, mode=mode, backend=self.fault)
+        self.session = remap.Session(
+            capacity, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.fault)
+        )
         self.layers: dict[str, list[bytes]] = {}
         self.held: dict[str, dict[int, int]] = {}
         for name in names:

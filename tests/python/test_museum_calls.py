@@ -67,7 +67,11 @@ class Pair:
     ) -> None:
         pages = sum(sum(max(1, n) for n in shape) for shape in shapes.values()) + spare
         self.session = remap.Session(
-            pages * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend(pages), config=config
+            pages * PAGE,
+            page_bytes=PAGE,
+            mode=mode,
+            platform=remap.advanced.Platform(backend=self.backend(pages)),
+            config=config,
         )
         self.data = {name: buffers_of(shape, tag) for tag, (name, shape) in enumerate(shapes.items())}
         self.tenants = {

@@ -41,7 +41,13 @@ class World:
             capacity = CAPACITY + more * PAGE
             self.faults.append(_core.make_fault_backend(make_backend(capacity)))
             settings = remap.advanced.Knobs(**{**EAGER.__dict__, **config})
-            session = remap.Session(capacity, page_bytes=PAGE, mode=mode, backend=self.faults[-1], config=settings)
+            session = remap.Session(
+                capacity,
+                page_bytes=PAGE,
+                mode=mode,
+                platform=remap.advanced.Platform(backend=self.faults[-1]),
+                config=settings,
+            )
             kv = make_spec(LAYERS, min_blocks=FIRST + 2 * more)
             self.ranks.append(Rank(session, session.attach_bytes(self.layers, name="m", kv=kv), rank))
             set_times(self.ranks[-1], times_of(LAYERS, 1.0, 0.1))

@@ -39,7 +39,9 @@ class World:
     ) -> None:
         self.trace = _core.make_trace_backend(_core.make_cuda_backend(library=library))
         self.backend = _core.make_fault_backend(self.trace)
-        self.session = remap.Session(pages * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, **session)
+        self.session = remap.Session(
+            pages * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.backend), **session
+        )
         self.layers = make_layers(sizes, 1)
         self.tenant = self.session.attach_bytes(
             self.layers,
@@ -862,7 +864,7 @@ def test_the_device_is_named_by_argument_or_environment(library: str, monkeypatc
         with remap.Session(4 * PAGE, device, page_bytes=PAGE) as session:
             assert session.device == "cuda:0"
     monkeypatch.setenv("REMAP_DEVICE", "cuda")
-    with remap.Session(4 * PAGE, page_bytes=PAGE, shareable="posix_fd") as session:
+    with remap.Session(4 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(shareable="posix_fd")) as session:
         assert session.device == "cuda:0"
     with pytest.raises(InvalidArgument):
         remap.Session(4 * PAGE, "cuda:77", page_bytes=PAGE)
@@ -884,7 +886,11 @@ def test_an_interrupt_behind_attach_leaves_the_tenant_its_host_memory(
 
     monkeypatch.setattr(remap.Session, "_admit", interrupted)
     layers = make_layers([2, 2, 2], 1)
-    with remap.Session(40 * PAGE, page_bytes=PAGE, backend=_core.make_cuda_backend(library=emulated.path)) as session:
+    with remap.Session(
+        40 * PAGE,
+        page_bytes=PAGE,
+        platform=remap.advanced.Platform(backend=_core.make_cuda_backend(library=emulated.path)),
+    ) as session:
         with pytest.raises(KeyboardInterrupt):
             session.attach_bytes(layers, name="m", kv=make_spec(3, max_blocks=64))
         assert set(session.snapshot().tenants) == {"m"}
@@ -895,7 +901,11 @@ def test_an_interrupt_behind_attach_leaves_the_tenant_its_host_memory(
 
 def test_host_memory_can_be_given_back_again(emulated: Any) -> None:
     """An interrupt can come when it has gone, and that the tenant has gone is not noted."""
-    with remap.Session(40 * PAGE, page_bytes=PAGE, backend=_core.make_cuda_backend(library=emulated.path)) as session:
+    with remap.Session(
+        40 * PAGE,
+        page_bytes=PAGE,
+        platform=remap.advanced.Platform(backend=_core.make_cuda_backend(library=emulated.path)),
+    ) as session:
         session.attach_bytes(make_layers([2, 2, 2], 1), name="m", kv=make_spec(3, max_blocks=64))
         host = session._tenants["m"].host
         session.detach("m")

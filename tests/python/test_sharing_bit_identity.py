@@ -244,7 +244,9 @@ def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emu
         backend = _core.make_cuda_backend(library=emulated.path)
         streams = [stack.enter_context(driver.stream()) for _ in range(3)]
         config = remap.advanced.Knobs(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
-        with remap.Session(60 * PAGE, page_bytes=PAGE, mode=mode, backend=backend, config=config) as session:
+        with remap.Session(
+            60 * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=backend), config=config
+        ) as session:
             shapes = {"a": [2] * 5, "b": [3, 2, 3, 3, 2, 3], "c": [1] * 4}
             served = {
                 name: OnDevice(session, backend, name, sizes, tag, streams[tag - 1])

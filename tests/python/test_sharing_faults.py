@@ -32,7 +32,9 @@ class World:
         config = remap.advanced.Knobs(
             reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, policy="lru"
         )
-        self.session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=self.fault, config=config)
+        self.session = remap.Session(
+            CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.fault), config=config
+        )
         self.engines: dict[str, Engine] = {}
         for tag, (name, (layers, pages)) in enumerate(SHAPES.items(), 1):
             self.attach(name, layers, pages, tag)

@@ -63,7 +63,9 @@ class World:
             hbm_bytes_per_s=1024 * PAGE,
             contention=False,
         )
-        self.session = remap.Session((sum(pages) + spare) * PAGE, backend=self.backend)
+        self.session = remap.Session(
+            (sum(pages) + spare) * PAGE, platform=remap.advanced.Platform(backend=self.backend)
+        )
         tokens = PAGE // (len(pages) * 2 * 64 * 2) or 1
         spec = kv_spec(len(pages), 1, 64, tokens, 2, 2 * sum(pages) + 8)
         self.tenant = self.session.attach_bytes(masters([each * PAGE for each in pages]), kv=spec)
@@ -300,7 +302,7 @@ def test_a_named_model_on_a_named_machine_without_what_the_theory_leaves_out() -
         hbm_bytes_per_s=gh200.hbm_bytes_per_s,
         contention=False,
     )
-    with remap.Session(48 << 30, backend=made) as session:
+    with remap.Session(48 << 30, platform=remap.advanced.Platform(backend=made)) as session:
         spec = kv_spec(40, opt.kv_heads, opt.head_dim, 16, 500, 6000)
         tenant = session.attach_bytes(masters([opt.layer_bytes] * opt.layers), kv=spec)
         remap.advanced.remap(session, "model", layers=14, buffers=2)

@@ -35,7 +35,7 @@ def backend(**options: Any) -> Any:
 
 def large(made: Any) -> tuple[remap.Session, Any]:
     """40 layers of 600 MiB and KV: 24 GiB of weights of which no byte exists."""
-    session = remap.Session("36GiB", backend=made)
+    session = remap.Session("36GiB", platform=remap.advanced.Platform(backend=made))
     kv = remap.KVSpec(
         layers=40, kv_heads=40, head_dim=128, block_tokens=16, dtype="bfloat16", min_blocks=700, max_blocks=3000
     )
@@ -44,7 +44,7 @@ def large(made: Any) -> tuple[remap.Session, Any]:
 
 def small(made: Any, layers: int = 8, **options: Any) -> tuple[remap.Session, Any]:
     """A few layers of 8 pages; a block of KV is a page in all."""
-    session = remap.Session(layers * SMALL + 8 * 2 * MIB, backend=made, **options)
+    session = remap.Session(layers * SMALL + 8 * 2 * MIB, platform=remap.advanced.Platform(backend=made), **options)
     kv = remap.KVSpec(
         layers=layers,
         kv_heads=1,
@@ -200,13 +200,13 @@ def test_a_named_machine() -> None:
         with pytest.raises(InvalidArgument):
             remap.Session("1GiB", device=wrong)
     with pytest.raises(InvalidArgument) as option:
-        remap.Session("1GiB", device="sim:GH200-96GB", gpu_direct_rdma=True)
+        remap.Session("1GiB", device="sim:GH200-96GB", platform=remap.advanced.Platform(gpu_direct_rdma=True))
     assert option.value.device == "sim:GH200-96GB"
     with pytest.raises(OutOfMemory):
         remap.Session("200GiB", device="sim:GH200-96GB")
     with pytest.raises(InvalidArgument):
-        remap.Session("1GiB", device="sim:GH200-96GB", backend=backend())
-    with remap.Session("1GiB", device="sim:custom", backend=backend()) as session:
+        remap.Session("1GiB", device="sim:GH200-96GB", platform=remap.advanced.Platform(backend=backend()))
+    with remap.Session("1GiB", device="sim:custom", platform=remap.advanced.Platform(backend=backend())) as session:
         assert session.device == "sim:custom"
 
 
@@ -276,7 +276,7 @@ def test_a_decorated_backend_is_simulated_all_the_same() -> None:
 def test_backed_memory_has_the_bytes_of_every_layer_in_every_pass() -> None:
     made = backend(capacity_bytes=64 << 20, granularity=64 << 10, backed=True)
     contents = [bytes([layer + 1]) * (200_000 + layer) for layer in range(8)]
-    with remap.Session("4MiB", backend=made, page_bytes="64KiB") as session:
+    with remap.Session("4MiB", platform=remap.advanced.Platform(backend=made), page_bytes="64KiB") as session:
         kv = remap.KVSpec(
             layers=8, kv_heads=1, head_dim=64, block_tokens=16, dtype="bfloat16", min_blocks=4, max_blocks=200
         )
@@ -323,7 +323,7 @@ def resident():
 
 before = resident()
 made = _core.make_sim_backend(capacity_bytes=96 << 30, h2d_bytes_per_s=4e11, d2h_bytes_per_s=4e11, hbm_bytes_per_s=4e12)
-with remap.Session(96 << 30, backend=made) as session:
+with remap.Session(96 << 30, platform=remap.advanced.Platform(backend=made)) as session:
     kv = remap.KVSpec(layers=40, kv_heads=40, head_dim=128, block_tokens=16, dtype="bfloat16", min_blocks=700, max_blocks=9000)
     tenant = session.attach_bytes(masters([629278720] * 40), kv=kv)
     remap.advanced.remap(session, "model", layers=6, buffers=2)

@@ -19,8 +19,9 @@ import typer
 from typer.testing import CliRunner
 
 from reference.simulated_results import from_report
-from remap.cli import simulate_plots
+from remap.cli import simulate_plots, told
 from remap.cli.simulate import Options, prepare, simulate
+from remap.cli.simulate_html import page
 from remap.cli.simulate_report import change, seconds, table_rows
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim import serving
@@ -233,21 +234,24 @@ def test_errors_while_running_are_told_without_a_traceback(monkeypatch) -> None:
     assert "InvalidState: the engine broke" in result.output and "Traceback" not in result.output
 
 
-def test_without_matplotlib_the_page_is_refused_before_anything_runs(engine, monkeypatch, tmp_path) -> None:
-    real = simulate_plots.import_module
+@pytest.mark.parametrize(("package", "extra"), [("matplotlib", "sim"), ("jinja2", "cli")])
+def test_without_a_package_the_page_is_refused_before_anything_runs(
+    engine, monkeypatch, tmp_path, package, extra
+) -> None:
+    real = told.import_module
 
     def missing(name: str) -> Any:
-        if name.startswith("matplotlib"):
+        if name == package:
             raise ModuleNotFoundError(name=name)
         return real(name)
 
-    monkeypatch.setattr(simulate_plots, "import_module", missing)
+    monkeypatch.setattr(told, "import_module", missing)
     result = invoke("--html", str(tmp_path / "out.html"))
-    assert result.exit_code == 2 and "remap[bench]" in result.output
+    assert result.exit_code == 2 and f"remap[{extra}]" in result.output
     assert not engine and not (tmp_path / "out.html").exists()
     with pytest.raises(InvalidState) as caught:
-        simulate_plots.ttft_cdf([])
-    assert caught.value.extra == "bench"
+        page({}, [], "")
+    assert (caught.value.package, caught.value.extra) == (package, extra)
     # Table and JSON need none of it.
     assert invoke("--json", str(tmp_path / "out.json")).exit_code == 0
 

@@ -190,7 +190,11 @@ def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:
 
     page = 64 << 10
     backend = _core.make_trace_backend(_core.make_host_backend(38 * page, page))
-    world = World([4] * 8, "aliased", session=remap.Session(38 * page, page_bytes=page, backend=backend))
+    world = World(
+        [4] * 8,
+        "aliased",
+        session=remap.Session(38 * page, page_bytes=page, platform=remap.advanced.Platform(backend=backend)),
+    )
     with world.session:
         maps = lambda: sum(backend.count(getattr(_core.Call, name)) for name in ("map", "unmap", "exchange", "reserve"))  # noqa: E731
         heard = []
@@ -223,7 +227,9 @@ def test_an_error_while_applying_leaves_everything_as_it_was() -> None:
     from remap import _core
 
     backend = _core.make_fault_backend(_core.make_host_backend(38 * worlds.PAGE, worlds.PAGE))
-    session = remap.Session(38 * worlds.PAGE, page_bytes=worlds.PAGE, mode="strict", backend=backend)
+    session = remap.Session(
+        38 * worlds.PAGE, page_bytes=worlds.PAGE, mode="strict", platform=remap.advanced.Platform(backend=backend)
+    )
     world = World([4] * 8, "strict", session=session)
     with world.session:
         world.change(3, 1)

@@ -30,7 +30,9 @@ class World:
             capacity_bytes=96 << 30, h2d_bytes_per_s=LINK, d2h_bytes_per_s=LINK, hbm_bytes_per_s=4e12, contention=False
         )
         pages = LAYERS * LAYER // (2 * MIB) + 8
-        self.session = remap.Session(tenants * pages * 2 * MIB, backend=self.backend, config=STILL)
+        self.session = remap.Session(
+            tenants * pages * 2 * MIB, platform=remap.advanced.Platform(backend=self.backend), config=STILL
+        )
         kv = remap.KVSpec(
             layers=LAYERS,
             kv_heads=1,

@@ -264,7 +264,13 @@ class World:
         config = remap.advanced.Knobs(
             reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, ttft_s=1e9
         )
-        self.session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, backend=self.backend, config=config)
+        self.session = remap.Session(
+            total * PAGE,
+            page_bytes=PAGE,
+            mode=mode,
+            platform=remap.advanced.Platform(backend=self.backend),
+            config=config,
+        )
         self.engines = {name: Engine(self, name, tag) for tag, name in enumerate(SHAPES)}
         self.problems: list[str] = []
 

@@ -18,7 +18,9 @@ CAPACITY = 48 * PAGE
 def traced_session(mode: str) -> tuple[Any, str]:
     """A session's whole life behind a trace, and the log as text."""
     trace = _core.make_trace_backend(_core.make_host_backend(CAPACITY, PAGE, 1))
-    with remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, backend=trace) as session:
+    with remap.Session(
+        CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=trace)
+    ) as session:
         layers = make_layers([2, 3, 2, 3, 1, 3])
         tenant = session.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=160))
         for remapped, buffers in ((1, 1), (3, 2), (2, 1), (0, 1), (4, 1)):
@@ -104,7 +106,7 @@ def test_failed_calls_are_logged_as_failed_and_left_out() -> None:
     trace = _core.make_trace_backend(fault)
     fault.arm(_core.Call.create_page, 3)
     with pytest.raises(remap.Error):
-        remap.Session(CAPACITY, page_bytes=PAGE, backend=trace)
+        remap.Session(CAPACITY, page_bytes=PAGE, platform=remap.advanced.Platform(backend=trace))
     log = trace.log()
     assert [record.failed for record in log].count(True) == 1
     fresh = _core.make_host_backend(CAPACITY, PAGE, 1)

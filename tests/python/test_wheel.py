@@ -72,6 +72,14 @@ def test_auditwheel_calls_a_wheel_of_it_manylinux(tmp_path: Path) -> None:
     assert checks.platform_tag(wheel).startswith("manylinux_")
 
 
+def test_it_has_every_file_of_the_sources() -> None:
+    """Templates and tables too, which no import would miss."""
+    sources = ROOT / "src" / "remap"
+    wanted = {path.relative_to(sources) for path in sources.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {Path("cli/templates/demo.html.j2"), Path("sim/tables/machines.json")} <= wanted
+    assert [str(path) for path in sorted(wanted) if not (MODULE.parent / path).is_file()] == []
+
+
 def test_it_imports_and_works_where_there_is_no_driver() -> None:
     program = checks.installed_check()
     done = subprocess.run(

@@ -18,7 +18,9 @@ SECRET = 0xA5
 class World:
     def __init__(self, mode: str) -> None:
         self.trace = _core.make_trace_backend(make_backend(TOTAL * PAGE))
-        self.session = remap.Session(TOTAL * PAGE, page_bytes=PAGE, mode=mode, backend=self.trace)
+        self.session = remap.Session(
+            TOTAL * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.trace)
+        )
 
     def filled(self) -> int:
         """Bytes that the backend was asked to zero since the last call."""

@@ -18,10 +18,11 @@ from typing import Any
 from bench.gpu.context import Context, Skip
 from bench.gpu.models import LLAMA_3_8B, POSITIONS, ModelShape, make_model
 from bench.gpu.registry import Wrong, measure, missing
-from bench.gpu.results import Figure, count, figure, quantile
+from bench.gpu.results import Figure, count, figure
 from bench.gpu.tenants import PAGE
 
 import remap
+from remap.sim.results import percentile
 
 BLOCK_TOKENS = 16
 FIRST_S, TOKEN_S = 1.0, 0.1  # a request is good if its first token and the mean of the others came within these
@@ -234,8 +235,8 @@ def figures(title: str, runs: Mapping[str, Sequence[Run]], rate: float, span_s: 
             good_means=f"first token within {FIRST_S:g} s, a token each {TOKEN_S:g} s",
             unfinished=sum(run.unfinished for run in mine),
         )
-        late = [quantile([*run.first_s, *run.late_s] or [0.0], 0.99) * 1e3 for run in mine]
-        slow = [quantile(run.token_s or [0.0], 0.99) * 1e3 for run in mine]
+        late = [percentile([*run.first_s, *run.late_s] or [0.0], 0.99) * 1e3 for run in mine]
+        slow = [percentile(run.token_s or [0.0], 0.99) * 1e3 for run in mine]
         yield figure(
             f"{title}, {side}, first token, P99", statistics.median(late), "ms", first, range=[min(late), max(late)]
         )

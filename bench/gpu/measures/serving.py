@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from bench.gpu.context import Context, Skip
 from bench.gpu.registry import measure, missing
-from bench.gpu.results import Figure, count, figure, quantile
+from bench.gpu.results import Figure, count, figure
 from bench.gpu.tenants import PAGE
 
 import remap
 from remap.policy import schedule
+from remap.sim.results import percentile
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
@@ -202,7 +203,7 @@ def figures(shape: Shape, run: Run) -> Iterator[Figure]:
     gaps, first = run.metrics.tbt_s or [0.0], run.metrics.ttft_s or [0.0]
     by_hand = run.kind == "by hand"
     yield figure(f"{shape.name}, {run.kind} (us: between tokens)", detail["tokens_per_s"], "tokens/s", gaps, **detail)
-    late = quantile(first, 0.99) * 1e3
+    late = percentile(first, 0.99) * 1e3
     yield figure(f"{shape.name}, {run.kind}, first token, P99", late, "ms", first, shown=not by_hand)
     yield count(f"{shape.name}, {run.kind}, tokens recomputed", detail["recomputed_tokens"], "tokens", n=len(gaps))
 

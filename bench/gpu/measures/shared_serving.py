@@ -33,10 +33,11 @@ from bench.gpu.models import (
     make_model,
 )
 from bench.gpu.registry import Wrong, measure, missing
-from bench.gpu.results import Figure, count, figure, quantile
+from bench.gpu.results import Figure, count, figure
 from bench.gpu.whole_models import WholeModels
 
 import remap
+from remap.sim.results import percentile
 
 if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request
@@ -338,8 +339,8 @@ def _spread(values: Sequence[float]) -> dict[str, Any]:
 def _figures(title: str, runs: Sequence[Run], more: Mapping[str, Any]) -> Iterator[Figure]:
     """P99 of both latencies and tokens/s of each kind, and the ratios: the median over the seeds, and their range."""
     by_kind = {kind: mine for kind in KINDS if (mine := [run for run in runs if run.kind == kind])}
-    first = {kind: [quantile(run.first_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
-    between = {kind: [quantile(run.between_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
+    first = {kind: [percentile(run.first_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
+    between = {kind: [percentile(run.between_s or [0.0], 0.99) for run in mine] for kind, mine in by_kind.items()}
     speed = {kind: [_tokens_per_s(run) for run in mine] for kind, mine in by_kind.items()}
     for kind, mine in by_kind.items():
         all_first = [s for run in mine for s in run.first_s] or [0.0]
@@ -373,7 +374,7 @@ def _activations(title: str, turns: Sequence[Any]) -> Iterator[Figure]:
     if delays:
         yield figure(
             f"{title}, from a turn's beginning to its first pass, P99",
-            quantile(delays, 0.99) * 1e3,
+            percentile(delays, 0.99) * 1e3,
             "ms",
             delays,
             restored_layers=sum(each.restored_layers for each in turns),

@@ -1,26 +1,26 @@
 """A copy of 64 KiB to the device while layers are copied: how long an engine's inputs wait behind weights.
 
 A copy engine serves copies in the order in which they were enqueued, whatever their streams' priorities. So a small copy waits
-for the whole copy that is under way, and pieces of it (`Session(copy_chunk_bytes=...)`) let it in between. What the pieces cost
+for the whole copy that is under way, and pieces of it (`Platform.copy_chunk_bytes`) let it in between. What the pieces cost
 is the rate of the layers themselves, measured beside it against plain copies of whole layers.
 """
 
 from __future__ import annotations
 
-import inspect
 import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
-from bench.gpu.context import MIB, Context, Skip
+from bench.gpu.context import MIB, Context
 from bench.gpu.registry import Wrong, measure
-from bench.gpu.results import Figure, figure, quantile, ratio
+from bench.gpu.results import Figure, figure, ratio
 from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks, marks
 
 import remap
 from remap import _core
+from remap.sim.results import percentile
 
 from .link import bytes_at
 from .prefetch import LAYERS, take_turns
@@ -28,12 +28,6 @@ from .prefetch import LAYERS, take_turns
 SMALL = 64 << 10
 BUFFERS = 2
 PAUSE_S = 200e-6  # between two small copies, as an engine's inputs do not come one right behind the other
-ARGUMENT = "copy_chunk_bytes"
-
-
-def takes_chunks() -> bool:
-    """Whether this `remap` can copy layers in pieces."""
-    return ARGUMENT in inspect.signature(remap.Session.__init__).parameters
 
 
 class SmallCopies:
@@ -106,19 +100,16 @@ def small_copies(ctx: Context) -> Iterator[Figure]:
     size = ctx.pick(256 * MIB, 64 * MIB, 4 * MIB)
     layer_bytes = ctx.fit(2 * LAYERS * size, unit=2 * LAYERS * 2 * MIB, host=True) // (2 * LAYERS)
     chunks = ctx.pick((0, 4 * MIB, 16 * MIB, 32 * MIB), (0, 4 * MIB, 16 * MIB, 32 * MIB), (0, MIB))
-    for chunk in chunks if takes_chunks() else (0,):
+    for chunk in chunks:
         yield from _one_size(ctx, layer_bytes, chunk, 0.9 / len(chunks))
-    if not takes_chunks():
-        raise Skip(f"Session has no argument {ARGUMENT}: whole layers only")
 
 
 def _one_size(ctx: Context, layer_bytes: int, chunk: int, share: float) -> Iterator[Figure]:
-    chosen = {ARGUMENT: chunk} if takes_chunks() else {}
     title = f"{chunk // MIB} MiB pieces" if chunk else "whole layers"
     rounds, most = ctx.pick(12, 4, 3), ctx.pick(2000, 500, 20)
     taken: dict[str, list[float]] = {"alone": [], "streaming": [], "reload": []}
     with (
-        device_tenant(ctx, LAYERS, layer_bytes, session=chosen) as (raw, its_marks),
+        device_tenant(ctx, LAYERS, layer_bytes, copy_chunk_bytes=chunk) as (raw, its_marks),
         marks(raw.backend) as small_marks,
         ctx.buffers(device=layer_bytes, host=LAYERS * layer_bytes + 2 * MIB) as (device, host),
         ctx.buffers(device=2 * MIB, host=2 * MIB) as (inputs, inputs_host),
@@ -141,11 +132,11 @@ def _one_size(ctx: Context, layer_bytes: int, chunk: int, share: float) -> Itera
             raw.verify(its_marks)
         finally:
             small.close()
-    alone_us = quantile(taken["alone"], 0.5) * 1e6
+    alone_us = percentile(taken["alone"], 0.5) * 1e6
     for name in ("streaming", "reload"):
         samples = taken[name]
         if samples:
-            late = quantile(samples, 0.99) * 1e6
+            late = percentile(samples, 0.99) * 1e6
             label = f"a copy of 64 KiB beside {'a reload' if name == 'reload' else name}, {title}, P99"
             yield figure(label, late, "us", samples, alone_p50_us=alone_us, layer_bytes=layer_bytes)
     yield ratio(

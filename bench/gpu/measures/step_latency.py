@@ -13,11 +13,12 @@ from typing import Any
 from bench.gpu.context import MIB, Context, Skip
 from bench.gpu.mover import Mover, largest_layer, mover_bytes
 from bench.gpu.registry import measure, missing
-from bench.gpu.results import Figure, count, figure, quantile
+from bench.gpu.results import Figure, count, figure
 from bench.gpu.tenants import DeviceTenant, device_tenant
 from bench.gpu.timing import Marks
 
 import remap
+from remap.sim.results import percentile
 
 LAYERS = 8
 IN_A_ROW = 16  # calls of each kind, after which the device is waited for
@@ -128,10 +129,10 @@ def calls_beside_repointing(ctx: Context) -> Iterator[Figure]:
 def _figures(title: str, busy: list[float], idle: list[float], launch: str) -> Iterator[Figure]:
     if not idle:
         raise Skip(f"{title}: the worker was never idle")
-    common = {"idle_p50_us": quantile(idle, 0.5) * 1e6, "idle_p99_us": quantile(idle, 0.99) * 1e6, "launch": launch}
+    common = {"idle_p50_us": percentile(idle, 0.5) * 1e6, "idle_p99_us": percentile(idle, 0.99) * 1e6, "launch": launch}
     if len(busy) < 3:  # the worker was faster than a call: there is nothing to tell
         return
-    late = quantile(busy, 0.99)
+    late = percentile(busy, 0.99)
     yield figure(f"{title}, worker at work, P99", late * 1e6, "us", busy, idle_n=len(idle), **common)
-    more = late / max(1e-9, quantile(idle, 0.99))
+    more = late / max(1e-9, percentile(idle, 0.99))
     yield figure(f"{title}, P99 at work / idle", more, "x", busy, shown=False, **common)

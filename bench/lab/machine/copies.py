@@ -22,7 +22,7 @@ def backend_of(device: str, capacity: int) -> Any:
     """The backend of "cpu" or "cuda:N" with room for `capacity` bytes. Raises DriverError, InvalidArgument."""
     from remap.memory import device as devices
 
-    return devices.resolve(device, None, capacity, PAGE_BYTES)[0]
+    return devices.resolve(device, capacity, PAGE_BYTES)[0]
 
 
 def _page_bytes(backend: Any) -> int:

@@ -1,4 +1,4 @@
-"""One picture an experiment of `bench.lab paper`, as SVG. Needs matplotlib (the extra `bench`)."""
+"""One picture an experiment of `bench.lab paper`, as SVG. Needs matplotlib (the extra `sim` or `bench`)."""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from remap.errors import InvalidArgument
+from remap.memory.device import Platform
 from remap.session import Session
 
 __all__ = ["SharedSession", "shared"]
@@ -33,7 +34,8 @@ class SharedSession:
         """The session: opened for the first engine, the same one for others. Raises InvalidArgument (fields capacity,
         page_bytes) if they ask for another one, and what `Session` raises; nobody has entered then."""
         if self._session is None or self._session.closed:
-            self._session = Session(capacity, device, page_bytes=page_bytes, copy_chunk_bytes=copy_chunk_bytes)
+            platform = Platform(copy_chunk_bytes=copy_chunk_bytes)
+            self._session = Session(capacity, device, page_bytes=page_bytes, platform=platform)
             self._users = 0
         there = self._session.snapshot()
         if (there.page_bytes, there.capacity_bytes) != (page_bytes, capacity):

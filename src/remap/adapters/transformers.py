@@ -336,9 +336,9 @@ _AT: weakref.WeakKeyDictionary[Session, weakref.WeakValueDictionary[str, Attache
 
 def _open(model: Any, layers: Any, capacity: int | str, device: str | None, options: Mapping[str, Any]) -> Session:
     """A session for this model: its copies make way for the engine's own, its pages suit the layers."""
-    chosen = {"copy_chunk_bytes": COPY_CHUNK_BYTES, **options}
+    chosen = {"platform": devices.Platform(copy_chunk_bytes=COPY_CHUNK_BYTES), **options}
     where = device or devices.default_name()
-    if where != "cpu" and "backend" not in chosen:
+    if where != "cpu" and getattr(chosen["platform"], "backend", None) is None:
         chosen.setdefault("page_bytes", footprint(model, layers).page_size(where))
     return Session(capacity, device, **chosen)
 

@@ -1,4 +1,4 @@
-"""The command `remap`. Needs the extra `cli` (typer, rich); the library itself does not."""
+"""The command `remap`. Needs the extra `cli` (typer, rich, jinja2); the library itself does not."""
 
 from __future__ import annotations
 

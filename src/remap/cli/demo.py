@@ -31,6 +31,7 @@ from .demo_report import KINDS, DemoResult, RunResult, closing_sentence, table, 
 from .demo_rounds import rounds_table, rounds_to_json
 from .demo_tenants import KV_SHARE, QUANTUM_S, model_name
 from .machine import machine_info
+from .pages import need_jinja
 
 __all__ = ["environment", "machine_info", "run_demo", "run_in_process", "write_reports"]
 
@@ -168,6 +169,7 @@ def write_reports(rounds: Sequence[DemoResult], folder: Path) -> tuple[Path, Pat
 def demo(config: DemoConfig, folder: Path, console: Console, rounds: int = 1) -> tuple[DemoResult, ...]:
     """Run, write, and tell: the table, the files, and one closing sentence; of several rounds their medians and ranges. What
     is done is written after each round."""
+    need_jinja()  # said before the minutes of the runs, not after
     done: list[DemoResult] = []
     for _ in range(rounds):
         done.append(run_demo(config, console))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
-from .told import Missing, errors_told, writable
+from .told import errors_told, needed, writable
 
 __all__ = ["fit_command"]
 
@@ -31,8 +30,7 @@ def fit_command(
     console = Console(soft_wrap=True)
     with errors_told():
         writable(out)
-        if importlib.util.find_spec("scipy") is None:
-            raise Missing("`remap fit` needs scipy: pip install 'remap[sim]'; nothing was fitted", package="scipy")
+        needed("scipy", "sim", "`remap fit`")
         found = fit(_read(measurements), name, like)
         _write(out, found.document())
     for group, off in found.errors.items():

@@ -277,9 +277,9 @@ def simulate(
     )
     with errors_told():
         if html is not None:
-            from .simulate_plots import need_matplotlib
+            from .simulate_html import need_packages
 
-            need_matplotlib()  # said before the minutes of a simulation, not after
+            need_packages()  # said before the minutes of a simulation, not after
         for path in (as_json, html):
             if path is not None:
                 writable(path)

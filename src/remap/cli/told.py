@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import typer
 from rich.console import Console
 
 from remap.errors import Error, InvalidArgument, InvalidState
 
-__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "errors_told", "writable"]
+__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "errors_told", "needed", "writable"]
 
 FAILED, REFUSED = 1, 2
 EXIT_CODES = (
@@ -28,6 +30,18 @@ EXIT_CODES = (
 
 class Missing(InvalidState):
     """What the command needs is not here (a package, a device, a model), so nothing was begun. The message names it."""
+
+
+def needed(package: str, extra: str, what: str) -> Any:
+    """The module `package`. Raises Missing (fields package, extra) where it is not installed. what: that needs it."""
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise Missing(
+            f"{what} needs {package}, of the extra `{extra}`: pip install 'remap[{extra}]'; nothing was begun",
+            package=package,
+            extra=extra,
+        ) from error
 
 
 @contextmanager

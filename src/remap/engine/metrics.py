@@ -4,6 +4,7 @@ timeline. Pure.
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +15,12 @@ __all__ = ["Metrics", "Sample", "percentile"]
 
 
 def percentile(values: Sequence[float], q: float) -> float:
-    """The q-quantile (0..1) with linear interpolation between order statistics, as numpy's default; 0.0 for no
-    values.
+    """The q-quantile, q being 0.01, 0.02, ..., 0.99, with linear interpolation between order statistics, as numpy's default;
+    0.0 of nothing.
     """
-    if not values:
-        return 0.0
-    ordered = sorted(values)
-    position = q * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+    if len(values) < 2:
+        return values[0] if values else 0.0
+    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * q) - 1]
 
 
 @dataclass(frozen=True)

@@ -20,21 +20,67 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remap import _core
+from remap.config import is_count, refuse
 from remap.errors import InvalidArgument
 from remap.memory.machine_memory import require_memory
 from remap.memory.native_stream import LEGACY_DEFAULT_STREAM
-from remap.sizes import parse_size
+from remap.sizes import MOST_BYTES, parse_size
 
 if TYPE_CHECKING:
     import torch
 
     from remap.sim.hardware import Machine
 
-__all__ = ["SHAREABLE", "Device", "DeviceName", "default_mode", "default_name", "parse", "resolve", "simulated"]
+__all__ = [
+    "Device",
+    "DeviceName",
+    "Platform",
+    "default_mode",
+    "default_name",
+    "parse",
+    "resolve",
+    "simulated",
+]
 
-SHAREABLE = ("none", "posix_fd", "fabric")
+_SHAREABLE = ("none", "posix_fd", "fabric")
 _SIM = re.compile(r"sim:([A-Za-z0-9][A-Za-z0-9._+-]{0,63})")
 _CUDA = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
+
+
+@dataclass(frozen=True)
+class Platform:
+    """How a session's pages are made and its copies run, for experts and tests (`remap.advanced`).
+
+    copy_chunk_bytes: copies of layers go in chunks of so many bytes (or "32MiB"), between which copies of others get in: for
+    engines that copy their inputs to the device themselves, and would wait for a layer of hundreds of MB. 0: a layer's copy is
+    one. copy_threads: on the CPU, threads that share one copy. shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma: on
+    cuda, what may be done with the pages outside of this process; it cannot be changed later. backend: a ready one instead of the
+    session's `device` (decorators, tests); of the other options only copy_chunk_bytes counts then.
+
+    Raises InvalidArgument (field) for values out of range.
+    """
+
+    copy_chunk_bytes: int | str = 0
+    copy_threads: int = 1
+    shareable: str = "none"
+    gpu_direct_rdma: bool = False
+    backend: Any = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "copy_chunk_bytes", parse_size(self.copy_chunk_bytes, "copy_chunk_bytes"))
+        if (
+            not is_count(self.copy_threads, 1) or self.copy_threads > MOST_BYTES
+        ):  # the backend says how many it has at most
+            raise refuse("copy_threads", self.copy_threads, "an int of at least 1")
+        if self.shareable not in _SHAREABLE:
+            raise refuse("shareable", self.shareable, f"one of {_SHAREABLE}")
+        if not isinstance(self.gpu_direct_rdma, bool):
+            raise refuse("gpu_direct_rdma", self.gpu_direct_rdma, "True or False")
+        if not isinstance(self.backend, (_core.Backend, type(None))):
+            raise refuse("backend", self.backend, "a backend of remap's, or None")
+
+
+_USUAL = Platform()
 
 
 @dataclass(frozen=True)
@@ -158,13 +204,9 @@ class Device:
 
 def resolve(
     device: object,
-    backend: Any,
     capacity: int,
     page_bytes: int,
-    *,
-    copy_threads: int = 1,
-    shareable: str = "none",
-    gpu_direct_rdma: bool = False,
+    platform: Platform = _USUAL,
     host_budget: int | str | None = None,
 ) -> tuple[Any, Device]:
     """(backend, device) of a session of `capacity` bytes; arguments as `Session` takes them. A ready backend is kept.
@@ -174,42 +216,23 @@ def resolve(
     the device does not have; OutOfMemory on the CPU beyond what the machine or its control group could ever hold; DriverError on
     cuda without a usable driver.
     """
-    if backend is None:
+    if platform.backend is None:
         name = parse(default_name() if device is None else device)
-        backend = _make_backend(
-            name,
-            capacity,
-            page_bytes,
-            copy_threads=copy_threads,
-            shareable=shareable,
-            gpu_direct_rdma=gpu_direct_rdma,
-            host_budget=host_budget,
-        )
+        backend = _make_backend(name, capacity, page_bytes, platform, host_budget)
         return backend, Device(backend)
-    found = Device(backend)
+    found = Device(platform.backend)
     if device is not None and parse(device) != found.name:
         raise InvalidArgument(
             f"device is {device!r}, the given backend's is {str(found.name)!r}; nothing was created; leave device out",
             device=device,
             backend=str(found.name),
         )
-    return backend, found
+    return platform.backend, found
 
 
 def _make_backend(
-    name: DeviceName,
-    capacity: int,
-    page_bytes: int,
-    *,
-    copy_threads: int,
-    shareable: str,
-    gpu_direct_rdma: bool,
-    host_budget: int | str | None,
+    name: DeviceName, capacity: int, page_bytes: int, platform: Platform, host_budget: int | str | None
 ) -> Any:
-    if shareable not in SHAREABLE:
-        raise InvalidArgument(
-            f"shareable must be one of {SHAREABLE}, got {shareable!r}; nothing was created", shareable=shareable
-        )
     budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
     if host_budget is not None and budget == 0:
         raise InvalidArgument(
@@ -220,13 +243,13 @@ def _make_backend(
     if name.kind == "cuda":
         return _core.make_cuda_backend(
             device=name.index,
-            shareable=getattr(_core.ShareableHandle, shareable),
-            gpu_direct_rdma=gpu_direct_rdma,
+            shareable=getattr(_core.ShareableHandle, platform.shareable),
+            gpu_direct_rdma=platform.gpu_direct_rdma,
             host_budget_bytes=budget,
         )
     for option, given in (
-        ("shareable", shareable != "none"),
-        ("gpu_direct_rdma", gpu_direct_rdma),
+        ("shareable", platform.shareable != "none"),
+        ("gpu_direct_rdma", platform.gpu_direct_rdma),
         ("host_budget", budget > 0),
     ):
         if given:
@@ -238,7 +261,7 @@ def _make_backend(
 
         return simulated(machine(name.machine))
     require_memory(capacity)
-    return _core.make_host_backend(capacity - capacity % page_bytes, page_bytes, copy_threads)
+    return _core.make_host_backend(capacity - capacity % page_bytes, page_bytes, platform.copy_threads)
 
 
 def simulated(machine: Machine, *, contention: bool = True, backed: bool = False) -> Any:

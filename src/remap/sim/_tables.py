@@ -9,18 +9,13 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from remap.config import refuse
 from remap.errors import InvalidArgument
 
-__all__ = ["Extra", "refuse", "resolve", "table_of"]
+__all__ = ["Extra", "resolve", "table_of"]
 
 Extra = str | Path | Mapping[str, Any] | None
 """A table of the user's: the path of a JSON file, or what such a file holds."""
-
-
-def refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
-    )
 
 
 @cache

@@ -25,7 +25,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ._tables import Extra, refuse, resolve, table_of
+from remap.config import refuse
+
+from ._tables import Extra, resolve, table_of
 
 __all__ = [
     "MOST_MISFIT",

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from remap.config import refuse
 from remap.errors import InvalidArgument
 
-from ._tables import refuse
 from .hardware import Model
 from .model_variants import in_dtype
 

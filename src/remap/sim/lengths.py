@@ -11,15 +11,9 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from remap.errors import InvalidArgument
+from remap.config import refuse
 
 __all__ = ["Quantiles", "Uniform"]
-
-
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing was made; correct {name}", field=name, value=value
-    )
 
 
 def _log_ratio(large: float, small: float) -> float:
@@ -44,13 +38,13 @@ class Quantiles:
     def __post_init__(self) -> None:
         shares, tokens = self.shares, self.tokens
         if len(shares) < 2 or shares[0] != 0.0 or shares[-1] != 1.0 or any(b <= a for a, b in zip(shares, shares[1:])):
-            raise _refuse("shares", shares, "at least two shares that ascend from 0 to 1")
+            raise refuse("shares", shares, "at least two shares that ascend from 0 to 1")
         if len(tokens) != len(shares) or not tokens[0] > 0 or any(b < a for a, b in zip(tokens, tokens[1:])):
-            raise _refuse("tokens", tokens, f"{len(shares)} numbers above 0 that do not descend")
+            raise refuse("tokens", tokens, f"{len(shares)} numbers above 0 that do not descend")
         if not math.isfinite(tokens[-1]):
-            raise _refuse("tokens", tokens, "finite")
+            raise refuse("tokens", tokens, "finite")
         if not 1 <= self.least <= self.most:
-            raise _refuse("least", self.least, f"from 1 to most ({self.most})")
+            raise refuse("least", self.least, f"from 1 to most ({self.most})")
 
     def at(self, share: float) -> float:
         """The length at a share (0 to 1) of all, before the cut and before rounding."""
@@ -109,7 +103,7 @@ class Uniform:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            raise _refuse("least", self.least, f"from 1 to most ({self.most})")
+            raise refuse("least", self.least, f"from 1 to most ({self.most})")
 
     @property
     def mean(self) -> float:

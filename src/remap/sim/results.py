@@ -12,9 +12,11 @@ many gaps were that long), since all rows of one iteration have the same one; th
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from itertools import accumulate
 from typing import Any
 
 from remap.errors import InvalidArgument
@@ -68,8 +70,7 @@ def _rank(q: float, count: int) -> int:
 
 def percentile(values: Sequence[float], q: float) -> float:
     """The q-quantile (0 to 1) by nearest rank; `values` in any order. nan of nothing. Raises InvalidArgument (q)."""
-    rank = _rank(q, len(values))
-    return sorted(values)[rank - 1] if values else math.nan
+    return weighted_percentile(((value, 1) for value in values), q)
 
 
 def weighted_percentile(pairs: Iterable[tuple[float, int]], q: float) -> float:
@@ -78,13 +79,9 @@ def weighted_percentile(pairs: Iterable[tuple[float, int]], q: float) -> float:
     Pairs in any order; nan of nothing. Raises InvalidArgument (q).
     """
     ordered = sorted(pairs)
-    rank = _rank(q, sum(count for _, count in ordered))
-    seen = 0
-    for value, count in ordered:
-        seen += count
-        if count > 0 and seen >= rank:
-            return value
-    return math.nan
+    seen = list(accumulate(count for _, count in ordered))
+    rank = _rank(q, seen[-1] if seen else 0)
+    return ordered[bisect_left(seen, rank)][0] if rank else math.nan
 
 
 def ascending(counts: Mapping[float, int]) -> Pairs:

@@ -36,7 +36,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from remap.errors import InvalidArgument
+from remap.config import refuse
 from remap.sim.lengths import Quantiles, Uniform
 
 __all__ = [
@@ -56,15 +56,9 @@ __all__ = [
 ]
 
 
-def _refuse(name: str, value: object, expected: str) -> InvalidArgument:
-    return InvalidArgument(
-        f"{name} must be {expected}, got {value!r}; nothing was made; correct {name}", field=name, value=value
-    )
-
-
 def _positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise _refuse(name, value, "a finite number above 0")
+        raise refuse(name, value, "a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -96,11 +90,11 @@ class Arrivals:
         _positive("rate", self.rate)
         _positive("cv", self.cv)
         if not 0 < self.duty < 1:
-            raise _refuse("duty", self.duty, "above 0 and below 1")
+            raise refuse("duty", self.duty, "above 0 and below 1")
         if not 0 <= self.spread < math.inf:
-            raise _refuse("spread", self.spread, "a finite number of at least 0")
+            raise refuse("spread", self.spread, "a finite number of at least 0")
         if not 1 <= self.spells < math.inf:
-            raise _refuse("spells", self.spells, "a finite number of at least 1")
+            raise refuse("spells", self.spells, "a finite number of at least 1")
 
     @property
     def burst_s(self) -> float:
@@ -204,9 +198,9 @@ class Lognormal:
     def __post_init__(self) -> None:
         _positive("mean", self.mean)
         if not 0 <= self.sigma < math.inf:
-            raise _refuse("sigma", self.sigma, "a finite number of at least 0")
+            raise refuse("sigma", self.sigma, "a finite number of at least 0")
         if not 1 <= self.least <= self.most:
-            raise _refuse("least", self.least, f"from 1 to most ({self.most})")
+            raise refuse("least", self.least, f"from 1 to most ({self.most})")
 
     @property
     def cut_mean(self) -> float:
@@ -244,7 +238,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if self.total is not None and self.total < 2:
-            raise _refuse("total", self.total, "at least 2, or None")
+            raise refuse("total", self.total, "at least 2, or None")
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """Tokens of one prompt and of its answer."""

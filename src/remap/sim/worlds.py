@@ -105,7 +105,8 @@ def _session_world(setup: Setup, policy: Policy) -> World:
         pages += KVGeometry(spec, setup.page_bytes).pages_for_blocks(reserved)
     capacity = pages * setup.page_bytes
     backend = simulated(setup.machine)
-    session = remap.Session(capacity, backend=backend, page_bytes=setup.page_bytes, config=policy.config)
+    platform = remap.advanced.Platform(backend=backend)
+    session = remap.Session(capacity, page_bytes=setup.page_bytes, config=policy.config, platform=platform)
     try:
         managed = session if policy.kind == "remap" else None
         engines: dict[str, SimEngine] = {}

@@ -82,8 +82,8 @@ class Adapter:
             settings.capacity,
             device,
             page_bytes=page_bytes,
-            copy_chunk_bytes=settings.copy_chunk_bytes,
             config=_controller(settings),
+            platform=remap.advanced.Platform(copy_chunk_bytes=settings.copy_chunk_bytes),
         )
         try:
             spec = remap.KVSpec(**shape, min_blocks=first)

@@ -1,0 +1,31 @@
+"""Pages out of the templates beside this module, each in one file that asks the network for nothing.
+
+Whatever a template is given is escaped, but for what it calls safe.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .told import needed
+
+__all__ = ["need_jinja", "render"]
+
+
+def need_jinja() -> Any:
+    """The module. Raises told.Missing where it is not installed."""
+    return needed("jinja2", "cli", "a page")
+
+
+def render(template: str, **values: Any) -> str:
+    """The whole HTML document. Raises told.Missing without jinja2, and UndefinedError if a value is missing."""
+    jinja = need_jinja()
+    pages = jinja.Environment(
+        loader=jinja.PackageLoader("remap.cli"),
+        autoescape=True,
+        undefined=jinja.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    return str(pages.get_template(f"{template}.html.j2").render(values))
