@@ -1,4 +1,4 @@
-"""The simulated headline: what the README and bench/results/headline.md say is what was stored, and a seed can be run again."""
+"""The simulated headline: docs/results.md and bench/results/headline.md say what was stored, and a seed can be run again."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from bench.lab import ROOT, headline
 STORED = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
 
 
-def test_the_page_and_the_readme_say_what_is_stored() -> None:
+def test_the_pages_say_what_is_stored() -> None:
     table = headline.table(STORED)
     assert table in headline.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    results = (ROOT / "docs/results.md").read_text(encoding="utf-8")
     for load, factor, rows in (("C1", 0.5, 2), ("C1", 0.85, 2), ("C2", 0.85, 2)):
         lines = [line for line in table.splitlines() if line.startswith(f"| {load} ShareGPT | {factor:g} c")]
         assert len(lines) == rows
         for line in lines:
             cells = [cell.strip() for cell in line.strip("|").split("|")]
             for said in (cells[4], cells[9]):  # preemptions and tokens/s are written alike
-                assert f"| {said} |" in readme, (line, said)
+                assert f"| {said} |" in results, (line, said)
 
 
 def test_what_the_words_say_is_what_is_stored() -> None:
-    """P99 TBT "in all eight loads, from 8 % to nine times", the median "up to a third longer"; README: first tokens "three to
-    four times as soon"."""
+    """P99 TBT "in all eight loads, from 8 % to nine times", the median "up to a third longer"; docs/results.md: first tokens
+    "three to four times as soon", and so the README."""
 
     def ratios(figure: str) -> dict[tuple[str, float], float]:
         found = {}
