@@ -15,6 +15,8 @@ ABLATION_ARGS ?=
 MUTANTS_ARGS ?=
 PAPER_ARGS ?=
 PYTEST_ARGS ?=
+# Tests at a time; auto: as many as there are cores.
+JOBS ?= auto
 # The CPU build of torch brings no triton, and the kernels' tests need one; a CUDA build brings its own. Before 3.7 the
 # interpreter, in which they run without a GPU, does not work with numpy 2.4.
 TRITON ?= triton==3.7.1
@@ -33,23 +35,28 @@ EMULATED_DRIVER := $(CURDIR)/build/cpp/libremap_emulated_cuda.so
 EMULATED_DEVICE := REMAP_DEVICE=cuda:0 REMAP_LIBCUDA=$(EMULATED_DRIVER) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) \
   REMAP_EMULATED_GRANULARITY=4096 REMAP_EMULATED_MEMORY=4294967296
 DEVICE_SUITES := tests/python/device_suites.txt
+# The small models of the tests gain nothing from torch's own threads, which on a busy machine wait for each other.
+ONE_THREAD := OMP_NUM_THREADS=1
+PARALLEL := -n $(JOBS) --dist worksteal
+HOST_PYTEST := env -u REMAP_DEVICE -u REMAP_LIBCUDA $(ONE_THREAD) REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PARALLEL)
 # An empty list would mean every file to pytest.
 RUN_EMULATED = files=$$(sed 's/\#.*//' $(DEVICE_SUITES)) && test -n "$$files" && \
-  $(EMULATED_DEVICE) $(BIN)/python -m pytest $(PYTEST_ARGS) $$files && \
-  $(EMULATED_DEVICE) $(BIN)/python -m pytest -m 'not slow' $(PYTEST_ARGS) tests/gpu
+  $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) $(PYTEST_ARGS) $$files && \
+  $(EMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest $(PARALLEL) -m 'not slow' $(PYTEST_ARGS) tests/gpu
 
 # What goes into the wheel. The list itself is a dependency too, so that a deleted file rebuilds.
 SOURCES = $(shell find src cpp include python -type f ! -name '*.pyc' 2>/dev/null) CMakeLists.txt README.md LICENSE
 CMAKE_TESTS := -G Ninja -DREMAP_BUILD_TESTS=ON -DREMAP_BUILD_PYTHON=OFF -DREMAP_WERROR=ON -DCMAKE_BUILD_TYPE=Debug
 
-.PHONY: help demo test test-emulated test-engines check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
+.PHONY: help demo test test-all test-emulated test-engines check check-quick check-cpp mutants bench bench-check ablations paper gpu gpu-emulated format venv clean clean-all FORCE
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 help:
 	@echo 'make demo             serve real prompts on a real model in a fixed memory budget, with and without remap'
-	@echo 'make test             C++ tests; the Python suite over the built wheel; its sessions on the emulated CUDA driver'
-	@echo 'make test-emulated    the last of these alone'
+	@echo 'make test             C++ tests, and the Python suite over the built wheel without its slow tests'
+	@echo 'make test-all         all of that, the C++ example, sessions on the emulated CUDA driver, each benchmark once'
+	@echo 'make test-emulated    sessions on the emulated CUDA driver alone'
 	@echo 'make test-engines     vLLM (and SGLang) on a CPU, on remap: an environment of their own (.venv-engines, some GB)'
 	@echo 'make cpp-example      C++ tests; the core installed as a CMake package; examples/cpp built against it and run'
 	@echo 'make check            lint, types, import rules; the C++ core under ASan+UBSan and under TSan'
@@ -69,9 +76,14 @@ help:
 demo: $(STAMPS)/wheel
 	$(BIN)/remap demo --tenants $(TENANTS) $(DEMO_ARGS)
 
-test: $(STAMPS)/wheel cpp-tests cpp-example
-	env -u REMAP_DEVICE -u REMAP_LIBCUDA REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest $(PYTEST_ARGS)
+test: $(STAMPS)/wheel cpp-tests
+	$(HOST_PYTEST) -m 'not slow' $(PYTEST_ARGS)
+
+# Both on all cores. The emulated driver is a library in the process, so that every worker has its own.
+test-all: $(STAMPS)/wheel cpp-tests cpp-example
+	$(HOST_PYTEST) $(PYTEST_ARGS)
 	$(RUN_EMULATED)
+	$(MAKE) --no-print-directory bench-check
 
 test-emulated: $(STAMPS)/wheel cpp-tests
 	$(RUN_EMULATED)
