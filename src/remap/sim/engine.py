@@ -100,7 +100,7 @@ class SimEngine(Engine):
     @property
     def last_finish_s(self) -> float:
         """When the last of those that have finished did; 0 if nobody has."""
-        return (self._done and self._done[-1].last_s) or 0.0
+        return max((one.last_s or 0.0 for one in self._done), default=0.0)
 
     def result(self) -> TenantResult:
         """All since the metrics began; of the passes, all there were."""

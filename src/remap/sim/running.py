@@ -10,10 +10,10 @@ Concurrent   spatial sharing: every tenant runs passes of its own as soon as it 
 from __future__ import annotations
 
 import heapq
-from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from remap.engine.engine import StepOutput
 from remap.engine.scheduler import Schedule
 from remap.engine.sharing import SharedEngines, latest_first
 from remap.errors import InvalidState
@@ -22,7 +22,7 @@ from remap.sim.passes import sampled
 from remap.sim.timeline import Timeline
 from remap.sim.workload import Item
 
-__all__ = ["Concurrent", "Runner", "Turns"]
+__all__ = ["Concurrent", "Serving", "Turns"]
 
 _NAP_S = 0.01  # how often an idle engine lets the session give pages back
 _NAPS = 512  # without any change, after which the rest of a silence is skipped
@@ -32,7 +32,7 @@ Progress = Callable[[int], None]
 """(requests finished): called now and then."""
 
 
-class Runner(SharedEngines):
+class Serving(SharedEngines):
     """Serves requests until all have finished. clock: `now`, `advance`, `advance_to`."""
 
     def __init__(self, session: Any, engines: Mapping[str, SimEngine], clock: Any, mode: str, **settings: Any) -> None:
@@ -42,18 +42,18 @@ class Runner(SharedEngines):
         self._simulated = dict(engines)
         self._naps = 0  # since something changed last
         self._stuck = 0
-        self._finished = 0
         super().__init__(session, engines, mode, clock=lambda: clock.now, **settings)
 
     def serve(self, items: Sequence[Item], progress: Progress | None = None) -> None:
         """All requests, each from its arrival on. Raises what the session raises, and InvalidState if nothing gets on."""
         self._begin_measuring()
-        self._finished = 0
-        self._serve_all([(item.time_s, item.tenant, item) for item in items], progress or (lambda finished: None))
+        told = 0
+        for _ in self._serve([(item.time_s, item.tenant, item) for item in items]):
+            finished = sum(engine.metrics.finished for engine in self._simulated.values())
+            if progress is not None and finished > told:
+                told = finished
+                progress(finished)
         self.timeline.end(self.seconds, self._simulated)
-
-    @abstractmethod
-    def _serve_all(self, requests: Sequence[tuple[float, str, Item]], progress: Progress) -> None: ...
 
     def _rebalance(self) -> Any:
         report = super()._rebalance()
@@ -69,12 +69,6 @@ class Runner(SharedEngines):
 
     def _record(self, now: float, ran: Sequence[str]) -> None:
         self.timeline.look(now - self._started_s, self._simulated)
-
-    def _tell(self, progress: Progress) -> None:
-        finished = sum(engine.metrics.finished for engine in self._simulated.values())
-        if finished > self._finished:
-            self._finished = finished
-            progress(finished)
 
     def _watch(self, stuck: bool) -> None:
         """Refuse what is too long for the memory that there will be. Raises InvalidState if that is not the reason."""
@@ -93,7 +87,7 @@ class Runner(SharedEngines):
         )
 
 
-class Turns(Runner):
+class Turns(Serving):
     """Temporal sharing."""
 
     def __init__(
@@ -107,23 +101,23 @@ class Turns(Runner):
     ) -> None:
         super().__init__(session, engines, clock, "temporal", quantum_s=quantum_s, partial=partial)
 
-    def _serve_all(self, requests: Sequence[tuple[float, str, Item]], progress: Progress) -> None:
-        for done in self._serve(requests):
-            if done:
-                self.iterations += 1
-                self._naps = 0
-            self._watch(self._idle_step)
-            self._tell(progress)
+    def step(self) -> dict[str, StepOutput]:
+        done = super().step()
+        if done:
+            self.iterations += 1
+            self._naps = 0
+        self._watch(self._idle_step)
+        return done
 
 
-class Concurrent(Runner):
+class Concurrent(Serving):
     """Spatial sharing, by events: the end of a pass, and arrivals."""
 
     def __init__(self, session: Any, engines: Mapping[str, SimEngine], clock: Any, *, gap_s: float) -> None:
         super().__init__(session, engines, clock, "spatial")
         self._gap_s = gap_s
 
-    def _serve_all(self, requests: Sequence[tuple[float, str, Item]], progress: Progress) -> None:
+    def _serve(self, requests: Iterable[tuple[float, str, Item]]) -> Iterator[dict[str, StepOutput]]:
         pending = latest_first(requests)
         # When each engine's host is ready for its next step; those without work are not in it. Equal times: in the order made.
         due: list[tuple[float, int, str]] = []
@@ -156,10 +150,10 @@ class Concurrent(Runner):
             engine = self._simulated[name]
             if name in flying:  # its pass has ended; the host needs the gap before it can begin the next one
                 schedule = flying.pop(name)
-                engine.land(schedule, *sampled(schedule.chunks), clock.now)
+                step = engine.land(schedule, *sampled(schedule.chunks), clock.now)
                 self._watch(False)
                 wake(clock.now + self._gap_s, name)
-                self._tell(progress)
+                yield {name: step}
                 continue
             self._naps = 0
             if not engine.unfinished:

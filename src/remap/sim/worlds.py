@@ -21,7 +21,7 @@ from remap.sim.passes import Cost, Pass, PiePass, SessionPass
 from remap.sim.policies import Policy
 from remap.sim.pools import PiePool
 from remap.sim.roofline import Roofline
-from remap.sim.running import Concurrent, Runner, Turns
+from remap.sim.running import Concurrent, Serving, Turns
 from remap.sim.scheduling import make_scheduling
 from remap.sim.setup import Setup, TenantSetup
 
@@ -36,7 +36,7 @@ class World:
 
     clock: Any
     engines: dict[str, SimEngine]
-    runner: Runner
+    runner: Serving
     session: Any = None
     close: Callable[[], None] = field(default=lambda: None)
 
@@ -193,7 +193,7 @@ def _engine(
 
 def _runner(
     setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float = True
-) -> Runner:
+) -> Serving:
     if setup.sharing == "temporal":
         return Turns(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
     return Concurrent(session, engines, clock, gap_s=setup.gap)
@@ -224,25 +224,30 @@ class PieEngine(SimEngine):
 
     FORGIVEN = 0.02
 
+    runner: PiePass
+
     def launch(self) -> Schedule:
-        pool, passes = self.tenant.kv, self.runner
-        if isinstance(pool, PiePool) and isinstance(passes, PiePass) and not pool.fixed:
-            last, swapped = passes.last, pool.swapped
-            if swapped < pool.most_swapped and self._head_cannot_run(pool):
-                pool.set(swapped + 1)
-            elif swapped and last.stall_s > self.FORGIVEN * last.compute_s:
-                pool.set(swapped - 1)
-            elif swapped < pool.most_swapped and (wanted := self.demand().blocks) > pool.free_blocks:
-                tokens = pool.block_tokens * min(pool.blocks_at(swapped + 1), pool.live_blocks + wanted)
-                if passes.hidden(tokens, swapped + 1, self.FORGIVEN) > swapped:
-                    pool.set(swapped + 1)
+        pool: PiePool = self.tenant.kv
+        if not pool.fixed:
+            self._resize(pool)
         return super().launch()
+
+    def _resize(self, pool: PiePool) -> None:
+        last, swapped = self.runner.last, pool.swapped
+        if swapped < pool.most_swapped and self._head_cannot_run(pool):
+            pool.set(swapped + 1)
+        elif swapped and last.stall_s > self.FORGIVEN * last.compute_s:
+            pool.set(swapped - 1)
+        elif swapped < pool.most_swapped and (wanted := self.demand().blocks) > pool.free_blocks:
+            tokens = pool.block_tokens * min(pool.blocks_at(swapped + 1), pool.live_blocks + wanted)
+            if self.runner.hidden(tokens, swapped + 1, self.FORGIVEN) > swapped:
+                pool.set(swapped + 1)
 
     def _head_cannot_run(self, pool: PiePool) -> bool:
         scheduler = self.scheduler
         if scheduler.running or not scheduler.waiting:
             return False
-        return -(-scheduler.waiting[0].length // pool.block_tokens) > pool.usable_blocks
+        return scheduler.blocks_for(scheduler.waiting[0].length) > pool.usable_blocks
 
 
 def _pie_world(setup: Setup, policy: Policy) -> World:
