@@ -165,9 +165,10 @@ class Engine(ABC):
 
     def land(self, schedule: Schedule, samplers: Listed[Chunk], chosen: Listed[int], begin: float) -> StepOutput:
         """The second half: the pass is over, and chose these tokens."""
+        now = self._clock()
         self.metrics.recomputed_tokens += sum(map(self.scheduler.commit, schedule.chunks))
         sampled = [chunk.sequence for chunk in samplers]
-        self.metrics.tokens(sampled, self._clock())
+        self.metrics.tokens(sampled, now)
         finished = [
             self._finish(sequence, reason)
             for sequence, token in zip(sampled, chosen, strict=True)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from remap.engine.engine import Engine, StepOutput
     from remap.engine.request import Output, Request
 
-__all__ = ["SharedEngines"]
+__all__ = ["SharedEngines", "latest_first"]
 
 MODES = ("temporal", "spatial")
 
@@ -334,5 +334,5 @@ class SharedEngines:
 
 
 def latest_first(requests: Iterable[tuple[float, str, Any]]) -> list[tuple[float, str, Any]]:
-    """Taken from the end: by arrival, and of those that arrive together the first given."""
+    """(arrival, tenant, request), to be taken from the end: by arrival, and of those that arrive together the first given."""
     return sorted(requests, key=lambda one: one[0])[::-1]

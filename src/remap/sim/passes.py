@@ -34,9 +34,11 @@ class Cost(Protocol):
 
 
 class Pass(ABC):
-    """The runner of a simulated engine: a pass takes the time that computing would. Without stalls that are `compute_s` seconds
-    for all `passes` so far. slow >= 1: how many times as long computation takes now because others compute beside it.
-    copied_bytes: of whole requests or KV layers, both directions; parameters are not in it.
+    """The runner of a simulated engine: a pass takes the time that computing would.
+
+    passes, compute_s: how many there have been, and their seconds without stalls. slow >= 1: how many times as long computation
+    takes now because others compute beside it. copied_bytes: of whole requests or KV layers, both directions; parameters are
+    not in it.
     """
 
     def __init__(self, clock: Any, model: Model, cost: Cost) -> None:
@@ -64,7 +66,8 @@ class Pass(ABC):
         return self._enqueue(work, layer_s, ends_s)
 
     def swap(self, blocks_in: int, blocks_out: int) -> None:
-        """Copy so many blocks from and to host memory before the next pass."""
+        """Copy so many blocks from and to host memory before the next pass. Raises NotImplementedError where requests are not
+        swapped."""
         raise NotImplementedError
 
     @property
