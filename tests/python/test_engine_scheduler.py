@@ -267,15 +267,14 @@ def test_percentile_interpolates():
 
 def test_metrics_by_hand():
     metrics = Metrics(started_s=10.0, kv_blocks_start=4)
-    metrics.arrived("a", 3, 10.0)
-    metrics.arrived("b", 2, 11.0)
-    for id, now in (("a", 10.5), ("a", 10.7), ("b", 12.0), ("a", 12.0)):
-        metrics.token(id, now)
-    metrics.done("a")
+    a, b = (Sequence.of(Request(id, (1, 2)), 0, arrived) for id, arrived in (("a", 10.0), ("b", 11.0)))
+    for ready, now in (((a,), 10.5), ((a,), 10.7), ((), 11.0), ((b, a), 12.0)):
+        metrics.tokens(ready, now)
     metrics.timeline.append(Sample(0.5, 3, 6, 2, 1, 0, 0, 3, 0.5))
     summary = metrics.summary()
     assert metrics.ttft_s == [0.5, 1.0]
     assert metrics.tbt_s == pytest.approx([0.2, 1.3])
+    assert (a.first_s, a.last_s, b.first_s) == (10.5, 12.0, 12.0) and metrics.ended_s == 12.0
     assert summary["tokens_per_s"] == 2.0
     assert (summary["kv_blocks_start"], summary["kv_blocks_peak"]) == (4, 6)
     assert (summary["kv_used_peak"], summary["layers_remapped_peak"]) == (3, 2)
@@ -283,5 +282,6 @@ def test_metrics_by_hand():
 
 
 def test_scheduling_needs_no_torch():
-    code = "import sys, remap.engine, remap.engine.scheduler, remap.engine.metrics; sys.exit('torch' in sys.modules)"
+    """Nor does the loop, which simulations drive."""
+    code = "import sys, remap.engine, remap.engine.engine, remap.engine.sharing; sys.exit('torch' in sys.modules)"
     assert run([sys.executable, "-c", code], check=False).returncode == 0

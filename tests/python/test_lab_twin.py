@@ -14,7 +14,8 @@ from sim_world import MIB, recording
 
 from remap.cli.demo_config import DemoConfig
 from remap.errors import InvalidState
-from remap.sim.engine import SimEngine
+from remap.sim.passes import SessionPass
+from remap.sim.sequences import Work
 
 COST = CalibratedCost(8, 0.04, 0.001, 2e-6, 0.003, 3e-6, 0.0005)
 CONFIG = DemoConfig(dtype="bfloat16", requests=20)
@@ -33,28 +34,26 @@ KNOWN = {
 def pretended(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, Any], Rerun]:
     """What the real side would have written of a simulated run."""
     rows: list[dict[str, Any]] = []
-    launch = SimEngine.launch
+    start = SessionPass.start
 
-    def watched(self: SimEngine) -> Any:
-        before = self.passes.stall_s
-        batch, end = launch(self)
-        if batch is not None:
-            seconds = end - self._clock.now
-            rows.append(
-                {
-                    "prefill_tokens": batch.prefill_tokens,
-                    "prefill_pairs": batch.prefill_pairs,
-                    "decode_rows": len(batch.rows),
-                    "decode_context": batch.decode_context,
-                    "sampled_rows": len(batch.prefills) + len(batch.rows),
-                    "seconds": seconds,
-                    "stall_s": self.passes.stall_s - before,
-                    "copied_bytes": 0,
-                }
-            )
-        return batch, end
+    def watched(self: SessionPass, chunks: Any) -> float:
+        before, work = self.stall_s, Work.of(chunks)
+        end = start(self, chunks)
+        rows.append(
+            {
+                "prefill_tokens": work.prefill_tokens,
+                "prefill_pairs": work.prefill_pairs,
+                "decode_rows": work.decode_rows,
+                "decode_context": work.decode_context,
+                "sampled_rows": work.parts,
+                "seconds": end - self.clock.now,
+                "stall_s": self.stall_s - before,
+                "copied_bytes": 0,
+            }
+        )
+        return end
 
-    monkeypatch.setattr(SimEngine, "launch", watched)
+    monkeypatch.setattr(SessionPass, "start", watched)
     found = rerun(RECORDING, twins.blank_machine(), COST, twins.KINDS[kind])
     monkeypatch.undo()
     timeline = [

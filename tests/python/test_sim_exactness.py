@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import remap
 from remap import _core
+from remap.engine.scheduler import Chunk
 from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.slices import slices_period
@@ -26,8 +27,8 @@ from remap.sim.hardware import machine, model
 from remap.sim.masters import masters
 from remap.sim.passes import SessionPass
 from remap.sim.scheduling import PrefillFirst
-from remap.sim.sequences import Batch
 from remap.sim.sequences import Sequence as Request
+from remap.sim.workload import Item
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from stall_closed_form import stall_uniform
@@ -176,10 +177,10 @@ def test_a_pass_of_the_simulator_is_the_same_pass() -> None:
     with World([8] * 12, [2.0] * 12) as world:
         remap.advanced.remap(world.session, "model", layers=2, buffers=2)
         passes = SessionPass(world.backend, world.tenant, Constant(), Shape())  # type: ignore[arg-type]
-        batch = Batch(rows=[Request(0, "model", 0.0, 7, 2)], decode_context=7)
+        row = [Chunk(Request(0, 7, 2), 7, 1)]
         ends, stalls = [], []
         for _ in range(SETTLED + REPEAT):
-            ends.append(passes.start(batch, 1.0))
+            ends.append(passes.start(row))
             world.backend.advance_to(ends[-1])
             stalls.append(passes.stall_s)
         exact = schedule.period(
@@ -284,7 +285,7 @@ def test_the_gap_of_a_simulated_engine() -> None:
         engine = SimEngine(
             world.tenant, scheduler, passes, world.backend, session=None, gap_s=5.0, most_blocks=8, context=1000
         )
-        engine.add_request(Request(0, "model", 0.0, 4, 100), arrived_s=0.0)
+        engine.add_request(Item("model", 0.0, 4, 100), arrived_s=0.0)
         times = []
         for _ in range(40):
             engine.advance()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_world import MIB, tiny
 
+from remap.engine.scheduler import Chunk
 from remap.sim.hardware import Machine, machine
 from remap.sim.passes import PiePass
 from remap.sim.pools import PiePool
-from remap.sim.sequences import Batch
 from remap.sim.sequences import Sequence as Request
 from remap.sim.serving import Setup, TenantSetup, simulate
 from remap.sim.workload import Item
@@ -57,7 +58,7 @@ class Fixed:
 
 
 def pie_pass(layers: int, on: Machine, cost: Fixed | None = None, used: int = 1, swapped: int = 0) -> PiePass:
-    return PiePass(lambda: 100.0, on, tiny(layers), cost or Fixed(1.0), lambda: used, lambda: swapped)
+    return PiePass(SimpleNamespace(now=100.0), on, tiny(layers), cost or Fixed(1.0), lambda: used, lambda: swapped)
 
 
 def protocol(layers: int, swapped: int, compute: int, copy_in: int, copy_out: int) -> float:
@@ -141,20 +142,22 @@ def test_set_up_times_duplex_and_contention() -> None:
 
 def test_what_a_pass_counts() -> None:
     passes = pie_pass(8, link(1.0, 1.0), Fixed(1.0, 2.0), used=10, swapped=2)
-    rows = Batch(rows=[Request(0, "t", 0.0, 9, 5)], decode_context=10)
-    assert passes.start(rows, 1.0) == pytest.approx(100.0 + 40.0)  # 4 layers, 10 s each
+    rows = [Chunk(Request(0, 9, 5), 9, 1)]
+    assert passes.start(rows) == pytest.approx(100.0 + 40.0)  # 4 layers, 10 s each
     assert (passes.compute_s, passes.stall_s) == pytest.approx((10.0, 30.0))
     assert passes.copied_bytes == 2 * 4 * 10 * tiny(8).kv_bytes_per_token_layer
     assert passes.last.pass_s == pytest.approx(40.0)
-    prompt = Batch(prefills=[(Request(1, "t", 0.0, 3, 5), 0, 3)])
-    assert passes.start(prompt, 2.0) == pytest.approx(100.0 + 20.0)  # its own 3 tokens: 12 s, in the shade of 2 x 10
+    passes.slow = 2.0
+    assert passes.start([Chunk(Request(1, 3, 5), 0, 3)]) == pytest.approx(
+        100.0 + 20.0
+    )  # its own 3 tokens: 12 s, in the shade of 2 x 10
     assert passes.last.pass_s == pytest.approx(40.0)  # of passes that decode
 
 
 @given(st.integers(1, 30), st.integers(1, 60), st.integers(0, 10), st.sampled_from([0.0, 0.02, 0.5]))
 def test_what_is_hidden_is_hidden(tokens: int, layer: int, most: int, slack: float) -> None:
     passes = pie_pass(12, link(0.5, 1.0), Fixed(float(layer)), used=tokens, swapped=0)
-    passes.start(Batch(rows=[Request(0, "t", 0.0, 9, 5)]), 1.0)
+    passes.start([Chunk(Request(0, 9, 5), 9, 1)])
     found = passes.hidden(tokens, most, slack)
     bound = 12 * layer * (1 + slack) * (1 + 1e-12)
     fits = [m for m in range(1, most + 1) if (m + 2) * tokens <= bound]

@@ -1,4 +1,4 @@
-"""Who runs in a simulated pass: vLLM V0's order by hand and by a slow model, V1's against the engine that really runs."""
+"""Who runs in a simulated pass: vLLM V0's order by hand and by a slow model; sequences of lengths against sequences of values."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from remap.engine.engine import Engine
 from remap.engine.request import Request as RealRequest
 from remap.engine.request import SamplingParams, State
 from remap.engine.request import Sequence as RealSequence
-from remap.engine.scheduler import Scheduler
+from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.sim.clock import VirtualClock
 from remap.sim.engine import SimEngine
+from remap.sim.passes import Pass
 from remap.sim.pools import CountedPool
-from remap.sim.scheduling import Chunked, PrefillFirst, make_scheduling
-from remap.sim.sequences import Batch
+from remap.sim.scheduling import PrefillFirst, make_scheduling
 from remap.sim.sequences import Sequence as Request
+from remap.sim.sequences import Work
+from remap.sim.workload import Item
 
 BLOCK = 4  # tokens
 
@@ -32,31 +35,32 @@ def first(pool_blocks: int, **options: Any) -> tuple[PrefillFirst, CountedPool]:
 
 def ask(scheduler: Any, *lengths: tuple[int, int]) -> list[Request]:
     """Requests of (prompt, output) tokens, all queued."""
-    made = [Request(order, "t", 0.0, prompt, output) for order, (prompt, output) in enumerate(lengths)]
+    made = [Request(order, prompt, output) for order, (prompt, output) in enumerate(lengths)]
     for one in made:
         scheduler.add(one)
     return made
 
 
-def land(scheduler: Any, pool: CountedPool, batch: Batch) -> None:
+def land(scheduler: Any, pool: CountedPool, schedule: Schedule) -> None:
     """The pass is over: every sampled sequence has a token more."""
-    for sequence, start, count in batch.prefills:
-        sequence.computed = start + count
-        sequence.high_water = max(sequence.high_water, start + count)
-    for sequence in batch.rows:
-        sequence.computed = sequence.length
-        sequence.high_water = max(sequence.high_water, sequence.length)
-    for sequence in [one for one, start, count in batch.prefills if start + count == one.length] + batch.rows:
-        sequence.length += 1
-        if sequence.length >= sequence.end:
-            scheduler.finish(sequence, pool)
+    for chunk in schedule.chunks:
+        scheduler.commit(chunk)
+        if chunk.samples and chunk.sequence.append(0):
+            scheduler.finish(chunk.sequence, pool)
+
+
+def shape(schedule: Schedule) -> tuple[list[tuple[int, int]], list[int]]:
+    """([(order, prompt tokens)], orders that decoded)."""
+    prompts = [(one.sequence.order, one.count) for one in schedule.chunks if not one.decodes]
+    return prompts, [one.sequence.order for one in schedule.chunks if one.decodes]
 
 
 def step(scheduler: Any, pool: CountedPool) -> tuple[list[tuple[int, int]], list[int]]:
-    """One pass, run: ([(order, prompt tokens)], orders that decoded)."""
-    batch = scheduler.schedule(pool)
-    seen = [(one.order, count) for one, _, count in batch.prefills], [one.order for one in batch.rows]
-    land(scheduler, pool, batch)
+    """One pass, run."""
+    schedule = scheduler.schedule(pool)
+    seen = shape(schedule)
+    assert schedule.tokens == sum(one.count for one in schedule.chunks)
+    land(scheduler, pool, schedule)
     return seen
 
 
@@ -130,20 +134,20 @@ def test_swapped_sequences_come_back_oldest_first_before_anything_new() -> None:
     _, b, c = ask(scheduler, (8, 6), (7, 6), (4, 6))
     step(scheduler, pool)
     batch = scheduler.schedule(pool)
-    assert (batch.preempted, batch.swapped_out, batch.swapped_in) == (1, 1, 0)
+    assert (batch.preempted, batch.swapped_out, batch.swapped_in) == ((c,), 1, 0)
     land(scheduler, pool, batch)
-    assert (c.swapped, c.computed, c.high_water, list(scheduler.swapped)) == (1, 4, 4, [c])
+    assert (scheduler.swapped_blocks, c.computed, c.high_water, list(scheduler.swapped)) == ({c: 1}, 4, 4, [c])
     batch = scheduler.schedule(pool)
-    assert (batch.preempted, batch.swapped_out, batch.rows) == (1, 2, [scheduler.running[0]])
+    assert (batch.preempted, batch.swapped_out, shape(batch)) == ((b,), 2, ([], [0]))
     land(scheduler, pool, batch)
     assert [one.order for one in scheduler.swapped] == [1, 2]
-    scheduler.add(Request(3, "t", 0.0, 4, 2))
+    scheduler.add(Request(3, 4, 2))
     for _ in range(3):
         assert step(scheduler, pool) == ([], [0])  # 3 would fit, but whoever was swapped out goes before it
     batch = scheduler.schedule(pool)
-    assert not batch.prefills and [one.order for one in batch.rows] == [1, 2]
+    assert shape(batch) == ([], [1, 2])
     assert batch.swapped_in == 3  # two blocks and one; each needs one more now, which comes with nothing in it
-    assert (len(b.blocks), len(c.blocks)) == (3, 2) and batch.decode_context == 9 + 5
+    assert (len(b.blocks), len(c.blocks)) == (3, 2) and Work.of(batch.chunks).decode_context == 9 + 5
     land(scheduler, pool, batch)
     assert step(scheduler, pool) == ([], [1, 2])  # 3 needs a block, none is free
     assert not scheduler.swapped and (b.high_water, c.high_water) == (10, 6)
@@ -231,7 +235,7 @@ def test_every_pass_is_that_of_the_slow_model(
     scheduler, pool = first(blocks, max_num_seqs=most, max_batch_tokens=budget, watermark=watermark)
     slow = SlowModel(blocks, budget, most, int(watermark * blocks))
     recomputed = preempted = 0
-    arriving = deque(Request(order, "t", 0.0, *one) for order, one in enumerate(requests))
+    arriving = deque(Request(order, *one) for order, one in enumerate(requests))
     everybody = list(arriving)
     admitted: list[int] = []
     next_at = 0
@@ -240,21 +244,22 @@ def test_every_pass_is_that_of_the_slow_model(
             one = arriving.popleft()
             next_at += waits[one.order]
             scheduler.add(one)
-            slow.add(one.order, one.prompt, one.end - one.prompt)
+            slow.add(one.order, one.prompt_tokens, one.end - one.prompt_tokens)
         before = list(scheduler.running)
         batch = scheduler.schedule(pool)
-        preempted += batch.preempted
+        preempted += len(batch.preempted)
+        work = Work.of(batch.chunks)
         lost = [one for one in before if one not in scheduler.running]
         assert all(kept.order < gone.order for gone in lost for kept in scheduler.running)
         # Blocks: what is held is what is live, and each has exactly what its tokens take.
         assert pool.live_blocks == sum(len(one.blocks) for one in everybody) <= blocks
-        computed = [one for one, _, _ in batch.prefills] + batch.rows
-        assert all(len(one.blocks) == -(-one.length // BLOCK) for one in computed)
+        assert all(len(one.sequence.blocks) == -(-one.sequence.length // BLOCK) for one in batch.chunks)
         assert scheduler.used_blocks == pool.live_blocks
-        recomputed += sum(min(count, one.high_water) for one, _, count in batch.prefills)
-        admitted += [one.order for one, _, _ in batch.prefills if one.preemptions == 0]
-        seen = [(one.order, count) for one, _, count in batch.prefills], [one.order for one in batch.rows]
-        assert batch.decode_context == sum(one.length for one in batch.rows)
+        recomputed += sum(one.recomputed for one in batch.chunks)
+        seen = shape(batch)
+        admitted += [order for order, _ in seen[0] if everybody[order].preemptions == 0]
+        assert work.decode_context == sum(everybody[order].length for order in seen[1])
+        assert (work.prefill_tokens, work.decode_rows) == (sum(count for _, count in seen[0]), len(seen[1]))
         land(scheduler, pool, batch)
         assert seen == slow.step()
         if not arriving and not scheduler.running and not scheduler.waiting:
@@ -274,15 +279,13 @@ def test_nothing_that_is_swapped_is_computed_twice(requests: list[tuple[int, int
     for _ in range(4000):
         batch = scheduler.schedule(pool)
         out, back = out + batch.swapped_out, back + batch.swapped_in
-        away = sum(one.swapped for one in everybody)
-        assert away == out - back == sum(one.swapped for one in scheduler.swapped)
+        assert out - back == sum(scheduler.swapped_blocks.values())
+        assert set(scheduler.swapped_blocks) == set(scheduler.swapped)
         assert pool.live_blocks == scheduler.used_blocks
-        for one, start, count in batch.prefills:
-            assert start == computed[one.order] == 0
-            computed[one.order] += count
-        for one in batch.rows:
-            computed[one.order] += 1
-            assert len(one.blocks) == -(-one.length // BLOCK)
+        for one in batch.chunks:
+            assert one.start == computed[one.sequence.order] and (one.decodes or one.start == 0)
+            computed[one.sequence.order] += one.count
+            assert len(one.sequence.blocks) == -(-one.sequence.length // BLOCK)
         assert list(scheduler.swapped) == sorted(scheduler.swapped, key=lambda one: one.order)
         land(scheduler, pool, batch)
         if not scheduler.running and not scheduler.waiting and not scheduler.swapped:
@@ -294,23 +297,6 @@ def test_nothing_that_is_swapped_is_computed_twice(requests: list[tuple[int, int
 # -- demand ------------------------------------------------------------------------------------------------------------
 
 
-@given(lengths, st.integers(11, 30), st.integers(1, 6), st.integers(0, 12))
-@settings(max_examples=100, deadline=None)
-def test_demand_is_the_production_schedulers(
-    requests: list[tuple[int, int]], blocks: int, most: int, passes: int
-) -> None:
-    """At any point of a run, with the same sequences in it."""
-    scheduler, pool = first(blocks, max_num_seqs=most)
-    ask(scheduler, *requests)
-    for _ in range(passes):
-        production = Scheduler(block_tokens=BLOCK, max_num_seqs=most)
-        production.waiting, production.running = scheduler.waiting, scheduler.running  # type: ignore[assignment]
-        whole = production.demand()
-        assert scheduler.demand(10**9) == whole
-        assert scheduler.demand(5) == min(whole, 5)
-        step(scheduler, pool)
-
-
 def test_demand_counts_who_was_swapped_out_first() -> None:
     scheduler, pool = first(5, watermark=0.0, swap=True, max_num_seqs=2)
     ask(scheduler, (8, 6), (7, 6), (40, 6))
@@ -319,23 +305,22 @@ def test_demand_counts_who_was_swapped_out_first() -> None:
     assert [one.order for one in scheduler.swapped] == [1]
     # 0: 3 blocks for 11 tokens, one ahead; 1: 9 tokens, 3 blocks and one; 2 could not run besides.
     assert scheduler.running[0].length == 11 and scheduler.swapped[0].length == 9
-    assert scheduler.demand(100) == 1 + (3 + 1)
+    assert scheduler.demand() == 1 + (3 + 1)
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
 
 
-class Numbered(CountedPool):
-    """As the reference engine's tests have it: ids that mean something."""
+class Values(Engine):
+    """The loop with sequences of tokens, and a runner that computes nothing: it says which tokens of whom it was given."""
 
-
-class ShapesOnly:
-    """A runner that computes nothing: it says which tokens of whom it was given."""
-
-    max_tokens = 10_000
-
-    def __init__(self) -> None:
+    def __init__(self, pool: CountedPool, **scheduling: int) -> None:
+        tenant = SimpleNamespace(name="t", kv=pool, remapped=0)
+        super().__init__(tenant, Scheduler(block_tokens=BLOCK, **scheduling), self, clock=lambda: 0.0)  # type: ignore[arg-type]
         self.passes: list[tuple[tuple[int, int, int], ...]] = []
+
+    def add_request(self, request: RealRequest, *, arrived_s: float | None = None) -> None:
+        self._queue(RealSequence.of(request, next(self._orders)))
 
     def run(self, chunks: Sequence[Any]) -> tuple[list[Any], list[int]]:
         self.passes.append(tuple((one.sequence.order, one.start, one.count) for one in chunks))
@@ -343,50 +328,21 @@ class ShapesOnly:
         return samplers, [7] * len(samplers)
 
 
-def production_engine(pool: CountedPool, clock: VirtualClock, **scheduling: int) -> Any:
-    """`LLMEngine` with a runner that needs no model: made without its constructor, which would ask for one."""
-    pytest.importorskip("torch")
-    from remap.engine import LLMEngine
+class Instant(Pass):
+    """Passes that take no time; notes what each computes, as the runner above."""
 
-    class NoTensors:
-        shape = (2, pool.usable_blocks)
+    stall_s = 0.0
 
-    pool.tensors = [NoTensors()]  # type: ignore[attr-defined]
-    engine = LLMEngine.__new__(LLMEngine)
-    engine.tenant = SimpleNamespace(name="t", kv=pool, remapped=0, alpha=0.0)
-    engine.session = None
-    engine.runner = ShapesOnly()  # type: ignore[assignment]
-    engine.scheduler = Scheduler(block_tokens=BLOCK, **scheduling)  # type: ignore[arg-type]
-    engine._clock, engine._sleep, engine._probe = (lambda: clock.now), clock.advance, None
-    engine._live, engine._orders, engine._stuck = {}, 0, 0
-    engine.reset_metrics()
-    return engine
+    def __init__(self, clock: VirtualClock) -> None:
+        super().__init__(clock, None, None)  # type: ignore[arg-type]
+        self.seen: list[tuple[tuple[int, int, int], ...]] = []
 
-
-class Watched(Chunked):
-    """Notes what a pass computes, as the runner above."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.passes: list[tuple[tuple[int, int, int], ...]] = []
-
-    def schedule(self, pool: Any) -> Batch:
-        batch = super().schedule(pool)
-        chunks = [(one.order, start, count) for one, start, count in batch.prefills]
-        chunks += [(one.order, one.length - 1, 1) for one in batch.rows]
-        if chunks:
-            self.passes.append(tuple(sorted(chunks)))
-        return batch
-
-
-class Instant:
-    """Passes that take no time."""
-
-    compute_s = stall_s = 0.0
-    copied_bytes = 0
-
-    def start(self, batch: Batch, slow: float) -> float:
+    def start(self, chunks: Sequence[Any]) -> float:
+        self.seen.append(tuple((one.sequence.order, one.start, one.count) for one in chunks))
         return 0.0
+
+    def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
+        raise NotImplementedError
 
 
 @given(
@@ -395,31 +351,32 @@ class Instant:
     st.sampled_from([{}, {"decode_cost": 3}, {"chunk_align": 8}, {"max_num_seqs": 2}, {"max_batch_tokens": 70}]),
 )
 @settings(max_examples=100, deadline=None)
-def test_chunks_are_those_of_the_production_engine(
+def test_lengths_are_served_as_values_are(
     requests: list[tuple[int, int, int]], blocks: int, given_settings: dict[str, int]
 ) -> None:
     """The same requests at the same steps: the same batches, preemptions and recomputed tokens, pass by pass."""
     options = {"max_num_seqs": 4, "max_batch_tokens": 32, "chunk_align": 4, "decode_cost": 0, **given_settings}
     clock, pool = VirtualClock(), CountedPool(blocks, BLOCK)
-    real = production_engine(CountedPool(blocks, BLOCK), VirtualClock(), **options)
-    scheduler = Watched(block_tokens=BLOCK, **options)
-    tenant = SimpleNamespace(name="t", kv=pool, remapped=0, alpha=0.0)
-    engine = SimEngine(tenant, scheduler, Instant(), clock, session=None, gap_s=0.0, most_blocks=blocks, context=1000)
+    real = Values(CountedPool(blocks, BLOCK), **options)
+    scheduler = make_scheduling("chunked", block_tokens=BLOCK, context=1000, **options)
+    tenant = SimpleNamespace(name="t", kv=pool, remapped=0)
+    passes = Instant(clock)
+    engine = SimEngine(tenant, scheduler, passes, clock, session=None, gap_s=0.0, most_blocks=blocks, context=1000)
     for at in range(3000):
         for number, (prompt, output, when) in enumerate(requests):
             if when == at:
                 sampling = SamplingParams(max_tokens=output)
                 real.add_request(RealRequest(str(number), tuple(range(prompt)), sampling))
-                engine.add_request(Request(0, "t", 0.0, prompt, output), arrived_s=0.0)
+                engine.add_request(Item("t", 0.0, prompt, output), arrived_s=0.0)
         if real.unfinished:
             real.step()
         if engine.unfinished:
             engine.advance()
         assert real.unfinished == engine.unfinished
-        assert real.scheduler.demand() == engine.scheduler.demand(10**9)
+        assert min(real.scheduler.demand(), blocks) == engine.demand().blocks
         if at > 20 and not real.unfinished:
             break
-    assert scheduler.passes == [tuple(sorted(one)) for one in real.runner.passes]
+    assert passes.seen == real.passes
     found = engine.result()
     assert (found.preemptions, found.recomputed_tokens) == (real.metrics.preemptions, real.metrics.recomputed_tokens)
     assert found.output_tokens == real.metrics.generated_tokens == sum(output for _, output, _ in requests)
@@ -427,15 +384,16 @@ def test_chunks_are_those_of_the_production_engine(
 
 
 def test_the_last_token_of_a_prompt_is_prefill_even_alone() -> None:
-    scheduler = Chunked(block_tokens=BLOCK, max_batch_tokens=4, chunk_align=4)
+    scheduler = Scheduler(block_tokens=BLOCK, max_batch_tokens=4, chunk_align=4)
     pool = CountedPool(20, BLOCK)
     ask(scheduler, (5, 3))
     shapes = []
     for _ in range(3):
         batch = scheduler.schedule(pool)
-        shapes.append((batch.prefill_tokens, batch.prefill_pairs, len(batch.rows)))
+        work = Work.of(batch.chunks)
+        shapes.append((work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_context, work.phase))
         land(scheduler, pool, batch)
-    assert shapes == [(4, 10, 0), (1, 5, 0), (0, 0, 1)]
+    assert shapes == [(4, 10, 0, 0, "prefill"), (1, 5, 0, 0, "prefill"), (0, 0, 1, 6, "decode")]
 
 
 # -- names -------------------------------------------------------------------------------------------------------------
@@ -449,8 +407,8 @@ def test_schedulers_by_name() -> None:
     few = make_scheduling("prefill-first", block_tokens=16, context=100, max_num_seqs=3, max_batch_tokens=500)
     assert isinstance(few, PrefillFirst) and (few.max_num_seqs, few.max_batch_tokens) == (3, 500)
     chunked = make_scheduling("chunked", block_tokens=16, context=8192, decode_cost=2)
-    assert isinstance(chunked, Chunked)
-    assert (chunked._inner.max_batch_tokens, chunked._inner.decode_cost, chunked._inner.chunk_align) == (2048, 2, 1)
+    assert not isinstance(chunked, PrefillFirst) and chunked.max_num_seqs == 256
+    assert (chunked.max_batch_tokens, chunked.decode_cost, chunked.chunk_align) == (2048, 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -479,9 +437,25 @@ def test_a_pool_gives_all_or_nothing() -> None:
     assert pool.free_blocks == 3
 
 
-def test_sequences_have_what_the_production_scheduler_uses() -> None:
-    real = RealSequence.of(RealRequest("a", (1, 2, 3)), 4)
-    ours = Request(4, "t", 0.0, 3, 16)
-    for name in ("order", "computed", "high_water", "blocks", "preemptions", "state"):
-        assert getattr(ours, name) == getattr(real, name)
-    assert len(ours.tokens) == len(real.tokens)
+def test_a_sequence_of_lengths_is_one_of_values_without_them() -> None:
+    real = RealSequence.of(RealRequest("4", (1, 2, 3), SamplingParams(max_tokens=2)), 4, 1.5)
+    ours = Request(4, 3, 2, 1.5)
+    for _ in range(3):
+        for name in (
+            "id",
+            "order",
+            "length",
+            "prompt_tokens",
+            "generated",
+            "arrived_s",
+            "first_s",
+            "last_s",
+            "computed",
+        ):
+            assert getattr(ours, name) == getattr(real, name), name
+        for name in ("high_water", "blocks", "preemptions", "state"):
+            assert getattr(ours, name) == getattr(real, name), name
+        assert ours.append(7) == real.append(7)
+    assert (ours.output("length").id, ours.output("length").tokens) == ("4", ())
+    with pytest.raises(AttributeError):
+        _ = ours.tokens

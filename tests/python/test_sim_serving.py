@@ -13,11 +13,10 @@ from sim_world import MIB, recording, tiny
 
 import remap
 from remap.errors import InvalidArgument, InvalidState
-from remap.sim.engine import SimEngine
 from remap.sim.hardware import Machine, machine
+from remap.sim.passes import SessionPass
 from remap.sim.policies import ABLATIONS, POLICIES, find
 from remap.sim.results import PolicyResult
-from remap.sim.sequences import Sequence as Request
 from remap.sim.serving import COMBINATIONS, SHARINGS, Setup, TenantSetup, simulate, tenants
 from remap.sim.workload import Arrivals, Item, Lengths, Load, Lognormal, generate
 from remap.sim.worlds import make_world
@@ -179,11 +178,8 @@ def test_pages_are_conserved_at_every_moment(sharing: str) -> None:
             assert engine.tenant.kv.live_blocks == engine.scheduler.used_blocks
         checks += 1
 
-    requests = [
-        Request(i, item.tenant, item.time_s, item.prompt_tokens, item.output_tokens) for i, item in enumerate(MUCH)
-    ]
     try:
-        world.runner.serve(requests, check)
+        world.runner.serve(MUCH, check)
         assert checks > 20 and world.runner.decisions > 0
         assert all(engine.tenant.kv.live_blocks == 0 for engine in world.engines.values())
     finally:
@@ -196,16 +192,15 @@ def test_pages_are_conserved_at_every_moment(sharing: str) -> None:
 def passes_of(setup: Setup, items: Sequence[Item], monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, float, float]]:
     """(tenant, begin, end) of every pass."""
     found: list[tuple[str, float, float]] = []
-    launch = SimEngine.launch
+    start = SessionPass.start
 
-    def watched(self: SimEngine) -> Any:
-        begun = self._clock.now
-        batch, end = launch(self)
-        if batch is not None:
-            found.append((self.tenant.name, begun, end))
-        return batch, end
+    def watched(self: SessionPass, chunks: Any) -> float:
+        begun = self.clock.now
+        end = start(self, chunks)
+        found.append((self._tenant.name, begun, end))
+        return end
 
-    monkeypatch.setattr(SimEngine, "launch", watched)
+    monkeypatch.setattr(SessionPass, "start", watched)
     simulate(setup, items, "remap")
     monkeypatch.undo()
     return found
@@ -446,7 +441,7 @@ def test_a_request_that_can_never_run_ends_the_run() -> None:
     try:
         world.engines["a"].tenant.kv.allocate(90)
         with pytest.raises(InvalidState, match="no request got on") as caught:
-            world.runner.serve([Request(0, "a", 0.0, 1000, 20)])
+            world.runner.serve([Item("a", 0.0, 1000, 20)])
         assert caught.value.fields == {"waiting": 1}
     finally:
         world.close()

@@ -9,6 +9,7 @@ second do not.
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -155,21 +156,21 @@ class _Quiet:
 
     def __init__(self, from_s: float) -> None:
         self.from_s = from_s
-        self.marks: dict[str, int] | None = None
+        self.marks: dict[str, Counter[float]] | None = None
 
     def __call__(self, shared: SharedEngines, done: Mapping[str, Any]) -> None:
         if self.marks is not None or shared.seconds < self.from_s:
             return
         engines = shared.engines
         if not any(engine.scheduler.waiting for engine in engines.values()):
-            self.marks = {name: len(engine.metrics.tbt_s) for name, engine in engines.items()}
+            self.marks = {name: engine.metrics.gaps.copy() for name, engine in engines.items()}
 
     def gaps(self, result: SharedResult) -> list[float]:
         """Gaps between tokens since then; none if the queue never emptied."""
         marks = self.marks
         if marks is None:
             return []
-        return [gap for name, one in result.metrics.items() for gap in one.tbt_s[marks[name] :]]
+        return [gap for name, one in result.metrics.items() for gap in (one.gaps - marks[name]).elements()]
 
 
 def _metrics(result: SharedResult, quiet: _Quiet | None) -> dict[str, float]:

@@ -17,8 +17,8 @@ from typing import Any
 from remap.errors import InvalidArgument
 from remap.sim.hardware import Machine, Model
 from remap.sim.policies import find
-from remap.sim.sequences import Sequence as Request
 from remap.sim.serving import Setup, TenantSetup
+from remap.sim.workload import Item
 from remap.sim.worlds import make_world
 
 __all__ = ["CalibratedCost", "MeasuredPass", "Recording", "Rerun", "RerunStep", "calibrate", "rerun"]
@@ -229,24 +229,24 @@ def rerun(recording: Recording, machine: Machine, cost: CalibratedCost | None = 
             return done
 
         engine.advance = watched  # type: ignore[method-assign]
-        world.runner.serve(_requests(recording.model.name, recording.warm))
+        world.runner.serve(_items(recording.model.name, recording.warm))
         steps.clear()
-        before, started = engine.result(), clock.now
-        world.runner.serve(_requests(recording.model.name, recording.requests))
+        before, started = engine.result(), clock.now  # of which only what the passes count goes on
+        world.runner.serve(_items(recording.model.name, recording.requests))
         after = engine.result()
     finally:
         world.close()
     return Rerun(
         steps=tuple(steps),
-        ttft_s=after.ttft_s[len(before.ttft_s) :],
-        output_tokens=after.output_tokens - before.output_tokens,
-        preemptions=after.preemptions - before.preemptions,
-        recomputed_tokens=after.recomputed_tokens - before.recomputed_tokens,
+        ttft_s=after.ttft_s,
+        output_tokens=after.output_tokens,
+        preemptions=after.preemptions,
+        recomputed_tokens=after.recomputed_tokens,
         compute_s=after.compute_s - before.compute_s,
         stall_s=after.stall_s - before.stall_s,
         duration_s=engine.last_finish_s - started,
     )
 
 
-def _requests(name: str, lengths: Sequence[tuple[int, int]]) -> list[Request]:
-    return [Request(order, name, 0.0, prompt, output) for order, (prompt, output) in enumerate(lengths)]
+def _items(name: str, lengths: Sequence[tuple[int, int]]) -> list[Item]:
+    return [Item(name, 0.0, prompt, output) for prompt, output in lengths]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from remap.cli.demo_config import DemoConfig
 from remap.cli.demo_run import serving
+from remap.sim.sequences import Work
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -80,21 +81,18 @@ class _Passes:
         engine.runner.run = self
 
     def __call__(self, chunks: Sequence[Chunk]) -> Any:
-        from remap.engine.attention import is_decode
-
         before = self._stats()
         begun = self._clock()
         samplers, tokens = self._run(chunks)
         seconds = self._clock() - begun
         after = self._stats()
-        prompts = [chunk for chunk in chunks if not is_decode(chunk)]
-        rows = [chunk for chunk in chunks if is_decode(chunk)]
+        work = Work.of(chunks)
         self.rows.append(
             {
-                "prefill_tokens": sum(chunk.count for chunk in prompts),
-                "prefill_pairs": sum(one.count * one.start + one.count * (one.count + 1) // 2 for one in prompts),
-                "decode_rows": len(rows),
-                "decode_context": sum(chunk.end for chunk in rows),
+                "prefill_tokens": work.prefill_tokens,
+                "prefill_pairs": work.prefill_pairs,
+                "decode_rows": work.decode_rows,
+                "decode_context": work.decode_context,
                 "sampled_rows": len(samplers),
                 "seconds": seconds,
                 "stall_s": after.stall_s - before.stall_s,

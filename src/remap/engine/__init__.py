@@ -1,6 +1,6 @@
 """A small continuous-batching engine: the worked example of adopting remap, and the engine of the demo and the benches.
 
-How a request lives: `LLMEngine.add_request` queues it; each `LLMEngine.step` asks the session for blocks, lets the
+How a request lives: `LLMEngine.add_request` queues it; each `Engine.step` asks the session for blocks, lets the
 `Scheduler` choose chunks (pure bookkeeping), lets the `ModelRunner` run one pass over them with paged KV, and samples
 one token for every sequence whose last known token was in the pass.
 
@@ -13,7 +13,7 @@ one token for every sequence whose last known token was in the pass.
 | models.py | one forward for Llama, Qwen2, Qwen3 and one for OPT, from the modules' own weights |
 | runner.py | one pass on the CPU: flat token batch -> logits; sampling |
 | sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: what that cost |
-| engine.py | the loop. **remap is adopted in `LLMEngine.step` and `ModelRunner.forward`, about ten lines in all** |
+| engine.py | the loop; with a model. **remap is adopted in `Engine.step` and `ModelRunner.forward`, about ten lines in all** |
 
 On a GPU, `gpu_runner` stands in the place of `runner`:
 

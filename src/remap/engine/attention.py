@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from remap.engine.scheduler import TILE
 from remap.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -36,25 +37,15 @@ if TYPE_CHECKING:
 
     from remap.engine.scheduler import Chunk
 
-__all__ = ["TILE", "AttentionBatch", "PagedAttention", "decode_first", "is_decode", "padded"]
-
-# Rows of one prefill call. 32 is also the number that torch's fused CPU attention takes at a time, so nothing is lost.
-TILE = 32
-
-
-def is_decode(chunk: Chunk) -> bool:
-    """One token beyond the prompt. The last token of a prompt is prefill even if it is alone, wherever the prompt was
-    cut.
-    """
-    return chunk.count == 1 and chunk.start >= len(chunk.sequence.request.prompt)
+__all__ = ["AttentionBatch", "PagedAttention", "decode_first", "padded"]
 
 
 def decode_first(chunks: Sequence[Chunk]) -> list[Chunk]:
     """The order of a pass: decodes, longest context first (so that groups are slices), then prefill chunks as they
     came.
     """
-    decodes = sorted((chunk for chunk in chunks if is_decode(chunk)), key=lambda chunk: -chunk.end)
-    return decodes + [chunk for chunk in chunks if not is_decode(chunk)]
+    decodes = sorted((chunk for chunk in chunks if chunk.decodes), key=lambda chunk: -chunk.end)
+    return decodes + [chunk for chunk in chunks if not chunk.decodes]
 
 
 def padded(tokens: int) -> int:
@@ -124,7 +115,7 @@ class AttentionBatch:
         self.fresh = torch.tensor(fresh) if fresh else None
         self.groups: list[_Group] = []
         self.prefills: list[_Prefill] = []
-        decodes = [chunk for chunk in chunks if is_decode(chunk)]
+        decodes = [chunk for chunk in chunks if chunk.decodes]
         row = 0
         for width, members in groupby(decodes, key=lambda chunk: padded(chunk.end)):
             self.groups.append(_group(list(members), row, width, block_tokens, dtype))

@@ -1,43 +1,53 @@
 """The loop: ask for blocks, schedule, run one pass, sample, account. Adopting remap is the first three lines of
-`LLMEngine.step`. Engines that share an arena are stepped together: see sharing.py, which calls `demand`, `follow` and
+`Engine.step`. Engines that share an arena are stepped together: see sharing.py, which calls `demand`, `follow` and
 `advance` instead.
+
+`Engine` is the loop without a model: its runner may compute, or only say how long that takes (remap.sim). `LLMEngine` is the
+one with a model, on the CPU or on a GPU.
 """
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from remap.engine.attention import TILE
 from remap.engine.metrics import Metrics, Sample
 from remap.engine.request import Output, Request, Sequence
-from remap.engine.runner import ModelRunner
-from remap.engine.scheduler import Schedule, Scheduler
+from remap.engine.scheduler import TILE, Chunk, Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Sequence as Listed
 
     from torch import nn
 
     from remap.engine.gpu_runner import GpuRunner
+    from remap.engine.runner import ModelRunner
     from remap.policy.controller import Demand
 
-__all__ = ["LLMEngine", "Result", "StepOutput"]
+__all__ = ["Engine", "LLMEngine", "Result", "Runner", "StepOutput"]
 
 # With a session the pool may still grow (a controller may take its time); after this many steps without any progress it
 # will not.
 STUCK_STEPS = 256
 
 
-@dataclass(frozen=True)
-class StepOutput:
-    """What one step did: (request id, token) pairs, finished requests, and how many tokens were computed."""
+class StepOutput(NamedTuple):
+    """What one step did: who got which token, finished requests, and how many tokens were computed."""
 
-    tokens: tuple[tuple[str, int], ...]
+    sampled: Listed[Sequence]
+    chosen: Listed[int]
     finished: tuple[Output, ...]
     computed: int
+
+    @property
+    def tokens(self) -> tuple[tuple[str, int], ...]:
+        """(request id, token) pairs."""
+        return tuple((sequence.id, token) for sequence, token in zip(self.sampled, self.chosen, strict=True))
 
 
 @dataclass(frozen=True)
@@ -48,82 +58,45 @@ class Result:
     metrics: Metrics
 
 
-class LLMEngine:
-    """Continuous batching on one tenant.
+class Runner(Protocol):
+    """Computes passes."""
 
-    model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner`, and `kv.allocate/free`.
-    session: None for an engine whose pool never changes (the baseline); else `session.step` is called once a step and
-    may grow, shrink or move the pool. `probe` returns the number of layers remapped, for the timeline (default:
-    `tenant.remapped`). runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
-    attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's.
+    def run(self, chunks: Listed[Chunk]) -> tuple[list[Chunk], list[int]]:
+        """One pass and the choice of tokens: the chunks that yield one (`Chunk.samples`), and their tokens."""
+
+
+class Engine(ABC):
+    """Continuous batching on one tenant, whatever computes.
+
+    tenant: `name`, `kv` (see `scheduler.BlockPool`) and `remapped`. session: None for an engine whose pool never changes (the
+    baseline); else `session.step` is called once a step and may grow, shrink or move the pool. `probe` returns the number of
+    layers remapped, for the timeline (default: `tenant.remapped`).
     """
 
     def __init__(
         self,
-        model: nn.Module,
         tenant: Any,
+        scheduler: Scheduler,
+        runner: Runner,
         *,
         session: Any = None,
-        max_num_seqs: int = 32,
-        max_batch_tokens: int = 512,
-        watermark: float = 0.0,
-        reserve_full_prompt: bool = True,
-        lookahead_blocks: int = 1,
-        chunk_align: int = TILE,
-        decode_cost: int = 0,
-        runner: str = "auto",
-        attention: str = "auto",
-        graphs: str = "auto",
-        staging: str = "auto",
-        max_model_len: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        sleep: Callable[[float], None] = time.sleep,
         probe: Callable[[], float] | None = None,
     ) -> None:
         self.tenant = tenant
         self.session = session
-        self.runner: ModelRunner | GpuRunner
-        if _on_cpu(runner, tenant.kv.tensors[0].device.type):
-            self.runner = ModelRunner(model, tenant)
-        else:
-            from remap.engine.gpu_runner import GpuRunner
-
-            self.runner = GpuRunner(
-                model,
-                tenant,
-                session=session,
-                max_num_seqs=max_num_seqs,
-                max_batch_tokens=max_batch_tokens,
-                max_model_len=max_model_len,
-                attention=attention,
-                graphs=graphs,
-                staging=staging,
-            )
-        self.scheduler = Scheduler(
-            block_tokens=tenant.kv.block_tokens,
-            max_num_seqs=max_num_seqs,
-            max_batch_tokens=max_batch_tokens,
-            watermark=watermark,
-            reserve_full_prompt=reserve_full_prompt,
-            lookahead_blocks=lookahead_blocks,
-            chunk_align=chunk_align,
-            decode_cost=decode_cost,
-        )
+        self.scheduler = scheduler
+        self.runner = runner
         self._clock = clock
-        self._sleep = sleep
         self._probe = probe
         self._live: dict[str, Sequence] = {}
-        self._orders = 0
+        self._orders = count()
         self._stuck = 0
         self.reset_metrics()
 
-    def warm_up(self, batch_sizes: Iterable[int] | None = None) -> None:
-        """Record the decode passes of these batch sizes now (default: all), not when each is first needed. Between steps.
-
-        Does nothing with the CPU runner, which records nothing.
-        """
-        if not isinstance(self.runner, ModelRunner):
-            self.runner.prepare(None if batch_sizes is None else list(batch_sizes))
+    @abstractmethod
+    def add_request(self, request: Any, *, arrived_s: float | None = None) -> None:
+        """Queue a request, of the kind that this engine serves. `arrived_s`, on the engine's clock, defaults to now."""
 
     def reset_metrics(self, now: float | None = None) -> None:
         """Start measuring anew, at `now` on the engine's clock (default: the present)."""
@@ -133,41 +106,6 @@ class LLMEngine:
     @property
     def unfinished(self) -> int:
         return len(self._live)
-
-    def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
-        """Queue a request. `arrived_s`, on the engine's clock, defaults to now.
-
-        Raises InvalidArgument (nothing changed) if the id is in use, or the request is longer than the model's
-        positions, or could never fit into the pool even alone: `usable_blocks` without a session, `max_blocks` with
-        one.
-        """
-        tokens = request.max_kv_tokens
-        blocks = self.scheduler.blocks_for(tokens)
-        kv = self.tenant.kv
-        most = kv.usable_blocks if self.session is None else kv.tensors[0].shape[1]
-        if request.id in self._live:
-            raise InvalidArgument(
-                f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
-            )
-        if tokens > self.runner.max_tokens:
-            raise InvalidArgument(
-                f"request {request.id!r} needs {tokens} positions, the model has {self.runner.max_tokens}; "
-                f"nothing was queued, shorten the prompt or lower max_tokens",
-                needed=tokens,
-                limit=self.runner.max_tokens,
-            )
-        if blocks > most:
-            raise InvalidArgument(
-                f"request {request.id!r} needs {blocks} KV blocks at its longest, the pool can have {most}; "
-                f"nothing was queued, shorten the prompt, lower max_tokens or raise max_blocks",
-                needed=blocks,
-                limit=most,
-            )
-        sequence = Sequence.of(request, self._orders)
-        self._orders += 1
-        self._live[request.id] = sequence
-        self.scheduler.add(sequence)
-        self.metrics.arrived(request.id, len(request.prompt), self._clock() if arrived_s is None else arrived_s)
 
     def abort(self, id: str) -> Output:
         """Take an unfinished request out between steps and free its blocks. Raises InvalidArgument for an unknown
@@ -210,58 +148,48 @@ class LLMEngine:
         for victim in victims:
             self.scheduler.preempt(victim, self.tenant.kv)
         self.metrics.preemptions += len(victims)
-        return tuple(victim.request.id for victim in victims)
+        return tuple(victim.id for victim in victims)
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""
         begin = self._clock() if begin is None else begin
+        schedule = self.launch()
+        samplers, chosen = self.runner.run(schedule.chunks) if schedule.chunks else ([], [])
+        return self.land(schedule, samplers, chosen, begin)
+
+    def launch(self) -> Schedule:
+        """The first half of `advance`: who runs in the next pass, with blocks allocated."""
         schedule = self.scheduler.schedule(self.tenant.kv)
         self.metrics.preemptions += len(schedule.preempted)
-        tokens: list[tuple[str, int]] = []
-        finished: list[Output] = []
-        if schedule.chunks:
-            samplers, chosen = self.runner.run(schedule.chunks)
-            now = self._clock()
-            for chunk in schedule.chunks:
-                self.metrics.recomputed_tokens += chunk.recomputed
-                self.scheduler.commit(chunk)
-            for chunk, token in zip(samplers, chosen, strict=True):
-                sequence = chunk.sequence
-                tokens.append((sequence.request.id, token))
-                self.metrics.token(sequence.request.id, now)
-                reason = sequence.append(token)
-                if reason is not None:
-                    finished.append(self._finish(sequence, reason))
-        self._record(begin, schedule)
-        self._check_progress(bool(tokens))
-        return StepOutput(tuple(tokens), tuple(finished), schedule.tokens)
+        return schedule
 
-    def run(
-        self, requests: Iterable[Request], on_step: Callable[[LLMEngine, StepOutput], None] | None = None
-    ) -> Result:
-        """Serve `requests`, each from its `arrival_s` on, until all are finished. Metrics start anew."""
-        pending = sorted(requests, key=lambda request: request.arrival_s)
-        pending.reverse()
-        self.reset_metrics()
-        outputs: dict[str, Output] = {}
-        while pending or self._live:
-            now = self._clock() - self.metrics.started_s
-            while pending and pending[-1].arrival_s <= now:
-                request = pending.pop()
-                self.add_request(request, arrived_s=self.metrics.started_s + request.arrival_s)
-            step = self.step()
-            outputs.update((output.id, output) for output in step.finished)
-            if on_step is not None:
-                on_step(self, step)
-            if not self._live and pending:
-                # Short naps: an idle engine still lets the session give pages back.
-                self._sleep(min(0.01, max(0.0, pending[-1].arrival_s - (self._clock() - self.metrics.started_s))))
-        return Result(outputs, self.metrics)
+    def land(self, schedule: Schedule, samplers: Listed[Chunk], chosen: Listed[int], begin: float) -> StepOutput:
+        """The second half: the pass is over, and chose these tokens."""
+        now = self._clock()
+        self.metrics.recomputed_tokens += sum(map(self.scheduler.commit, schedule.chunks))
+        sampled = [chunk.sequence for chunk in samplers]
+        self.metrics.tokens(sampled, now)
+        finished = [
+            self._finish(sequence, reason)
+            for sequence, token in zip(sampled, chosen, strict=True)
+            if (reason := sequence.append(token)) is not None
+        ]
+        self._record(begin, schedule)
+        self._check_progress(bool(sampled))
+        return StepOutput(sampled, chosen, tuple(finished), schedule.tokens)
+
+    def _queue(self, sequence: Sequence) -> None:
+        self._live[sequence.id] = sequence
+        self.scheduler.add(sequence)
+        self.metrics.prompt_tokens += sequence.prompt_tokens
+
+    def _drop(self, sequence: Sequence) -> None:
+        self.scheduler.finish(sequence, self.tenant.kv)
+        del self._live[sequence.id]
 
     def _finish(self, sequence: Sequence, reason: str) -> Output:
-        self.scheduler.finish(sequence, self.tenant.kv)
-        del self._live[sequence.request.id]
-        self.metrics.done(sequence.request.id)
+        self._drop(sequence)
+        self.metrics.finished += 1
         return sequence.output(reason)
 
     def _record(self, begin: float, schedule: Schedule) -> None:
@@ -290,16 +218,141 @@ class LLMEngine:
             self._stuck += 1
         if self._stuck > (STUCK_STEPS if self.session is not None else 1):
             head = self.scheduler.waiting[0]
-            needed = self.scheduler.blocks_for(len(head.tokens))
+            needed = self.scheduler.blocks_for(head.length)
             kv = self.tenant.kv
             raise OutOfBlocks(
-                f"request {head.request.id!r} needs {needed} KV blocks and has the engine to itself, but "
+                f"request {head.id!r} needs {needed} KV blocks and has the engine to itself, but "
                 f"{kv.free_blocks} of {kv.usable_blocks} usable blocks are free; nothing changed: "
                 "abort it, or let the pool grow",
                 requested=needed,
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,
             )
+
+
+class LLMEngine(Engine):
+    """Continuous batching of a model.
+
+    model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner` and `Engine`, as are session and
+    probe. runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
+    attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's.
+    """
+
+    runner: ModelRunner | GpuRunner
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tenant: Any,
+        *,
+        session: Any = None,
+        max_num_seqs: int = 32,
+        max_batch_tokens: int = 512,
+        watermark: float = 0.0,
+        reserve_full_prompt: bool = True,
+        lookahead_blocks: int = 1,
+        chunk_align: int = TILE,
+        decode_cost: int = 0,
+        runner: str = "auto",
+        attention: str = "auto",
+        graphs: str = "auto",
+        staging: str = "auto",
+        max_model_len: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+        probe: Callable[[], float] | None = None,
+    ) -> None:
+        made: ModelRunner | GpuRunner
+        if _on_cpu(runner, tenant.kv.tensors[0].device.type):
+            from remap.engine.runner import ModelRunner
+
+            made = ModelRunner(model, tenant)
+        else:
+            from remap.engine.gpu_runner import GpuRunner
+
+            made = GpuRunner(
+                model,
+                tenant,
+                session=session,
+                max_num_seqs=max_num_seqs,
+                max_batch_tokens=max_batch_tokens,
+                max_model_len=max_model_len,
+                attention=attention,
+                graphs=graphs,
+                staging=staging,
+            )
+        scheduler = Scheduler(
+            block_tokens=tenant.kv.block_tokens,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            watermark=watermark,
+            reserve_full_prompt=reserve_full_prompt,
+            lookahead_blocks=lookahead_blocks,
+            chunk_align=chunk_align,
+            decode_cost=decode_cost,
+        )
+        super().__init__(tenant, scheduler, made, session=session, clock=clock, probe=probe)
+        self._sleep = sleep
+
+    def warm_up(self, batch_sizes: Iterable[int] | None = None) -> None:
+        """Record the decode passes of these batch sizes now (default: all), not when each is first needed. Between steps.
+
+        Does nothing with the CPU runner, which records nothing.
+        """
+        self.runner.prepare(None if batch_sizes is None else list(batch_sizes))
+
+    def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
+        """Queue a request. `arrived_s`, on the engine's clock, defaults to now.
+
+        Raises InvalidArgument (nothing changed) if the id is in use, or the request is longer than the model's
+        positions, or could never fit into the pool even alone: `usable_blocks` without a session, `max_blocks` with
+        one.
+        """
+        tokens = request.max_kv_tokens
+        blocks = self.scheduler.blocks_for(tokens)
+        kv = self.tenant.kv
+        most = kv.usable_blocks if self.session is None else kv.tensors[0].shape[1]
+        if request.id in self._live:
+            raise InvalidArgument(
+                f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
+            )
+        if tokens > self.runner.max_tokens:
+            raise InvalidArgument(
+                f"request {request.id!r} needs {tokens} positions, the model has {self.runner.max_tokens}; "
+                f"nothing was queued, shorten the prompt or lower max_tokens",
+                needed=tokens,
+                limit=self.runner.max_tokens,
+            )
+        if blocks > most:
+            raise InvalidArgument(
+                f"request {request.id!r} needs {blocks} KV blocks at its longest, the pool can have {most}; "
+                f"nothing was queued, shorten the prompt, lower max_tokens or raise max_blocks",
+                needed=blocks,
+                limit=most,
+            )
+        self._queue(Sequence.of(request, next(self._orders), self._clock() if arrived_s is None else arrived_s))
+
+    def run(
+        self, requests: Iterable[Request], on_step: Callable[[LLMEngine, StepOutput], None] | None = None
+    ) -> Result:
+        """Serve `requests`, each from its `arrival_s` on, until all are finished. Metrics start anew."""
+        pending = sorted(requests, key=lambda request: request.arrival_s)
+        pending.reverse()
+        self.reset_metrics()
+        outputs: dict[str, Output] = {}
+        while pending or self._live:
+            now = self._clock() - self.metrics.started_s
+            while pending and pending[-1].arrival_s <= now:
+                request = pending.pop()
+                self.add_request(request, arrived_s=self.metrics.started_s + request.arrival_s)
+            step = self.step()
+            outputs.update((output.id, output) for output in step.finished)
+            if on_step is not None:
+                on_step(self, step)
+            if not self._live and pending:
+                # Short naps: an idle engine still lets the session give pages back.
+                self._sleep(min(0.01, max(0.0, pending[-1].arrival_s - (self._clock() - self.metrics.started_s))))
+        return Result(outputs, self.metrics)
 
 
 def _on_cpu(runner: str, device: str) -> bool:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from remap import advanced
-from remap.engine.attention import is_decode
 from remap.engine.captured import CapturedDecode
 from remap.engine.graphs import EagerGraphs, TorchCudaGraphs
 from remap.engine.inputs import TokenInputs
@@ -138,8 +137,8 @@ class GpuRunner:
         Whatever raises leaves every sequence as it was (an error inside the pass abandons it), and the pass may be run
         again.
         """
-        decodes = [chunk for chunk in chunks if is_decode(chunk)]
-        prompts = [chunk for chunk in chunks if not is_decode(chunk)]
+        decodes = [chunk for chunk in chunks if chunk.decodes]
+        prompts = [chunk for chunk in chunks if not chunk.decodes]
         with self._on_stream():
             if prompts:
                 return self._run_mixed(decodes, prompts)

@@ -5,16 +5,19 @@ timeline. Pure.
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Sequence as Listed
+
+    from remap.engine.request import Sequence
 
 __all__ = ["Metrics", "Sample", "percentile"]
 
 
-def percentile(values: Sequence[float], q: float) -> float:
+def percentile(values: Listed[float], q: float) -> float:
     """The q-quantile, q being 0.01, 0.02, ..., 0.99, with linear interpolation between order statistics, as numpy's default;
     0.0 of nothing.
     """
@@ -41,7 +44,11 @@ class Sample:
 
 @dataclass
 class Metrics:
-    """Filled by the engine while it runs; all times are seconds on the engine's clock."""
+    """Filled by the engine while it runs; all times are seconds on the engine's clock.
+
+    gaps: seconds between two tokens of a request -> how often. All that decode in one pass have the same gap, so there are
+    about as many as passes.
+    """
 
     started_s: float = 0.0
     ended_s: float = 0.0
@@ -53,32 +60,31 @@ class Metrics:
     recomputed_tokens: int = 0
     steps: int = 0
     ttft_s: list[float] = field(default_factory=list)
-    tbt_s: list[float] = field(default_factory=list)
+    gaps: Counter[float] = field(default_factory=Counter)
     timeline: list[Sample] = field(default_factory=list)
-    _arrival: dict[str, float] = field(default_factory=dict, repr=False)
-    _last: dict[str, float] = field(default_factory=dict, repr=False)
 
-    def arrived(self, id: str, prompt_tokens: int, now_s: float) -> None:
-        self._arrival[id] = now_s
-        self.prompt_tokens += prompt_tokens
+    def tokens(self, sequences: Listed[Sequence], now_s: float) -> None:
+        """Each of them has a token more, at one time. A preempted request's gap is counted in full: the user waits for it."""
+        previous, steady = self.ended_s, 0
+        for sequence in sequences:
+            if sequence.last_s == previous:  # nearly all who decode
+                steady += 1
+            elif sequence.last_s is None:
+                sequence.first_s = now_s
+                self.ttft_s.append(now_s - sequence.arrived_s)
+            else:
+                self.gaps[now_s - sequence.last_s] += 1
+            sequence.last_s = now_s
+        if steady:
+            self.gaps[now_s - previous] += steady
+        if sequences:
+            self.generated_tokens += len(sequences)
+            self.ended_s = now_s
 
-    def token(self, id: str, now_s: float) -> None:
-        """A token of request `id` became available. A preempted request's gap is counted in full: the user waits for
-        it.
-        """
-        previous = self._last.get(id)
-        if previous is None:
-            self.ttft_s.append(now_s - self._arrival[id])
-        else:
-            self.tbt_s.append(now_s - previous)
-        self._last[id] = now_s
-        self.generated_tokens += 1
-        self.ended_s = now_s
-
-    def done(self, id: str) -> None:
-        self._arrival.pop(id, None)
-        self._last.pop(id, None)
-        self.finished += 1
+    @property
+    def tbt_s(self) -> list[float]:
+        """Every gap between two tokens of a request; equal ones together."""
+        return list(self.gaps.elements())
 
     @property
     def duration_s(self) -> float:
@@ -89,6 +95,7 @@ class Metrics:
         use.
         """
         usable = [sample.kv_usable_blocks for sample in self.timeline]
+        tbt = self.tbt_s
         return {
             "requests": self.finished,
             "steps": self.steps,
@@ -99,8 +106,8 @@ class Metrics:
             "recomputed_tokens": self.recomputed_tokens,
             "ttft_p50_s": percentile(self.ttft_s, 0.50),
             "ttft_p99_s": percentile(self.ttft_s, 0.99),
-            "tbt_p50_s": percentile(self.tbt_s, 0.50),
-            "tbt_p99_s": percentile(self.tbt_s, 0.99),
+            "tbt_p50_s": percentile(tbt, 0.50),
+            "tbt_p99_s": percentile(tbt, 0.99),
             "kv_blocks_start": self.kv_blocks_start,
             "kv_blocks_peak": max(usable, default=self.kv_blocks_start),
             "kv_used_peak": max((sample.kv_used_blocks for sample in self.timeline), default=0),

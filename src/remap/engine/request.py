@@ -88,24 +88,44 @@ class Sequence:
     block_tokens and computed < len(tokens); a waiting sequence has computed = 0 and no blocks; `high_water` = the most
     tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; whoever
     changes an entry, or takes any away, replaces the list (a block table knows by that what to write again).
+    Times are on the engine's clock: when it arrived, and when its first and its last token came (None before the first).
+
+    Scheduler, loop and metrics ask for lengths, not for values: `id`, `length`, `prompt_tokens`, `append` and `output`
+    are all that a sequence without values (remap.sim.sequences) has to bring.
     """
 
     request: Request
     order: int
     tokens: list[int]
+    arrived_s: float = 0.0
     state: State = State.WAITING
     computed: int = 0
     high_water: int = 0
     blocks: list[int] = field(default_factory=list)
     preemptions: int = 0
+    first_s: float | None = None
+    last_s: float | None = None
 
     @classmethod
-    def of(cls, request: Request, order: int) -> Sequence:
-        return cls(request, order, list(request.prompt))
+    def of(cls, request: Request, order: int, arrived_s: float = 0.0) -> Sequence:
+        return cls(request, order, list(request.prompt), arrived_s)
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def length(self) -> int:
+        """Tokens known: those of the prompt, and those generated."""
+        return len(self.tokens)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt)
 
     @property
     def generated(self) -> int:
-        return len(self.tokens) - len(self.request.prompt)
+        return self.length - self.prompt_tokens
 
     def append(self, token: int) -> str | None:
         """Add a generated token; returns the finish reason if it was the last one."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from remap.engine.attention import AttentionBatch, PagedAttention, decode_first, is_decode
+from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
 from remap.engine.models import decoder_of
 from remap.errors import InvalidArgument
 
@@ -73,6 +73,9 @@ class ModelRunner:
         check_fits(self.decoder, model, tenant)
         self.attention = PagedAttention(tenant.kv.tensors)
 
+    def prepare(self, batch_sizes: Sequence[int] | None = None) -> None:
+        """As `GpuRunner.prepare`; nothing is recorded on the CPU."""
+
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
         """One pass and the choice of tokens: the chunks that yield one, and their tokens."""
         samplers, logits = self.forward(chunks)
@@ -92,7 +95,7 @@ class ModelRunner:
             if chunk.samples:
                 samplers.append(chunk)
                 rows.append(row)
-        decodes = {is_decode(chunk) for chunk in ordered}
+        decodes = {chunk.decodes for chunk in ordered}
         phase = "mixed" if len(decodes) > 1 else "decode" if True in decodes else "prefill"
         rows_wanted = min_rows(self.dtype)
         padding = max(0, rows_wanted - batch.tokens)

@@ -12,15 +12,19 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from remap.engine.request import Sequence, State
 from remap.errors import InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
-__all__ = ["BlockPool", "Chunk", "Schedule", "Scheduler"]
+__all__ = ["TILE", "BlockPool", "Chunk", "Schedule", "Scheduler"]
+
+# Rows of one prefill call. 32 is also the number that torch's fused CPU attention takes at a time, so nothing is lost.
+TILE = 32
 
 
 class BlockPool(Protocol):
@@ -36,7 +40,8 @@ class BlockPool(Protocol):
     def free(self, ids: list[int]) -> None: ...
 
 
-@dataclass(frozen=True)
+# Neither frozen nor compared by value: a pass makes one for every sequence that decodes, and simulations make millions.
+@dataclass(eq=False, slots=True)
 class Chunk:
     """Tokens [start, start + count) of a sequence, to be computed in this pass. Their blocks are allocated."""
 
@@ -51,21 +56,30 @@ class Chunk:
     @property
     def samples(self) -> bool:
         """The last token known is in this pass, so the pass yields the next one."""
-        return self.end == len(self.sequence.tokens)
+        return self.end == self.sequence.length
+
+    @property
+    def decodes(self) -> bool:
+        """One token beyond the prompt. The last token of a prompt is prefill even if it is alone, wherever the prompt was
+        cut."""
+        return self.count == 1 and self.start >= self.sequence.prompt_tokens
 
     @property
     def recomputed(self) -> int:
         return max(0, min(self.end, self.sequence.high_water) - self.start)
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
+    """What one pass computes (tokens: of all chunks), and who lost their KV for it.
+
+    swapped_in, swapped_out: blocks to be copied from and to host
+    memory before it, by a scheduler that swaps."""
+
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
+    tokens: int
+    swapped_in: int = 0
+    swapped_out: int = 0
 
 
 class Scheduler:
@@ -74,7 +88,7 @@ class Scheduler:
     max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable
     blocks that an admission must leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running
     sequence that `demand` asks for ahead of need. chunk_align: a prompt is cut at multiples of so many tokens, so that
-    its values do not depend on where it was cut (attention.TILE). decode_cost: how many prompt tokens one decoding
+    its values do not depend on where it was cut. decode_cost: how many prompt tokens one decoding
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
     Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
@@ -90,7 +104,7 @@ class Scheduler:
         watermark: float = 0.0,
         reserve_full_prompt: bool = True,
         lookahead_blocks: int = 1,
-        chunk_align: int = 32,
+        chunk_align: int = TILE,
         decode_cost: int = 0,
     ) -> None:
         if decode_cost < 0:
@@ -141,12 +155,11 @@ class Scheduler:
         Without the lookahead the pool would be exactly full after each growth, and the next block boundary would ask
         again.
         """
-        slots = self.max_num_seqs - len(self.running)
-        heads = [sequence for sequence, _ in zip(self.waiting, range(slots), strict=False)]
-        missing = sum(
-            self.blocks_for(len(sequence.tokens)) - len(sequence.blocks) for sequence in (*self.running, *heads)
-        )
-        return missing + self.lookahead_blocks * (len(self.running) + len(heads))
+        wanted, size = 0, self.block_tokens
+        sequences = [*self.running, *islice(self._queued(), self.max_num_seqs - len(self.running))]
+        for sequence in sequences:
+            wanted += -(-sequence.length // size) - len(sequence.blocks)
+        return wanted + self.lookahead_blocks * len(sequences)
 
     def relocate(self, moved: Mapping[int, int]) -> None:
         """Patch the block tables after the session moved blocks (old id -> new id). Call before anything else in a
@@ -161,7 +174,7 @@ class Scheduler:
         harmless.
         """
         budget = self.max_batch_tokens
-        decoding = sum(1 for sequence in self.running if len(sequence.tokens) - sequence.computed == 1)
+        decoding = sum(1 for sequence in self.running if sequence.length - sequence.computed == 1)
         # Prompt tokens of this pass: what the decoding sequences, at their real cost, leave of it; at least one tile.
         prompt = max(self.chunk_align, budget - self.decode_cost * decoding)
         chunks: list[Chunk] = []
@@ -169,7 +182,7 @@ class Scheduler:
         index = 0
         while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            decodes = len(sequence.tokens) - sequence.computed == 1
+            decodes = sequence.length - sequence.computed == 1
             count = 1 if decodes else self._chunk(sequence, min(budget, prompt))
             if count == 0:
                 index += 1
@@ -192,7 +205,7 @@ class Scheduler:
             count = self._chunk(sequence, min(budget, prompt))
             if count == 0:
                 break
-            whole = len(sequence.tokens) if self.reserve_full_prompt else count
+            whole = sequence.length if self.reserve_full_prompt else count
             spare = int(self.watermark * pool.usable_blocks) if self.running else 0
             if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, count, pool):
                 break
@@ -203,13 +216,18 @@ class Scheduler:
             chunks.append(Chunk(sequence, 0, count))
             budget -= count
             prompt -= count
-        return Schedule(tuple(chunks), tuple(preempted))
+        return Schedule(tuple(chunks), tuple(preempted), self.max_batch_tokens - budget)
 
-    def commit(self, chunk: Chunk) -> None:
-        """The pass that computed `chunk` succeeded: its KV exists now."""
+    def commit(self, chunk: Chunk) -> int:
+        """The pass that computed `chunk` succeeded: its KV exists now. Returns how many of its tokens had had theirs before."""
         sequence = chunk.sequence
-        sequence.computed = chunk.end
-        sequence.high_water = max(sequence.high_water, chunk.end)
+        sequence.computed = end = chunk.start + chunk.count
+        if chunk.start >= sequence.high_water:
+            sequence.high_water = end
+            return 0
+        recomputed = chunk.recomputed
+        sequence.high_water = max(sequence.high_water, end)
+        return recomputed
 
     def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take the KV of a running sequence away, whichever it is; it waits in the place of its age and is recomputed."""
@@ -225,6 +243,10 @@ class Scheduler:
         self._release(sequence, pool)
         sequence.state = State.FINISHED
 
+    def _queued(self) -> Iterable[Sequence]:
+        """Who does not run yet, in the order in which they will."""
+        return self.waiting
+
     def _chunk(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of `sequence` to compute next: all that is known, else up to a multiple of `chunk_align`.
 
@@ -232,9 +254,9 @@ class Scheduler:
         """
         if budget <= 0:
             return 0
-        count = min(len(sequence.tokens) - sequence.computed, budget)
+        count = min(sequence.length - sequence.computed, budget)
         end = sequence.computed + count
-        if end == len(sequence.tokens):
+        if end == sequence.length:
             return count
         aligned = end - end % self.chunk_align - sequence.computed
         return aligned if aligned > 0 or budget < self.max_batch_tokens else count

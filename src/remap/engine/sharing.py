@@ -18,12 +18,12 @@ from remap.engine.shared_metrics import Activation, SharedResult, SharedSample, 
 from remap.errors import InvalidArgument, InvalidState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from remap.engine.engine import LLMEngine, StepOutput
+    from remap.engine.engine import Engine, StepOutput
     from remap.engine.request import Output, Request
 
-__all__ = ["SharedEngines"]
+__all__ = ["SharedEngines", "latest_first"]
 
 MODES = ("temporal", "spatial")
 
@@ -53,7 +53,7 @@ class SharedEngines:
     def __init__(
         self,
         session: Any,
-        engines: Mapping[str, LLMEngine],
+        engines: Mapping[str, Engine],
         mode: str = "temporal",
         *,
         quantum_s: float = 1.0,
@@ -153,27 +153,14 @@ class SharedEngines:
             raise InvalidArgument(
                 f"no engine {unknown[0]!r}, there are {sorted(self.engines)}; nothing was run", tenant=unknown[0]
             )
-        pending = [(request.arrival_s, name, request) for name, mine in requests.items() for request in mine]
-        pending.reverse()
-        pending.sort(
-            key=lambda entry: entry[0], reverse=True
-        )  # stable; the next one is last, of equal times the first given
         self._begin_measuring()
         outputs: dict[str, dict[str, Output]] = {name: {} for name in self.engines}
         stalled = self._stalls()
-        while pending or self.unfinished:
-            now = self._clock() - self._started_s
-            while pending and pending[-1][0] <= now:
-                arrival, name, request = pending.pop()
-                self.engines[name].add_request(request, arrived_s=self._started_s + arrival)
-            done = self.step()
+        for done in self._serve([(one.arrival_s, name, one) for name, mine in requests.items() for one in mine]):
             for name, step in done.items():
                 outputs[name].update((output.id, output) for output in step.finished)
             if on_step is not None:
                 on_step(self, done)
-            if not self.unfinished and pending:
-                # Short naps: idle engines still let the session give pages back.
-                self._sleep(min(0.01, max(0.0, pending[-1][0] - (self._clock() - self._started_s))))
         self._end_pending(None)
         return SharedResult(
             outputs=outputs,
@@ -182,6 +169,30 @@ class SharedEngines:
             activations=tuple(self._activations),
             stall_s={name: value - stalled.get(name, 0.0) for name, value in self._stalls().items()},
         )
+
+    def _serve(self, requests: Iterable[tuple[float, str, Any]]) -> Iterator[dict[str, StepOutput]]:
+        """Step until all have finished; yields what each step did. requests: (arrival, tenant, request), of equal times the
+        first given first."""
+        pending = latest_first(requests)
+        while pending or self.unfinished:
+            self._let_in(pending)
+            done = self.step()
+            yield done
+            if not done and pending:
+                self._nap(self._started_s + pending[-1][0])
+
+    def _let_in(self, pending: list[tuple[float, str, Any]]) -> list[str]:
+        """Queue what has arrived by now, from the end of `pending`. Whose it is."""
+        names = []
+        while pending and self._started_s + pending[-1][0] <= self._clock():
+            arrival, name, request = pending.pop()
+            self.engines[name].add_request(request, arrived_s=self._started_s + arrival)
+            names.append(name)
+        return names
+
+    def _nap(self, until_s: float) -> None:
+        """Nobody has work before `until_s`, on the clock. Short naps: idle engines still let the session give pages back."""
+        self._sleep(min(0.01, max(0.0, until_s - self._clock())))
 
     # -- turns -----------------------------------------------------------------------------------------------------
 
@@ -274,12 +285,13 @@ class SharedEngines:
 
     # -- the session -----------------------------------------------------------------------------------------------
 
-    def _rebalance(self) -> None:
-        """One call for all who are active; moves may concern anybody."""
+    def _rebalance(self) -> Any:
+        """One call for all who are active; moves may concern anybody. The session's report, None without one."""
         if self.session is None or not self.active:
-            return
+            return None
         report = self.session.step({name: self.engines[name].demand() for name in self.active})
         self._follow(report.moved)
+        return report
 
     def _follow(self, moved: Mapping[str, Mapping[int, int]]) -> int:
         """Patch the block tables of whoever's blocks moved. How many did."""
@@ -319,3 +331,8 @@ class SharedEngines:
                 lent_pages=getattr(engine.tenant, "lent_pages", 0),
             )
         self._timeline.append(SharedSample(now - self._started_s, tuple(ran), tenants))
+
+
+def latest_first(requests: Iterable[tuple[float, str, Any]]) -> list[tuple[float, str, Any]]:
+    """(arrival, tenant, request), to be taken from the end: by arrival, and of those that arrive together the first given."""
+    return sorted(requests, key=lambda one: one[0])[::-1]

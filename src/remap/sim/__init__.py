@@ -3,7 +3,8 @@
 Tables and arithmetic (pure): `hardware` (machines and models), `roofline` (what computing takes), `fit` (a machine of one's own),
 `planning` (`remap plan`), `workload`, `lengths` and `loads` (who asks for what, and when), `results`, `policies`.
 
-Serving in virtual time, with the production session on the `sim` backend: `serving` (setup, `simulate`), `worlds` (session,
-tenants, engines), `running` (whose turn it is), `engine` (one tenant's steps), `scheduling` (who runs in a pass), `passes` (what
-a pass does on the device), `pools` and `clock` (for Pie, which the library does not have), `timeline`.
+Serving in virtual time, with the production session on the `sim` backend and the reference engine's loop and turns: `serving`
+(setup, `simulate`), `worlds` (session, tenants, engines), `running` (turns, and passes that overlap), `engine` and `sequences`
+(the loop's kind that has lengths for tokens), `passes` (its runner: what a pass does on the device), `scheduling` (vLLM V0's
+policy), `pools` and `clock` (for Pie, which the library does not have), `timeline`.
 """

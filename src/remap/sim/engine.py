@@ -1,42 +1,31 @@
-"""One simulated engine: what `LLMEngine` is for a real model. `SharedEngines` takes turns with either.
+"""One simulated engine: the reference engine's loop (remap.engine.engine), whose passes take time and compute nothing.
 
-One step: demand -> session.step (by whoever runs the engine) -> schedule -> `launch` -> virtual time passes -> `land`. What a
-token is worth measuring for is its time: there are no values.
+What is its own: requests have lengths (`workload.Item`), are cut to the context and refused where a real engine would raise; a
+gap follows each pass; and what is recorded is bounded, since runs are long.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from remap.engine.request import State
-from remap.errors import InvalidState
+from remap.engine.engine import Engine, StepOutput
+from remap.engine.request import Output
+from remap.engine.request import Sequence as EngineSequence
+from remap.engine.scheduler import Schedule, Scheduler
 from remap.policy.views import Demand
 from remap.sim.passes import Pass
 from remap.sim.results import TenantResult, ascending
-from remap.sim.scheduling import Scheduling
-from remap.sim.sequences import Batch, Sequence
+from remap.sim.sequences import Sequence
+from remap.sim.workload import Item
 
-__all__ = ["EMPTY_S", "SimEngine", "Step"]
+__all__ = ["EMPTY_S", "SimEngine"]
 
-
-@dataclass(frozen=True)
-class Step:
-    """As `remap.engine.engine.StepOutput`: tokens computed, and how many requests finished."""
-
-    computed: int
-    finished: tuple[Any, ...] = ()
-
-
-_NOTHING = Step(0)
 EMPTY_S = 0.001
 """What an iteration takes that found nothing to run, at least: were the gap 0, time would stand still, and with it what is
 waited for."""
 
 
-class SimEngine:
+class SimEngine(Engine):
     """Continuous batching of one tenant in virtual time.
 
     tenant: name, kv (a pool), remapped, lent_pages: a session's tenant, or a stand-in. session: None if its memory never
@@ -44,11 +33,13 @@ class SimEngine:
     host's time for scheduling and sampling. most_blocks: what the pool could ever hold.
     """
 
+    runner: Pass
+
     def __init__(
         self,
         tenant: Any,
-        scheduler: Scheduling,
-        passes: Pass,
+        scheduler: Scheduler,
+        runner: Pass,
         clock: Any,
         *,
         session: Any = None,
@@ -56,176 +47,91 @@ class SimEngine:
         most_blocks: int,
         context: int,
     ) -> None:
-        self.tenant = tenant
-        self.session = session
-        self.scheduler = scheduler
-        self.passes = passes
-        self.unfinished = 0
-        self.slow = 1.0  # how many times as long computation takes now, because others compute beside it
-        self._clock = clock
+        super().__init__(tenant, scheduler, runner, session=session, clock=lambda: clock.now)
+        self._virtual = clock
         self._gap_s = gap_s
         self._most_blocks = most_blocks
         self._context = context
-        self._orders = 0
-        self._previous_s = -1.0  # when the last pass ended: those who got a token then share one gap
-        self._ttft: dict[int, float] = {}
-        self._tpot: dict[int, float] = {}
-        self._gaps: defaultdict[float, int] = defaultdict(int)
-        self.requests = self.finished = self.refused = 0
-        self.tokens = self.preemptions = self.recomputed = self.steps = 0
-        self.last_finish_s = 0.0
-        self.kv_start = self.kv_peak = tenant.kv.usable_blocks
+
+    def reset_metrics(self, now: float | None = None) -> None:
+        super().reset_metrics(now)
+        self.requests = self.refused = 0
+        self.kv_peak = self.metrics.kv_blocks_start
         self.alpha_peak = 0.0
+        self._done: list[EngineSequence] = []
 
-    # -- what SharedEngines asks -----------------------------------------------------------------------------------
-
-    def add_request(self, request: Sequence, *, arrived_s: float) -> None:
+    def add_request(self, request: Item, *, arrived_s: float | None = None) -> None:
         """Queue it. A request that could never fit is counted as refused, as vLLM ignores it; it is cut to the context."""
         self.requests += 1
-        prompt = min(request.prompt, self._context - 1)
-        sequence = Sequence(self._orders, request.tenant, arrived_s, prompt, 1)
-        sequence.end = min(request.end - request.prompt + prompt, self._context)
-        self._orders += 1
+        prompt = min(request.prompt_tokens, self._context - 1)
+        output = min(request.output_tokens, self._context - prompt)
         # The last token is never fed back, so it needs no place.
-        if -(-(sequence.end - 1) // self.tenant.kv.block_tokens) > self._most_blocks:
+        if self.scheduler.blocks_for(prompt + output - 1) > self._most_blocks:
             self.refused += 1
-            return
-        self.unfinished += 1
-        self.scheduler.add(sequence)
+        else:
+            arrived_s = self._virtual.now if arrived_s is None else arrived_s
+            self._queue(Sequence(next(self._orders), prompt, output, arrived_s))
 
     def give_up(self) -> bool:
         """Refuse the request whose turn it is, if it has the engine to itself and still is too long for the memory. Whether it
         was: what may be remapped is bounded by more than layers, so nobody knew when it came."""
         waiting, kv = self.scheduler.waiting, self.tenant.kv
-        if self.scheduler.running or not waiting or -(-waiting[0].length // kv.block_tokens) <= kv.usable_blocks:
+        if self.scheduler.running or not waiting or self.scheduler.blocks_for(waiting[0].length) <= kv.usable_blocks:
             return False
-        waiting.popleft()
-        self.unfinished -= 1
+        self._drop(waiting[0])
         self.refused += 1
         return True
 
     def demand(self) -> Demand:
-        """KV blocks wanted beyond those that are held."""
-        return Demand(self.scheduler.demand(self._most_blocks))
+        return Demand(min(self.scheduler.demand(), self._most_blocks))
 
-    def follow(self, moved: Mapping[int, int]) -> None:
-        """The session moved blocks."""
-        self.scheduler.relocate(moved)
-
-    def preempt(self, blocks: Collection[int]) -> tuple[int, ...]:
-        """Free these blocks: whoever holds any of them is preempted. Returns their numbers, youngest first."""
-        wanted = frozenset(blocks)
-        victims = [one for one in reversed(self.scheduler.running) if not wanted.isdisjoint(one.blocks)]
-        for victim in victims:
-            self.scheduler.preempt(victim, self.tenant.kv)
-        self.preemptions += len(victims)
-        return tuple(victim.order for victim in victims)
-
-    def reset_metrics(self, now: float) -> None:
-        """Called once, before the run."""
-
-    def advance(self, begin: float | None = None) -> Step:
+    def advance(self, begin: float | None = None) -> StepOutput:
         """One pass, from its start to its end in virtual time, and the gap behind it."""
-        batch, end = self.launch()
-        if batch is None:
-            self._clock.advance(max(self._gap_s, EMPTY_S))
-            return _NOTHING
-        self._clock.advance_to(end)
-        step = self.land(batch, end)
-        self._clock.advance(self._gap_s)
+        step = super().advance(begin)
+        self._virtual.advance(self._gap_s if step.computed else max(self._gap_s, EMPTY_S))
         return step
 
-    # -- a pass ----------------------------------------------------------------------------------------------------
+    def launch(self) -> Schedule:
+        schedule = super().launch()
+        if schedule.swapped_in or schedule.swapped_out:
+            self.runner.swap(schedule.swapped_in, schedule.swapped_out)
+        return schedule
 
-    def launch(self) -> tuple[Batch | None, float]:
-        """Schedule, and start the pass. (batch, when it ends); (None, now) if nothing can run."""
-        kv = self.tenant.kv
-        batch = self.scheduler.schedule(kv)
-        self.preemptions += batch.preempted
-        self.kv_peak = max(self.kv_peak, kv.usable_blocks)
-        self.alpha_peak = max(self.alpha_peak, self.tenant.remapped)
-        if not batch:
-            return None, self._clock.now
-        self.steps += 1
-        return batch, self.passes.start(batch, self.slow)
-
-    def land(self, batch: Batch, now: float) -> Step:
-        """The pass has ended: its tokens are there."""
-        computed = len(batch.rows)
-        finished: list[Sequence] = []
-        for sequence, start, count in batch.prefills:
-            computed += count
-            end = start + count
-            self.recomputed += max(0, min(end, sequence.high_water) - start)
-            sequence.computed = end
-            sequence.high_water = max(sequence.high_water, end)
-            if end == sequence.length:
-                self._token(sequence, now, finished)
-        previous, same = self._previous_s, 0
-        for sequence in batch.rows:
-            length = sequence.length
-            sequence.computed = length
-            if sequence.high_water < length:
-                sequence.high_water = length
-            if sequence.last_s == previous:  # the usual case, in few steps: this loop runs once a token
-                same += 1
-                sequence.last_s = now
-                sequence.length = length + 1
-                if length + 1 >= sequence.end:
-                    finished.append(sequence)
-            else:
-                self._token(sequence, now, finished)
-        if same:
-            self._gaps[now - previous] += same
-            self.tokens += same
-        self._previous_s = now
-        for sequence in finished:
-            self._finish(sequence, now)
-        return Step(computed)
-
-    def _token(self, sequence: Sequence, now: float, finished: list[Sequence]) -> None:
-        if sequence.last_s is None:
-            sequence.first_s = now
-        else:
-            self._gaps[now - sequence.last_s] += 1
-        sequence.last_s = now
-        sequence.length += 1
-        self.tokens += 1
-        if sequence.length >= sequence.end:
-            finished.append(sequence)
-
-    def _finish(self, sequence: Sequence, now: float) -> None:
-        self.scheduler.finish(sequence, self.tenant.kv)
-        if sequence.state is not State.FINISHED or sequence.first_s is None:
-            raise InvalidState(
-                f"request {sequence.order} ended without a token; nothing was recorded", order=sequence.order
-            )
-        self._ttft[sequence.order] = sequence.first_s - sequence.arrival_s
-        if sequence.length - sequence.prompt > 1:
-            self._tpot[sequence.order] = (now - sequence.first_s) / (sequence.length - sequence.prompt - 1)
-        self.unfinished -= 1
-        self.finished += 1
-        self.last_finish_s = now
-
-    # -- results ---------------------------------------------------------------------------------------------------
+    @property
+    def last_finish_s(self) -> float:
+        """When the last of those that have finished did; 0 if nobody has."""
+        return max((one.last_s or 0.0 for one in self._done), default=0.0)
 
     def result(self) -> TenantResult:
-        """All of the run."""
+        """All since the metrics began; of the passes, all there were."""
+        metrics, runner = self.metrics, self.runner
+        done = sorted(self._done, key=lambda one: one.order)
+        timed = [(one, one.arrived_s, one.first_s or 0.0, one.last_s or 0.0) for one in done]
         return TenantResult(
             tenant=self.tenant.name,
             requests=self.requests,
-            finished=self.finished,
-            output_tokens=self.tokens,
-            ttft_s=tuple(self._ttft[order] for order in sorted(self._ttft)),
-            tbt=ascending(self._gaps),
-            preemptions=self.preemptions,
-            recomputed_tokens=self.recomputed,
-            swapped_bytes=self.passes.copied_bytes,
-            kv_blocks_start=self.kv_start,
+            finished=metrics.finished,
+            output_tokens=metrics.generated_tokens,
+            ttft_s=tuple(first - arrived for _, arrived, first, _ in timed),
+            tbt=ascending(metrics.gaps),
+            preemptions=metrics.preemptions,
+            recomputed_tokens=metrics.recomputed_tokens,
+            swapped_bytes=runner.copied_bytes,
+            kv_blocks_start=metrics.kv_blocks_start,
             kv_blocks_peak=self.kv_peak,
             layers_remapped_peak=self.alpha_peak,
-            compute_s=self.passes.compute_s,
-            stall_s=self.passes.stall_s,
-            passes=self.steps,
-            tpot_s=tuple(self._tpot[order] for order in sorted(self._tpot)),
+            compute_s=runner.compute_s,
+            stall_s=runner.stall_s,
+            passes=runner.passes,
+            tpot_s=tuple((last - first) / (one.generated - 1) for one, _, first, last in timed if one.generated > 1),
         )
+
+    def _finish(self, sequence: EngineSequence, reason: str) -> Output:
+        self._done.append(sequence)
+        return super()._finish(sequence, reason)
+
+    def _record(self, begin: float, schedule: Schedule) -> None:
+        """`timeline.Timeline` looks at all tenants at once, after each step of any."""
+
+    def _check_progress(self, progressed: bool) -> None:
+        """Whoever runs the engines watches for that, and has requests refused (`give_up`)."""

@@ -11,21 +11,16 @@ Computation is layer by layer from the roofline; the embedding comes before the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from remap.engine.scheduler import Chunk
 from remap.sim.hardware import Machine, Model
-from remap.sim.sequences import Batch
+from remap.sim.sequences import Work
 
-__all__ = ["Cost", "Pass", "PiePass", "PieTimes", "SessionPass", "phase_of"]
-
-
-def phase_of(batch: Batch) -> str:
-    """As the reference engine's runner names a pass."""
-    if not batch.prefills:
-        return "decode"
-    return "mixed" if batch.rows else "prefill"
+__all__ = ["Cost", "Pass", "PiePass", "PieTimes", "SessionPass", "sampled"]
 
 
 class Cost(Protocol):
@@ -38,21 +33,60 @@ class Cost(Protocol):
         """Seconds of what no layer holds."""
 
 
-class Pass(Protocol):
-    """Starts passes. `slow` >= 1: how many times as long computation takes because others compute beside it."""
+class Pass(ABC):
+    """The runner of a simulated engine: a pass takes the time that computing would.
 
-    compute_s: float  # of all passes so far, without stalls
-    copied_bytes: int  # of whole requests or KV layers, both directions; parameters are not in it
+    passes, compute_s: how many there have been, and their seconds without stalls. slow >= 1: how many times as long computation
+    takes now because others compute beside it. copied_bytes: of whole requests or KV layers, both directions; parameters are
+    not in it.
+    """
 
-    def start(self, batch: Batch, slow: float) -> float:
+    def __init__(self, clock: Any, model: Model, cost: Cost) -> None:
+        self.clock = clock
+        self.model = model
+        self.cost = cost
+        self.slow = 1.0
+        self.passes = 0
+        self.compute_s = 0.0
+        self.copied_bytes = 0
+
+    def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
+        """As `remap.engine.engine.Runner`: from the start of the pass to its end."""
+        self.clock.advance_to(self.start(chunks))
+        return sampled(chunks)
+
+    def start(self, chunks: Sequence[Chunk]) -> float:
         """Enqueue the pass. Returns the virtual time when it ends."""
+        work = Work.of(chunks)
+        layer_s = self.slow * self.cost.layer_s(
+            work.prefill_tokens, work.prefill_pairs, work.decode_rows, work.decode_context
+        )
+        ends_s = self.slow * self.cost.ends_s(work.tokens, work.parts)
+        self.passes += 1
+        return self._enqueue(work, layer_s, ends_s)
+
+    def swap(self, blocks_in: int, blocks_out: int) -> None:
+        """Copy so many blocks from and to host memory before the next pass. Raises NotImplementedError where requests are not
+        swapped."""
+        raise NotImplementedError
 
     @property
+    @abstractmethod
     def stall_s(self) -> float:
         """Seconds for which passes have waited for copies, as far as is known."""
 
+    @abstractmethod
+    def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
+        """layer_s: of computing one layer; ends_s: of what no layer holds. Returns when the pass ends."""
 
-class SessionPass:
+
+def sampled(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
+    """What a pass yields: the chunks that have a token more, and tokens that stand for any."""
+    samplers = [chunk for chunk in chunks if chunk.start + chunk.count == chunk.sequence.length]
+    return samplers, [0] * len(samplers)
+
+
+class SessionPass(Pass):
     """Passes of an attached tenant, on a stream of its own.
 
     swap_address: host memory for whole requests that are swapped, 0 without. Swapping is copied on the compute stream before
@@ -60,29 +94,21 @@ class SessionPass:
     """
 
     def __init__(self, backend: Any, tenant: Any, cost: Cost, model: Model, swap_address: int = 0) -> None:
+        super().__init__(backend, model, cost)
         self._backend = backend
         self._tenant = tenant
-        self._cost = cost
         self._layers = model.layers
         self._swap_address = swap_address
         self.stream: int = backend.create_stream()
-        self.compute_s = 0.0
-        self.copied_bytes = 0
         self._swap_s = 0.0
 
     @property
     def stall_s(self) -> float:
         return self._swap_s + float(self._tenant.stats().stall_s)
 
-    def start(self, batch: Batch, slow: float) -> float:
-        tokens = batch.prefill_tokens
-        rows = len(batch.rows)
-        layer_s = slow * self._cost.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
-        ends_s = slow * self._cost.ends_s(tokens + rows, len(batch.prefills) + rows)
+    def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         backend, tenant, stream = self._backend, self._tenant, self.stream
-        if batch.swapped_in or batch.swapped_out:
-            self._swap(batch)
-        with tenant.forward(phase=phase_of(batch), tokens=tokens + rows, stream=stream):
+        with tenant.forward(phase=work.phase, tokens=work.tokens, stream=stream):
             if not tenant.streaming:
                 backend.compute(stream, self._layers * layer_s + ends_s)
             else:
@@ -107,16 +133,16 @@ class SessionPass:
             pending = 0.0
         backend.compute(stream, pending + ends_s)
 
-    def _swap(self, batch: Batch) -> None:
+    def swap(self, blocks_in: int, blocks_out: int) -> None:
         tenant, backend = self._tenant, self._backend
         nbytes = tenant.kv.spec.block_bytes
         begun = max(backend.now, backend.stream_end(self.stream))
-        for _ in range(batch.swapped_out):
+        for _ in range(blocks_out):
             backend.copy(self.stream, self._swap_address, tenant.kv.address, nbytes)
-        for _ in range(batch.swapped_in):
+        for _ in range(blocks_in):
             backend.copy(self.stream, tenant.kv.address, self._swap_address, nbytes)
         self._swap_s += backend.stream_end(self.stream) - begun
-        self.copied_bytes += nbytes * (batch.swapped_in + batch.swapped_out)
+        self.copied_bytes += nbytes * (blocks_in + blocks_out)
 
 
 @dataclass(frozen=True)
@@ -132,7 +158,7 @@ class PieTimes:
         return self.pass_s - self.compute_s
 
 
-class PiePass:
+class PiePass(Pass):
     """Pie (section 3): the KV of m layers is in host memory at any time; before a layer runs its KV is copied in, and that of the
     layer last used is copied out. Copies are in first in, first out order over m + 2 layers, so a pass copies m + 2 layers' KV in
     and as many out:
@@ -151,21 +177,17 @@ class PiePass:
 
     def __init__(
         self,
-        now: Callable[[], float],
+        clock: Any,
         machine: Machine,
         model: Model,
         cost: Cost,
         used_tokens: Callable[[], int],
         swapped_layers: Callable[[], int],
     ) -> None:
-        self._now = now
+        super().__init__(clock, model, cost)
         self._machine = machine
-        self._model = model
-        self._cost = cost
         self._used_tokens = used_tokens
         self._swapped_layers = swapped_layers
-        self.compute_s = 0.0
-        self.copied_bytes = 0
         self._stall_s = 0.0
         # Of the last pass that only decoded; and its computation if nothing were copied.
         self.last = PieTimes(0.0, 0.0, 0.0)
@@ -177,11 +199,11 @@ class PiePass:
 
     def times(self, layer_s: float, ends_s: float, used_tokens: int, swapped: int) -> PieTimes:
         """A pass with `swapped` = m layers' KV in host memory and KV of `used_tokens` tokens in all. Pure."""
-        machine, n = self._machine, self._model.layers
+        machine, n = self._machine, self.model.layers
         compute = n * layer_s + ends_s
         if swapped == 0:
             return PieTimes(compute, 0.0, compute)
-        nbytes = used_tokens * self._model.kv_bytes_per_token_layer
+        nbytes = used_tokens * self.model.kv_bytes_per_token_layer
         moved = min(swapped + 2, n)
         rate_in, rate_out = machine.h2d_bytes_per_s * machine.duplex, machine.d2h_bytes_per_s * machine.duplex
         copy_in = moved * (machine.copy_setup_s + nbytes / rate_in)
@@ -192,28 +214,25 @@ class PiePass:
         copies = max(copy_in, copy_out)
         return PieTimes(slowed, copies, max(slowed, copies))
 
-    def start(self, batch: Batch, slow: float) -> float:
-        tokens, rows = batch.prefill_tokens, len(batch.rows)
-        layer_s = slow * self._cost.layer_s(tokens, batch.prefill_pairs, rows, batch.decode_context)
-        ends_s = slow * self._cost.ends_s(tokens + rows, len(batch.prefills) + rows)
+    def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         swapped = self._swapped_layers()
         # A pass of prompts alone reads nobody's KV: only what it makes is copied, and out. Charged as if both ways.
-        used = self._used_tokens() if rows else tokens
+        used = self._used_tokens() if work.decode_rows else work.prefill_tokens
         times = self.times(layer_s, ends_s, used, swapped)
-        if not tokens:
-            self.last, self._alone_s = times, self._model.layers * layer_s + ends_s
+        if not work.prefill_tokens:
+            self.last, self._alone_s = times, self.model.layers * layer_s + ends_s
         self.compute_s += times.compute_s
         self._stall_s += times.stall_s
         if swapped:
-            moved = min(swapped + 2, self._model.layers)
-            self.copied_bytes += 2 * moved * used * self._model.kv_bytes_per_token_layer
-        return self._now() + times.pass_s
+            moved = min(swapped + 2, self.model.layers)
+            self.copied_bytes += 2 * moved * used * self.model.kv_bytes_per_token_layer
+        return float(self.clock.now) + times.pass_s
 
     def hidden(self, used_tokens: int, most: int, slack: float = 0.0) -> int:
         """The largest m <= most whose copies the last decoding pass would have hidden, with KV of `used_tokens` in use:
         (m + 2) max(t_in, t_out) <= computation (1 + slack), as slow as it is while copies run."""
         machine = self._machine
-        nbytes = used_tokens * self._model.kv_bytes_per_token_layer
+        nbytes = used_tokens * self.model.kv_bytes_per_token_layer
         rate = min(machine.h2d_bytes_per_s, machine.d2h_bytes_per_s) * machine.duplex
         copy = machine.copy_setup_s + nbytes / rate
         taken = (machine.h2d_bytes_per_s + machine.d2h_bytes_per_s) * machine.duplex / machine.hbm_bytes_per_s

@@ -3,23 +3,26 @@
 Turns        temporal sharing: one tenant at a time, in turns. `SharedEngines` of the reference engine, as it is; only what it
              records is bounded, and long silences are skipped once nothing changes any more.
 Concurrent   spatial sharing: every tenant runs passes of its own as soon as it has work. Passes that overlap share the device
-             (processor sharing, as MPS: a pass that begins while k - 1 others compute takes k times as long).
+             (processor sharing, as MPS: a pass that begins while k - 1 others compute takes k times as long). The reference
+             engine's rounds are one pass after the other, so the order of events is written here; all else is `SharedEngines`.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from remap.engine.sharing import SharedEngines
+from remap.engine.engine import StepOutput
+from remap.engine.scheduler import Schedule
+from remap.engine.sharing import SharedEngines, latest_first
 from remap.errors import InvalidState
 from remap.sim.engine import EMPTY_S, SimEngine
-from remap.sim.sequences import Batch
-from remap.sim.sequences import Sequence as Request
+from remap.sim.passes import sampled
 from remap.sim.timeline import Timeline
+from remap.sim.workload import Item
 
-__all__ = ["Concurrent", "Turns"]
+__all__ = ["Concurrent", "Serving", "Turns"]
 
 _NAP_S = 0.01  # how often an idle engine lets the session give pages back
 _NAPS = 512  # without any change, after which the rest of a silence is skipped
@@ -29,20 +32,63 @@ Progress = Callable[[int], None]
 """(requests finished): called now and then."""
 
 
-class _Silence:
-    """How far to sleep until `until`: naps at first, all the rest once nothing has changed for long."""
+class Serving(SharedEngines):
+    """Serves requests until all have finished. clock: `now`, `advance`, `advance_to`."""
 
-    def __init__(self, clock: Any) -> None:
-        self._clock = clock
-        self.naps = 0
+    def __init__(self, session: Any, engines: Mapping[str, SimEngine], clock: Any, mode: str, **settings: Any) -> None:
+        self.timeline = Timeline()
+        self.decisions = self.iterations = 0
+        self._virtual = clock
+        self._simulated = dict(engines)
+        self._naps = 0  # since something changed last
+        self._stuck = 0
+        super().__init__(session, engines, mode, clock=lambda: clock.now, **settings)
 
-    def sleep(self, until_s: float) -> None:
-        self.naps += 1
-        self._clock.advance_to(until_s if self.naps > _NAPS else min(until_s, self._clock.now + _NAP_S))
+    def serve(self, items: Sequence[Item], progress: Progress | None = None) -> None:
+        """All requests, each from its arrival on. Raises what the session raises, and InvalidState if nothing gets on."""
+        self._begin_measuring()
+        told = 0
+        for _ in self._serve([(item.time_s, item.tenant, item) for item in items]):
+            finished = sum(engine.metrics.finished for engine in self._simulated.values())
+            if progress is not None and finished > told:
+                told = finished
+                progress(finished)
+        self.timeline.end(self.seconds, self._simulated)
+
+    def _rebalance(self) -> Any:
+        report = super()._rebalance()
+        if report is not None and report.changed:
+            self.decisions += 1
+            self._naps = 0
+        return report
+
+    def _nap(self, until_s: float) -> None:
+        """Short naps at first, all the rest of the silence once nothing has changed for long."""
+        self._naps += 1
+        self._virtual.advance_to(until_s if self._naps > _NAPS else min(until_s, self._virtual.now + _NAP_S))
+
+    def _record(self, now: float, ran: Sequence[str]) -> None:
+        self.timeline.look(now - self._started_s, self._simulated)
+
+    def _watch(self, stuck: bool) -> None:
+        """Refuse what is too long for the memory that there will be. Raises InvalidState if that is not the reason."""
+        self._stuck = self._stuck + 1 if stuck else 0
+        if self._stuck <= _STUCK:
+            return
+        self._stuck = 0
+        refused = [engine.give_up() for engine in self._simulated.values()]  # of every tenant that can
+        if any(refused):
+            return
+        waiting = {name: len(engine.scheduler.waiting) for name, engine in self.engines.items()}
+        raise InvalidState(
+            f"no request got on for {_STUCK} iterations, {sum(waiting.values())} wait ({waiting}); the run was given up: give "
+            "the tenants more memory, or shorter requests",
+            waiting=sum(waiting.values()),
+        )
 
 
-class Turns(SharedEngines):
-    """Temporal sharing. clock: `now`, `advance`, `advance_to`."""
+class Turns(Serving):
+    """Temporal sharing."""
 
     def __init__(
         self,
@@ -53,163 +99,78 @@ class Turns(SharedEngines):
         quantum_s: float,
         partial: bool | float = True,
     ) -> None:
-        self.timeline = Timeline()
-        self.decisions = self.iterations = 0
-        self._ticks = clock
-        self._silence = _Silence(clock)
-        self._stuck = 0
-        super().__init__(
-            session,
-            engines,  # type: ignore[arg-type]
-            "temporal",
-            quantum_s=quantum_s,
-            partial=partial,
-            clock=lambda: clock.now,
-            sleep=clock.advance,
-        )
+        super().__init__(session, engines, clock, "temporal", quantum_s=quantum_s, partial=partial)
 
-    def serve(self, requests: Sequence[Request], progress: Progress | None = None) -> None:
-        """All requests, each from its arrival on. Raises what the session raises, and InvalidState if nothing gets on."""
-        begun = self._started_s = self._ticks.now
-        pending = _latest_first(requests)
-        finished = 0
-        while pending or self.unfinished:
-            while pending and begun + pending[-1].arrival_s <= self._ticks.now:
-                request = pending.pop()
-                self.engines[request.tenant].add_request(request, arrived_s=begun + request.arrival_s)  # type: ignore[arg-type]
-            done = self.step()
-            self.iterations += bool(done)
-            computed = any(step.computed for step in done.values())
-            self._stuck = 0 if computed or not self.unfinished else self._stuck + 1
-            if self._stuck > _STUCK:
-                _give_up(self.engines)
-                self._stuck = 0
-            if done:
-                self._silence.naps = 0
-            elif pending:
-                self._silence.sleep(begun + pending[-1].arrival_s)
-            if progress is not None and (total := sum(one.finished for one in self.engines.values())) > finished:  # type: ignore[attr-defined]
-                finished = total
-                progress(finished)
-        self.timeline.end(self._ticks.now - begun, self.engines)  # type: ignore[arg-type]
-
-    def _rebalance(self) -> None:
-        if self.session is None or not self.active:
-            return
-        report = self.session.step({name: self.engines[name].demand() for name in self.active})
-        if report.changed:
-            self.decisions += 1
-            self._silence.naps = 0
-        self._follow(report.moved)
-
-    def _record(self, now: float, ran: Sequence[str]) -> None:
-        self.timeline.look(now - self._started_s, self.engines)  # type: ignore[arg-type]
-
-    def _stalls(self) -> dict[str, float]:
-        return dict.fromkeys(self.engines, 0.0)
+    def step(self) -> dict[str, StepOutput]:
+        done = super().step()
+        if done:
+            self.iterations += 1
+            self._naps = 0
+        self._watch(self._idle_step)
+        return done
 
 
-class Concurrent:
-    """Spatial sharing, by events: the end of a pass, and arrivals. share_compute False: tenants have partitions of their own."""
+class Concurrent(Serving):
+    """Spatial sharing, by events: the end of a pass, and arrivals."""
 
-    def __init__(
-        self, session: Any, engines: Mapping[str, SimEngine], clock: Any, *, gap_s: float, share_compute: bool = True
-    ) -> None:
-        self.session = session
-        self.engines = dict(engines)
-        self.timeline = Timeline()
-        self.decisions = self.iterations = 0
-        self._clock = clock
+    def __init__(self, session: Any, engines: Mapping[str, SimEngine], clock: Any, *, gap_s: float) -> None:
+        super().__init__(session, engines, clock, "spatial")
         self._gap_s = gap_s
-        self._share = share_compute
-        self._silence = _Silence(clock)
 
-    def serve(self, requests: Sequence[Request], progress: Progress | None = None) -> None:
-        """As `Turns.serve`."""
-        begun = self._clock.now
-        pending = _latest_first(requests)
+    def _serve(self, requests: Iterable[tuple[float, str, Item]]) -> Iterator[dict[str, StepOutput]]:
+        pending = latest_first(requests)
         # When each engine's host is ready for its next step; those without work are not in it. Equal times: in the order made.
         due: list[tuple[float, int, str]] = []
-        flying: dict[str, Batch] = {}
+        flying: dict[str, Schedule] = {}
         idle = dict.fromkeys(self.engines, True)
-        serial = stuck = finished = 0
+        serial = 0
+        clock = self._virtual
+
+        def wake(time_s: float, name: str) -> None:
+            nonlocal serial
+            serial += 1
+            heapq.heappush(due, (time_s, serial, name))
+
         while pending or due:
-            arrival = begun + pending[-1].arrival_s if pending else float("inf")
-            if not due and arrival > self._clock.now:
-                if self._step():
-                    self._silence.naps = 0
-                self._silence.sleep(arrival)
-                self.timeline.look(self._clock.now - begun, self.engines)
-                if self._clock.now < arrival:
+            arrival = self._started_s + pending[-1][0] if pending else float("inf")
+            if not due and arrival > clock.now:
+                self._rebalance()
+                self._nap(arrival)
+                self._record(clock.now, ())
+                if clock.now < arrival:
                     continue
-            self._clock.advance_to(min(arrival, due[0][0]) if due else arrival)
-            while pending and begun + pending[-1].arrival_s <= self._clock.now:
-                request = pending.pop()
-                engine = self.engines[request.tenant]
-                engine.add_request(request, arrived_s=begun + request.arrival_s)
-                if idle[request.tenant] and engine.unfinished:
-                    idle[request.tenant] = False
-                    serial += 1
-                    heapq.heappush(due, (self._clock.now, serial, request.tenant))
-            if not due or due[0][0] > self._clock.now:
+            clock.advance_to(min(arrival, due[0][0]) if due else arrival)
+            for name in self._let_in(pending):
+                if idle[name] and self.engines[name].unfinished:
+                    idle[name] = False
+                    wake(clock.now, name)
+            if not due or due[0][0] > clock.now:
                 continue
             _, _, name = heapq.heappop(due)
-            engine = self.engines[name]
+            engine = self._simulated[name]
             if name in flying:  # its pass has ended; the host needs the gap before it can begin the next one
-                engine.land(flying.pop(name), self._clock.now)
-                stuck = 0
-                serial += 1
-                heapq.heappush(due, (self._clock.now + self._gap_s, serial, name))
-                if progress is not None and (total := sum(e.finished for e in self.engines.values())) > finished:
-                    finished = total
-                    progress(finished)
+                schedule = flying.pop(name)
+                step = engine.land(schedule, *sampled(schedule.chunks), clock.now)
+                self._watch(False)
+                wake(clock.now + self._gap_s, name)
+                yield {name: step}
                 continue
-            self._silence.naps = 0
+            self._naps = 0
             if not engine.unfinished:
                 idle[name] = True
                 continue
-            self._step()
-            engine.slow = float(len(flying) + 1) if self._share else 1.0
-            batch, end = engine.launch()
+            self._rebalance()
+            schedule = engine.launch()
             self.iterations += 1
-            if batch is None:
-                stuck += not flying  # while others compute, it may be their memory that it waits for
-                if stuck > _STUCK:
-                    _give_up(self.engines)
-                    stuck = 0
-                end = self._clock.now + max(self._gap_s, EMPTY_S)
-                if flying and due:  # nothing much can change before one of them lands
-                    end = max(end, min(due[0][0], self._clock.now + _NAP_S))
+            if schedule.chunks:
+                engine.runner.slow = float(len(flying) + 1)
+                flying[name] = schedule
+                end = engine.runner.start(schedule.chunks)
             else:
-                flying[name] = batch
-            serial += 1
-            heapq.heappush(due, (end, serial, name))
-            self.timeline.look(self._clock.now - begun, self.engines)
-        self.timeline.end(self._clock.now - begun, self.engines)
-
-    def _step(self) -> bool:
-        if self.session is None:
-            return False
-        report = self.session.step({name: engine.demand() for name, engine in self.engines.items()})
-        for name, moved in report.moved.items():
-            self.engines[name].follow(moved)
-        self.decisions += bool(report.changed)
-        return bool(report.changed)
-
-
-def _latest_first(requests: Sequence[Request]) -> list[Request]:
-    """Taken from the end: by arrival, and of those that arrive together in the order of the items."""
-    return sorted(requests, key=lambda one: (one.arrival_s, one.order), reverse=True)
-
-
-def _give_up(engines: Mapping[str, Any]) -> None:
-    """Refuse what is too long for the memory that there will be. Raises InvalidState if that is not the reason."""
-    refused = [engine.give_up() for engine in engines.values()]  # of every tenant that can
-    if any(refused):
-        return
-    waiting = {name: len(engine.scheduler.waiting) for name, engine in engines.items()}
-    raise InvalidState(
-        f"no request got on for {_STUCK} iterations, {sum(waiting.values())} wait ({waiting}); the run was given up: give the "
-        "tenants more memory, or shorter requests",
-        waiting=sum(waiting.values()),
-    )
+                if not flying:  # while others compute, it may be their memory that it waits for
+                    self._watch(True)
+                end = clock.now + max(self._gap_s, EMPTY_S)
+                if flying and due:  # nothing much can change before one of them lands
+                    end = max(end, min(due[0][0], clock.now + _NAP_S))
+            wake(end, name)
+            self._record(clock.now, (name,))

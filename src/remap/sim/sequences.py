@@ -1,87 +1,80 @@
-"""One request as the simulated engine keeps it, and what one pass computes. Pure.
-
-A `Sequence` has the attributes that `remap.engine.scheduler.Scheduler` works with, so that the production scheduler runs here as
-it is; token values do not exist, only how many there are.
-"""
+"""One request as the simulated engine keeps it, and what one pass computes. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from remap.engine.request import State
+from remap.engine.request import Output, State
+from remap.engine.request import Sequence as EngineSequence
+from remap.engine.scheduler import Chunk
 
-__all__ = ["Batch", "Sequence"]
+__all__ = ["Sequence", "Work"]
 
 
-class Sequence:
-    """tokens known = prompt + generated; `computed` of them have their KV in `blocks`; it ends at `end` tokens.
+class Sequence(EngineSequence):
+    """A sequence of the engine of which only the lengths are known: `prompt_tokens` at first, `length` now, `end` at the end.
 
-    high_water: the most tokens whose KV ever existed, so computing token i < high_water is recomputing. last_s: when its last
-    token came; None before the first one.
+    There are no values, so it has neither `request` nor `tokens`: what needs them cannot be simulated.
     """
 
-    __slots__ = (
-        "arrival_s",
-        "blocks",
-        "computed",
-        "end",
-        "first_s",
-        "high_water",
-        "last_s",
-        "length",
-        "order",
-        "preemptions",
-        "prompt",
-        "state",
-        "swapped",
-        "tenant",
-    )
+    __slots__ = ("end", "id", "length", "prompt_tokens")
 
-    def __init__(self, order: int, tenant: str, arrival_s: float, prompt: int, output: int) -> None:
+    id: str
+    length: int
+    prompt_tokens: int
+
+    def __init__(self, order: int, prompt: int, output: int, arrived_s: float = 0.0) -> None:
+        self.id = str(order)
         self.order = order
-        self.tenant = tenant
-        self.arrival_s = arrival_s
-        self.prompt = prompt
-        self.length = prompt
+        self.arrived_s = arrived_s
+        self.prompt_tokens = self.length = prompt
         self.end = prompt + output
-        self.computed = 0
-        self.high_water = 0
-        self.blocks: list[int] = []
-        self.swapped = 0  # blocks that lie in host memory while it is swapped out
-        self.preemptions = 0
         self.state = State.WAITING
-        self.first_s: float | None = None
-        self.last_s: float | None = None
+        self.computed = self.high_water = self.preemptions = 0
+        self.blocks: list[int] = []
+        self.first_s = self.last_s = None
+
+    def append(self, token: int) -> str | None:
+        """One token more, whatever it is."""
+        self.length += 1
+        return "length" if self.length >= self.end else None
+
+    def output(self, reason: str) -> Output:
+        return Output(self.id, (), reason, self.preemptions)
+
+
+class Work(NamedTuple):
+    """What one pass computes. prefill_pairs: of query and key, causal. decode_context: tokens whose KV the decoding rows read.
+    parts: parts of prompts, and rows."""
+
+    prefill_tokens: int
+    prefill_pairs: int
+    decode_rows: int
+    decode_context: int
+    parts: int
+
+    @classmethod
+    def of(cls, chunks: Iterable[Chunk]) -> Work:
+        tokens = pairs = rows = context = prompts = 0
+        for chunk in chunks:  # not by its properties: this runs once for every token of an answer
+            start, count = chunk.start, chunk.count
+            if count == 1 and start >= chunk.sequence.prompt_tokens:
+                rows += 1
+                context += start + 1
+            else:
+                prompts += 1
+                tokens += count
+                pairs += count * start + count * (count + 1) // 2
+        return cls(tokens, pairs, rows, context, prompts + rows)
 
     @property
-    def tokens(self) -> range:
-        """As many as there are tokens."""
-        return range(self.length)
-
-
-@dataclass
-class Batch:
-    """What one pass computes: parts of prompts (sequence, first token, tokens), and sequences that decode one token each.
-
-    decode_context: tokens whose KV the decoding rows read. swapped_in, swapped_out: blocks copied from and to host memory
-    before it.
-    """
-
-    prefills: list[tuple[Sequence, int, int]] = field(default_factory=list)
-    rows: list[Sequence] = field(default_factory=list)
-    decode_context: int = 0
-    preempted: int = 0
-    swapped_in: int = 0
-    swapped_out: int = 0
+    def phase(self) -> str:
+        """As the reference engine's runner names a pass."""
+        if not self.prefill_tokens:
+            return "decode"
+        return "mixed" if self.decode_rows else "prefill"
 
     @property
-    def prefill_tokens(self) -> int:
-        return sum(count for _, _, count in self.prefills)
-
-    @property
-    def prefill_pairs(self) -> int:
-        """Pairs of query and key, causal."""
-        return sum(count * start + count * (count + 1) // 2 for _, start, count in self.prefills)
-
-    def __bool__(self) -> bool:
-        return bool(self.prefills or self.rows)
+    def tokens(self) -> int:
+        return self.prefill_tokens + self.decode_rows

@@ -17,7 +17,6 @@ from remap.errors import InvalidArgument
 from remap.sim import policies
 from remap.sim.policies import POLICIES, Policy
 from remap.sim.results import PolicyResult, TenantResult
-from remap.sim.sequences import Sequence as Request
 from remap.sim.setup import COMBINATIONS, SHARINGS, Setup, TenantSetup, tenants
 from remap.sim.workload import Item
 from remap.sim.worlds import World, fitting, make_world
@@ -83,14 +82,10 @@ def _partitions(setup: Setup) -> list[Setup]:
 def _serve(
     setup: Setup, items: Sequence[Item], policy: Policy, first_s: float, progress: Callable[[int], None]
 ) -> PolicyResult:
-    requests = [
-        Request(order, item.tenant, item.time_s, item.prompt_tokens, item.output_tokens)
-        for order, item in enumerate(items)
-    ]
     world: World = make_world(setup, policy)
     try:
         begun = world.clock.now
-        world.runner.serve(requests, progress)
+        world.runner.serve(items, progress)
         engines = world.engines.values()
         last = max((engine.last_finish_s for engine in engines), default=begun)
         results: list[TenantResult] = [engine.result() for engine in engines]

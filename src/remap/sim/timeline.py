@@ -56,6 +56,6 @@ def _sample(now_s: float, name: str, engine: SimEngine) -> Sample:
         alpha=float(tenant.remapped),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
-        preemptions=engine.preemptions,
-        stall_s=engine.passes.stall_s,
+        preemptions=engine.metrics.preemptions,
+        stall_s=engine.runner.stall_s,
     )

@@ -7,10 +7,11 @@ pie                          pools that count, and a clock (Pie has no counterpa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.sim.clock import VirtualClock
@@ -20,26 +21,13 @@ from remap.sim.passes import Cost, Pass, PiePass, SessionPass
 from remap.sim.policies import Policy
 from remap.sim.pools import PiePool
 from remap.sim.roofline import Roofline
-from remap.sim.running import Concurrent, Progress, Turns
-from remap.sim.scheduling import Scheduling, make_scheduling
-from remap.sim.sequences import Batch
-from remap.sim.sequences import Sequence as Request
+from remap.sim.running import Concurrent, Serving, Turns
+from remap.sim.scheduling import make_scheduling
 from remap.sim.setup import Setup, TenantSetup
-from remap.sim.timeline import Timeline
 
-__all__ = ["Runner", "World", "fitting", "make_world"]
+__all__ = ["World", "fitting", "make_world"]
 
 _STATIC_BUFFERS = 2
-
-
-class Runner(Protocol):
-    """Serves requests until all have finished."""
-
-    timeline: Timeline
-    iterations: int
-    decisions: int
-
-    def serve(self, requests: Sequence[Request], progress: Progress | None = None) -> None: ...
 
 
 @dataclass
@@ -48,7 +36,7 @@ class World:
 
     clock: Any
     engines: dict[str, SimEngine]
-    runner: Runner
+    runner: Serving
     session: Any = None
     close: Callable[[], None] = field(default=lambda: None)
 
@@ -171,7 +159,7 @@ def _static_layers(model: Model, policy: Policy) -> int:
     return max(1, round(share * model.layers)) if share < 1 else int(share)
 
 
-def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False) -> Scheduling:
+def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False) -> Scheduler:
     return make_scheduling(
         setup.scheduler,
         block_tokens=setup.block_tokens,
@@ -185,8 +173,8 @@ def _engine(
     setup: Setup,
     tenant: TenantSetup,
     attached: Any,
-    scheduler: Scheduling,
-    passes: Pass,
+    scheduler: Scheduler,
+    runner: Pass,
     clock: Any,
     session: Any,
     most: int,
@@ -195,7 +183,7 @@ def _engine(
     return kind(
         attached,
         scheduler,
-        passes,
+        runner,
         clock,
         session=session,
         gap_s=setup.gap,
@@ -206,7 +194,7 @@ def _engine(
 
 def _runner(
     setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float = True
-) -> Runner:
+) -> Serving:
     if setup.sharing == "temporal":
         return Turns(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)
     return Concurrent(session, engines, clock, gap_s=setup.gap)
@@ -237,27 +225,30 @@ class PieEngine(SimEngine):
 
     FORGIVEN = 0.02
 
-    def launch(self) -> tuple[Batch | None, float]:
-        pool, passes = self.tenant.kv, self.passes
-        if isinstance(pool, PiePool) and isinstance(passes, PiePass) and not pool.fixed:
-            last, swapped = passes.last, pool.swapped
-            if swapped < pool.most_swapped and self._head_cannot_run(pool):
-                pool.set(swapped + 1)
-            elif swapped and last.stall_s > self.FORGIVEN * last.compute_s:
-                pool.set(swapped - 1)
-            elif swapped < pool.most_swapped and self.scheduler.demand(self._most_blocks) > pool.free_blocks:
-                tokens = pool.block_tokens * min(
-                    pool.blocks_at(swapped + 1), pool.live_blocks + self.scheduler.demand(self._most_blocks)
-                )
-                if passes.hidden(tokens, swapped + 1, self.FORGIVEN) > swapped:
-                    pool.set(swapped + 1)
+    runner: PiePass
+
+    def launch(self) -> Schedule:
+        pool: PiePool = self.tenant.kv
+        if not pool.fixed:
+            self._resize(pool)
         return super().launch()
+
+    def _resize(self, pool: PiePool) -> None:
+        last, swapped = self.runner.last, pool.swapped
+        if swapped < pool.most_swapped and self._head_cannot_run(pool):
+            pool.set(swapped + 1)
+        elif swapped and last.stall_s > self.FORGIVEN * last.compute_s:
+            pool.set(swapped - 1)
+        elif swapped < pool.most_swapped and (wanted := self.demand().blocks) > pool.free_blocks:
+            tokens = pool.block_tokens * min(pool.blocks_at(swapped + 1), pool.live_blocks + wanted)
+            if self.runner.hidden(tokens, swapped + 1, self.FORGIVEN) > swapped:
+                pool.set(swapped + 1)
 
     def _head_cannot_run(self, pool: PiePool) -> bool:
         scheduler = self.scheduler
         if scheduler.running or not scheduler.waiting:
             return False
-        return -(-scheduler.waiting[0].length // pool.block_tokens) > pool.usable_blocks
+        return scheduler.blocks_for(scheduler.waiting[0].length) > pool.usable_blocks
 
 
 def _pie_world(setup: Setup, policy: Policy) -> World:
@@ -270,7 +261,7 @@ def _pie_world(setup: Setup, policy: Policy) -> World:
             pool.fix(policy.static)
         scheduler = _scheduling(setup, tenant)
         passes = PiePass(
-            lambda: clock.now,
+            clock,
             setup.machine,
             model,
             _cost(setup, tenant),
