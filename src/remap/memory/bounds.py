@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 
 from remap.memory.plan import MAX_BUFFERS, TenantPages
+from remap.memory.restream import prepare_growth
 from remap.memory.state import TenantState
 from remap.policy import schedule
 from remap.policy.maxplus import copied_uses
@@ -77,6 +78,12 @@ class HiddenCopies:
                 tenant.possible(tenant.streaming_at(remapped, buffers, kind)) for kind in kinds
             )
         return known
+
+    def plan_growth(self) -> None:
+        """At the end of every pass: the next growth is planned, if it is not."""
+        buffers = self._tenant.buffers or (self._bound[1] if self._bound is not None else 0)
+        if buffers:
+            prepare_growth(self._tenant, buffers)
 
     def prepare(self, times: LayerSeconds) -> None:
         """Answer ahead: the bound, and the stall now and with a little more."""

@@ -24,6 +24,7 @@ __all__ = [
     "continue_draining",
     "find_way",
     "grow",
+    "prepare_growth",
     "refuse_homeless",
     "restream",
     "streamable",
@@ -63,23 +64,48 @@ def grow(
     to: whether the pages become the tenant's "kv", or "free", for others to take.
     """
     for fewer in range(layers, tenant.remapped, -1):
+        plan = (
+            _prepared(tenant, buffers) if fewer == tenant.remapped + 1 and (selection, to) == ("onward", "kv") else None
+        )
         try:
-            plan = plan_streaming(
-                tenant.pages,
-                changes.arena.epoch,
-                streamable(tenant, fewer, buffers, selection),
-                to=to,
-                predicted_stall_s=predicted_stall_s,
-                reason=reason,
-                selection=_RECORDED.get(selection, selection),
-            )
-            refuse_homeless(tenant, plan.gained)
+            if plan is None:
+                target = streamable(tenant, fewer, buffers, selection)
+                plan = plan_streaming(tenant.pages, 0, target, to=to, selection=_RECORDED.get(selection, selection))
+                refuse_homeless(tenant, plan.gained)
         except InvalidArgument:
             continue
+        plan = replace(plan, epoch=changes.arena.epoch, predicted_stall_s=predicted_stall_s, reason=reason)
         if plan.lost:  # the set that was asked for does not contain what is streamed: no growth
             return
         changes.apply_and_settle(tenant, plan)
         return
+
+
+def prepare_growth(tenant: TenantState, buffers: int) -> None:
+    """Plan one layer more, which growth will most likely ask for next: growth is on the engine's critical path, the end of a pass
+    is not. The plan holds as long as pages and streamable layers stay the same; there is nothing to do if they have."""
+    known = tenant.known_growth
+    if known is not None and known[0] is tenant.pages and known[1] is tenant.order and known[2] == buffers:
+        return
+    plan = None
+    more = tenant.remapped + 1
+    if not tenant.slicing and more + buffers <= len(tenant.order):
+        try:
+            target = tenant.streaming_at(more, buffers, "onward")
+            plan = plan_streaming(tenant.pages, 0, target, selection=_RECORDED["onward"])
+            refuse_homeless(tenant, plan.gained)
+        except InvalidArgument:
+            plan = None
+    tenant.known_growth = (tenant.pages, tenant.order, buffers, plan)
+
+
+def _prepared(tenant: TenantState, buffers: int) -> Plan | None:
+    """What `prepare_growth` has planned, if that still holds, and none of its layers turns out to be written."""
+    known = tenant.known_growth
+    if known is None or known[0] is not tenant.pages or known[1] is not tenant.order or known[2] != buffers:
+        return None
+    plan = known[3]
+    return None if plan is None or _pin_written(tenant, plan.streamed) else plan
 
 
 def restream(

@@ -103,6 +103,9 @@ class TenantState:
     handle: Handle | None = None  # the public tenant over it
 
     # -- kept answers, each with what it is for
+    known_growth: tuple[TenantPages, tuple[int, ...], int, Plan | None] | None = (
+        None  # pages, order, buffers: restream.py
+    )
     known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # of which order: view.view_of
     known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py, what coming home would cost
@@ -139,7 +142,8 @@ class TenantState:
     @property
     def remapped(self) -> int:
         """`alpha`, rounded down."""
-        return int(self.alpha)
+        pages = self.pages  # asked for many times in each step
+        return int(self.alpha) if self.slicing else max(0, len(pages.streamed) - len(pages.ring))
 
     @property
     def told(self) -> float:
