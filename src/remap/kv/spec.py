@@ -13,7 +13,7 @@ Units may straddle pages. Nothing here owns anything: `remap.kv.pool.BlockPool` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from remap.errors import InvalidArgument
@@ -205,6 +205,12 @@ class KVGeometry:
         """The inverse of `giving_slot`."""
         self._inside("slot", slot, self.region_pages)
         return slot % self.range_pages * self.ranges + slot // self.range_pages
+
+    def giving_indices(self, slots: Iterable[int]) -> Iterable[int]:
+        """`giving_index` of each of these slots, which are trusted: the slots themselves for block_major."""
+        if self.ranges == 1:
+            return slots
+        return (slot % self.range_pages * self.ranges + slot // self.range_pages for slot in slots)
 
     def giving_slots(self, first: int, count: int) -> Sequence[int]:
         """The slots of the pages [first, first + count) in giving order: a range for block_major, else a list."""

@@ -63,12 +63,11 @@ class Lending:
             known = {}
             lent = donor.pages.lent
             if lent:
+                tenant_of, away = self._changes.arena.tenants(), sorted(lent)
                 names = {tenant.number: name for name, tenant in self._tenants.items()}
-                tenant_of = self._changes.arena.tenants()
-                for page in sorted(lent):
-                    name = names.get(tenant_of[page])
-                    if name is not None:
-                        known.setdefault(name, []).append(page)
+                for number in dict.fromkeys(map(tenant_of.__getitem__, away)):  # in the order of their first pages
+                    if number in names:
+                        known[names[number]] = [page for page in away if tenant_of[page] == number]
             self._held[1][donor.number] = known  # only now: an interrupt must not leave a part of it
         if pages is None:
             return known
@@ -145,8 +144,7 @@ class Lending:
         slots = self.idle_slots(donor, receiver, wanted, surplus)
         if not slots:
             return 0
-        giving, index = donor.giving, donor.kv.geometry.giving_index
-        pages = sorted(giving[index(slot)] for slot in slots)
+        pages = sorted(map(donor.giving.__getitem__, donor.kv.geometry.giving_indices(slots)))
         plan = plan_free_pages(donor.pages, self._changes.arena.epoch, pages, give=False)
         try:
             self._changes.exchange(donor, plan, slots)
@@ -197,10 +195,11 @@ class Lending:
                 if (place := index(slot)) >= lasting and (page := giving[place]) in places and page not in own
             ]
         for slot in owned if pool.external else pool.vacant(owned):
-            blocks = set(geometry.blocks_of_columns(slot % columns, slot % columns + 1))
-            if len(lost | blocks) > surplus:
+            column = slot % columns
+            fresh = [block for block in geometry.blocks_of_columns(column, column + 1) if block not in lost]
+            if len(lost) + len(fresh) > surplus:
                 return found, True
-            lost |= blocks
+            lost.update(fresh)
             found.append(slot)
             if len(found) >= wanted:
                 return found, False
