@@ -53,7 +53,7 @@ def remap(
 
     def verb(core: Core) -> Entries:
         tenant = core.tenant(name)
-        tenant.refuse_pass()
+        tenant.require_idle()
         check_by_hand(tenant, layers, buffers, selection)
         require("drain", drain, bool, "True or False")
         return remap_by_hand(core.changes, core.lending, tenant, layers, buffers, selection, drain)
@@ -73,7 +73,7 @@ def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str 
         tenant, receiver = core.tenant(name), None if to is None else core.tenant(to)
         for each in (tenant, receiver):
             if each is not None:
-                each.refuse_pass()
+                each.require_idle()
         check_by_hand(tenant, layers, buffers, "nested")
         if receiver is tenant:
             raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)

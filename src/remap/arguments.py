@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any, cast
 
-from remap.config import Config, is_count, refuse
+from remap.config import Config, invalid, is_count
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec
 from remap.policy.views import Demand
@@ -73,7 +73,7 @@ def require_range(address: object, nbytes: object) -> None:
     for name, value in (("address", address), ("nbytes", nbytes)):
         require(name, value, int, "an int")
         if not 0 <= cast(int, value) < ADDRESSES:
-            raise refuse(name, value, f"from 0 to {ADDRESSES - 1}")
+            raise invalid(name, value, f"from 0 to {ADDRESSES - 1}")
 
 
 def require_buffers(layers: object) -> list[memoryview]:

@@ -8,13 +8,13 @@ from typing import Literal
 
 from remap.errors import InvalidArgument
 
-__all__ = ["POLICIES", "SELECTIONS", "Config", "Knobs", "is_amount", "is_count", "refuse"]
+__all__ = ["POLICIES", "SELECTIONS", "Config", "Knobs", "invalid", "is_amount", "is_count"]
 
 POLICIES = ("priority", "mru", "lru", "expected_next_use")
 SELECTIONS = ("nested", "uniform", "slices", "auto")
 
 
-def refuse(name: str, value: object, expected: str) -> InvalidArgument:
+def invalid(name: str, value: object, expected: str) -> InvalidArgument:
     return InvalidArgument(
         f"{name} must be {expected}, got {value!r}; nothing changed; correct {name}", field=name, value=value
     )
@@ -48,7 +48,7 @@ class Config:
         _refuse_others(self, "lends", bool, "True or False")
         for name in ("slowdown", "ttft_s"):
             if not is_amount(getattr(self, name)):
-                raise refuse(name, getattr(self, name), "a finite number of at least 0")
+                raise invalid(name, getattr(self, name), "a finite number of at least 0")
         _require_counts(self, "reserve_blocks", "max_layers")
 
 
@@ -84,16 +84,16 @@ class Knobs(Config):
         super().__post_init__()
         for name, allowed in (("policy", POLICIES), ("selection", SELECTIONS), ("buffers", ("auto", 1, 2))):
             if getattr(self, name) not in allowed or isinstance(getattr(self, name), bool):
-                raise refuse(name, getattr(self, name), f"one of {allowed}")
+                raise invalid(name, getattr(self, name), f"one of {allowed}")
         _refuse_others(self, "reversion", bool, "True or False")
         for name in ("contention", "map_s", "min_idle"):
             if not is_amount(getattr(self, name)):
-                raise refuse(name, getattr(self, name), "a finite number of at least 0")
+                raise invalid(name, getattr(self, name), "a finite number of at least 0")
         _require_counts(self, "hysteresis_blocks")
         if not is_count(self.dwell, 1):
-            raise refuse("dwell", self.dwell, "an int of at least 1")
+            raise invalid("dwell", self.dwell, "an int of at least 1")
         if not (is_amount(self.smoothing) and 0 < self.smoothing <= 1):
-            raise refuse("smoothing", self.smoothing, "a number above 0 and at most 1")
+            raise invalid("smoothing", self.smoothing, "a number above 0 and at most 1")
 
     @classmethod
     def of(cls, config: Config) -> Knobs:
@@ -103,10 +103,10 @@ class Knobs(Config):
 
 def _refuse_others(config: Config, name: str, kind: type, expected: str) -> None:
     if not isinstance(getattr(config, name), kind):
-        raise refuse(name, getattr(config, name), expected)
+        raise invalid(name, getattr(config, name), expected)
 
 
 def _require_counts(config: Config, *names: str) -> None:
     for name in names:
         if getattr(config, name) is not None and not is_count(getattr(config, name)):
-            raise refuse(name, getattr(config, name), "an int of at least 0, or None")
+            raise invalid(name, getattr(config, name), "an int of at least 0, or None")

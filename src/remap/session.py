@@ -38,7 +38,7 @@ from remap.arguments import (
     require_module,
     require_options,
 )
-from remap.config import Config, Knobs, is_amount, refuse
+from remap.config import Config, Knobs, invalid, is_amount
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVSpec
 from remap.locking import Moved, SessionLock, exclusive
@@ -50,7 +50,7 @@ from remap.memory.core import Core
 from remap.memory.device import Platform
 from remap.memory.host_memory import HostMemories, HostMemory
 from remap.memory.lend import Lending
-from remap.memory.moves import compose
+from remap.memory.moves import compose_all
 from remap.memory.observe import Log, make_report, take_snapshot
 from remap.memory.offers import Offers
 from remap.memory.passes import Passes
@@ -260,7 +260,7 @@ class Session:
         self._passes.check_open()
         self._claim()
         tenant = self._core.tenant(name)
-        tenant.refuse_pass(leaving=True)
+        tenant.require_idle(leaving=True)
         self._registered.refuse_detach(tenant)
         self._changes.abandon(tenant)
         tenant.source.detach(sorted(tenant.absent), device)
@@ -290,7 +290,7 @@ class Session:
         for name in wanted:
             tenant = self._tenants[name]
             if tenant.busy or not tenant.active:
-                tenant.refuse_pass(asleep=True)
+                tenant.require_idle(asleep=True)
         entries = self._steps.step(wanted)
         return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
@@ -330,14 +330,14 @@ class Session:
         """
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
-            raise refuse("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
+            raise invalid("partial", partial, "True, False, or a share of a pass's computation, finite and at least 0")
         self._passes.check_open()
         self._claim()
         tenant = self._core.tenant(name)
-        tenant.refuse_pass()
+        tenant.require_idle()
         others = [other for other in self._tenants.values() if alone and other is not tenant and other.active]
         for other in others:
-            other.refuse_pass()
+            other.require_idle()
         before = {each: each.active for each in (tenant, *others)}
         try:
             report = activate(self._changes, self._lending, self._offers, tenant, partial, self.clock())
@@ -361,7 +361,7 @@ class Session:
         self._passes.check_open()
         self._claim()
         tenant = self._core.tenant(name)
-        tenant.refuse_pass()
+        tenant.require_idle()
         deactivate(self._changes, tenant)
 
     # -- for remap.advanced ----------------------------------------------------------------------------------------
@@ -453,7 +453,7 @@ class Session:
             self._registered.pin()
             while told:
                 if self._changes.moved is not told[-1]:  # it was taken out for the report
-                    self._changes.moved = compose(told[-1], self._changes.moved)
+                    self._changes.moved = compose_all(told[-1], self._changes.moved)
                 told.pop()
         self._release_claims()
 

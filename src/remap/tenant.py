@@ -16,7 +16,6 @@ from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from remap.config import refuse
 from remap.errors import InvalidState
 from remap.memory.passes import Passes
 from remap.memory.state import TenantState
@@ -33,13 +32,13 @@ _PHASES = ("decode", "prefill", "mixed")
 def _checked(phase: object, tokens: Any) -> int:
     """tokens as an int. Raises InvalidArgument (fields field, value) for a phase or a number of tokens that is none."""
     if phase not in _PHASES:
-        raise refuse("phase", phase, f"one of {_PHASES}")
+        raise invalid("phase", phase, f"one of {_PHASES}")
     try:
         count = index(tokens)  # of numpy and torch as well
     except TypeError:
         count = -1
     if count < 0 or isinstance(tokens, bool):
-        raise refuse("tokens", tokens, "an int of at least 0")
+        raise invalid("tokens", tokens, "an int of at least 0")
     return count
 
 

@@ -18,7 +18,7 @@ from test_fault_sweep import KINDS, attempt
 import remap
 from remap import _core
 from remap.errors import ArenaBroken, Error
-from remap.memory.moves import then as compose
+from remap.memory.moves import compose_moves as compose
 
 SHAPES = {"a": (8, 1), "b": (8, 2), "c": (5, 1)}
 CAPACITY = 44 * PAGE

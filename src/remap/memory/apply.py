@@ -29,7 +29,7 @@ from typing import Any
 from remap import _core
 from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
-from remap.memory.moves import then
+from remap.memory.moves import compose_moves
 from remap.memory.plan import Plan, Point, SetOwner, TenantPages, copies_of, plan_free_pages
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream, Streams
@@ -69,7 +69,9 @@ class Changes:
         self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
         # Tenants whose engines, with allocators of their own, the change in progress has asked for blocks.
         self._withdrawn: list[TenantState] = []
-        self._untold: list[BlockPool] = []  # what changed in them is decided, and their listeners have not heard of it
+        self._unreported: list[
+            BlockPool
+        ] = []  # what changed in them is decided, and their listeners have not heard of it
         # tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
         # a call that raises afterwards cannot lose them.
         self.moved: dict[str, dict[int, int]] = {}
@@ -108,7 +110,7 @@ class Changes:
 
     def undo(self) -> None:
         """Every tenant that is saved and not decided is as it was. Nothing if there is none. Raises ArenaBroken."""
-        if not (self._open or self._withdrawn or self._untold):  # in every call: cheap
+        if not (self._open or self._withdrawn or self._unreported):  # in every call: cheap
             return
         while self._open:
             number = next(reversed(self._open))
@@ -116,7 +118,7 @@ class Changes:
             if not saved.decided:
                 self._restore(saved)
             else:
-                self._untold.append(saved.tenant.kv.pool)
+                self._unreported.append(saved.tenant.kv.pool)
             del self._open[number]
         while self._withdrawn:
             tenant = self._withdrawn[-1]
@@ -144,22 +146,22 @@ class Changes:
         """The change of this tenant has happened."""
         if saved.moves:
             before = {} if saved.moved is None else saved.moved
-            self.moved[saved.tenant.name] = then(before, dict(saved.moves))
+            self.moved[saved.tenant.name] = compose_moves(before, dict(saved.moves))
         saved.decided = True
-        self._untold.append(saved.tenant.kv.pool)
+        self._unreported.append(saved.tenant.kv.pool)
         del self._open[saved.tenant.number]
 
     def tell(self) -> None:
         """Tell the listeners of all pools what has changed, unless a change is under way. Raises a listener's first error."""
         if self._open:
             return
-        for pool in tuple(self._untold):
+        for pool in tuple(self._unreported):
             try:
                 pool.tell()
             finally:
                 # Else it is being told already, further up: this is a listener's call.
-                if not pool.has_news and pool in self._untold:
-                    self._untold.remove(pool)
+                if not pool.has_news and pool in self._unreported:
+                    self._unreported.remove(pool)
 
     # -- one plan --------------------------------------------------------------------------------------------------
 
@@ -329,8 +331,8 @@ class Changes:
         self, tenant: TenantState, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int, str] | None = None
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}; None, and nothing changed but
-        that the blocks are withdrawn, if live ones stay and `drain_to` is given (see `vacate`)."""
-        moves = self.vacate(tenant, slots, drain_to)
+        that the blocks are withdrawn, if live ones stay and `drain_to` is given (see `evacuate`)."""
+        moves = self.evacuate(tenant, slots, drain_to)
         if moves is None:
             return None
         self.apply(tenant, plan)
@@ -353,7 +355,7 @@ class Changes:
         self._decide(saved)
         self.tell()
 
-    def vacate(
+    def evacuate(
         self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None = None
     ) -> list[tuple[int, int]] | None:
         """Empty and take these slots of the KV region: the first part of a change, which `apply` completes and `undo` takes back.
@@ -362,12 +364,12 @@ class Changes:
         slots stay withdrawn for `continue_draining`, and None is returned. Otherwise OutOfBlocks; nothing has changed then.
         """
         try:
-            return self._vacate(tenant, slots, drain_to)
+            return self._evacuate(tenant, slots, drain_to)
         except BaseException:
             self.undo()
             raise
 
-    def _vacate(
+    def _evacuate(
         self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None
     ) -> list[tuple[int, int]] | None:
         pool = tenant.kv.pool

@@ -18,7 +18,7 @@ from remap.kv.cache import KVCache
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.locking import SessionLock, Turn
 from remap.memory.apply import Changes
-from remap.memory.bounds import HiddenCopies
+from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemory
 from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages
@@ -201,12 +201,12 @@ class Arrivals:
         giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
         # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
         placed = set(giving)
-        homeless = [page for page in donors if page not in placed]
-        kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(homeless))
+        unplaced_pages = [page for page in donors if page not in placed]
+        kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
         all_regions = (*regions, *([rest] if rest_pages else []), *([ring_region] if ring_address else []), kv_region)
         _designate(arena, kv_region, geometry, giving)
-        if homeless:
-            arena.designate(kv_region, geometry.region_pages, homeless)
+        if unplaced_pages:
+            arena.designate(kv_region, geometry.region_pages, unplaced_pages)
         arena.seal(kv_region)
         if arena.mode == _core.Mode.aliased and len(order) > 1:
             for layer in order:
@@ -236,9 +236,9 @@ class Arrivals:
             regions=tuple((arena.address(region), arena.region_bytes(region)) for region in all_regions),
             rest_address=rest_address,
             ring_address=ring_address,
-            lasting=first_pages,
+            reserved=first_pages,
             order=order,
-            hosted=_hosted(homes, order, placed),
+            max_remappable=_max_remappable(homes, order, placed),
             pinned=pinned,
             host=host,
             kv=KVCache(geometry, arena.address(kv_region), move, self._memory, turn),
@@ -251,7 +251,7 @@ class Arrivals:
         if first_pages:
             self._changes.apply(made, plan_free_pages(made.pages, arena.epoch, giving[:first_pages], give=True))
             self._changes.settle(made)
-        hidden = made.hidden = HiddenCopies(made)
+        hidden = made.hidden = StallBounds(made)
         made.timing.prepare = hidden.prepare
         # In slices max_layers, which is in layers, is in the view (view.py).
         made.controller = Controller(
@@ -294,7 +294,7 @@ def level_by_level(homes: Sequence[tuple[int, ...]], order: Sequence[int]) -> li
     return [*levels, *(page for layer in reversed(ring) for page in reversed(homes[layer]))]
 
 
-def _hosted(homes: Sequence[tuple[int, ...]], order: Sequence[int], places: set[int]) -> int:
+def _max_remappable(homes: Sequence[tuple[int, ...]], order: Sequence[int], places: set[int]) -> int:
     """How many layers' worth the KV region can take, with any number of ring buffers, when layers are given in `order`.
 
     A region smaller than all homes has no place for the last ones. With two buffers the second layer of the order is ring,

@@ -19,12 +19,12 @@ from remap.policy import schedule
 from remap.policy.maxplus import copied_uses
 from remap.policy.views import LayerSeconds
 
-__all__ = ["HiddenCopies"]
+__all__ = ["StallBounds"]
 
 _AHEAD = 4  # growth usually takes no more layers, or pages a layer, at once
 
 
-class HiddenCopies:
+class StallBounds:
     """One tenant's answers, kept while its times and its streamable layers stay the same."""
 
     def __init__(self, tenant: TenantState) -> None:

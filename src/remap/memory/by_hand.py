@@ -44,7 +44,7 @@ def check_by_hand(tenant: TenantState, layers: Any, buffers: Any, selection: Any
             maximum=max(0, streamable - (min(max(buffers, 1), MAX_BUFFERS) if whole else 1)),
         )
     if layers > tenant.alpha:
-        tenant.refuse_unseen()
+        tenant.require_seen()
 
 
 def remap_by_hand(

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from remap import _core
-from remap.config import is_count, refuse
+from remap.config import invalid, is_count
 from remap.errors import InvalidArgument
 from remap.memory.machine_memory import require_memory
 from remap.memory.native_stream import LEGACY_DEFAULT_STREAM
@@ -71,13 +71,13 @@ class Platform:
         if (
             not is_count(self.copy_threads, 1) or self.copy_threads > MOST_BYTES
         ):  # the backend says how many it has at most
-            raise refuse("copy_threads", self.copy_threads, "an int of at least 1")
+            raise invalid("copy_threads", self.copy_threads, "an int of at least 1")
         if self.shareable not in _SHAREABLE:
-            raise refuse("shareable", self.shareable, f"one of {_SHAREABLE}")
+            raise invalid("shareable", self.shareable, f"one of {_SHAREABLE}")
         if not isinstance(self.gpu_direct_rdma, bool):
-            raise refuse("gpu_direct_rdma", self.gpu_direct_rdma, "True or False")
+            raise invalid("gpu_direct_rdma", self.gpu_direct_rdma, "True or False")
         if not isinstance(self.backend, (_core.Backend, type(None))):
-            raise refuse("backend", self.backend, "a backend of remap's, or None")
+            raise invalid("backend", self.backend, "a backend of remap's, or None")
 
 
 _USUAL = Platform()

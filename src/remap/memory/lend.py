@@ -22,7 +22,7 @@ from functools import partial
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.plan import Streaming, TenantPages, plan_free_pages, plan_streaming
-from remap.memory.restream import find_way, grow, refuse_homeless, restream, streamable
+from remap.memory.restream import find_way, grow, require_places, restream, streamable
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 from remap.memory.view import free_pages_of
@@ -178,21 +178,21 @@ class Lending:
         """(the first `wanted` of what `idle_slots` may give, in the order in which they go; whether there are no more)."""
         pool, geometry = donor.kv.pool, donor.kv.geometry
         own = donor.pages.kv_from_homes
-        giving, lasting = donor.giving, donor.lasting
+        giving, reserved = donor.giving, donor.reserved
         places = receiver.index_of
         index, columns = geometry.giving_index, geometry.range_pages
         found: list[int] = []
         lost: set[int] = set()
         owned: Iterable[int] = reversed(pool.owned_slots())
         # Whether live blocks touch a page costs more to find out than all the rest: asked last.
-        if geometry.ranges == 1:  # a page stands where it was given: below `lasting` there is nothing to look at
-            above = itertools.takewhile(lasting.__le__, owned)
+        if geometry.ranges == 1:  # a page stands where it was given: below `reserved` there is nothing to look at
+            above = itertools.takewhile(reserved.__le__, owned)
             owned = [slot for slot in above if (page := giving[slot]) in places and page not in own]
         else:
             owned = [
                 slot
                 for slot in owned
-                if (place := index(slot)) >= lasting and (page := giving[place]) in places and page not in own
+                if (place := index(slot)) >= reserved and (page := giving[place]) in places and page not in own
             ]
         for slot in owned if pool.external else pool.vacant(owned):
             column = slot % columns
@@ -228,14 +228,14 @@ class Lending:
         pages = donor.pages
         lent = pages.to_reclaim(target)
         for name in self.holders(donor, lent) if lent else ():
-            self._tenants[name].refuse_pass()
+            self._tenants[name].require_idle()
         result = Returned()
         applied = changes.applied
         try:
             with AllOrNothing(changes, self._tenants.values()) as undo:
                 if pages.lent or donor.reclaimed:
                     there = replace(pages, lent=pages.lent - lent)
-                    refuse_homeless(donor, plan_streaming(there, self._changes.arena.epoch, target).gained)
+                    require_places(donor, plan_streaming(there, self._changes.arena.epoch, target).gained)
                     extra = self._require_room(donor, target, lent)
                     self._fetch(donor, lent, extra, result, undo)
                 moves = restream(
@@ -335,7 +335,7 @@ class Lending:
             if tenant.kv.pool.external:  # while no change is open: the engine is told
                 changes.withdraw_from_engine(tenant, slots[name])
         # All of them are emptied before the first gives anything up: if one cannot be, nothing has changed.
-        moves = {name: changes.vacate(self._tenants[name], slots[name]) or [] for name in held}
+        moves = {name: changes.evacuate(self._tenants[name], slots[name]) or [] for name in held}
         for name, pages in held.items():
             tenant = self._tenants[name]
             self._free(tenant, pages)

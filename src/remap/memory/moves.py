@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-__all__ = ["compose", "then"]
+__all__ = ["compose_all", "compose_moves"]
 
 
-def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
+def compose_moves(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
     """Both moves of one tenant's blocks, {old: new}, one after the other: what moved first may have moved on."""
     known = set(moves.values())
     first = {old: later.get(new, new) for old, new in moves.items()}
@@ -15,8 +15,8 @@ def then(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
     return {old: new for old, new in both.items() if old != new}  # some may be back where they were
 
 
-def compose(
+def compose_all(
     moved: Mapping[str, Mapping[int, int]], later: Mapping[str, Mapping[int, int]]
 ) -> dict[str, dict[int, int]]:
-    """`then`, for each tenant."""
-    return {name: then(moved.get(name, {}), later.get(name, {})) for name in {**moved, **later}}
+    """`compose_moves`, for each tenant."""
+    return {name: compose_moves(moved.get(name, {}), later.get(name, {})) for name in {**moved, **later}}

@@ -25,7 +25,7 @@ __all__ = [
     "find_way",
     "grow",
     "prepare_growth",
-    "refuse_homeless",
+    "require_places",
     "restream",
     "streamable",
     "take_free_pages",
@@ -71,7 +71,7 @@ def grow(
             if plan is None:
                 target = streamable(tenant, fewer, buffers, selection)
                 plan = plan_streaming(tenant.pages, 0, target, to=to, selection=_RECORDED.get(selection, selection))
-                refuse_homeless(tenant, plan.gained)
+                require_places(tenant, plan.gained)
         except InvalidArgument:
             continue
         plan = replace(plan, epoch=changes.arena.epoch, predicted_stall_s=predicted_stall_s, reason=reason)
@@ -93,7 +93,7 @@ def prepare_growth(tenant: TenantState, buffers: int) -> None:
         try:
             target = tenant.streaming_at(more, buffers, "onward")
             plan = plan_streaming(tenant.pages, 0, target, selection=_RECORDED["onward"])
-            refuse_homeless(tenant, plan.gained)
+            require_places(tenant, plan.gained)
         except InvalidArgument:
             plan = None
     tenant.known_growth = (tenant.pages, tenant.order, buffers, plan)
@@ -136,7 +136,7 @@ def restream(
         return replace(plan, predicted_stall_s=predicted_stall_s, reason=reason, selection=chosen)
 
     plan = told(way.plan)
-    refuse_homeless(tenant, plan.gained)
+    require_places(tenant, plan.gained)
     if not plan.steps:
         return {}
     drain_to = (amount, buffers, selection) if drain else None
@@ -150,11 +150,11 @@ def restream(
     with AllOrNothing(changes, (tenant,)) as undo:
         before = tenant.pages
         if way.first is not None and way.first.steps:
-            refuse_homeless(tenant, way.first.gained)
+            require_places(tenant, way.first.gained)
             changes.apply_and_settle(tenant, told(way.first))
             undo.append(partial(_go_back, changes, tenant, before))
         plan = told(plan_streaming(tenant.pages, changes.arena.epoch, target))
-        refuse_homeless(tenant, plan.gained)
+        require_places(tenant, plan.gained)
         return changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed), drain_to=drain_to) or {}
 
 
@@ -278,15 +278,15 @@ def _pin_written(tenant: TenantState, target: Sequence[int]) -> bool:
     return bool(written)
 
 
-def refuse_homeless(tenant: TenantState, gained: Sequence[int]) -> None:
+def require_places(tenant: TenantState, gained: Sequence[int]) -> None:
     """Raises InvalidArgument (fields pages, max_blocks) if one of these pages has no place in the tenant's KV region."""
-    homeless = 0
+    unplaced_pages = 0
     if not tenant.stand_together(gained):
-        homeless = sum(page not in tenant.index_of for page in gained)
-    if homeless:
+        unplaced_pages = sum(page not in tenant.index_of for page in gained)
+    if unplaced_pages:
         raise InvalidArgument(
-            f"{homeless} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "
+            f"{unplaced_pages} pages would have no place in the KV region of {tenant.kv.max_blocks} blocks; nothing "
             "changed; attach with a larger max_blocks or remap fewer layers",
-            pages=homeless,
+            pages=unplaced_pages,
             max_blocks=tenant.kv.max_blocks,
         )

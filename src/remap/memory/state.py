@@ -54,9 +54,9 @@ class TenantState:
     regions: tuple[tuple[int, int], ...]  # address and bytes of every region: the layers' first
     rest_address: int
     ring_address: int
-    lasting: int  # places of the giving order that are the first min_blocks': pages that never leave
+    reserved: int  # places of the giving order that are the first min_blocks': pages that never leave
     order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
-    hosted: int  # layers whose homes all have a place in the KV region: the most that can be given
+    max_remappable: int  # layers whose homes all have a place in the KV region: the most that can be given
     pinned: set[int]  # layers that may not be streamed
     host: HostMemory | None  # where the device needs page-locked master copies
 
@@ -69,7 +69,7 @@ class TenantState:
 
     # -- what the controller has decided
     controller: Controller = field(init=False)
-    hidden: Any = None  # bounds.HiddenCopies, which answer the controller's questions
+    hidden: Any = None  # bounds.StallBounds, which answer the controller's questions
     offers: Others | None = None  # what other tenants could give; asked by the controller
     active: bool = True
     demand: Demand | None = None  # of the last step
@@ -207,7 +207,7 @@ class TenantState:
         """Whether the change in progress must leave it alone: it was inside a pass when that began, or is being detached."""
         return self.leaving or not self.turn.claimed
 
-    def refuse_unseen(self) -> None:
+    def require_seen(self) -> None:
         """Raises InvalidState (fields tenant, layers) while no pass has waited for every layer, unless the tenant is inactive:
         what it lends comes home before its next pass, or is looked for in it like everything that is streamed."""
         if self.unseen is not None and self.active:
@@ -219,7 +219,7 @@ class TenantState:
                 layers=tuple(sorted(self.unseen)),
             )
 
-    def refuse_pass(self, leaving: bool = False, asleep: bool = False) -> None:
+    def require_idle(self, leaving: bool = False, asleep: bool = False) -> None:
         """Raises InvalidState (field tenant) if a pass is open, or detaching has failed (unless `leaving`), or, with `asleep`, if
         the tenant is inactive."""
         if self.leaving and not leaving:

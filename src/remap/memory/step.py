@@ -16,7 +16,7 @@ from typing import Any
 from remap.errors import ArenaBroken, Error, OutOfBlocks
 from remap.memory.apply import Changes
 from remap.memory.lend import Lending
-from remap.memory.moves import then
+from remap.memory.moves import compose_moves
 from remap.memory.offers import Offers
 from remap.memory.restream import can_restream, continue_draining, grow, restream, take_free_pages
 from remap.memory.state import TenantState
@@ -252,4 +252,4 @@ def merge(report: Entries, cause: TenantState, moved: dict[str, dict[int, int]])
         if entry is None:
             report[name] = moved_entry(moves, cause.name)
             continue
-        entry["moved"] = then(entry["moved"], moves)
+        entry["moved"] = compose_moves(entry["moved"], moves)

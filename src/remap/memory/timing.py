@@ -24,7 +24,7 @@ class PassTimes:
         self._layer_bytes = tuple(layer_bytes)
         self.compute_s = 0.0
         self.abandoned = 0
-        # What growth will ask of new times, asked ahead at the end of a pass (bounds.HiddenCopies.prepare).
+        # What growth will ask of new times, asked ahead at the end of a pass (bounds.StallBounds.prepare).
         self.prepare: Callable[[LayerTimes], None] | None = None
         self._prepared: LayerTimes | None = None
         self._prepared_age = _PREPARE_EVERY

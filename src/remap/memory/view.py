@@ -40,7 +40,7 @@ def view_of(
         live -= free
     buffers = len(pages.ring)
     layers, streamable = tenant.layers, len(tenant.order)
-    most = min(tenant.hosted, max(0, streamable - max(1, buffers)))
+    most = min(tenant.max_remappable, max(0, streamable - max(1, buffers)))
     blocks_per_unit, unit = tenant.blocks_per_layer, "layers"
     shrink_blocks: int | None = tenant.shrink_blocks
     if tenant.slicing:
@@ -78,7 +78,7 @@ def _depths(tenant: TenantState, cap: int | None) -> tuple[int, int]:
     """(pages of the largest streamable layer, most tail pages that may stream: `cap` is in layers)."""
     sizes = sorted((tenant.pages.sizes[layer] for layer in tenant.order), reverse=True)
     deepest = sizes[0] if sizes else 0
-    if len(sizes) <= 2 or tenant.hosted < len(sizes):
+    if len(sizes) <= 2 or tenant.max_remappable < len(sizes):
         return deepest, 0
     # A page a layer more gives one of each layer that has it, less the ring's two: nothing beyond the third largest layer.
     most = sizes[2]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from remap.config import is_count, refuse
+from remap.config import invalid, is_count
 
 if TYPE_CHECKING:
     from remap.policy.donors.supply import Kind, Quote
@@ -36,9 +36,9 @@ class Demand:
 
     def __post_init__(self) -> None:
         if not is_count(self.blocks):
-            raise refuse("blocks", self.blocks, "an int of at least 0")
+            raise invalid("blocks", self.blocks, "an int of at least 0")
         if self.free is not None and not is_count(self.free):
-            raise refuse("free", self.free, "an int of at least 0, or None")
+            raise invalid("free", self.free, "an int of at least 0, or None")
 
 
 class Others(Protocol):

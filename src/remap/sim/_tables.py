@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from remap.config import refuse
+from remap.config import invalid
 from remap.errors import InvalidArgument
 
 __all__ = ["Extra", "resolve", "table_of"]
@@ -32,18 +32,18 @@ def table_of(kind: str, extra: Extra) -> dict[str, Mapping[str, Any]]:
         return table
     given = _read(extra).get(kind, {})
     if not isinstance(given, Mapping):
-        raise refuse(kind, given, "an object of entries by name")
+        raise invalid(kind, given, "an object of entries by name")
     for name, entry in given.items():
         if not isinstance(entry, Mapping) or not isinstance(name, str) or not name:
-            raise refuse(f"{kind}.{name}", entry, "an object, under a name")
+            raise invalid(f"{kind}.{name}", entry, "an object, under a name")
         aliases = entry.get("aliases", [])
         if not isinstance(aliases, (list, tuple)) or not all(isinstance(alias, str) for alias in aliases):
-            raise refuse(f"{name}.aliases", aliases, "a list of names")
+            raise invalid(f"{name}.aliases", aliases, "a list of names")
         base: Mapping[str, Any] = {}
         same = [known for known in table if known.lower() == name.lower()]
         if "like" in entry:
             if not isinstance(entry["like"], str):
-                raise refuse(f"{name}.like", entry["like"], f"the name of a {kind[:-1]}")
+                raise invalid(f"{name}.like", entry["like"], f"the name of a {kind[:-1]}")
             base = {
                 key: part for key, part in table[resolve(kind[:-1], entry["like"], table)].items() if key != "aliases"
             }
@@ -65,7 +65,7 @@ def _read(extra: Extra) -> Mapping[str, Any]:
     if isinstance(extra, Mapping):
         return extra
     if not isinstance(extra, (str, Path)):
-        raise refuse("extra", extra, "the path of a JSON file, or a mapping")
+        raise invalid("extra", extra, "the path of a JSON file, or a mapping")
     try:
         document = json.loads(Path(extra).read_text(encoding="utf-8"))
     except OSError as error:
@@ -79,7 +79,7 @@ def _read(extra: Extra) -> Mapping[str, Any]:
             f"extra: {extra} is not JSON ({error}); nothing changed; correct the file", field="extra", value=str(extra)
         ) from error
     if not isinstance(document, Mapping) or not ({"machines", "models"} & set(document)):
-        raise refuse("extra", str(extra), "an object with `machines` or `models`")
+        raise invalid("extra", str(extra), "an object with `machines` or `models`")
     return document
 
 

@@ -25,7 +25,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from remap.config import refuse
+from remap.config import invalid
 
 from ._tables import Extra, resolve, table_of
 
@@ -49,17 +49,17 @@ POOR_MISFIT, MOST_MISFIT = 0.15, 0.5
 
 def _number(name: str, value: object, *, least: float = 0.0, above: bool = True, most: float = math.inf) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
-        raise refuse(name, value, "a finite number")
+        raise invalid(name, value, "a finite number")
     if value < least or (above and value == least) or value > most:
         limit = f" and at most {most:g}" if most < math.inf else ""
-        raise refuse(name, value, f"{'above' if above else 'at least'} {least:g}{limit}")
+        raise invalid(name, value, f"{'above' if above else 'at least'} {least:g}{limit}")
     return float(value)
 
 
 def _count(name: str, value: object, least: int = 1) -> int:
     number = _number(name, value, least=least, above=False)
     if number != int(number):
-        raise refuse(name, value, f"a whole number of at least {least}")
+        raise invalid(name, value, f"a whole number of at least {least}")
     return int(number)
 
 
@@ -129,7 +129,7 @@ class Machine:
     def __post_init__(self) -> None:
         for name in ("name", "link"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise refuse(name, getattr(self, name), "text that is not empty")
+                raise invalid(name, getattr(self, name), "text that is not empty")
         object.__setattr__(self, "hbm_bytes", _count("hbm_bytes", self.hbm_bytes))
         for name in ("hbm_bytes_per_s", "flops", "h2d_bytes_per_s", "d2h_bytes_per_s"):
             object.__setattr__(self, name, _number(name, getattr(self, name)))
@@ -137,7 +137,7 @@ class Machine:
         for name in _SECONDS:
             object.__setattr__(self, name, _number(name, getattr(self, name), above=False))
         if not isinstance(self.roofline, RooflineConstants):
-            raise refuse("roofline", self.roofline, "RooflineConstants")
+            raise invalid("roofline", self.roofline, "RooflineConstants")
 
     def with_(self, **changes: Any) -> Machine:
         """A machine with other figures, those of the roofline included. Raises InvalidArgument (field) for unknown names
@@ -146,7 +146,7 @@ class Machine:
         own = {f.name for f in dataclasses.fields(Machine)} - {"sources", "misfit"}
         for name in changes:
             if name not in own | constants:
-                raise refuse("name of a figure", name, f"one of {', '.join(sorted(own | constants))}")
+                raise invalid("name of a figure", name, f"one of {', '.join(sorted(own | constants))}")
         inner = {name: value for name, value in changes.items() if name in constants}
         outer: dict[str, Any] = {name: value for name, value in changes.items() if name in own}
         if inner:
@@ -201,21 +201,21 @@ class Model:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise refuse("name", self.name, "text that is not empty")
+            raise invalid("name", self.name, "text that is not empty")
         for name in (*_MODEL_COUNTS, "experts", "active_experts"):
             object.__setattr__(self, name, _count(name, getattr(self, name), _LEAST.get(name, 1)))
         object.__setattr__(self, "matrix_bytes", _count("matrix_bytes", self.matrix_bytes, 0) or self.dtype_bytes)
         object.__setattr__(self, "linear_ops", _operators(self.linear_ops))
         pair = self.head
         if isinstance(pair, (str, Mapping)) or not isinstance(pair, Iterable) or len(tuple(pair)) != 2:
-            raise refuse("head", pair, "two numbers, inputs and outputs")
+            raise invalid("head", pair, "two numbers, inputs and outputs")
         object.__setattr__(self, "head", tuple(_count("head", size) for size in pair))
         object.__setattr__(self, "expert_ops", tuple(self.expert_ops))
         unknown = [op for op in self.expert_ops if op not in {name for name, _, _ in self.linear_ops}]
         if unknown:
-            raise refuse("expert_ops", self.expert_ops, f"names of linear_ops; {unknown} are none")
+            raise invalid("expert_ops", self.expert_ops, f"names of linear_ops; {unknown} are none")
         if self.active_experts > self.experts:
-            raise refuse("active_experts", self.active_experts, f"at most experts, {self.experts}")
+            raise invalid("active_experts", self.active_experts, f"at most experts, {self.experts}")
 
     @property
     def matrix_elements(self) -> int:
@@ -249,17 +249,17 @@ _MODEL_FIELDS = (*_MODEL_COUNTS, "linear_ops", "head", *_DEFAULTED)
 
 def _operators(value: object) -> tuple[tuple[str, int, int], ...]:
     if isinstance(value, (str, Mapping)) or not isinstance(value, Iterable):
-        raise refuse("linear_ops", value, "a list of [name, inputs, outputs]")
+        raise invalid("linear_ops", value, "a list of [name, inputs, outputs]")
     found: list[tuple[str, int, int]] = []
     for item in value:
         if isinstance(item, str) or not isinstance(item, Iterable):
-            raise refuse("linear_ops", item, "a list of [name, inputs, outputs]")
+            raise invalid("linear_ops", item, "a list of [name, inputs, outputs]")
         parts = tuple(item)
         if len(parts) != 3 or not isinstance(parts[0], str):
-            raise refuse("linear_ops", item, "a list of [name, inputs, outputs]")
+            raise invalid("linear_ops", item, "a list of [name, inputs, outputs]")
         found.append((parts[0], _count("linear_ops", parts[1]), _count("linear_ops", parts[2])))
     if not found or len({name for name, _, _ in found}) != len(found):
-        raise refuse("linear_ops", value, "at least one operator, each with a name of its own")
+        raise invalid("linear_ops", value, "at least one operator, each with a name of its own")
     return tuple(found)
 
 
@@ -288,10 +288,10 @@ def machine(name: str, extra: Extra = None) -> Machine:
     values = {key: _value(figures, key, found, sources) for key in _FIGURES}
     for key in figures:
         if key not in _FIGURES:
-            raise refuse(f"{found}.figures", key, f"made of {', '.join(_FIGURES)}")
+            raise invalid(f"{found}.figures", key, f"made of {', '.join(_FIGURES)}")
     for key in constants:
         if key not in _CONSTANTS:
-            raise refuse(f"{found}.roofline", key, f"made of {', '.join(_CONSTANTS)}, source and grade")
+            raise invalid(f"{found}.roofline", key, f"made of {', '.join(_CONSTANTS)}, source and grade")
     inner = {key: _value(constants, key, found, {}) for key in _CONSTANTS}
     sources |= {f"roofline.{key}": _source(told["grade"], told["source"]) for key in _CONSTANTS}
     return Machine(
@@ -313,10 +313,10 @@ def model(name: str, extra: Extra = None) -> Model:
         entry.pop(key, None)
     for key in entry:
         if key not in _MODEL_FIELDS:
-            raise refuse(found, key, f"made of {', '.join(_MODEL_FIELDS)}, aliases, source and grade")
+            raise invalid(found, key, f"made of {', '.join(_MODEL_FIELDS)}, aliases, source and grade")
     for key in _MODEL_FIELDS[: -len(_DEFAULTED)]:
         if key not in entry:
-            raise refuse(f"{found}.{key}", None, "given (or `like` must name a model to take it from)")
+            raise invalid(f"{found}.{key}", None, "given (or `like` must name a model to take it from)")
     made = Model(name=found, **entry)
     _consistent(made)
     return made
@@ -332,7 +332,7 @@ def _consistent(found: Model) -> None:
     matrices = found.matrix_elements * found.matrix_bytes
     if not matrices <= found.layer_bytes <= matrices * (1 + _REST) + 2**20:
         many = f", {found.experts} experts" if found.experts > 1 else ""
-        raise refuse(
+        raise invalid(
             f"{found.name}.layer_bytes",
             found.layer_bytes,
             f"what its linear_ops take{many}: {matrices} bytes and a little more",
@@ -340,7 +340,7 @@ def _consistent(found: Model) -> None:
     for name, k, n in found.linear_ops:
         width = (found.heads + 2 * found.kv_heads) * found.head_dim
         if name == "qkv" and (k, n) != (found.hidden, width):
-            raise refuse(
+            raise invalid(
                 f"{found.name}.linear_ops", (name, k, n), f"('qkv', {found.hidden}, {width}) by hidden and heads"
             )
 
@@ -357,26 +357,26 @@ def namesakes(name: str, extra: Extra = None) -> tuple[str, ...]:
 def _part(entry: Mapping[str, Any], part: str, name: str) -> Mapping[str, Any]:
     value = entry.get(part)
     if not isinstance(value, Mapping):
-        raise refuse(f"{name}.{part}", value, "an object of figures by name")
+        raise invalid(f"{name}.{part}", value, "an object of figures by name")
     return value
 
 
 def _misfit(given: object, name: str) -> dict[str, float]:
     if not isinstance(given, Mapping):
-        raise refuse(f"{name}.misfit", given, "an object of mean relative errors by group")
+        raise invalid(f"{name}.misfit", given, "an object of mean relative errors by group")
     return {str(group): _number(f"{name}.misfit.{group}", error, above=False) for group, error in given.items()}
 
 
 def _value(figures: Mapping[str, Any], key: str, name: str, sources: dict[str, str]) -> Any:
     """The figure's number; its source goes to `sources`."""
     if key not in figures:
-        raise refuse(f"{name}.{key}", None, "given (or `like` must name a machine to take it from)")
+        raise invalid(f"{name}.{key}", None, "given (or `like` must name a machine to take it from)")
     figure = figures[key]
     if not isinstance(figure, Mapping):
         sources[key] = "user's table"
         return figure
     if "value" not in figure:
-        raise refuse(f"{name}.{key}", dict(figure), "a number, or an object with `value`")
+        raise invalid(f"{name}.{key}", dict(figure), "a number, or an object with `value`")
     sources[key] = _source(figure.get("grade"), figure.get("source"))
     return figure["value"]
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from remap.config import refuse
+from remap.config import invalid
 from remap.errors import InvalidArgument
 
 from .hardware import Model
@@ -48,16 +48,16 @@ class _Config:
             if value is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
-                raise refuse(f"{self.path}: {name}", value, "a whole number of at least 1")
+                raise invalid(f"{self.path}: {name}", value, "a whole number of at least 1")
             return value
         if default is None:
-            raise refuse(f"{self.path}: {names[0]}", None, "given")
+            raise invalid(f"{self.path}: {names[0]}", None, "given")
         return default
 
     def flag(self, name: str, default: bool) -> bool:
         value = self.values.get(name)
         if value is not None and not isinstance(value, bool):
-            raise refuse(f"{self.path}: {name}", value, "true or false")
+            raise invalid(f"{self.path}: {name}", value, "true or false")
         return default if value is None else value
 
 
@@ -84,7 +84,7 @@ def read_config(path: str | Path, dtype: str | None = None) -> tuple[Model, tupl
     if stored is None:
         notes.append(f"{file} names no dtype: 16 bit is assumed")
     elif not isinstance(stored, str) or stored not in _DTYPES:
-        raise refuse(f"{file}: dtype", stored, f"one of {', '.join(_DTYPES)}")
+        raise invalid(f"{file}: dtype", stored, f"one of {', '.join(_DTYPES)}")
     size = 2 if stored is None else _DTYPES[stored]
     found = _gated(config, family, size, notes) if family in _GATED else _plain(config, family, size)
     wanted = dtype or _quantised(config)
@@ -108,7 +108,7 @@ def _read(file: Path) -> Mapping[str, Any]:
             value=str(file),
         ) from error
     if not isinstance(values, Mapping):
-        raise refuse("model", str(file), "a config.json, one object")
+        raise invalid("model", str(file), "a config.json, one object")
     return values
 
 
@@ -149,7 +149,7 @@ def _gated(config: _Config, family: str, size: int, notes: list[str]) -> Model:
         experts, active = config.count("num_experts", "num_local_experts"), config.count("num_experts_per_tok")
         inner = "moe_intermediate_size"
         if config.count("decoder_sparse_step", default=1) != 1 or config.values.get("mlp_only_layers"):
-            raise refuse(
+            raise invalid(
                 f"{config.path}: decoder_sparse_step and mlp_only_layers", "layers without experts", "1 and empty"
             )
     width = config.count(inner)
@@ -205,7 +205,7 @@ def _plain(config: _Config, family: str, size: int) -> Model:
         if config.count("word_embed_proj_dim", default=hidden) != hidden or not config.flag(
             "do_layer_norm_before", True
         ):
-            raise refuse(
+            raise invalid(
                 f"{config.path}: word_embed_proj_dim, do_layer_norm_before",
                 "others",
                 f"{hidden} and true, as most OPTs",

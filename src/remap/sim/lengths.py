@@ -11,7 +11,7 @@ import math
 import random
 from dataclasses import dataclass, replace
 
-from remap.config import refuse
+from remap.config import invalid
 
 __all__ = ["Quantiles", "Uniform"]
 
@@ -38,13 +38,13 @@ class Quantiles:
     def __post_init__(self) -> None:
         shares, tokens = self.shares, self.tokens
         if len(shares) < 2 or shares[0] != 0.0 or shares[-1] != 1.0 or any(b <= a for a, b in zip(shares, shares[1:])):
-            raise refuse("shares", shares, "at least two shares that ascend from 0 to 1")
+            raise invalid("shares", shares, "at least two shares that ascend from 0 to 1")
         if len(tokens) != len(shares) or not tokens[0] > 0 or any(b < a for a, b in zip(tokens, tokens[1:])):
-            raise refuse("tokens", tokens, f"{len(shares)} numbers above 0 that do not descend")
+            raise invalid("tokens", tokens, f"{len(shares)} numbers above 0 that do not descend")
         if not math.isfinite(tokens[-1]):
-            raise refuse("tokens", tokens, "finite")
+            raise invalid("tokens", tokens, "finite")
         if not 1 <= self.least <= self.most:
-            raise refuse("least", self.least, f"from 1 to most ({self.most})")
+            raise invalid("least", self.least, f"from 1 to most ({self.most})")
 
     def at(self, share: float) -> float:
         """The length at a share (0 to 1) of all, before the cut and before rounding."""
@@ -103,7 +103,7 @@ class Uniform:
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
-            raise refuse("least", self.least, f"from 1 to most ({self.most})")
+            raise invalid("least", self.least, f"from 1 to most ({self.most})")
 
     @property
     def mean(self) -> float:

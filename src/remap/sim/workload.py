@@ -36,7 +36,7 @@ import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from remap.config import refuse
+from remap.config import invalid
 from remap.sim.lengths import Quantiles, Uniform
 
 __all__ = [
@@ -58,7 +58,7 @@ __all__ = [
 
 def _positive(name: str, value: float) -> None:
     if not 0 < value < math.inf:
-        raise refuse(name, value, "a finite number above 0")
+        raise invalid(name, value, "a finite number above 0")
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Arrivals:
         _positive("rate", self.rate)
         _positive("cv", self.cv)
         if not 0 < self.duty < 1:
-            raise refuse("duty", self.duty, "above 0 and below 1")
+            raise invalid("duty", self.duty, "above 0 and below 1")
         if not 0 <= self.spread < math.inf:
-            raise refuse("spread", self.spread, "a finite number of at least 0")
+            raise invalid("spread", self.spread, "a finite number of at least 0")
         if not 1 <= self.spells < math.inf:
-            raise refuse("spells", self.spells, "a finite number of at least 1")
+            raise invalid("spells", self.spells, "a finite number of at least 1")
 
     @property
     def burst_s(self) -> float:
@@ -198,9 +198,9 @@ class Lognormal:
     def __post_init__(self) -> None:
         _positive("mean", self.mean)
         if not 0 <= self.sigma < math.inf:
-            raise refuse("sigma", self.sigma, "a finite number of at least 0")
+            raise invalid("sigma", self.sigma, "a finite number of at least 0")
         if not 1 <= self.least <= self.most:
-            raise refuse("least", self.least, f"from 1 to most ({self.most})")
+            raise invalid("least", self.least, f"from 1 to most ({self.most})")
 
     @property
     def cut_mean(self) -> float:
@@ -238,7 +238,7 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if self.total is not None and self.total < 2:
-            raise refuse("total", self.total, "at least 2, or None")
+            raise invalid("total", self.total, "at least 2, or None")
 
     def draw(self, rng: random.Random) -> tuple[int, int]:
         """Tokens of one prompt and of its answer."""
