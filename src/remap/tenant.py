@@ -16,6 +16,7 @@ from collections.abc import Callable
 from operator import index
 from typing import TYPE_CHECKING, Any
 
+from remap.config import invalid
 from remap.errors import InvalidState
 from remap.memory.passes import Passes
 from remap.memory.state import TenantState
