@@ -66,6 +66,7 @@ def test_what_is_stored_is_five_seeds_of_two_thousand_requests() -> None:
     assert all(point["requests"] == point["requests_finished"] for point in STORED["points"].values())
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What is stored is not run again, and a line is the median of its seeds with their range."""
     settings = replace(headline.SETTINGS, requests=20, seeds=3)

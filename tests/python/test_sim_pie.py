@@ -93,6 +93,7 @@ swaps = st.integers(16, 48).flatmap(
 )
 
 
+@pytest.mark.slow
 @given(swaps)
 @settings(max_examples=60, deadline=None)
 def test_equal_copies_take_what_the_closed_form_says(drawn: tuple[int, int, int, int]) -> None:
@@ -104,6 +105,7 @@ def test_equal_copies_take_what_the_closed_form_says(drawn: tuple[int, int, int,
     assert formula * (1 - 1e-12) <= exact <= formula * n / (n - 1) * 1.06
 
 
+@pytest.mark.slow
 @given(swaps.filter(lambda drawn: 0.5 * drawn[0] * drawn[2] < (drawn[1] + 2) * drawn[3] < 2 * drawn[0] * drawn[2]))
 @settings(max_examples=60, deadline=None)
 def test_copies_as_unequal_as_a_gh200s(drawn: tuple[int, int, int, int]) -> None:
@@ -213,6 +215,7 @@ def test_a_request_that_needs_the_expansion_gets_it_however_slow_the_link_is() -
     assert found.stall_fraction > 0.9 and found.kv_blocks_peak == 102  # 64 * 16 / 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("link_bytes_per_s", [2e9, 6e9, 20e9, 60e9])
 def test_adapting_settles_within_2_percent_of_the_best_fixed_expansion(link_bytes_per_s: float) -> None:
     """Pie, figure 9."""

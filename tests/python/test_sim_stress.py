@@ -189,6 +189,7 @@ def served(draw: Draw) -> PolicyResult:
     return found
 
 
+@pytest.mark.slow
 @given(number=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_is_drawn_is_served(number: int) -> None:
