@@ -18,6 +18,7 @@ import sys
 sys.path[:0] = ["tests/python", "tests/gpu"]
 from types import SimpleNamespace
 import models
+import remap
 import torch
 from rig import Rig
 
