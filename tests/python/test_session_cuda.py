@@ -25,7 +25,6 @@ import remap
 from remap import _core
 from remap.errors import ArenaBroken, DriverError, InvalidArgument, InvalidState
 from remap.memory.plan import plan_free_pages
-from remap.memory.restream import restream
 
 N = 6
 SIZES = [3, 2, 3, 3, 2, 3]
@@ -144,9 +143,11 @@ class World:
 
     def remap(self, layers: int, buffers: int = 1, selection: str = "nested") -> dict[int, int]:
         """Returns where live blocks have gone. "slices": of every layer, so many of the last pages."""
-        if selection == "slices":
-            return restream(self.session._changes, self.tenant._state, layers, buffers, "slices")
-        return dict(remap.advanced.remap(self.session, "m", layers, buffers, selection).moved.get("m", {}))
+        worth: float = layers
+        if selection == "slices" and layers:
+            freed = sum(min(layers, size) for size in SIZES) - buffers * layers
+            worth = (freed - 0.5) / max(SIZES)  # rounded up to pages
+        return dict(remap.advanced.remap(self.session, "m", worth, buffers, selection).moved.get("m", {}))
 
     def steady(self, stream: int) -> None:
         """Every change is finished, every layer was loaded."""
