@@ -94,7 +94,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="if len(now.ring) == buffers and now.depth == depth:",
         replacement="if now.ring and now.depth == depth:",
         breaks="A change from one ring buffer to two keeps the ring of one.",
-        tests=("test_planner.py::test_a_ring_that_has_to_go_is_said_to_move",),
+        tests=("test_planner.py::test_a_sequence_of_plans_ends_where_each_says",),
     ),
     Mutant(
         name="planner-lost-buffer-does-not-move",
@@ -102,7 +102,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="not _by_place(now.ring).items() <= _by_place(ring).items()",
         replacement="_by_place(now.ring).items().isdisjoint(_by_place(ring).items())",
         breaks="A ring that loses a buffer does not count as moving, so copies in flight write into pages that are KV by then.",
-        tests=("test_planner.py::test_a_ring_that_has_to_go_is_said_to_move",),
+        tests=("test_planner.py::test_a_sequence_of_plans_ends_where_each_says",),
     ),
     Mutant(
         name="planner-ring-pages-not-reclaimed",
@@ -118,7 +118,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="slot = index * size + size - len(buffer) + first",
         replacement="slot = index * size + first",
         breaks="The ring's region shows a slice at the front of its buffer instead of at the end.",
-        tests=("test_planner.py::test_growth_by_a_page_touches_one_page_a_layer",),
+        tests=("test_planner.py::test_a_sequence_of_plans_ends_where_each_says",),
     ),
     Mutant(
         name="planner-old-stream-waits-for-itself",

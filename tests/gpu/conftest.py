@@ -9,8 +9,11 @@ compute on a stream; copies run on streams on both.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -82,6 +85,14 @@ def _no_rule_broken(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def emulated_gpu(gpu: Gpu) -> Gpu:
+    """The emulated driver, also where there is a GPU to be had: what bench/gpu/run.sh shows there, or what only counts."""
+    if not gpu.emulated:
+        pytest.skip("shown on the emulated driver; bench/gpu/run.sh measures a GPU")
+    return gpu
+
+
+@pytest.fixture
 def real_gpu(gpu: Gpu) -> Gpu:
     """A real GPU that torch sees."""
     if gpu.emulated:
@@ -120,7 +131,41 @@ def raw(context: Any) -> Iterator[Any]:
         tenant.verify(marks)
 
 
-def needs(package: str) -> None:
+@pytest.fixture
+def small(emulated_gpu: Gpu, context: Any) -> Any:
+    """A context of tiny sizes that ends a measure's loops soon."""
+    context.until = time.monotonic() + 3
+    return context
+
+
+def needs(*packages: str) -> None:
     """Skip, by name, where a package is missing."""
-    if find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    for package in packages:
+        if find_spec(package) is None:
+            pytest.skip(f"{package} is not installed")
+
+
+def emulated_environment(**more: str) -> dict[str, str]:
+    """Of a process of the suite that is to find the driver under test."""
+    found = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    if "REMAP_LIBCUDA" in os.environ:
+        found["REMAP_EMULATED_DRIVER"] = os.environ["REMAP_LIBCUDA"]
+    return {**found, **more}
+
+
+def bench_command(*arguments: object) -> list[str]:
+    return [sys.executable, "-m", "bench.gpu", *map(str, arguments)]
+
+
+def bench(*arguments: object, expected: int = 0) -> str:
+    """The suite's command line from end to end; what it printed."""
+    done = subprocess.run(
+        bench_command(*arguments), cwd=ROOT, env=emulated_environment(), capture_output=True, text=True, timeout=270
+    )
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout
+
+
+def results_in(folder: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return document

@@ -51,6 +51,22 @@ class Rig:
         remap.advanced.check(self.session)
 
 
+def obvious_kernels(torch: Any, shape: Any, table: Any) -> dict[str, Any]:
+    """float32 attention of one sequence after the other, where a GPU has kernels."""
+    from bench.gpu.measures.attention import reference
+
+    def attend(q: Any, kv: Any) -> Any:
+        rows = [reference(torch, q, kv, table, shape.tokens, row) for row in range(shape.sequences)]
+        return torch.stack(rows).to(q.dtype)
+
+    return {"obvious": attend}
+
+
+def tiny_case(layouts: Any) -> Any:
+    """256 blocks of 8 KiB of keys: one page for each layer's keys, and one for its values."""
+    return layouts.Case(layouts.Model("tiny", 3, 4, 2), 0, PAGE, aligned=256, tokens=40)
+
+
 class Reader:
     """Copies layers to page-locked host memory on the pass's stream, `slots` of them before anybody waits."""
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 from bench.gpu import calls, machine, registry, steps, suite
 from bench.gpu.record import Record
 from bench.gpu.table import Step
-from conftest import ROOT
+from conftest import ROOT, bench, emulated_environment, results_in
 
 LONGEST_S = 570  # of ten minutes
 LAST_S = 10  # of the measure that runs when the time is over
@@ -55,10 +52,6 @@ def probe_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source.write_text(PROBE)
     monkeypatch.setattr(steps, "PROBE", source)
     return source
-
-
-def _environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **more}
 
 
 # -- what is in which call ---------------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ def test_every_file_of_tests_runs_in_a_process_of_its_own(paths: steps.Paths) ->
     ],
 )
 def test_what_the_probe_finds(probe_source: Path, paths: steps.Paths, does: str, ok: bool, fault: str | None) -> None:
-    step = steps.probe(paths, seconds=120, environment=_environment(PROBE_DOES=does))
+    step = steps.probe(paths, seconds=120, environment=emulated_environment(PROBE_DOES=does))
     assert isinstance(step, Step)
     assert (step.ok, step.detail["fault"], step.detail["lines"][0]) == (ok, fault, {"case": "one", "us": 1.5})
     assert fault is None or fault in step.summary
@@ -156,23 +149,24 @@ def test_a_probe_that_is_not_there_or_cannot_be_built(
     tmp_path: Path, paths: steps.Paths, probe_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     probe_source.write_text("int main( {")
-    step = steps.probe(paths, seconds=120, environment=_environment())
+    step = steps.probe(paths, seconds=120, environment=emulated_environment())
     assert isinstance(step, Step)
     assert not step.ok
     assert "compiled" in step.summary
-    assert steps.probe(paths, seconds=9, environment=_environment(CXX="no-such-compiler")) == (
+    assert steps.probe(paths, seconds=9, environment=emulated_environment(CXX="no-such-compiler")) == (
         "there is no C++ compiler (no-such-compiler)"
     )
     monkeypatch.setattr(steps, "PROBE", ROOT / "bench/gpu/none.cpp")
-    assert steps.probe(paths, seconds=9, environment=_environment()) == "bench/gpu/none.cpp is not in this checkout"
+    assert (
+        steps.probe(paths, seconds=9, environment=emulated_environment())
+        == "bench/gpu/none.cpp is not in this checkout"
+    )
 
 
 def test_after_a_fault_sessions_are_strict_and_the_run_says_so(
-    gpu: Any, probe_source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    emulated_gpu: Any, probe_source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if not gpu.emulated:
-        pytest.skip("shown on the emulated driver")
-    environment = _environment(PROBE_DOES="faults", REMAP_EMULATED_DRIVER=os.environ["REMAP_LIBCUDA"])
+    environment = emulated_environment(PROBE_DOES="faults")
     common: dict[str, Any] = {"quick": True, "emulated": True, "checkout": False, "out": tmp_path / "out"}
     said = "mode: strict, because of the probe: the probe says so"
     assert suite.run(suite.Options(calls=("probe",), **common), environment) == 1
@@ -180,7 +174,7 @@ def test_after_a_fault_sessions_are_strict_and_the_run_says_so(
     growth = suite.Options(calls=("measure",), only=("growth",), **common)
     assert suite.run(growth, environment) == 0
     assert said in capsys.readouterr().out
-    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    document = results_in(tmp_path / "out")
     assert document["mode"] == "strict"
     found = {entry["name"]: entry["value"] for entry in document["results"]}
     assert found["backend calls before blocks are usable, most of any case"] > 0  # so it is when nothing is aliased
@@ -188,7 +182,7 @@ def test_after_a_fault_sessions_are_strict_and_the_run_says_so(
     environment["PROBE_DOES"] = "well"
     assert suite.run(suite.Options(calls=("probe",), again="failed", **common), environment) == 0
     assert suite.run(growth, environment) == 0
-    document = json.loads((tmp_path / "out" / "results.json").read_text())
+    document = results_in(tmp_path / "out")
     assert (document["mode"], document["strict_because"]) == ("aliased", None)
     found = {entry["name"]: entry["value"] for entry in document["results"]}
     assert found["backend calls before blocks are usable, most of any case"] == 0
@@ -219,54 +213,36 @@ def test_what_the_sanitizer_finds(tmp_path: Path, paths: steps.Paths, says: str,
     tool.write_text(TOOL)
     tool.chmod(0o755)
     search = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environment = _environment(PATH=search, TOOL_SAYS=says, TOOL_STATUS=str(status))
+    environment = emulated_environment(PATH=search, TOOL_SAYS=says, TOOL_STATUS=str(status))
     step = steps.sanitizer("the name", paths, ("-c", "pass"), seconds=60, environment=environment)
     assert expected == ((step.ok, step.summary) if isinstance(step, Step) else step)
 
 
-def test_the_small_case_is_right_on_the_emulated_driver(gpu: Any, paths: steps.Paths) -> None:
-    if not gpu.emulated:
-        pytest.skip("on a GPU compute-sanitizer runs it")
-    step = steps.small_case(paths, seconds=200, environment=_environment())
+def test_the_small_case_is_right_on_the_emulated_driver(emulated_gpu: Any, paths: steps.Paths) -> None:
+    step = steps.small_case(paths, seconds=200, environment=emulated_environment())
     assert step.ok, step.detail
 
 
 # -- the command line --------------------------------------------------------------------------------------------------
 
 
-def _bench(*arguments: object, **more: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "bench.gpu", *map(str, arguments)]
-    return subprocess.run(command, cwd=ROOT, env=_environment(**more), capture_output=True, text=True, timeout=240)
-
-
-def test_results_come_along_to_an_empty_folder_and_of_another_driver_are_refused(gpu: Any, tmp_path: Path) -> None:
-    if not gpu.emulated:
-        pytest.skip("shown on the emulated driver")
+def test_results_come_along_to_an_empty_folder_and_of_another_driver_are_refused(
+    emulated_gpu: Any, tmp_path: Path
+) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
-    driver = {"REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]}
     given = ("measure", "--emulated", "--quick", "--host-budget", "1GiB", "--only", "session.step")
-    assert _bench(*given, "--out", one, **driver).returncode == 0
-    done = _bench(*given, "--only", "link", "--out", two, "--resume", one / "results.json", **driver)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "session.step: kept" in done.stdout
-    assert "link: ok" in done.stdout
-    document = json.loads((two / "results.json").read_text())
+    bench(*given, "--out", one)
+    said = bench(*given, "--only", "link", "--out", two, "--resume", one / "results.json")
+    assert "session.step: kept" in said and "link: ok" in said
+    document = results_in(two)
     assert {part["name"] for part in document["parts"]} == {"link", "session.step"}
     assert document["parts"][0]["origin"]["host_budget"] == "1GiB"
-    again = _bench(*given, "--again", "--out", two, **driver)
-    assert "session.step: ok" in again.stdout
-    assert _bench("measure", "--out", two).returncode == 2
-    missing = _bench(*given, "--out", tmp_path / "three", "--resume", tmp_path / "none.json", **driver)
-    assert (missing.returncode, "cannot be read" in missing.stdout) == (2, True)
-
-
-def test_a_glob_that_matches_nothing_is_an_error(gpu: Any, tmp_path: Path) -> None:
-    if not gpu.emulated:
-        pytest.skip("shown on the emulated driver")
-    driver = {"REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]}
-    done = _bench("measure", "--emulated", "--only", "nothing*", "--out", tmp_path, **driver)
-    assert done.returncode == 2
-    assert "nothing matches" in done.stdout
+    assert "session.step: ok" in bench(*given, "--again", "--out", two)
+    bench("measure", "--out", two, expected=2)
+    missing = (*given, "--out", tmp_path / "three", "--resume", tmp_path / "none.json")
+    assert "cannot be read" in bench(*missing, expected=2)
+    nothing = ("measure", "--emulated", "--only", "nothing*", "--out", tmp_path / "four")
+    assert "nothing matches" in bench(*nothing, expected=2)
 
 
 def test_the_host_budget_reaches_the_children(tmp_path: Path) -> None:

@@ -12,17 +12,9 @@ import pytest
 from bench.gpu.context import MIB, Skip
 from bench.gpu.results import Figure
 from conftest import needs
+from rig import obvious_kernels, tiny_case
 
 import remap
-
-
-@pytest.fixture
-def small(gpu: Any, context: Any) -> Any:
-    """A context of tiny sizes that ends a measure's loops soon; the suite measures a GPU, where there is one."""
-    if not gpu.emulated:
-        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
-    context.until = time.monotonic() + 3
-    return context
 
 
 def figures_of(body: Any, context: Any) -> dict[str, Figure]:
@@ -41,10 +33,8 @@ def _readings(raw: Any, marks: Any, context: Any) -> Iterator[Any]:
         yield CopyReading(raw, marks, raw.handle, host, 2)
 
 
-def test_readings_count_words_that_are_not_the_master_copys(gpu: Any, context: Any, raw: Any) -> None:
+def test_readings_count_words_that_are_not_the_master_copys(emulated_gpu: Any, context: Any, raw: Any) -> None:
     needs("torch")
-    if not gpu.emulated:
-        pytest.skip("CPU tensors over the device's memory exist on the emulated driver only")
     tenant, marks = raw
     layer, at = 3, remap.advanced.layer_address(tenant.session, "raw", 3)
     for what in _readings(tenant, marks, context):
@@ -158,31 +148,14 @@ class HostReplays:
         return time.perf_counter() - begun
 
 
-def _obvious_kernels(torch: Any, shape: Any, table: Any) -> dict[str, Any]:
-    """The reference in place of a kernel, one sequence at a time."""
-    from bench.gpu.measures.attention import reference
-
-    def attend(q: Any, kv: Any) -> Any:
-        rows = [reference(torch, q, kv, table, shape.tokens, row) for row in range(shape.sequences)]
-        return torch.stack(rows).to(q.dtype)
-
-    return {"obvious": attend}
-
-
-def _tiny_case(layouts: Any) -> Any:
-    model = layouts.Model("tiny", 3, 4, 2)
-    # 256 blocks of 8 KiB of keys: one page for each layer's keys, and one for its values.
-    return layouts.Case(model, 0, 2 * MIB, aligned=256, tokens=40)
-
-
 def test_layouts_are_compared_over_the_same_pages(small: Any) -> None:
     needs("torch")
     import torch
     from bench.gpu.measures import attention_layouts as layouts
 
-    case = _tiny_case(layouts)
+    case = tiny_case(layouts)
     assert (case.blocks, case.shape.sequences) == (256, 256 // 3)
-    taken = layouts.one_case(small, case, "cpu", HostReplays(), _obvious_kernels, True, 3, 0.1)["obvious"]
+    taken = layouts.one_case(small, case, "cpu", HostReplays(), obvious_kernels, True, 3, 0.1)["obvious"]
     assert tuple(taken) == layouts.SIDES
     assert {len(samples) for samples in taken.values()} == {2}
     names = {each.name.rpartition(", ")[2]: each for each in layouts.figures(case, "obvious", taken)}
@@ -199,7 +172,7 @@ def test_views_are_the_tensors_of_a_session_with_that_layout(small: Any) -> None
 
     import remap
 
-    case = _tiny_case(layouts)
+    case = tiny_case(layouts)
     spec = case.model.spec(case.blocks, "layer_major")
     with remap.Session("64MiB", device="cuda:0") as session:
         from bench.gpu.tenants import make_masters
@@ -228,8 +201,7 @@ def test_the_caches_that_are_measured_are_of_the_sizes_that_they_say() -> None:
 
 
 def test_a_step_attached_is_compared_with_the_same_model_as_it_comes(small: Any) -> None:
-    needs("torch")
-    needs("transformers")
+    needs("torch", "transformers")
     from bench.gpu.measures.decode_step import decode_step
 
     small.until = time.monotonic() + 20
@@ -240,8 +212,7 @@ def test_a_step_attached_is_compared_with_the_same_model_as_it_comes(small: Any)
 
 
 def test_a_side_that_computes_other_logits_is_found(small: Any) -> None:
-    needs("torch")
-    needs("transformers")
+    needs("torch", "transformers")
     import torch
     from bench.gpu.measures import decode_step as steps
     from bench.gpu.models import make_model
@@ -386,8 +357,7 @@ def test_a_request_that_fails_is_no_figure() -> None:
 
 @pytest.mark.slow
 def test_continuous_batching_is_served_by_both_sides(small: Any) -> None:
-    needs("torch")
-    needs("transformers")
+    needs("torch", "transformers")
     from bench.gpu.measures.continuous_batching import continuous_batching
 
     small.until = time.monotonic() + 12
@@ -416,8 +386,7 @@ def test_continuous_batching_is_served_by_both_sides(small: Any) -> None:
 def test_the_hand_takes_what_a_pass_nearly_hides(
     compute_s: float, copy_s: float, selection: str, least: float, most: float
 ) -> None:
-    needs("torch")
-    needs("transformers")
+    needs("torch", "transformers")
     from bench.gpu.measures.serving import BUFFERS, SLOWDOWN, by_hand
 
     from remap.policy import schedule
@@ -436,8 +405,7 @@ def test_the_hand_takes_what_a_pass_nearly_hides(
 
 
 def test_what_the_hand_chose_can_be_remapped(raw: Any) -> None:
-    needs("torch")
-    needs("transformers")
+    needs("torch", "transformers")
     from bench.gpu.measures.serving import by_hand
 
     tenant, marks = raw

@@ -13,19 +13,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
+
 from bench.gpu.context import Skip
 from bench.gpu.results import Figure
 from conftest import needs
-
-
-@pytest.fixture
-def small(gpu: Any, context: Any) -> Any:
-    """The emulated driver's sizes, and loops that end soon."""
-    needs("torch")
-    if not gpu.emulated:
-        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
-    context.until = time.monotonic() + 3
-    return context
+from rig import obvious_kernels, tiny_case
 
 
 def run(body: Callable[[Any], Iterator[Figure]], context: Any) -> list[Figure]:
@@ -59,17 +53,6 @@ def test_it_runs_with_kernels_of_torch(small: Any, module: str, name: str) -> No
             assert figure.met, figure
 
 
-def obvious_kernels(torch: Any, shape: Any, table: Any) -> dict[str, Any]:
-    """float32 attention of one sequence after the other, where a GPU has kernels."""
-    from bench.gpu.measures.attention import reference
-
-    def attend(q: Any, kv: Any) -> Any:
-        rows = [reference(torch, q, kv, table, shape.tokens, row) for row in range(shape.sequences)]
-        return torch.stack(rows).to(q.dtype)
-
-    return {"obvious": attend}
-
-
 def test_attention_is_timed_over_replays(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
     from bench.gpu.measures import attention
@@ -87,9 +70,8 @@ def test_attention_by_layout_runs_and_names_what_is_too_large(small: Any, monkey
     from bench.gpu.context import MIB
     from bench.gpu.measures import attention_layouts as layouts
 
-    tiny = layouts.Case(layouts.Model("tiny", 3, 4, 2), 0, 2 * MIB, aligned=256, tokens=40)
     monkeypatch.setattr(layouts, "kernels_for", obvious_kernels)
-    monkeypatch.setattr(layouts, "CASES", (tiny,))
+    monkeypatch.setattr(layouts, "CASES", (tiny_case(layouts),))
     names = [each.name for each in run(layouts.attention_layouts, small)]
     assert sum("block-major / plain tensor" in name for name in names) == 1
     monkeypatch.setattr(layouts, "CASES", (layouts.Case(layouts.LLAMA_3_8B, 8 * layouts.GB, 2 * MIB),))

@@ -34,18 +34,8 @@ def _compile(source: str, target: Path, *flags: str) -> Path:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no c++")
-    command = [
-        compiler,
-        "-O2",
-        "-std=c++17",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        *flags,
-        str(ROOT / source),
-        "-o",
-        str(target),
-    ]
+    warnings = ("-Wall", "-Wextra", "-Werror")
+    command = [compiler, "-O2", "-std=c++17", *warnings, *flags, str(ROOT / source), "-o", str(target)]
     done = subprocess.run([*command, "-ldl", "-lpthread"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
@@ -70,10 +60,15 @@ def _run(probe: Path, out: Path, *flags: str, **environment: str) -> tuple[int, 
     return done.returncode, [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
-def _emulated(gpu: Any) -> str:
-    if not gpu.emulated:
-        pytest.skip("there is a GPU: the suite runs the probe on it")
-    return os.environ["REMAP_LIBCUDA"]
+@pytest.fixture
+def driver(emulated_gpu: Any) -> dict[str, str]:
+    """The emulated driver, which runs no kernels: copies stand in."""
+    return {"REMAP_LIBCUDA": os.environ["REMAP_LIBCUDA"]}
+
+
+@pytest.fixture
+def with_kernels(driver: dict[str, str], kernel_driver: Path) -> dict[str, str]:
+    return {"REMAP_LIBCUDA": str(kernel_driver), "REMAP_EMULATED_DRIVER": driver["REMAP_LIBCUDA"]}
 
 
 def _check(lines: list[dict[str, Any]], *, kernels: bool) -> None:
@@ -99,18 +94,16 @@ def _check(lines: list[dict[str, Any]], *, kernels: bool) -> None:
     assert by_part["end"][0]["ok"] is True
 
 
-def test_copies_stand_in_where_no_kernel_can_run(gpu: Any, probe: Path, tmp_path: Path) -> None:
-    _emulated(gpu)
-    status, lines = _run(probe, tmp_path / "lines")
+def test_copies_stand_in_where_no_kernel_can_run(driver: dict[str, str], probe: Path, tmp_path: Path) -> None:
+    status, lines = _run(probe, tmp_path / "lines", **driver)
     assert status == 0, lines
     _check(lines, kernels=False)
     assert lines[0]["instead"] == "copies, checked on the host"
     assert "runs no device code" in lines[0]["why"]
 
 
-def test_every_part_runs_with_kernels(gpu: Any, probe: Path, kernel_driver: Path, tmp_path: Path) -> None:
-    real = _emulated(gpu)
-    status, lines = _run(probe, tmp_path / "lines", REMAP_LIBCUDA=str(kernel_driver), REMAP_EMULATED_DRIVER=real)
+def test_every_part_runs_with_kernels(with_kernels: dict[str, str], probe: Path, tmp_path: Path) -> None:
+    status, lines = _run(probe, tmp_path / "lines", **with_kernels)
     assert status == 0, lines
     _check(lines, kernels=True)
 
@@ -124,11 +117,9 @@ def test_every_part_runs_with_kernels(gpu: Any, probe: Path, kernel_driver: Path
     ],
 )
 def test_a_fault_beside_a_reader_is_told_and_the_other_parts_run(
-    gpu: Any, probe: Path, kernel_driver: Path, tmp_path: Path, how: str, why: str
+    with_kernels: dict[str, str], probe: Path, tmp_path: Path, how: str, why: str
 ) -> None:
-    real = _emulated(gpu)
-    driver = {"REMAP_LIBCUDA": str(kernel_driver), "REMAP_EMULATED_DRIVER": real, "REMAP_KERNEL_FAULT": how}
-    status, lines = _run(probe, tmp_path / "lines", **driver)
+    status, lines = _run(probe, tmp_path / "lines", **with_kernels, REMAP_KERNEL_FAULT=how)
     assert status == 3, lines
     faults = {line["fault"]: line["why"] for line in lines if "fault" in line}
     assert set(faults) <= {"edits", "edits-long-kernels", "edits-large-pages"}
@@ -138,11 +129,9 @@ def test_a_fault_beside_a_reader_is_told_and_the_other_parts_run(
 
 
 def test_a_driver_that_refuses_the_kernels_is_probed_with_copies(
-    gpu: Any, probe: Path, kernel_driver: Path, tmp_path: Path
+    with_kernels: dict[str, str], probe: Path, tmp_path: Path
 ) -> None:
-    real = _emulated(gpu)
-    driver = {"REMAP_LIBCUDA": str(kernel_driver), "REMAP_EMULATED_DRIVER": real, "REMAP_KERNEL_FAULT": "refuse-ptx"}
-    status, lines = _run(probe, tmp_path / "lines", **driver)
+    status, lines = _run(probe, tmp_path / "lines", **with_kernels, REMAP_KERNEL_FAULT="refuse-ptx")
     assert status == 0
     assert lines[0]["why"] == "cuModuleLoadData returned 218"
     _check(lines, kernels=False)
@@ -155,15 +144,12 @@ def test_without_a_driver_it_says_that_it_could_not_run(probe: Path, tmp_path: P
     assert (lines[-1]["probe"], lines[-1]["ok"], lines[-1]["ran"]) == ("end", False, 0)
 
 
-def test_a_device_with_too_little_memory_is_no_fault(gpu: Any, probe: Path, tmp_path: Path) -> None:
-    driver = {"REMAP_LIBCUDA": _emulated(gpu), "REMAP_EMULATED_MEMORY": str(100 << 20)}
-    status, lines = _run(probe, tmp_path / "lines", **driver)
+def test_a_device_with_too_little_memory_is_no_fault(driver: dict[str, str], probe: Path, tmp_path: Path) -> None:
+    status, lines = _run(probe, tmp_path / "lines", **driver, REMAP_EMULATED_MEMORY=str(100 << 20))
     assert status == 0, lines
-    assert {line["page_bytes"] for line in lines if line["probe"] == "calls" and "skipped" in line} == {
-        32 << 20,
-        64 << 20,
-    }
-    assert [line["probe"] for line in lines if "skipped" in line][-1] == "edits-large-pages"
+    skipped = [line for line in lines if "skipped" in line]
+    assert {line["page_bytes"] for line in skipped if line["probe"] == "calls"} == {32 << 20, 64 << 20}
+    assert skipped[-1]["probe"] == "edits-large-pages"
     assert (lines[-1]["parts"], lines[-1]["ran"], lines[-1]["faults"]) == (6, 5, 0)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 from bench.gpu import processes, results
 from bench.gpu.record import ARCHIVE, DOCUMENT, MEMBER_BYTES, Record, Unusable
-from conftest import ROOT
+from conftest import ROOT, bench_command, emulated_environment, results_in
 
 ORIGIN = {"device": "a GPU", "sources": "1"}
 FIGURE = results.figure("speed", 2.5, "GB/s", [0.001, 0.002], target=2.0, at_least=True, more="detail")
@@ -41,11 +40,6 @@ def record(tmp_path: Path) -> Record:
     return made
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    document: dict[str, Any] = json.loads((folder / DOCUMENT).read_text())
-    return document
-
-
 def _again(record: Record, *, emulated: bool = False) -> Record:
     made = Record(record.folder, record.logs, emulated=emulated)
     made.load(record.folder / DOCUMENT)
@@ -64,7 +58,7 @@ def test_what_is_read_back_is_what_was_written(record: Record) -> None:
 
 def test_the_document_says_what_happened(record: Record) -> None:
     record.save()
-    document = _read(record.folder)
+    document = results_in(record.folder)
     assert [entry["measure"] for entry in document["results"]] == ["fine", "bad", "at it"]
     assert document["results"][0]["detail"] == {"more": "detail"}
     assert document["errors"] == [
@@ -126,7 +120,7 @@ def test_it_is_saved_while_something_takes_long(record: Record) -> None:
     with record.saved_regularly(every_s=0.02):
         record.begin("new", "measure", "measure", ORIGIN)
         give_up = time.monotonic() + 60
-        while "new" not in {part["name"] for part in _read(record.folder)["parts"]}:
+        while "new" not in {part["name"] for part in results_in(record.folder)["parts"]}:
             assert time.monotonic() < give_up
             time.sleep(0.01)
     assert sorted(path.name for path in record.folder.iterdir()) == [DOCUMENT, ARCHIVE]
@@ -145,7 +139,7 @@ def test_readers_never_see_half_a_document(record: Record) -> None:
     thread.start()
     try:
         for _ in range(200):
-            _read(record.folder)
+            results_in(record.folder)
             with tarfile.open(record.folder / ARCHIVE) as archive:
                 archive.getnames()
     finally:
@@ -206,14 +200,11 @@ def test_nothing_outlives_a_suite_that_is_killed(tmp_path: Path) -> None:
     _until_none_runs(marker)
 
 
-def test_a_run_that_is_killed_at_any_moment_goes_on_where_it_was(gpu: Any, tmp_path: Path) -> None:
-    if not gpu.emulated:
-        pytest.skip("the emulated driver shows it as well, and costs nothing")
+def test_a_run_that_is_killed_at_any_moment_goes_on_where_it_was(emulated_gpu: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     names = ["driver calls", "link", "growth", "session.step", "prefetch", "zeroing"]
-    command = [sys.executable, "-m", "bench.gpu", "measure", "--emulated", "--quick", "--out", str(out)]
-    command += [f"--only={name}" for name in names]
-    environment = {**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]}
+    command = bench_command("measure", "--emulated", "--quick", "--out", out, *(f"--only={name}" for name in names))
+    environment = emulated_environment()
     rng = random.Random(int.from_bytes(os.urandom(4), "little"))
     finished: dict[str, str] = {}  # name -> when
 
@@ -221,7 +212,7 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_where_it_was(gpu: Any, tmp_p
         if not (out / DOCUMENT).exists():
             assert not finished
             return
-        document = _read(out)
+        document = results_in(out)
         with tarfile.open(out / ARCHIVE) as archive:
             archive.getnames()
         now = {part["name"]: part["ended"] for part in document["parts"] if part["state"] == "ok"}
@@ -245,14 +236,12 @@ def test_a_run_that_is_killed_at_any_moment_goes_on_where_it_was(gpu: Any, tmp_p
     assert sorted(name for name in names if f"measure: {name}: kept" in done.stdout) == sorted(kept)
 
 
-def test_a_run_that_is_told_to_end_says_what_it_was_at(gpu: Any, tmp_path: Path) -> None:
+def test_a_run_that_is_told_to_end_says_what_it_was_at(emulated_gpu: Any, tmp_path: Path) -> None:
     """SIGTERM: nothing goes on running, and what was found is written."""
-    if not gpu.emulated:
-        pytest.skip("the emulated driver shows it as well, and costs nothing")
-    command = [sys.executable, "-m", "bench.gpu", "build-and-check", "--emulated", "--out", str(tmp_path)]
-    command += ["--only", "tests/gpu/test_gpu_session.py"]
-    environment = {**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]}
-    run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    command = bench_command(
+        "build-and-check", "--emulated", "--out", tmp_path, "--only", "tests/gpu/test_gpu_session.py"
+    )
+    run = subprocess.Popen(command, cwd=ROOT, env=emulated_environment(), stdout=subprocess.DEVNULL)
     give_up = time.monotonic() + 120
     while not any("--junitxml" in line for line in _running(str(tmp_path))):
         assert run.poll() is None
@@ -261,5 +250,5 @@ def test_a_run_that_is_told_to_end_says_what_it_was_at(gpu: Any, tmp_path: Path)
     run.terminate()
     assert run.wait(60) == 128 + signal.SIGTERM
     _until_none_runs(str(tmp_path))
-    states = {part["name"]: part["state"] for part in _read(tmp_path)["parts"]}
+    states = {part["name"]: part["state"] for part in results_in(tmp_path)["parts"]}
     assert states == {"tests/gpu/test_gpu_session.py": "running"}

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +11,7 @@ import pytest
 from bench.gpu import models
 from bench.gpu.context import MIB, Skip
 from bench.gpu.measures import shared_serving as sharing
-from conftest import ROOT, needs
+from conftest import bench, needs, results_in
 
 GIB = 1 << 30
 # Of the published checkpoints: numbers of a layer, and of all of it without the table of positions.
@@ -36,8 +32,7 @@ def test_sizes_are_the_published_ones(shape: models.ModelShape) -> None:
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_a_model_has_the_numbers_that_its_shape_says(family: str) -> None:
-    needs("torch")
-    needs("transformers")
+    needs("torch", "transformers")
     shape = models.ModelShape("small", family, 3, 64, 160, 4, 4 if family == "opt" else 2, 96, MIB)
     model = models.make_model(shape, "cpu", "float32")
     positions = sum(p.numel() for name, p in model.named_parameters() if "embed_positions" in name)
@@ -129,11 +124,8 @@ def test_figures_are_medians_over_the_seeds_with_their_range() -> None:
         assert (ratio.value, ratio.detail["runs"]) == (pytest.approx(1.0), 3)
 
 
-def test_a_swap_brings_one_model_in_whole_and_sends_the_others_out(gpu: Any) -> None:
-    needs("torch")
-    needs("transformers")
-    if not gpu.emulated:
-        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
+def test_a_swap_brings_one_model_in_whole_and_sends_the_others_out(emulated_gpu: Any) -> None:
+    needs("torch", "transformers")
     with ExitStack() as stack:
         arena = sharing.Arena(sharing._tiny(sharing.C2), "cpu", stack)
         arena.warm_up()
@@ -158,33 +150,10 @@ def test_a_swap_brings_one_model_in_whole_and_sends_the_others_out(gpu: Any) -> 
 
 
 @pytest.mark.slow
-def test_both_combinations_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) -> None:
-    needs("torch")
-    needs("transformers")
-    if not gpu.emulated:
-        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
-    command = [
-        sys.executable,
-        "-m",
-        "bench.gpu",
-        "serve",
-        "--emulated",
-        "--quick",
-        "--only",
-        "sharing*",
-        "--out",
-        str(tmp_path),
-    ]
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "results.json").read_text())
+def test_both_combinations_run_on_the_emulated_driver(emulated_gpu: Any, tmp_path: Path) -> None:
+    needs("torch", "transformers")
+    bench("serve", "--emulated", "--quick", "--only", "sharing*", "--out", tmp_path)
+    document = results_in(tmp_path)
     assert (document["errors"], document["skipped"]) == ([], [])
     found = {entry["name"]: entry for entry in document["results"]}
     for name in ("C1, turns of 0.1 s", "C2, turns of 0.1 s"):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import bench, results_in
 
 SECONDS = 90
 # Measures that need neither torch on a GPU nor a package that may be missing.
@@ -34,21 +30,10 @@ EVERYWHERE = {
 
 
 @pytest.mark.slow
-def test_the_measures_run_on_the_emulated_driver(gpu: Any, tmp_path: Path) -> None:
-    if not gpu.emulated:
-        pytest.skip("there is a GPU: bench/gpu/run.sh measures it")
+def test_the_measures_run_on_the_emulated_driver(emulated_gpu: Any, tmp_path: Path) -> None:
     for call in ("measure", "serve"):
-        command = [sys.executable, "-m", "bench.gpu", call, "--emulated", "--quick", "--seconds", str(SECONDS)]
-        done = subprocess.run(
-            [*command, "--out", str(tmp_path)],
-            cwd=ROOT,
-            env={**os.environ, "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]},
-            capture_output=True,
-            text=True,
-            timeout=3 * SECONDS,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    document = json.loads((tmp_path / "results.json").read_text())
+        bench(call, "--emulated", "--quick", "--seconds", SECONDS, "--out", tmp_path)
+    document = results_in(tmp_path)
     assert [(name, call["state"]) for name, call in document["calls"].items()] == [
         ("measure", "ended"),
         ("serve", "ended"),

@@ -20,9 +20,7 @@ def _holders(library: str) -> int:
     return Emulated(Path(library)).live().get("contexts", 0)
 
 
-def test_it_is_held_for_as_long_as_it_is_said(gpu: Any) -> None:
-    if not gpu.emulated:
-        pytest.skip("only the emulated driver counts who holds it")
+def test_it_is_held_for_as_long_as_it_is_said(emulated_gpu: Any) -> None:
     from bench.gpu.driver import Driver
 
     gc.collect()  # backends of other tests that are still to go
@@ -45,10 +43,8 @@ for _ in range(2):
 """
 
 
-def test_it_outlives_every_backend_of_the_conformance_suite(gpu: Any) -> None:
+def test_it_outlives_every_backend_of_the_conformance_suite(emulated_gpu: Any) -> None:
     """As on a GPU, with the emulated one in its place."""
-    if not gpu.emulated:
-        pytest.skip("only the emulated driver counts who holds it")
     search = os.pathsep.join([str(ROOT / "tests" / "python"), *sys.path])
     environment = {**os.environ, "REMAP_TEST_CUDA": "1", "PYTHONPATH": search}
     done = subprocess.run(

@@ -70,14 +70,13 @@ def _passes(tenant: Any, marks: Any, stream: Any, handle: int) -> None:
         reader.check()
 
 
-def test_a_raw_handle(raw: Any) -> None:
+@pytest.mark.parametrize("given", ["handle", "protocol", "legacy default"])
+def test_streams_in_any_form(raw: Any, given: str) -> None:
+    """0 means the legacy default stream, as everywhere in CUDA; its handle is 1."""
     tenant, marks = raw
-    _passes(tenant, marks, tenant.stream, tenant.stream)
-
-
-def test_an_object_with_the_cuda_stream_protocol(raw: Any) -> None:
-    tenant, marks = raw
-    _passes(tenant, marks, Protocol(tenant.stream), tenant.stream)
+    own = tenant.stream
+    stream, handle = {"handle": (own, own), "protocol": (Protocol(own), own), "legacy default": (Protocol(0), 1)}[given]
+    _passes(tenant, marks, stream, handle)
 
 
 def _come_home(tenant: Any, marks: Any) -> None:
@@ -102,12 +101,6 @@ def test_a_stream_may_die_once_the_tenant_has_left_it(context: Any, raw: Any) ->
         _passes(tenant, marks, stream, stream)
         _come_home(tenant, marks)
     _passes(tenant, marks, tenant.stream, tenant.stream)
-
-
-def test_the_legacy_default_stream(raw: Any) -> None:
-    """0 means it, as everywhere in CUDA; its handle is 1."""
-    tenant, marks = raw
-    _passes(tenant, marks, Protocol(0), 1)
 
 
 def test_passes_on_changing_streams_are_ordered(context: Any, raw: Any) -> None:
@@ -162,7 +155,4 @@ def test_waiting_on_a_stream_that_is_being_captured_is_refused(context: Any, raw
         finally:
             driver.abandon_capture(tenant.stream)
     assert "captur" in str(caught.value)
-    with Reader(tenant, tenant.layers) as reader:
-        one_pass(tenant, reader, tenant.stream, tenant.handle)
-        marks.wait(marks.mark(tenant.handle))
-        reader.check()
+    _come_home(tenant, marks)

@@ -76,7 +76,6 @@ import threading
 import numpy as np
 import remap
 from bench.gpu.driver import Driver
-import remap
 from remap import _core
 
 SIZE = 1 << 20

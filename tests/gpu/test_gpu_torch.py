@@ -18,6 +18,7 @@ import sys
 sys.path[:0] = ["tests/python", "tests/gpu"]
 from types import SimpleNamespace
 import models
+import remap
 import torch
 from rig import Rig
 
@@ -51,14 +52,9 @@ def _run(gpu: Any, **environment: str) -> None:
 
 
 @pytest.mark.slow
-def test_beside_the_caching_allocator(real_gpu: Any, models: Any) -> None:
-    _run(real_gpu)
-
-
-@pytest.mark.slow
-def test_beside_expandable_segments(real_gpu: Any, models: Any) -> None:
-    settings = "expandable_segments:True"
-    _run(real_gpu, PYTORCH_ALLOC_CONF=settings, PYTORCH_CUDA_ALLOC_CONF=settings)
+@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
+def test_beside_the_caching_allocator(real_gpu: Any, models: Any, settings: str) -> None:
+    _run(real_gpu, **({"PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings} if settings else {}))
 
 
 @pytest.mark.slow
@@ -79,7 +75,6 @@ def test_decode_graphs_of_the_engine_stay_valid(real_gpu: Any, models: Any) -> N
     """The engine's captured decode steps give the tokens of eager passes while layers come and go, and capture nothing anew."""
     import torch
 
-    import remap
     from remap.engine import LLMEngine, Request, SamplingParams
 
     requests = [Request(f"r{i}", tuple(range(3 + i, 20 + 2 * i)), SamplingParams(max_tokens=24)) for i in range(4)]

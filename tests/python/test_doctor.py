@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from collections.abc import Mapping
 from typing import Any
@@ -82,6 +83,7 @@ def test_a_good_machine_has_nothing_to_fix() -> None:
     assert found["device of a session"].found == "cuda:0 (REMAP_DEVICE)"
 
 
+NONSENSE = ("gpu", "cuda:", "cuda:x", "cuda:-1", "CPU")
 MISSING = DriverError("cannot load libcuda.so.1: no such file", library="libcuda.so.1")
 
 
@@ -107,79 +109,84 @@ def test_no_driver_is_a_note_with_the_way_out(state: Seen, advice: str) -> None:
     assert found["device of a session"] == Finding("ok", "device of a session", "cpu (REMAP_DEVICE is not set)")
 
 
-def test_no_driver_is_bad_where_cuda_was_asked_for() -> None:
-    found = by_subject(Seen(error=MISSING, environment={"REMAP_DEVICE": "cuda"}))
-    assert (found["cuda driver"].level, found["device of a session"].level) == ("bad", "bad")
-    assert found["device of a session"].found == "REMAP_DEVICE=cuda, but usable devices are: none"
+SMALL_BUDGET = {"host_budget_bytes": 80 * GIB - 1}
+SET_BUDGET = {"host_budget_bytes": 8 * GIB, "host_limited_by": "REMAP_HOST_BUDGET"}
+EMULATED = {"emulated": True, "library": "/x/libremap_emulated_cuda.so"}
+NO_DEVICE: Mapping[str, Any] = {"devices": []}
+WRONG_SETTING = InvalidArgument("REMAP_HOST_BUDGET must be a size", name="REMAP_HOST_BUDGET", value="lots")
+SESSION = "device of a session"
 
 
-def test_a_device_without_virtual_memory_management_is_not_usable() -> None:
-    found = by_subject(seen({"vmm": False}, links={}))
-    assert "cuda:0 pages" not in found
-    assert found["cuda:0 virtual memory"].level == "note"
-    assert found["device of a session"].fix == ""
-    found = by_subject(seen({"vmm": False}, links={}, environment={"REMAP_DEVICE": "cuda:0"}))
-    assert found["cuda:0 virtual memory"].level == "bad"
-    assert found["device of a session"].found == "REMAP_DEVICE=cuda:0, but usable devices are: none"
+def asked(device: str) -> Mapping[str, str]:
+    return {"REMAP_DEVICE": device}
 
 
-def test_a_device_that_another_process_has_to_itself() -> None:
-    full = by_subject(seen({"free_bytes": 0}, links={0: OutOfMemory("device full")}))
-    assert (full["cuda:0"].level, full["cuda:0 link"].level) == ("note", "note")
-    assert "compute mode" in full["cuda:0"].fix
+# (what the machine is like, of what, level, pattern of what was found, pattern of what to do about it)
+JUDGED: list[tuple[Seen, str, str, str, str]] = [
+    (Seen(error=MISSING, environment=asked("cuda")), "cuda driver", "bad", "", ""),
+    (
+        Seen(error=MISSING, environment=asked("cuda")),
+        SESSION,
+        "bad",
+        "^REMAP_DEVICE=cuda, but usable devices are: none$",
+        "",
+    ),
+    (Seen(error=WRONG_SETTING), "cuda settings", "bad", "^REMAP_HOST_BUDGET must be a size$", ""),
+    # A device without virtual memory management is not usable, which is bad only where it was asked for.
+    (seen({"vmm": False}, links={}), "cuda:0 virtual memory", "note", "", ""),
+    (seen({"vmm": False}, links={}), SESSION, "ok", "", "^$"),
+    (seen({"vmm": False}, links={}, environment=asked("cuda:0")), "cuda:0 virtual memory", "bad", "", ""),
+    (
+        seen({"vmm": False}, links={}, environment=asked("cuda:0")),
+        SESSION,
+        "bad",
+        "^REMAP_DEVICE=cuda:0, but usable devices are: none$",
+        "",
+    ),
+    # Another process has the device to itself.
+    (seen({"free_bytes": 0}, links={0: OutOfMemory("device full")}), "cuda:0", "note", "", "compute mode"),
+    (seen({"free_bytes": 0}, links={0: OutOfMemory("device full")}), "cuda:0 link", "note", "", ""),
+    (seen(probe=NO_DEVICE), "cuda devices", "note", "", "docker run --gpus all"),
+    (
+        seen(probe=NO_DEVICE, environment={"CUDA_VISIBLE_DEVICES": ""}),
+        *("cuda devices", "note", "", "CUDA_VISIBLE_DEVICES='' hides devices"),
+    ),
+    (seen(probe=EMULATED), "cuda driver", "note", "order and bookkeeping, not speed", "unset REMAP_LIBCUDA"),
+    (seen({"coherent": True}), "cuda:0 coherence", "ok", "registered all the same", ""),
+    (seen(probe={"host_budget_bytes": 80 * GIB}), "page-locked memory", "ok", "", ""),
+    (seen(probe=SMALL_BUDGET), "page-locked memory", "note", "machine", "host_budget"),
+    (seen(probe=SET_BUDGET), "page-locked memory", "note", "as REMAP_HOST_BUDGET says", "^raise REMAP_HOST_BUDGET$"),
+    (seen({"integrated": True}), "cuda:0 memory", "note", "", ""),
+    (
+        seen({"recommended_granularity": 32 * MIB}),
+        *("cuda:0 pages", "ok", "", r"^Session\(page_bytes='32MiB'\) if mapping is slow$"),
+    ),
+    *((seen(environment=asked(name)), SESSION, "bad", "", "^set it to cpu, cuda, or cuda:N$") for name in NONSENSE),
+    (seen(environment=asked("sim:GH200-96GB")), SESSION, "note", r"^sim:GH200-96GB \(REMAP_DEVICE\)", ""),
+    (seen(environment=asked("sim:GH200-96GB")), SESSION, "note", "virtual", ""),
+    (seen(environment=asked("cuda:1")), SESSION, "bad", "^REMAP_DEVICE=cuda:1, but usable devices are: cuda:0$", ""),
+]
 
 
-def test_a_driver_that_counts_no_device() -> None:
-    none = {"devices": []}
-    assert "docker run --gpus all" in by_subject(seen(probe=none))["cuda devices"].fix
-    hidden = by_subject(seen(probe=none, environment={"CUDA_VISIBLE_DEVICES": ""}))["cuda devices"]
-    assert (hidden.level, "CUDA_VISIBLE_DEVICES='' hides devices" in hidden.fix) == ("note", True)
+@pytest.mark.parametrize(("state", "subject", "level", "found", "fix"), JUDGED)
+def test_what_is_judged_how(state: Seen, subject: str, level: str, found: str, fix: str) -> None:
+    finding = by_subject(state)[subject]
+    assert finding.level == level
+    assert re.search(found, finding.found) and re.search(fix, finding.fix), finding
 
 
-def test_the_emulated_driver_shows_no_rate_and_says_what_it_proves() -> None:
-    found = by_subject(seen(probe={"emulated": True, "library": "/x/libremap_emulated_cuda.so"}))
-    assert found["cuda driver"].level == "note"
-    assert "order and bookkeeping, not speed" in found["cuda driver"].found
-    assert "unset REMAP_LIBCUDA" in found["cuda driver"].fix
-    assert "GB/s" not in found["cuda:0 link"].found
-
-
-def test_a_coherent_device_says_what_is_used_and_its_slot_is_not_its_link() -> None:
-    found = by_subject(seen({"coherent": True}, links={0: Link(32 * MIB, 300e9, 290e9, True)}))
-    assert "registered all the same" in found["cuda:0 coherence"].found
-    assert "PCIe" not in found["cuda:0 link"].found
+def test_what_does_not_concern_a_machine_is_not_said() -> None:
+    assert "cuda:0 pages" not in by_subject(seen({"vmm": False}, links={}))
     assert "cuda:0 coherence" not in by_subject(seen())
-
-
-def test_a_budget_below_the_device_is_a_note() -> None:
-    assert by_subject(seen(probe={"host_budget_bytes": 80 * GIB}))["page-locked memory"].level == "ok"
-    small = by_subject(seen(probe={"host_budget_bytes": 80 * GIB - 1}))["page-locked memory"]
-    assert (small.level, "host_budget" in small.fix) == ("note", True)
-    assert "machine" in small.found
-
-
-def test_a_budget_that_was_set_is_said_to_be_what_limits() -> None:
-    probe = {"host_budget_bytes": 8 * GIB, "host_limited_by": "REMAP_HOST_BUDGET"}
-    found = by_subject(seen(probe=probe))["page-locked memory"]
-    assert (found.level, found.fix) == ("note", "raise REMAP_HOST_BUDGET")
-    assert "as REMAP_HOST_BUDGET says" in found.found and "spare" not in found.found
-
-
-def test_a_setting_that_no_session_accepts_is_bad() -> None:
-    error = InvalidArgument("REMAP_HOST_BUDGET must be a size", name="REMAP_HOST_BUDGET", value="lots")
-    found = by_subject(Seen(error=error))["cuda settings"]
-    assert (found.level, found.found) == ("bad", "REMAP_HOST_BUDGET must be a size")
+    assert "GB/s" not in by_subject(seen(probe=EMULATED))["cuda:0 link"].found, "an emulated driver has no speeds"
+    coherent = by_subject(seen({"coherent": True}, links={0: Link(32 * MIB, 300e9, 290e9, True)}))
+    assert "PCIe" not in coherent["cuda:0 link"].found, "its slot is not its link"
+    assert "spare" not in by_subject(seen(probe=SET_BUDGET))["page-locked memory"].found
 
 
 @pytest.mark.parametrize(("capability", "noted"), [((6, 0), False), ((7, 0), True), ((7, 2), True), ((7, 5), False)])
 def test_volta_is_told_of_kvcacheds_report(capability: tuple[int, int], noted: bool) -> None:
     assert ("cuda:0 re-pointing" in by_subject(seen({"compute_capability": capability}))) == noted
-
-
-def test_integrated_and_larger_recommended_granularity() -> None:
-    found = by_subject(seen({"integrated": True, "recommended_granularity": 32 * MIB}))
-    assert found["cuda:0 memory"].level == "note"
-    assert found["cuda:0 pages"].fix == "Session(page_bytes='32MiB') if mapping is slow"
 
 
 @pytest.mark.parametrize(
@@ -205,17 +212,12 @@ def test_the_link_is_judged_by_what_its_lanes_carry(link: Any, slot: dict[str, s
     assert bool(found.fix) == (level != "ok")
 
 
-def test_the_measurement_copies_checks_and_gives_everything_back() -> None:
-    backend = _core.make_host_backend(MIB, MIB)
+def test_a_measurement_copies_checks_and_gives_everything_back_also_when_it_fails() -> None:
+    backend = _core.make_fault_backend(_core.make_host_backend(MIB, MIB))
     link = doctor_link.measure_link(backend, nbytes=MIB, seconds=0.0)
     assert (link.bytes, link.equal) == (MIB, True)
     assert min(link.to_device, link.to_host) > 0
     assert set(backend.usage().values()) == {0}
-
-
-def test_a_measurement_that_fails_gives_everything_back() -> None:
-    backend = _core.make_fault_backend(_core.make_host_backend(MIB, MIB))
-    doctor_link.measure_link(backend, nbytes=MIB, seconds=0.0)
     # What gives back comes last; a driver that refuses that, too, leaves something, and nobody could do more.
     calls = backend.calls() - 8
     for nth in range(1, calls + 1):
@@ -231,33 +233,12 @@ def test_a_measurement_that_fails_gives_everything_back() -> None:
     assert set(backend.usage().values()) == {0}
 
 
-def test_rates_of_one_lane() -> None:
+def test_rates_of_one_lane_and_a_slot_that_is_not_there() -> None:
+    assert doctor_link.read_slot(0xFFFF, 0xFF, 0x1F) == {}
     speeds = ("2.5 GT/s PCIe", "5.0 GT/s PCIe", "8.0 GT/s PCIe", "16.0 GT/s PCIe", "32.0 GT/s PCIe", "64.0 GT/s PCIe")
     rates = [round(doctor_link.lane_rate(speed) / 1e6) for speed in speeds]
     assert rates == [250, 500, 985, 1969, 3938, 7562]
     assert doctor_link.lane_rate("Unknown") == doctor_link.lane_rate("") == 0.0
-
-
-def test_a_slot_that_is_not_there_has_no_files() -> None:
-    assert doctor_link.read_slot(0xFFFF, 0xFF, 0x1F) == {}
-
-
-@pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU"])
-def test_a_device_name_that_means_nothing_is_bad(name: str) -> None:
-    found = by_subject(seen(environment={"REMAP_DEVICE": name}))["device of a session"]
-    assert (found.level, found.fix) == ("bad", "set it to cpu, cuda, or cuda:N")
-
-
-def test_a_simulated_device_serves_nobody() -> None:
-    found = by_subject(seen(environment={"REMAP_DEVICE": "sim:GH200-96GB"}))["device of a session"]
-    assert (
-        found.level == "note" and found.found.startswith("sim:GH200-96GB (REMAP_DEVICE)") and "virtual" in found.found
-    )
-
-
-def test_a_device_that_is_not_there_is_bad_and_the_others_are_named() -> None:
-    found = by_subject(seen(environment={"REMAP_DEVICE": "cuda:1"}))["device of a session"]
-    assert (found.level, found.found) == ("bad", "REMAP_DEVICE=cuda:1, but usable devices are: cuda:0")
 
 
 def test_the_map_count_limit_against_the_machines_memory() -> None:
@@ -296,6 +277,7 @@ def test_without_a_driver_the_command_succeeds_and_explains(library: str, monkey
     assert "note cuda driver: " in result.output
     assert library in result.output.partition("note cuda driver: ")[2].partition("\n")[0]
     assert f"REMAP_LIBCUDA={library} decides what is loaded" in result.output
+    assert "host arena: opened 16 MiB in 8 pages" in result.output
 
 
 def test_json_has_every_finding_and_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,18 +286,10 @@ def test_json_has_every_finding_and_the_reason(monkeypatch: pytest.MonkeyPatch) 
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 1  # cuda was asked for
     report = json.loads(result.stdout)
-    assert set(report) == {"remap", "ok", "findings", "cuda"}
-    assert report["ok"] is False
-    assert {entry["what"] for entry in report["findings"] if entry["level"] == "bad"} == {
-        "cuda driver",
-        "device of a session",
-    }
-    assert report["cuda"]["probe"] is None
-    assert report["cuda"]["error"]
-    assert report["cuda"]["environment"] == {
-        "REMAP_DEVICE": "cuda:0",
-        "REMAP_LIBCUDA": "/nonexistent/libcuda.so.1",
-    }
+    assert set(report) == {"remap", "ok", "findings", "cuda"} and report["ok"] is False
+    assert {entry["what"] for entry in report["findings"] if entry["level"] == "bad"} == {"cuda driver", SESSION}
+    assert report["cuda"]["probe"] is None and report["cuda"]["error"]
+    assert report["cuda"]["environment"] == {"REMAP_DEVICE": "cuda:0", "REMAP_LIBCUDA": "/nonexistent/libcuda.so.1"}
 
 
 def test_json_of_a_working_device_is_plain_data() -> None:
@@ -349,12 +323,7 @@ def test_the_emulated_device_is_probed_measured_and_left_as_it_was(
 
 
 @pytest.mark.parametrize(
-    ("entry", "code", "level"),
-    [
-        ("cuMemCreate", 2, "note"),
-        ("cuMemHostRegister", 2, "note"),
-        ("cuMemMap", 1, "bad"),
-    ],
+    ("entry", "code", "level"), [("cuMemCreate", 2, "note"), ("cuMemHostRegister", 2, "note"), ("cuMemMap", 1, "bad")]
 )
 def test_a_device_that_cannot_be_measured_says_why(
     emulated: Any, monkeypatch: pytest.MonkeyPatch, entry: str, code: int, level: str

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from fakes import FakeSession, FakeTenant  # noqa: E402
 from recordings import FrozenGraphs, StaticPaged  # noqa: E402
-from test_engine_runner import make_model, make_tenant, prompts, reference_tokens  # noqa: E402
+from test_engine_runner import expected_tokens, make_model, make_tenant, prompts, requests_for, tokens_of  # noqa: E402
 
 from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 from remap.engine import gpu_runner as module  # noqa: E402
@@ -26,13 +26,11 @@ from remap.engine.scheduler import Chunk  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
 LAYERS = 3
-KINDS = ["llama", "llama-bias-rope", "qwen2", "qwen3", "opt", "opt-post-norm-projected"]
 
 
 class StreamingTenant(FakeTenant):
-    """A fake tenant that can be told whether layers are streamed; `flip` changes it on every other pass."""
+    """A fake tenant whose layers are streamed on every other pass if it is told to `flip`."""
 
-    streaming = False
     flip = False
 
     def forward(self, phase="decode", tokens=0):
@@ -53,44 +51,11 @@ def frozen(monkeypatch):
     """Recordings that are frozen, and an attention that can be: as near to CUDA graphs as a CPU comes."""
     made = FrozenGraphs()
 
-    def choose(name, tensors, heads, scale, **sizes):
-        return StaticPaged(tensors, heads, scale)
-
     monkeypatch.setattr(module, "EagerGraphs", lambda: made)
-    monkeypatch.setattr(module, "choose_attention", choose)
+    monkeypatch.setattr(
+        module, "choose_attention", lambda name, tensors, heads, scale, **_: StaticPaged(tensors, heads, scale)
+    )
     return made
-
-
-def requests_for(count=6, seed=1, tokens=10, high=24):
-    return [
-        Request(f"r{index}", prompt, SamplingParams(max_tokens=tokens + index))
-        for index, prompt in enumerate(prompts(count, seed=seed, high=high))
-    ]
-
-
-def expected_tokens(model, requests):
-    return {one.id: reference_tokens(model, one.prompt, one.sampling.max_tokens) for one in requests}
-
-
-def tokens_of(result):
-    return {id: output.tokens for id, output in result.outputs.items()}
-
-
-@pytest.mark.parametrize("blocks", [64, 14])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_tokens_equal_transformers(kind, blocks):
-    """Also with so few blocks that sequences are preempted and recomputed."""
-    model = make_model(kind)
-    tenant = tenant_for(model, blocks=blocks)
-    engine = LLMEngine(model, tenant, runner="gpu", max_num_seqs=4, max_batch_tokens=24)
-    requests = requests_for()
-    result = engine.run(requests)
-    assert tokens_of(result) == expected_tokens(model, requests)
-    assert (result.metrics.preemptions > 0) == (blocks == 14)
-    assert tenant.kv.free_blocks == blocks
-    stats = engine.runner.stats
-    assert stats["whole"] > 10 and stats["eager"] > 2 and stats["piecewise"] == 0
-    assert {phase for phase, _ in tenant.passes} == {"decode", "mixed", "prefill"}
 
 
 @pytest.mark.parametrize("streaming", [False, True, "changing"])
@@ -225,45 +190,6 @@ def test_warm_up_records_every_bucket():
     engine.run(requests_for(8))
     assert engine.runner.stats["captured"] == recorded
     LLMEngine(model, make_tenant(model)).warm_up()
-
-
-def test_drawn_tokens_are_those_of_the_cpu_runner():
-    model = make_model("qwen2")
-    requests = []
-    for index, prompt in enumerate(prompts(5, seed=4, high=20)):
-        temperature = 0.9 if index % 2 else 0.0
-        sampling = SamplingParams(max_tokens=12, temperature=temperature, top_k=20, top_p=0.95, seed=index)
-        requests.append(Request(f"r{index}", prompt, sampling))
-    plain = LLMEngine(model, make_tenant(model)).run(requests)
-    tokens = tokens_of(LLMEngine(model, tenant_for(model), runner="gpu").run(requests))
-    assert tokens == tokens_of(plain)
-    assert tokens["r1"] != reference_tokens(model, requests[1].prompt, 12)
-
-
-def _fail(*args, **kwargs):
-    raise RuntimeError("broken layer")
-
-
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_layer_that_raises_leaves_every_request_where_it_was(streaming, monkeypatch):
-    model = make_model("llama")
-    tenant = tenant_for(model, streaming)
-    engine = LLMEngine(model, tenant, runner="gpu", max_batch_tokens=16)
-    requests = requests_for(4, seed=5, tokens=6)
-    for request in requests:
-        engine.add_request(request)
-    outputs, steps = {}, 0
-    while engine.unfinished:
-        if steps % 3 == 1:
-            with monkeypatch.context() as patch:
-                patch.setattr(model.model.layers[1].mlp, "forward", _fail)
-                with pytest.raises(RuntimeError, match="broken layer"):
-                    engine.step()
-            assert not tenant.in_pass
-        outputs.update((output.id, output.tokens) for output in engine.step().finished)
-        steps += 1
-    assert tenant.abandoned > 2
-    assert outputs == expected_tokens(model, requests)
 
 
 def test_the_runner_is_picked_by_device_and_refusals_create_nothing():

@@ -10,8 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import remap
-
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
@@ -102,14 +100,30 @@ def reference_tokens(model, prompt, count):
     return tuple(ids[len(prompt) :])
 
 
+def requests_for(count=6, seed=1, tokens=10, high=24):
+    return [
+        Request(f"r{index}", prompt, SamplingParams(max_tokens=tokens + index))
+        for index, prompt in enumerate(prompts(count, seed=seed, high=high))
+    ]
+
+
+def expected_tokens(model, requests):
+    return {one.id: reference_tokens(model, one.prompt, one.sampling.max_tokens) for one in requests}
+
+
+def tokens_of(result):
+    return {id: output.tokens for id, output in result.outputs.items()}
+
+
 @pytest.fixture(params=list(MAKERS))
 def model(request):
     return make_model(request.param)
 
 
-def drain(engine):
-    while engine.unfinished:
-        engine.step()
+@pytest.fixture(params=["cpu", "gpu"])
+def runner(request):
+    """The runner for devices runs on CPU tensors here; test_engine_gpu_runner.py has what it alone does."""
+    return request.param
 
 
 def test_logits_equal_transformers(model):
@@ -143,39 +157,32 @@ def test_logits_equal_transformers(model):
 
 
 @pytest.mark.parametrize("blocks", [64, 14])
-def test_greedy_tokens_equal_transformers(model, blocks):
+def test_greedy_tokens_equal_transformers(model, blocks, runner):
     """Also with so few blocks that sequences are preempted and recomputed."""
     tenant = make_tenant(model, blocks=blocks)
-    engine = LLMEngine(model, tenant, max_num_seqs=4, max_batch_tokens=24)
-    requests = [
-        Request(f"r{index}", prompt, SamplingParams(max_tokens=10 + index))
-        for index, prompt in enumerate(prompts(6, seed=1, high=24))
-    ]
+    engine = LLMEngine(model, tenant, runner=runner, max_num_seqs=4, max_batch_tokens=24)
+    requests = requests_for()
     result = engine.run(requests)
-    for request in requests:
-        output = result.outputs[request.id]
-        assert output.tokens == reference_tokens(model, request.prompt, request.sampling.max_tokens)
-        assert output.finish_reason == "length"
-    assert (result.metrics.preemptions > 0) == (blocks == 14)
-    assert (result.metrics.recomputed_tokens > 0) == (blocks == 14)
+    assert tokens_of(result) == expected_tokens(model, requests)
+    assert {output.finish_reason for output in result.outputs.values()} == {"length"}
+    assert (result.metrics.preemptions > 0) == (result.metrics.recomputed_tokens > 0) == (blocks == 14)
     assert tenant.kv.free_blocks == blocks
     assert not engine.unfinished
+    if runner == "gpu":
+        stats = engine.runner.stats
+        assert stats["whole"] > 10 and stats["eager"] > 2 and stats["piecewise"] == 0
+        assert {phase for phase, _ in tenant.passes} == {"decode", "mixed", "prefill"}
 
 
 def test_a_growing_and_moving_pool_changes_no_token():
     model = make_model("llama")
-    requests = [
-        Request(f"r{index}", prompt, SamplingParams(max_tokens=12))
-        for index, prompt in enumerate(prompts(8, seed=2, high=24))
-    ]
+    requests = requests_for(8, seed=2)
     plain = LLMEngine(model, make_tenant(model, blocks=120)).run(requests)
     tenant = make_tenant(model, blocks=8, max_blocks=120)
     session = FakeSession(tenant, move_every=3)
     grown = LLMEngine(model, tenant, session=session, max_batch_tokens=48).run(requests)
     assert grown.metrics.preemptions == 0
-    assert {id: output.tokens for id, output in grown.outputs.items()} == {
-        id: output.tokens for id, output in plain.outputs.items()
-    }
+    assert tokens_of(grown) == tokens_of(plain)
     summary = grown.metrics.summary()
     assert summary["kv_blocks_start"] == 8 < summary["kv_blocks_peak"]
     assert summary["layers_remapped_peak"] == session.grown > 0
@@ -250,20 +257,24 @@ def test_attention_shapes_depend_on_the_sequence_alone(sizes, cuts):
     assert together == alone
 
 
-def test_seeded_sampling_ignores_batch_and_preemption():
+def test_seeded_sampling_ignores_batch_preemption_and_runner():
     model = make_model("qwen2")
-    params = [SamplingParams(max_tokens=12, temperature=0.9, top_k=20, top_p=0.95, seed=index) for index in range(5)]
+    drawn = {"max_tokens": 12, "top_k": 20, "top_p": 0.95}
+    params = [SamplingParams(**drawn, temperature=0.0 if index == 3 else 0.9, seed=index) for index in range(5)]
     requests = [Request(f"r{i}", prompt, params[i]) for i, prompt in enumerate(prompts(5, seed=4, high=20))]
     roomy = LLMEngine(model, make_tenant(model, blocks=64)).run(requests)
     tight = LLMEngine(model, make_tenant(model, blocks=10), max_num_seqs=3, max_batch_tokens=16).run(requests)
     assert tight.metrics.preemptions > 0
-    assert {id: output.tokens for id, output in roomy.outputs.items()} == {
-        id: output.tokens for id, output in tight.outputs.items()
-    }
+    assert (
+        tokens_of(roomy)
+        == tokens_of(tight)
+        == tokens_of(LLMEngine(model, make_tenant(model), runner="gpu").run(requests))
+    )
     other = LLMEngine(model, make_tenant(model)).run(
         [Request("r0", requests[0].prompt, SamplingParams(max_tokens=12, temperature=0.9, seed=99))]
     )
     assert other.outputs["r0"].tokens != roomy.outputs["r0"].tokens
+    assert roomy.outputs["r1"].tokens != reference_tokens(model, requests[1].prompt, 12)
 
 
 def test_sampling_follows_the_distribution():
@@ -282,26 +293,26 @@ def test_stop_tokens_end_a_request():
     prompt = prompts(1, low=6)[0]
     tokens = reference_tokens(model, prompt, 8)
     stop = tokens[4]
-    output = (
-        LLMEngine(model, make_tenant(model))
-        .run([Request("a", prompt, SamplingParams(max_tokens=8, stop_token_ids={stop}))])
-        .outputs["a"]
-    )
+    request = Request("a", prompt, SamplingParams(max_tokens=8, stop_token_ids={stop}))
+    output = LLMEngine(model, make_tenant(model)).run([request]).outputs["a"]
     assert output.tokens == tokens[: tokens.index(stop) + 1]
     assert output.finish_reason == "stop"
 
 
-def test_a_layer_that_raises_leaves_every_request_where_it_was(monkeypatch):
+def _fail(*args, **kwargs):
+    raise RuntimeError("broken layer")
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_layer_that_raises_leaves_every_request_where_it_was(streaming, runner, monkeypatch):
     model = make_model("llama")
     tenant = make_tenant(model)
-    engine = LLMEngine(model, tenant, max_batch_tokens=16)
-    requests = [
-        Request(f"r{index}", prompt, SamplingParams(max_tokens=6)) for index, prompt in enumerate(prompts(4, seed=5))
-    ]
+    tenant.streaming = streaming
+    engine = LLMEngine(model, tenant, runner=runner, max_batch_tokens=16)
+    requests = requests_for(4, seed=5, tokens=6)
     for request in requests:
         engine.add_request(request)
-    outputs = {}
-    steps = 0
+    outputs, steps = {}, 0
     while engine.unfinished:
         if steps % 3 == 1:
             with monkeypatch.context() as patch:
@@ -312,7 +323,7 @@ def test_a_layer_that_raises_leaves_every_request_where_it_was(monkeypatch):
         outputs.update((output.id, output.tokens) for output in engine.step().finished)
         steps += 1
     assert tenant.abandoned > 2
-    assert outputs == {request.id: reference_tokens(model, request.prompt, 6) for request in requests}
+    assert outputs == expected_tokens(model, requests)
 
 
 @pytest.mark.parametrize("heads", [(7, 8), (3, 4)])
@@ -321,10 +332,6 @@ def test_kv_of_another_shape_is_refused(heads):
     with pytest.raises(InvalidArgument) as caught:
         ModelRunner(make_model("llama"), FakeTenant(LAYERS, kv))
     assert caught.value.got == (LAYERS, *heads, torch.float32)
-
-
-def _fail(*args, **kwargs):
-    raise RuntimeError("broken layer")
 
 
 def test_refusals_change_nothing():
@@ -360,7 +367,8 @@ def test_a_pool_that_shrank_under_a_lone_request_is_an_error_not_a_loop():
     engine.step()
     tenant.kv.free_ids = tenant.kv.free_ids[:2]
     with pytest.raises(OutOfBlocks) as caught:
-        drain(engine)
+        while engine.unfinished:
+            engine.step()
     assert caught.value.requested > caught.value.usable == 3
     assert engine.abort("a").tokens == reference_tokens(model, (1, 2, 3), 18)[: 3 * 4 - 2]
 
@@ -387,36 +395,3 @@ def test_arrivals_are_respected_on_the_engines_clock():
     assert len(result.metrics.ttft_s) == 2
     assert max(result.metrics.ttft_s) < 0.1
     assert len(result.metrics.tbt_s) == 3
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
-def test_a_session_turns_weights_into_blocks_instead_of_preempting(kind):
-    """The same engine on the real arena: fewer preemptions than the baseline in the same memory, the same tokens."""
-    rigs = pytest.importorskip("models")
-    sampling = SamplingParams(max_tokens=24)
-    requests = [
-        Request(f"r{index}", prompt, sampling) for index, prompt in enumerate(prompts(8, seed=7, low=6, high=20))
-    ]
-    results = {}
-    for session in ("unconstrained", "baseline", "remap"):
-        model = rigs.make(kind)
-        if session == "unconstrained":
-            config = rigs.kv_spec(model)
-            kv = FakeKV(
-                layers=config.layers, kv_heads=config.kv_heads, head_dim=config.head_dim, blocks=100, dtype=model.dtype
-            )
-            results[session] = LLMEngine(model, FakeTenant(config.layers, kv)).run(requests)
-            continue
-        with rigs.Rig(model, kv=rigs.kv_spec(model, min_blocks=12)) as rig:
-            engine = LLMEngine(model, rig.tenant, session=rig.session if session == "remap" else None)
-            results[session] = engine.run(requests, lambda engine, step, rig=rig: remap.advanced.check(rig.session))
-            rig.remap(0)
-            assert rig.kv.free_blocks == rig.kv.usable_blocks == results[session].metrics.kv_blocks_start
-    summaries = {name: result.metrics.summary() for name, result in results.items()}
-    assert summaries["unconstrained"]["preemptions"] == 0
-    assert summaries["remap"]["preemptions"] < summaries["baseline"]["preemptions"]
-    assert summaries["remap"]["layers_remapped_peak"] > 0
-    for name in ("baseline", "remap"):
-        assert {id: output.tokens for id, output in results[name].outputs.items()} == {
-            id: output.tokens for id, output in results["unconstrained"].outputs.items()
-        }, name

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from subprocesses import ROOT, load_tool
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _load_rules() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("import_rules", ROOT / "tools" / "import_rules.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up while the class is made
-    spec.loader.exec_module(module)
-    return module
-
-
-rules = _load_rules()
+rules = load_tool("import_rules")
 
 
 def test_python_modules_keep_the_rules() -> None:
@@ -151,7 +137,7 @@ def test_planted_cpp_violations_are_found(tmp_path: Path, path: str, text: str, 
 
 
 def test_importing_remap_loads_neither_torch_nor_an_engine() -> None:
-    code = "import sys, json, remap; print(json.dumps(sorted(sys.modules)))"
+    code = "import sys, json, remap; remap.attach; print(json.dumps(sorted(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     loaded = json.loads(result.stdout)
     heavy = ("torch", "numpy", "transformers", "typer", "rich", "remap.engine", "remap.adapters", "remap.cli")

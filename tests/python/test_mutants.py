@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from subprocesses import ROOT, load_tool
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _load_tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mutants", ROOT / "tools" / "mutants.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up while the class is made
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = _load_tool()
+tool = load_tool("mutants")
 each_mutant = pytest.mark.parametrize("mutant", tool.MUTANTS, ids=lambda mutant: mutant.name)
 
 

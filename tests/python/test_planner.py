@@ -153,7 +153,8 @@ def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int,
         if target.layers and sum(target.tails) < target.buffers * target.depth:
             with pytest.raises(InvalidArgument) as caught:
                 plan_streaming(before, epoch, target)
-            assert caught.value.needed_pages > caught.value.available_pages
+            needed = target.buffers * target.depth
+            assert (caught.value.needed_pages, caught.value.available_pages) == (needed, sum(target.tails))
             continue
         plan = plan_streaming(before, epoch, target, predicted_stall_s=0.5, reason="because", selection="so")
         assert (plan.epoch, plan.predicted_stall_s, plan.reason, plan.selection) == (epoch, 0.5, "because", "so")
@@ -193,28 +194,7 @@ def test_a_sequence_of_plans_ends_where_each_says(history: tuple[list[int], int,
             assert len(plan.lost) == max(0, target.buffers * target.depth - kept - entering - gone)
         if not plan.steps:
             assert (before.tails, before.ring) == (target.tails, plan.ring)
-
-
-@settings(deadline=None)
-@given(st.integers(2, 8), st.integers(1, 4), st.data())
-def test_equal_layers_give_exactly_alpha_layers_of_pages(layers: int, size: int, data: st.DataObject) -> None:
-    buffers = data.draw(st.integers(1, layers - 1))
-    streamed = data.draw(st.sets(st.integers(0, layers - 1), min_size=buffers + 1))
-    now = tenant([size] * layers)
-    plan = plan_streaming(now, 1, whole(now, sorted(streamed), buffers))
-    assert len(plan.gained) == (len(streamed) - buffers) * size
-    assert not plan.lost and not plan.home
-
-
-def test_a_nested_growth_touches_only_the_new_layers() -> None:
-    world = World(tenant([3] * 8))
-    world.carry_out(plan_streaming(world.pages, 1, whole(world.pages, (0, 4), 1)))
-    plan = plan_streaming(world.pages, 2, whole(world.pages, (0, 4, 6), 1))
-    assert plan.gained == world.pages.homes[6]
-    assert [step for step in plan.steps if isinstance(step, SetOwner)] == [
-        SetOwner(world.pages.homes[6], "params", "kv", TENANT)
-    ]
-    assert not plan.ring_moves and plan.held == (6,)
+        assert plan_streaming(world.pages, epoch, target).steps == (), "the same again"
 
 
 def test_growth_by_a_page_touches_one_page_a_layer() -> None:
@@ -230,30 +210,6 @@ def test_growth_by_a_page_touches_one_page_a_layer() -> None:
     for layer, region in enumerate(world.pages.layer_regions):
         differ = [slot for slot in range(8) if world.shown[region][slot] != shown[region][slot]]
         assert differ == ([] if layer < 2 else [4])  # the ring's own layers show their own pages all the time
-
-
-def test_whole_layers_become_slices_and_slices_whole_layers_in_one_plan() -> None:
-    world = World(tenant([4] * 5))
-    world.carry_out(plan_streaming(world.pages, 1, whole(world.pages, (0, 1, 2), 1)))
-    plan = plan_streaming(world.pages, 2, slices(world.pages, 2, 1))
-    assert plan.home == ((0, 0, 2), (1, 0, 2), (2, 0, 2))  # their heads come home
-    world.carry_out(plan)
-    world.check(slices(world.pages, 2, 1))
-    plan = plan_streaming(world.pages, 3, whole(world.pages, (3, 4), 1))
-    assert plan.home == ((0, 2, 2), (1, 2, 2), (2, 2, 2))
-    world.carry_out(plan)
-    world.check(whole(world.pages, (3, 4), 1))
-    world.carry_out(plan_streaming(world.pages, 4, whole(world.pages, (), 1)))
-    assert set(world.owner.values()) == {"params"} and all(world.loaded.values())
-
-
-def test_the_same_again_is_an_empty_plan() -> None:
-    world = World(tenant([2, 3, 2, 3, 2]))
-    target = whole(world.pages, (0, 1, 3), 2)
-    world.carry_out(plan_streaming(world.pages, 1, target))
-    assert plan_streaming(world.pages, 2, target).steps == ()
-    now = tenant([1, 1])
-    assert plan_streaming(now, 1, whole(now, (), 1)).steps == ()
 
 
 def test_a_ring_that_has_to_go_is_said_to_move() -> None:
@@ -317,14 +273,10 @@ def test_lent_pages_stay_lent_until_they_are_reclaimed(
 
 def test_errors_have_numbers() -> None:
     now = tenant([2, 2, 2])
-    for target, buffers in (((0, 1), 2), ((0,), 1), ((0, 1), 0), ((0, 1, 2), -1), ((0, 1, 2), 3)):
+    for target, buffers in (((0, 1), 0), ((0, 1, 2), -1)):
         with pytest.raises(InvalidArgument) as caught:
             plan_streaming(now, 1, whole(now, target, buffers))
         assert (caught.value.buffers, caught.value.streamed) == (buffers, len(target))
-    now = tenant([1, 1, 9])
-    with pytest.raises(InvalidArgument) as caught:
-        plan_streaming(now, 1, whole(now, (0, 1), 1))
-    assert (caught.value.needed_pages, caught.value.available_pages) == (9, 2)
 
 
 def test_free_pages_change_hands_and_nothing_else() -> None:

@@ -259,7 +259,7 @@ def test_a_rank_whose_layers_lie_elsewhere_refuses(worlds: Any) -> None:
     """Rank 1 can give as many layers, but not the same ones: its blocks would be others than the engine hands out."""
     world = worlds(2)
     world.use(FIRST)
-    first = world.ranks[0].tenant._state.select(1, 1, "nested")[0]
+    first = remap.schedule.nested(LAYERS)[0]
     remap.advanced.declare_registered(
         world.ranks[1].session, remap.advanced.layer_address(world.ranks[1].session, "m", first), 64
     )

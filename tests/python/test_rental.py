@@ -101,11 +101,6 @@ def test_dwell_and_forfeit() -> None:
     assert [rental.accrue(0.25, i != 3) for i in range(9)] == [False] * 7 + [True, False]
 
 
-def test_nothing_earned_nothing_moves() -> None:
-    rental = Rental(dwell=1)
-    assert not any(rental.accrue(0.0, True) for _ in range(100))
-
-
 # -- claim 2 -----------------------------------------------------------------------------------------------------------
 
 
@@ -116,12 +111,6 @@ def test_cost_is_within_the_claimed_factor_of_the_optimum(steps: list[Step], dwe
     factor = max(Fraction(2), 1 + (dwell - 1) * most)
     paid, best = online_cost(steps, dwell), offline_optimum(steps)
     assert best <= paid <= factor * best
-
-
-@settings(max_examples=200, deadline=None)
-@given(SHORT)
-def test_without_dwell_it_is_at_most_twice(steps: list[Step]) -> None:
-    assert online_cost(steps, dwell=1) <= 2 * offline_optimum(steps)
 
 
 def test_the_factors_are_reached() -> None:
@@ -195,8 +184,15 @@ SHARES = st.sampled_from([0.0, 0.5, 1.0])
 
 
 @settings(max_examples=300, deadline=None)
-@given(POOLS, st.lists(st.tuples(st.integers(0, 150), st.integers(1, 6), HEADROOMS, SHARES), max_size=25))
-def test_growing_after_a_shrink_takes_demand_that_rose(pool: Pool, course: list[tuple[int, int, int, float]]) -> None:
+@given(
+    POOLS,
+    st.lists(st.tuples(st.integers(0, 150), st.integers(1, 6), HEADROOMS, SHARES), max_size=25),
+    st.integers(0, 12),
+)
+def test_growing_after_a_shrink_takes_demand_that_rose(
+    pool: Pool, course: list[tuple[int, int, int, float]], lent: int
+) -> None:
+    pool.lent = min(lent, pool.layers)
     at_shrink: int | None = None
     highest = 0  # since then: once it has risen the guard is off, and the headroom may ask for what it likes
     for wanted, steps, headroom, share in course:
@@ -208,17 +204,6 @@ def test_growing_after_a_shrink_takes_demand_that_rose(pool: Pool, course: list[
             elif what == "grow":
                 assert at_shrink is None or highest > at_shrink + pool.sigma
                 at_shrink = None
-
-
-@settings(max_examples=200, deadline=None)
-@given(POOLS, st.integers(0, 150), st.lists(st.tuples(HEADROOMS, SHARES), max_size=120), st.integers(0, 12))
-def test_no_growth_follows_a_shrink_at_constant_demand(
-    pool: Pool, wanted: int, course: list[tuple[int, float]], lent: int
-) -> None:
-    pool.lent = min(lent, pool.layers)
-    changes = [what for what in (pool.step(wanted, share, headroom)[0] for headroom, share in course) if what != "none"]
-    assert changes == sorted(changes)  # "grow" < "shrink"
-    assert len(changes) <= 2 * pool.layers
 
 
 def test_without_a_guard_it_would_thrash() -> None:

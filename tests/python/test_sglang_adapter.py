@@ -148,6 +148,22 @@ class World:
         hooks.around_evict(lambda allocator, tree, wanted: None, self.allocator, self.tree, tokens)
         self.check()
 
+    def fill(self, short: int) -> int:
+        """Everything is used, and `short` tokens more are wanted. Returns how many tokens there were."""
+        tokens = self.adapter.tokens
+        self.used = self.allocator.alloc(tokens // self.allocator.page_size)
+        self.evict(short)
+        return tokens
+
+    def finish(self) -> None:
+        self.allocator.free(self.used)
+        self.used = []
+
+    def serve(self, iterations: int = 60) -> None:
+        for _ in range(iterations):
+            self.iterate()
+            self.forward()
+
     def forward(self) -> Any:
         ids = torch.tensor([[1, 2, 3]])
         mode = SimpleNamespace(is_decode=lambda: False, is_mixed=lambda: False)
@@ -205,10 +221,8 @@ def test_all_that_fits_beside_the_weights_is_usable_at_once_and_no_more(world: W
 
 def test_what_is_short_after_eviction_is_grown_by_and_tokens_stay_the_same(world: World):
     expected = world.forward()
-    before = world.adapter.tokens
-    world.used = world.allocator.alloc(before)
     world.iterate()
-    world.evict(1)
+    before = world.fill(1)
     assert world.allocator.available_size() >= 1
     assert world.adapter.tokens > before
     assert world.tenant.remapped >= 1
@@ -222,42 +236,31 @@ def test_nothing_grows_where_nothing_is_short(world: World):
 
 def test_layers_come_home_when_what_they_gave_is_free(world: World):
     world.forward()
-    start = world.adapter.tokens
-    world.used = world.allocator.alloc(start)
-    world.evict(5)
+    start = world.fill(5)
     grown = world.allocator.available_size()
     world.used += world.allocator.alloc(grown)
     late, world.used = world.used[start:], world.used[:start]
     world.allocator.free(world.used)
     world.used = late
-    for _ in range(60):
-        world.iterate()
-        world.forward()
+    world.serve()
     assert world.tenant.remapped >= 1  # its blocks are in use
-    world.allocator.free(world.used)
-    world.used = []
-    for _ in range(60):
-        world.iterate()
+    world.finish()
+    world.serve()
     assert world.tenant.remapped == 0
     assert world.adapter.tokens == start
 
 
 def test_the_rest_of_a_chunked_prompt_keeps_its_room(world: World):
     world.forward()
-    world.used = world.allocator.alloc(world.adapter.tokens)
-    world.evict(5)
-    world.allocator.free(world.used)
-    world.used = []
+    world.fill(5)
+    world.finish()
     everything = world.adapter.tokens
     world.scheduler.chunked_req = SimpleNamespace(seqlen=everything, prefix_len=1)
-    for _ in range(60):
-        world.iterate()
-        world.forward()
+    world.serve()
     assert world.tenant.remapped >= 1
     assert world.allocator.available_size() >= everything - 1
     world.scheduler.chunked_req = None
-    for _ in range(60):
-        world.iterate()
+    world.serve()
     assert world.tenant.remapped == 0
 
 
@@ -268,9 +271,7 @@ def test_when_idle_the_prefix_cache_gives_up_what_is_on_its_way_home(world: Worl
 
     monkeypatch.setattr(versions, "evict", give_up)
     world.forward()
-    world.used = world.allocator.alloc(world.adapter.tokens)
-    start = world.adapter.tokens
-    world.evict(5)
+    start = world.fill(5)
     world.tree.ids = [*world.used, *world.allocator.alloc(world.allocator.available_size())]
     world.used = []
     world.scheduler.is_fully_idle = lambda: True
@@ -284,8 +285,7 @@ def test_when_idle_the_prefix_cache_gives_up_what_is_on_its_way_home(world: Worl
 
 def test_a_flush_gives_every_usable_id_back_and_no_other(world: World):
     world.forward()
-    world.used = world.allocator.alloc(world.adapter.tokens)
-    world.evict(3)
+    world.fill(3)
     world.used = []
     hooks.around_clear(Allocator.clear_all, world.allocator)
     world.check()
@@ -295,8 +295,7 @@ def test_a_flush_gives_every_usable_id_back_and_no_other(world: World):
 def test_pages_of_several_tokens(monkeypatch: pytest.MonkeyPatch):
     world = World(monkeypatch, page_size=8)
     world.forward()
-    world.used = world.allocator.alloc(world.adapter.tokens // 8)
-    world.evict(9)
+    world.fill(9)
     assert world.allocator.available_size() >= 16
     world.adapter.session.close()
 
@@ -305,8 +304,7 @@ def test_most_tokens_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
     world = World(monkeypatch, max_tokens=200)
     assert world.adapter.most_tokens == 200
     world.forward()
-    world.used = world.allocator.alloc(world.adapter.tokens)
-    world.evict(10_000)
+    world.fill(10_000)
     assert world.adapter.tokens == 200
     world.adapter.session.close()
 

@@ -6,11 +6,11 @@ import json
 import random
 import re
 from collections.abc import Callable, Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pages_seen import Page
 
 pytest.importorskip("typer", reason="the command line needs typer")
 pytest.importorskip("rich", reason="the command line needs rich")
@@ -256,42 +256,14 @@ def test_without_a_package_the_page_is_refused_before_anything_runs(
     assert invoke("--json", str(tmp_path / "out.json")).exit_code == 0
 
 
-class Links(HTMLParser):
-    """Collects what a page would fetch, its text, and whether its elements are closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fetched: list[str] = []
-        self.ids: list[str] = []
-        self.text = ""
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "path", "use", "link", "br"):
-            self.open.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "data", "srcset") and not (value or "").startswith("#"):
-                self.fetched.append(f"{tag} {name}={value}")
-        assert tag not in ("script", "link", "img", "iframe")
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag in ("meta", "path", "use", "link", "br"):
-            return
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.text += data
-
-
 def test_the_page_is_one_file_that_fetches_nothing(engine, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "deep" / "out.html"
     result = invoke("--policies", "recompute,pie,remap", "--html", str(path), "--lengths", "fixed:5:5")
     assert result.exit_code == 0, result.output
     text = path.read_text()
-    seen = Links()
-    seen.feed(text)
-    assert seen.fetched == [] and seen.open == []
+    seen = Page(text)
+    assert seen.fetched == [] and not {"script", "link", "img", "iframe"} & set(seen.tags)
     assert not re.search(r"url\((?!#)|@import", text)
     assert text.count("<svg") == 5
     for word in ("recompute", "pie", "remap", "Llama-3-8b", "TTFT P99", "h2d_bytes_per_s", "fixed:5:5"):

@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from attached_models import EAGER, PAGE, llama, prompts, watched  # noqa: E402
+from test_transformers_families import one_thread  # noqa: E402, F401  (for every test)
 from transformers import DynamicCache  # noqa: E402
 
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory  # noqa: E402
@@ -23,14 +24,6 @@ from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
 LONG, SHORT = 60, 3
 GREEDY = {"max_new_tokens": LONG, "do_sample": False}
 BRIEF = {"max_new_tokens": SHORT, "do_sample": False}
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 WAYS = {
@@ -47,6 +40,13 @@ WAYS = {
 def _generate(model, given, **how):
     torch.manual_seed(11)
     return model.generate(**given, **how)
+
+
+def _goes_on(model, text, cache, tokens):
+    """Greedily, with all of the text in view."""
+    return model.generate(
+        text, attention_mask=torch.ones_like(text), past_key_values=cache, max_new_tokens=tokens, do_sample=False
+    )
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -104,10 +104,7 @@ def test_a_conversation_goes_on_in_one_cache_between_others():
         texts = [first["input_ids"], second["input_ids"]]
         for _ in range(3):
             for which in (0, 1):
-                texts[which] = model.generate(
-                    texts[which], attention_mask=torch.ones_like(texts[which]), past_key_values=caches[which],
-                    max_new_tokens=12, do_sample=False,
-                )  # fmt: skip
+                texts[which] = _goes_on(model, texts[which], caches[which], 12)
         return texts
 
     expected = turns(lambda: DynamicCache(config=model.config))
@@ -121,9 +118,9 @@ def test_a_conversation_goes_on_in_one_cache_between_others():
 def test_blocks_move_when_layers_come_home_under_a_live_cache():
     """The long cache's blocks end where the layers' pages are; when it is gone, those of the other one have to move."""
     model, given = llama(), prompts(2, 6)
-    kept, expected = DynamicCache(config=model.config), None
+    kept = DynamicCache(config=model.config)
     expected = model.generate(**given, **BRIEF, past_key_values=kept)
-    further = model.generate(expected, attention_mask=torch.ones_like(expected), past_key_values=kept, **GREEDY)
+    further = _goes_on(model, expected, kept, LONG)
     with watched(model) as rig:
         filler = rig.attached.cache()
         model.generate(**prompts(6, 40), max_new_tokens=20, do_sample=False, past_key_values=filler)
@@ -137,7 +134,7 @@ def test_blocks_move_when_layers_come_home_under_a_live_cache():
             rig.attached.step()
         assert rig.tenant.remapped == 0
         assert [list(row) for row in cache.table.rows] != before, "no block has moved: the test shows nothing"
-        got = model.generate(ours, attention_mask=torch.ones_like(ours), past_key_values=cache, **GREEDY)
+        got = _goes_on(model, ours, cache, LONG)
         assert torch.equal(got, further)
 
 
@@ -203,9 +200,7 @@ def test_out_of_blocks_changes_nothing_and_the_cache_goes_on():
         after = rig.attached.snapshot
         assert (failed.value.requested, failed.value.free) == (2 * 500, after.free_blocks)
         assert after.live_blocks == live and cache.get_seq_length() == 8
-        got = model.generate(start, attention_mask=torch.ones_like(start), past_key_values=cache, max_new_tokens=57,
-                             do_sample=False)  # fmt: skip
-        assert torch.equal(got, expected)
+        assert torch.equal(_goes_on(model, start, cache, LONG - SHORT), expected)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -224,9 +219,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(error):
             model(prompts(2, 11)["input_ids"], past_key_values=cache)
         hook.remove()
         assert [layer.get_seq_length() for layer in cache.layers] == [8] * 6
-        got = model.generate(start, attention_mask=torch.ones_like(start), past_key_values=cache, max_new_tokens=57,
-                             do_sample=False)  # fmt: skip
-        assert torch.equal(got, expected)
+        assert torch.equal(_goes_on(model, start, cache, LONG - SHORT), expected)
 
 
 def test_two_models_share_a_session():
@@ -248,17 +241,8 @@ def test_two_models_share_a_session():
             for _ in range(60):
                 a.step()
                 b.step()
-            got = [
-                model.generate(
-                    text,
-                    attention_mask=torch.ones_like(text),
-                    max_new_tokens=30,
-                    do_sample=False,
-                    past_key_values=cache,
-                )
-                for model, text, cache in zip(models, half, caches)
-            ]
-            assert all(torch.equal(one, other) for one, other in zip(got, expected))
+            for model, text, cache, all_of_it in zip(models, half, caches, expected):
+                assert torch.equal(_goes_on(model, text, cache, 30), all_of_it)
             remap.advanced.check(session)
         assert session.snapshot().tenants == {}
     assert all(torch.equal(m.generate(**ids, **GREEDY), e) for m, ids, e in zip(models, given, expected))
@@ -394,11 +378,3 @@ def test_the_example_runs():
     assert int(lines[1].split()[0]) >= 1, "no layer has become KV cache"
     assert lines[2] == "generate_batch: [8, 8] tokens"
     assert lines[3].startswith("0 layers are away")
-
-
-def test_importing_remap_loads_neither_torch_nor_the_adapter():
-    code = (
-        "import sys, remap; remap.attach; print(sorted({'torch', 'transformers', 'remap.adapters'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"

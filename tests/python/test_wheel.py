@@ -5,32 +5,21 @@ The checks are those of tools/wheel_check.py, which `make wheel-check` runs on a
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from subprocesses import ROOT, load_tool
 
 from remap import _core
 from remap.errors import DriverError
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULE = Path(_core.__file__)
 
 
-def _load_checks() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wheel_check", ROOT / "tools" / "wheel_check.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-checks = _load_checks()
+checks = load_tool("wheel_check")
 
 
 @pytest.fixture

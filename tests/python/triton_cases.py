@@ -16,8 +16,8 @@ from fakes import FakeSession
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from recordings import flashinfer_module
-from test_engine_gpu_runner import expected_tokens, requests_for, tenant_for, tokens_of
-from test_engine_runner import make_model
+from test_engine_gpu_runner import tenant_for
+from test_engine_runner import expected_tokens, make_model, requests_for, tokens_of
 
 from reference.attention_reference import decode_reference, prefill_reference
 from remap.engine import LLMEngine
