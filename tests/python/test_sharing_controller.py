@@ -53,7 +53,7 @@ def sources(decision: Any) -> list[tuple[str, str]]:
 
 
 def hold(engine: Engine, blocks: int) -> None:
-    engine.allocate_blind(min(blocks, engine.tenant.kv.free_blocks))
+    engine.allocate(min(blocks, engine.tenant.kv.free_blocks))
 
 
 def idle_until(engine: Engine, seconds: float) -> None:
@@ -219,7 +219,7 @@ def test_slices_are_not_lent_as_if_they_were_layers(streams: bool, active: bool)
             set_times(engine, HIDDEN)
         if streams:
             remap.advanced.remap(world.session, "d", 2, 1, "slices")
-            d.allocate_blind(d.tenant.kv.free_blocks)
+            d.allocate(d.tenant.kv.free_blocks)
         if not active:
             world.session.deactivate("d")
         before = d.tenant.remapped
@@ -274,7 +274,7 @@ def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
         h, r = world.engines["h"], world.engines["r"]
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 4, to="h")
-        h.allocate_blind(h.tenant.kv.free_blocks)
+        h.allocate(h.tenant.kv.free_blocks)
         h.free(sorted(h.held)[:5])  # its own ones among them
         world.session.deactivate("h")
         for _ in range(20):

@@ -198,7 +198,7 @@ class SharingMachine(RuleBasedStateMachine):
             return
         count = round(share * self.tenant(name).kv.free_blocks)
         for world in self.worlds.values():
-            world.engines[name].allocate_blind(count)
+            world.engines[name].allocate(count)
         assert self.worlds["aliased"].engines[name].held == self.worlds["strict"].engines[name].held
 
     @rule(name=name_st, every=st.integers(1, 4), offset=st.integers(0, 3))
