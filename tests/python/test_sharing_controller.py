@@ -23,8 +23,7 @@ SLOW = times_of(N, 1.0, 100.0)  # nothing of it can be hidden
 def world_of(pages: dict[str, int], times: Any = HIDDEN, *, spare: int = 0, **config: Any) -> Shared:
     world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=config_of(**config))
     for engine in world.engines.values():
-        set_times(engine, times)
-        engine.tenant._state.timing.copy_seconds = lambda: 0.0  # type: ignore[method-assign]
+        set_times(engine, times, copy_s=0.0)
     return world
 
 
@@ -173,7 +172,7 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
 def test_an_inactive_tenant_gives_only_once_it_has_been_idle_for_long_enough() -> None:
     with world_of({"r": 1, "i": 3}, min_idle=5.0, max_layers=None) as world:
         i, r = world.engines["i"], world.engines["r"]
-        i.tenant._state.timing.copy_seconds = lambda: 100.0  # type: ignore[method-assign]
+        set_times(i, HIDDEN, copy_s=100.0)
         world.session._tenants["r"].controller.config = config_of(max_layers=0)
         world.session.deactivate("i")
         idle_until(i, 499.0)

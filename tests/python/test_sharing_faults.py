@@ -39,8 +39,7 @@ class World:
 
     def attach(self, name: str, layers: int, pages: int, tag: int) -> None:
         engine = self.engines[name] = Engine(self.session, name, layers, pages, tag, kv=spec(layers))
-        set_times(engine, times_of(layers, 1.0, 0.1))
-        engine.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+        set_times(engine, times_of(layers, 1.0, 0.1), copy_s=0.1)
 
     def tell(self, report: Any) -> Any:
         for name, moved in report.moved.items():

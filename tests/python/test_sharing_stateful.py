@@ -58,8 +58,7 @@ class SharingMachine(RuleBasedStateMachine):
         for mode, world in self.worlds.items():
             engine = world.engines[name]
             layers = engine.tenant.layers
-            set_times(engine, times_of(layers, 1.0, 0.1 if self.fast else 0.9))
-            engine.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+            set_times(engine, times_of(layers, 1.0, 0.1 if self.fast else 0.9), copy_s=0.1)
             self.models[mode].tenants[name] = TenantBooks(
                 engine.tenant.number, engine.tenant._state.pages.homes, engine.tenant.kv.spec.min_blocks
             )
