@@ -8,6 +8,7 @@ from typing import Any
 
 import remap
 from remap.memory import device as devices
+from remap.policy.cost import LayerTimes
 
 PAGE = 64 << 10
 SHORT = 100  # bytes by which a layer misses its last page's end: padding that nobody writes
@@ -28,19 +29,39 @@ def make_layers(pages: Sequence[int], tag: int = 0, page_bytes: int = PAGE) -> l
     return layers
 
 
+def session_on(
+    backend: Any, capacity: int, page_bytes: int = PAGE, mode: str = "aliased", config: Any = None
+) -> remap.Session:
+    """A session whose backend the test has made: with faults, with a trace."""
+    platform = remap.advanced.Platform(backend=backend)
+    return remap.Session(capacity, page_bytes=page_bytes, mode=mode, platform=platform, config=config)
+
+
 def make_spec(
-    layers: int, *, min_blocks: int = 4, max_blocks: int = 64, tokens: int = 16, layout: str = "block_major"
+    layers: int,
+    *,
+    min_blocks: int = 4,
+    max_blocks: int = 64,
+    tokens: int = 16,
+    dim: int = 32,
+    layout: str = "block_major",
 ) -> remap.KVSpec:
     return remap.KVSpec(
-        layers=layers,
-        kv_heads=1,
-        head_dim=32,
-        block_tokens=tokens,
-        dtype="float32",
-        min_blocks=min_blocks,
-        max_blocks=max_blocks,
-        layout=layout,
-    )
+        layers=layers, kv_heads=1, head_dim=dim, block_tokens=tokens, dtype="float32", min_blocks=min_blocks,
+        max_blocks=max_blocks, layout=layout,
+    )  # fmt: skip
+
+
+def times_of(layers: int, compute: float, transfer: float) -> LayerTimes:
+    return LayerTimes((compute,) * layers, (transfer,) * layers)
+
+
+def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None, copy_s: float | None = None) -> None:
+    """What would be measured, so that decisions are exact."""
+    timing = tenant._state.timing
+    timing.decode, timing.prefill = lambda: decode, lambda: prefill or decode
+    if copy_s is not None:
+        timing.copy_seconds = lambda: copy_s
 
 
 def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes]) -> None:
@@ -63,6 +84,58 @@ def read_block(tenant: remap.Tenant, block: int) -> set[int]:
     for offset, nbytes in tenant.kv.geometry.byte_ranges_of_block(block):
         found |= set(ctypes.string_at(tenant.kv.address + offset, nbytes))
     return found
+
+
+class External:
+    """An engine's own allocator. prompt: withdrawn ids that are free go back at once; otherwise by `give_back`."""
+
+    def __init__(self, tenant: Any, prompt: bool = True) -> None:
+        self.tenant, self.prompt = tenant, prompt
+        self.calls: list[tuple[tuple[int, ...], tuple[int, ...]]] = []  # added, withdrawn
+        self.free: set[int] = set()
+        self.used: dict[int, int] = {}
+        self.leaving: set[int] = set()
+        self.tenant.kv.subscribe(self, external=True)
+
+    def __call__(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
+        self.calls.append((tuple(added), tuple(withdrawn)))
+        self.leaving -= set(added)
+        self.free |= set(added) - set(self.used)
+        self.free -= set(withdrawn)
+        self.leaving |= set(withdrawn)
+        if self.prompt:
+            self.give_back()
+
+    def give_back(self) -> None:
+        back = self.leaving - set(self.used)
+        self.leaving -= back
+        self.tenant.kv.returned(back)
+
+    def use(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.free.remove(block)
+            self.used[block] = block % 250 + 1
+            write_block(self.tenant, block, self.used[block])
+
+    def finish(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            del self.used[block]
+            if block not in self.leaving:
+                self.free.add(block)
+            elif self.prompt:
+                self.give_back()
+
+    def check(self) -> None:
+        """It and the pool mean the same blocks, and nobody has touched those in use."""
+        pool = self.tenant.kv.pool
+        assert self.free | (set(self.used) - self.leaving) == set(pool.open_ids())
+        assert self.leaving == set(pool.live_ids()) - set(pool.open_ids())
+        for block, value in self.used.items():
+            assert read_block(self.tenant, block) == {value}
+
+    @property
+    def demand(self) -> Any:
+        return lambda blocks: remap.Demand(blocks, free=len(self.free))
 
 
 def regions_of(tenant: Any) -> list[int]:

@@ -36,7 +36,7 @@ from functools import partial
 from typing import Any
 
 import interrupts
-from arena_worlds import make_backend
+from arena_worlds import make_backend, set_times, times_of
 
 import remap
 from remap import _core
@@ -52,7 +52,6 @@ from remap.errors import (
     OutOfBlocks,
     OutOfMemory,
 )
-from remap.policy.cost import LayerTimes
 
 KINDS = ("plain", "faults", "interrupts", "threads", "forks")
 NAMES = ("t0", "t1", "t2", "t3")
@@ -207,10 +206,8 @@ class Engine:
             self.tenant = world.session.attach_bytes(
                 self.data, name=name, priority=made["priority"], kv=spec, config=config, active=made["active"]
             )
-        layers = len(self.data)
-        times = LayerTimes((made["times"][0],) * layers, (made["times"][1],) * layers)
-        self.tenant._state.timing.decode = self.tenant._state.timing.prefill = lambda: times  # type: ignore[method-assign]
-        self.tenant._state.timing.copy_seconds = lambda: made["times"][1]  # type: ignore[method-assign]
+        compute, copy = made["times"]
+        set_times(self.tenant, times_of(len(self.data), compute, copy), copy_s=copy)
         self.addresses = self.addresses_now()
         self.held: dict[int, int] = {}
         self.fresh: set[int] = (

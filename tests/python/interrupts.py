@@ -41,12 +41,11 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-from arena_worlds import make_backend, make_layers
+from arena_worlds import make_backend, make_layers, make_spec, session_on, set_times, times_of
 
 import remap
 from remap import _core
 from remap.errors import Error, InvalidArgument, OutOfBlocks
-from remap.policy.cost import LayerTimes
 
 PAGE = 4096
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
@@ -177,15 +176,7 @@ CONFIG: dict[str, Any] = {
 
 
 def spec(layers: int, min_blocks: int = 2, max_blocks: int = 120) -> remap.KVSpec:
-    return remap.KVSpec(
-        layers=layers,
-        kv_heads=1,
-        head_dim=16,
-        block_tokens=4,
-        dtype="float32",
-        min_blocks=min_blocks,
-        max_blocks=max_blocks,
-    )
+    return make_spec(layers, dim=16, tokens=4, min_blocks=min_blocks, max_blocks=max_blocks)
 
 
 class Engine:
@@ -195,9 +186,7 @@ class Engine:
         self.session, self.name, self.tag = session, name, tag
         self.data = make_layers([pages] * layers, tag, PAGE)
         self.tenant = session.attach_bytes(self.data, name=name, kv=options.pop("kv", None) or spec(layers), **options)
-        times = LayerTimes((1.0,) * layers, (0.1,) * layers)
-        self.tenant._state.timing.decode = self.tenant._state.timing.prefill = lambda: times  # type: ignore[method-assign]
-        self.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+        set_times(self.tenant, times_of(layers, 1.0, 0.1), copy_s=0.1)
         self.held: dict[int, int] = {}
         self.external: External | None = None
 
@@ -287,13 +276,7 @@ class World:
         total = 6 * 2 + 5 * 2 + 2 + 2 + spare
         self.backend = _core.make_fault_backend(make_backend(total * PAGE, PAGE))
         settings = remap.advanced.Knobs(**{**CONFIG, **config})
-        self.session = remap.Session(
-            total * PAGE,
-            page_bytes=PAGE,
-            mode=mode,
-            platform=remap.advanced.Platform(backend=self.backend),
-            config=settings,
-        )
+        self.session = session_on(self.backend, total * PAGE, page_bytes=PAGE, mode=mode, config=settings)
         self.engines: dict[str, Engine] = {}
         for tag, (name, layers) in enumerate((("a", 6), ("b", 5)), 1):
             self.attach(name, layers, 2, tag)

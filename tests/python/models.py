@@ -158,11 +158,66 @@ def write_block(kv: Any, block: int, seed: int) -> torch.Tensor:
     return torch.stack(rows)
 
 
-class Rig:
-    """One model in a session of its own, with hooks, in little more memory than it needs. A context manager.
+class Served:
+    """A model in a session, with hooks. `live` holds blocks with known random bytes, which every check compares."""
 
-    `spare` pages stay free. `live` holds blocks with known random bytes, which every check compares.
-    """
+    def __init__(self, session: remap.Session, model: Any, name: str, kv: remap.KVSpec, **attach: Any) -> None:
+        self.session, self.name, self.model = session, name, model
+        self.batches = [ids_for(batch, tokens, seed=batch) for batch, tokens in ((2, 7), (1, 3))]
+        self.expected = [logits_of(model, ids) for ids in self.batches]
+        self.tenant = session.attach(model, kv=kv, name=name, hooks=False, **attach)
+        self.kv = self.tenant.kv
+        self.hooks = attach_hooks(layers_of(model), self.tenant, model=model)
+        self.addresses = addresses_of(model)
+        self.live: dict[int, torch.Tensor] = {}
+
+    def patch(self, moved: Any) -> None:
+        """Live blocks are followed to where they moved."""
+        self.live = {moved.get(block, block): data for block, data in self.live.items()}
+
+    def remap(self, layers: int, buffers: int = 1, selection: str = "uniform") -> Any:
+        report = remap.advanced.remap(self.session, self.name, layers, buffers, selection)
+        self.patch(report.moved.get(self.name, {}))
+        return report
+
+    def fill_blocks(self, count: int, rng: random.Random) -> None:
+        """Allocate blocks and write random bytes into them."""
+        for block in self.kv.allocate(count):
+            self.live[block] = write_block(self.kv, block, rng.getrandbits(30))
+
+    def drop(self, blocks: Any) -> None:
+        blocks = list(blocks)
+        self.kv.free(blocks)
+        for block in blocks:
+            del self.live[block]
+
+    def free_blocks(self, count: int, rng: random.Random) -> None:
+        """Free some of the live blocks."""
+        self.drop(rng.sample(sorted(self.live), count))
+
+    def check(self) -> None:
+        """The arena's invariants, the addresses and the bytes of live blocks; then poison what is free."""
+        remap.advanced.check(self.session)
+        assert addresses_of(self.model) == self.addresses
+        for block, data in self.live.items():
+            assert torch.equal(raw_block(self.kv, block), data), f"{self.name}: KV block {block} has changed"
+        poison(self.kv)
+
+    def right(self) -> None:
+        """It computes what it computed before it was attached."""
+        for ids, expected in zip(self.batches, self.expected, strict=True):
+            assert torch.equal(logits_of(self.model, ids), expected), self.name
+
+    def whole(self) -> None:
+        """`check`; and `right`, where it may compute."""
+        self.check()
+        assert set(self.live) == set(self.kv.pool.live_ids())
+        if self.tenant.active:
+            self.right()
+
+
+class Rig(Served):
+    """One model in a session of its own, in little more memory than it needs: `spare` pages stay free. A context manager."""
 
     def __init__(
         self,
@@ -174,15 +229,10 @@ class Rig:
         kv: remap.KVSpec | None = None,
         **attach: Any,
     ) -> None:
-        self.model = model
         spec = kv or kv_spec(model)
         capacity = minimum_bytes(model, spec, page_bytes) + spare * page_bytes
-        self.session = remap.Session(capacity, page_bytes=page_bytes, mode=mode)
-        self.tenant = self.session.attach(model, kv=spec, name="m", hooks=False, **attach)
-        self.kv = self.tenant.kv
-        self.hooks = attach_hooks(layers_of(model), self.tenant, model=model)
-        self.addresses = addresses_of(model)
-        self.live: dict[int, torch.Tensor] = {}
+        session = remap.Session(capacity, page_bytes=page_bytes, mode=mode)
+        super().__init__(session, model, "m", spec, **attach)
 
     def __enter__(self) -> Rig:
         return self
@@ -192,29 +242,7 @@ class Rig:
         self.session.close()
 
     def remap(self, layers: int, buffers: int = 1, selection: str = "uniform") -> Any:
-        """`advanced.remap`, then every invariant; live blocks are followed to where they moved."""
-        report = remap.advanced.remap(self.session, "m", layers, buffers, selection)
-        moved = report.moved.get("m", {})
-        self.live = {moved.get(block, block): data for block, data in self.live.items()}
+        """`advanced.remap`, then every invariant."""
+        report = super().remap(layers, buffers, selection)
         self.check()
         return report
-
-    def fill_blocks(self, count: int, rng: random.Random) -> None:
-        """Allocate blocks and write random bytes into them."""
-        for block in self.kv.allocate(count):
-            self.live[block] = write_block(self.kv, block, rng.getrandbits(30))
-
-    def free_blocks(self, count: int, rng: random.Random) -> None:
-        """Free some of the blocks that `fill_blocks` allocated."""
-        gone = rng.sample(sorted(self.live), count)
-        self.kv.free(gone)
-        for block in gone:
-            del self.live[block]
-
-    def check(self) -> None:
-        """The arena's invariants, the addresses and the bytes of live blocks; then poison what is free."""
-        remap.advanced.check(self.session)
-        assert addresses_of(self.model) == self.addresses
-        for block, data in self.live.items():
-            assert torch.equal(raw_block(self.kv, block), data), f"KV block {block} has changed"
-        poison(self.kv)

@@ -5,7 +5,18 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from arena_worlds import PAGE, forward, make_backend, make_layers, read_block, write_block
+import arena_worlds
+from arena_worlds import (
+    PAGE,
+    forward,
+    make_backend,
+    make_layers,
+    make_spec,
+    read_block,
+    session_on,
+    write_block,
+)
+from arena_worlds import times_of as times_of
 
 import remap
 from remap import _core
@@ -16,15 +27,7 @@ TOKENS = 32
 
 def spec(layers: int, *, min_blocks: int = 2, max_blocks: int = 400) -> remap.KVSpec:
     # A block is exactly a quarter page for 2 layers, half a page for 4, and so on: it straddles pages for most counts.
-    return remap.KVSpec(
-        layers=layers,
-        kv_heads=1,
-        head_dim=32,
-        block_tokens=TOKENS,
-        dtype="float32",
-        min_blocks=min_blocks,
-        max_blocks=max_blocks,
-    )
+    return make_spec(layers, min_blocks=min_blocks, max_blocks=max_blocks, tokens=TOKENS)
 
 
 class Engine:
@@ -39,14 +42,6 @@ class Engine:
         self._next = tag * 40
 
     def allocate(self, count: int) -> None:
-        for block in self.tenant.kv.allocate(count):
-            self._next = self._next % 250 + 1
-            assert read_block(self.tenant, block) is not None
-            write_block(self.tenant, block, self._next)
-            self.held[block] = self._next
-
-    def allocate_blind(self, count: int) -> None:
-        """As `allocate`, without looking at what the blocks held before."""
         for block in self.tenant.kv.allocate(count):
             self._next = self._next % 250 + 1
             write_block(self.tenant, block, self._next)
@@ -86,13 +81,7 @@ class Shared:
         total = sum(layers * pages for layers, pages in shapes.values()) + kv_pages + spare
         backend = make_backend(total * PAGE)
         self.backend = _core.make_trace_backend(backend) if trace else backend
-        self.session = remap.Session(
-            total * PAGE,
-            page_bytes=PAGE,
-            mode=mode,
-            platform=remap.advanced.Platform(backend=self.backend),
-            config=config,
-        )
+        self.session = session_on(self.backend, total * PAGE, page_bytes=PAGE, mode=mode, config=config)
         self.engines: dict[str, Engine] = {}
         for tag, (name, (layers, pages)) in enumerate(shapes.items(), 1):
             self.engines[name] = Engine(self.session, name, layers, pages, tag, **(options or {}).get(name, {}))
@@ -143,11 +132,7 @@ class Shared:
             engine.free(rng.sample(sorted(engine.held), rng.randint(1, len(engine.held))))
 
 
-def times_of(layers: int, compute: float, transfer: float) -> LayerTimes:
-    return LayerTimes((compute,) * layers, (transfer,) * layers)
-
-
-def set_times(engine: Engine, decode: LayerTimes, prefill: LayerTimes | None = None) -> None:
-    """What would be measured, so that decisions are exact."""
-    engine.tenant._state.timing.decode = lambda: decode  # type: ignore[method-assign]
-    engine.tenant._state.timing.prefill = lambda: prefill or decode  # type: ignore[method-assign]
+def set_times(
+    engine: Engine, decode: LayerTimes, prefill: LayerTimes | None = None, copy_s: float | None = None
+) -> None:
+    arena_worlds.set_times(engine.tenant, decode, prefill, copy_s)

@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, write_block
+from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, session_on, write_block
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -38,13 +38,7 @@ class ArenaMachine(RuleBasedStateMachine):
         # Each tenant for itself: what goes from one to another is test_lending.py's and test_sharing_stateful.py's.
         config = remap.advanced.Knobs(lends=False)
         self.sessions = {
-            mode: remap.Session(
-                TOTAL * PAGE,
-                page_bytes=PAGE,
-                mode=mode,
-                platform=remap.advanced.Platform(backend=self.backends[mode]),
-                config=config,
-            )
+            mode: session_on(self.backends[mode], TOTAL * PAGE, page_bytes=PAGE, mode=mode, config=config)
             for mode in MODES
         }
         self.model = ArenaModel(TOTAL)

@@ -19,8 +19,13 @@ def shared():
         made.check()
 
 
-def _snapshot(shared):
-    return shared.session.snapshot()
+def refused(call, session=None, **fields):
+    """It raises InvalidArgument with these fields, and the session is as it was."""
+    before = session and session.snapshot()
+    with pytest.raises(InvalidArgument) as caught:
+        call()
+    assert {name: caught.value.fields[name] for name in fields} == fields
+    assert not session or session.snapshot() == before
 
 
 # --- the session ------------------------------------------------------------------------------------------------------
@@ -36,84 +41,62 @@ def _snapshot(shared):
     ],
 )
 def test_a_session_of_the_wrong_kinds(name, value):
-    with pytest.raises(InvalidArgument) as caught:
-        remap.Session(4 * PAGE, page_bytes=PAGE, **{name: value})
-    assert (caught.value.field, caught.value.value) == (name, value)
+    refused(lambda: remap.Session(4 * PAGE, page_bytes=PAGE, **{name: value}), field=name, value=value)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("backend", "cuda"),
-        ("backend", object()),
-        ("copy_threads", "2"),
-        ("copy_threads", True),
-        ("copy_threads", 0),
-        ("copy_threads", -1),
-        ("copy_threads", 1 << 70),
-        ("copy_threads", 1.0),
-        ("gpu_direct_rdma", 1),
-        ("shareable", "fd"),
-        ("shareable", None),
-    ],
-)
+PLATFORM = {
+    "backend": ["cuda", object()],
+    "copy_threads": ["2", True, 0, -1, 1 << 70, 1.0],
+    "gpu_direct_rdma": [1],
+    "shareable": ["fd", None],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in PLATFORM.items() for value in values])
 def test_a_platform_of_the_wrong_kinds(name, value):
+    refused(lambda: remap.advanced.Platform(**{name: value}), field=name, value=value)
+
+
+def test_a_simulated_capacity_beyond_all_addresses():
     with pytest.raises(InvalidArgument) as caught:
-        remap.advanced.Platform(**{name: value})
-    assert (caught.value.field, caught.value.value) == (name, value)
+        remap.Session(1 << 70, "sim:GH200-96GB")
+    assert caught.value.name == "capacity"
 
 
 # --- attaching --------------------------------------------------------------------------------------------------------
 
 WRONG = [
-    ("kv", None),
-    ("kv", {"layers": 4}),
-    ("kv", remap.KVSpec),
-    ("config", 0.02),
-    ("name", 5),
-    ("name", None),
-    ("name", ["a"]),
-    ("priority", "high"),
-    ("priority", None),
-    ("active", "yes"),
-]
+    ("kv", None), ("kv", {"layers": 4}), ("kv", remap.KVSpec), ("config", 0.02), ("name", 5), ("name", None),
+    ("name", ["a"]), ("priority", "high"), ("priority", None), ("active", "yes"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
 def test_attaching_bytes_with_the_wrong_kinds(shared, name, value):
-    before = _snapshot(shared)
     given = {"name": "new", "kv": spec(4), name: value}
-    with pytest.raises(InvalidArgument) as caught:
-        shared.session.attach_bytes(make_layers([1] * 4, 3), **given)
-    assert (caught.value.field, caught.value.value) == (name, value)
-    assert _snapshot(shared) == before
+    refused(
+        lambda: shared.session.attach_bytes(make_layers([1] * 4, 3), **given), shared.session, field=name, value=value
+    )
 
 
 @pytest.mark.parametrize("layers", [None, 5, b"bytes", "text", {0: b"x"}, [], object(), iter([b"x"])])
 def test_layers_that_are_no_sequence_of_buffers(shared, layers):
-    before = _snapshot(shared)
-    with pytest.raises(InvalidArgument) as caught:
-        shared.session.attach_bytes(layers, name="new", kv=spec(4))
-    assert caught.value.field == "layers"
-    assert _snapshot(shared) == before
+    refused(lambda: shared.session.attach_bytes(layers, name="new", kv=spec(4)), shared.session, field="layers")
 
 
 @pytest.mark.parametrize("layer", [None, 5, "text", memoryview(bytes(8))[::2], [1, 2]])
 def test_a_layer_that_is_no_buffer(shared, layer):
-    before = _snapshot(shared)
-    with pytest.raises(InvalidArgument) as caught:
-        shared.session.attach_bytes([b"x" * PAGE, layer], name="new", kv=spec(2))
-    assert (caught.value.field, caught.value.layer) == ("layers", 1)
-    assert _snapshot(shared) == before
+    given = [b"x" * PAGE, layer]
+    refused(lambda: shared.session.attach_bytes(given, name="new", kv=spec(2)), shared.session, field="layers", layer=1)
 
 
 def test_a_kv_cache_whose_books_no_memory_holds(shared):
-    before = _snapshot(shared)
+    before = shared.session.snapshot()
     for blocks in (10**9, 10**15):
         with pytest.raises(LimitExceeded) as caught:
             shared.session.attach_bytes(make_layers([1] * 4, 3), name="new", kv=spec(4, max_blocks=blocks))
         assert (caught.value.max_blocks, caught.value.most) == (blocks, 1 << 26)
-    assert _snapshot(shared) == before
+    assert shared.session.snapshot() == before
 
 
 # --- a torch model ----------------------------------------------------------------------------------------------------
@@ -128,75 +111,61 @@ def models():
     return models
 
 
+@pytest.fixture
+def session():
+    with remap.Session(400 * 16384, page_bytes=16384) as made:
+        yield made
+
+
+OPTIONS = [("layers", 5), ("mutable", 5), ("mutable", [5]), ("weights", 5), ("weights", [5]), ("extra_layers", 5)]
+
+
 @pytest.mark.parametrize(
-    ("name", "value"), [*WRONG, ("model", "gpt2"), ("model", None), ("hooks", "yes"), ("names", ["a", "b"])]
+    ("name", "value"),
+    [*WRONG, *OPTIONS, ("model", "gpt2"), ("model", None), ("hooks", "yes"), ("names", ["a", "b"])],
 )
-def test_attaching_a_model_with_the_wrong_kinds(models, name, value):
+def test_attaching_a_model_with_the_wrong_kinds(models, session, name, value):
     model = models.make("llama")
-    with remap.Session(160 * 16384, page_bytes=16384) as session:
-        before = session.snapshot()
-        given = {"model": model, "name": "new", "kv": models.kv_spec(model), name: value}
-        with pytest.raises(InvalidArgument) as caught:
-            session.attach(**given)
-        assert (caught.value.field, caught.value.value) == (name, value)
-        assert session.snapshot() == before
+    given = {"model": model, "name": "new", "kv": models.kv_spec(model), name: value}
+    told = {"field": name} if (name, value) in OPTIONS else {"field": name, "value": value}
+    refused(lambda: session.attach(**given), session, **told)
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-odd", "qwen2", "qwen3", "opt", "opt-odd"])
 @pytest.mark.parametrize("field", ["kv_heads", "head_dim"])
-def test_a_kv_spec_whose_shape_is_not_the_models(models, kind, field):
+def test_a_kv_spec_whose_shape_is_not_the_models(models, session, kind, field):
     model = models.make(kind)
     fits = models.kv_spec(model)
     right = getattr(fits, field)
-    with remap.Session(200 * 16384, page_bytes=16384) as session:
-        before = session.snapshot()
-        for wrong in (right + 1, 2 * right, right - 1):
-            with pytest.raises(InvalidArgument) as caught:
-                session.attach(model, kv=models.kv_spec(model, **{field: wrong}))
-            assert caught.value.fields == {"field": field, "value": wrong, "model_value": right}
-        assert session.snapshot() == before
-        session.attach(model, kv=fits)
+    before = session.snapshot()
+    for wrong in (right + 1, 2 * right, right - 1):
+        with pytest.raises(InvalidArgument) as caught:
+            session.attach(model, kv=models.kv_spec(model, **{field: wrong}))
+        assert caught.value.fields == {"field": field, "value": wrong, "model_value": right}
+    assert session.snapshot() == before
+    session.attach(model, kv=fits)
 
 
-def test_a_dtype_that_was_left_out(models):
+def test_a_dtype_that_was_left_out(models, session):
     """bfloat16 by default; another than the model's has to be named."""
     import torch
 
     wide, narrow = models.make("llama"), models.make("llama", 1, torch.bfloat16)
     unsaid = {"layers": models.LAYERS, "kv_heads": 2, "head_dim": 16, "min_blocks": 1, "max_blocks": 64}
     assert remap.KVSpec(**unsaid) == remap.KVSpec(**unsaid, dtype="bfloat16")
-    with remap.Session(400 * 16384, page_bytes=16384) as session:
-        with pytest.raises(InvalidArgument) as caught:
-            session.attach(wide, kv=remap.KVSpec(**unsaid))
-        assert caught.value.fields == {"field": "dtype", "value": "bfloat16", "model_value": "float32"}
-        assert session.snapshot().tenants == {}
-        session.attach(narrow, kv=remap.KVSpec(**unsaid), name="as it computes")
-        for dtype in ("bfloat16", "float8_e4m3fn", "int8"):
-            session.attach(wide, kv=remap.KVSpec(**unsaid, dtype=dtype), name=dtype)
-            session.detach(dtype)
+    with pytest.raises(InvalidArgument) as caught:
+        session.attach(wide, kv=remap.KVSpec(**unsaid))
+    assert caught.value.fields == {"field": "dtype", "value": "bfloat16", "model_value": "float32"}
+    assert session.snapshot().tenants == {}
+    session.attach(narrow, kv=remap.KVSpec(**unsaid), name="as it computes")
+    for dtype in ("bfloat16", "float8_e4m3fn", "int8"):
+        session.attach(wide, kv=remap.KVSpec(**unsaid, dtype=dtype), name=dtype)
+        session.detach(dtype)
 
 
-def test_bytes_that_the_engine_lays_out_itself(models):
-    model = models.make("llama")
-    raw = remap.KVSpec(
-        layers=models.LAYERS, kv_heads=1, head_dim=512, block_tokens=1, dtype="uint8", min_blocks=1, max_blocks=64
-    )
-    with remap.Session(200 * 16384, page_bytes=16384) as session:
-        session.attach(model, kv=raw)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("layers", 5), ("mutable", 5), ("mutable", [5]), ("weights", 5), ("weights", [5]), ("extra_layers", 5)],
-)
-def test_options_of_the_wrong_kinds(models, name, value):
-    model = models.make("llama")
-    with remap.Session(160 * 16384, page_bytes=16384) as session:
-        before = session.snapshot()
-        with pytest.raises(InvalidArgument) as caught:
-            session.attach(model, kv=models.kv_spec(model), **{name: value})
-        assert caught.value.field == name
-        assert session.snapshot() == before
+def test_bytes_that_the_engine_lays_out_itself(models, session):
+    shape = {"layers": models.LAYERS, "kv_heads": 1, "head_dim": 512, "block_tokens": 1, "dtype": "uint8"}
+    session.attach(models.make("llama"), kv=remap.KVSpec(**shape, min_blocks=1, max_blocks=64))
 
 
 # --- calls that name a tenant -----------------------------------------------------------------------------------------
@@ -221,17 +190,7 @@ NAMED = {
 @pytest.mark.parametrize("call", NAMED)
 def test_calls_with_the_wrong_kinds(shared, call):
     field, made = NAMED[call]
-    before = _snapshot(shared)
-    with pytest.raises(InvalidArgument) as caught:
-        made(shared.session, shared.engines["a"].tenant.kv)
-    assert caught.value.field == field
-    assert _snapshot(shared) == before
-
-
-def test_a_simulated_capacity_beyond_all_addresses():
-    with pytest.raises(InvalidArgument) as caught:
-        remap.Session(1 << 70, "sim:GH200-96GB")
-    assert caught.value.name == "capacity"
+    refused(lambda: made(shared.session, shared.engines["a"].tenant.kv), shared.session, field=field)
 
 
 # --- steps and passes -------------------------------------------------------------------------------------------------
@@ -240,11 +199,8 @@ def test_a_simulated_capacity_beyond_all_addresses():
 @pytest.mark.parametrize("wrong", [-5, True, 5.0, None, {"blocks": 5}, remap.Demand])
 def test_a_demand_that_is_none_leaves_the_others_unmet(shared, wrong):
     """ "a" comes first and wants layers: before, it had them by the time that the other was looked at."""
-    before = _snapshot(shared)
-    with pytest.raises(InvalidArgument) as caught:
-        shared.session.step({"a": remap.Demand(blocks=10), "m": wrong})
-    assert (caught.value.field, caught.value.value, caught.value.tenant) == ("demand", wrong, "m")
-    assert _snapshot(shared) == before
+    demands = {"a": remap.Demand(blocks=10), "m": wrong}
+    refused(lambda: shared.session.step(demands), shared.session, field="demand", value=wrong, tenant="m")
 
 
 def test_a_number_of_blocks_is_a_demand(shared):
@@ -255,31 +211,16 @@ def test_a_number_of_blocks_is_a_demand(shared):
 
 @pytest.mark.parametrize("wrong", [5, "a", ["a"], [("a", remap.Demand(1))]])
 def test_demands_that_are_no_mapping(shared, wrong):
-    before = _snapshot(shared)
-    with pytest.raises(InvalidArgument) as caught:
-        shared.session.step(wrong)
-    assert caught.value.field == "demand"
-    assert _snapshot(shared) == before
+    refused(lambda: shared.session.step(wrong), shared.session, field="demand")
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [
-        ("phase", "decod"),
-        ("phase", None),
-        ("phase", 1),
-        ("tokens", -5),
-        ("tokens", 1.5),
-        ("tokens", "3"),
-        ("tokens", None),
-        ("tokens", True),
-    ],
+    [*(("phase", value) for value in ("decod", None, 1)), *(("tokens", value) for value in (-5, 1.5, "3", None, True))],
 )
 def test_a_pass_of_no_such_shape(shared, field, value):
     tenant = shared.engines["a"].tenant
-    with pytest.raises(InvalidArgument) as caught:
-        tenant.forward(**{field: value})
-    assert (caught.value.field, caught.value.value) == (field, value)
+    refused(lambda: tenant.forward(**{field: value}), field=field, value=value)
     assert not tenant.in_pass
 
 

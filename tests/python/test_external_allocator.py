@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from byte_world import PLAIN, External, World, times_of
+from arena_worlds import External
+from byte_world import PLAIN, World, times_of
 
 import remap
 
@@ -11,15 +12,15 @@ import remap
 def test_an_external_allocator_is_told_and_a_shrink_waits_for_it():
     config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
-        engine = External(world)
-        assert [call[:2] for call in engine.calls] == [((0, 1, 2, 3), ())]
+        engine = External(world.tenant)
+        assert engine.calls == [((0, 1, 2, 3), ())]
         with pytest.raises(remap.InvalidState):
             world.kv.allocate(1)
         report = world.step(10, free=4)
         assert report.added_blocks == {"m": 6}
         assert report.unmet_blocks == {}
-        assert engine.calls[-1][:2] == (tuple(range(4, 10)), ())
-        engine.use(10)
+        assert engine.calls[-1] == (tuple(range(4, 10)), ())
+        engine.use(sorted(engine.free))
         world.forward()
         low, high = list(range(4)), list(range(4, 10))
         engine.finish(low)
@@ -46,9 +47,9 @@ def test_an_external_allocator_is_told_and_a_shrink_waits_for_it():
 def test_demand_during_a_drain_takes_the_blocks_back():
     config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
-        engine = External(world)
+        engine = External(world.tenant)
         world.step(10, free=4)
-        engine.use(10)
+        engine.use(sorted(engine.free))
         engine.finish(range(6))
         world.step(0, free=6)
         assert engine.calls[-1][1] == (7, 8, 9)
@@ -66,9 +67,9 @@ def test_demand_during_a_drain_takes_the_blocks_back():
 def test_a_change_by_hand_cancels_a_drain():
     config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
     with World(config, times=times_of(1.0, 0.01)) as world:
-        engine = External(world)
+        engine = External(world.tenant)
         world.step(10, free=4)
-        engine.use(10)
+        engine.use(sorted(engine.free))
         engine.finish(range(6))
         world.step(0, free=6)
         assert engine.leaving == {7, 8, 9}

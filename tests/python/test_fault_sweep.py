@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, visible, write_block
+from arena_worlds import (
+    PAGE,
+    forward,
+    make_backend,
+    make_layers,
+    make_spec,
+    read_block,
+    session_on,
+    visible,
+    write_block,
+)
 
 import remap
 from remap import _core
@@ -34,9 +44,7 @@ class World:
 
     def __init__(self, mode: str) -> None:
         self.fault = _core.make_fault_backend(make_backend(CAPACITY))
-        self.session = remap.Session(
-            CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.fault)
-        )
+        self.session = session_on(self.fault, CAPACITY, page_bytes=PAGE, mode=mode)
         self.layers = {"m": make_layers(SIZES, 1)}
         self.tenants = {"m": self.session.attach_bytes(self.layers["m"], name="m", kv=make_spec(6, max_blocks=120))}
         self.live: dict[int, int] = {}
@@ -250,10 +258,10 @@ def test_opening_a_session_fails_on_page_k_and_leaks_nothing(mode: str) -> None:
         fault = _core.make_fault_backend(make_backend(CAPACITY))
         fault.arm(_core.Call.create_page, nth, True, _core.ErrorKind.out_of_memory)
         with pytest.raises(remap.OutOfMemory):
-            remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=fault))
+            session_on(fault, CAPACITY, page_bytes=PAGE, mode=mode)
         assert set(fault.usage().values()) == {0}
         fault.disarm()
-        remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=fault)).close()
+        session_on(fault, CAPACITY, page_bytes=PAGE, mode=mode).close()
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -264,7 +272,7 @@ def test_map_fails_at_slot_k_then_destroy(mode: str) -> None:
     probe.close()
     for nth in range(1, total + 1):
         fault = _core.make_fault_backend(make_backend(CAPACITY))
-        session = remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=fault))
+        session = session_on(fault, CAPACITY, page_bytes=PAGE, mode=mode)
         fault.arm(_core.Call.map, nth)
         with pytest.raises(DriverError):
             session.attach_bytes(make_layers(SIZES, 1), name="m", kv=make_spec(6, max_blocks=120))

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-from arena_worlds import PAGE, read_block
+from arena_worlds import read_block
 from sharing_worlds import Shared, set_times, times_of
 
 import remap
@@ -169,49 +167,3 @@ def test_whoever_is_detached_gives_back_and_takes_nothing_along() -> None:
         world.check()
         assert world.activate("c").activated
         world.check()
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("seed", range(4))
-def test_any_interleaving_conserves_pages_and_bytes(mode: str, seed: int) -> None:
-    rng = random.Random(f"{mode}{seed}")
-    with Shared(SHAPES, spare=6, mode=mode) as world:
-        names = sorted(world.engines)
-        for turn in range(60):
-            name, other = rng.sample(names, 2)
-            tenant = world.engines[name].tenant
-            kind = rng.random()
-            try:
-                if kind < 0.3:
-                    world.tell(remap.advanced.lend(world.session, name, rng.randint(0, tenant.layers - 1), to=other))
-                elif kind < 0.45:
-                    world.activate(name, alone=rng.random() < 0.3, partial=rng.random() < 0.3)
-                elif kind < 0.55:
-                    world.session.deactivate(name)
-                elif kind < 0.7:
-                    buffers = tenant.buffers or rng.choice([1, 2])
-                    selection = rng.choice(["uniform", "nested"])
-                    world.tell(
-                        remap.advanced.remap(
-                            world.session, name, rng.randint(0, tenant.layers - buffers), buffers, selection
-                        )
-                    )
-                elif kind < 0.85:
-                    wanted = {each: rng.randint(0, 12) for each in names if world.engines[each].tenant.active}
-                    world.step(**wanted)
-                else:
-                    world.churn(rng)
-            except remap.OutOfBlocks:
-                assert any(engine.held for engine in world.engines.values())
-            world.check(serve=turn % 4 == 0)
-        for name in names:
-            world.activate(name)
-            for engine in world.engines.values():
-                engine.free(list(engine.held))
-        for name in names:
-            world.tell(remap.advanced.remap(world.session, name, 0))
-        world.check()
-        assert all(seen.lent_pages == 0 for seen in world.session.snapshot().tenants.values())
-        assert world.session.snapshot().pages.params * PAGE >= sum(
-            layers * pages * PAGE for layers, pages in SHAPES.values()
-        )

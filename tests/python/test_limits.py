@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_layers, make_spec
+from arena_worlds import PAGE, forward, make_layers, make_spec, session_on
 from subprocesses import expect_ok
 
 import remap
@@ -124,9 +124,7 @@ def test_a_session_at_a_mapping_limit_fails_whole_and_works_with_one_more(mode: 
 
     def attach(limit: int) -> None:
         backend = _core.make_limit_backend(_core.make_host_backend(24 * PAGE, PAGE, 1), mappings=limit)
-        with remap.Session(
-            24 * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=backend)
-        ) as session:
+        with session_on(backend, 24 * PAGE, page_bytes=PAGE, mode=mode) as session:
             before = session.snapshot().pages
             try:
                 tenant = session.attach_bytes(layers, name="m", kv=make_spec(4, max_blocks=100))

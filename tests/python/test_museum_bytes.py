@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, write_block
+from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, session_on, write_block
 
 import remap
 from remap import _core
@@ -26,9 +26,7 @@ class World:
 
     def __init__(self, mode: str, *names: str, capacity: int = CAPACITY) -> None:
         self.fault = _core.make_fault_backend(make_backend(capacity))
-        self.session = remap.Session(
-            capacity, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.fault)
-        )
+        self.session = session_on(self.fault, capacity, page_bytes=PAGE, mode=mode)
         self.layers: dict[str, list[bytes]] = {}
         self.held: dict[str, dict[int, int]] = {}
         for name in names:

@@ -11,12 +11,21 @@ import itertools
 import random
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
-from arena_worlds import PAGE, SHORT, forward, make_backend, read_block, write_block
-from byte_world import External
+from arena_worlds import (
+    PAGE,
+    SHORT,
+    External,
+    forward,
+    make_backend,
+    make_spec,
+    read_block,
+    set_times,
+    times_of,
+    write_block,
+)
 
 import remap
 from remap import _core
@@ -32,18 +41,6 @@ EAGER: dict[str, Any] = {
     "dwell": 1,
     "ttft_s": 100.0,
 }
-
-
-def spec(layers: int, max_blocks: int = 400) -> remap.KVSpec:
-    return remap.KVSpec(
-        layers=layers,
-        kv_heads=1,
-        head_dim=32,
-        block_tokens=16,
-        dtype="float32",
-        min_blocks=4,
-        max_blocks=max_blocks,
-    )
 
 
 def buffers_of(pages: tuple[int, ...], tag: int = 1) -> list[bytes]:
@@ -75,7 +72,7 @@ class Pair:
         )
         self.data = {name: buffers_of(shape, tag) for tag, (name, shape) in enumerate(shapes.items())}
         self.tenants = {
-            name: self.session.attach_bytes(data, name=name, kv=spec(len(data), **kv))
+            name: self.session.attach_bytes(data, name=name, kv=make_spec(len(data), **{"max_blocks": 400, **kv}))
             for name, data in self.data.items()
         }
         self.held: dict[str, list[int]] = {name: [] for name in shapes}
@@ -88,7 +85,7 @@ class Pair:
         for name, tenant in self.tenants.items():
             compute = tuple(rng.choice([0.5, 1.0]) for _ in self.data[name])
             times = LayerTimes(compute, tuple(len(part) / PAGE * rng.choice([0.05, 0.3]) for part in self.data[name]))
-            tenant._state.timing.decode = tenant._state.timing.prefill = lambda times=times: times  # type: ignore[method-assign,misc]
+            set_times(tenant, times)
 
     def tell(self, report: Any) -> Any:
         for name, moves in report.moved.items():
@@ -244,9 +241,7 @@ class Faulty(Pair):
         super().__init__(self.SHAPES, mode, remap.advanced.Knobs(**{**EAGER, "slowdown": 9.0, **config}))
         self.bytes: dict[str, dict[int, int]] = {name: {} for name in self.SHAPES}
         for tenant in self.tenants.values():
-            times = LayerTimes((1.0,) * tenant.layers, (0.1,) * tenant.layers)
-            tenant._state.timing.decode = tenant._state.timing.prefill = lambda times=times: times  # type: ignore[method-assign,misc]
-            tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+            set_times(tenant, times_of(tenant.layers, 1.0, 0.1), copy_s=0.1)
 
     def backend(self, pages: int) -> Any:
         self.fault = _core.make_fault_backend(make_backend(pages * PAGE))
@@ -430,13 +425,12 @@ def test_activation_says_which_of_the_tenants_own_blocks_are_in_the_way(own_allo
     pair = Pair({"a": (2, 2, 2, 2, 2, 2)}, "aliased", config, spare=2)
     with pair.session:
         tenant = pair.tenants["a"]
-        quiet = SimpleNamespace(kv=tenant.kv, backend=SimpleNamespace(count=int))
-        engine = External(quiet) if own_allocator else None
+        engine = External(tenant) if own_allocator else None
         assert remap.advanced.lend(pair.session, "a", 3).reason["a"].startswith("6 pages")
         pair.session.step({"a": remap.Demand(10, free=len(engine.free) if engine else None)})
         assert 0 < tenant.lent_pages < 6
         if engine:
-            engine.use(len(engine.free))
+            engine.use(sorted(engine.free))
         else:
             tenant.kv.allocate(tenant.kv.free_blocks)
         report = pair.session.activate("a")

@@ -172,28 +172,6 @@ def test_exactly_the_minimum_works_and_a_page_less_does_not(kind, layout):
             assert torch.equal(logits_of(model, ids_for(1, 5)), expected)
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"min_blocks": 9, "max_blocks": 8}, "max_blocks"),
-        ({"min_blocks": -1}, "min_blocks"),
-        ({"max_blocks": 0, "min_blocks": 0}, "max_blocks"),
-        ({"dtype": "torch.float32"}, "dtype"),
-        ({"dtype": "float64"}, "dtype"),
-        ({"layout": "token_major"}, "layout"),
-        ({"layers": 0}, "layers"),
-        ({"kv_heads": True}, "kv_heads"),
-        ({"head_dim": 16.0}, "head_dim"),
-        ({"block_tokens": 0}, "block_tokens"),
-    ],
-)
-def test_a_kv_spec_that_makes_no_sense(shared_model, changes, field):
-    with pytest.raises(InvalidArgument) as caught:
-        kv_spec(shared_model, **changes)
-    assert caught.value.field == field
-    assert caught.value.value == changes[field]
-
-
 @pytest.mark.parametrize("layers", [LAYERS - 1, LAYERS + 1])
 def test_a_kv_spec_for_another_number_of_layers(bare, layers):
     (model,) = bare.models

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from arena_worlds import PAGE, make_layers
-from sharing_worlds import Engine, spec, times_of
+from sharing_worlds import Engine, set_times, spec, times_of
 
 import remap
 
@@ -79,14 +79,13 @@ def test_the_controller_grows_in_pages_of_every_layer_up_to_the_exact_bound_and_
     # 4 pages copy k / 4 of 8 layers: 20 k / 4 <= 8 allows k = 1, which frees (8 - 2) / 4 = 1.5 layers.
     session, engine = world(slowdown=0.0, contention=1e9, dwell=1)
     with session:
-        engine.tenant._state.timing.decode = lambda: times  # type: ignore[method-assign]
-        times = times_of(LAYERS, 1.0, 2.5)
+        set_times(engine, times_of(LAYERS, 1.0, 2.5))
         report = session.step({"m": remap.Demand(blocks=200)})
         assert engine.tenant._state.pages.depth == 1 and engine.tenant.remapped == 1.5
         assert report.unmet_blocks["m"] > 0 and report.predicted_stall_s["m"] == 0.0
         assert "pages of every layer" in report.reason["m"]
         engine.serve()
-        times = times_of(LAYERS, 1.0, 1.0)  # and k = 4 with these
+        set_times(engine, times_of(LAYERS, 1.0, 1.0))  # and k = 4 with these
         session.step({"m": remap.Demand(blocks=200)})
         assert engine.tenant._state.pages.depth == 4
         engine.allocate(engine.tenant.kv.free_blocks)
@@ -104,7 +103,7 @@ def test_random_demand_in_slices(mode: str) -> None:
     rng = random.Random(mode)
     session, engine = world(mode, slowdown=10.0, contention=1e3, dwell=2)
     with session:
-        engine.tenant._state.timing.decode = lambda: times_of(LAYERS, 1.0, 0.5)  # type: ignore[method-assign]
+        set_times(engine, times_of(LAYERS, 1.0, 0.5))
         seen = set()
         for turn in range(80):
             wanted = rng.choice([0, 2, 9]) if turn % 40 < 20 else 0
@@ -122,7 +121,7 @@ def test_random_demand_in_slices(mode: str) -> None:
 def test_a_cap_in_layers_holds_in_slices() -> None:
     session, engine = world(slowdown=10.0, max_layers=2)
     with session:
-        engine.tenant._state.timing.decode = lambda: times_of(LAYERS, 1.0, 0.1)  # type: ignore[method-assign]
+        set_times(engine, times_of(LAYERS, 1.0, 0.1))
         session.step({"m": remap.Demand(blocks=300)})
         assert 1 <= engine.tenant.remapped <= 3  # the tail that frees two layers' worth is the largest
         assert make_layers([PAGES] * LAYERS, 1) == engine.data

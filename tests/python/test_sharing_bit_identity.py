@@ -19,24 +19,19 @@ import remap
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from arena_worlds import PAGE, make_layers, make_spec  # noqa: E402
+from arena_worlds import PAGE, make_layers, make_spec, session_on  # noqa: E402
 from cuda_streams import Driver  # noqa: E402
 from models import (  # noqa: E402
     LAYERS,
-    addresses_of,
-    ids_for,
+    Served,
     kv_spec,
     layers_of,
     logits_of,
     make,
     minimum_bytes,
-    poison,
-    raw_block,
-    write_block,
 )
 
 from remap import _core  # noqa: E402
-from remap.adapters.hooks import attach_hooks  # noqa: E402
 
 KINDS = {"one": "llama-odd", "two": "qwen3", "three": "opt"}
 SMALL = 16384
@@ -46,43 +41,14 @@ def spec_for(model: Any, layout: str) -> remap.KVSpec:
     return kv_spec(model, layout=layout, max_blocks=1600)  # so that there is a place for every page of the others
 
 
-class Served:
-    """One model with hooks, what it computes without remap, and live KV blocks with known bytes."""
-
-    def __init__(self, session: remap.Session, name: str, layout: str) -> None:
-        self.session, self.name, self.model = session, name, make(KINDS[name], seed=len(name))
-        self.batches = [ids_for(batch, tokens, seed=batch) for batch, tokens in ((2, 7), (1, 3))]
-        self.expected = [logits_of(self.model, ids) for ids in self.batches]
-        self.tenant = session.attach(self.model, kv=spec_for(self.model, layout), name=name, hooks=False)
-        self.kv = self.tenant.kv
-        self.hooks = attach_hooks(layers_of(self.model), self.tenant, model=self.model)
-        self.addresses = addresses_of(self.model)
-        self.live: dict[int, torch.Tensor] = {}
-
-    def fill(self, count: int, rng: random.Random) -> None:
-        for block in self.kv.allocate(count):
-            self.live[block] = write_block(self.kv, block, rng.getrandbits(30))
-
-    def drop(self, blocks: Any) -> None:
-        blocks = list(blocks)
-        self.kv.free(blocks)
-        for block in blocks:
-            del self.live[block]
-
-    def check(self) -> None:
-        assert set(self.live) == set(self.kv.pool.live_ids())
-        for block, data in self.live.items():
-            assert torch.equal(raw_block(self.kv, block), data), f"{self.name}: KV block {block} has changed"
-        poison(self.kv)
-        assert addresses_of(self.model) == self.addresses
-        if self.tenant.active:
-            for ids, expected in zip(self.batches, self.expected, strict=True):
-                assert torch.equal(logits_of(self.model, ids), expected), self.name
+def serve(session: remap.Session, name: str, layout: str) -> Served:
+    model = make(KINDS[name], seed=len(name))
+    return Served(session, model, name, spec_for(model, layout))
 
 
 def tell(served: dict[str, Served], moved: Any) -> None:
     for name, moves in moved.items():
-        served[name].live = {moves.get(block, block): data for block, data in served[name].live.items()}
+        served[name].patch(moves)
 
 
 def change(session: remap.Session, served: dict[str, Served], rng: random.Random) -> str:
@@ -117,7 +83,7 @@ def change(session: remap.Session, served: dict[str, Served], rng: random.Random
     elif one.live and rng.random() < 0.5:
         one.drop(rng.sample(sorted(one.live), rng.randint(1, len(one.live))))
     elif one.kv.free_blocks:
-        one.fill(rng.randint(1, one.kv.free_blocks), rng)
+        one.fill_blocks(rng.randint(1, one.kv.free_blocks), rng)
     return kind
 
 
@@ -130,7 +96,7 @@ def test_active_models_compute_the_same_bits_at_every_moment(mode: str, seed: in
     least = sum(minimum_bytes(model, spec_for(model, layouts[name]), SMALL) for name, model in models.items())
     config = remap.advanced.Knobs(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
     with remap.Session(least + 12 * SMALL, page_bytes=SMALL, mode=mode, config=config) as session:
-        served = {name: Served(session, name, layouts[name]) for name in KINDS}
+        served = {name: serve(session, name, layouts[name]) for name in KINDS}
         refused, lent, passes = 0, 0, 0
         for _ in range(45):
             try:
@@ -139,7 +105,7 @@ def test_active_models_compute_the_same_bits_at_every_moment(mode: str, seed: in
                 refused += 1
             remap.advanced.check(session)
             for each in served.values():
-                each.check()
+                each.whole()
                 passes += each.tenant.active and bool(each.tenant.streamed)
             lent += sum(seen.borrowed_pages for seen in session.snapshot().tenants.values())
         assert lent > 100
@@ -149,13 +115,12 @@ def test_active_models_compute_the_same_bits_at_every_moment(mode: str, seed: in
         for name, each in served.items():
             assert session.activate(name).activated
             remap.advanced.remap(session, name, 0)
-            each.check()
+            each.whole()
         assert not any(seen.lent_pages for seen in session.snapshot().tenants.values())
         for each in served.values():
             each.hooks.remove()
     for each in served.values():
-        for ids, expected in zip(each.batches, each.expected, strict=True):
-            assert torch.equal(logits_of(each.model, ids), expected)
+        each.right()
 
 
 class OnDevice:
@@ -244,9 +209,7 @@ def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emu
         backend = _core.make_cuda_backend(library=emulated.path)
         streams = [stack.enter_context(driver.stream()) for _ in range(3)]
         config = remap.advanced.Knobs(min_idle=0.0, dwell=1, contention=1.0, map_s=0.0)
-        with remap.Session(
-            60 * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=backend), config=config
-        ) as session:
+        with session_on(backend, 60 * PAGE, page_bytes=PAGE, mode=mode, config=config) as session:
             shapes = {"a": [2] * 5, "b": [3, 2, 3, 3, 2, 3], "c": [1] * 4}
             served = {
                 name: OnDevice(session, backend, name, sizes, tag, streams[tag - 1])
@@ -288,7 +251,7 @@ def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode:
     least = sum(minimum_bytes(model, spec_for(model, "block_major"), SMALL) for model in models)
     config = remap.advanced.Knobs(min_idle=0.0, ttft_s=1e9, reserve_blocks=0)
     with remap.Session(least, page_bytes=SMALL, mode=mode, config=config) as session:
-        served = {name: Served(session, name, "block_major") for name in KINDS}
+        served = {name: serve(session, name, "block_major") for name in KINDS}
         one = served["one"]
         with torch.no_grad():
             next(layers_of(one.model)[LAYERS - 1].parameters()).mul_(1.5)
@@ -298,7 +261,7 @@ def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode:
         if by_step:
             for _ in range(30):
                 two = served["two"]
-                two.fill(two.kv.free_blocks, random.Random(0))
+                two.fill_blocks(two.kv.free_blocks, random.Random(0))
                 session.step({"two": remap.Demand(3)})
         else:
             remap.advanced.lend(session, "one", 3, to="two")
@@ -308,5 +271,5 @@ def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode:
         served["two"].drop(list(served["two"].live))
         assert session.activate("one").activated
         for each in served.values():
-            each.check()
+            each.whole()
             each.hooks.remove()

@@ -23,8 +23,7 @@ SLOW = times_of(N, 1.0, 100.0)  # nothing of it can be hidden
 def world_of(pages: dict[str, int], times: Any = HIDDEN, *, spare: int = 0, **config: Any) -> Shared:
     world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=config_of(**config))
     for engine in world.engines.values():
-        set_times(engine, times)
-        engine.tenant._state.timing.copy_seconds = lambda: 0.0  # type: ignore[method-assign]
+        set_times(engine, times, copy_s=0.0)
     return world
 
 
@@ -53,7 +52,7 @@ def sources(decision: Any) -> list[tuple[str, str]]:
 
 
 def hold(engine: Engine, blocks: int) -> None:
-    engine.allocate_blind(min(blocks, engine.tenant.kv.free_blocks))
+    engine.allocate(min(blocks, engine.tenant.kv.free_blocks))
 
 
 def idle_until(engine: Engine, seconds: float) -> None:
@@ -173,7 +172,7 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
 def test_an_inactive_tenant_gives_only_once_it_has_been_idle_for_long_enough() -> None:
     with world_of({"r": 1, "i": 3}, min_idle=5.0, max_layers=None) as world:
         i, r = world.engines["i"], world.engines["r"]
-        i.tenant._state.timing.copy_seconds = lambda: 100.0  # type: ignore[method-assign]
+        set_times(i, HIDDEN, copy_s=100.0)
         world.session._tenants["r"].controller.config = config_of(max_layers=0)
         world.session.deactivate("i")
         idle_until(i, 499.0)
@@ -219,7 +218,7 @@ def test_slices_are_not_lent_as_if_they_were_layers(streams: bool, active: bool)
             set_times(engine, HIDDEN)
         if streams:
             remap.advanced.remap(world.session, "d", 2, 1, "slices")
-            d.allocate_blind(d.tenant.kv.free_blocks)
+            d.allocate(d.tenant.kv.free_blocks)
         if not active:
             world.session.deactivate("d")
         before = d.tenant.remapped
@@ -274,7 +273,7 @@ def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
         h, r = world.engines["h"], world.engines["r"]
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 4, to="h")
-        h.allocate_blind(h.tenant.kv.free_blocks)
+        h.allocate(h.tenant.kv.free_blocks)
         h.free(sorted(h.held)[:5])  # its own ones among them
         world.session.deactivate("h")
         for _ in range(20):

@@ -5,11 +5,10 @@ Such an engine hears which ids are withdrawn and returns them at once, or later;
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from arena_worlds import read_block, write_block
+from arena_worlds import External
 from sharing_worlds import Shared, set_times, times_of
 
 import remap
@@ -25,57 +24,6 @@ PLAIN: dict[str, Any] = {
 }
 
 
-class External:
-    """The allocator. prompt: withdrawn ids that are free go back from within the listener; otherwise by `give_back`."""
-
-    def __init__(self, world: Shared, name: str, prompt: bool = True) -> None:
-        self.world, self.name, self.prompt = world, name, prompt
-        self.tenant = world.engines[name].tenant
-        self.free: set[int] = set()
-        self.used: dict[int, int] = {}
-        self.leaving: set[int] = set()
-        self.tenant.kv.subscribe(self, external=True)
-
-    def __call__(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
-        self.leaving -= set(added)
-        self.free |= set(added) - set(self.used)
-        self.free -= set(withdrawn)
-        self.leaving |= set(withdrawn)
-        if self.prompt:
-            self.give_back()
-
-    def give_back(self) -> None:
-        back = self.leaving - set(self.used)
-        self.leaving -= back
-        self.tenant.kv.returned(back)
-
-    def use(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.free.remove(block)
-            self.used[block] = block % 250 + 1
-            write_block(self.tenant, block, self.used[block])
-
-    def finish(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self.used[block]
-            if block not in self.leaving:
-                self.free.add(block)
-            elif self.prompt:
-                self.give_back()
-
-    def check(self) -> None:
-        """It and the pool mean the same blocks, and nobody has touched those in use."""
-        pool = self.tenant.kv.pool
-        assert self.free | (set(self.used) - self.leaving) == set(pool.open_ids())
-        assert self.leaving == set(pool.live_ids()) - set(pool.open_ids())
-        for block, value in self.used.items():
-            assert read_block(self.tenant, block) == {value}
-
-    @property
-    def demand(self) -> Any:
-        return lambda blocks: remap.Demand(blocks, free=len(self.free))
-
-
 def world_of(pages: dict[str, int], *, spare: int = 0, **config: Any) -> Shared:
     settings = remap.advanced.Knobs(**{**PLAIN, **config})
     world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=settings)
@@ -87,7 +35,7 @@ def world_of(pages: dict[str, int], *, spare: int = 0, **config: Any) -> Shared:
 @pytest.mark.parametrize("prompt", [True, False])
 def test_a_holder_whose_blocks_are_in_use_keeps_them_and_no_step_raises(prompt: bool) -> None:
     with world_of({"h": 1, "i": 2}) as world:
-        h = External(world, "h", prompt)
+        h = External(world.engines["h"].tenant, prompt)
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 3, to="h")
         highest = max(h.free)
@@ -110,7 +58,7 @@ def test_a_holder_whose_blocks_are_in_use_keeps_them_and_no_step_raises(prompt: 
 @pytest.mark.parametrize("prompt", [True, False])
 def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prompt: bool) -> None:
     with world_of({"h": 1, "i": 2}) as world:
-        h = External(world, "h", prompt)
+        h = External(world.engines["h"].tenant, prompt)
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 3, to="h")
         h.use(sorted(h.free)[-4:])
@@ -134,7 +82,7 @@ def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prom
 @pytest.mark.parametrize("active", [True, False])
 def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(prompt: bool, active: bool) -> None:
     with world_of({"e": 1, "r": 1}, spare=8, max_layers=0) as world:
-        e = External(world, "e", prompt)
+        e = External(world.engines["e"].tenant, prompt)
         world.session.step({"e": e.demand(9)})
         before = e.tenant.kv.usable_blocks
         assert before >= 9
@@ -142,7 +90,7 @@ def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(pro
         if not active:
             world.session.deactivate("e")
         demands = {"e": e.demand(1)} if active else {}
-        world.engines["r"].allocate_blind(world.engines["r"].tenant.kv.free_blocks)
+        world.engines["r"].allocate(world.engines["r"].tenant.kv.free_blocks)
         world.session.step(demands)
         report = world.session.step({**demands, "r": remap.Demand(4)})
         e.check()
@@ -160,7 +108,7 @@ def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(pro
 def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
     """Its engine still uses blocks of a layer that is to come home; then more layers of it are lent."""
     with world_of({"e": 2, "h": 1}) as world:
-        e = External(world, "e")
+        e = External(world.engines["e"].tenant)
         world.session.step({"e": e.demand(8)})
         assert e.tenant.remapped >= 2
         e.use(sorted(e.free))
@@ -171,7 +119,7 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
         remapped = e.tenant.remapped
         remap.advanced.lend(world.session, "e", remapped + 2, to="h")
         h = world.engines["h"]
-        h.allocate_blind(h.tenant.kv.free_blocks)
+        h.allocate(h.tenant.kv.free_blocks)
         e.check()
         for _ in range(4):
             world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
@@ -189,9 +137,9 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
 
 def test_a_drain_goes_on_by_the_way_it_began_while_layers_are_lent() -> None:
     with world_of({"e": 2, "h": 1}, reversion=True) as world:
-        e, h = External(world, "e"), world.engines["h"]
+        e, h = External(world.engines["e"].tenant), world.engines["h"]
         remap.advanced.lend(world.session, "e", 2, to="h")
-        h.allocate_blind(h.tenant.kv.free_blocks)
+        h.allocate(h.tenant.kv.free_blocks)
         remap.advanced.remap(world.session, "e", 4, 1, "nested")  # two lent, two its own
         e.use(sorted(e.free))
         e.finish(sorted(e.used)[:-1])
@@ -209,7 +157,7 @@ def test_a_drain_goes_on_by_the_way_it_began_while_layers_are_lent() -> None:
 
 def test_who_is_deactivated_while_it_waits_for_blocks_takes_them_back() -> None:
     with world_of({"e": 2, "r": 1}) as world:
-        e = External(world, "e")
+        e = External(world.engines["e"].tenant)
         world.session.step({"e": e.demand(8)})
         e.use(sorted(e.free))
         e.finish(sorted(e.used)[:-1])

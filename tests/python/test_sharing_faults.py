@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_backend, visible
+from arena_worlds import PAGE, forward, make_backend, session_on, visible
 from sharing_worlds import Engine, set_times, spec, times_of
 from test_fault_sweep import KINDS, attempt
 
@@ -32,17 +32,14 @@ class World:
         config = remap.advanced.Knobs(
             reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, policy="lru"
         )
-        self.session = remap.Session(
-            CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.fault), config=config
-        )
+        self.session = session_on(self.fault, CAPACITY, page_bytes=PAGE, mode=mode, config=config)
         self.engines: dict[str, Engine] = {}
         for tag, (name, (layers, pages)) in enumerate(SHAPES.items(), 1):
             self.attach(name, layers, pages, tag)
 
     def attach(self, name: str, layers: int, pages: int, tag: int) -> None:
         engine = self.engines[name] = Engine(self.session, name, layers, pages, tag, kv=spec(layers))
-        set_times(engine, times_of(layers, 1.0, 0.1))
-        engine.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+        set_times(engine, times_of(layers, 1.0, 0.1), copy_s=0.1)
 
     def tell(self, report: Any) -> Any:
         for name, moved in report.moved.items():
@@ -70,7 +67,7 @@ class World:
     def fill(self, name: str, leave: int = 0) -> None:
         """Live blocks up to the highest ids; the lowest ones become free again, so that blocks have to move."""
         engine = self.engines[name]
-        engine.allocate_blind(engine.tenant.kv.free_blocks)
+        engine.allocate(engine.tenant.kv.free_blocks)
         engine.free(sorted(engine.held)[:leave])
 
     def settle(self) -> None:

@@ -24,7 +24,7 @@ def test_layers_come_home_when_their_holders_can_spare_them_and_it_is_paid_for(a
         if not active:
             world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 3, to="r")
-        r.allocate_blind(r.tenant.kv.free_blocks)
+        r.allocate(r.tenant.kv.free_blocks)
         for _ in range(50):
             assert not world.step(r=0).changed  # nobody can spare anything
         r.free(sorted(r.held)[2:])
@@ -170,7 +170,7 @@ def test_a_lender_that_is_crowded_out_serves_at_once_and_gets_everything_back() 
         remap.advanced.lend(world.session, "i", 3, to="a")
         remap.advanced.lend(world.session, "i", 7, to="b")
         for engine in (a, b):
-            engine.allocate_blind(engine.tenant.kv.free_blocks)
+            engine.allocate(engine.tenant.kv.free_blocks)
         report = world.session.activate("i", partial=True)
         assert report.activated and not report.restored and set(report.preempt) <= {"a", "b"}
         world.check()
@@ -191,7 +191,7 @@ def test_two_holders_do_not_count_on_the_same_free_page() -> None:
         remap.advanced.lend(world.session, "i", 1, to="a")
         remap.advanced.lend(world.session, "i", 2, to="b")
         for engine in (a, b):
-            engine.allocate_blind(engine.tenant.kv.free_blocks)
+            engine.allocate(engine.tenant.kv.free_blocks)
         before = world.session._arena.owners()
         report = world.session.activate("i")
         assert not report.activated and sum(map(len, report.preempt.values())) == 1
@@ -208,7 +208,7 @@ def test_free_pages_that_are_to_come_home_are_no_room() -> None:
         world.session.deactivate("i")
         remap.advanced.lend(world.session, "i", 1, to="a")
         remap.advanced.lend(world.session, "i", 5)  # free, and the tenant's own
-        a.allocate_blind(a.tenant.kv.free_blocks)
+        a.allocate(a.tenant.kv.free_blocks)
         before = world.session._arena.owners()
         report = world.session.activate("i")
         assert not report.activated and len(report.preempt["a"]) == 2
@@ -226,7 +226,7 @@ def test_live_blocks_of_the_lender_itself_may_be_in_the_way() -> None:
         remap.advanced.lend(world.session, "i", 4)
         world.session._tenants["i"].controller.config = config_of(max_layers=0)
         world.step(i=6)  # all of one layer, and a part of the next
-        i.allocate_blind(i.tenant.kv.free_blocks)
+        i.allocate(i.tenant.kv.free_blocks)
         before = world.session._arena.owners()
         report = world.session.activate("i")
         assert not report.activated and set(report.preempt) == {"i"}

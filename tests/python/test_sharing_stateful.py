@@ -58,8 +58,7 @@ class SharingMachine(RuleBasedStateMachine):
         for mode, world in self.worlds.items():
             engine = world.engines[name]
             layers = engine.tenant.layers
-            set_times(engine, times_of(layers, 1.0, 0.1 if self.fast else 0.9))
-            engine.tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+            set_times(engine, times_of(layers, 1.0, 0.1 if self.fast else 0.9), copy_s=0.1)
             self.models[mode].tenants[name] = TenantBooks(
                 engine.tenant.number, engine.tenant._state.pages.homes, engine.tenant.kv.spec.min_blocks
             )
@@ -198,7 +197,7 @@ class SharingMachine(RuleBasedStateMachine):
             return
         count = round(share * self.tenant(name).kv.free_blocks)
         for world in self.worlds.values():
-            world.engines[name].allocate_blind(count)
+            world.engines[name].allocate(count)
         assert self.worlds["aliased"].engines[name].held == self.worlds["strict"].engines[name].held
 
     @rule(name=name_st, every=st.integers(1, 4), offset=st.integers(0, 3))

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from arena_worlds import PAGE, SHORT, forward, make_layers, make_spec, read_block, session_on, visible, write_block
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import remap
+from remap import _core
 from remap.errors import InvalidArgument
 from remap.memory.attach import level_by_level
 from remap.memory.plan import MAX_BUFFERS, Streaming, TenantPages, plan_streaming
@@ -69,17 +71,10 @@ class World:
     """One tenant over plain bytes; with eight layers a KV block is one page. `values` are what its live blocks hold."""
 
     def __init__(self, sizes: Sequence[int], mode: str, *, session: object = None, spare: int = 2) -> None:
-        import arena_worlds as worlds
-
-        self.worlds = worlds
-        self.layers = worlds.make_layers(sizes)
-        capacity = (sum(sizes) + 4 + spare) * worlds.PAGE
-        self.session = session or remap.Session(capacity, page_bytes=worlds.PAGE, mode=mode)
-        per_block = worlds.PAGE // (2 * len(sizes) * 4 * 32)
-        spec = remap.KVSpec(
-            layers=len(sizes), kv_heads=1, head_dim=32, block_tokens=per_block, dtype="float32",
-            min_blocks=4, max_blocks=sum(sizes) + 8,
-        )  # fmt: skip
+        self.layers = make_layers(sizes)
+        self.session = session or remap.Session((sum(sizes) + 4 + spare) * PAGE, page_bytes=PAGE, mode=mode)
+        tokens = PAGE // (2 * len(sizes) * 4 * 32)
+        spec = make_spec(len(sizes), tokens=tokens, max_blocks=sum(sizes) + 8)
         self.tenant = self.session.attach_bytes(self.layers, name="m", kv=spec)
         self.values: dict[int, int] = {}
 
@@ -97,18 +92,18 @@ class World:
         assert live == set(self.values)
         for block in self.tenant.kv.pool.open_ids():
             if block not in live:
-                self.worlds.write_block(self.tenant, block, 0xDF)  # weights read from here by mistake show
+                write_block(self.tenant, block, 0xDF)  # weights read from here by mistake show
         for block, value in self.values.items():
-            assert self.worlds.read_block(self.tenant, block) == {value}
+            assert read_block(self.tenant, block) == {value}
 
     def forward(self) -> None:
-        self.worlds.forward(self.session, self.tenant, self.layers)
+        forward(self.session, self.tenant, self.layers)
 
     def use_blocks(self, rng: random.Random) -> None:
         kv = self.tenant.kv
         for block in kv.allocate(rng.randint(0, kv.free_blocks)):
             self.values[block] = rng.randint(1, 200)
-            self.worlds.write_block(self.tenant, block, self.values[block])
+            write_block(self.tenant, block, self.values[block])
         gone = rng.sample(sorted(self.values), rng.randint(0, len(self.values)))
         kv.free(gone)
         for block in gone:
@@ -121,8 +116,6 @@ class World:
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_bytes_are_right_in_every_pass_over_random_changes(mode: str, sizes: list[int], seed: int) -> None:
-    import remap
-
     rng = random.Random(f"{mode}{sizes}{seed}")
     world = World(sizes, mode)
     refused = moved = 0
@@ -141,7 +134,7 @@ def test_bytes_are_right_in_every_pass_over_random_changes(mode: str, sizes: lis
                 moved += 1
                 assert world.tenant._state.pages.depth == k
                 given = slices_freed(k, sizes, buffers)
-                assert world.session.snapshot().tenants["m"].kv_bytes == (4 + given) * world.worlds.PAGE
+                assert world.session.snapshot().tenants["m"].kv_bytes == (4 + given) * PAGE
             for _ in range(rng.choice([0, 0, 1, 2])):
                 world.forward()
                 world.use_blocks(rng)
@@ -158,7 +151,6 @@ def test_bytes_are_right_in_every_pass_over_random_changes(mode: str, sizes: lis
 
 def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None:
     world = World([4] * 8, "aliased")
-    page = world.worlds.PAGE
     with world.session:
         world.change(2, 1)
         for _ in range(3):
@@ -166,14 +158,13 @@ def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None
         before = world.session.snapshot().tenants["m"]
         world.forward()
         after = world.session.snapshot().tenants["m"]
-        short = world.worlds.SHORT  # the last page is not full
-        assert after.copied_bytes - before.copied_bytes == 8 * (2 * page - short)
+        assert after.copied_bytes - before.copied_bytes == 8 * (2 * PAGE - SHORT)  # the last page is not full
         world.change(1, 1)
         remap.advanced.settle(world.session)
         world.tenant._state.prefetcher.drain()
         loaded = world.session.snapshot().tenants["m"]
         # One page of each layer, and the first tail into the ring.
-        assert loaded.copied_bytes - after.copied_bytes == 8 * page + page - short
+        assert loaded.copied_bytes - after.copied_bytes == 8 * PAGE + PAGE - SHORT
         assert world.tenant._state.prefetcher.loading()
         world.forward()
         assert not world.tenant._state.prefetcher.loading()
@@ -185,15 +176,11 @@ def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None
 
 def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:
     """Aliased mode: nothing is mapped or unmapped for the ring, whose region shows its pages from the start."""
-    import remap
-    from remap import _core
-
-    page = 64 << 10
-    backend = _core.make_trace_backend(_core.make_host_backend(38 * page, page))
+    backend = _core.make_trace_backend(_core.make_host_backend(38 * PAGE, PAGE))
     world = World(
         [4] * 8,
         "aliased",
-        session=remap.Session(38 * page, page_bytes=page, platform=remap.advanced.Platform(backend=backend)),
+        session=session_on(backend, 38 * PAGE, page_bytes=PAGE),
     )
     with world.session:
         maps = lambda: sum(backend.count(getattr(_core.Call, name)) for name in ("map", "unmap", "exchange", "reserve"))  # noqa: E731
@@ -221,33 +208,26 @@ def test_a_layer_that_was_written_is_pinned_first() -> None:
 
 
 def test_an_error_while_applying_leaves_everything_as_it_was() -> None:
-    import arena_worlds as worlds
-
-    import remap
-    from remap import _core
-
-    backend = _core.make_fault_backend(_core.make_host_backend(38 * worlds.PAGE, worlds.PAGE))
-    session = remap.Session(
-        38 * worlds.PAGE, page_bytes=worlds.PAGE, mode="strict", platform=remap.advanced.Platform(backend=backend)
-    )
+    backend = _core.make_fault_backend(_core.make_host_backend(38 * PAGE, PAGE))
+    session = session_on(backend, 38 * PAGE, page_bytes=PAGE, mode="strict")
     world = World([4] * 8, "strict", session=session)
     with world.session:
         world.change(3, 1)
         rng = random.Random(1)
         for block in world.tenant.kv.allocate(9):
             world.values[block] = rng.randint(1, 200)
-            worlds.write_block(world.tenant, block, world.values[block])
+            write_block(world.tenant, block, world.values[block])
         failed = 0
         for nth in range(1, 60):
-            before = worlds.visible(session)
+            before = visible(session)
             backend.arm(_core.Call.map, nth)
             try:
                 world.reslice(1 if nth % 2 else 2, 1)
             except remap.DriverError:
                 failed += 1
-                assert worlds.visible(session) == before
+                assert visible(session) == before
             backend.disarm()
-            if worlds.visible(session) != before:
+            if visible(session) != before:
                 break
             world.check()
             world.forward()

@@ -31,12 +31,11 @@ from functools import partial
 from typing import Any
 
 import pytest
-from arena_worlds import make_backend
+from arena_worlds import make_backend, make_spec, session_on, set_times, times_of
 from subprocesses import expect_ok
 
 import remap
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
-from remap.policy.cost import LayerTimes
 
 PAGE = 4096
 SHAPES = {"a": (6, 2), "b": (5, 2), "c": (4, 1)}  # layers, pages of each
@@ -46,22 +45,14 @@ LIMIT_S = 120.0
 FUZZ = bool(os.environ.get("REMAP_FUZZ"))
 
 
-def spec(layers: int) -> remap.KVSpec:
-    return remap.KVSpec(
-        layers=layers, kv_heads=1, head_dim=16, block_tokens=4, dtype="float32", min_blocks=2, max_blocks=120
-    )
-
-
 def attach(session: remap.Session, name: str, tag: int, layers: int, pages: int) -> tuple[Any, list[bytes]]:
     """A tenant whose layers consist of bytes of its own."""
     data = [
         bytes(1 + tag * SHARE + (7 * layer + at // 64) % SHARE for at in range(pages * PAGE - 100))
         for layer in range(layers)
     ]
-    tenant = session.attach_bytes(data, name=name, kv=spec(layers))
-    times = LayerTimes((1.0,) * layers, (0.1,) * layers)
-    tenant._state.timing.decode = tenant._state.timing.prefill = lambda: times  # type: ignore[method-assign]
-    tenant._state.timing.copy_seconds = lambda: 0.1  # type: ignore[method-assign]
+    tenant = session.attach_bytes(data, name=name, kv=make_spec(layers, dim=16, tokens=4, min_blocks=2, max_blocks=120))
+    set_times(tenant, times_of(layers, 1.0, 0.1), copy_s=0.1)
     return tenant, data
 
 
@@ -264,13 +255,7 @@ class World:
         config = remap.advanced.Knobs(
             reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, ttft_s=1e9
         )
-        self.session = remap.Session(
-            total * PAGE,
-            page_bytes=PAGE,
-            mode=mode,
-            platform=remap.advanced.Platform(backend=self.backend),
-            config=config,
-        )
+        self.session = session_on(self.backend, total * PAGE, page_bytes=PAGE, mode=mode, config=config)
         self.engines = {name: Engine(self, name, tag) for tag, name in enumerate(SHAPES)}
         self.problems: list[str] = []
 

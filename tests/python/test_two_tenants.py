@@ -13,62 +13,23 @@ pytest.importorskip("transformers")
 
 from models import (  # noqa: E402
     LAYERS,
-    addresses_of,
+    Served,
     free_ids,
     generate,
-    ids_for,
     kv_spec,
-    layers_of,
     logits_of,
     make,
     minimum_bytes,
-    poison,
     raw_block,
-    write_block,
 )
-
-from remap.adapters.hooks import attach_hooks  # noqa: E402
 
 PAGE = 16384
 EVERY = [(alpha, beta) for beta in (1, 2) for alpha in range(LAYERS - beta + 1)]
 
 
-class Served:
-    """One model with hooks in a session that it shares, its expected logits, and live KV blocks with known bytes."""
-
-    def __init__(self, session, kind, name, **kv):
-        self.session, self.name, self.model = session, name, make(kind, seed=len(name))
-        self.ids = ids_for(2, 7, seed=len(kind))
-        self.expected = logits_of(self.model, self.ids)
-        self.tokens = generate(self.model, self.ids)[0]
-        self.tenant = session.attach(self.model, kv=kv_spec(self.model, **kv), name=name, hooks=False)
-        self.kv = self.tenant.kv
-        self.hooks = attach_hooks(layers_of(self.model), self.tenant, model=self.model)
-        self.addresses = addresses_of(self.model)
-        self.live = {}
-
-    def remap(self, layers, buffers=1, selection="uniform"):
-        moved = remap.advanced.remap(self.session, self.name, layers, buffers, selection).moved.get(self.name, {})
-        self.live = {moved.get(block, block): data for block, data in self.live.items()}
-
-    def fill(self, count, rng):
-        for block in self.kv.allocate(count):
-            self.live[block] = write_block(self.kv, block, rng.getrandbits(30))
-
-    def drop(self, count, rng):
-        gone = rng.sample(sorted(self.live), count)
-        self.kv.free(gone)
-        for block in gone:
-            del self.live[block]
-
-    def check(self, passes=True):
-        remap.advanced.check(self.session)
-        for block, data in self.live.items():
-            assert torch.equal(raw_block(self.kv, block), data), f"{self.name}: KV block {block} has changed"
-        poison(self.kv)
-        assert addresses_of(self.model) == self.addresses
-        if passes:
-            assert torch.equal(logits_of(self.model, self.ids), self.expected), self.name
+def served(session, kind, name, **kv):
+    model = make(kind, seed=len(name))
+    return Served(session, model, name, kv_spec(model, **kv))
 
 
 def session_for(kinds, spare=0, mode="aliased"):
@@ -87,7 +48,9 @@ def conserved(session):
 def test_both_are_remapped_and_serve_in_turns(mode, seed):
     rng = random.Random(f"{mode}{seed}")
     with session_for(["llama", "opt"], spare=12, mode=mode) as session:
-        pair = [Served(session, "llama", "a"), Served(session, "opt", "bb", layout="layer_major")]
+        pair = [served(session, "llama", "a"), served(session, "opt", "bb", layout="layer_major")]
+        bare = {"a": make("llama", seed=1), "bb": make("opt", seed=2)}
+        tokens = {each.name: generate(bare[each.name], each.batches[0])[0] for each in pair}
         for _ in range(25):
             one = rng.choice(pair)
             try:
@@ -95,42 +58,45 @@ def test_both_are_remapped_and_serve_in_turns(mode, seed):
             except remap.OutOfBlocks:
                 assert one.live
             if one.kv.free_blocks:
-                one.fill(rng.randint(0, one.kv.free_blocks), rng)
+                one.fill_blocks(rng.randint(0, one.kv.free_blocks), rng)
             for each in rng.sample(pair, 2):
-                each.check(passes=rng.random() < 0.7)
+                each.check()
+                if rng.random() < 0.7:
+                    each.right()
             if one.live:
-                one.drop(rng.randint(0, len(one.live)), rng)
+                one.free_blocks(rng.randint(0, len(one.live)), rng)
             conserved(session)
         for each in pair:
-            assert torch.equal(generate(each.model, each.ids)[0], each.tokens)
+            assert torch.equal(generate(each.model, each.batches[0])[0], tokens[each.name])
             assert session.snapshot().tenants[each.name].copies > 0
             each.hooks.remove()
     for each in pair:
-        assert torch.equal(logits_of(each.model, each.ids), each.expected)
+        each.right()
 
 
 def test_passes_of_two_tenants_may_overlap():
     """Layer by layer in turns, both streaming; a step for one is refused only while *its* pass is open."""
     with session_for(["llama", "qwen2"]) as session:
-        one, other = Served(session, "llama", "a"), Served(session, "qwen2", "bb")
+        one, other = served(session, "llama", "a"), served(session, "qwen2", "bb")
         one.remap(4)
         other.remap(3, 2)
         nested = []
 
         def serve_the_other(*args):
-            nested.append(torch.equal(logits_of(other.model, other.ids), other.expected))
+            other.right()
+            nested.append(True)
 
         handle = one.model.model.layers[2].register_forward_hook(serve_the_other)
-        assert torch.equal(logits_of(one.model, one.ids), one.expected)
-        assert nested == [True]
+        one.right()
+        assert nested == [True, True]  # a batch each
         with one.tenant.forward():
             with pytest.raises(remap.InvalidState):
                 one.remap(1)
             other.remap(1)
-            other.check()
-            assert torch.equal(logits_of(one.model, one.ids), one.expected)  # a part of the open pass
+            other.whole()
+            assert torch.equal(logits_of(one.model, one.batches[0]), one.expected[0])  # a part of the open pass
         handle.remove()
-        one.check()
+        one.whole()
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
@@ -138,63 +104,63 @@ def test_passes_of_two_tenants_may_overlap():
 def test_one_is_detached_and_the_other_goes_on(layers, mode):
     rng = random.Random(0)
     with session_for(["qwen3", "llama"], spare=2, mode=mode) as session:
-        one, other = Served(session, "qwen3", "a"), Served(session, "llama", "bb")
+        one, other = served(session, "qwen3", "a"), served(session, "llama", "bb")
         one.remap(layers[0])
         other.remap(layers[1])
         for each in (one, other):
-            each.fill(each.kv.free_blocks // 2, rng)
-            each.check()
+            each.fill_blocks(each.kv.free_blocks // 2, rng)
+            each.whole()
         held = session.snapshot().tenants["a"].pages
         free = session.snapshot().pages.free
         one.hooks.remove()
         session.detach("a")
         assert session.snapshot().pages.free == free + held.params + held.kv + held.ring
         assert list(session.snapshot().tenants) == ["bb"]
-        assert torch.equal(logits_of(one.model, one.ids), one.expected)
+        one.right()
         conserved(session)
-        other.check()
-        other.drop(len(other.live) - 2, rng)
+        other.whole()
+        other.free_blocks(len(other.live) - 2, rng)
         other.remap(2, 2)
-        other.check()
+        other.whole()
         with pytest.raises(remap.InvalidArgument):
             remap.advanced.remap(session, "a", 1)
         with pytest.raises(remap.InvalidState):
             one.tenant.forward().__enter__()
-        other.check()
+        other.whole()
 
 
 def test_pages_of_one_that_left_are_reused_and_read_zero():
     rng = random.Random(1)
     with session_for(["llama", "llama"]) as session:
-        one, other = Served(session, "llama", "a"), Served(session, "llama", "bb")
+        one, other = served(session, "llama", "a"), served(session, "llama", "bb")
         other.remap(5)
-        other.fill(other.kv.free_blocks, rng)  # no page of it reads zero
-        one.check()
-        other.check()
+        other.fill_blocks(other.kv.free_blocks, rng)  # no page of it reads zero
+        one.whole()
+        other.whole()
         other.hooks.remove()
         session.detach("bb")
-        third = Served(session, "llama", "ccc")  # in the same pages: there are no others
+        third = served(session, "llama", "ccc")  # in the same pages: there are no others
         assert session.snapshot().pages.free == 0
         for block in free_ids(third.kv):
             assert not raw_block(third.kv, block).any(), block
-        third.check()
+        third.whole()
         third.remap(5)
         one.remap(5)
         for each in (one, third):
-            each.fill(each.kv.free_blocks, rng)
+            each.fill_blocks(each.kv.free_blocks, rng)
         for each in (one, third):
-            each.check()
+            each.whole()
 
 
 def test_free_pages_change_hands_and_read_zero():
     """The first one takes the free pages for KV and leaves; the second one's KV grows into the very same pages."""
     rng = random.Random(2)
     with session_for(["llama", "opt"], spare=8) as session:
-        one, other = Served(session, "llama", "a"), Served(session, "opt", "bb")
+        one, other = served(session, "llama", "a"), served(session, "opt", "bb")
         free = session.snapshot().pages.free
         assert free >= 8
         session.step({"a": remap.Demand(blocks=one.kv.free_blocks + 6)})
-        one.fill(one.kv.free_blocks, rng)
+        one.fill_blocks(one.kv.free_blocks, rng)
         left = session.snapshot().pages.free
         assert left < free
         one.hooks.remove()
@@ -207,26 +173,26 @@ def test_free_pages_change_hands_and_read_zero():
         for block in fresh:
             first = raw_block(other.kv, block)
             assert not first.any(), block
-        other.fill(other.kv.free_blocks, rng)
-        other.check()
+        other.fill_blocks(other.kv.free_blocks, rng)
+        other.whole()
 
 
 def test_close_with_two_tenants_restores_both():
     session = session_for(["llama", "opt-odd"])
-    pair = [Served(session, "llama", "a"), Served(session, "opt-odd", "bb")]
+    pair = [served(session, "llama", "a"), served(session, "opt-odd", "bb")]
     pair[0].remap(3)
     pair[1].remap(5)
     for each in pair:
-        each.check()
+        each.whole()
         each.hooks.remove()
     session.close()
     for each in pair:
-        assert torch.equal(logits_of(each.model, each.ids), each.expected)
+        each.right()
 
 
 def test_a_second_attach_that_fails_leaves_the_first_alone():
     with session_for(["llama"], spare=3) as session:
-        one = Served(session, "llama", "a")
+        one = served(session, "llama", "a")
         one.remap(2)
         before = session.snapshot().pages
         late = make("qwen2")
@@ -234,5 +200,5 @@ def test_a_second_attach_that_fails_leaves_the_first_alone():
             with pytest.raises((remap.OutOfMemory, remap.InvalidArgument)):
                 session.attach(late, kv=kv, name="bb")
         assert session.snapshot().pages == before
-        assert torch.isfinite(logits_of(late, one.ids)).all()
-        one.check()
+        assert torch.isfinite(logits_of(late, one.batches[0])).all()
+        one.whole()

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, SHORT, forward, make_backend, make_layers, make_spec, read_block, write_block
+from arena_worlds import PAGE, SHORT, forward, make_backend, make_layers, make_spec, read_block, session_on, write_block
 
 import remap
 from remap import _core
@@ -18,9 +18,7 @@ SECRET = 0xA5
 class World:
     def __init__(self, mode: str) -> None:
         self.trace = _core.make_trace_backend(make_backend(TOTAL * PAGE))
-        self.session = remap.Session(
-            TOTAL * PAGE, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=self.trace)
-        )
+        self.session = session_on(self.trace, TOTAL * PAGE, page_bytes=PAGE, mode=mode)
 
     def filled(self) -> int:
         """Bytes that the backend was asked to zero since the last call."""
