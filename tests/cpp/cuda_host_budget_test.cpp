@@ -24,7 +24,7 @@ const char* const kMeminfo =
     "MemAvailable:   22000000 kB\n"
     "Buffers:            1234 kB\n";
 
-void the_machine_limits_where_no_cgroup_does() {
+TEST(the_machine_limits_where_no_cgroup_does) {
   HostLimits limits;
   limits.meminfo = kMeminfo;
   CHECK(host_budget(limits).bytes == spared(22000000 * kKiB));
@@ -33,7 +33,7 @@ void the_machine_limits_where_no_cgroup_does() {
   CHECK(host_budget(limits).bytes == spared(22000000 * kKiB));
 }
 
-void an_old_kernel_says_what_is_free_and_a_missing_file_nothing() {
+TEST(an_old_kernel_says_what_is_free_and_a_missing_file_nothing) {
   HostLimits limits;
   limits.meminfo = "MemTotal: 100 kB\nMemFree: 64 kB\n";
   CHECK(host_budget(limits).bytes == spared(64 * kKiB));
@@ -41,7 +41,7 @@ void an_old_kernel_says_what_is_free_and_a_missing_file_nothing() {
   CHECK(host_budget(limits).bytes == 0);
 }
 
-void the_tightest_cgroup_limits() {
+TEST(the_tightest_cgroup_limits) {
   HostLimits limits;
   limits.meminfo = kMeminfo;
   limits.groups.push_back({"8000000000\n", "1000000000\n", ""});
@@ -54,7 +54,7 @@ void the_tightest_cgroup_limits() {
   CHECK(host_budget(limits).limited_by == LimitedBy::machine);
 }
 
-void inactive_file_cache_counts_as_left() {
+TEST(inactive_file_cache_counts_as_left) {
   HostLimits limits;
   limits.meminfo = kMeminfo;
   limits.groups.push_back({"4000000000", "3500000000", "anon 100\ninactive_file 2500000000\nactive_file 900\n"});
@@ -67,14 +67,14 @@ void inactive_file_cache_counts_as_left() {
   CHECK(host_budget(limits).bytes == spared(4000000000));
 }
 
-void a_cgroup_above_its_limit_leaves_nothing() {
+TEST(a_cgroup_above_its_limit_leaves_nothing) {
   HostLimits limits;
   limits.meminfo = kMeminfo;
   limits.groups.push_back({"1000", "2000", ""});
   CHECK(host_budget(limits).bytes == 0);
 }
 
-void nodes_with_processors_bound_it_where_there_are_others() {
+TEST(nodes_with_processors_bound_it_where_there_are_others) {
   HostLimits limits;
   limits.meminfo = kMeminfo;
   limits.nodes.push_back("Node 0 MemTotal:  9000000 kB\nNode 0 MemFree:  3000000 kB\nNode 0 Inactive(file):  500000 kB\n");
@@ -82,7 +82,7 @@ void nodes_with_processors_bound_it_where_there_are_others() {
   CHECK(host_budget(limits).bytes == spared(4500000 * kKiB));
 }
 
-void lists_are_read() {
+TEST(lists_are_read) {
   CHECK(parse_list("0-2,5\n") == (std::vector<int>{0, 1, 2, 5}));
   CHECK(parse_list("3\n") == std::vector<int>{3});
   CHECK(parse_list("\n").empty() && parse_list("").empty());
@@ -95,7 +95,7 @@ void write(const std::filesystem::path& root, const std::string& name, const std
 }
 
 // A machine with cgroup v2 for the process and v1's memory controller beside it, and a GPU's memory as node 1.
-void the_files_of_all_levels_are_found() {
+TEST(the_files_of_all_levels_are_found) {
   char name[] = "/tmp/remap-limits-XXXXXX";
   CHECK(mkdtemp(name) != nullptr);
   const std::filesystem::path root = name;
@@ -127,7 +127,7 @@ void the_files_of_all_levels_are_found() {
   std::filesystem::remove_all(root);
 }
 
-void this_machine_has_something_left() {
+TEST(this_machine_has_something_left) {
   const std::size_t budget = host_budget(read_host_limits()).bytes;
   CHECK(budget > 0);
   CHECK(budget < (std::size_t{1} << 50));
@@ -147,7 +147,7 @@ class Variable {
   ~Variable() { unsetenv("REMAP_HOST_BUDGET"); }
 };
 
-void the_user_sets_a_budget_by_option_or_environment() {
+TEST(the_user_sets_a_budget_by_option_or_environment) {
   CHECK(!user_budget(0).set());
   CHECK(user_budget(7).bytes == 7 && user_budget(7).limited_by == LimitedBy::host_budget);
   {
@@ -170,14 +170,14 @@ void the_user_sets_a_budget_by_option_or_environment() {
   CHECK(std::string(to_string(LimitedBy::environment)) == "REMAP_HOST_BUDGET");
 }
 
-void sizes_are_read() {
+TEST(sizes_are_read) {
   CHECK(parse_size("24GiB") == std::size_t{24} << 30 && parse_size(" 4096 ") == 4096 && parse_size("2.5 KB\n") == 2500);
   CHECK(parse_size("1TB") == 1000000000000 && parse_size("3B") == 3 && parse_size("0.5KiB") == 512);
   for (const char* wrong : {"", "x", "1.", ".5KB", "1.5", "1e3", "+3", "3 Bytes", "1 2"}) CHECK(parse_size(wrong) == 0);
 }
 
 // Shared memory is the process's own as private memory is: no page of it is in the file cache that could be given up.
-void shared_memory_without_a_file_is_no_file() {
+TEST(shared_memory_without_a_file_is_no_file) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const int file = static_cast<int>(syscall(SYS_memfd_create, "remap-test", 0));
   CHECK(file >= 0 && ftruncate(file, static_cast<off_t>(4 * page)) == 0);
@@ -197,7 +197,7 @@ void shared_memory_without_a_file_is_no_file() {
   CHECK(range_facts(read_text("/proc/self/maps"), code, 1).file_bytes == 1);
 }
 
-void a_range_is_judged_by_the_mappings_under_it() {
+TEST(a_range_is_judged_by_the_mappings_under_it) {
   RangeFacts facts = range_facts(kMaps, 0x1234, 100);
   CHECK(facts.readable && facts.writable && facts.file_bytes == 0);
   facts = range_facts(kMaps, 0x2000, 0x1800);  // into the file
@@ -212,7 +212,7 @@ void a_range_is_judged_by_the_mappings_under_it() {
   CHECK(!range_facts(kMaps, 0x100, 0x10).readable);
 }
 
-void what_is_in_memory_is_counted() {
+TEST(what_is_in_memory_is_counted) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   void* place = mmap(nullptr, 8 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   CHECK(place != MAP_FAILED);
@@ -227,21 +227,3 @@ void what_is_in_memory_is_counted() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(the_machine_limits_where_no_cgroup_does);
-  RUN(an_old_kernel_says_what_is_free_and_a_missing_file_nothing);
-  RUN(the_tightest_cgroup_limits);
-  RUN(inactive_file_cache_counts_as_left);
-  RUN(a_cgroup_above_its_limit_leaves_nothing);
-  RUN(nodes_with_processors_bound_it_where_there_are_others);
-  RUN(lists_are_read);
-  RUN(the_files_of_all_levels_are_found);
-  RUN(this_machine_has_something_left);
-  RUN(the_user_sets_a_budget_by_option_or_environment);
-  RUN(sizes_are_read);
-  RUN(shared_memory_without_a_file_is_no_file);
-  RUN(a_range_is_judged_by_the_mappings_under_it);
-  RUN(what_is_in_memory_is_counted);
-  return remap::testing::failures();
-}

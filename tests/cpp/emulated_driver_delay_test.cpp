@@ -23,7 +23,7 @@ nanoseconds length_of(Call&& call) {
 
 void set(const char* name, std::uint64_t value) { CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0); }
 
-void mapping_calls_cost_what_was_set_for_each_page() {
+TEST(mapping_calls_cost_what_was_set_for_each_page) {
   Device device;
   Region region(4, 4);
   FINE(CU(cuMemUnmap)(region.at, 4 * kPage));
@@ -61,7 +61,7 @@ bool overtakes_set_access(World& world, std::uint64_t cost_ns) {
   return overtook;
 }
 
-void other_calls_do_not_wait_for_a_mapping_call() {
+TEST(other_calls_do_not_wait_for_a_mapping_call) {
   World world;
   // However slow the machine is, some cost is long enough for a piece of work to fit into it.
   std::uint64_t cost_ns = 20 * kMs;
@@ -70,7 +70,7 @@ void other_calls_do_not_wait_for_a_mapping_call() {
   world.close();
 }
 
-void with_the_driver_lock_enqueueing_waits_for_a_mapping_call() {
+TEST(with_the_driver_lock_enqueueing_waits_for_a_mapping_call) {
   World world;
   set("driver_lock", 1);
   world.region.allow(0, 1, kAccessNone);
@@ -90,7 +90,7 @@ void with_the_driver_lock_enqueueing_waits_for_a_mapping_call() {
 }
 
 // What is unmapped is gone while the call lasts, and what is mapped is not there before it returns.
-void nothing_can_be_used_while_it_is_unmapped() {
+TEST(nothing_can_be_used_while_it_is_unmapped) {
   World world;
   set("unmap_ns", 50 * kMs);
   const std::uint64_t before = CONTROL(remapEmulatedCalls)("cuMemUnmap");
@@ -108,7 +108,7 @@ void nothing_can_be_used_while_it_is_unmapped() {
   world.close();
 }
 
-void pinning_takes_time() {
+TEST(pinning_takes_time) {
   Device device;
   Locked locked;  // at no cost
   FINE(CU(cuMemHostUnregister)(locked.at));
@@ -119,12 +119,3 @@ void pinning_takes_time() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(mapping_calls_cost_what_was_set_for_each_page);
-  RUN(other_calls_do_not_wait_for_a_mapping_call);
-  RUN(with_the_driver_lock_enqueueing_waits_for_a_mapping_call);
-  RUN(nothing_can_be_used_while_it_is_unmapped);
-  RUN(pinning_takes_time);
-  return failures();
-}

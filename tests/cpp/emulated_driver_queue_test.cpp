@@ -39,7 +39,7 @@ struct Two : World {
 constexpr std::uint64_t kSlow = 2'000'000;  // bytes a second: a large copy takes 33 ms, and the small one would take none
 constexpr std::uint64_t kSlowest = 4000;
 
-void a_small_copy_waits_for_a_large_one_of_another_stream() {
+TEST(a_small_copy_waits_for_a_large_one_of_another_stream) {
   Two two;
   set("copy_bytes_per_s", kSlow);
   two.large();
@@ -50,7 +50,7 @@ void a_small_copy_waits_for_a_large_one_of_another_stream() {
   two.close();
 }
 
-void it_waits_for_all_that_stand_back_to_back() {
+TEST(it_waits_for_all_that_stand_back_to_back) {
   Two two;
   set("copy_bytes_per_s", kSlow);
   two.large();
@@ -65,7 +65,7 @@ void it_waits_for_all_that_stand_back_to_back() {
   two.close();
 }
 
-void it_comes_between_where_something_else_lies_between() {
+TEST(it_comes_between_where_something_else_lies_between) {
   Two two;
   Gate gate;
   two.large();
@@ -94,7 +94,7 @@ bool comes_between(Two& two, std::uint64_t bytes_per_s) {
   return between;
 }
 
-void a_fill_between_lets_others_in() {
+TEST(a_fill_between_lets_others_in) {
   Two two;
   // However slow the machine is, some copy is long enough for the small one to be enqueued meanwhile.
   std::uint64_t bytes_per_s = kSlow;
@@ -104,7 +104,7 @@ void a_fill_between_lets_others_in() {
 }
 
 // A wait for what is not over lets others in: the copy behind it is in nobody's line until then.
-void a_copy_that_waits_for_an_event_is_not_in_line() {
+TEST(a_copy_that_waits_for_an_event_is_not_in_line) {
   Two two;
   CUstream third = nullptr;
   CUevent gate_passed = nullptr;
@@ -140,7 +140,7 @@ bool passes_the_other_direction(Two& two, std::uint64_t bytes_per_s) {
   return passed;
 }
 
-void each_direction_has_an_engine() {
+TEST(each_direction_has_an_engine) {
   Two two;
   // However slow the machine is, some copy is long enough.
   std::uint64_t bytes_per_s = kSlow;
@@ -150,7 +150,7 @@ void each_direction_has_an_engine() {
 }
 
 // Tickets of work that is skipped are given back.
-void a_stream_that_failed_holds_nobody_up() {
+TEST(a_stream_that_failed_holds_nobody_up) {
   Two two;
   CONTROL(remapEmulatedArm)("run:cuMemcpyHtoDAsync", 1, kLaunchFailed, 0);
   for (int i = 0; i < 3; ++i) two.large();
@@ -161,7 +161,7 @@ void a_stream_that_failed_holds_nobody_up() {
   two.close();
 }
 
-void enqueueing_blocks_while_the_channel_is_full() {
+TEST(enqueueing_blocks_while_the_channel_is_full) {
   World world;
   CHECK(CONTROL(remapEmulatedConfigure)("channel_ops", 0) == -1);
   set("channel_ops", 4);
@@ -189,15 +189,3 @@ void enqueueing_blocks_while_the_channel_is_full() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(a_small_copy_waits_for_a_large_one_of_another_stream);
-  RUN(it_waits_for_all_that_stand_back_to_back);
-  RUN(it_comes_between_where_something_else_lies_between);
-  RUN(a_fill_between_lets_others_in);
-  RUN(a_copy_that_waits_for_an_event_is_not_in_line);
-  RUN(each_direction_has_an_engine);
-  RUN(a_stream_that_failed_holds_nobody_up);
-  RUN(enqueueing_blocks_while_the_channel_is_full);
-  return failures();
-}

@@ -13,7 +13,13 @@ using namespace remap::testing;
 
 namespace {
 
-void looking_up() {
+// First of all.
+TEST(nothing_before_init) {
+  int count = 0;
+  BREAKS(kNotInitialized, CU(cuDeviceGetCount)(&count));
+}
+
+TEST(looking_up) {
   const auto look = exported<GetProcAddress>("cuGetProcAddress_v2");
   void* found = nullptr;
   int status = -1;
@@ -37,14 +43,14 @@ void looking_up() {
   CHECK(names > 50);
 }
 
-void errors_have_names() {
+TEST(errors_have_names) {
   const char* text = nullptr;
   CHECK(CU(cuGetErrorName)(kOutOfMemory, &text) == kSuccess && std::strcmp(text, "CUDA_ERROR_OUT_OF_MEMORY") == 0);
   CHECK(CU(cuGetErrorString)(kNotReady, &text) == kSuccess && text != nullptr);
   CHECK(CU(cuGetErrorName)(123456, &text) == kInvalidValue && text == nullptr);
 }
 
-void devices_and_settings() {
+TEST(devices_and_settings) {
   CONTROL(remapEmulatedReset)();
   CHECK(CONTROL(remapEmulatedConfigure)("devices", 2) == 0);
   CHECK(CONTROL(remapEmulatedConfigure)("attribute.102", 0) == 0);
@@ -64,7 +70,7 @@ void devices_and_settings() {
   CONTROL(remapEmulatedReset)();
 }
 
-void contexts_are_per_thread_and_counted() {
+TEST(contexts_are_per_thread_and_counted) {
   Device device;
   CUcontext current = nullptr;
   FINE(CU(cuCtxGetCurrent)(&current));
@@ -101,7 +107,7 @@ void contexts_are_per_thread_and_counted() {
   device.close();
 }
 
-void reservations() {
+TEST(reservations) {
   Device device;
   CUdeviceptr at = 0;
   FINE(CU(cuMemAddressReserve)(&at, 3 * kPage, 8 << 20, 0, 0));
@@ -116,7 +122,7 @@ void reservations() {
   device.close();
 }
 
-void pages_run_out_exactly_and_are_dirty() {
+TEST(pages_run_out_exactly_and_are_dirty) {
   Device device;
   CUmemAllocationProp properties = pinned();
   CUmemGenericAllocationHandle page = 0;
@@ -152,7 +158,7 @@ void pages_run_out_exactly_and_are_dirty() {
   device.close();
 }
 
-void mappings() {
+TEST(mappings) {
   Device device;
   Region region(4, 2);
   const auto handle = region.handles[0];
@@ -189,7 +195,7 @@ void mappings() {
   device.close();
 }
 
-void pages_live_as_long_as_handle_or_mapping() {
+TEST(pages_live_as_long_as_handle_or_mapping) {
   Device device;
   Region region(1, 1);
   region.bytes_of(0)[0] = 0x33;
@@ -219,7 +225,7 @@ bool touchable(const unsigned char* at, bool write) {
   return good;
 }
 
-void touching_what_is_not_accessible_faults() {
+TEST(touching_what_is_not_accessible_faults) {
   Device device;
   Region region(2, 1);
   CHECK(touchable(region.bytes_of(0), true));
@@ -236,7 +242,7 @@ void touching_what_is_not_accessible_faults() {
   device.close();
 }
 
-void host_memory() {
+TEST(host_memory) {
   Device device;
   const std::size_t os_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   void* mapped = mmap(nullptr, 4 * os_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -270,7 +276,7 @@ void host_memory() {
   device.close();
 }
 
-void exported_pages_are_imported() {
+TEST(exported_pages_are_imported) {
   Device device;
   CUmemAllocationProp properties = pinned();
   properties.requestedHandleTypes = kPosixFd;
@@ -292,7 +298,7 @@ void exported_pages_are_imported() {
   device.close();
 }
 
-void injected_errors_and_counts() {
+TEST(injected_errors_and_counts) {
   Device device;
   CUdeviceptr at = 0;
   CONTROL(remapEmulatedArm)("cuMemAddressReserve", 2, kOutOfMemory, 0);
@@ -312,7 +318,7 @@ void injected_errors_and_counts() {
   device.close();
 }
 
-void a_forked_child_has_no_driver() {
+TEST(a_forked_child_has_no_driver) {
   Device device;
   Region region(1, 1);
   const pid_t child = fork();
@@ -327,7 +333,7 @@ void a_forked_child_has_no_driver() {
   device.close();
 }
 
-void two_devices() {
+TEST(two_devices) {
   CONTROL(remapEmulatedReset)();
   CHECK(CONTROL(remapEmulatedConfigure)("devices", 2) == 0 && CONTROL(remapEmulatedConfigure)("granularity", kPage) == 0);
   CHECK(CONTROL(remapEmulatedConfigure)("memory", 2 * kPage) == 0);
@@ -365,28 +371,4 @@ void two_devices() {
   CONTROL(remapEmulatedReset)();
 }
 
-void nothing_before_init() {
-  int count = 0;
-  BREAKS(kNotInitialized, CU(cuDeviceGetCount)(&count));
-}
-
 }  // namespace
-
-int main() {
-  RUN(nothing_before_init);
-  RUN(looking_up);
-  RUN(errors_have_names);
-  RUN(devices_and_settings);
-  RUN(contexts_are_per_thread_and_counted);
-  RUN(reservations);
-  RUN(pages_run_out_exactly_and_are_dirty);
-  RUN(mappings);
-  RUN(pages_live_as_long_as_handle_or_mapping);
-  RUN(touching_what_is_not_accessible_faults);
-  RUN(host_memory);
-  RUN(exported_pages_are_imported);
-  RUN(injected_errors_and_counts);
-  RUN(a_forked_child_has_no_driver);
-  RUN(two_devices);
-  return failures();
-}

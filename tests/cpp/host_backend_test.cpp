@@ -25,7 +25,7 @@ std::shared_ptr<Backend> open_backend(std::size_t pages, std::size_t page_bytes 
   return make_host_backend({pages * page_bytes, page_bytes, 1});
 }
 
-void options_are_checked() {
+TEST(options_are_checked) {
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({0, kSmall, 1}));
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, 0, 1}));
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, kSmall / 2, 1}));
@@ -33,7 +33,7 @@ void options_are_checked() {
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, kSmall, 0}));
 }
 
-void reservations_fault_and_are_aligned() {
+TEST(reservations_fault_and_are_aligned) {
   auto backend = open_backend(1);
   for (const std::size_t alignment : {kSmall, kPage, kPage * 16}) {
     std::byte* at = backend->reserve(3 * kSmall, alignment);
@@ -51,10 +51,10 @@ void reservations_fault_and_are_aligned() {
   CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, 100));
   CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, kSmall * 3));
   CHECK_ERROR(ErrorKind::limit_exceeded, backend->reserve(std::size_t{1} << 62, kSmall));
-  CHECK(zero(backend->usage()));
+  CHECK(empty(backend->usage()));
 }
 
-void access_is_what_was_set() {
+TEST(access_is_what_was_set) {
   auto backend = open_backend(2);
   std::byte* at = backend->reserve(2 * kSmall, kSmall);
   const PageHandle pages[] = {backend->create_page(kSmall), backend->create_page(kSmall)};
@@ -74,7 +74,7 @@ void access_is_what_was_set() {
   CHECK(!readable(at));
 }
 
-void a_page_keeps_its_bytes_until_destroyed() {
+TEST(a_page_keeps_its_bytes_until_destroyed) {
   auto backend = open_backend(1, kPage);
   std::byte* at = backend->reserve(4 * kPage, kPage);
   const PageHandle page = backend->create_page(kPage);
@@ -100,10 +100,10 @@ void a_page_keeps_its_bytes_until_destroyed() {
   backend->unmap(at, kPage);
   backend->destroy_page(fresh);
   backend->release(at, 4 * kPage);
-  CHECK(zero(backend->usage()));
+  CHECK(empty(backend->usage()));
 }
 
-void thirty_two_aliases_show_one_page() {
+TEST(thirty_two_aliases_show_one_page) {
   auto backend = open_backend(2);
   std::byte* at = backend->reserve(33 * kSmall, kSmall);
   const PageHandle page = backend->create_page(kSmall);
@@ -121,7 +121,7 @@ void thirty_two_aliases_show_one_page() {
   backend->destroy_page(page);
 }
 
-void capacity_is_exact() {
+TEST(capacity_is_exact) {
   auto backend = open_backend(3);
   std::vector<PageHandle> pages;
   for (int i = 0; i < 3; ++i) pages.push_back(backend->create_page(kSmall));
@@ -139,7 +139,7 @@ void capacity_is_exact() {
   backend->create_page(kSmall);
 }
 
-void every_precondition_is_checked() {
+TEST(every_precondition_is_checked) {
   auto backend = open_backend(8);
   std::byte* at = backend->reserve(8 * kSmall, kSmall);
   std::vector<PageHandle> pages;
@@ -180,7 +180,7 @@ void every_precondition_is_checked() {
   CHECK(kernel_mappings(at, 8 * kSmall) <= before.mappings);
 }
 
-void host_memory_is_accounted() {
+TEST(host_memory_is_accounted) {
   auto backend = open_backend(1);
   std::byte* small = backend->allocate_host(100);
   std::byte* large = backend->allocate_host(kPage + 1);
@@ -197,11 +197,11 @@ void host_memory_is_accounted() {
   backend->unregister_host(mine.data(), mine.size());
   backend->free_host(small, 100);
   backend->free_host(large, kPage + 1);
-  CHECK(zero(backend->usage()));
+  CHECK(empty(backend->usage()));
 }
 
 // Random calls against an obvious model; after each, every page's bytes, every access and the number of mappings agree.
-void random_calls_agree_with_a_model() {
+TEST(random_calls_agree_with_a_model) {
   constexpr std::size_t kSlots = 24;
   for (unsigned seed = 1; seed <= 8; ++seed) {
     std::mt19937 random(seed);
@@ -276,7 +276,7 @@ void random_calls_agree_with_a_model() {
   }
 }
 
-void exchange_of_large_pages_moves_populated_tables() {
+TEST(exchange_of_large_pages_moves_populated_tables) {
   auto backend = open_backend(8, kPage);
   CHECK(backend->can_exchange());
   std::byte* a = backend->reserve(4 * kPage, kPage);
@@ -306,17 +306,3 @@ void exchange_of_large_pages_moves_populated_tables() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(options_are_checked);
-  RUN(reservations_fault_and_are_aligned);
-  RUN(access_is_what_was_set);
-  RUN(a_page_keeps_its_bytes_until_destroyed);
-  RUN(thirty_two_aliases_show_one_page);
-  RUN(capacity_is_exact);
-  RUN(every_precondition_is_checked);
-  RUN(host_memory_is_accounted);
-  RUN(random_calls_agree_with_a_model);
-  RUN(exchange_of_large_pages_moves_populated_tables);
-  return remap::testing::failures() != 0;
-}

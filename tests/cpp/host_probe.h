@@ -10,6 +10,7 @@
 
 #include "backend/host_memory.h"
 #include "check.h"
+#include "usage.h"
 
 namespace remap::testing {
 
@@ -54,14 +55,6 @@ inline std::int64_t field(const Error& error, const std::string& name) {
   throw std::logic_error("no field " + name);
 }
 
-inline bool zero(const Usage& usage) {
-  return usage.reserved_bytes == 0 && usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.host_bytes == 0 &&
-         usage.mappings == 0 && usage.streams == 0 && usage.events == 0;
-}
-inline bool same(const Usage& a, const Usage& b) {
-  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
-         a.host_bytes == b.host_bytes && a.mappings == b.mappings;
-}
 inline Usage usage_of(const host::HostMemory& memory) {
   Usage usage;
   memory.add_usage(usage);

@@ -33,7 +33,7 @@ struct Gate {
   }
 };
 
-void work_of_one_stream_runs_in_order() {
+TEST(work_of_one_stream_runs_in_order) {
   HostStreams streams(1);
   const StreamHandle stream = streams.create_stream();
   const EventHandle event = streams.create_event(true);
@@ -55,7 +55,7 @@ void work_of_one_stream_runs_in_order() {
   CHECK(b[99999] == std::byte{0x11} && c[0] == std::byte{0x22});
 }
 
-void streams_wait_for_events_of_others() {
+TEST(streams_wait_for_events_of_others) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
   const EventHandle event = streams.create_event(true), end = streams.create_event(true);
@@ -74,7 +74,7 @@ void streams_wait_for_events_of_others() {
 }
 
 // A wait is for the recording that was the last one when it was asked for, as in CUDA.
-void recordings_are_versioned() {
+TEST(recordings_are_versioned) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
   const EventHandle event = streams.create_event(true), end = streams.create_event(true);
@@ -93,7 +93,7 @@ void recordings_are_versioned() {
   CHECK(streams.synchronize(event, kForever));
 }
 
-void events_may_go_while_pending() {
+TEST(events_may_go_while_pending) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
   const EventHandle event = streams.create_event(true), end = streams.create_event(true);
@@ -110,7 +110,7 @@ void events_may_go_while_pending() {
   CHECK(streams.synchronize(end, kForever));
 }
 
-void a_failure_reaches_every_waiter() {
+TEST(a_failure_reaches_every_waiter) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream(), third = streams.create_stream();
   const EventHandle before = streams.create_event(true), behind = streams.create_event(true), other = streams.create_event(true),
@@ -145,7 +145,7 @@ void a_failure_reaches_every_waiter() {
   streams.destroy_stream(first);
 }
 
-void destroying_waits_for_the_work() {
+TEST(destroying_waits_for_the_work) {
   HostStreams streams(1);
   std::vector<std::byte> bytes(1 << 20);
   for (int i = 1; i <= 20; ++i) {
@@ -167,7 +167,7 @@ void destroying_waits_for_the_work() {
   CHECK(ran);
 }
 
-void elapsed_is_the_time_between_events() {
+TEST(elapsed_is_the_time_between_events) {
   HostStreams streams(1);
   const StreamHandle stream = streams.create_stream();
   const EventHandle from = streams.create_event(true), to = streams.create_event(true);
@@ -185,7 +185,7 @@ void elapsed_is_the_time_between_events() {
   CHECK(seconds >= 0.002 && streams.elapsed(to, from) == -seconds);
 }
 
-void bad_arguments_are_refused() {
+TEST(bad_arguments_are_refused) {
   auto backend = make_host_backend({4096, 4096, 1});
   const StreamHandle stream = backend->create_stream();
   const EventHandle event = backend->create_event(true);
@@ -203,7 +203,7 @@ void bad_arguments_are_refused() {
   CHECK(backend->usage().streams == 0 && backend->usage().events == 0);
 }
 
-void workers_are_named_and_take_no_signals() {
+TEST(workers_are_named_and_take_no_signals) {
   HostStreams streams(2);
   streams.create_stream();
   std::size_t found = 0;
@@ -227,7 +227,7 @@ void workers_are_named_and_take_no_signals() {
   CHECK(found == 2);
 }
 
-void copies_are_exact_at_every_alignment() {
+TEST(copies_are_exact_at_every_alignment) {
   constexpr std::size_t kMost = (std::size_t{5} << 20) + 777;
   std::vector<std::byte> from(kMost + 128), to(kMost + 256);
   std::mt19937 random(7);
@@ -249,7 +249,7 @@ void copies_are_exact_at_every_alignment() {
   }
 }
 
-void copies_reach_mapped_pages() {
+TEST(copies_reach_mapped_pages) {
   constexpr std::size_t kPage = std::size_t{2} << 20;
   for (const std::size_t threads : {1, 2}) {
     auto backend = make_host_backend({4 * kPage, kPage, threads});
@@ -275,18 +275,3 @@ void copies_reach_mapped_pages() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(work_of_one_stream_runs_in_order);
-  RUN(streams_wait_for_events_of_others);
-  RUN(recordings_are_versioned);
-  RUN(events_may_go_while_pending);
-  RUN(a_failure_reaches_every_waiter);
-  RUN(destroying_waits_for_the_work);
-  RUN(elapsed_is_the_time_between_events);
-  RUN(bad_arguments_are_refused);
-  RUN(workers_are_named_and_take_no_signals);
-  RUN(copies_are_exact_at_every_alignment);
-  RUN(copies_reach_mapped_pages);
-  return remap::testing::failures() != 0;
-}

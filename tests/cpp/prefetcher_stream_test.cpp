@@ -6,27 +6,12 @@
 
 #include "prefetcher_world.h"
 
-using remap::Call;
-using remap::Error;
-using remap::ErrorKind;
-using remap::EventHandle;
-using remap::LayerId;
-using remap::PassTiming;
-using remap::Prefetcher;
-using remap::StreamConfiguration;
-using remap::StreamHandle;
-using remap::testing::Buffer;
-using remap::testing::FakeBackend;
-using remap::testing::kBytes;
-using remap::testing::kRing;
-using remap::testing::World;
+using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
-constexpr std::byte kOther{0xEE};  // what another owner writes into pages that it has been given
-constexpr std::chrono::nanoseconds kNow{0};
-
-void a_pass_on_a_stream_blocks_nobody() {
+TEST(a_pass_on_a_stream_blocks_nobody) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
     World world(7, seed);
     const StreamHandle stream = world.backend->create_stream();
@@ -44,7 +29,7 @@ void a_pass_on_a_stream_blocks_nobody() {
   }
 }
 
-void a_stream_that_nobody_knows_is_refused_at_once() {
+TEST(a_stream_that_nobody_knows_is_refused_at_once) {
   World world(2);
   const StreamHandle stream = world.backend->create_stream();
   CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->begin_pass(4711));
@@ -67,7 +52,7 @@ void a_stream_that_nobody_knows_is_refused_at_once() {
 
 // A resident layer's uses leave no trace, so a copy into its region knows its readers by `after` only. Without it the
 // fake backend sees the copy overwrite what is being computed with: the check does look.
-void a_reload_waits_for_readers_on_a_stream() {
+TEST(a_reload_waits_for_readers_on_a_stream) {
   int seen = 0;
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     for (const bool ordered : {true, false}) {
@@ -106,7 +91,7 @@ void a_reload_waits_for_readers_on_a_stream() {
 // What an engine and a session do, at random: passes on two streams in alternation and on the calling thread; changes of what
 // is streamed while the device is passes behind; pages that change hands and are written at once by their new owner on the
 // computation's stream; regions that are held until the worker has seen `after`; passes left in the middle.
-void the_host_runs_ahead_of_changes() {
+TEST(the_host_runs_ahead_of_changes) {
   std::uint64_t behind = 0;
   for (std::uint64_t seed = 0; seed < 3000; ++seed) {
     std::mt19937_64 random(seed);
@@ -240,7 +225,7 @@ void the_host_runs_ahead_of_changes() {
 }
 
 // After a failed copy the next pass begins anew. That one may wait: for the old stream's work.
-void a_failed_copy_under_passes_in_flight() {
+TEST(a_failed_copy_under_passes_in_flight) {
   for (unsigned nth = 1; nth <= 14; ++nth) {
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
       World world(5, seed);
@@ -274,7 +259,7 @@ void a_failed_copy_under_passes_in_flight() {
 }
 
 // The next pass cannot begin either, again and again: nothing of it stays.
-void a_pass_that_cannot_begin_leaves_nothing() {
+TEST(a_pass_that_cannot_begin_leaves_nothing) {
   World world(3);
   const StreamHandle stream = world.backend->create_stream();
   world.pass_on(stream);
@@ -299,7 +284,7 @@ void a_pass_that_cannot_begin_leaves_nothing() {
 
 // Every call of a session with passes on a stream fails in turn, once or for ever from then on. Whatever was thrown, what
 // is computed is right, the end is reached once the fault is gone, and nothing is left behind.
-void every_call_fails_and_nothing_is_left() {
+TEST(every_call_fails_and_nothing_is_left) {
   unsigned thrown = 0;
   unsigned calls = 0;
   for (const bool always : {false, true}) {
@@ -359,14 +344,3 @@ void every_call_fails_and_nothing_is_left() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(a_pass_on_a_stream_blocks_nobody);
-  RUN(a_stream_that_nobody_knows_is_refused_at_once);
-  RUN(a_reload_waits_for_readers_on_a_stream);
-  RUN(the_host_runs_ahead_of_changes);
-  RUN(a_failed_copy_under_passes_in_flight);
-  RUN(a_pass_that_cannot_begin_leaves_nothing);
-  RUN(every_call_fails_and_nothing_is_left);
-  return remap::testing::failures();
-}
