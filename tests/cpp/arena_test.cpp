@@ -1,14 +1,11 @@
 // The Arena's set-up calls and tables: each call whole or without effect, invariants after each, everything given back.
 #include "remap/arena.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <memory>
 #include <thread>
 
-#include "check.h"
+#include "child.h"
 #include "remap/backends.h"
 #include "remap/decorators.h"
 #include "usage.h"
@@ -306,25 +303,13 @@ TEST(a_forked_child_is_refused_and_destroys_nothing) {
   World world;
   const RegionId id = world.layer(1, 1);
   world.arena->address(id)[0] = std::byte{3};
-  const pid_t child = fork();
-  if (child == 0) {
-    int wrong = 0;
-    const auto refused = [&](auto&& call) {
-      try {
-        call();
-        ++wrong;
-      } catch (const Error& error) {
-        wrong += error.kind() == ErrorKind::forked_process ? 0 : 1;
-      }
-    };
-    refused([&] { world.arena->take(1, Owner::params, 1); });
-    refused([&] { (void)world.arena->counts(); });
-    refused([&] { world.arena->close(); });
+  const int status = in_child([&] {
+    CHECK_ERROR(ErrorKind::forked_process, world.arena->take(1, Owner::params, 1));
+    CHECK_ERROR(ErrorKind::forked_process, world.arena->counts());
+    CHECK_ERROR(ErrorKind::forked_process, world.arena->close());
     world.arena.reset();
-    _exit(wrong);
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  });
+  CHECK(ended_well(status));
   CHECK(world.arena->address(id)[0] == std::byte{3});
   world.arena->check();
 }

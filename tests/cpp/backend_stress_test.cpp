@@ -105,27 +105,6 @@ TEST(limits_hold_when_threads_race) {
   CHECK_ERROR(ErrorKind::limit_exceeded, backend->create_page(kPage));
 }
 
-// One thread computes and waits, as the engine does, while a copy stream fills two buffers in turn.
-TEST(a_pipeline_sees_every_copy_whole) {
-  constexpr std::size_t kBytes = 3 << 20, kLayers = 60;
-  auto backend = make_host_backend({kPage, kPage, 2});
-  std::vector<std::byte> ring[2] = {std::vector<std::byte>(kBytes), std::vector<std::byte>(kBytes)};
-  std::vector<std::byte> masters[4];
-  for (std::size_t i = 0; i < 4; ++i) masters[i].assign(kBytes, static_cast<std::byte>(i + 1));
-  const StreamHandle copies = backend->create_stream(), compute = backend->create_stream();
-  EventHandle arrived[2] = {backend->create_event(true), backend->create_event(true)};
-  EventHandle used[2] = {backend->create_event(true), backend->create_event(true)};
-  for (std::size_t layer = 0; layer < kLayers; ++layer) {
-    const std::size_t slot = layer % 2;
-    backend->stream_wait(copies, used[slot]);
-    backend->copy(copies, ring[slot].data(), masters[layer % 4].data(), kBytes);
-    backend->record(arrived[slot], copies);
-    CHECK(backend->synchronize(arrived[slot], kForever));
-    for (std::size_t at = 0; at < kBytes; at += 4001) CHECK(ring[slot][at] == static_cast<std::byte>(layer % 4 + 1));
-    backend->record(used[slot], compute);
-  }
-}
-
 TEST(several_streams_share_the_copy_threads) {
   constexpr std::size_t kBytes = (3 << 20) + 5;
   auto backend = make_host_backend({kPage, kPage, 3});

@@ -1,4 +1,5 @@
-// The smallest test harness that needs no package: CHECK throws with file and line, TEST names a case, and main.cpp runs them.
+// The smallest test harness that needs no package: CHECK throws with file and line, TEST names a case, and main.cpp
+// runs them.
 #pragma once
 
 #include <cstdio>

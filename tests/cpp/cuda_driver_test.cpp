@@ -1,11 +1,9 @@
 // Finding the driver: what is refused and how that reads, and what the probe says. And the ends: fork and exit.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "child.h"
 #include "cuda_world.h"
 
 namespace {
@@ -92,26 +90,6 @@ CLEAN_TEST(a_driver_without_devices_can_be_probed_and_not_opened) {
   CHECK(probe_cuda(REMAP_EMULATED_DRIVER_PATH).devices.at(0).free_bytes == 0);
 }
 
-// Exit status of a child that runs the body; 0 if it ran to its end without an exception.
-template <typename Body>
-int status_of_child(Body&& body) {
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child == 0) {
-    int status = 1;
-    try {
-      body();
-      status = 0;
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "in the child: %s\n", error.what());
-    }
-    _exit(status);
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
-  return WEXITSTATUS(status);
-}
-
 CLEAN_TEST(a_forked_child_is_refused_and_calls_no_driver) {
   emulate();
   auto backend = open_cuda();
@@ -119,7 +97,7 @@ CLEAN_TEST(a_forked_child_is_refused_and_calls_no_driver) {
   const StreamHandle stream = backend->create_stream();
   const EventHandle event = backend->create_event(true);
   std::byte* host = backend->allocate_host(kPage);
-  const int status = status_of_child([&] {
+  const int status = in_child([&] {
     CHECK_ERROR(ErrorKind::forked_process, backend->reserve(kPage, kPage));
     CHECK_ERROR(ErrorKind::forked_process, backend->create_page(kPage));
     CHECK_ERROR(ErrorKind::forked_process, backend->exchange(shown.at, shown.at, kPage));
@@ -133,7 +111,7 @@ CLEAN_TEST(a_forked_child_is_refused_and_calls_no_driver) {
     backend.reset();
     CHECK(calls() == before);
   });
-  CHECK(status == 0);
+  CHECK(ended_well(status));
   backend->copy(stream, shown.at, host, kPage);  // the parent goes on
   backend.reset();
 }
@@ -163,16 +141,12 @@ struct Keeper {
 
 CLEAN_TEST(a_backend_that_outlives_main_calls_no_driver) {
   if (std::getenv(kLeave) != nullptr) leave_a_backend_to_exit();
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child == 0) {
+  CHECK(ended_well(in_child([] {
     ::setenv(kLeave, "1", 1);
-    execl("/proc/self/exe", "cuda_driver_test", "a_backend_that_outlives_main_calls_no_driver", static_cast<char*>(nullptr));
-    _exit(2);
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
+    ::execl("/proc/self/exe", "cuda_driver_test", "a_backend_that_outlives_main_calls_no_driver",
+            static_cast<char*>(nullptr));
+    throw std::runtime_error("execl");
+  })));
 }
 
 }  // namespace

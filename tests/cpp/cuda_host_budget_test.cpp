@@ -24,62 +24,49 @@ const char* const kMeminfo =
     "MemAvailable:   22000000 kB\n"
     "Buffers:            1234 kB\n";
 
-TEST(the_machine_limits_where_no_cgroup_does) {
+struct Judged {
+  const char* what;
   HostLimits limits;
-  limits.meminfo = kMeminfo;
-  CHECK(host_budget(limits).bytes == spared(22000000 * kKiB));
-  limits.groups.push_back({"max\n", "5000000000\n", ""});
-  limits.groups.push_back({"9223372036854771712\n", "5000000000\n", ""});  // v1's "no limit"
-  CHECK(host_budget(limits).bytes == spared(22000000 * kKiB));
-}
+  std::size_t bytes;
+  LimitedBy by;
+};
 
-TEST(an_old_kernel_says_what_is_free_and_a_missing_file_nothing) {
-  HostLimits limits;
-  limits.meminfo = "MemTotal: 100 kB\nMemFree: 64 kB\n";
-  CHECK(host_budget(limits).bytes == spared(64 * kKiB));
-  limits.meminfo.clear();
-  CHECK(host_budget(limits).bytes == 0);
-}
+HostLimits with(std::vector<HostLimits::Group> groups) { return {kMeminfo, {}, std::move(groups)}; }
 
-TEST(the_tightest_cgroup_limits) {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.groups.push_back({"8000000000\n", "1000000000\n", ""});
-  limits.groups.push_back({"4000000000\n", "3000000000\n", ""});
-  limits.groups.push_back({"max\n", "9000000000\n", ""});
-  CHECK(host_budget(limits).bytes == spared(1000000000));
-  CHECK(host_budget(limits).limited_by == LimitedBy::cgroup);
-  limits.groups.resize(1);
-  limits.groups[0].limit = "90000000000\n";  // more than the machine has
-  CHECK(host_budget(limits).limited_by == LimitedBy::machine);
-}
-
-TEST(inactive_file_cache_counts_as_left) {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.groups.push_back({"4000000000", "3500000000", "anon 100\ninactive_file 2500000000\nactive_file 900\n"});
-  CHECK(host_budget(limits).bytes == spared(3000000000));
-  // v1 counts the groups below under "total_"; its plain number is the group's own.
-  limits.groups.back().stat = "inactive_file 5\ntotal_inactive_file 500000000\n";
-  CHECK(host_budget(limits).bytes == spared(1000000000));
-  // Counters are read one after the other, so a cache can be larger than the use.
-  limits.groups.back().stat = "inactive_file 9900000000\n";
-  CHECK(host_budget(limits).bytes == spared(4000000000));
-}
-
-TEST(a_cgroup_above_its_limit_leaves_nothing) {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.groups.push_back({"1000", "2000", ""});
-  CHECK(host_budget(limits).bytes == 0);
-}
-
-TEST(nodes_with_processors_bound_it_where_there_are_others) {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.nodes.push_back("Node 0 MemTotal:  9000000 kB\nNode 0 MemFree:  3000000 kB\nNode 0 Inactive(file):  500000 kB\n");
-  limits.nodes.push_back("Node 1 MemTotal:  9000000 kB\nNode 1 MemFree:  1000000 kB\nNode 1 Inactive(file):  0 kB\n");
-  CHECK(host_budget(limits).bytes == spared(4500000 * kKiB));
+TEST(what_is_left_is_the_least_that_any_file_says) {
+  const std::size_t machine = spared(22000000 * kKiB);
+  const auto by_machine = LimitedBy::machine, by_cgroup = LimitedBy::cgroup;
+  const char* const kCached = "anon 100\ninactive_file 2500000000\nactive_file 900\n";
+  const std::vector<std::string> nodes = {
+      "Node 0 MemTotal:  9000000 kB\nNode 0 MemFree:  3000000 kB\nNode 0 Inactive(file):  500000 kB\n",
+      "Node 1 MemTotal:  9000000 kB\nNode 1 MemFree:  1000000 kB\nNode 1 Inactive(file):  0 kB\n"};
+  const HostLimits::Group largest{"8000000000\n", "1000000000\n", ""}, tightest{"4000000000\n", "3000000000\n", ""};
+  const HostLimits::Group unlimited{"max\n", "9000000000\n", ""}, unlimited_v1{"9223372036854771712\n", "5000\n", ""};
+  const std::vector<Judged> all = {
+      {"no group", with({}), machine, by_machine},
+      {"no limit, also v1's", with({unlimited, unlimited_v1}), machine, by_machine},
+      {"an old kernel", {"MemTotal: 100 kB\nMemFree: 64 kB\n", {}, {}}, spared(64 * kKiB), by_machine},
+      {"a missing file", {}, 0, by_machine},
+      {"the tightest group", with({largest, tightest, unlimited}), spared(1000000000), by_cgroup},
+      {"more than the machine has", with({{"90000000000\n", "1000000000\n", ""}}), machine, by_machine},
+      {"inactive file cache", with({{"4000000000", "3500000000", kCached}}), spared(3000000000), by_cgroup},
+      // v1 counts the groups below under "total_"; its plain number is the group's own.
+      {"v1's total",
+       with({{"4000000000", "3500000000", "inactive_file 5\ntotal_inactive_file 500000000\n"}}),
+       spared(1000000000),
+       by_cgroup},
+      // Counters are read one after the other, so a cache can be larger than the use.
+      {"more cache than use",
+       with({{"4000000000", "3500000000", "inactive_file 9900000000\n"}}),
+       spared(4000000000),
+       by_cgroup},
+      {"a group above its limit", with({{"1000", "2000", ""}}), 0, by_cgroup},
+      {"nodes with processors", {kMeminfo, nodes, {}}, spared(4500000 * kKiB), by_machine},
+  };
+  for (const Judged& each : all) {
+    const auto budget = host_budget(each.limits);
+    if (budget.bytes != each.bytes || budget.limited_by != each.by) throw std::logic_error(each.what);
+  }
 }
 
 TEST(lists_are_read) {

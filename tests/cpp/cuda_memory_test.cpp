@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 
 #include "cuda_world.h"
 
@@ -268,78 +267,6 @@ CLEAN_TEST(closing_gives_everything_back) {
   backend->record(backend->create_event(true), stream);
   for (int i = 0; i < 100; ++i) backend->copy(stream, shown.at, host, 100);  // still running when it is closed
   backend.reset();
-}
-
-// The emulated driver is strict: a wrong order, a wrong range or a leak is a violation.
-CLEAN_TEST(random_calls_keep_the_drivers_rules) {
-  emulate();
-  const auto backend = open_cuda();
-  std::mt19937 random(7);
-  const auto below = [&](std::size_t limit) { return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random); };
-  constexpr std::size_t kSlots = 24;
-  std::byte* at = backend->reserve(kSlots * kPage, kPage);
-  std::vector<PageHandle> pages;
-  for (int i = 0; i < 8; ++i) pages.push_back(backend->create_page(kPage));
-  std::vector<int> shows(kSlots, -1);
-  std::vector<Access> access(kSlots, Access::none);
-  for (int round = 0; round < 2000; ++round) {
-    const std::size_t first = below(kSlots);
-    const std::size_t count = 1 + below(std::min<std::size_t>(5, kSlots - first));
-    const auto range = [&](auto&& holds) {
-      for (std::size_t i = first; i < first + count; ++i) {
-        if (!holds(shows[i] >= 0)) return false;
-      }
-      return true;
-    };
-    const bool bare = range([](bool mapped) { return !mapped; });
-    const bool whole = range([](bool mapped) { return mapped; });
-    std::byte* place = at + first * kPage;
-    switch (below(3)) {
-      case 0: {
-        std::vector<PageHandle> chosen;
-        std::vector<int> which;
-        for (std::size_t i = 0; i < count; ++i) {
-          which.push_back(static_cast<int>(below(pages.size())));
-          chosen.push_back(pages[static_cast<std::size_t>(which.back())]);
-        }
-        if (!bare) {
-          CHECK_ERROR(ErrorKind::invalid_state, backend->map(place, chosen.data(), count, kPage));
-          break;
-        }
-        backend->map(place, chosen.data(), count, kPage);
-        std::copy(which.begin(), which.end(), shows.begin() + static_cast<std::ptrdiff_t>(first));
-        std::fill_n(access.begin() + static_cast<std::ptrdiff_t>(first), count, Access::none);
-        break;
-      }
-      case 1:
-        if (!whole) {
-          CHECK_ERROR(ErrorKind::invalid_state, backend->unmap(place, count * kPage));
-          break;
-        }
-        backend->unmap(place, count * kPage);
-        std::fill_n(shows.begin() + static_cast<std::ptrdiff_t>(first), count, -1);
-        break;
-      default: {
-        const auto wanted = static_cast<Access>(below(3));
-        if (!whole) {
-          CHECK_ERROR(ErrorKind::invalid_state, backend->set_access(place, count * kPage, wanted));
-          break;
-        }
-        backend->set_access(place, count * kPage, wanted);
-        std::fill_n(access.begin() + static_cast<std::ptrdiff_t>(first), count, wanted);
-      }
-    }
-    std::size_t mapped = 0;
-    for (std::size_t i = 0; i < kSlots; ++i) {
-      mapped += shows[i] >= 0 ? 1 : 0;
-      if (shows[i] < 0 || access[i] != Access::read_write) continue;
-      at[i * kPage] = static_cast<std::byte>(shows[i] + 1);
-    }
-    for (std::size_t i = 0; i < kSlots; ++i) {  // each alias shows its page
-      if (shows[i] >= 0 && access[i] == Access::read_write) CHECK(at[i * kPage] == static_cast<std::byte>(shows[i] + 1));
-    }
-    CHECK(backend->usage().mapped_bytes == mapped * kPage && live("mappings") == mapped);
-  }
 }
 
 }  // namespace

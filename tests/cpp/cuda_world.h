@@ -32,7 +32,6 @@ class Counted {
   std::uint64_t before_;
 };
 inline std::uint64_t live(const char* kind) { return CONTROL(remapEmulatedLive)(kind); }
-inline void configure(const char* name, std::uint64_t value) { CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0); }
 
 // Makes the emulated machine anew.
 inline void emulate(std::size_t memory = 64 << 20, std::size_t devices = 1) {

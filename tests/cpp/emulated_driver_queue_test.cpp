@@ -9,8 +9,6 @@ using namespace remap::testing;
 
 namespace {
 
-void set(const char* name, std::uint64_t value) { CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0); }
-
 bool over(CUevent event) { return CU(cuEventQuery)(event) == kSuccess; }
 
 // The world's stream, on which the large copies are, and another one with a small one.
@@ -41,7 +39,7 @@ constexpr std::uint64_t kSlowest = 4000;
 
 TEST(a_small_copy_waits_for_a_large_one_of_another_stream) {
   Two two;
-  set("copy_bytes_per_s", kSlow);
+  configure("copy_bytes_per_s", kSlow);
   two.large();
   two.large_is_enqueued();
   two.small();
@@ -52,7 +50,7 @@ TEST(a_small_copy_waits_for_a_large_one_of_another_stream) {
 
 TEST(it_waits_for_all_that_stand_back_to_back) {
   Two two;
-  set("copy_bytes_per_s", kSlow);
+  configure("copy_bytes_per_s", kSlow);
   two.large();
   two.large();
   FINE(CU(cuEventRecord)(two.event, two.stream));           // an event lets nobody in,
@@ -82,7 +80,7 @@ TEST(it_comes_between_where_something_else_lies_between) {
 
 // Whether the small copy came between two large ones with a fill between them.
 bool comes_between(Two& two, std::uint64_t bytes_per_s) {
-  set("copy_bytes_per_s", bytes_per_s);
+  configure("copy_bytes_per_s", bytes_per_s);
   two.large();
   FINE(CU(cuMemsetD8Async)(two.region.slot(1) + kPage / 2, 1, 1, two.stream));
   two.large();
@@ -129,7 +127,7 @@ TEST(a_copy_that_waits_for_an_event_is_not_in_line) {
 
 // Whether a copy back was over before one of the other direction, whose engine is its own, and a copy inside the device too.
 bool passes_the_other_direction(Two& two, std::uint64_t bytes_per_s) {
-  set("h2d_bytes_per_s", bytes_per_s);
+  configure("h2d_bytes_per_s", bytes_per_s);
   two.large();
   two.large_is_enqueued();
   FINE(CU(cuMemcpyDtoHAsync)(two.locked.at + 2 * kPage, two.region.slot(1), 64, two.other));
@@ -164,7 +162,7 @@ TEST(a_stream_that_failed_holds_nobody_up) {
 TEST(enqueueing_blocks_while_the_channel_is_full) {
   World world;
   CHECK(CONTROL(remapEmulatedConfigure)("channel_ops", 0) == -1);
-  set("channel_ops", 4);
+  configure("channel_ops", 4);
   Gate gate;
   gate.close_on(world.stream);  // counts: it is not done
   for (int i = 0; i < 3; ++i) FINE(CU(cuMemsetD8Async)(world.region.slot(0), 1, kPage, world.stream));

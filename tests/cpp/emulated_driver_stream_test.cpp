@@ -111,7 +111,7 @@ TEST(unregistering_under_work_in_flight) {
 
 TEST(a_lost_context_is_lost_to_all) {
   World world;
-  CHECK(CONTROL(remapEmulatedConfigure)("lose_context", 1) == 0);
+  configure("lose_context", 1);
   CONTROL(remapEmulatedArm)("run:cuMemsetD8Async", 1, kLaunchFailed, 0);
   std::memset(world.region.bytes_of(0), 1, kPage);
   FINE(CU(cuMemsetD8Async)(world.region.slot(0), 2, kPage, world.stream));
@@ -284,8 +284,8 @@ TEST(calls_inside_a_host_function_are_refused) {
 TEST(copies_take_as_long_as_the_link_would) {
   World world;
   constexpr std::uint64_t kBytesPerSecond = 4 << 20;  // a page takes 15.6 ms
-  CHECK(CONTROL(remapEmulatedConfigure)("h2d_bytes_per_s", kBytesPerSecond) == 0);
-  CHECK(CONTROL(remapEmulatedConfigure)("jitter_us", 50) == 0);
+  configure("h2d_bytes_per_s", kBytesPerSecond);
+  configure("jitter_us", 50);
   CUevent end = nullptr;
   FINE(CU(cuEventCreate)(&end, 0));
   FINE(CU(cuEventRecord)(world.event, world.stream));

@@ -1,13 +1,13 @@
 // The emulated driver itself, memory and contexts: each rule broken once, each effect looked at through memory.
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <cstring>
 #include <thread>
 
+#include "child.h"
 #include "emulated_driver.h"
+#include "touch.h"
 
 using namespace remap::testing;
 
@@ -28,7 +28,7 @@ TEST(looking_up) {
   CHECK(look("cuNoSuchThing", &found, 12000, 1, &status) == kSuccess && found == nullptr && status == 1);
   CHECK(look("cuMemCreate", &found, 99000, 1, &status) == kInvalidValue);  // newer than the driver
   CHECK(look("cuMemCreate", &found, 12000, 2, &status) == kInvalidValue);
-  CHECK(CONTROL(remapEmulatedConfigure)("driver_version", 12000) == 0);
+  configure("driver_version", 12000);
   CHECK(look("cuMemCreate", &found, 12080, 1, &status) == kInvalidValue);
   int version = 0;
   FINE(CU(cuDriverGetVersion)(&version));
@@ -52,8 +52,8 @@ TEST(errors_have_names) {
 
 TEST(devices_and_settings) {
   CONTROL(remapEmulatedReset)();
-  CHECK(CONTROL(remapEmulatedConfigure)("devices", 2) == 0);
-  CHECK(CONTROL(remapEmulatedConfigure)("attribute.102", 0) == 0);
+  configure("devices", 2);
+  configure("attribute.102", 0);
   CHECK(CONTROL(remapEmulatedConfigure)("granularity", 5000) == -1);
   CHECK(CONTROL(remapEmulatedConfigure)("colour", 1) == -1);
   FINE(CU(cuInit)(0));
@@ -65,7 +65,7 @@ TEST(devices_and_settings) {
   FINE(CU(cuDeviceGetAttribute)(&value, 102, 1));
   CHECK(value == 0);
   BREAKS(kInvalidDevice, CU(cuDeviceGetAttribute)(&value, 102, 2));
-  CHECK(CONTROL(remapEmulatedConfigure)("devices", 0) == 0);
+  configure("devices", 0);
   GIVES(100, 0u, CU(cuInit)(0));
   CONTROL(remapEmulatedReset)();
 }
@@ -209,35 +209,19 @@ TEST(pages_live_as_long_as_handle_or_mapping) {
   device.close();
 }
 
-// Whether the processor can touch the byte. The kernel looks for read() and write() and says EFAULT where a program would fault.
-bool touchable(const unsigned char* at, bool write) {
-  std::array<int, 2> ends{};
-  CHECK(pipe(ends.data()) == 0);
-  bool good = false;
-  if (write) {
-    CHECK(::write(ends[1], "x", 1) == 1);
-    good = ::read(ends[0], const_cast<unsigned char*>(at), 1) == 1;
-  } else {
-    good = ::write(ends[1], at, 1) == 1;
-  }
-  close(ends[0]);
-  close(ends[1]);
-  return good;
-}
-
 TEST(touching_what_is_not_accessible_faults) {
   Device device;
   Region region(2, 1);
-  CHECK(touchable(region.bytes_of(0), true));
-  CHECK(!touchable(region.bytes_of(1), false));  // reserved only
+  CHECK(writable(region.bytes_of(0)));
+  CHECK(!readable(region.bytes_of(1)));  // reserved only
   region.allow(0, 1, kAccessRead);
-  CHECK(touchable(region.bytes_of(0), false) && !touchable(region.bytes_of(0), true));
+  CHECK(readable(region.bytes_of(0)) && !writable(region.bytes_of(0)));
   region.allow(0, 1, kAccessNone);
-  CHECK(!touchable(region.bytes_of(0), false));
+  CHECK(!readable(region.bytes_of(0)));
   FINE(CU(cuMemUnmap)(region.slot(0), kPage));
-  CHECK(!touchable(region.bytes_of(0), false));
+  CHECK(!readable(region.bytes_of(0)));
   FINE(CU(cuMemMap)(region.slot(0), kPage, 0, region.handles[0], 0));
-  CHECK(!touchable(region.bytes_of(0), false));  // mapped, no access yet
+  CHECK(!readable(region.bytes_of(0)));  // mapped, no access yet
   region.close();
   device.close();
 }
@@ -268,7 +252,7 @@ TEST(host_memory) {
   BREAKS(kInvalidValue, CU(cuMemHostRegister)(at, os_page, 0));
   FINE(CU(cuMemHostRegister)(at, os_page, kHostReadOnly));
   FINE(CU(cuMemHostUnregister)(at));
-  CHECK(CONTROL(remapEmulatedConfigure)("attribute.113", 0) == 0);
+  configure("attribute.113", 0);
   BREAKS(kNotSupported, CU(cuMemHostRegister)(at, os_page, kHostReadOnly));
   munmap(at + os_page, os_page);
   BREAKS(kInvalidValue, CU(cuMemHostRegister)(at, 3 * os_page, kHostPortable));  // a hole
@@ -321,14 +305,10 @@ TEST(injected_errors_and_counts) {
 TEST(a_forked_child_has_no_driver) {
   Device device;
   Region region(1, 1);
-  const pid_t child = fork();
-  if (child == 0) {
+  CHECK(ended_well(in_child([&] {
     CUdeviceptr at = 0;
-    const bool refused = CU(cuMemAddressReserve)(&at, kPage, 0, 0, 0) == kNotInitialized;
-    _exit(refused && !touchable(region.bytes_of(0), false) ? 0 : 1);
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(CU(cuMemAddressReserve)(&at, kPage, 0, 0, 0) == kNotInitialized && !readable(region.bytes_of(0)));
+  })));
   region.close();
   device.close();
 }
@@ -336,7 +316,7 @@ TEST(a_forked_child_has_no_driver) {
 TEST(two_devices) {
   CONTROL(remapEmulatedReset)();
   CHECK(CONTROL(remapEmulatedConfigure)("devices", 2) == 0 && CONTROL(remapEmulatedConfigure)("granularity", kPage) == 0);
-  CHECK(CONTROL(remapEmulatedConfigure)("memory", 2 * kPage) == 0);
+  configure("memory", 2 * kPage);
   FINE(CU(cuInit)(0));
   CUcontext first = nullptr;
   CUcontext second = nullptr;

@@ -43,8 +43,8 @@ struct World : HostArena {
                  owner({6, 10}, Owner::params, Owner::kv)});
   }
   Plan back() const {
-    return plan({owner({6, 10}, Owner::kv, Owner::params), owner({2}, Owner::ring, Owner::params), show(1, {4, 5, 6, 3}),
-                 show(2, {8, 9, 10, 3})});
+    return plan({owner({6, 10}, Owner::kv, Owner::params), owner({2}, Owner::ring, Owner::params),
+                 show(1, {4, 5, 6, 3}), show(2, {8, 9, 10, 3})});
   }
   Step show(std::size_t layer, std::vector<PageId> pages, bool deferred = true) const {
     return point(layers[layer], std::move(pages), deferred, layers[layer]);

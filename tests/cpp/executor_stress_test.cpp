@@ -1,7 +1,8 @@
-// Two tenants: plans, re-pointing by the worker, prefetching, and pages that go to and fro between weights, KV and the other
-// tenant, at random and all at once, beside a thread that looks at the tables. On the fake device each computes on its own stream
-// with the host running ahead; the device sees every wrong byte, every copy into bytes in use and every address without a page.
-// On the host backend, for the sanitizers, threads and memory are real: every byte that is read must be what was written last.
+// Two tenants: plans, re-pointing by the worker, prefetching, and pages that go to and fro between weights, KV and the
+// other tenant, at random and all at once, beside a thread that looks at the tables. On the fake device each computes
+// on its own stream with the host running ahead; the device sees every wrong byte, every copy into bytes in use and
+// every address without a page. On the host backend, for the sanitizers, threads and memory are real: every byte that
+// is read must be what was written last.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -36,7 +37,9 @@ struct Machine {
   std::shared_ptr<Backend> backend = device;
   std::size_t page_bytes = FakeDevice::kPage;
 
-  static Machine fake(std::uint64_t seed, bool exchange) { return Machine{std::make_shared<FakeDevice>(seed, exchange)}; }
+  static Machine fake(std::uint64_t seed, bool exchange) {
+    return Machine{std::make_shared<FakeDevice>(seed, exchange)};
+  }
   static Machine host() { return Machine{nullptr, HostArena::host(kPages), HostArena::kPage}; }
   StreamHandle create_stream() const { return device ? device->create_stream() : 0; }
   void write(StreamHandle stream, std::byte* at, std::size_t bytes, std::byte tag) const {
@@ -231,7 +234,8 @@ struct World : Shared {
 
   World(Machine with, Mode mode) {
     machine = std::move(with);
-    arena = std::make_shared<Arena>(machine.backend, ArenaOptions{kPages * machine.page_bytes, machine.page_bytes, mode});
+    const ArenaOptions options{kPages * machine.page_bytes, machine.page_bytes, mode};
+    arena = std::make_shared<Arena>(machine.backend, options);
     executor = std::make_unique<Executor>(arena);
     for (const TenantId id : {1U, 2U}) tenants.push_back(std::make_unique<Tenant>(*this, id));
     free = arena->free_pages();

@@ -1,9 +1,6 @@
 // The host backend as the operating system sees it: forked children, bounded memory, kernel limits, nothing left behind.
 #include <dirent.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -11,10 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
+#include "child.h"
 #include "remap/backends.h"
 
 using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
@@ -54,22 +52,6 @@ std::size_t resident_arena_bytes() {
   return kib * 1024;
 }
 
-// Runs `body` in a forked child, which ends with its return value; gives the status of waitpid.
-template <typename Body>
-int in_child(Body&& body) {
-  const pid_t child = ::fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    ::signal(SIGSEGV, SIG_DFL);  // a sanitizer's handler would turn the signal into an exit status
-    ::signal(SIGBUS, SIG_DFL);
-    ::alarm(20);  // a hang ends as SIGALRM
-    ::_exit(body());
-  }
-  int status = 0;
-  CHECK(::waitpid(child, &status, 0) == child);
-  return status;
-}
-
 struct Mapped {
   std::shared_ptr<Backend> backend;
   std::byte* at = nullptr;
@@ -98,11 +80,8 @@ TEST(a_forked_child_cannot_touch_the_arena) {
   m.backend->set_access(third, kPage, Access::read);
   m.backend->exchange(other, third, kPage);  // a moved mapping must be as protected as a fresh one
   for (std::byte* at : {m.at, m.at + 3 * kPage, other, third}) {
-    CHECK(killed_by_fault(in_child([&] { return *const_cast<volatile std::byte*>(at) == std::byte{7} ? 0 : 1; })));
-    CHECK(killed_by_fault(in_child([&] {
-      *const_cast<volatile std::byte*>(at) = std::byte{9};
-      return 0;
-    })));
+    CHECK(killed_by_fault(in_child([&] { CHECK(*const_cast<volatile std::byte*>(at) == std::byte{7}); })));
+    CHECK(killed_by_fault(in_child([&] { *const_cast<volatile std::byte*>(at) = std::byte{9}; })));
     CHECK(*at == std::byte{7});
   }
 }
@@ -112,25 +91,16 @@ TEST(a_forked_child_gets_an_error_and_can_exit) {
   const StreamHandle stream = m.backend->create_stream();
   const EventHandle event = m.backend->create_event(true);
   const int status = in_child([&] {
-    int refused = 0;
-    const auto call = [&](auto&& body) {
-      try {
-        body();
-      } catch (const Error& error) {
-        refused += error.kind() == ErrorKind::forked_process;
-      }
-    };
-    call([&] { m.backend->reserve(kPage, kPage); });
-    call([&] { m.backend->unmap(m.at, kPage); });
-    call([&] { m.backend->fill(stream, m.at, 1, kPage); });
-    call([&] { m.backend->record(event, stream); });
-    call([&] { m.backend->synchronize(event, kLong); });
-    call([&] { m.backend->usage(); });
-    call([&] { m.backend->destroy_stream(stream); });
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->reserve(kPage, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->unmap(m.at, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->fill(stream, m.at, 1, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->record(event, stream));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->synchronize(event, kLong));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->usage());
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->destroy_stream(stream));
     m.backend.reset();  // joins no thread that does not exist, unmaps nothing
-    return refused == 7 ? 0 : 1;
   });
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(ended_well(status));
   CHECK(m.at[kPage - 1] == std::byte{7});
   m.backend->record(event, stream);
   CHECK(m.backend->synchronize(event, kLong));

@@ -55,24 +55,6 @@ TEST(work_of_one_stream_runs_in_order) {
   CHECK(b[99999] == std::byte{0x11} && c[0] == std::byte{0x22});
 }
 
-TEST(streams_wait_for_events_of_others) {
-  HostStreams streams(1);
-  const StreamHandle first = streams.create_stream(), second = streams.create_stream();
-  const EventHandle event = streams.create_event(true), end = streams.create_event(true);
-  std::atomic<int> order{0};
-  Gate gate;
-  streams.stream_wait(second, event);  // never recorded: complete
-  streams.call(first, gate.wait());
-  streams.call(first, [&] { order = 1; });
-  streams.record(event, first);
-  streams.stream_wait(second, event);
-  streams.call(second, [&] { CHECK(order == 1); });
-  streams.record(end, second);
-  CHECK(!streams.synchronize(end, 2ms));
-  gate.open();
-  CHECK(streams.synchronize(end, kForever));
-}
-
 // A wait is for the recording that was the last one when it was asked for, as in CUDA.
 TEST(recordings_are_versioned) {
   HostStreams streams(1);
@@ -245,31 +227,6 @@ TEST(copies_are_exact_at_every_alignment) {
         CHECK(size == 0 || std::memcmp(to.data() + 64 + b, from.data() + a, size) == 0);
         CHECK(to[63 + b] == std::byte{0xee} && to[64 + b + size] == std::byte{0xee});
       }
-    }
-  }
-}
-
-TEST(copies_reach_mapped_pages) {
-  constexpr std::size_t kPage = std::size_t{2} << 20;
-  for (const std::size_t threads : {1, 2}) {
-    auto backend = make_host_backend({4 * kPage, kPage, threads});
-    std::byte* at = backend->reserve(4 * kPage, kPage);
-    std::byte* alias = backend->reserve(4 * kPage, kPage);
-    std::vector<PageHandle> pages;
-    for (int i = 0; i < 4; ++i) pages.push_back(backend->create_page(kPage));
-    for (std::byte* one : {at, alias}) {
-      backend->map(one, pages.data(), 4, kPage);
-      backend->set_access(one, 4 * kPage, Access::read_write);
-    }
-    std::byte* master = backend->allocate_host(4 * kPage);
-    const StreamHandle stream = backend->create_stream();
-    const EventHandle event = backend->create_event(true);
-    for (int round = 0; round < 5; ++round) {
-      for (std::size_t i = 0; i < 4 * kPage; i += 512) master[i] = static_cast<std::byte>(i / 512 + static_cast<unsigned>(round));
-      backend->copy(stream, at, master, 4 * kPage);
-      backend->record(event, stream);
-      CHECK(backend->synchronize(event, kForever));
-      CHECK(std::memcmp(alias, master, 4 * kPage) == 0);
     }
   }
 }

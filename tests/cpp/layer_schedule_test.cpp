@@ -127,27 +127,6 @@ TEST(the_odd_wrap_does_not_overwrite_what_is_next) {
   CHECK((player.copied == std::vector<std::uint32_t>{0, 1, 2, 0}));
 }
 
-TEST(abandoned_passes_resynchronise) {
-  for (std::uint32_t m = 1; m <= 8; ++m) {
-    for (std::uint32_t beta = 1; beta <= 4; ++beta) {
-      for (std::uint32_t stop = 0; stop <= m; ++stop) {
-        for (const bool open : {false, true}) {
-          Player player(m, beta);
-          player.schedule.begin_pass();
-          player.pump();
-          for (std::uint32_t j = 0; j < stop; ++j) {
-            player.claim(j);
-            if (!open || j + 1 < stop) player.done(j);
-          }
-          player.pass();
-          player.pass();
-          CHECK(player.misses == 0);
-        }
-      }
-    }
-  }
-}
-
 TEST(leftovers_are_used) {
   Player player(4, 4);
   player.schedule.begin_pass();
@@ -155,18 +134,6 @@ TEST(leftovers_are_used) {
   player.claim(0);
   player.pass();
   CHECK(player.copied.size() == 4);
-}
-
-TEST(a_conflict_changes_nothing) {
-  Player player(4, 2);
-  player.schedule.begin_pass();
-  player.pump();
-  CHECK(player.claim(0) == Claim::hit);
-  CHECK(player.claim(2) == Claim::conflict);
-  CHECK(player.claim(1) == Claim::hit);
-  player.done(1);
-  player.done(0);
-  CHECK(player.claim(2) == Claim::hit);
 }
 
 TEST(skipping_forward_and_going_back) {

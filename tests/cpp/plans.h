@@ -26,7 +26,8 @@ inline Step owner(std::vector<PageId> pages, Owner from, Owner to, TenantId tena
   return step;
 }
 
-inline Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint32_t layer = 0, std::size_t first = 0) {
+inline Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint32_t layer = 0,
+                  std::size_t first = 0) {
   Step step;
   step.kind = Step::Kind::point;
   step.point = {region, first, std::move(pages), deferred, layer};
@@ -88,7 +89,8 @@ struct HostArena {
   }
   // All that a call may change.
   std::vector<std::size_t> state() const {
-    std::vector<std::size_t> all{arena->epoch(), arena->regions(), executor->undecided() ? 1u : 0u, executor->failed_points()};
+    std::vector<std::size_t> all{arena->epoch(), arena->regions(), executor->undecided() ? 1u : 0u,
+                                 executor->failed_points()};
     for (const Owner each : arena->owners()) all.push_back(static_cast<std::size_t>(each));
     for (const TenantId each : arena->tenants()) all.push_back(each);
     for (RegionId region = 0; region < 32; ++region) {
@@ -134,9 +136,9 @@ void everywhere(Body&& body) {
   }
 }
 
-// Each backend call of world.sweep() fails, once or from then on: undone, with every byte as it was (world.intact()), and the
-// plan works when it is made again (world.reached()); or undoing has failed as well, which the arena says, pages are quarantined
-// and counted, and only close() is allowed.
+// Each backend call of world.sweep() fails, once or from then on: undone, with every byte as it was (world.intact()),
+// and the plan works when it is made again (world.reached()); or undoing has failed as well, which the arena says,
+// pages are quarantined and counted, and only close() is allowed.
 template <typename World>
 void every_call_of_a_plan_fails() {
   int broken = 0;

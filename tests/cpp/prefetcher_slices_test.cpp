@@ -1,5 +1,5 @@
-// Slices on the fake backend: heads at home, tails through the ring, parts that come home. The same at random, what is refused
-// and what fails: prefetcher_test.cpp.
+// Slices on the fake backend: heads at home, tails through the ring, parts that come home. The same at random, what is
+// refused and what fails: prefetcher_test.cpp.
 #include <algorithm>
 
 #include "prefetcher_world.h"

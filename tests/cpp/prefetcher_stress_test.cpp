@@ -145,9 +145,9 @@ TEST(host_passes_beside_observers_and_a_worker) {
   CHECK(stats.passes + stats.abandoned == 240);
 }
 
-// Passes on two streams in turn, begun there or with the stream named at every layer, several in flight; changes while the
-// streams are busy (other owners write at once to what they get), and a worker that releases regions behind the change's event.
-// Nothing blocks the engine but a held layer. The computation of a layer is a copy of what it sees.
+// Passes on two streams in turn, begun there or with the stream named at every layer, several in flight; changes while
+// the streams are busy (other owners write at once to what they get), and a worker that releases regions behind the
+// change's event. Nothing blocks the engine but a held layer. The computation of a layer is a copy of what it sees.
 TEST(passes_on_streams_with_changes_under_way) {
   constexpr LayerId kLayers = 7;
   constexpr std::size_t kPasses = 5;
@@ -170,7 +170,9 @@ TEST(passes_on_streams_with_changes_under_way) {
     backend.record(after, last);
     next.after = after;
     const std::size_t head = World::offset_of(next);
-    for (const LayerId layer : next.streamed) backend.fill(last, world.regions[layer].data() + head, 0xDF, kBytes - head);
+    for (const LayerId layer : next.streamed) {
+      backend.fill(last, world.regions[layer].data() + head, 0xDF, kBytes - head);
+    }
     world.configure(next);
     Thread worker([&] {
       CHECK(backend.synchronize(after, std::chrono::seconds(60)));

@@ -1,5 +1,5 @@
-// A Prefetcher over some layers of a few bytes on the fake backend, with every layer's bytes telling whose they are. A page is
-// one byte. Whole layers stream, or the last bytes of each, aligned to the end of the ring's buffers.
+// A Prefetcher over some layers of a few bytes on the fake backend, with every layer's bytes telling whose they are. A
+// page is one byte. Whole layers stream, or the last bytes of each, aligned to the end of the ring's buffers.
 #pragma once
 
 #include <algorithm>
