@@ -11,21 +11,27 @@ using namespace remap::testing;
 
 namespace {
 
-TEST(a_pass_on_a_stream_blocks_nobody) {
+TEST(passes_on_a_stream_block_nobody) {
   for (std::uint64_t seed = 0; seed < 300; ++seed) {
-    World world(7, seed);
-    const StreamHandle stream = world.backend->create_stream();
-    CHECK(!world.prefetcher->uses_streams());
-    world.configure(world.configuration({0, 2, 3, 5, 6}, seed % kRing + 1));
-    for (std::uint64_t pass = 1; pass <= 40; ++pass) {
-      CHECK(world.pass_on(stream) == pass);
-      world.backend->random_steps(seed % 3 * 20);  // nothing at all has run, or something
+    for (const bool begun_there : {true, false}) {
+      World world(7, seed);
+      const StreamHandle stream = world.backend->create_stream();
+      CHECK(!world.prefetcher->uses_streams());
+      world.configure(world.configuration({0, 2, 3, 5, 6}, seed % kRing + 1));
+      for (std::uint64_t pass = 1; pass <= 60; ++pass) {  // more copies than tickets
+        if (begun_there) {
+          CHECK(world.pass_on(stream) == pass);
+        } else {
+          world.pass(stream);
+        }
+        world.backend->random_steps(seed % 3 * 20);  // nothing at all has run, or something
+      }
+      CHECK(world.prefetcher->uses_streams());
+      CHECK(world.backend->queued(stream) > 0);
+      world.backend->finish();
+      CHECK(world.prefetcher->stats().misses == 0);
+      world.prefetcher->drain();
     }
-    CHECK(world.prefetcher->uses_streams());
-    CHECK(world.backend->queued(stream) > 0);
-    world.backend->finish();
-    CHECK(world.prefetcher->stats().misses == 0);
-    world.prefetcher->drain();
   }
 }
 

@@ -150,18 +150,6 @@ TEST(random_interleavings) {
   CHECK(parts > 1000);
 }
 
-TEST(several_passes_in_flight_on_one_stream) {
-  for (std::uint64_t seed = 0; seed < 300; ++seed) {
-    World world(7, seed);
-    const StreamHandle stream = world.backend->create_stream();
-    world.configure(world.configuration({0, 2, 3, 5, 6}, seed % kRing + 1));
-    for (int pass = 0; pass < 60; ++pass) world.pass(stream);  // nothing has run yet; more copies than tickets
-    world.backend->finish();
-    CHECK(world.prefetcher->stats().misses == 0);
-    world.prefetcher->drain();
-  }
-}
-
 TEST(copies_are_issued_first_needed_first) {
   World world(8);
   world.configure(world.configuration({0, 5}, 1));
