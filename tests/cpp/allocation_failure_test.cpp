@@ -6,10 +6,7 @@
 #include <new>
 #include <vector>
 
-#include "backend/forward.h"
-#include "check.h"
-#include "remap/backends.h"
-#include "remap/executor.h"
+#include "plans.h"
 
 namespace {
 
@@ -32,47 +29,21 @@ void operator delete(void* place, std::size_t) noexcept { std::free(place); }
 void operator delete[](void* place, std::size_t) noexcept { std::free(place); }
 
 using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
-constexpr std::size_t kPage = 64 << 10;
+constexpr std::size_t kPage = HostArena::kPage;
 constexpr std::size_t kPages = 14;
-constexpr TenantId kTenant = 1, kOther = 2;
-
-class WithoutExchange final : public Forward<Backend> {
- public:
-  using Forward<Backend>::Forward;
-  bool can_exchange() const noexcept override { return false; }
-};
-
-Step owner(std::vector<PageId> pages, Owner from, Owner to, TenantId tenant = kTenant) {
-  Step step;
-  step.kind = Step::Kind::set_owner;
-  step.set_owner = {std::move(pages), from, to, tenant};
-  return step;
-}
-
-Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint32_t layer = 0) {
-  Step step;
-  step.kind = Step::Kind::point;
-  step.point = {region, 0, std::move(pages), deferred, layer};
-  return step;
-}
+constexpr TenantId kOther = 2;
 
 // Layers of two pages (0 1, 2 3) and a KV region with places for 4 .. 7 and 2 3; pages 6 and 7 hold another tenant's bytes.
-struct World {
-  std::shared_ptr<Backend> backend;
-  std::shared_ptr<Arena> arena;
-  std::unique_ptr<Executor> executor;
+struct World : HostArena {
   RegionId one = 0, two = 0, ring = 0, kv = 0;
 
-  World(Mode mode, bool exchange) {
-    std::shared_ptr<Backend> host = make_host_backend({kPages * kPage, kPage, 1});
-    backend = exchange ? host : std::make_shared<WithoutExchange>(host);
-    arena = std::make_shared<Arena>(backend, ArenaOptions{kPages * kPage, kPage, mode});
-    executor = std::make_unique<Executor>(arena);
-    one = arena->add_layer_region(kTenant, "one", arena->take(2, Owner::params, kTenant));
-    two = arena->add_layer_region(kTenant, "two", arena->take(2, Owner::params, kTenant));
+  World(Mode mode, bool exchange) : HostArena(host(kPages, exchange), kPages, mode) {
+    one = add_layer("one", 2);
+    two = add_layer("two", 2);
     ring = arena->add_ring_region(kTenant, 2);
     kv = arena->add_kv_region(kTenant, 6);
     arena->designate(kv, 0, {4, 5, 6, 7, 2, 3});
@@ -81,27 +52,12 @@ struct World {
     arena->remove_tenant(kOther);
   }
   Plan stream() const {
-    return {arena->epoch(),
-            {owner({0, 1}, Owner::params, Owner::ring), point(ring, {0, 1}, false), point(two, {0, 1}, true, 1),
-             owner({2, 3}, Owner::params, Owner::kv), owner({4, 5, 6, 7}, Owner::free, Owner::kv)}};
+    return plan({owner({0, 1}, Owner::params, Owner::ring), point(ring, {0, 1}, false), point(two, {0, 1}, true, 1),
+                 owner({2, 3}, Owner::params, Owner::kv), owner({4, 5, 6, 7}, Owner::free, Owner::kv)});
   }
   Plan back() const {
-    return {arena->epoch(),
-            {owner({4, 5, 6, 7}, Owner::kv, Owner::free), owner({2, 3}, Owner::kv, Owner::params),
-             owner({0, 1}, Owner::ring, Owner::params), point(two, {2, 3}, true, 1)}};
-  }
-  std::vector<std::size_t> state() const {
-    std::vector<std::size_t> all{arena->epoch(), arena->regions(), executor->undecided() ? 1u : 0u, executor->failed_points()};
-    for (const Owner each : arena->owners()) all.push_back(static_cast<std::size_t>(each));
-    for (const TenantId each : arena->tenants()) all.push_back(each);
-    for (RegionId region = 0; region < 32; ++region) {
-      try {
-        for (const PageId page : arena->shown(region)) all.push_back(page);
-      } catch (const Error&) {
-        all.push_back(~std::size_t{0});
-      }
-    }
-    return all;
+    return plan({owner({4, 5, 6, 7}, Owner::kv, Owner::free), owner({2, 3}, Owner::kv, Owner::params),
+                 owner({0, 1}, Owner::ring, Owner::params), point(two, {2, 3}, true, 1)});
   }
 };
 
@@ -118,8 +74,7 @@ std::vector<Operation> operations() {
   const auto apply = [](World& world) { world.executor->apply(world.stream()); };
   const auto apply_back = [](World& world) {
     world.executor->apply(world.stream());
-    world.executor->commit(nullptr);
-    world.executor->drain();
+    world.decide();
   };
   const auto three = [](World& world) { world.arena->take(3, Owner::params, 3, {4, 5, 6, 7}); };
   return {
@@ -144,7 +99,7 @@ std::vector<Operation> operations() {
   };
 }
 
-void every_allocation_fails_once() {
+TEST(every_allocation_fails_once) {
   long failures = 0;
   long broken = 0;
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
@@ -182,12 +137,7 @@ void every_allocation_fails_once() {
               world.arena->check();
               operation.call(world);  // memory is there again
             }
-            world.arena->check();
-            world.executor->stop();
-            world.arena->close();
-            const Usage usage = world.backend->usage();
-            CHECK(usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0);
-            CHECK(usage.streams == 0 && usage.events == 0);
+            world.end();
           } catch (const std::exception& error) {
             throw std::logic_error(std::string(operation.name) + (mode == Mode::strict ? ", strict" : ", aliased") +
                                    (exchange ? ", exchange" : "") + ", allocation " + std::to_string(k) + ": " + error.what());
@@ -201,8 +151,3 @@ void every_allocation_fails_once() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(every_allocation_fails_once);
-  return remap::testing::failures();
-}

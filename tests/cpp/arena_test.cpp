@@ -1,18 +1,17 @@
 // The Arena's set-up calls and tables: each call whole or without effect, invariants after each, everything given back.
 #include "remap/arena.h"
 
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cstring>
 #include <memory>
 #include <thread>
 
-#include "check.h"
+#include "child.h"
 #include "remap/backends.h"
 #include "remap/decorators.h"
+#include "usage.h"
 
 using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
@@ -33,19 +32,10 @@ struct World {
   RegionId layer(TenantId tenant, std::size_t pages) {
     return arena->add_layer_region(tenant, "layer", arena->take(pages, Owner::params, tenant));
   }
-  bool empty() const {
-    const Usage usage = fault->usage();
-    return usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.reserved_bytes == 0 && usage.streams == 0 &&
-           usage.events == 0;
-  }
+  bool empty() const { return remap::testing::empty(fault->usage()); }
 };
 
-bool same(const Usage& a, const Usage& b) {
-  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
-         a.streams == b.streams && a.events == b.events && a.mappings == b.mappings;
-}
-
-void makes_all_pages_at_once() {
+TEST(makes_all_pages_at_once) {
   World world;
   CHECK(world.arena->total_pages() == kPages && world.arena->counts()[Owner::free] == kPages);
   CHECK(world.fault->usage().page_bytes == kPages * kPage);
@@ -57,7 +47,7 @@ void makes_all_pages_at_once() {
   world.arena->check();
 }
 
-void refuses_bad_sizes() {
+TEST(refuses_bad_sizes) {
   HostOptions options;
   options.capacity_bytes = 4 * kPage;
   options.page_bytes = kPage;
@@ -70,7 +60,7 @@ void refuses_bad_sizes() {
 }
 
 // surogate#117: creating fails on page k > 0 and the pages before it leak.
-void create_fails_on_page_k() {
+TEST(create_fails_on_page_k) {
   HostOptions options;
   options.capacity_bytes = kPages * kPage;
   options.page_bytes = kPage;
@@ -82,7 +72,7 @@ void create_fails_on_page_k() {
   }
 }
 
-void takes_lowest_pages_or_none() {
+TEST(takes_lowest_pages_or_none) {
   World world;
   CHECK((world.arena->take(3, Owner::params, 4) == std::vector<PageId>{0, 1, 2}));
   const std::uint64_t epoch = world.arena->epoch();
@@ -91,7 +81,7 @@ void takes_lowest_pages_or_none() {
   world.arena->check();
 }
 
-void layer_regions_are_writable_and_keep_their_address() {
+TEST(layer_regions_are_writable_and_keep_their_address) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     World world(mode);
     const RegionId id = world.layer(1, 3);
@@ -105,7 +95,7 @@ void layer_regions_are_writable_and_keep_their_address() {
   }
 }
 
-void refuses_pages_that_are_not_the_tenants() {
+TEST(refuses_pages_that_are_not_the_tenants) {
   World world;
   const auto mine = world.arena->take(2, Owner::params, 1);
   const Usage before = world.fault->usage();
@@ -119,7 +109,7 @@ void refuses_pages_that_are_not_the_tenants() {
   world.arena->check();
 }
 
-void a_kv_slot_is_designated_once() {
+TEST(a_kv_slot_is_designated_once) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     World world(mode);
     const RegionId kv = world.arena->add_kv_region(1, 4);
@@ -138,7 +128,7 @@ void a_kv_slot_is_designated_once() {
 }
 
 // Every backend call of a set-up fails once: the call has no effect and works when repeated, and the end is clean.
-void set_up_fails_at_every_call() {
+TEST(set_up_fails_at_every_call) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     for (std::uint64_t n = 1;; ++n) {
       World world(mode);
@@ -177,7 +167,7 @@ void set_up_fails_at_every_call() {
   }
 }
 
-void removing_fails_whole_and_can_be_repeated() {
+TEST(removing_fails_whole_and_can_be_repeated) {
   for (std::uint64_t n = 1;; ++n) {
     World world;
     const RegionId one = world.layer(1, 2);
@@ -208,7 +198,7 @@ void removing_fails_whole_and_can_be_repeated() {
 }
 
 // pytorch#188008: mapping fails at slot k; the destructor then unmaps what never was mapped, and the process ends.
-void map_fails_at_slot_k_then_destroy() {
+TEST(map_fails_at_slot_k_then_destroy) {
   for (std::uint64_t k = 1; k <= 4; ++k) {
     World world(Mode::aliased);
     const RegionId kv = world.arena->add_kv_region(1, 8);
@@ -225,7 +215,7 @@ void map_fails_at_slot_k_then_destroy() {
   }
 }
 
-void another_tenants_bytes_are_zeroed() {
+TEST(another_tenants_bytes_are_zeroed) {
   World world;
   const RegionId first = world.layer(1, 4);
   std::memset(world.arena->address(first), 0xA5, 4 * kPage);
@@ -235,7 +225,7 @@ void another_tenants_bytes_are_zeroed() {
   for (std::size_t i = 0; i < 4 * kPage; ++i) CHECK(at[i] == std::byte{0});
 }
 
-void zeroing_that_fails_is_not_half_done() {
+TEST(zeroing_that_fails_is_not_half_done) {
   for (const Call call : {Call::fill, Call::record, Call::synchronize, Call::create_stream, Call::create_event}) {
     for (const bool forever : {false, true}) {
       World world;
@@ -255,7 +245,7 @@ void zeroing_that_fails_is_not_half_done() {
   }
 }
 
-void declared_ranges_stand_still() {
+TEST(declared_ranges_stand_still) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     World world(mode);
     Arena& arena = *world.arena;
@@ -295,7 +285,7 @@ void declared_ranges_stand_still() {
   }
 }
 
-void undoing_that_fails_breaks_the_arena() {
+TEST(undoing_that_fails_breaks_the_arena) {
   World world;
   const RegionId kv = world.arena->add_kv_region(1, 4);
   world.fault->arm(Call::set_access, 1, true);
@@ -309,35 +299,23 @@ void undoing_that_fails_breaks_the_arena() {
   CHECK(world.empty());
 }
 
-void a_forked_child_is_refused_and_destroys_nothing() {
+TEST(a_forked_child_is_refused_and_destroys_nothing) {
   World world;
   const RegionId id = world.layer(1, 1);
   world.arena->address(id)[0] = std::byte{3};
-  const pid_t child = fork();
-  if (child == 0) {
-    int wrong = 0;
-    const auto refused = [&](auto&& call) {
-      try {
-        call();
-        ++wrong;
-      } catch (const Error& error) {
-        wrong += error.kind() == ErrorKind::forked_process ? 0 : 1;
-      }
-    };
-    refused([&] { world.arena->take(1, Owner::params, 1); });
-    refused([&] { (void)world.arena->counts(); });
-    refused([&] { world.arena->close(); });
+  const int status = in_child([&] {
+    CHECK_ERROR(ErrorKind::forked_process, world.arena->take(1, Owner::params, 1));
+    CHECK_ERROR(ErrorKind::forked_process, world.arena->counts());
+    CHECK_ERROR(ErrorKind::forked_process, world.arena->close());
     world.arena.reset();
-    _exit(wrong);
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  });
+  CHECK(ended_well(status));
   CHECK(world.arena->address(id)[0] == std::byte{3});
   world.arena->check();
 }
 
 // Attach and detach leave nothing: neither regions nor addresses. An id is never given to another region.
-void removed_regions_leave_nothing() {
+TEST(removed_regions_leave_nothing) {
   World world;
   const Usage before = world.fault->usage();
   RegionId last = 0;
@@ -360,7 +338,7 @@ void removed_regions_leave_nothing() {
 }
 
 // Whoever keeps a tensor keeps its addresses: zeros behind them, until the last one goes.
-void a_lease_outlives_its_region() {
+TEST(a_lease_outlives_its_region) {
   World world;
   const std::shared_ptr<Arena> arena = std::move(world.arena);
   const RegionId id = arena->add_layer_region(1, "layer", arena->take(2, Owner::params, 1));
@@ -387,7 +365,7 @@ void a_lease_outlives_its_region() {
 }
 
 // Of an arena that nobody closed, a lease keeps the bytes.
-void a_lease_keeps_its_arena() {
+TEST(a_lease_keeps_its_arena) {
   World world;
   std::shared_ptr<Arena> arena = std::move(world.arena);
   const RegionId id = arena->add_layer_region(1, "layer", arena->take(1, Owner::params, 1));
@@ -401,7 +379,7 @@ void a_lease_keeps_its_arena() {
 }
 
 // Tensors end on threads of their own while their tenants are removed.
-void leases_end_while_tenants_go() {
+TEST(leases_end_while_tenants_go) {
   World world;
   const std::shared_ptr<Arena> arena = std::move(world.arena);
   for (TenantId tenant = 0; tenant < 500; ++tenant) {
@@ -416,7 +394,7 @@ void leases_end_while_tenants_go() {
   CHECK(world.empty());
 }
 
-void refuses_what_would_break_the_tables() {
+TEST(refuses_what_would_break_the_tables) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     World world(mode);
     Arena& arena = *world.arena;
@@ -458,27 +436,3 @@ void refuses_what_would_break_the_tables() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(makes_all_pages_at_once);
-  RUN(refuses_bad_sizes);
-  RUN(create_fails_on_page_k);
-  RUN(takes_lowest_pages_or_none);
-  RUN(layer_regions_are_writable_and_keep_their_address);
-  RUN(refuses_pages_that_are_not_the_tenants);
-  RUN(a_kv_slot_is_designated_once);
-  RUN(set_up_fails_at_every_call);
-  RUN(removing_fails_whole_and_can_be_repeated);
-  RUN(map_fails_at_slot_k_then_destroy);
-  RUN(another_tenants_bytes_are_zeroed);
-  RUN(zeroing_that_fails_is_not_half_done);
-  RUN(declared_ranges_stand_still);
-  RUN(undoing_that_fails_breaks_the_arena);
-  RUN(removed_regions_leave_nothing);
-  RUN(a_lease_outlives_its_region);
-  RUN(a_lease_keeps_its_arena);
-  RUN(leases_end_while_tenants_go);
-  RUN(refuses_what_would_break_the_tables);
-  RUN(a_forked_child_is_refused_and_destroys_nothing);
-  return remap::testing::failures();
-}

@@ -12,8 +12,10 @@
 #include "check.h"
 #include "remap/backends.h"
 #include "remap/decorators.h"
+#include "threads.h"
 
 using namespace remap;
+using namespace remap::testing;
 using namespace std::chrono_literals;
 
 namespace {
@@ -21,27 +23,7 @@ namespace {
 constexpr std::size_t kPage = 16384;
 constexpr auto kForever = std::chrono::nanoseconds::max();
 
-// Runs `body(i)` on n threads; the first exception is thrown on.
-template <typename Body>
-void on_threads(std::size_t n, Body&& body) {
-  std::vector<std::thread> threads;
-  std::vector<std::exception_ptr> errors(n);
-  for (std::size_t i = 0; i < n; ++i) {
-    threads.emplace_back([&, i] {
-      try {
-        body(i);
-      } catch (...) {
-        errors[i] = std::current_exception();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  for (const auto& error : errors) {
-    if (error) std::rethrow_exception(error);
-  }
-}
-
-void threads_share_one_backend() {
+TEST(threads_share_one_backend) {
   constexpr std::size_t kThreads = 8, kRounds = 40, kPages = 4;
   auto trace = make_trace_backend(make_host_backend({kThreads * kPages * kPage, kPage, 2}));
   Limits limits;
@@ -95,7 +77,7 @@ void threads_share_one_backend() {
   if (!result.ok) throw std::logic_error(result.message);
 }
 
-void limits_hold_when_threads_race() {
+TEST(limits_hold_when_threads_race) {
   constexpr std::size_t kLimit = 5;
   Limits limits;
   limits.page_bytes = kLimit * kPage;
@@ -123,28 +105,7 @@ void limits_hold_when_threads_race() {
   CHECK_ERROR(ErrorKind::limit_exceeded, backend->create_page(kPage));
 }
 
-// One thread computes and waits, as the engine does, while a copy stream fills two buffers in turn.
-void a_pipeline_sees_every_copy_whole() {
-  constexpr std::size_t kBytes = 3 << 20, kLayers = 60;
-  auto backend = make_host_backend({kPage, kPage, 2});
-  std::vector<std::byte> ring[2] = {std::vector<std::byte>(kBytes), std::vector<std::byte>(kBytes)};
-  std::vector<std::byte> masters[4];
-  for (std::size_t i = 0; i < 4; ++i) masters[i].assign(kBytes, static_cast<std::byte>(i + 1));
-  const StreamHandle copies = backend->create_stream(), compute = backend->create_stream();
-  EventHandle arrived[2] = {backend->create_event(true), backend->create_event(true)};
-  EventHandle used[2] = {backend->create_event(true), backend->create_event(true)};
-  for (std::size_t layer = 0; layer < kLayers; ++layer) {
-    const std::size_t slot = layer % 2;
-    backend->stream_wait(copies, used[slot]);
-    backend->copy(copies, ring[slot].data(), masters[layer % 4].data(), kBytes);
-    backend->record(arrived[slot], copies);
-    CHECK(backend->synchronize(arrived[slot], kForever));
-    for (std::size_t at = 0; at < kBytes; at += 4001) CHECK(ring[slot][at] == static_cast<std::byte>(layer % 4 + 1));
-    backend->record(used[slot], compute);
-  }
-}
-
-void several_streams_share_the_copy_threads() {
+TEST(several_streams_share_the_copy_threads) {
   constexpr std::size_t kBytes = (3 << 20) + 5;
   auto backend = make_host_backend({kPage, kPage, 3});
   on_threads(4, [&](std::size_t thread) {
@@ -163,7 +124,7 @@ void several_streams_share_the_copy_threads() {
 }
 
 // Streams wait for each other's events at random; whatever the pattern, everything ends.
-void streams_that_wait_for_each_other_always_end() {
+TEST(streams_that_wait_for_each_other_always_end) {
   auto backend = make_host_backend({kPage, kPage, 1});
   std::vector<StreamHandle> streams;
   std::vector<EventHandle> events;
@@ -187,7 +148,7 @@ void streams_that_wait_for_each_other_always_end() {
 }
 
 // Copies fail at random moments; every waiter gets an answer, and a new stream works.
-void failures_never_leave_anybody_waiting() {
+TEST(failures_never_leave_anybody_waiting) {
   auto fault = make_fault_backend(make_host_backend({kPage, kPage, 1}));
   std::atomic<int> failed{0}, passed{0};
   fault->fail_async_copy(7, false);
@@ -215,13 +176,3 @@ void failures_never_leave_anybody_waiting() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(threads_share_one_backend);
-  RUN(limits_hold_when_threads_race);
-  RUN(a_pipeline_sees_every_copy_whole);
-  RUN(several_streams_share_the_copy_threads);
-  RUN(streams_that_wait_for_each_other_always_end);
-  RUN(failures_never_leave_anybody_waiting);
-  return remap::testing::failures() != 0;
-}

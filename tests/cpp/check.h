@@ -1,4 +1,5 @@
-// The smallest test harness that needs no package: CHECK throws with file and line, RUN names a case, main returns failures.
+// The smallest test harness that needs no package: CHECK throws with file and line, TEST names a case, and main.cpp
+// runs them.
 #pragma once
 
 #include <cstdio>
@@ -6,6 +7,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "remap/error.h"
 
@@ -35,23 +37,24 @@
 
 namespace remap::testing {
 
-inline int& failures() {
-  static int count = 0;
-  return count;
-}
+struct Case {
+  const char* name;
+  void (*body)();
+};
 
-template <typename Case>
-void run(const char* name, Case&& body) {
-  try {
-    body();
-    std::printf("ok    %s\n", name);
-  } catch (const std::exception& error) {
-    ++failures();
-    std::printf("FAIL  %s\n      %s\n", name, error.what());
-  }
-  std::fflush(stdout);
+// In the order in which they stand in their file.
+inline std::vector<Case>& cases() {
+  static std::vector<Case> all;
+  return all;
+}
+inline bool add(const char* name, void (*body)()) {
+  cases().push_back({name, body});
+  return true;
 }
 
 }  // namespace remap::testing
 
-#define RUN(function) remap::testing::run(#function, function)
+#define TEST(name)                                                                 \
+  void name();                                                                     \
+  [[maybe_unused]] const bool name##_added = remap::testing::add(#name, name);      \
+  void name()

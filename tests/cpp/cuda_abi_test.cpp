@@ -1,5 +1,5 @@
 // The declarations of cpp/backend/cuda/abi.h against the toolkit's own: compiled only where cuda.h is installed. That it compiles
-// is the test; main() has nothing to add.
+// is most of the test.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "backend/cuda/abi.h"
+#include "check.h"
 
 namespace {
 
@@ -130,12 +131,10 @@ static_assert(kHostRegisterPortable == CU_MEMHOSTREGISTER_PORTABLE);
 static_assert(kHostRegisterReadOnly == CU_MEMHOSTREGISTER_READ_ONLY);
 static_assert(kProcAddressLegacy == CU_GET_PROC_ADDRESS_LEGACY_STREAM);
 
-}  // namespace
-
-int main() {
-  // Pointers made of integers are no constant expressions.
-  return reinterpret_cast<CUstream>(kStreamLegacy) == CU_STREAM_LEGACY &&
-                 reinterpret_cast<CUstream>(kStreamPerThread) == CU_STREAM_PER_THREAD
-             ? 0
-             : 1;
+// Pointers made of integers are no constant expressions.
+TEST(default_streams) {
+  CHECK(reinterpret_cast<CUstream>(kStreamLegacy) == CU_STREAM_LEGACY);
+  CHECK(reinterpret_cast<CUstream>(kStreamPerThread) == CU_STREAM_PER_THREAD);
 }
+
+}  // namespace

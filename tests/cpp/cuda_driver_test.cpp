@@ -1,11 +1,9 @@
 // Finding the driver: what is refused and how that reads, and what the probe says. And the ends: fork and exit.
-#include <sys/wait.h>
-#include <unistd.h>
-
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
+#include "child.h"
 #include "cuda_world.h"
 
 namespace {
@@ -27,13 +25,13 @@ Error refusal(const std::string& library) {
 
 bool mentions(const Error& error, const std::string& text) { return std::string(error.what()).find(text) != std::string::npos; }
 
-void a_missing_library_is_named_with_the_loaders_reason() {
+CLEAN_TEST(a_missing_library_is_named_with_the_loaders_reason) {
   const Error error = refusal("/nowhere/libcuda.so.1");
   CHECK(*field(error, "library") == Error::Value{std::string("/nowhere/libcuda.so.1")});
   CHECK(mentions(error, "No such file") && mentions(error, "REMAP_LIBCUDA") && mentions(error, "Install"));
 }
 
-void the_environment_names_the_library_unless_the_caller_does() {
+CLEAN_TEST(the_environment_names_the_library_unless_the_caller_does) {
   setenv("REMAP_LIBCUDA", "/nowhere/other.so", 1);
   CHECK(*field(refusal(""), "library") == Error::Value{std::string("/nowhere/other.so")});
   emulate();
@@ -43,12 +41,12 @@ void the_environment_names_the_library_unless_the_caller_does() {
   unsetenv("REMAP_LIBCUDA");
 }
 
-void what_is_no_driver_is_refused() {
+CLEAN_TEST(what_is_no_driver_is_refused) {
   const Error error = refusal("libc.so.6");
   CHECK(*field(error, "library") == Error::Value{std::string("libc.so.6")} && mentions(error, "not a CUDA driver"));
 }
 
-void old_drivers_are_refused_with_both_versions() {
+CLEAN_TEST(old_drivers_are_refused_with_both_versions) {
   const struct {
     const char* library;
     std::int64_t found;
@@ -61,12 +59,12 @@ void old_drivers_are_refused_with_both_versions() {
   }
 }
 
-void missing_entry_points_are_named() {
+CLEAN_TEST(missing_entry_points_are_named) {
   const Error error = refusal(REMAP_STUB_DRIVER_3);
   CHECK(mentions(error, "cuMemMap (10.2)") && mentions(error, "cuStreamGetCtx (9.2)") && !mentions(error, "cuDriverGetVersion"));
 }
 
-void the_probe_lists_the_devices_and_opens_nothing() {
+CLEAN_TEST(the_probe_lists_the_devices_and_opens_nothing) {
   emulate(8 * kPage, 2);
   const CudaProbe probe = probe_cuda(REMAP_EMULATED_DRIVER_PATH);
   CHECK(probe.library == REMAP_EMULATED_DRIVER_PATH && probe.emulated && probe.driver_version == 13000);
@@ -78,7 +76,7 @@ void the_probe_lists_the_devices_and_opens_nothing() {
   CHECK(live("contexts") == 0);
 }
 
-void a_driver_without_devices_can_be_probed_and_not_opened() {
+CLEAN_TEST(a_driver_without_devices_can_be_probed_and_not_opened) {
   emulate();
   arm("cuInit", 1, 100);
   CHECK(probe_cuda(REMAP_EMULATED_DRIVER_PATH).devices.empty());
@@ -92,34 +90,14 @@ void a_driver_without_devices_can_be_probed_and_not_opened() {
   CHECK(probe_cuda(REMAP_EMULATED_DRIVER_PATH).devices.at(0).free_bytes == 0);
 }
 
-// Exit status of a child that runs the body; 0 if it ran to its end without an exception.
-template <typename Body>
-int status_of_child(Body&& body) {
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child == 0) {
-    int status = 1;
-    try {
-      body();
-      status = 0;
-    } catch (const std::exception& error) {
-      std::fprintf(stderr, "in the child: %s\n", error.what());
-    }
-    _exit(status);
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
-  return WEXITSTATUS(status);
-}
-
-void a_forked_child_is_refused_and_calls_no_driver() {
+CLEAN_TEST(a_forked_child_is_refused_and_calls_no_driver) {
   emulate();
   auto backend = open_cuda();
   const Shown shown(*backend, 1);
   const StreamHandle stream = backend->create_stream();
   const EventHandle event = backend->create_event(true);
   std::byte* host = backend->allocate_host(kPage);
-  const int status = status_of_child([&] {
+  const int status = in_child([&] {
     CHECK_ERROR(ErrorKind::forked_process, backend->reserve(kPage, kPage));
     CHECK_ERROR(ErrorKind::forked_process, backend->create_page(kPage));
     CHECK_ERROR(ErrorKind::forked_process, backend->exchange(shown.at, shown.at, kPage));
@@ -133,12 +111,13 @@ void a_forked_child_is_refused_and_calls_no_driver() {
     backend.reset();
     CHECK(calls() == before);
   });
-  CHECK(status == 0);
+  CHECK(ended_well(status));
   backend->copy(stream, shown.at, host, kPage);  // the parent goes on
   backend.reset();
 }
 
-// Child processes of their own, so that static objects and exit handlers run: `--leave` says which.
+// A process of its own, so that static objects and exit handlers run: the environment says so.
+constexpr const char* kLeave = "REMAP_TEST_LEAVE";
 std::uint64_t calls_at_exit = 0;
 void judge() {
   if (calls() != calls_at_exit) _exit(3);
@@ -160,30 +139,14 @@ struct Keeper {
   std::exit(0);
 }
 
-void a_backend_that_outlives_main_calls_no_driver() {
-  std::fflush(nullptr);
-  const pid_t child = fork();
-  if (child == 0) {
-    execl("/proc/self/exe", "cuda_driver_test", "--leave", static_cast<char*>(nullptr));
-    _exit(2);
-  }
-  int status = -1;
-  CHECK(waitpid(child, &status, 0) == child && WIFEXITED(status));
-  CHECK(WEXITSTATUS(status) == 0);
+CLEAN_TEST(a_backend_that_outlives_main_calls_no_driver) {
+  if (std::getenv(kLeave) != nullptr) leave_a_backend_to_exit();
+  CHECK(ended_well(in_child([] {
+    ::setenv(kLeave, "1", 1);
+    ::execl("/proc/self/exe", "cuda_driver_test", "a_backend_that_outlives_main_calls_no_driver",
+            static_cast<char*>(nullptr));
+    throw std::runtime_error("execl");
+  })));
 }
 
 }  // namespace
-
-int main(int argc, char** argv) {
-  if (argc > 1 && std::strcmp(argv[1], "--leave") == 0) leave_a_backend_to_exit();
-  CLEAN_RUN(a_missing_library_is_named_with_the_loaders_reason);
-  CLEAN_RUN(the_environment_names_the_library_unless_the_caller_does);
-  CLEAN_RUN(what_is_no_driver_is_refused);
-  CLEAN_RUN(old_drivers_are_refused_with_both_versions);
-  CLEAN_RUN(missing_entry_points_are_named);
-  CLEAN_RUN(the_probe_lists_the_devices_and_opens_nothing);
-  CLEAN_RUN(a_driver_without_devices_can_be_probed_and_not_opened);
-  CLEAN_RUN(a_forked_child_is_refused_and_calls_no_driver);
-  CLEAN_RUN(a_backend_that_outlives_main_calls_no_driver);
-  return failures();
-}

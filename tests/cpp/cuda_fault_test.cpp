@@ -114,7 +114,7 @@ const std::set<std::string> kElsewhere{
 // Their failure takes nothing back: what the call did is done, or the work that was to be waited for had ended.
 const std::set<std::string> kHarmless{"cuCtxPopCurrent", "cuStreamSynchronize"};
 
-void every_entry_point_may_fail_at_every_call() {
+CLEAN_TEST(every_entry_point_may_fail_at_every_call) {
   emulate();
   const auto backend = open_cuda();
   const auto other = open_cuda();
@@ -142,7 +142,7 @@ void every_entry_point_may_fail_at_every_call() {
   }
 }
 
-void opening_may_fail_anywhere_and_leaves_nothing() {
+CLEAN_TEST(opening_may_fail_anywhere_and_leaves_nothing) {
   emulate();
   for (const char* name : {"cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetAttribute",
                            "cuDeviceTotalMem", "cuDevicePrimaryCtxRetain", "cuMemGetAllocationGranularity"}) {
@@ -160,7 +160,7 @@ void opening_may_fail_anywhere_and_leaves_nothing() {
 }
 
 // map fails at page k, the pages before it are unmapped again, and if that fails too the arena is broken.
-void what_cannot_be_undone_breaks_the_arena() {
+CLEAN_TEST(what_cannot_be_undone_breaks_the_arena) {
   emulate();
   auto backend = open_cuda();
   std::byte* at = backend->reserve(4 * kPage, kPage);
@@ -184,7 +184,7 @@ void what_cannot_be_undone_breaks_the_arena() {
   CHECK(live("mappings") == 0 && live("reservations") == 0);
 }
 
-void access_in_use_is_given_back_or_the_arena_is_broken() {
+CLEAN_TEST(access_in_use_is_given_back_or_the_arena_is_broken) {
   emulate();
   const auto backend = open_cuda();
   Shown shown(*backend, 3);
@@ -211,7 +211,7 @@ void access_in_use_is_given_back_or_the_arena_is_broken() {
   shown.release();
 }
 
-void a_stream_that_cannot_be_waited_for_by_the_driver() {
+CLEAN_TEST(a_stream_that_cannot_be_waited_for_by_the_driver) {
   emulate();
   configure("h2d_bytes_per_s", 4 << 20);
   const auto backend = open_cuda();
@@ -231,7 +231,7 @@ void a_stream_that_cannot_be_waited_for_by_the_driver() {
 }
 
 // Last: what the driver refuses to take back stays with it.
-void closing_never_throws() {
+TEST(closing_never_throws) {
   emulate();
   for (const char* name :
        {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuStreamSynchronize", "cuStreamDestroy", "cuEventDestroy", "cuMemHostUnregister",
@@ -257,13 +257,3 @@ void closing_never_throws() {
 }
 
 }  // namespace
-
-int main() {
-  CLEAN_RUN(every_entry_point_may_fail_at_every_call);
-  CLEAN_RUN(opening_may_fail_anywhere_and_leaves_nothing);
-  CLEAN_RUN(what_cannot_be_undone_breaks_the_arena);
-  CLEAN_RUN(access_in_use_is_given_back_or_the_arena_is_broken);
-  CLEAN_RUN(a_stream_that_cannot_be_waited_for_by_the_driver);
-  RUN(closing_never_throws);
-  return failures();
-}

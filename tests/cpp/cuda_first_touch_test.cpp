@@ -28,13 +28,13 @@ struct Mapped {
   void* const at;
 };
 
-void threads_are_for_what_is_large() {
+TEST(threads_are_for_what_is_large) {
   CHECK(first_touch_threads(1) == 1 && first_touch_threads(kMiB) == 1);
   const std::size_t most = first_touch_threads(std::size_t{1} << 40);
   CHECK(most >= 1 && most <= 8 && most <= std::max(1U, std::thread::hardware_concurrency()));
 }
 
-void all_of_it_is_there_and_as_it_was() {
+TEST(all_of_it_is_there_and_as_it_was) {
   const auto os_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   for (const std::size_t bytes : {os_page, 64 * kMiB, 97 * kMiB + os_page}) {
     for (const std::size_t threads : {std::size_t{1}, std::size_t{3}, std::size_t{8}}) {  // more than there are pieces, too
@@ -47,7 +47,7 @@ void all_of_it_is_there_and_as_it_was() {
   }
 }
 
-void a_failure_ends_it() {
+TEST(a_failure_ends_it) {
   constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14: before that touching a hole ends the process
   {
     const Mapped memory(static_cast<std::size_t>(sysconf(_SC_PAGESIZE)));
@@ -62,10 +62,3 @@ void a_failure_ends_it() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(threads_are_for_what_is_large);
-  RUN(all_of_it_is_there_and_as_it_was);
-  RUN(a_failure_ends_it);
-  return remap::testing::failures();
-}

@@ -24,65 +24,52 @@ const char* const kMeminfo =
     "MemAvailable:   22000000 kB\n"
     "Buffers:            1234 kB\n";
 
-void the_machine_limits_where_no_cgroup_does() {
+struct Judged {
+  const char* what;
   HostLimits limits;
-  limits.meminfo = kMeminfo;
-  CHECK(host_budget(limits).bytes == spared(22000000 * kKiB));
-  limits.groups.push_back({"max\n", "5000000000\n", ""});
-  limits.groups.push_back({"9223372036854771712\n", "5000000000\n", ""});  // v1's "no limit"
-  CHECK(host_budget(limits).bytes == spared(22000000 * kKiB));
+  std::size_t bytes;
+  LimitedBy by;
+};
+
+HostLimits with(std::vector<HostLimits::Group> groups) { return {kMeminfo, {}, std::move(groups)}; }
+
+TEST(what_is_left_is_the_least_that_any_file_says) {
+  const std::size_t machine = spared(22000000 * kKiB);
+  const auto by_machine = LimitedBy::machine, by_cgroup = LimitedBy::cgroup;
+  const char* const kCached = "anon 100\ninactive_file 2500000000\nactive_file 900\n";
+  const std::vector<std::string> nodes = {
+      "Node 0 MemTotal:  9000000 kB\nNode 0 MemFree:  3000000 kB\nNode 0 Inactive(file):  500000 kB\n",
+      "Node 1 MemTotal:  9000000 kB\nNode 1 MemFree:  1000000 kB\nNode 1 Inactive(file):  0 kB\n"};
+  const HostLimits::Group largest{"8000000000\n", "1000000000\n", ""}, tightest{"4000000000\n", "3000000000\n", ""};
+  const HostLimits::Group unlimited{"max\n", "9000000000\n", ""}, unlimited_v1{"9223372036854771712\n", "5000\n", ""};
+  const std::vector<Judged> all = {
+      {"no group", with({}), machine, by_machine},
+      {"no limit, also v1's", with({unlimited, unlimited_v1}), machine, by_machine},
+      {"an old kernel", {"MemTotal: 100 kB\nMemFree: 64 kB\n", {}, {}}, spared(64 * kKiB), by_machine},
+      {"a missing file", {}, 0, by_machine},
+      {"the tightest group", with({largest, tightest, unlimited}), spared(1000000000), by_cgroup},
+      {"more than the machine has", with({{"90000000000\n", "1000000000\n", ""}}), machine, by_machine},
+      {"inactive file cache", with({{"4000000000", "3500000000", kCached}}), spared(3000000000), by_cgroup},
+      // v1 counts the groups below under "total_"; its plain number is the group's own.
+      {"v1's total",
+       with({{"4000000000", "3500000000", "inactive_file 5\ntotal_inactive_file 500000000\n"}}),
+       spared(1000000000),
+       by_cgroup},
+      // Counters are read one after the other, so a cache can be larger than the use.
+      {"more cache than use",
+       with({{"4000000000", "3500000000", "inactive_file 9900000000\n"}}),
+       spared(4000000000),
+       by_cgroup},
+      {"a group above its limit", with({{"1000", "2000", ""}}), 0, by_cgroup},
+      {"nodes with processors", {kMeminfo, nodes, {}}, spared(4500000 * kKiB), by_machine},
+  };
+  for (const Judged& each : all) {
+    const auto budget = host_budget(each.limits);
+    if (budget.bytes != each.bytes || budget.limited_by != each.by) throw std::logic_error(each.what);
+  }
 }
 
-void an_old_kernel_says_what_is_free_and_a_missing_file_nothing() {
-  HostLimits limits;
-  limits.meminfo = "MemTotal: 100 kB\nMemFree: 64 kB\n";
-  CHECK(host_budget(limits).bytes == spared(64 * kKiB));
-  limits.meminfo.clear();
-  CHECK(host_budget(limits).bytes == 0);
-}
-
-void the_tightest_cgroup_limits() {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.groups.push_back({"8000000000\n", "1000000000\n", ""});
-  limits.groups.push_back({"4000000000\n", "3000000000\n", ""});
-  limits.groups.push_back({"max\n", "9000000000\n", ""});
-  CHECK(host_budget(limits).bytes == spared(1000000000));
-  CHECK(host_budget(limits).limited_by == LimitedBy::cgroup);
-  limits.groups.resize(1);
-  limits.groups[0].limit = "90000000000\n";  // more than the machine has
-  CHECK(host_budget(limits).limited_by == LimitedBy::machine);
-}
-
-void inactive_file_cache_counts_as_left() {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.groups.push_back({"4000000000", "3500000000", "anon 100\ninactive_file 2500000000\nactive_file 900\n"});
-  CHECK(host_budget(limits).bytes == spared(3000000000));
-  // v1 counts the groups below under "total_"; its plain number is the group's own.
-  limits.groups.back().stat = "inactive_file 5\ntotal_inactive_file 500000000\n";
-  CHECK(host_budget(limits).bytes == spared(1000000000));
-  // Counters are read one after the other, so a cache can be larger than the use.
-  limits.groups.back().stat = "inactive_file 9900000000\n";
-  CHECK(host_budget(limits).bytes == spared(4000000000));
-}
-
-void a_cgroup_above_its_limit_leaves_nothing() {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.groups.push_back({"1000", "2000", ""});
-  CHECK(host_budget(limits).bytes == 0);
-}
-
-void nodes_with_processors_bound_it_where_there_are_others() {
-  HostLimits limits;
-  limits.meminfo = kMeminfo;
-  limits.nodes.push_back("Node 0 MemTotal:  9000000 kB\nNode 0 MemFree:  3000000 kB\nNode 0 Inactive(file):  500000 kB\n");
-  limits.nodes.push_back("Node 1 MemTotal:  9000000 kB\nNode 1 MemFree:  1000000 kB\nNode 1 Inactive(file):  0 kB\n");
-  CHECK(host_budget(limits).bytes == spared(4500000 * kKiB));
-}
-
-void lists_are_read() {
+TEST(lists_are_read) {
   CHECK(parse_list("0-2,5\n") == (std::vector<int>{0, 1, 2, 5}));
   CHECK(parse_list("3\n") == std::vector<int>{3});
   CHECK(parse_list("\n").empty() && parse_list("").empty());
@@ -95,7 +82,7 @@ void write(const std::filesystem::path& root, const std::string& name, const std
 }
 
 // A machine with cgroup v2 for the process and v1's memory controller beside it, and a GPU's memory as node 1.
-void the_files_of_all_levels_are_found() {
+TEST(the_files_of_all_levels_are_found) {
   char name[] = "/tmp/remap-limits-XXXXXX";
   CHECK(mkdtemp(name) != nullptr);
   const std::filesystem::path root = name;
@@ -127,7 +114,7 @@ void the_files_of_all_levels_are_found() {
   std::filesystem::remove_all(root);
 }
 
-void this_machine_has_something_left() {
+TEST(this_machine_has_something_left) {
   const std::size_t budget = host_budget(read_host_limits()).bytes;
   CHECK(budget > 0);
   CHECK(budget < (std::size_t{1} << 50));
@@ -147,7 +134,7 @@ class Variable {
   ~Variable() { unsetenv("REMAP_HOST_BUDGET"); }
 };
 
-void the_user_sets_a_budget_by_option_or_environment() {
+TEST(the_user_sets_a_budget_by_option_or_environment) {
   CHECK(!user_budget(0).set());
   CHECK(user_budget(7).bytes == 7 && user_budget(7).limited_by == LimitedBy::host_budget);
   {
@@ -170,14 +157,14 @@ void the_user_sets_a_budget_by_option_or_environment() {
   CHECK(std::string(to_string(LimitedBy::environment)) == "REMAP_HOST_BUDGET");
 }
 
-void sizes_are_read() {
+TEST(sizes_are_read) {
   CHECK(parse_size("24GiB") == std::size_t{24} << 30 && parse_size(" 4096 ") == 4096 && parse_size("2.5 KB\n") == 2500);
   CHECK(parse_size("1TB") == 1000000000000 && parse_size("3B") == 3 && parse_size("0.5KiB") == 512);
   for (const char* wrong : {"", "x", "1.", ".5KB", "1.5", "1e3", "+3", "3 Bytes", "1 2"}) CHECK(parse_size(wrong) == 0);
 }
 
 // Shared memory is the process's own as private memory is: no page of it is in the file cache that could be given up.
-void shared_memory_without_a_file_is_no_file() {
+TEST(shared_memory_without_a_file_is_no_file) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const int file = static_cast<int>(syscall(SYS_memfd_create, "remap-test", 0));
   CHECK(file >= 0 && ftruncate(file, static_cast<off_t>(4 * page)) == 0);
@@ -197,7 +184,7 @@ void shared_memory_without_a_file_is_no_file() {
   CHECK(range_facts(read_text("/proc/self/maps"), code, 1).file_bytes == 1);
 }
 
-void a_range_is_judged_by_the_mappings_under_it() {
+TEST(a_range_is_judged_by_the_mappings_under_it) {
   RangeFacts facts = range_facts(kMaps, 0x1234, 100);
   CHECK(facts.readable && facts.writable && facts.file_bytes == 0);
   facts = range_facts(kMaps, 0x2000, 0x1800);  // into the file
@@ -212,7 +199,7 @@ void a_range_is_judged_by_the_mappings_under_it() {
   CHECK(!range_facts(kMaps, 0x100, 0x10).readable);
 }
 
-void what_is_in_memory_is_counted() {
+TEST(what_is_in_memory_is_counted) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   void* place = mmap(nullptr, 8 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   CHECK(place != MAP_FAILED);
@@ -227,21 +214,3 @@ void what_is_in_memory_is_counted() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(the_machine_limits_where_no_cgroup_does);
-  RUN(an_old_kernel_says_what_is_free_and_a_missing_file_nothing);
-  RUN(the_tightest_cgroup_limits);
-  RUN(inactive_file_cache_counts_as_left);
-  RUN(a_cgroup_above_its_limit_leaves_nothing);
-  RUN(nodes_with_processors_bound_it_where_there_are_others);
-  RUN(lists_are_read);
-  RUN(the_files_of_all_levels_are_found);
-  RUN(this_machine_has_something_left);
-  RUN(the_user_sets_a_budget_by_option_or_environment);
-  RUN(sizes_are_read);
-  RUN(shared_memory_without_a_file_is_no_file);
-  RUN(a_range_is_judged_by_the_mappings_under_it);
-  RUN(what_is_in_memory_is_counted);
-  return remap::testing::failures();
-}

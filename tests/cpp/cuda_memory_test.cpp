@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <random>
 
 #include "cuda_world.h"
 
@@ -18,7 +17,7 @@ using remap::StreamHandle;
 
 const auto kOsPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 
-void it_says_what_it_is() {
+CLEAN_TEST(it_says_what_it_is) {
   emulate(64 << 20, 2);
   CudaOptions options;
   options.device = 1;
@@ -30,7 +29,7 @@ void it_says_what_it_is() {
   CHECK(same(backend->usage(), Usage{}));
 }
 
-void options_that_the_device_cannot_do_are_refused_before_anything_is_opened() {
+CLEAN_TEST(options_that_the_device_cannot_do_are_refused_before_anything_is_opened) {
   emulate();
   for (const int device : {-1, 1, 100}) {
     CudaOptions options;
@@ -50,7 +49,7 @@ void options_that_the_device_cannot_do_are_refused_before_anything_is_opened() {
   CHECK(calls("cuDevicePrimaryCtxRetain") == 0);
 }
 
-void pages_are_made_as_the_options_say() {
+CLEAN_TEST(pages_are_made_as_the_options_say) {
   emulate();
   configure("attribute.110", 1);
   CudaOptions options;
@@ -60,7 +59,7 @@ void pages_are_made_as_the_options_say() {
   backend->destroy_page(backend->create_page(kPage));
 }
 
-void two_backends_share_the_primary_context() {
+CLEAN_TEST(two_backends_share_the_primary_context) {
   emulate();
   auto one = open_cuda();
   auto other = open_cuda();
@@ -72,7 +71,7 @@ void two_backends_share_the_primary_context() {
   shown.release();
 }
 
-void pages_may_have_any_aligned_size() {
+CLEAN_TEST(pages_may_have_any_aligned_size) {
   emulate();
   const auto backend = open_cuda();
   const PageHandle small = backend->create_page(kPage);
@@ -98,7 +97,7 @@ void pages_may_have_any_aligned_size() {
   backend->destroy_page(large);
 }
 
-void one_driver_call_a_range() {
+CLEAN_TEST(one_driver_call_a_range) {
   emulate();
   const auto backend = open_cuda();
   const Counted created("cuMemCreate");
@@ -111,7 +110,7 @@ void one_driver_call_a_range() {
   CHECK(unmapped == 1);
 }
 
-void running_out_says_how_much_is_left() {
+CLEAN_TEST(running_out_says_how_much_is_left) {
   emulate(4 * kPage);
   const auto backend = open_cuda();
   std::vector<PageHandle> pages;
@@ -128,7 +127,7 @@ void running_out_says_how_much_is_left() {
 }
 
 // On a device such a copy would end the context for the whole process; here it must not even reach the driver.
-void a_copy_that_would_touch_nothing_is_refused() {
+CLEAN_TEST(a_copy_that_would_touch_nothing_is_refused) {
   emulate();
   const auto backend = open_cuda();
   Shown shown(*backend, 2);
@@ -156,7 +155,7 @@ void a_copy_that_would_touch_nothing_is_refused() {
   shown.release();
 }
 
-void copies_go_the_way_that_their_addresses_say() {
+CLEAN_TEST(copies_go_the_way_that_their_addresses_say) {
   emulate();
   const auto backend = open_cuda();
   Shown shown(*backend, 2);
@@ -176,7 +175,7 @@ void copies_go_the_way_that_their_addresses_say() {
   shown.release();
 }
 
-void host_memory_is_locked_and_no_larger_than_asked_for() {
+CLEAN_TEST(host_memory_is_locked_and_no_larger_than_asked_for) {
   emulate();
   const auto backend = open_cuda();
   const std::size_t bytes = (6 << 20) + 5;
@@ -188,7 +187,7 @@ void host_memory_is_locked_and_no_larger_than_asked_for() {
   CHECK(live("registrations") == 0);
 }
 
-void registering_needs_memory_that_is_there() {
+CLEAN_TEST(registering_needs_memory_that_is_there) {
   emulate();
   const auto backend = open_cuda();
   void* place = mmap(nullptr, 4 * kOsPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -216,7 +215,7 @@ void registering_needs_memory_that_is_there() {
   munmap(at, 3 * kOsPage);
 }
 
-void the_host_budget_is_exact() {
+CLEAN_TEST(the_host_budget_is_exact) {
   emulate();
   CudaOptions options;
   options.host_budget_bytes = 4 * kOsPage;
@@ -240,7 +239,7 @@ void the_host_budget_is_exact() {
   backend->free_host(first, 2 * kOsPage + 1);
 }
 
-void without_a_budget_the_machine_is_one() {
+CLEAN_TEST(without_a_budget_the_machine_is_one) {
   emulate();
   const auto backend = open_cuda();
   const std::size_t absurd = std::size_t{1} << 45;
@@ -254,7 +253,7 @@ void without_a_budget_the_machine_is_one() {
   CHECK(calls("cuMemHostRegister") == 0 && same(backend->usage(), Usage{}));
 }
 
-void closing_gives_everything_back() {
+CLEAN_TEST(closing_gives_everything_back) {
   emulate();
   auto backend = open_cuda();
   const Shown shown(*backend, 3);
@@ -270,95 +269,4 @@ void closing_gives_everything_back() {
   backend.reset();
 }
 
-// The emulated driver is strict: a wrong order, a wrong range or a leak is a violation.
-void random_calls_keep_the_drivers_rules() {
-  emulate();
-  const auto backend = open_cuda();
-  std::mt19937 random(7);
-  const auto below = [&](std::size_t limit) { return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random); };
-  constexpr std::size_t kSlots = 24;
-  std::byte* at = backend->reserve(kSlots * kPage, kPage);
-  std::vector<PageHandle> pages;
-  for (int i = 0; i < 8; ++i) pages.push_back(backend->create_page(kPage));
-  std::vector<int> shows(kSlots, -1);
-  std::vector<Access> access(kSlots, Access::none);
-  for (int round = 0; round < 2000; ++round) {
-    const std::size_t first = below(kSlots);
-    const std::size_t count = 1 + below(std::min<std::size_t>(5, kSlots - first));
-    const auto range = [&](auto&& holds) {
-      for (std::size_t i = first; i < first + count; ++i) {
-        if (!holds(shows[i] >= 0)) return false;
-      }
-      return true;
-    };
-    const bool bare = range([](bool mapped) { return !mapped; });
-    const bool whole = range([](bool mapped) { return mapped; });
-    std::byte* place = at + first * kPage;
-    switch (below(3)) {
-      case 0: {
-        std::vector<PageHandle> chosen;
-        std::vector<int> which;
-        for (std::size_t i = 0; i < count; ++i) {
-          which.push_back(static_cast<int>(below(pages.size())));
-          chosen.push_back(pages[static_cast<std::size_t>(which.back())]);
-        }
-        if (!bare) {
-          CHECK_ERROR(ErrorKind::invalid_state, backend->map(place, chosen.data(), count, kPage));
-          break;
-        }
-        backend->map(place, chosen.data(), count, kPage);
-        std::copy(which.begin(), which.end(), shows.begin() + static_cast<std::ptrdiff_t>(first));
-        std::fill_n(access.begin() + static_cast<std::ptrdiff_t>(first), count, Access::none);
-        break;
-      }
-      case 1:
-        if (!whole) {
-          CHECK_ERROR(ErrorKind::invalid_state, backend->unmap(place, count * kPage));
-          break;
-        }
-        backend->unmap(place, count * kPage);
-        std::fill_n(shows.begin() + static_cast<std::ptrdiff_t>(first), count, -1);
-        break;
-      default: {
-        const auto wanted = static_cast<Access>(below(3));
-        if (!whole) {
-          CHECK_ERROR(ErrorKind::invalid_state, backend->set_access(place, count * kPage, wanted));
-          break;
-        }
-        backend->set_access(place, count * kPage, wanted);
-        std::fill_n(access.begin() + static_cast<std::ptrdiff_t>(first), count, wanted);
-      }
-    }
-    std::size_t mapped = 0;
-    for (std::size_t i = 0; i < kSlots; ++i) {
-      mapped += shows[i] >= 0 ? 1 : 0;
-      if (shows[i] < 0 || access[i] != Access::read_write) continue;
-      at[i * kPage] = static_cast<std::byte>(shows[i] + 1);
-    }
-    for (std::size_t i = 0; i < kSlots; ++i) {  // each alias shows its page
-      if (shows[i] >= 0 && access[i] == Access::read_write) CHECK(at[i * kPage] == static_cast<std::byte>(shows[i] + 1));
-    }
-    CHECK(backend->usage().mapped_bytes == mapped * kPage && live("mappings") == mapped);
-  }
-}
-
 }  // namespace
-
-int main() {
-  CLEAN_RUN(it_says_what_it_is);
-  CLEAN_RUN(options_that_the_device_cannot_do_are_refused_before_anything_is_opened);
-  CLEAN_RUN(pages_are_made_as_the_options_say);
-  CLEAN_RUN(two_backends_share_the_primary_context);
-  CLEAN_RUN(pages_may_have_any_aligned_size);
-  CLEAN_RUN(one_driver_call_a_range);
-  CLEAN_RUN(running_out_says_how_much_is_left);
-  CLEAN_RUN(a_copy_that_would_touch_nothing_is_refused);
-  CLEAN_RUN(copies_go_the_way_that_their_addresses_say);
-  CLEAN_RUN(host_memory_is_locked_and_no_larger_than_asked_for);
-  CLEAN_RUN(registering_needs_memory_that_is_there);
-  CLEAN_RUN(the_host_budget_is_exact);
-  CLEAN_RUN(without_a_budget_the_machine_is_one);
-  CLEAN_RUN(closing_gives_everything_back);
-  CLEAN_RUN(random_calls_keep_the_drivers_rules);
-  return failures();
-}

@@ -70,7 +70,7 @@ class Gate {
   std::atomic<bool> open_{false};
 };
 
-void a_handle_is_the_drivers_own() {
+CLEAN_TEST(a_handle_is_the_drivers_own) {
   emulate();
   const auto backend = open_cuda();
   const User user;
@@ -88,7 +88,7 @@ void a_handle_is_the_drivers_own() {
   backend->destroy_stream(stream);
 }
 
-void waits_bind_to_the_last_recording() {
+CLEAN_TEST(waits_bind_to_the_last_recording) {
   emulate();
   const auto backend = open_cuda();
   const User user;
@@ -121,7 +121,7 @@ void waits_bind_to_the_last_recording() {
   backend->destroy_event(end);
 }
 
-void event_handles_are_never_given_twice() {
+CLEAN_TEST(event_handles_are_never_given_twice) {
   emulate();
   const auto backend = open_cuda();
   const EventHandle first = backend->create_event(true);
@@ -132,7 +132,7 @@ void event_handles_are_never_given_twice() {
   backend->destroy_event(second);
 }
 
-void adopted_streams_work_and_stay_their_owners() {
+CLEAN_TEST(adopted_streams_work_and_stay_their_owners) {
   emulate();
   const auto backend = open_cuda();
   const User user;
@@ -168,7 +168,7 @@ void adopted_streams_work_and_stay_their_owners() {
   User::destroy_stream(theirs);
 }
 
-void streams_of_another_device_are_refused() {
+CLEAN_TEST(streams_of_another_device_are_refused) {
   emulate(64 << 20, 2);
   const auto backend = open_cuda();
   const User other(1);
@@ -178,7 +178,7 @@ void streams_of_another_device_are_refused() {
   User::destroy_stream(theirs);
 }
 
-void the_callers_context_is_as_before() {
+CLEAN_TEST(the_callers_context_is_as_before) {
   emulate(64 << 20, 2);
   const auto backend = open_cuda();
   CHECK(User::current() == nullptr);
@@ -211,7 +211,7 @@ void the_callers_context_is_as_before() {
   shown.release();
 }
 
-void streams_under_capture_are_refused() {
+CLEAN_TEST(streams_under_capture_are_refused) {
   emulate();
   const auto backend = open_cuda();
   const User user;
@@ -243,7 +243,7 @@ void streams_under_capture_are_refused() {
 }
 
 // The emulated driver calls it a violation if an unsafe call is made while anybody captures in global mode.
-void calls_from_other_threads_do_not_disturb_a_capture() {
+CLEAN_TEST(calls_from_other_threads_do_not_disturb_a_capture) {
   emulate();
   const auto backend = open_cuda();
   const User user;
@@ -267,7 +267,7 @@ void calls_from_other_threads_do_not_disturb_a_capture() {
   User::destroy_stream(theirs);
 }
 
-void adopted_streams_pass_the_decorators() {
+CLEAN_TEST(adopted_streams_pass_the_decorators) {
   emulate();
   const auto traced = make_trace_backend(open_cuda());
   Limits limits;
@@ -296,7 +296,7 @@ void adopted_streams_pass_the_decorators() {
 }
 
 // Work that fails on the device fails its stream; whoever waits gets the error, and the stream can still be destroyed.
-void failed_work_reaches_every_waiter() {
+CLEAN_TEST(failed_work_reaches_every_waiter) {
   emulate();
   const auto backend = open_cuda();
   Shown shown(*backend, 1);
@@ -329,7 +329,7 @@ void failed_work_reaches_every_waiter() {
 }
 
 // On a device the whole context is lost. Then every call says so, and nothing hangs.
-void a_lost_context_is_reported_by_every_call() {
+CLEAN_TEST(a_lost_context_is_reported_by_every_call) {
   emulate();
   configure("lose_context", 1);
   const auto backend = open_cuda();
@@ -356,7 +356,7 @@ void a_lost_context_is_reported_by_every_call() {
   shown.release();
 }
 
-void a_stream_with_pending_work_is_not_destroyed_unwaited() {
+CLEAN_TEST(a_stream_with_pending_work_is_not_destroyed_unwaited) {
   emulate();
   const auto backend = open_cuda();
   const User user;
@@ -373,7 +373,7 @@ void a_stream_with_pending_work_is_not_destroyed_unwaited() {
 
 // One tenant's engine is far ahead of the device and waits in a call that enqueues. Others make events and streams meanwhile, use
 // them, and begin passes on streams of their own.
-void a_full_queue_holds_up_its_own_stream_alone() {
+CLEAN_TEST(a_full_queue_holds_up_its_own_stream_alone) {
   emulate();
   configure("channel_ops", 4);
   const auto backend = open_cuda();
@@ -432,7 +432,7 @@ void a_full_queue_holds_up_its_own_stream_alone() {
 }
 
 // A destruction that the driver refuses leaves the event as it was.
-void an_event_that_cannot_be_destroyed_is_there_still() {
+CLEAN_TEST(an_event_that_cannot_be_destroyed_is_there_still) {
   emulate();
   const auto backend = open_cuda();
   const EventHandle event = backend->create_event(true);
@@ -445,21 +445,3 @@ void an_event_that_cannot_be_destroyed_is_there_still() {
 }
 
 }  // namespace
-
-int main() {
-  CLEAN_RUN(a_handle_is_the_drivers_own);
-  CLEAN_RUN(waits_bind_to_the_last_recording);
-  CLEAN_RUN(event_handles_are_never_given_twice);
-  CLEAN_RUN(adopted_streams_work_and_stay_their_owners);
-  CLEAN_RUN(streams_of_another_device_are_refused);
-  CLEAN_RUN(the_callers_context_is_as_before);
-  CLEAN_RUN(streams_under_capture_are_refused);
-  CLEAN_RUN(calls_from_other_threads_do_not_disturb_a_capture);
-  CLEAN_RUN(adopted_streams_pass_the_decorators);
-  CLEAN_RUN(failed_work_reaches_every_waiter);
-  CLEAN_RUN(a_lost_context_is_reported_by_every_call);
-  CLEAN_RUN(a_stream_with_pending_work_is_not_destroyed_unwaited);
-  CLEAN_RUN(a_full_queue_holds_up_its_own_stream_alone);
-  CLEAN_RUN(an_event_that_cannot_be_destroyed_is_there_still);
-  return failures();
-}

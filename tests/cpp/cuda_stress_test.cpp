@@ -1,11 +1,9 @@
 // The cuda backend from many threads: copies go on while mappings change elsewhere, streams and events come and go, and host
 // memory is locked and given back. Run under TSan and ASan as well.
 #include <cstring>
-#include <exception>
-#include <mutex>
-#include <thread>
 
 #include "cuda_world.h"
+#include "threads.h"
 
 namespace {
 
@@ -15,27 +13,6 @@ using remap::EventHandle;  // and not the driver's
 using remap::StreamHandle;
 
 constexpr int kRounds = 150;
-
-// Runs each body on a thread of its own; the first exception is thrown after all have ended.
-template <typename... Bodies>
-void together(Bodies&&... bodies) {
-  std::mutex mutex;
-  std::exception_ptr failed;
-  const auto guarded = [&](auto& body) {
-    return std::thread([&mutex, &failed, &body] {
-      try {
-        body();
-      } catch (...) {
-        const std::lock_guard<std::mutex> lock(mutex);
-        if (!failed) failed = std::current_exception();
-      }
-    });
-  };
-  std::vector<std::thread> threads;
-  (threads.push_back(guarded(bodies)), ...);
-  for (std::thread& thread : threads) thread.join();
-  if (failed) std::rethrow_exception(failed);
-}
 
 // Host -> one page -> another page -> host, each round with other bytes.
 void copy_around(Backend& backend, int seed) {
@@ -119,21 +96,20 @@ void lock_and_free(Backend& backend) {
   }
 }
 
-void everything_at_once() {
+CLEAN_TEST(everything_at_once) {
   emulate();
   configure("jitter_us", 200);  // copies begin late, so that more goes on at once
   const auto backend = open_cuda();
-  together([&] { copy_around(*backend, 1); }, [&] { copy_around(*backend, 100); }, [&] { change_mappings(*backend); },
-           [&] { come_and_go(*backend); }, [&] { lock_and_free(*backend); },
-           [&] {
-             for (int round = 0; round < kRounds; ++round) CHECK(backend->usage().streams <= 8);
-           });
+  Looking looking([&] { CHECK(backend->usage().streams <= 8); });
+  together({[&] { copy_around(*backend, 1); }, [&] { copy_around(*backend, 100); }, [&] { change_mappings(*backend); },
+            [&] { come_and_go(*backend); }, [&] { lock_and_free(*backend); }});
+  looking.stop();
   CHECK(same(backend->usage(), Usage{}));
 }
 
-void backends_open_and_close_side_by_side() {
+CLEAN_TEST(backends_open_and_close_side_by_side) {
   emulate();
-  const auto body = [] {
+  on_threads(3, [](std::size_t) {
     for (int round = 0; round < 20; ++round) {
       const auto backend = open_cuda();
       Shown shown(*backend, 2);
@@ -141,16 +117,7 @@ void backends_open_and_close_side_by_side() {
       backend->fill(stream, shown.at, 1, kPage);
       // Left to the destructor.
     }
-  };
-  together(body, body, body);
+  });
 }
 
 }  // namespace
-
-int main() {
-  RUN(everything_at_once);
-  remap::testing::run("everything_at_once leaves nothing", check_clean);
-  RUN(backends_open_and_close_side_by_side);
-  remap::testing::run("backends_open_and_close_side_by_side leaves nothing", check_clean);
-  return failures();
-}

@@ -11,6 +11,7 @@
 #include "check.h"
 #include "emulated_driver.h"
 #include "remap/backends.h"
+#include "usage.h"
 
 namespace remap::testing {
 
@@ -31,7 +32,6 @@ class Counted {
   std::uint64_t before_;
 };
 inline std::uint64_t live(const char* kind) { return CONTROL(remapEmulatedLive)(kind); }
-inline void configure(const char* name, std::uint64_t value) { CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0); }
 
 // Makes the emulated machine anew.
 inline void emulate(std::size_t memory = 64 << 20, std::size_t devices = 1) {
@@ -56,11 +56,6 @@ inline void check_clean() {
     if (live(kind) != 0) trouble += std::to_string(live(kind)) + " " + kind + "\n";
   }
   if (!trouble.empty()) throw std::logic_error("broken rules, or left behind:\n" + trouble);
-}
-
-inline bool same(const Usage& a, const Usage& b) {
-  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
-         a.host_bytes == b.host_bytes && a.mappings == b.mappings && a.streams == b.streams && a.events == b.events;
 }
 
 inline const Error::Value* field(const Error& error, const std::string& name) {
@@ -110,6 +105,8 @@ inline bool all_are(const std::byte* at, int value, std::size_t bytes) {
 }  // namespace remap::testing
 
 // A test, and then what it left.
-#define CLEAN_RUN(function) \
-  RUN(function);            \
-  remap::testing::run(#function " leaves nothing", remap::testing::check_clean)
+#define CLEAN_TEST(name)                                                                                               \
+  void name();                                                                                                         \
+  [[maybe_unused]] const bool name##_added =                                                                           \
+      remap::testing::add(#name, name) && remap::testing::add(#name " leaves nothing", remap::testing::check_clean);   \
+  void name()

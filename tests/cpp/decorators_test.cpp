@@ -8,8 +8,10 @@
 #include "check.h"
 #include "remap/backends.h"
 #include "remap/decorators.h"
+#include "usage.h"
 
 using namespace remap;
+using namespace remap::testing;
 using namespace std::chrono_literals;
 
 namespace {
@@ -18,11 +20,6 @@ constexpr std::size_t kPage = 4096;
 constexpr auto kForever = std::chrono::nanoseconds::max();
 
 std::shared_ptr<Backend> host(std::size_t pages = 16) { return make_host_backend({pages * kPage, kPage, 1}); }
-
-bool same(const Usage& a, const Usage& b) {
-  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
-         a.host_bytes == b.host_bytes && a.mappings == b.mappings && a.streams == b.streams && a.events == b.events;
-}
 
 // All but adopt_stream and forget_stream, which the host has no streams for: cuda_stream_test.cpp shows those.
 constexpr std::size_t kTour = kCallKinds - 2;
@@ -68,7 +65,7 @@ struct Tour {
   }
 };
 
-void names_are_distinct() {
+TEST(names_are_distinct) {
   std::vector<std::string> names;
   for (std::size_t i = 0; i < kCallKinds; ++i) {
     const std::string name = call_name(static_cast<Call>(i));
@@ -81,7 +78,7 @@ void names_are_distinct() {
 }
 
 // Every call can be made to fail once; then nothing has changed, and the same call succeeds.
-void every_call_can_fail_and_be_retried() {
+TEST(every_call_can_fail_and_be_retried) {
   auto fault = make_fault_backend(host());
   Tour tour{fault};
   std::uint64_t total = 0;
@@ -104,7 +101,7 @@ void every_call_can_fail_and_be_retried() {
   CHECK(same(fault->usage(), Usage{}));
 }
 
-void faults_come_at_the_nth_call_once_or_for_ever() {
+TEST(faults_come_at_the_nth_call_once_or_for_ever) {
   auto fault = make_fault_backend(host());
   fault->arm(Call::create_event, 3);
   fault->create_event(true);
@@ -125,7 +122,7 @@ void faults_come_at_the_nth_call_once_or_for_ever() {
   CHECK_ERROR(ErrorKind::invalid_argument, (fault->arm(Call::map, 0), 0));
 }
 
-void a_copy_that_fails_while_running_fails_its_stream() {
+TEST(a_copy_that_fails_while_running_fails_its_stream) {
   auto fault = make_fault_backend(host());
   std::vector<std::byte> from(1000, std::byte{1}), to(1000), later(1000), good(1000);
   const StreamHandle stream = fault->create_stream(), waiting = fault->create_stream(), other = fault->create_stream();
@@ -157,7 +154,7 @@ void a_copy_that_fails_while_running_fails_its_stream() {
 }
 
 // Each limit: at n-1 and n allowed, at n+1 refused with nothing changed, and room again after giving back.
-void limits_are_exact() {
+TEST(limits_are_exact) {
   const auto check = [](const Limits& limits, const std::function<void(Backend&)>& take, const std::function<void(Backend&)>& give) {
     auto backend = make_limit_backend(host(), limits);
     for (int round = 0; round < 2; ++round) {
@@ -218,7 +215,7 @@ void limits_are_exact() {
       [&](Backend& b) { --mapped; b.unmap(at + mapped * kPage, kPage); });
 }
 
-void a_failed_call_gives_its_count_back() {
+TEST(a_failed_call_gives_its_count_back) {
   auto fault = make_fault_backend(host());
   Limits limits;
   limits.page_bytes = kPage;
@@ -243,7 +240,7 @@ void a_failed_call_gives_its_count_back() {
   backend->create_page(kPage);
 }
 
-void a_trace_counts_and_logs_every_call() {
+TEST(a_trace_counts_and_logs_every_call) {
   auto trace = make_trace_backend(host());
   Tour tour{trace};
   auto calls = tour.calls();
@@ -272,7 +269,7 @@ void a_trace_counts_and_logs_every_call() {
   CHECK(trace->log().empty() && trace->count() == kTour + 2);
 }
 
-void bad_trace_lines_are_named() {
+TEST(bad_trace_lines_are_named) {
   const char* lines[] = {"nothing ok 0", "reserve", "reserve maybe 1 2 3", "reserve ok 1 2", "reserve ok 1 2 x", "reserve ok 1 2 3 4",
                          "map ok 0 1 2 4096 pages 7", "map ok 0 1 1 4096", "unmap ok 0 99999999999999999999 1"};
   for (const char* line : lines) {
@@ -286,7 +283,7 @@ void bad_trace_lines_are_named() {
 }
 
 // Random use, traced; then replayed on a fresh backend, which must end with the same usage.
-void a_random_trace_replays() {
+TEST(a_random_trace_replays) {
   for (unsigned seed = 1; seed <= 5; ++seed) {
     std::mt19937 random(seed);
     const auto pick = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
@@ -323,7 +320,7 @@ void a_random_trace_replays() {
   }
 }
 
-void replay_finds_the_first_divergence() {
+TEST(replay_finds_the_first_divergence) {
   auto trace = make_trace_backend(host(2));
   const PageHandle first = trace->create_page(kPage);
   trace->create_page(kPage);
@@ -348,7 +345,7 @@ void replay_finds_the_first_divergence() {
   CHECK(!replay({lost}, *last).ok);
 }
 
-void replay_needs_no_memory_of_the_caller() {
+TEST(replay_needs_no_memory_of_the_caller) {
   auto trace = make_trace_backend(host());
   std::byte* at = trace->reserve(kPage, kPage);
   const PageHandle page = trace->create_page(kPage);
@@ -368,18 +365,3 @@ void replay_needs_no_memory_of_the_caller() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(names_are_distinct);
-  RUN(every_call_can_fail_and_be_retried);
-  RUN(faults_come_at_the_nth_call_once_or_for_ever);
-  RUN(a_copy_that_fails_while_running_fails_its_stream);
-  RUN(limits_are_exact);
-  RUN(a_failed_call_gives_its_count_back);
-  RUN(a_trace_counts_and_logs_every_call);
-  RUN(bad_trace_lines_are_named);
-  RUN(a_random_trace_replays);
-  RUN(replay_finds_the_first_divergence);
-  RUN(replay_needs_no_memory_of_the_caller);
-  return remap::testing::failures() != 0;
-}

@@ -80,6 +80,10 @@ inline std::string last_violation() {
     CONTROL(remapEmulatedReset)();                                         \
   } while (false)
 
+inline void configure(const char* name, std::uint64_t value) {
+  CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0);
+}
+
 constexpr std::size_t kPage = 64 << 10;
 constexpr std::size_t kPages = 16;
 
@@ -88,8 +92,8 @@ class Device {
  public:
   Device() {
     CONTROL(remapEmulatedReset)();
-    CHECK(CONTROL(remapEmulatedConfigure)("granularity", kPage) == 0);
-    CHECK(CONTROL(remapEmulatedConfigure)("memory", kPages * kPage) == 0);
+    configure("granularity", kPage);
+    configure("memory", kPages * kPage);
     FINE(CU(cuInit)(0));
     FINE(CU(cuDevicePrimaryCtxRetain)(&context, 0));
     FINE(CU(cuCtxPushCurrent)(context));

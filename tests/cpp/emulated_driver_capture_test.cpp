@@ -8,7 +8,7 @@ using namespace remap::testing;
 
 namespace {
 
-void captures() {
+TEST(captures) {
   World world;
   const CUstream stream = world.stream;
   int status = -1;
@@ -43,7 +43,7 @@ void captures() {
   world.close();
 }
 
-void unsafe_calls_end_captures_of_their_mode() {
+TEST(unsafe_calls_end_captures_of_their_mode) {
   World world;
   CUgraph graph = nullptr;
   const auto query_elsewhere = [&](int mode) {
@@ -88,9 +88,3 @@ void unsafe_calls_end_captures_of_their_mode() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(captures);
-  RUN(unsafe_calls_end_captures_of_their_mode);
-  return failures();
-}

@@ -21,22 +21,20 @@ nanoseconds length_of(Call&& call) {
   return steady_clock::now() - begun;
 }
 
-void set(const char* name, std::uint64_t value) { CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0); }
-
-void mapping_calls_cost_what_was_set_for_each_page() {
+TEST(mapping_calls_cost_what_was_set_for_each_page) {
   Device device;
   Region region(4, 4);
   FINE(CU(cuMemUnmap)(region.at, 4 * kPage));
-  set("map_ns", 2 * kMs);
-  set("unmap_ns", 3 * kMs);
-  set("set_access_ns", 4 * kMs);
+  configure("map_ns", 2 * kMs);
+  configure("unmap_ns", 3 * kMs);
+  configure("set_access_ns", 4 * kMs);
   for (std::size_t i = 0; i < 4; ++i) {
     CHECK(length_of([&] { FINE(CU(cuMemMap)(region.slot(i), kPage, 0, region.handles[i], 0)); }) >= nanoseconds(2 * kMs));
   }
   CHECK(length_of([&] { region.allow(0, 3, kAccessReadWrite); }) >= nanoseconds(3 * 4 * kMs));
   CHECK(length_of([&] { FINE(CU(cuMemUnmap)(region.slot(1), 3 * kPage)); }) >= nanoseconds(3 * 3 * kMs));
   FINE(CU(cuMemUnmap)(region.slot(0), kPage));
-  for (const char* name : {"map_ns", "unmap_ns", "set_access_ns"}) set(name, 0);
+  for (const char* name : {"map_ns", "unmap_ns", "set_access_ns"}) configure(name, 0);
   for (std::size_t i = 0; i < 4; ++i) FINE(CU(cuMemMap)(region.slot(i), kPage, 0, region.handles[i], 0));
   region.close();
   device.close();
@@ -44,7 +42,7 @@ void mapping_calls_cost_what_was_set_for_each_page() {
 
 // Whether a whole piece of work, enqueued after set-access had begun on another thread, ended before that did.
 bool overtakes_set_access(World& world, std::uint64_t cost_ns) {
-  set("set_access_ns", cost_ns);
+  configure("set_access_ns", cost_ns);
   const std::uint64_t before = CONTROL(remapEmulatedCalls)("cuMemSetAccess");
   std::atomic<bool> ended{false};
   std::thread mapper([&] {
@@ -57,11 +55,11 @@ bool overtakes_set_access(World& world, std::uint64_t cost_ns) {
   FINE(CU(cuStreamSynchronize)(world.stream));
   const bool overtook = !ended;
   mapper.join();
-  set("set_access_ns", 0);
+  configure("set_access_ns", 0);
   return overtook;
 }
 
-void other_calls_do_not_wait_for_a_mapping_call() {
+TEST(other_calls_do_not_wait_for_a_mapping_call) {
   World world;
   // However slow the machine is, some cost is long enough for a piece of work to fit into it.
   std::uint64_t cost_ns = 20 * kMs;
@@ -70,11 +68,11 @@ void other_calls_do_not_wait_for_a_mapping_call() {
   world.close();
 }
 
-void with_the_driver_lock_enqueueing_waits_for_a_mapping_call() {
+TEST(with_the_driver_lock_enqueueing_waits_for_a_mapping_call) {
   World world;
-  set("driver_lock", 1);
+  configure("driver_lock", 1);
   world.region.allow(0, 1, kAccessNone);
-  set("set_access_ns", 50 * kMs);
+  configure("set_access_ns", 50 * kMs);
   const std::uint64_t before = CONTROL(remapEmulatedCalls)("cuMemSetAccess");
   std::thread mapper([&] {
     FINE(CU(cuCtxSetCurrent)(world.device.context));
@@ -90,9 +88,9 @@ void with_the_driver_lock_enqueueing_waits_for_a_mapping_call() {
 }
 
 // What is unmapped is gone while the call lasts, and what is mapped is not there before it returns.
-void nothing_can_be_used_while_it_is_unmapped() {
+TEST(nothing_can_be_used_while_it_is_unmapped) {
   World world;
-  set("unmap_ns", 50 * kMs);
+  configure("unmap_ns", 50 * kMs);
   const std::uint64_t before = CONTROL(remapEmulatedCalls)("cuMemUnmap");
   CUresult unmapped = kSuccess;
   std::thread mapper([&] {
@@ -108,23 +106,14 @@ void nothing_can_be_used_while_it_is_unmapped() {
   world.close();
 }
 
-void pinning_takes_time() {
+TEST(pinning_takes_time) {
   Device device;
   Locked locked;  // at no cost
   FINE(CU(cuMemHostUnregister)(locked.at));
-  set("pin_ns_per_gib", 10'000 * kMs * (std::uint64_t{1} << 30) / (1000 * 4 * kPage));  // 10 ms for all of it
+  configure("pin_ns_per_gib", 10'000 * kMs * (std::uint64_t{1} << 30) / (1000 * 4 * kPage));  // 10 ms for all of it
   CHECK(length_of([&] { FINE(CU(cuMemHostRegister)(locked.at, 4 * kPage, kHostPortable)); }) >= nanoseconds(9 * kMs));
   locked.close();
   device.close();
 }
 
 }  // namespace
-
-int main() {
-  RUN(mapping_calls_cost_what_was_set_for_each_page);
-  RUN(other_calls_do_not_wait_for_a_mapping_call);
-  RUN(with_the_driver_lock_enqueueing_waits_for_a_mapping_call);
-  RUN(nothing_can_be_used_while_it_is_unmapped);
-  RUN(pinning_takes_time);
-  return failures();
-}

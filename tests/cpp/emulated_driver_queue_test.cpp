@@ -9,8 +9,6 @@ using namespace remap::testing;
 
 namespace {
 
-void set(const char* name, std::uint64_t value) { CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0); }
-
 bool over(CUevent event) { return CU(cuEventQuery)(event) == kSuccess; }
 
 // The world's stream, on which the large copies are, and another one with a small one.
@@ -39,9 +37,9 @@ struct Two : World {
 constexpr std::uint64_t kSlow = 2'000'000;  // bytes a second: a large copy takes 33 ms, and the small one would take none
 constexpr std::uint64_t kSlowest = 4000;
 
-void a_small_copy_waits_for_a_large_one_of_another_stream() {
+TEST(a_small_copy_waits_for_a_large_one_of_another_stream) {
   Two two;
-  set("copy_bytes_per_s", kSlow);
+  configure("copy_bytes_per_s", kSlow);
   two.large();
   two.large_is_enqueued();
   two.small();
@@ -50,9 +48,9 @@ void a_small_copy_waits_for_a_large_one_of_another_stream() {
   two.close();
 }
 
-void it_waits_for_all_that_stand_back_to_back() {
+TEST(it_waits_for_all_that_stand_back_to_back) {
   Two two;
-  set("copy_bytes_per_s", kSlow);
+  configure("copy_bytes_per_s", kSlow);
   two.large();
   two.large();
   FINE(CU(cuEventRecord)(two.event, two.stream));           // an event lets nobody in,
@@ -65,7 +63,7 @@ void it_waits_for_all_that_stand_back_to_back() {
   two.close();
 }
 
-void it_comes_between_where_something_else_lies_between() {
+TEST(it_comes_between_where_something_else_lies_between) {
   Two two;
   Gate gate;
   two.large();
@@ -82,7 +80,7 @@ void it_comes_between_where_something_else_lies_between() {
 
 // Whether the small copy came between two large ones with a fill between them.
 bool comes_between(Two& two, std::uint64_t bytes_per_s) {
-  set("copy_bytes_per_s", bytes_per_s);
+  configure("copy_bytes_per_s", bytes_per_s);
   two.large();
   FINE(CU(cuMemsetD8Async)(two.region.slot(1) + kPage / 2, 1, 1, two.stream));
   two.large();
@@ -94,7 +92,7 @@ bool comes_between(Two& two, std::uint64_t bytes_per_s) {
   return between;
 }
 
-void a_fill_between_lets_others_in() {
+TEST(a_fill_between_lets_others_in) {
   Two two;
   // However slow the machine is, some copy is long enough for the small one to be enqueued meanwhile.
   std::uint64_t bytes_per_s = kSlow;
@@ -104,7 +102,7 @@ void a_fill_between_lets_others_in() {
 }
 
 // A wait for what is not over lets others in: the copy behind it is in nobody's line until then.
-void a_copy_that_waits_for_an_event_is_not_in_line() {
+TEST(a_copy_that_waits_for_an_event_is_not_in_line) {
   Two two;
   CUstream third = nullptr;
   CUevent gate_passed = nullptr;
@@ -129,7 +127,7 @@ void a_copy_that_waits_for_an_event_is_not_in_line() {
 
 // Whether a copy back was over before one of the other direction, whose engine is its own, and a copy inside the device too.
 bool passes_the_other_direction(Two& two, std::uint64_t bytes_per_s) {
-  set("h2d_bytes_per_s", bytes_per_s);
+  configure("h2d_bytes_per_s", bytes_per_s);
   two.large();
   two.large_is_enqueued();
   FINE(CU(cuMemcpyDtoHAsync)(two.locked.at + 2 * kPage, two.region.slot(1), 64, two.other));
@@ -140,7 +138,7 @@ bool passes_the_other_direction(Two& two, std::uint64_t bytes_per_s) {
   return passed;
 }
 
-void each_direction_has_an_engine() {
+TEST(each_direction_has_an_engine) {
   Two two;
   // However slow the machine is, some copy is long enough.
   std::uint64_t bytes_per_s = kSlow;
@@ -150,7 +148,7 @@ void each_direction_has_an_engine() {
 }
 
 // Tickets of work that is skipped are given back.
-void a_stream_that_failed_holds_nobody_up() {
+TEST(a_stream_that_failed_holds_nobody_up) {
   Two two;
   CONTROL(remapEmulatedArm)("run:cuMemcpyHtoDAsync", 1, kLaunchFailed, 0);
   for (int i = 0; i < 3; ++i) two.large();
@@ -161,10 +159,10 @@ void a_stream_that_failed_holds_nobody_up() {
   two.close();
 }
 
-void enqueueing_blocks_while_the_channel_is_full() {
+TEST(enqueueing_blocks_while_the_channel_is_full) {
   World world;
   CHECK(CONTROL(remapEmulatedConfigure)("channel_ops", 0) == -1);
-  set("channel_ops", 4);
+  configure("channel_ops", 4);
   Gate gate;
   gate.close_on(world.stream);  // counts: it is not done
   for (int i = 0; i < 3; ++i) FINE(CU(cuMemsetD8Async)(world.region.slot(0), 1, kPage, world.stream));
@@ -189,15 +187,3 @@ void enqueueing_blocks_while_the_channel_is_full() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(a_small_copy_waits_for_a_large_one_of_another_stream);
-  RUN(it_waits_for_all_that_stand_back_to_back);
-  RUN(it_comes_between_where_something_else_lies_between);
-  RUN(a_fill_between_lets_others_in);
-  RUN(a_copy_that_waits_for_an_event_is_not_in_line);
-  RUN(each_direction_has_an_engine);
-  RUN(a_stream_that_failed_holds_nobody_up);
-  RUN(enqueueing_blocks_while_the_channel_is_full);
-  return failures();
-}

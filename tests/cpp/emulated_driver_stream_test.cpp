@@ -5,12 +5,13 @@
 #include <thread>
 
 #include "emulated_world.h"
+#include "threads.h"
 
 using namespace remap::testing;
 
 namespace {
 
-void copies_and_fills_run_in_order() {
+TEST(copies_and_fills_run_in_order) {
   World world;
   std::memset(world.locked.at, 0x11, kPage);
   FINE(CU(cuMemcpyHtoDAsync)(world.region.slot(0), world.locked.at, kPage, world.stream));
@@ -27,7 +28,7 @@ void copies_and_fills_run_in_order() {
   world.close();
 }
 
-void arguments_of_copies() {
+TEST(arguments_of_copies) {
   World world;
   unsigned char own[64] = {};
   FINE(CU(cuMemcpyHtoDAsync)(world.region.slot(0), own, sizeof own, world.stream));
@@ -56,7 +57,7 @@ void arguments_of_copies() {
   world.close();
 }
 
-void unmapping_under_work_in_flight() {
+TEST(unmapping_under_work_in_flight) {
   World world;
   Gate gate;
   gate.close_on(world.stream);
@@ -83,7 +84,7 @@ void unmapping_under_work_in_flight() {
   world.close();
 }
 
-void losing_access_under_work_in_flight() {
+TEST(losing_access_under_work_in_flight) {
   World world;
   Gate gate;
   gate.close_on(world.stream);
@@ -97,7 +98,7 @@ void losing_access_under_work_in_flight() {
   world.close();
 }
 
-void unregistering_under_work_in_flight() {
+TEST(unregistering_under_work_in_flight) {
   World world;
   Gate gate;
   gate.close_on(world.stream);
@@ -108,9 +109,9 @@ void unregistering_under_work_in_flight() {
   world.close();
 }
 
-void a_lost_context_is_lost_to_all() {
+TEST(a_lost_context_is_lost_to_all) {
   World world;
-  CHECK(CONTROL(remapEmulatedConfigure)("lose_context", 1) == 0);
+  configure("lose_context", 1);
   CONTROL(remapEmulatedArm)("run:cuMemsetD8Async", 1, kLaunchFailed, 0);
   std::memset(world.region.bytes_of(0), 1, kPage);
   FINE(CU(cuMemsetD8Async)(world.region.slot(0), 2, kPage, world.stream));
@@ -123,7 +124,7 @@ void a_lost_context_is_lost_to_all() {
   world.close();
 }
 
-void events() {
+TEST(events) {
   World world;
   CUevent second = nullptr;
   FINE(CU(cuEventCreate)(&second, kEventBlockingSync));
@@ -169,7 +170,7 @@ void events() {
   world.close();
 }
 
-void a_wait_binds_to_the_recording_at_its_call() {
+TEST(a_wait_binds_to_the_recording_at_its_call) {
   World world;
   CUstream waiting = nullptr;
   FINE(CU(cuStreamCreate)(&waiting, kStreamNonBlocking));
@@ -194,7 +195,7 @@ void a_wait_binds_to_the_recording_at_its_call() {
   world.close();
 }
 
-void destroying_a_stream_does_not_wait_and_does_not_drop_work() {
+TEST(destroying_a_stream_does_not_wait_and_does_not_drop_work) {
   World world;
   CUstream stream = nullptr;
   FINE(CU(cuStreamCreate)(&stream, kStreamNonBlocking));
@@ -226,7 +227,7 @@ void destroying_a_stream_does_not_wait_and_does_not_drop_work() {
   world.close();
 }
 
-void default_streams() {
+TEST(default_streams) {
   World world;
   const CUstream legacy = default_stream(kLegacyStream);
   const CUstream per_thread = default_stream(kPerThreadStream);
@@ -265,7 +266,7 @@ void default_streams() {
   world.close();
 }
 
-void calls_inside_a_host_function_are_refused() {
+TEST(calls_inside_a_host_function_are_refused) {
   World world;
   CUresult result = kSuccess;
   const auto call = [](void* out) {
@@ -280,11 +281,11 @@ void calls_inside_a_host_function_are_refused() {
   world.close();
 }
 
-void copies_take_as_long_as_the_link_would() {
+TEST(copies_take_as_long_as_the_link_would) {
   World world;
   constexpr std::uint64_t kBytesPerSecond = 4 << 20;  // a page takes 15.6 ms
-  CHECK(CONTROL(remapEmulatedConfigure)("h2d_bytes_per_s", kBytesPerSecond) == 0);
-  CHECK(CONTROL(remapEmulatedConfigure)("jitter_us", 50) == 0);
+  configure("h2d_bytes_per_s", kBytesPerSecond);
+  configure("jitter_us", 50);
   CUevent end = nullptr;
   FINE(CU(cuEventCreate)(&end, 0));
   FINE(CU(cuEventRecord)(world.event, world.stream));
@@ -299,65 +300,36 @@ void copies_take_as_long_as_the_link_would() {
 }
 
 // Many threads, each with streams of its own; for the sanitizers, and for the counts at the end.
-void many_threads() {
+TEST(many_threads) {
   Device device;
-  constexpr int kThreads = 4;
-  constexpr int kRounds = 60;
-  std::vector<std::thread> threads;
-  std::vector<std::string> failures_seen(kThreads);
-  for (int t = 0; t < kThreads; ++t) {
-    threads.emplace_back([&, t] {
-      try {
-        FINE(CU(cuCtxPushCurrent)(device.context));
-        CUstream first = nullptr;
-        CUstream second = nullptr;
-        CUevent event = nullptr;
-        FINE(CU(cuStreamCreate)(&first, kStreamNonBlocking));
-        FINE(CU(cuStreamCreate)(&second, kStreamNonBlocking));
-        FINE(CU(cuEventCreate)(&event, 0));
-        for (int round = 0; round < kRounds; ++round) {
-          Region region(3, 2);
-          const auto value = static_cast<unsigned char>(1 + (t * kRounds + round) % 250);
-          FINE(CU(cuMemsetD8Async)(region.slot(0), value, kPage, first));
-          FINE(CU(cuEventRecord)(event, first));
-          FINE(CU(cuStreamWaitEvent)(second, event, 0));
-          FINE(CU(cuMemcpyDtoDAsync)(region.slot(1), region.slot(0), kPage, second));
-          FINE(CU(cuEventRecord)(event, second));
-          FINE(CU(cuEventSynchronize)(event));
-          CHECK(region.bytes_of(1)[0] == value && region.bytes_of(1)[kPage - 1] == value);
-          region.close();
-        }
-        FINE(CU(cuStreamDestroy)(first));
-        FINE(CU(cuStreamDestroy)(second));
-        FINE(CU(cuEventDestroy)(event));
-        FINE(CU(cuCtxPopCurrent)(nullptr));
-      } catch (const std::exception& error) {
-        failures_seen[static_cast<std::size_t>(t)] = error.what();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const std::string& failure : failures_seen) {
-    if (!failure.empty()) throw std::logic_error(failure);
-  }
+  constexpr std::size_t kThreads = 4;
+  constexpr std::size_t kRounds = 60;
+  on_threads(kThreads, [&](std::size_t t) {
+    FINE(CU(cuCtxPushCurrent)(device.context));
+    CUstream first = nullptr;
+    CUstream second = nullptr;
+    CUevent event = nullptr;
+    FINE(CU(cuStreamCreate)(&first, kStreamNonBlocking));
+    FINE(CU(cuStreamCreate)(&second, kStreamNonBlocking));
+    FINE(CU(cuEventCreate)(&event, 0));
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      Region region(3, 2);
+      const auto value = static_cast<unsigned char>(1 + (t * kRounds + round) % 250);
+      FINE(CU(cuMemsetD8Async)(region.slot(0), value, kPage, first));
+      FINE(CU(cuEventRecord)(event, first));
+      FINE(CU(cuStreamWaitEvent)(second, event, 0));
+      FINE(CU(cuMemcpyDtoDAsync)(region.slot(1), region.slot(0), kPage, second));
+      FINE(CU(cuEventRecord)(event, second));
+      FINE(CU(cuEventSynchronize)(event));
+      CHECK(region.bytes_of(1)[0] == value && region.bytes_of(1)[kPage - 1] == value);
+      region.close();
+    }
+    FINE(CU(cuStreamDestroy)(first));
+    FINE(CU(cuStreamDestroy)(second));
+    FINE(CU(cuEventDestroy)(event));
+    FINE(CU(cuCtxPopCurrent)(nullptr));
+  });
   device.close();
 }
 
 }  // namespace
-
-int main() {
-  RUN(copies_and_fills_run_in_order);
-  RUN(arguments_of_copies);
-  RUN(unmapping_under_work_in_flight);
-  RUN(losing_access_under_work_in_flight);
-  RUN(unregistering_under_work_in_flight);
-  RUN(a_lost_context_is_lost_to_all);
-  RUN(events);
-  RUN(a_wait_binds_to_the_recording_at_its_call);
-  RUN(destroying_a_stream_does_not_wait_and_does_not_drop_work);
-  RUN(default_streams);
-  RUN(calls_inside_a_host_function_are_refused);
-  RUN(copies_take_as_long_as_the_link_would);
-  RUN(many_threads);
-  return failures();
-}

@@ -1,19 +1,25 @@
 // The emulated driver itself, memory and contexts: each rule broken once, each effect looked at through memory.
 #include <sys/mman.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include <array>
 #include <cstring>
 #include <thread>
 
+#include "child.h"
 #include "emulated_driver.h"
+#include "touch.h"
 
 using namespace remap::testing;
 
 namespace {
 
-void looking_up() {
+// First of all.
+TEST(nothing_before_init) {
+  int count = 0;
+  BREAKS(kNotInitialized, CU(cuDeviceGetCount)(&count));
+}
+
+TEST(looking_up) {
   const auto look = exported<GetProcAddress>("cuGetProcAddress_v2");
   void* found = nullptr;
   int status = -1;
@@ -22,7 +28,7 @@ void looking_up() {
   CHECK(look("cuNoSuchThing", &found, 12000, 1, &status) == kSuccess && found == nullptr && status == 1);
   CHECK(look("cuMemCreate", &found, 99000, 1, &status) == kInvalidValue);  // newer than the driver
   CHECK(look("cuMemCreate", &found, 12000, 2, &status) == kInvalidValue);
-  CHECK(CONTROL(remapEmulatedConfigure)("driver_version", 12000) == 0);
+  configure("driver_version", 12000);
   CHECK(look("cuMemCreate", &found, 12080, 1, &status) == kInvalidValue);
   int version = 0;
   FINE(CU(cuDriverGetVersion)(&version));
@@ -37,17 +43,17 @@ void looking_up() {
   CHECK(names > 50);
 }
 
-void errors_have_names() {
+TEST(errors_have_names) {
   const char* text = nullptr;
   CHECK(CU(cuGetErrorName)(kOutOfMemory, &text) == kSuccess && std::strcmp(text, "CUDA_ERROR_OUT_OF_MEMORY") == 0);
   CHECK(CU(cuGetErrorString)(kNotReady, &text) == kSuccess && text != nullptr);
   CHECK(CU(cuGetErrorName)(123456, &text) == kInvalidValue && text == nullptr);
 }
 
-void devices_and_settings() {
+TEST(devices_and_settings) {
   CONTROL(remapEmulatedReset)();
-  CHECK(CONTROL(remapEmulatedConfigure)("devices", 2) == 0);
-  CHECK(CONTROL(remapEmulatedConfigure)("attribute.102", 0) == 0);
+  configure("devices", 2);
+  configure("attribute.102", 0);
   CHECK(CONTROL(remapEmulatedConfigure)("granularity", 5000) == -1);
   CHECK(CONTROL(remapEmulatedConfigure)("colour", 1) == -1);
   FINE(CU(cuInit)(0));
@@ -59,12 +65,12 @@ void devices_and_settings() {
   FINE(CU(cuDeviceGetAttribute)(&value, 102, 1));
   CHECK(value == 0);
   BREAKS(kInvalidDevice, CU(cuDeviceGetAttribute)(&value, 102, 2));
-  CHECK(CONTROL(remapEmulatedConfigure)("devices", 0) == 0);
+  configure("devices", 0);
   GIVES(100, 0u, CU(cuInit)(0));
   CONTROL(remapEmulatedReset)();
 }
 
-void contexts_are_per_thread_and_counted() {
+TEST(contexts_are_per_thread_and_counted) {
   Device device;
   CUcontext current = nullptr;
   FINE(CU(cuCtxGetCurrent)(&current));
@@ -101,7 +107,7 @@ void contexts_are_per_thread_and_counted() {
   device.close();
 }
 
-void reservations() {
+TEST(reservations) {
   Device device;
   CUdeviceptr at = 0;
   FINE(CU(cuMemAddressReserve)(&at, 3 * kPage, 8 << 20, 0, 0));
@@ -116,7 +122,7 @@ void reservations() {
   device.close();
 }
 
-void pages_run_out_exactly_and_are_dirty() {
+TEST(pages_run_out_exactly_and_are_dirty) {
   Device device;
   CUmemAllocationProp properties = pinned();
   CUmemGenericAllocationHandle page = 0;
@@ -152,7 +158,7 @@ void pages_run_out_exactly_and_are_dirty() {
   device.close();
 }
 
-void mappings() {
+TEST(mappings) {
   Device device;
   Region region(4, 2);
   const auto handle = region.handles[0];
@@ -189,7 +195,7 @@ void mappings() {
   device.close();
 }
 
-void pages_live_as_long_as_handle_or_mapping() {
+TEST(pages_live_as_long_as_handle_or_mapping) {
   Device device;
   Region region(1, 1);
   region.bytes_of(0)[0] = 0x33;
@@ -203,40 +209,24 @@ void pages_live_as_long_as_handle_or_mapping() {
   device.close();
 }
 
-// Whether the processor can touch the byte. The kernel looks for read() and write() and says EFAULT where a program would fault.
-bool touchable(const unsigned char* at, bool write) {
-  std::array<int, 2> ends{};
-  CHECK(pipe(ends.data()) == 0);
-  bool good = false;
-  if (write) {
-    CHECK(::write(ends[1], "x", 1) == 1);
-    good = ::read(ends[0], const_cast<unsigned char*>(at), 1) == 1;
-  } else {
-    good = ::write(ends[1], at, 1) == 1;
-  }
-  close(ends[0]);
-  close(ends[1]);
-  return good;
-}
-
-void touching_what_is_not_accessible_faults() {
+TEST(touching_what_is_not_accessible_faults) {
   Device device;
   Region region(2, 1);
-  CHECK(touchable(region.bytes_of(0), true));
-  CHECK(!touchable(region.bytes_of(1), false));  // reserved only
+  CHECK(writable(region.bytes_of(0)));
+  CHECK(!readable(region.bytes_of(1)));  // reserved only
   region.allow(0, 1, kAccessRead);
-  CHECK(touchable(region.bytes_of(0), false) && !touchable(region.bytes_of(0), true));
+  CHECK(readable(region.bytes_of(0)) && !writable(region.bytes_of(0)));
   region.allow(0, 1, kAccessNone);
-  CHECK(!touchable(region.bytes_of(0), false));
+  CHECK(!readable(region.bytes_of(0)));
   FINE(CU(cuMemUnmap)(region.slot(0), kPage));
-  CHECK(!touchable(region.bytes_of(0), false));
+  CHECK(!readable(region.bytes_of(0)));
   FINE(CU(cuMemMap)(region.slot(0), kPage, 0, region.handles[0], 0));
-  CHECK(!touchable(region.bytes_of(0), false));  // mapped, no access yet
+  CHECK(!readable(region.bytes_of(0)));  // mapped, no access yet
   region.close();
   device.close();
 }
 
-void host_memory() {
+TEST(host_memory) {
   Device device;
   const std::size_t os_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   void* mapped = mmap(nullptr, 4 * os_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -262,7 +252,7 @@ void host_memory() {
   BREAKS(kInvalidValue, CU(cuMemHostRegister)(at, os_page, 0));
   FINE(CU(cuMemHostRegister)(at, os_page, kHostReadOnly));
   FINE(CU(cuMemHostUnregister)(at));
-  CHECK(CONTROL(remapEmulatedConfigure)("attribute.113", 0) == 0);
+  configure("attribute.113", 0);
   BREAKS(kNotSupported, CU(cuMemHostRegister)(at, os_page, kHostReadOnly));
   munmap(at + os_page, os_page);
   BREAKS(kInvalidValue, CU(cuMemHostRegister)(at, 3 * os_page, kHostPortable));  // a hole
@@ -270,7 +260,7 @@ void host_memory() {
   device.close();
 }
 
-void exported_pages_are_imported() {
+TEST(exported_pages_are_imported) {
   Device device;
   CUmemAllocationProp properties = pinned();
   properties.requestedHandleTypes = kPosixFd;
@@ -292,7 +282,7 @@ void exported_pages_are_imported() {
   device.close();
 }
 
-void injected_errors_and_counts() {
+TEST(injected_errors_and_counts) {
   Device device;
   CUdeviceptr at = 0;
   CONTROL(remapEmulatedArm)("cuMemAddressReserve", 2, kOutOfMemory, 0);
@@ -312,25 +302,21 @@ void injected_errors_and_counts() {
   device.close();
 }
 
-void a_forked_child_has_no_driver() {
+TEST(a_forked_child_has_no_driver) {
   Device device;
   Region region(1, 1);
-  const pid_t child = fork();
-  if (child == 0) {
+  CHECK(ended_well(in_child([&] {
     CUdeviceptr at = 0;
-    const bool refused = CU(cuMemAddressReserve)(&at, kPage, 0, 0, 0) == kNotInitialized;
-    _exit(refused && !touchable(region.bytes_of(0), false) ? 0 : 1);
-  }
-  int status = 0;
-  CHECK(waitpid(child, &status, 0) == child && status == 0);
+    CHECK(CU(cuMemAddressReserve)(&at, kPage, 0, 0, 0) == kNotInitialized && !readable(region.bytes_of(0)));
+  })));
   region.close();
   device.close();
 }
 
-void two_devices() {
+TEST(two_devices) {
   CONTROL(remapEmulatedReset)();
   CHECK(CONTROL(remapEmulatedConfigure)("devices", 2) == 0 && CONTROL(remapEmulatedConfigure)("granularity", kPage) == 0);
-  CHECK(CONTROL(remapEmulatedConfigure)("memory", 2 * kPage) == 0);
+  configure("memory", 2 * kPage);
   FINE(CU(cuInit)(0));
   CUcontext first = nullptr;
   CUcontext second = nullptr;
@@ -365,28 +351,4 @@ void two_devices() {
   CONTROL(remapEmulatedReset)();
 }
 
-void nothing_before_init() {
-  int count = 0;
-  BREAKS(kNotInitialized, CU(cuDeviceGetCount)(&count));
-}
-
 }  // namespace
-
-int main() {
-  RUN(nothing_before_init);
-  RUN(looking_up);
-  RUN(errors_have_names);
-  RUN(devices_and_settings);
-  RUN(contexts_are_per_thread_and_counted);
-  RUN(reservations);
-  RUN(pages_run_out_exactly_and_are_dirty);
-  RUN(mappings);
-  RUN(pages_live_as_long_as_handle_or_mapping);
-  RUN(touching_what_is_not_accessible_faults);
-  RUN(host_memory);
-  RUN(exported_pages_are_imported);
-  RUN(injected_errors_and_counts);
-  RUN(a_forked_child_has_no_driver);
-  RUN(two_devices);
-  return failures();
-}

@@ -12,22 +12,7 @@ using World = remap::testing::PlanWorld;
 
 namespace {
 
-struct Observer final : PointObserver {
-  bool released(std::uint32_t, const std::function<bool()>& current) noexcept override {
-    const bool told = current();
-    if (told) ++released_count;
-    return told;
-  }
-  bool failed(std::uint32_t, std::exception_ptr, const std::function<bool()>& current) noexcept override {
-    const bool told = current();
-    if (told) ++failed_count;
-    return told;
-  }
-  std::atomic<int> released_count{0};
-  std::atomic<int> failed_count{0};
-};
-
-void growing_in_aliased_mode_waits_for_nothing() {
+TEST(growing_in_aliased_mode_waits_for_nothing) {
   World world;
   world.write(world.a, world.arena->address(world.two), 7);
   const std::uint64_t waited = world.device->waited;
@@ -44,7 +29,7 @@ void growing_in_aliased_mode_waits_for_nothing() {
   world.device->finish();
 }
 
-void strict_mode_unmaps_behind_the_event() {
+TEST(strict_mode_unmaps_behind_the_event) {
   int seen = 0;
   for (const bool said : {true, false}) {
     World world(Mode::strict);
@@ -65,7 +50,7 @@ void strict_mode_unmaps_behind_the_event() {
 
 // aliased: a ring whose buffers change pages is unmapped at once, so its copies must have ended; where nothing was shown, or
 // what is shown stays, nothing is waited for.
-void a_ring_moves_behind_the_event() {
+TEST(a_ring_moves_behind_the_event) {
   World world;
   const StreamHandle copies = world.device->create_stream();
   const std::uint64_t waited = world.device->waited;
@@ -88,7 +73,7 @@ void a_ring_moves_behind_the_event() {
 }
 
 // A failed wait for the event fails the plan before anything is changed.
-void an_event_that_fails_changes_nothing() {
+TEST(an_event_that_fails_changes_nothing) {
   World world(Mode::strict);
   world.change({owner({6, 7}, Owner::free, Owner::kv, kA)});
   world.device->fail_call(Call::synchronize, 1);
@@ -103,7 +88,7 @@ void an_event_that_fails_changes_nothing() {
 }
 
 // Another plan comes in while one waits for its event without the lock: the one that waited is stale.
-void a_plan_that_waited_is_looked_at_again() {
+TEST(a_plan_that_waited_is_looked_at_again) {
   World world(Mode::strict);
   world.change({owner({6, 7}, Owner::free, Owner::kv, kA)});
   world.device->frozen = true;
@@ -125,7 +110,7 @@ void a_plan_that_waited_is_looked_at_again() {
 }
 
 // Steps of one commit wait for its event once; those of another commit for their own recording of it.
-void a_commit_waits_once() {
+TEST(a_commit_waits_once) {
   World world;
   const auto observer = std::make_shared<Observer>();
   const EventHandle after = world.behind(world.a);
@@ -143,7 +128,7 @@ void a_commit_waits_once() {
 }
 
 // Looking, and the next plan, need not wait for the event that the worker waits for.
-void the_worker_waits_without_the_lock() {
+TEST(the_worker_waits_without_the_lock) {
   World world;
   const auto observer = std::make_shared<Observer>();
   world.device->frozen = true;
@@ -162,7 +147,7 @@ void the_worker_waits_without_the_lock() {
 }
 
 // An event that failed is told for every step of its commit; a retry looks at it again only if it was never seen complete.
-void an_event_that_fails_is_told_for_each_step() {
+TEST(an_event_that_fails_is_told_for_each_step) {
   World world;
   const auto observer = std::make_shared<Observer>();
   const EventHandle after = world.behind(world.a);
@@ -185,7 +170,7 @@ void an_event_that_fails_is_told_for_each_step() {
 }
 
 // Without exchange: unmap, map all, one set_access; whatever fails, the region shows what it showed.
-void re_pointing_without_exchange() {
+TEST(re_pointing_without_exchange) {
   for (unsigned nth = 0;; ++nth) {
     World world;
     const auto observer = std::make_shared<Observer>();
@@ -213,7 +198,7 @@ void re_pointing_without_exchange() {
 }
 
 // The worker does an earlier plan's step while a later plan is applied and not decided; then that one is rolled back.
-void a_rollback_behind_the_workers_back() {
+TEST(a_rollback_behind_the_workers_back) {
   for (const bool exchange : {true, false}) {
     World world(Mode::aliased, 1, exchange);
     const auto observer = std::make_shared<Observer>();
@@ -233,7 +218,7 @@ void a_rollback_behind_the_workers_back() {
 
 // Each backend call of changes between two tenants fails once: undone, nobody's bytes touched, and the next try works. What
 // was made is given back at the end.
-void every_call_fails_once() {
+TEST(every_call_fails_once) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     for (unsigned nth = 1;; ++nth) {
       World world(mode, nth);
@@ -279,18 +264,3 @@ void every_call_fails_once() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(growing_in_aliased_mode_waits_for_nothing);
-  RUN(strict_mode_unmaps_behind_the_event);
-  RUN(a_ring_moves_behind_the_event);
-  RUN(an_event_that_fails_changes_nothing);
-  RUN(a_plan_that_waited_is_looked_at_again);
-  RUN(a_commit_waits_once);
-  RUN(the_worker_waits_without_the_lock);
-  RUN(an_event_that_fails_is_told_for_each_step);
-  RUN(re_pointing_without_exchange);
-  RUN(a_rollback_behind_the_workers_back);
-  RUN(every_call_fails_once);
-  return remap::testing::failures();
-}

@@ -9,36 +9,32 @@
 #include <thread>
 #include <vector>
 
-#include "backend/forward.h"
-#include "check.h"
-#include "remap/backends.h"
-#include "remap/executor.h"
+#include "plans.h"
 
 using namespace remap;
+using namespace remap::testing;
 
 
 namespace {
 
-constexpr std::size_t kPage = 64 << 10;
+constexpr std::size_t kPage = HostArena::kPage;
 constexpr std::size_t kLayerPages = 40;  // more than one piece
-constexpr TenantId kTenant = 7;
 
 // As a GPU's driver: page tables cannot be swapped, and a call may take long. Calls of the thread that made it go through.
-class Gate final : public Forward<Backend> {
+class Gate final : public WithoutExchange {
  public:
-  using Forward<Backend>::Forward;
-  bool can_exchange() const noexcept override { return false; }
+  using WithoutExchange::WithoutExchange;
   void map(std::byte* at, const PageHandle* pages, std::size_t count, std::size_t page_bytes) override {
     pass(count);
-    Forward::map(at, pages, count, page_bytes);
+    WithoutExchange::map(at, pages, count, page_bytes);
   }
   void unmap(std::byte* at, std::size_t bytes) override {
     pass(bytes / kPage);
-    Forward::unmap(at, bytes);
+    WithoutExchange::unmap(at, bytes);
   }
   // Events stay incomplete, however long somebody waits.
   bool synchronize(EventHandle event, std::chrono::nanoseconds timeout) override {
-    if (!held_) return Forward::synchronize(event, timeout);
+    if (!held_) return WithoutExchange::synchronize(event, timeout);
     std::this_thread::sleep_for(std::min<std::chrono::nanoseconds>(timeout, std::chrono::milliseconds(5)));
     return false;
   }
@@ -86,61 +82,25 @@ class Gate final : public Forward<Backend> {
   std::size_t largest_ = 0;
 };
 
-struct Observer final : PointObserver {
-  bool released(std::uint32_t, const std::function<bool()>& current) noexcept override {
-    if (!current()) {
-      ++stale;
-      return false;
-    }
-    ++released_count;
-    return true;
-  }
-  bool failed(std::uint32_t, std::exception_ptr, const std::function<bool()>& current) noexcept override {
-    const bool told = current();
-    if (told) ++failed_count;
-    return told;
-  }
-  std::atomic<int> released_count{0};
-  std::atomic<int> failed_count{0};
-  std::atomic<int> stale{0};
-};
-
-Step owner(std::vector<PageId> pages, Owner from, Owner to) {
-  Step step;
-  step.set_owner = {std::move(pages), from, to, kTenant};
-  return step;
-}
-
-Step point(RegionId region, std::vector<PageId> pages) {
-  Step step;
-  step.kind = Step::Kind::point;
-  step.point = {region, 0, std::move(pages), true, 1};
-  return step;
-}
-
 std::vector<PageId> from(PageId first, std::size_t count) {
   std::vector<PageId> pages(count);
   for (std::size_t i = 0; i < count; ++i) pages[i] = first + static_cast<PageId>(i);
   return pages;
 }
 
+Step show(RegionId region, std::vector<PageId> pages) { return point(region, std::move(pages), true, 1); }
+
 // Two layers of kLayerPages pages, and some free ones that have a place in a KV region.
-struct World {
+struct World : HostArena {
   std::shared_ptr<Gate> gate;
-  std::shared_ptr<Arena> arena;
-  std::unique_ptr<Executor> executor;
   std::shared_ptr<Observer> observer = std::make_shared<Observer>();
   RegionId one = 0, two = 0, kv = 0;
 
-  World() {
-    HostOptions options;
-    options.capacity_bytes = (2 * kLayerPages + 8) * kPage;
-    options.page_bytes = kPage;
-    gate = std::make_shared<Gate>(make_host_backend(options));
-    arena = std::make_shared<Arena>(gate, ArenaOptions{options.capacity_bytes, kPage, Mode::aliased});
-    executor = std::make_unique<Executor>(arena);
-    one = arena->add_layer_region(kTenant, "one", arena->take(kLayerPages, Owner::params, kTenant));
-    two = arena->add_layer_region(kTenant, "two", arena->take(kLayerPages, Owner::params, kTenant));
+  World() : World(std::make_shared<Gate>(host(2 * kLayerPages + 8))) {}
+  explicit World(std::shared_ptr<Gate> backend)
+      : HostArena(backend, 2 * kLayerPages + 8, Mode::aliased), gate(std::move(backend)) {
+    one = add_layer("one", kLayerPages);
+    two = add_layer("two", kLayerPages);
     kv = arena->add_kv_region(kTenant, kLayerPages + 4);
     arena->designate(kv, 0, from(2 * kLayerPages, 4));
     arena->designate(kv, 4, home_of_two());
@@ -150,23 +110,17 @@ struct World {
   ~World() { gate->open(); }  // a check that failed must not leave the worker inside a call: its end is waited for
   static std::vector<PageId> home_of_one() { return from(0, kLayerPages); }
   static std::vector<PageId> home_of_two() { return from(kLayerPages, kLayerPages); }
-  void apply(std::vector<Step> steps) {
-    Plan plan;
-    plan.epoch = arena->epoch();
-    plan.steps = std::move(steps);
-    executor->apply(plan);
-  }
   // Layer two streams through layer one's pages, which become the ring; its own become KV. The worker stays in its first call.
   void give_and_hold() {
     apply({owner(home_of_one(), Owner::params, Owner::ring), owner(home_of_two(), Owner::params, Owner::kv),
-           point(one, home_of_one()), point(two, home_of_one())});
+           show(one, home_of_one()), show(two, home_of_one())});
     gate->shut();
     executor->commit(observer);
     gate->await_caller();
   }
 };
 
-void nobody_waits_for_a_call_of_the_workers() {
+TEST(nobody_waits_for_a_call_of_the_workers) {
   World world;
   world.give_and_hold();
   const std::uint64_t epoch = world.arena->epoch();
@@ -183,7 +137,7 @@ void nobody_waits_for_a_call_of_the_workers() {
 }
 
 // A tenant whose stream has not come to its event keeps nobody else waiting; and two tenants' layers are pointed in turns.
-void tenants_take_turns() {
+TEST(tenants_take_turns) {
   World world;
   constexpr TenantId kOther = kTenant + 1;
   const RegionId theirs = world.arena->add_layer_region(kOther, "theirs", world.arena->take(2, Owner::params, kOther));
@@ -194,12 +148,12 @@ void tenants_take_turns() {
   world.gate->hold_events(true);
   world.gate->record(event, stream);
   world.apply({owner(World::home_of_one(), Owner::params, Owner::ring), owner(World::home_of_two(), Owner::params, Owner::kv),
-               point(world.one, World::home_of_one()), point(world.two, World::home_of_one())});
+               show(world.one, World::home_of_one()), show(world.two, World::home_of_one())});
   world.executor->commit(world.observer, event);
   const auto observer = std::make_shared<Observer>();
   Step lend = owner(ring, Owner::params, Owner::ring), free = owner(home, Owner::params, Owner::free);
   lend.set_owner.tenant = free.set_owner.tenant = kOther;
-  world.apply({lend, free, point(ours, ring), point(theirs, ring)});
+  world.apply({lend, free, show(ours, ring), show(theirs, ring)});
   world.executor->commit(observer);
   while (observer->released_count < 2) std::this_thread::yield();  // or it hangs
   CHECK(world.observer->released_count == 0 && world.arena->shown(theirs) == ring);
@@ -211,7 +165,7 @@ void tenants_take_turns() {
   world.gate->destroy_stream(stream);
 }
 
-void re_points_in_pieces() {
+TEST(re_points_in_pieces) {
   World world;
   world.give_and_hold();
   world.gate->let_through(2);  // one piece: unmap and map
@@ -228,11 +182,11 @@ void re_points_in_pieces() {
 
 // A plan is applied while the worker is inside a call for an older one: nobody is told that the layer is ready before it shows
 // what the newer plan wants.
-void what_a_newer_plan_changes_is_not_released() {
+TEST(what_a_newer_plan_changes_is_not_released) {
   World world;
   world.give_and_hold();
   world.apply({owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
-               point(world.two, World::home_of_two())});
+               show(world.two, World::home_of_two())});
   CHECK(world.observer->released_count == 1);
   world.gate->open();
   world.executor->commit(world.observer);
@@ -242,11 +196,11 @@ void what_a_newer_plan_changes_is_not_released() {
   world.arena->check();
 }
 
-void a_plan_rolled_back_beside_the_worker_leaves_no_trace() {
+TEST(a_plan_rolled_back_beside_the_worker_leaves_no_trace) {
   World world;
   world.give_and_hold();
   world.apply({owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
-               point(world.two, World::home_of_two())});
+               show(world.two, World::home_of_two())});
   world.gate->open();
   world.executor->rollback();  // waits for the worker: undoing may have to re-point
   world.executor->drain();
@@ -256,12 +210,3 @@ void a_plan_rolled_back_beside_the_worker_leaves_no_trace() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(nobody_waits_for_a_call_of_the_workers);
-  RUN(tenants_take_turns);
-  RUN(re_points_in_pieces);
-  RUN(what_a_newer_plan_changes_is_not_released);
-  RUN(a_plan_rolled_back_beside_the_worker_leaves_no_trace);
-  return remap::testing::failures();
-}

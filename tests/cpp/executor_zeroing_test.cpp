@@ -8,7 +8,7 @@ using World = remap::testing::PlanWorld;
 
 namespace {
 
-void zeroing_is_enqueued_where_the_tenant_computes() {
+TEST(zeroing_is_enqueued_where_the_tenant_computes) {
   for (std::uint64_t seed = 0; seed < 50; ++seed) {
     World world(Mode::aliased, seed);
     const std::uint64_t waited = world.device->waited;
@@ -31,7 +31,7 @@ void zeroing_is_enqueued_where_the_tenant_computes() {
 
 // A's last writes are still to come when its page is B's. The fill waits for them if A's plan said so; the check sees it if
 // not.
-void zeroes_come_behind_the_former_tenant() {
+TEST(zeroes_come_behind_the_former_tenant) {
   int leaked = 0;
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     for (const bool said : {true, false}) {
@@ -57,7 +57,7 @@ void zeroes_come_behind_the_former_tenant() {
 }
 
 // Also if it is the taker that names the event, of another stream than its own.
-void zeroes_come_behind_the_event_of_their_plan() {
+TEST(zeroes_come_behind_the_event_of_their_plan) {
   for (std::uint64_t seed = 0; seed < 60; ++seed) {
     World world(Mode::aliased, seed);
     world.change({owner({6}, Owner::free, Owner::kv, kA)}, {0, world.a});
@@ -70,7 +70,7 @@ void zeroes_come_behind_the_event_of_their_plan() {
 }
 
 // The same when B's zeroes are waited for (set-up, strict, no stream).
-void waited_zeroes_come_behind_the_former_tenant_too() {
+TEST(waited_zeroes_come_behind_the_former_tenant_too) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     World world(mode);
     world.change({owner({6, 7}, Owner::free, Owner::kv, kA)}, {0, world.a});
@@ -86,7 +86,7 @@ void waited_zeroes_come_behind_the_former_tenant_too() {
 
 // A's page is taken for B, one of B's fills fails, the plan is undone; A takes its page back and writes to it. The fill of it
 // that is on its way must not come last. (B's stream is far behind.)
-void a_fill_of_an_undone_plan_destroys_nothing() {
+TEST(a_fill_of_an_undone_plan_destroys_nothing) {
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     World world(Mode::aliased, seed);
     world.change({owner({6, 8}, Owner::free, Owner::kv, kA)}, {0, world.a});
@@ -111,7 +111,7 @@ void a_fill_of_an_undone_plan_destroys_nothing() {
 }
 
 // The tenant itself, computing on another stream by then, has not the fill of the undone plan before it either.
-void an_undone_fill_on_another_stream() {
+TEST(an_undone_fill_on_another_stream) {
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     World world(Mode::aliased, seed);
     for (int i = 0; i < 6; ++i) world.write(world.a, world.arena->address(world.one), 1);
@@ -126,7 +126,7 @@ void an_undone_fill_on_another_stream() {
 }
 
 // The same for a plan that was rolled back after it was applied, with what B did meanwhile.
-void a_rolled_back_plan_leaves_nothing_on_its_way() {
+TEST(a_rolled_back_plan_leaves_nothing_on_its_way) {
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
     World world(Mode::aliased, seed);
     for (int i = 0; i < 6; ++i) world.write(world.b, world.arena->address(world.other), 1);
@@ -146,7 +146,7 @@ void a_rolled_back_plan_leaves_nothing_on_its_way() {
 }
 
 // Zeroing is the last thing that a plan does: whatever else can fail fails before it, and takes no bytes.
-void nothing_is_zeroed_by_a_plan_that_fails_before() {
+TEST(nothing_is_zeroed_by_a_plan_that_fails_before) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     for (const bool with_stream : {true, false}) {
       for (unsigned nth = 1;; ++nth) {
@@ -184,7 +184,7 @@ void nothing_is_zeroed_by_a_plan_that_fails_before() {
 }
 
 // A page comes to another tenant by way of a committed plan that freed it; and as KV, where it is zeroed.
-void pages_do_not_change_tenant_within_a_plan() {
+TEST(pages_do_not_change_tenant_within_a_plan) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
     World world(mode);
     world.change({owner({6, 7}, Owner::free, Owner::kv, kA)});
@@ -205,7 +205,7 @@ void pages_do_not_change_tenant_within_a_plan() {
 }
 
 // A later step of the plan takes a page away again: it is not the tenant's at the end, so nobody zeroes it.
-void what_moves_on_within_a_plan_is_not_zeroed() {
+TEST(what_moves_on_within_a_plan_is_not_zeroed) {
   World world;
   const Applied applied = world.change({owner({6, 7}, Owner::free, Owner::kv, kA), owner({7}, Owner::kv, Owner::free, kA),
                                         owner({6}, Owner::kv, Owner::free, kA), owner({6}, Owner::free, Owner::kv, kA)},
@@ -216,7 +216,7 @@ void what_moves_on_within_a_plan_is_not_zeroed() {
 }
 
 // The giver's stream fails before its page is taken. The taker is told by an error of the plan, once, and its stream lives.
-void a_givers_failed_stream_is_not_the_takers() {
+TEST(a_givers_failed_stream_is_not_the_takers) {
   World world;
   const std::vector<std::byte> master(kPage, std::byte{1});
   world.change({owner({6}, Owner::free, Owner::kv, kA)}, {0, world.a});
@@ -233,7 +233,7 @@ void a_givers_failed_stream_is_not_the_takers() {
 }
 
 // A fill that was enqueued and whose end cannot be seen is waited for before the plan is undone: strict unmaps the page.
-void no_fill_is_on_its_way_when_strict_unmaps() {
+TEST(no_fill_is_on_its_way_when_strict_unmaps) {
   for (const Call call : {Call::record, Call::synchronize}) {
     World world(Mode::strict);
     world.device->fail_call(call, 1);
@@ -246,19 +246,3 @@ void no_fill_is_on_its_way_when_strict_unmaps() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(zeroing_is_enqueued_where_the_tenant_computes);
-  RUN(zeroes_come_behind_the_former_tenant);
-  RUN(zeroes_come_behind_the_event_of_their_plan);
-  RUN(waited_zeroes_come_behind_the_former_tenant_too);
-  RUN(a_fill_of_an_undone_plan_destroys_nothing);
-  RUN(an_undone_fill_on_another_stream);
-  RUN(a_rolled_back_plan_leaves_nothing_on_its_way);
-  RUN(nothing_is_zeroed_by_a_plan_that_fails_before);
-  RUN(pages_do_not_change_tenant_within_a_plan);
-  RUN(what_moves_on_within_a_plan_is_not_zeroed);
-  RUN(a_givers_failed_stream_is_not_the_takers);
-  RUN(no_fill_is_on_its_way_when_strict_unmaps);
-  return remap::testing::failures();
-}

@@ -14,7 +14,6 @@
 
 using namespace remap;
 using namespace remap::testing;
-using host::HostMemory;
 
 namespace {
 
@@ -25,7 +24,7 @@ std::shared_ptr<Backend> open_backend(std::size_t pages, std::size_t page_bytes 
   return make_host_backend({pages * page_bytes, page_bytes, 1});
 }
 
-void options_are_checked() {
+TEST(options_are_checked) {
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({0, kSmall, 1}));
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, 0, 1}));
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, kSmall / 2, 1}));
@@ -33,7 +32,7 @@ void options_are_checked() {
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, kSmall, 0}));
 }
 
-void reservations_fault_and_are_aligned() {
+TEST(reservations_fault_and_are_aligned) {
   auto backend = open_backend(1);
   for (const std::size_t alignment : {kSmall, kPage, kPage * 16}) {
     std::byte* at = backend->reserve(3 * kSmall, alignment);
@@ -51,10 +50,10 @@ void reservations_fault_and_are_aligned() {
   CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, 100));
   CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, kSmall * 3));
   CHECK_ERROR(ErrorKind::limit_exceeded, backend->reserve(std::size_t{1} << 62, kSmall));
-  CHECK(zero(backend->usage()));
+  CHECK(empty(backend->usage()));
 }
 
-void access_is_what_was_set() {
+TEST(access_is_what_was_set) {
   auto backend = open_backend(2);
   std::byte* at = backend->reserve(2 * kSmall, kSmall);
   const PageHandle pages[] = {backend->create_page(kSmall), backend->create_page(kSmall)};
@@ -74,7 +73,7 @@ void access_is_what_was_set() {
   CHECK(!readable(at));
 }
 
-void a_page_keeps_its_bytes_until_destroyed() {
+TEST(a_page_keeps_its_bytes_until_destroyed) {
   auto backend = open_backend(1, kPage);
   std::byte* at = backend->reserve(4 * kPage, kPage);
   const PageHandle page = backend->create_page(kPage);
@@ -100,28 +99,10 @@ void a_page_keeps_its_bytes_until_destroyed() {
   backend->unmap(at, kPage);
   backend->destroy_page(fresh);
   backend->release(at, 4 * kPage);
-  CHECK(zero(backend->usage()));
+  CHECK(empty(backend->usage()));
 }
 
-void thirty_two_aliases_show_one_page() {
-  auto backend = open_backend(2);
-  std::byte* at = backend->reserve(33 * kSmall, kSmall);
-  const PageHandle page = backend->create_page(kSmall);
-  for (std::size_t i = 0; i < 32; ++i) backend->map(at + i * kSmall, &page, 1, kSmall);
-  backend->set_access(at, 32 * kSmall, Access::read_write);
-  for (std::size_t i = 0; i < 32; ++i) {
-    at[i * kSmall + i] = static_cast<std::byte>(i + 1);
-    for (std::size_t j = 0; j < 32; ++j) CHECK(at[j * kSmall + i] == static_cast<std::byte>(i + 1));
-  }
-  CHECK(backend->usage().mapped_bytes == 32 * kSmall && backend->usage().page_bytes == kSmall);
-  CHECK(backend->usage().mappings == 33);
-  backend->unmap(at + kSmall, 31 * kSmall);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->destroy_page(page));
-  backend->unmap(at, kSmall);
-  backend->destroy_page(page);
-}
-
-void capacity_is_exact() {
+TEST(capacity_is_exact) {
   auto backend = open_backend(3);
   std::vector<PageHandle> pages;
   for (int i = 0; i < 3; ++i) pages.push_back(backend->create_page(kSmall));
@@ -130,7 +111,7 @@ void capacity_is_exact() {
     CHECK(false);
   } catch (const Error& error) {
     CHECK(error.kind() == ErrorKind::out_of_memory);
-    CHECK(field(error, "requested") == 4096 && field(error, "free") == 0 && field(error, "capacity") == 3 * 4096);
+    CHECK(number(error, "requested") == 4096 && number(error, "free") == 0 && number(error, "capacity") == 3 * 4096);
   }
   CHECK(backend->usage().page_bytes == 3 * kSmall);
   CHECK_ERROR(ErrorKind::invalid_argument, backend->create_page(2 * kSmall));
@@ -139,7 +120,7 @@ void capacity_is_exact() {
   backend->create_page(kSmall);
 }
 
-void every_precondition_is_checked() {
+TEST(every_precondition_is_checked) {
   auto backend = open_backend(8);
   std::byte* at = backend->reserve(8 * kSmall, kSmall);
   std::vector<PageHandle> pages;
@@ -180,7 +161,7 @@ void every_precondition_is_checked() {
   CHECK(kernel_mappings(at, 8 * kSmall) <= before.mappings);
 }
 
-void host_memory_is_accounted() {
+TEST(host_memory_is_accounted) {
   auto backend = open_backend(1);
   std::byte* small = backend->allocate_host(100);
   std::byte* large = backend->allocate_host(kPage + 1);
@@ -197,86 +178,10 @@ void host_memory_is_accounted() {
   backend->unregister_host(mine.data(), mine.size());
   backend->free_host(small, 100);
   backend->free_host(large, kPage + 1);
-  CHECK(zero(backend->usage()));
+  CHECK(empty(backend->usage()));
 }
 
-// Random calls against an obvious model; after each, every page's bytes, every access and the number of mappings agree.
-void random_calls_agree_with_a_model() {
-  constexpr std::size_t kSlots = 24;
-  for (unsigned seed = 1; seed <= 8; ++seed) {
-    std::mt19937 random(seed);
-    const auto pick = [&](std::size_t n) { return static_cast<std::size_t>(random() % n); };
-    HostMemory memory(12 * kSmall, kSmall);
-    std::byte* at = memory.reserve(kSlots * kSmall, kSmall);
-    std::byte* tags = memory.reserve(12 * kSmall, kSmall);
-    std::vector<PageHandle> pages;
-    for (int i = 0; i < 12; ++i) pages.push_back(memory.create_page(kSmall));
-    memory.map(tags, pages.data(), 12, kSmall);
-    memory.set_access(tags, 12 * kSmall, Access::read_write);
-    for (std::size_t i = 0; i < 12; ++i) tags[i * kSmall] = static_cast<std::byte>(i);
-    struct Shown {
-      int page = -1;
-      Access access = Access::none;
-    };
-    std::vector<Shown> model(kSlots);
-    for (int step = 0; step < 200; ++step) {
-      const std::size_t first = pick(kSlots);
-      const std::size_t count = 1 + pick(std::min<std::size_t>(8, kSlots - first));
-      std::byte* from = at + first * kSmall;
-      const auto all = [&](std::size_t start, bool mapped) {
-        return std::all_of(model.begin() + static_cast<long>(start), model.begin() + static_cast<long>(start + count),
-                           [&](const Shown& one) { return (one.page >= 0) == mapped; });
-      };
-      bool expected = true;
-      bool happened = true;
-      const std::size_t kind = pick(4);
-      const std::size_t second = pick(kSlots - count + 1);
-      const std::size_t start = pick(12 - count + 1);
-      const bool ascending = pick(2) == 0;
-      const auto access = static_cast<Access>(pick(3));
-      std::vector<PageHandle> chosen;
-      for (std::size_t i = 0; i < count; ++i) chosen.push_back(pages[ascending ? start + i : start + count - 1 - i]);
-      if (kind == 0) expected = all(first, false);
-      if (kind == 1 || kind == 2) expected = all(first, true);
-      if (kind == 3) expected = all(first, true) && all(second, true) && (first + count <= second || second + count <= first);
-      try {
-        if (kind == 0) memory.map(from, chosen.data(), count, kSmall);
-        if (kind == 1) memory.unmap(from, count * kSmall);
-        if (kind == 2) memory.set_access(from, count * kSmall, access);
-        if (kind == 3) memory.exchange(from, at + second * kSmall, count * kSmall);
-      } catch (const Error&) {
-        happened = false;
-      }
-      CHECK(happened == expected);
-      if (happened) {
-        for (std::size_t i = 0; i < count; ++i) {
-          Shown& one = model[first + i];
-          if (kind == 0) one = {static_cast<int>(ascending ? start + i : start + count - 1 - i), Access::none};
-          if (kind == 1) one = {};
-          if (kind == 2) one.access = access;
-          if (kind == 3) std::swap(one, model[second + i]);
-        }
-      }
-      std::size_t ranges = 2;  // what the contract's upper bound is, counted the slow way; `tags` is one of them
-      for (std::size_t i = 1; i < kSlots; ++i) {
-        const Shown& a = model[i - 1];
-        const Shown& b = model[i];
-        const bool merges = a.page < 0 ? b.page < 0 : b.page == a.page + 1 && a.access == b.access;
-        if (!merges) ++ranges;
-      }
-      CHECK(usage_of(memory).mappings == ranges);
-      CHECK(kernel_mappings(at, kSlots * kSmall) <= ranges - 1);
-      for (std::size_t i = 0; i < kSlots; ++i) {
-        if (model[i].access == Access::none) continue;
-        CHECK(at[i * kSmall] == static_cast<std::byte>(model[i].page));
-      }
-      const std::size_t probe = pick(kSlots);
-      CHECK(readable(at + probe * kSmall) == (model[probe].access != Access::none));
-    }
-  }
-}
-
-void exchange_of_large_pages_moves_populated_tables() {
+TEST(exchange_of_large_pages_moves_populated_tables) {
   auto backend = open_backend(8, kPage);
   CHECK(backend->can_exchange());
   std::byte* a = backend->reserve(4 * kPage, kPage);
@@ -306,17 +211,3 @@ void exchange_of_large_pages_moves_populated_tables() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(options_are_checked);
-  RUN(reservations_fault_and_are_aligned);
-  RUN(access_is_what_was_set);
-  RUN(a_page_keeps_its_bytes_until_destroyed);
-  RUN(thirty_two_aliases_show_one_page);
-  RUN(capacity_is_exact);
-  RUN(every_precondition_is_checked);
-  RUN(host_memory_is_accounted);
-  RUN(random_calls_agree_with_a_model);
-  RUN(exchange_of_large_pages_moves_populated_tables);
-  return remap::testing::failures() != 0;
-}

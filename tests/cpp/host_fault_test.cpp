@@ -82,7 +82,7 @@ struct Rig {
   }
 };
 
-void exchange_fails_at_every_move_and_changes_nothing() {
+TEST(exchange_fails_at_every_move_and_changes_nothing) {
   for (const bool one_by_one : {false, true}) {
     Rig rig;
     if (one_by_one) rig.system->single = kSmall;
@@ -107,7 +107,7 @@ void exchange_fails_at_every_move_and_changes_nothing() {
   }
 }
 
-void what_cannot_be_undone_breaks_the_arena() {
+TEST(what_cannot_be_undone_breaks_the_arena) {
   Rig rig;
   rig.system->forever = true;
   rig.system->moves = 5;  // the fifth and every one after it: moving back as well
@@ -120,7 +120,7 @@ void what_cannot_be_undone_breaks_the_arena() {
   CHECK_ERROR(ErrorKind::arena_broken, (other.memory.map(other.a, apart, 2, kSmall), 0));
 }
 
-void map_fails_at_every_run_and_changes_nothing() {
+TEST(map_fails_at_every_run_and_changes_nothing) {
   Rig rig;
   rig.memory.unmap(rig.a, 4 * kSmall);
   const Usage before = usage_of(rig.memory);
@@ -137,7 +137,7 @@ void map_fails_at_every_run_and_changes_nothing() {
   rig.memory.map(rig.a, apart, 4, kSmall);
 }
 
-void other_failures_change_nothing() {
+TEST(other_failures_change_nothing) {
   Rig rig;
   rig.memory.set_access(rig.a, kSmall, Access::read);
   const Usage before = usage_of(rig.memory);
@@ -161,7 +161,7 @@ void other_failures_change_nothing() {
   rig.memory.populate(rig.b, 4 * kSmall);
 }
 
-void a_reservation_that_cannot_be_retired_stays() {
+TEST(a_reservation_that_cannot_be_retired_stays) {
   Rig rig;
   std::byte* at = rig.memory.reserve(2 * kSmall, kSmall);
   const Usage before = usage_of(rig.memory);
@@ -184,12 +184,3 @@ void a_reservation_that_cannot_be_retired_stays() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(exchange_fails_at_every_move_and_changes_nothing);
-  RUN(what_cannot_be_undone_breaks_the_arena);
-  RUN(map_fails_at_every_run_and_changes_nothing);
-  RUN(other_failures_change_nothing);
-  RUN(a_reservation_that_cannot_be_retired_stays);
-  return remap::testing::failures() != 0;
-}

@@ -1,37 +1,16 @@
 // What the tests of the host backend ask the kernel, and small helpers over Usage and Error.
 #pragma once
 
-#include <sys/syscall.h>
-#include <unistd.h>
-
 #include <cstdint>
 #include <fstream>
 #include <string>
 
 #include "backend/host_memory.h"
 #include "check.h"
+#include "touch.h"
+#include "usage.h"
 
 namespace remap::testing {
-
-// Asks the kernel, which says EFAULT where the process would get SIGSEGV.
-inline bool readable(const std::byte* at) {
-  int pipe_ends[2];
-  CHECK(::pipe(pipe_ends) == 0);
-  const bool ok = ::syscall(SYS_write, pipe_ends[1], at, 1) == 1;
-  ::close(pipe_ends[0]);
-  ::close(pipe_ends[1]);
-  return ok;
-}
-inline bool writable(std::byte* at) {
-  int pipe_ends[2];
-  CHECK(::pipe(pipe_ends) == 0);
-  const char byte = 'w';
-  CHECK(::write(pipe_ends[1], &byte, 1) == 1);
-  const bool ok = ::syscall(SYS_read, pipe_ends[0], at, 1) == 1;
-  ::close(pipe_ends[0]);
-  ::close(pipe_ends[1]);
-  return ok;
-}
 
 // Kernel mappings that lie in [begin, begin + bytes), and the largest access among them.
 inline std::size_t kernel_mappings(const std::byte* begin, std::size_t bytes) {
@@ -47,21 +26,13 @@ inline std::size_t kernel_mappings(const std::byte* begin, std::size_t bytes) {
   return count;
 }
 
-inline std::int64_t field(const Error& error, const std::string& name) {
+inline std::int64_t number(const Error& error, const std::string& name) {
   for (const auto& one : error.fields()) {
     if (one.first == name) return std::get<std::int64_t>(one.second);
   }
   throw std::logic_error("no field " + name);
 }
 
-inline bool zero(const Usage& usage) {
-  return usage.reserved_bytes == 0 && usage.page_bytes == 0 && usage.mapped_bytes == 0 && usage.host_bytes == 0 &&
-         usage.mappings == 0 && usage.streams == 0 && usage.events == 0;
-}
-inline bool same(const Usage& a, const Usage& b) {
-  return a.reserved_bytes == b.reserved_bytes && a.page_bytes == b.page_bytes && a.mapped_bytes == b.mapped_bytes &&
-         a.host_bytes == b.host_bytes && a.mappings == b.mappings;
-}
 inline Usage usage_of(const host::HostMemory& memory) {
   Usage usage;
   memory.add_usage(usage);

