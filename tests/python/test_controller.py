@@ -448,6 +448,7 @@ def test_growing_after_a_shrink_takes_a_rise_of_demand_beyond_sigma(
                 at_shrink = None
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(tenants(), WANTED, st.integers(0, 250), st.sampled_from([0.0, 0.5, 1.0]))
 def test_constant_demand_ends_in_rest(tenant: Tenant, wanted: list[tuple[int, int]], last: int, share: float) -> None:

@@ -58,6 +58,7 @@ def frozen(monkeypatch):
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True, "changing"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
 def test_frozen_recordings_give_the_same_tokens(kind, streaming, frozen):

@@ -32,6 +32,11 @@ STEADY = remap.advanced.Knobs(slowdown=1e6)
 LAYOUTS = ("block_major", "layer_major")
 
 
+def slow(*values):
+    """Parameters of a slow test."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @contextmanager
 def unhooked(model, **rig):
     """A model in a session of its own; the engine brackets its layers itself."""
@@ -112,7 +117,7 @@ def test_tokens_are_those_of_the_unconstrained_engine(kind, runner, layout):
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
-@pytest.mark.parametrize(("runner", "seed"), [("cpu", 0), ("cpu", 1), ("cpu", 2), ("gpu", 0), ("gpu", 1)])
+@pytest.mark.parametrize(("runner", "seed"), [("cpu", 0), ("cpu", 1), ("cpu", 2), slow("gpu", 0), slow("gpu", 1)])
 def test_changes_by_hand_between_steps(runner, seed, mode, frozen):
     """Grow, shrink, other sets and buffers; tables follow `moved`. On the runner for devices by turns none and some: both of its
     kinds of recordings are used.
@@ -167,7 +172,7 @@ class Recording:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("kind", "runner"), [("llama", "cpu"), ("llama", "gpu"), ("opt", "gpu")])
+@pytest.mark.parametrize(("kind", "runner"), [("llama", "cpu"), slow("llama", "gpu"), slow("opt", "gpu")])
 def test_the_controller_grows_and_shrinks_while_requests_run(kind, runner, layout, frozen):
     """A burst, then a trickle: layers come back during the trickle, and live blocks move out of their pages."""
     requests = requests_for(1, count=8, low=20, high=30)

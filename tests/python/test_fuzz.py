@@ -117,6 +117,7 @@ def test_what_was_found_stays_mended(name: str) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_fuzzer_finds_what_is_broken_and_makes_it_small() -> None:
     """Blocks move without their bytes: a walk finds it, and a shorter one says how."""
     program = """

@@ -739,6 +739,7 @@ def test_a_weights_file_that_changes_inside_a_pass_is_told_when_it_ends(mode, tm
         pass
 
 
+@pytest.mark.slow
 def test_truncating_the_weights_file_does_not_end_the_process(tmp_path):
     """SIGBUS in the copy thread."""
     folders = [tmp_path / mode for mode in ("aliased", "strict")]

@@ -256,6 +256,7 @@ def test_without_a_package_the_page_is_refused_before_anything_runs(
     assert invoke("--json", str(tmp_path / "out.json")).exit_code == 0
 
 
+@pytest.mark.slow
 def test_the_page_is_one_file_that_fetches_nothing(engine, tmp_path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     path = tmp_path / "deep" / "out.html"

@@ -369,6 +369,7 @@ def test_smollm2_answers_as_before_under_pressure():
         remap.advanced.check(attached.session)
 
 
+@pytest.mark.slow
 def test_the_example_runs():
     example = Path(__file__).resolve().parents[2] / "examples" / "transformers_generate.py"
     done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, timeout=300)

@@ -36,6 +36,7 @@ def _batch(model, texts, how, tokens=TOKENS):
     return [by_prompt[tuple(text)] for text in texts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_tokens_are_those_of_each_prompt_alone_under_pressure(family):
     torch.manual_seed(0)
