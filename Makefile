@@ -109,7 +109,7 @@ bench: $(STAMPS)/wheel
 
 # bench/gpu has tests of its own (tests/gpu).
 bench-check: $(STAMPS)/wheel
-	REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest bench --benchmark-disable -q $(PYTEST_ARGS)
+	REMAP_EMULATED_DRIVER=$(EMULATED_DRIVER) $(BIN)/python -m pytest bench --benchmark-disable -q $(PARALLEL) $(PYTEST_ARGS)
 
 paper: $(STAMPS)/wheel
 	$(BIN)/python -m bench.lab paper $(PAPER_ARGS)
