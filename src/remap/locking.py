@@ -59,8 +59,8 @@ class SessionLock:
     def refuse_fork(self) -> None:
         if self._fork_generation() != self._generation:
             raise ForkedProcess(
-                "this process was forked from the one that owns the session and must not touch it; nothing changed; start "
-                "workers with the 'spawn' method, or open a session in the child"
+                "this process was forked from the one that owns the session and must not touch it; nothing changed; "
+                "start workers with the 'spawn' method, or open a session in the child"
             )
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
