@@ -6,9 +6,8 @@
 Engines on their own threads serve passes, allocate and free while another thread's call is under way. These rules make
 the call's checks, changes and bookkeeping one step for them:
 
-    a call that changes tenants claims each of them first (Turn.claim). It does not claim those inside a pass: it leaves
-    them
-        alone or refuses. The others begin no pass and hand out no block until the call is over
+    a call that changes tenants claims each of them first (Turn.claim). It does not claim those inside a pass: it
+        leaves them alone or refuses. The others begin no pass and hand out no block until the call is over
     a pass, allocate, free and returned run under the turn's lock, held for microseconds, if the tenant is not claimed;
         otherwise behind the session's lock, hence after the change
 

@@ -54,9 +54,9 @@ class Platform:
     copy_chunk_bytes: layers are copied in chunks of so many bytes (or "32MiB"), and other copies may run between two
     chunks. For engines that copy their inputs to the device themselves, and would wait for a layer of hundreds of MB.
     0: one copy per layer.
-    copy_threads: on the CPU, threads that share one copy. shareable ("none", "posix_fd" or "fabric") and
-    gpu_direct_rdma: on cuda, the uses of the pages outside of this process that are allowed; they cannot be changed
-    later.
+    copy_threads: on the CPU, threads that share one copy.
+    shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma: on cuda, the allowed uses of the pages outside of
+    this process; they cannot be changed later.
     backend: a ready backend instead of the session's `device` (decorators, tests); of the other options only
     copy_chunk_bytes counts then.
 

@@ -4,9 +4,9 @@
     give(giver, receiver, take)     makes the taken increments free pages, for the receiver to take
 
     unused KV         blocks above min_blocks that nobody uses (an active giver keeps its headroom and hysteresis)
-    inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_s active layers     of a
-    tenant that serves, or is about to, within its own slowdown; the receiver's own layers compete
-                      with them (Controller.offers)
+    inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_s
+    active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
+                      compete with them (Controller.offers)
 
 `policy/donors/supply.py` chooses among the quotes; the executor never learns which donor it serves. Sources: Oneiros
 section 5.1 (inactive models first, then the active ones); that unused KV comes before both and the exact cap are ours.

@@ -1,13 +1,11 @@
-"""When to turn layers into KV blocks, and when to turn them back: each tenant's policy. It has no clock and touches no
-memory.
+"""When to turn layers into KV blocks and when to turn them back: each tenant's policy, without a clock or memory.
 
 Once per scheduler iteration `Controller.decide(view, demand)` compares the engine's demand with the free blocks:
 
     deficit = demand + L - free                  L: the low watermark (watermark.py), held by the guard (rental.py)
     deficit > 0   grow: free pages first; then other tenants' unused KV and inactive tenants' layers; then layers of
-    active
-                  tenants, the own ones included, by marginal stall per block (donors/supply.py). As many at once as the
-                  deficit needs, and no more than the certificate allows: stall per pass <= slowdown
+                  active tenants, the own ones included, by marginal stall per block (donors/supply.py). As many at once
+                  as the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
     otherwise     one layer comes home, if free >= demand + L + b1 + sigma *and* its rent has paid for the reload
 
 b1 is the blocks of one layer, sigma the hysteresis. A layer that is lent to others comes home by the same rule

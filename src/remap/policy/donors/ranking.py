@@ -38,9 +38,9 @@ class Candidate:
 def rank(candidates: Iterable[Candidate], policy: str) -> list[Candidate]:
     """The candidates, best to take from first: inactive ones before active ones, and within each by `config.POLICIES`.
 
-    "priority": lowest priority first; within one, as "expected_next_use". "expected_next_use": the farthest first. An
-    unknown next use counts as farthest of all: that a tenant has come back is the
-        only evidence that it will. Equally far ones, the unknown among them, as "mru".
+    "priority": lowest priority first; within one, as "expected_next_use".
+    "expected_next_use": the farthest first. An unknown next use counts as farthest of all: that a tenant has come back
+        is the only evidence that it will. Equally far ones, the unknown among them, as "mru".
     "mru": most recently used first. "lru": least recently used first.
     Candidates that are still equal go by the order of attaching. The input is not changed.
     """
