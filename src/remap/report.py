@@ -1,5 +1,4 @@
-"""Reports and snapshots of a session: frozen values, safe to keep, compare and log. The only feedback to the
-controller."""
+"""Reports and snapshots: frozen values, safe to keep, compare and log. The only feedback to the controller."""
 
 from __future__ import annotations
 

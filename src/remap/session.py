@@ -312,8 +312,7 @@ class Session:
         return self._with_moved(lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized))
 
     def _with_moved(self, report: Callable[[Moved], Any]) -> Any:
-        """report(moved), with every move that is not reported yet. Notes them: if the report is lost, the next one has
-        them."""
+        """report(moved) with all moves not reported yet, which are noted: if it is lost, the next report has them."""
         moved = self._changes.moved
         made = report(moved)
         self._told.append(moved)

@@ -86,8 +86,7 @@ class Tenant:
     `forward`, `wait` and `done`; other threads may call the session meanwhile (locking.py)."""
 
     def __init__(self, state: TenantState, passes: Passes, session: object) -> None:
-        """session: kept alive while the tenant is attached, since passes go on even if nobody else refers to the
-        session."""
+        """session: kept alive while the tenant is attached, since passes go on even if nobody else refers to it."""
         self._state = state
         self._passes = passes
         self._session: object = session
@@ -162,8 +161,7 @@ class Tenant:
 
     @property
     def seen(self) -> bool:
-        """Whether its layers may stream: a whole pass has waited for each, or the engine has said that it calls wait
-        itself."""
+        """Whether its layers may stream: a whole pass has waited for each, or the engine calls wait itself."""
         return self._state.unseen is None
 
     @property
@@ -210,8 +208,7 @@ class Tenant:
 
     @property
     def remapped(self) -> float:
-        """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int, or a fraction if slices
-        stream."""
+        """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int; in slices a fraction."""
         return self._state.told
 
     @property
@@ -220,8 +217,7 @@ class Tenant:
         return len(self._state.pages.lent)
 
     def lends(self, layer: int) -> bool:
-        """Whether other tenants have pages of this layer, or may take some, or the layer waits to come home from
-        them."""
+        """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
         return self._state.lends(layer)
 
     @property
@@ -252,8 +248,7 @@ class Tenant:
         return not self._state.detached and layer not in self.away()
 
     def refuse_lost_writes(self) -> None:
-        """Raises InvalidState (fields tenant, written) if something wrote into layers while they streamed: the write is
-        lost."""
+        """Raises InvalidState (fields tenant, written) if something wrote into streamed layers: the write is lost."""
         self._state.refuse_lost_writes()
 
     # -- times -----------------------------------------------------------------------------------------------------

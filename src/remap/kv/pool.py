@@ -279,8 +279,7 @@ class BlockPool:
                 yield slot
 
     def usable_with(self, lost: Iterable[int] = (), gained: Iterable[int] = ()) -> int:
-        """`usable_blocks` if the `lost` slots' pages were not owned and the `gained` slots' pages were. Changes
-        nothing."""
+        """`usable_blocks` if the `lost` slots' pages were not owned and the `gained` ones' were. Changes nothing."""
         return self._slots.whole_blocks(lost, gained)
 
     def take(self, slots: Iterable[int]) -> None:

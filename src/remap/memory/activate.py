@@ -49,8 +49,7 @@ class ActivationReport:
 
 
 def deactivate(changes: Changes, tenant: TenantState) -> None:
-    """Let the tenant serve no pass until it is activated. Its live blocks stay; it may lend its unused KV and its
-    layers."""
+    """Let the tenant serve no pass until it is activated. Its live blocks stay; unused KV and layers may be lent."""
     changes.cancel_draining(tenant, deactivate=True)  # no step of its own would finish it
 
 
@@ -137,8 +136,7 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
 
 
 def _candidates(tenant: TenantState, keep: int, most: int) -> list[int]:
-    """Each alpha from `keep` to `most` whose layers can hold the ring; if `keep` layers cannot, also 0: all come
-    home."""
+    """Each alpha from `keep` to `most` whose layers can hold the ring; if `keep` layers cannot, 0 as well."""
     buffers = tenant.buffers
     fit = [n for n in range(keep, most + 1) if tenant.possible(tenant.streaming_at(n, buffers, "inward"))]
     return fit if keep in fit else [0, *fit]

@@ -460,8 +460,7 @@ class Changes:
         self.tell()
 
     def move_bytes(self, compute: ComputeStream, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) each: behind all work that the tenant has enqueued or, if the host computes, at
-        once."""
+        """Copy (to, from, bytes) each: behind all work that the tenant has enqueued; at once if the host computes."""
         stream = compute.current()
         if not stream:
             self.streams.copy(ranges)

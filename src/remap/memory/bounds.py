@@ -56,8 +56,7 @@ class StallBounds:
         return self._answer(times, remapped, buffers)[0]
 
     def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str:
-        """The selection to use: the first allowed one whose stall is within the slowdown, else the one of least
-        stall."""
+        """The selection to use: the first allowed one with a stall within the slowdown, else the one of least stall."""
         if times is None:
             return self._kinds_for(remapped, buffers)[0]
         return self._answer(times, remapped, buffers)[1]
@@ -119,8 +118,7 @@ class StallBounds:
         return best
 
     def _kinds_for(self, remapped: int, buffers: int) -> tuple[str, ...]:
-        """The allowed selections whose layers a plan can stream; if there are none "nested", which adds to what
-        streams."""
+        """The allowed selections that a plan can stream; if there are none "nested", which adds to what streams."""
         tenant = self._tenant
         if tenant.slicing:
             return ("slices",)

@@ -62,8 +62,7 @@ class HostMemory:
         return copy
 
     def release(self) -> None:
-        """Give everything back. Pre: no copy from it is in flight. Raises the first error; memory that failed is still
-        held."""
+        """Give everything back. Pre: no copy from it is in flight. Raises the first error, and keeps what failed."""
         first: Error | None = None
         for held, give_back in (
             (self._registered, self._backend.unregister_host),

@@ -35,8 +35,7 @@ Moves = dict[str, dict[int, int]]
 
 @dataclass
 class Returned:
-    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: why it ended early, if it
-    did."""
+    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: what ended it early."""
 
     moved: Moves = field(default_factory=dict)
     problem: str = ""
@@ -77,8 +76,7 @@ class Lending:
         return {name: held for name, held in some.items() if held}
 
     def losses(self, donor: TenantState, layers: int, buffers: int, selection: str) -> dict[str, int]:
-        """Tenant -> exact number of usable blocks that it would lose if the donor streamed this set, the donor itself
-        included."""
+        """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this set."""
         pages = donor.pages
         target = donor.streaming_at(layers, buffers, selection)
         lent = pages.to_reclaim(target)
@@ -308,8 +306,7 @@ class Lending:
         lent: frozenset[int],
         extra: Sequence[int],
     ) -> tuple[int, tuple[int, ...]]:
-        """(number of live blocks without a place once the tenant has the `extra` pages, all blocks that are in the
-        way)."""
+        """(live blocks without a place once the tenant has the `extra` pages, all blocks that are in the way)."""
         more = tenant.slots_of(extra)
         if tenant is not donor:
             slots = tenant.slots_of(held[tenant])
@@ -389,8 +386,7 @@ class Lending:
         self._changes.apply_and_settle(tenant, plan)
 
     def _reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
-        """Make free pages of the donor's own layers its KV in the arena, which zeroes them. The pool never hears of
-        them."""
+        """Make free pages of the donor's own layers its KV in the arena, which zeroes them. The pool is not told."""
         plan = plan_free_pages(donor.pages, self._changes.arena.epoch, sorted(lent), give=True)
         self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 

@@ -1,5 +1,4 @@
-"""Look at a session from outside its changes: snapshots, step reports, and a check that all books agree. Changes
-nothing."""
+"""Look at a session from outside its changes: snapshots, reports, a check of all books. Changes nothing."""
 
 from __future__ import annotations
 

@@ -41,8 +41,7 @@ __all__ = [
 ]
 
 MAX_BUFFERS = 2
-"""Ring buffers for which the ring's region has room. More are never better than two (theory: beta >= 3 buys only
-slack)."""
+"""Ring buffers for which the ring's region has room. More never beat two (theory: beta >= 3 buys only slack)."""
 
 Ring = tuple[tuple[int, ...], ...]
 

@@ -154,8 +154,7 @@ class TenantState:
 
     @property
     def slicing(self) -> bool:
-        """Whether slices of every layer stream now, or will if nothing streams. Amounts are then tail pages of each
-        layer."""
+        """Whether slices stream now, or will if nothing streams. Amounts are then tail pages of each layer."""
         return (self.selection if self.pages.streamed else self.config.selection) == "slices"
 
     @property
@@ -165,8 +164,7 @@ class TenantState:
 
     @property
     def growing_by(self) -> str:
-        """The selection of the next layers to go: an inactive tenant's last ones, unless other layers stream
-        already."""
+        """The selection of the next layers to go: an inactive tenant's last ones, unless others stream already."""
         return "suffix" if not self.active and self.streams_suffix else "onward"
 
     # -- where bytes are -------------------------------------------------------------------------------------------
@@ -331,8 +329,7 @@ class TenantState:
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether any choice of streamable layers can stream: all are equally large and have a place in the KV
-        region."""
+        """Whether any choice of streamable layers can stream: all have equal sizes and a place in the KV region."""
         sizes = {len(self.pages.homes[layer]) for layer in self.order}
         return sizes <= {self.pages.buffer_pages} and self.unplaced.isdisjoint(self.order)
 
@@ -343,8 +340,7 @@ class TenantState:
         return not present or present == tuple(sorted(self.order)[-len(present) :])
 
     def lends(self, layer: int) -> bool:
-        """Whether other tenants have pages of this layer, or may take some, or the layer waits to come home from
-        them."""
+        """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
         home = self.pages.homes[layer]
         return not (self.pages.lent.isdisjoint(home) and self.reclaimed.isdisjoint(home))
 
@@ -356,8 +352,7 @@ class TenantState:
         return first is not None and self.giving[first : first + len(pages)] == tuple(pages)
 
     def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
-        """Slots of the KV region at which these pages stand: a range if they are consecutive, which is the fast
-        case."""
+        """Slots of the KV region at which these pages stand: a range if they are consecutive, the fast case."""
         geometry = self.kv.geometry
         if self.stand_together(pages):
             return geometry.giving_slots(self.index_of[pages[0]], len(pages))

@@ -95,8 +95,7 @@ class Streams:
             return True
 
     def copy(self, ranges: Sequence[tuple[int, int, int]], *, keep: Any = None) -> None:
-        """Copy (to, from, bytes) each on a stream of the session's own, and wait. `keep` keeps the memory that is read
-        alive."""
+        """Copy (to, from, bytes) each on a stream of the session's own, and wait. `keep` keeps the sources alive."""
         stream = self._moving()
         self._keep = keep
         try:
@@ -138,8 +137,7 @@ class Streams:
             self._retired.append(prefetcher)
 
     def close(self) -> None:
-        """Give everything back. It can be called again after an error or an interrupt. Does not wait for callers'
-        streams."""
+        """Give everything back. Can be called again after an error or interrupt. Does not wait for callers' streams."""
         self._drop_mover()
         while self._retired:
             self._retired[-1].close()

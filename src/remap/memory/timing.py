@@ -17,8 +17,7 @@ _UNTIMED = 64  # passes whose times may still come, at most: the prefetcher time
 
 
 class PassTimes:
-    """One tenant's times. compute_s: seconds of computation of all timed passes. abandoned: passes that taught
-    nothing."""
+    """One tenant's times. compute_s: seconds of computation of timed passes. abandoned: passes that taught nothing."""
 
     def __init__(self, layer_bytes: Sequence[int]) -> None:
         self._cost = CostModel(layer_bytes)

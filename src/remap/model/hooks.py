@@ -46,8 +46,7 @@ class Tenant(Protocol):
 
 
 class AttachedHooks:
-    """The hooks of `attach_hooks`. `remove()` (or leaving the `with` block) takes them out; a second call does
-    nothing."""
+    """The hooks of `attach_hooks`. `remove()`, or leaving the `with` block, takes them out; twice does no harm."""
 
     def __init__(self, tenant: Tenant) -> None:
         self._tenant: Tenant | None = tenant

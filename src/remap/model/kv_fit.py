@@ -31,8 +31,7 @@ _HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 def require_fit(kv: KVSpec, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raises InvalidArgument (fields field, value, model_value) for the first field that does not fit. Changes
-    nothing."""
+    """Raises InvalidArgument (fields field, value, model_value) for the first misfit. Changes nothing."""
     if kv.dtype == "uint8":
         return
     attentions = [found for layer in layers for found in _attentions(layer)]
@@ -83,8 +82,7 @@ def _kv_heads(attention: Any) -> int | None:
 
 
 def _config(model: Any) -> Any:
-    """The config of a whole transformers model, else None. Engines' own models have such a config too, but for all
-    ranks."""
+    """The config of a whole transformers model, else None. Engines' own models have one too, but for all ranks."""
     ours = any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
     config = getattr(model, "config", None)
     if not ours or config is None or getattr(model, "tp_size", None) not in (None, 1):

@@ -234,8 +234,7 @@ class Controller:
         return view.free_blocks - demand - self._headroom - self.sigma(view)
 
     def has_lost(self, view: TenantView, demand: int) -> None:
-        """Note that blocks went back to another tenant's layers: growing again takes a demand that rose by more than
-        sigma."""
+        """Blocks went back to another tenant's layers: growing again takes a demand that rose by more than sigma."""
         self._guard.arm(view.live_blocks + demand + self.sigma(view), self._headroom)
 
     def fewer(self, view: TenantView) -> int:
@@ -363,8 +362,7 @@ class Controller:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _learn(self, view: TenantView) -> None:
-        """Forget answers for other times, other layers or another unit. Equal times in a new object count as the
-        same."""
+        """Forget answers for other times, layers or units. Equal times in a new object count as the same."""
         times, unit, order = view.times, view.unit, view.order
         same = times is self._times or times == self._times
         if not same or unit != self._unit or order != self._order:

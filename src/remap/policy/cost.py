@@ -114,8 +114,7 @@ def bucket_of(tokens: int) -> int:
 
 
 class CostModel:
-    """Estimates of one tenant's times. Only whole passes are measured, so all layers count as computing equally
-    long."""
+    """Estimates of one tenant's times. Only whole passes are measured, so all layers count as equally long."""
 
     def __init__(self, layer_bytes: Iterable[int]) -> None:
         """layer_bytes: bytes copied to bring in each layer."""

@@ -67,8 +67,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Supply:
-    """The increments to take. unmet: blocks that no donor can give. stall_s: seconds per pass, over all donors
-    together."""
+    """What to take. unmet: blocks that no donor can give. stall_s: seconds per pass, over all donors together."""
 
     taken: tuple[Portion, ...]
     unmet: int
