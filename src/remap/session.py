@@ -87,7 +87,7 @@ class Session:
     mode: "aliased" (growth makes no driver calls) or "strict" (only owned pages are mapped: a stray access faults, and
     no mapping changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else
     "aliased".
-    page_bytes: a power of two and a multiple of the backend's granularity. The driver is called once for every page
+    page_bytes: a power of two and a multiple of the backend's granularity. The driver is called for every page
     that a layer is pointed at; `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a
     model.
     platform: settings for experts and tests (`remap.advanced.Platform`).
