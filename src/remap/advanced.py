@@ -1,11 +1,12 @@
-"""What tests, ablations and experts need of a session, and engines do not: the controller's verbs by hand, and looking inside.
+"""For tests, ablations and experts, not for engines: the controller's verbs by hand, and a look inside a session.
 
     from remap import advanced
     advanced.remap(session, "llama", layers=4, buffers=2)
     advanced.settle(session)
     advanced.check(session)
 
-Each is one call of the session (see `Session` for threads and interrupts): it has happened or has not, whatever ends it.
+Each is one call of the session (see `Session` for threads and interrupts): it has happened or has not, even if an
+exception ends it.
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ __all__ = [
 def remap(
     session: Session, name: str, layers: float, buffers: int = 1, selection: str = "uniform", *, drain: bool = False
 ) -> StepReport:
-    """Make `layers` layers' worth of the tenant's pages KV, streaming layers + buffers of them.
+    """Make `layers` layers' worth of the tenant's pages KV; layers + buffers layers then stream.
 
-    layers = 0 gives all of them back. selection: "uniform" (evenly spaced), "nested" (growing reloads nothing) or "slices":
-    every layer streams the same number of its last pages, the fewest that free `layers` layers' worth, which may be a
-    fraction then (from all resident, or from other slices only).
-    Live blocks in pages that go back are moved; the report says where (`moved`). drain: those that an engine with its own
-    allocator holds are withdrawn instead, and later steps finish the change when it has returned them. Raises
-    InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or their pages are
-    too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages, max_blocks); OutOfBlocks
-    if live blocks do not fit into what remains; InvalidState inside a pass, or (fields tenant, layers) if more layers are to
-    stream than now and no pass has waited for every layer yet. Nothing changes then.
+    layers: 0 gives all pages back; a fraction is allowed in "slices".
+    selection: "uniform" (evenly spaced), "nested" (growing reloads nothing) or "slices": every layer streams the same
+    number of its last pages, the fewest that free `layers` layers' worth (from all resident, or from other slices
+    only).
+    drain: if an engine with its own allocator holds live blocks in pages that go back, withdraw those blocks; later
+    steps finish the change when the engine has returned them. All other live blocks there are moved; the report says
+    where (`moved`).
+
+    Raises InvalidArgument (fields: layers, buffers, maximum) if layers + buffers exceeds the streamable layers, or
+    their pages are too few for the ring (needed_pages, available_pages) or have no place in the KV region (pages,
+    max_blocks); OutOfBlocks if the live blocks do not fit into the remaining pages; InvalidState inside a pass, or
+    (fields tenant, layers) if more layers are to stream than now and no pass has waited for every layer yet. Nothing
+    changes then.
     """
 
     def verb(core: Core) -> Entries:
@@ -62,11 +67,11 @@ def remap(
 
 
 def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str | None = None) -> StepReport:
-    """`layers` layers' worth of the tenant's pages become free, or come home if they are fewer than now.
+    """Make `layers` layers' worth of the tenant's pages free; if that is fewer than now, the others come home.
 
-    to: the tenant whose KV they become at once. An inactive tenant streams its last layers, an active one adds to what
-    it streams; an inactive one may do so before its first pass, since activating brings them home. Errors as for
-    `remap`; OutOfBlocks (field preempt) where live blocks lie in what is to come home.
+    to: the tenant whose KV the pages become at once. An inactive tenant streams its last layers; an active one adds to
+    those that it streams. An inactive tenant may lend before its first pass, since activating brings its layers home.
+    Errors as for `remap`; OutOfBlocks (field preempt) if live blocks lie in pages that are to come home.
     """
 
     def verb(core: Core) -> Entries:
@@ -83,8 +88,8 @@ def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str 
 
 
 def settle(session: Session, name: str | None = None) -> None:
-    """Finish what the last change deferred, now, and wait for it; of one tenant without waiting. Raises the backend's error if
-    that fails again."""
+    """Finish now what the last change deferred, and wait for it; with a name, for that tenant only and without waiting.
+    Raises the backend's error if that fails again."""
 
     def call(core: Core) -> None:
         for each in list(core.tenants.values()) if name is None else [core.tenant(name)]:
@@ -97,7 +102,7 @@ def settle(session: Session, name: str | None = None) -> None:
 
 
 def unsettled(session: Session) -> bool:
-    """Whether a deferred re-pointing failed and waits to be tried again."""
+    """Whether a deferred re-pointing has failed and waits for another try."""
     return bool(session.exclusively(lambda core: core.changes.failed_points(), always=True, claims=False))
 
 
@@ -107,7 +112,7 @@ def check(session: Session) -> None:
 
 
 def layer_address(session: Session, name: str, layer: int) -> int:
-    """Where a layer lives. It never changes. Raises InvalidArgument for an unknown tenant or layer."""
+    """The address of a layer, which never changes. Raises InvalidArgument for an unknown tenant or layer."""
 
     def call(core: Core) -> int:
         addresses = core.tenant(name).addresses
@@ -125,20 +130,21 @@ def layer_address(session: Session, name: str, layer: int) -> int:
 
 
 def declare_registered(session: Session, address: int, nbytes: int) -> None:
-    """Say that [address, address + nbytes) was registered with somebody who keeps the pages that he found behind it: NCCL,
-    a network card. What the regions there show never changes from now on: layers that intersect are pinned.
+    """Declare that NCCL, a network card or the like has registered [address, address + nbytes), and keeps the pages
+    that it found there. From now on the regions there always show the same pages: layers that intersect the range are
+    pinned.
 
     Raises InvalidState (fields tenant, layer) if such a layer is streamed now, or is still to be re-pointed (`settle`,
-    then register, then declare), InvalidArgument if no region lies there; nothing changes then.
+    then register, then declare); InvalidArgument if no region lies there. Nothing changes then.
     """
     require_range(address, nbytes)
     session.exclusively(lambda core: core.registered.declare(address, nbytes))
 
 
 def withdraw_registered(session: Session, address: int, nbytes: int) -> None:
-    """Take one declaration back: the range was deregistered. Its layers may be streamed again.
+    """Take back one declaration: the range was deregistered, so its layers may stream again.
 
-    Raises InvalidArgument if this very range was not declared; nothing changes then.
+    Raises InvalidArgument if exactly this range was not declared; nothing changes then.
     """
     require_range(address, nbytes)
     session.exclusively(lambda core: core.registered.withdraw(address, nbytes))

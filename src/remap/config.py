@@ -1,4 +1,4 @@
-"""What can be set, as frozen values. Pure."""
+"""The settings, as frozen values. Pure."""
 
 from __future__ import annotations
 
@@ -30,12 +30,14 @@ def is_amount(value: object) -> bool:
 
 @dataclass(frozen=True)
 class Config:
-    """What an operator sets. Raises InvalidArgument (field) for values out of range.
+    """The operator's settings. Raises InvalidArgument (field) for values out of range.
 
-    slowdown: the stall allowed per pass, as a share of its computation. reserve_blocks: blocks that are kept free beyond the
-    demand (L); None derives it from the demand. max_layers: the most layers ever remapped; None: as many as hide. ttft_s: by how
-    much the first prefill of an idle model may be delayed by loading what it gave; with 0 it gives only what that prefill hides,
-    which is next to nothing of a short one. lends: whether others may get this tenant's unused KV and its layers.
+    slowdown: the stall allowed per pass, as a share of its computation.
+    reserve_blocks: blocks kept free beyond the demand (L); None: derived from the demand.
+    max_layers: the most layers ever remapped; None: as many as hide.
+    ttft_s: seconds by which reloading may delay the first prefill of an idle model that gave layers. With 0 the model
+    gives only as much as that prefill hides, which is next to nothing for a short one.
+    lends: whether other tenants may get this tenant's unused KV and its layers.
     """
 
     slowdown: float = 0.02
@@ -54,19 +56,22 @@ class Config:
 
 @dataclass(frozen=True)
 class Knobs(Config):
-    """All there is to set, for ablations and experts (`remap.advanced`).
+    """All settings, for ablations and experts (`remap.advanced`).
 
-    hysteresis_blocks: sigma; None takes the larger of the demand's variation and half a layer. contention: kappa, what a hidden
-    copy costs the computation, as a share of the copy's time; with 0, layers whose streaming is hidden never move back. map_s:
-    T_map, seconds to map a layer back. dwell: steps at least from any change to a shrink. smoothing: weight of the newest step in
-    the moving average.
-
-    Between tenants: policy: which inactive tenant gives first ("priority": the lowest one, then who is needed last; "mru",
-    "lru", "expected_next_use": see remap.policy.donors.ranking). min_idle: how many times what its reload is worth an inactive
-    tenant must have been idle before it gives. selection: which layers an active tenant streams: "nested" (growing and
-    shrinking reload the least), "uniform" (Oneiros section 5.2), "slices" (the same share of every layer), "auto" (by computed
-    period). buffers: ring buffers of an active tenant: 1, 2 or "auto", whichever lets more be given. reversion: whether layers
-    ever come home by themselves (Oneiros section 7.6.1).
+    hysteresis_blocks: sigma; None takes the larger of the demand's variation and half a layer.
+    contention: kappa, the cost of a hidden copy to the computation, as a share of the copy's time. With 0, layers whose
+    streaming is hidden never move back.
+    map_s: T_map, seconds to map a layer back.
+    dwell: the fewest steps from any change to a shrink.
+    smoothing: weight of the newest step in the moving average.
+    policy: which inactive tenant gives first: "priority" (the one of lowest priority, then the one needed last), "mru",
+    "lru" or
+    "expected_next_use" (see remap.policy.donors.ranking).
+    min_idle: how many times what its reload is worth an inactive tenant must have been idle before it gives.
+    selection: which layers an active tenant streams: "nested" (growing and shrinking reload the least), "uniform"
+    (Oneiros section 5.2), "slices" (the same share of every layer) or "auto" (by computed period).
+    buffers: ring buffers of an active tenant: 1, 2 or "auto" (the number that lets it give more).
+    reversion: whether layers ever come home by themselves (Oneiros section 7.6.1).
     """
 
     hysteresis_blocks: int | None = None
@@ -97,7 +102,7 @@ class Knobs(Config):
 
     @classmethod
     def of(cls, config: Config) -> Knobs:
-        """What an operator has set, with the defaults of all others."""
+        """The operator's settings, with the defaults of all others."""
         return config if isinstance(config, Knobs) else cls(**asdict(config))
 
 

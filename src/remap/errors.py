@@ -1,8 +1,8 @@
-"""Every error this library raises. Numbers are fields, never only text (design: "a failed call changes nothing").
+"""The errors that this library raises. Numbers are fields, never only text (design: "a failed call changes nothing").
 
-Each message has three parts: what was asked and what was expected, what was left unchanged, and what to do next.
-Fields are set by keyword and readable as attributes, so that callers decide without parsing text.
-The C++ core raises the same classes (python/errors.cpp maps them by name).
+Each message says what was asked and what was expected, what was left unchanged, and what to do next. Fields are set by
+keyword and readable as attributes, so callers decide without parsing text. The C++ core raises the same classes
+(python/errors.cpp maps them by name).
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class OutOfMemory(Error, MemoryError):
 
 
 class OutOfBlocks(Error):
-    """Fewer usable KV blocks than asked for. Nothing changed. Fields: requested, free, usable; of a change that gives pages
-    back also preempt: tenant -> the blocks to be freed first."""
+    """Fewer usable KV blocks than asked for. Nothing changed. Fields: requested, free, usable; for a change that gives
+    pages back also preempt: tenant -> the blocks to free first."""
 
 
 class LimitExceeded(Error):
-    """A hard limit (pages, mappings, host bytes, copies in flight) would be passed. Nothing changed.
+    """The call would pass a hard limit (pages, mappings, host bytes, copies in flight). Nothing changed.
 
-    Of page-locked memory also limited_by: "host_budget" or "REMAP_HOST_BUDGET" (what was set), "cgroup" or "machine" (what these
-    have to spare), with requested, in_use and limit.
+    For page-locked memory also limited_by: "host_budget" or "REMAP_HOST_BUDGET" (a limit that was set), "cgroup" or
+    "machine" (what these can spare), with requested, in_use and limit.
     """
 
 
@@ -72,7 +72,7 @@ class StalePlan(Error):
 
 
 class DriverError(Error):
-    """The backend refused a call. Fields: call, code. What was begun was undone."""
+    """The backend refused a call. Fields: call, code. The change that it was part of was undone."""
 
 
 class ArenaBroken(Error):

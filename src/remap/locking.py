@@ -1,20 +1,21 @@
-"""Who may touch a session, and who a tenant, at any moment: two locks, and what a thread may hold of them.
+"""Which thread may touch a session or a tenant at any moment: two locks, and their order.
 
-    SessionLock   one call that changes the session at a time: step, activate, lend, remap, attach, detach, settle, close
+    SessionLock   one call at a time that changes the session: step, activate, lend, remap, attach, detach, settle, close
     Turn          one tenant's passes and block calls on the one hand, the change in progress on the other
 
-Engines on threads of their own serve passes, allocate and free while another thread's call is under way. So that its checks,
-its changes and its bookkeeping are one step for them:
+Engines on their own threads serve passes, allocate and free while another thread's call is under way. These rules make
+the call's checks, changes and bookkeeping one step for them:
 
-    a call that changes tenants claims each of them first (Turn.claim): those inside a pass are not claimed, and the call
-        leaves them alone or refuses; of the others no pass begins and no block is handed out until the call is over
-    a pass, allocate, free, returned: if the tenant is not claimed, under the turn's lock, which is held for microseconds;
-        if it is, behind the session's lock, hence after the change
+    a call that changes tenants claims each of them first (Turn.claim). It does not claim those inside a pass: it
+        leaves them alone or refuses. The others begin no pass and hand out no block until the call is over
+    a pass, allocate, free and returned run under the turn's lock, held for microseconds, if the tenant is not claimed;
+        otherwise behind the session's lock, hence after the change
 
-Order of locks: the session's, then a turn's. Who holds a turn's lock takes no other lock of this file.
+Order of locks: the session's, then a turn's. A thread that holds a turn's lock takes no other lock of this file.
 
-An interrupt (KeyboardInterrupt) can come between any two lines. Both locks are locks of the interpreter itself, used as `with`
-blocks only, so none stays locked. Claims that an interrupted call left behind are released by the next one (SessionLock.begin).
+An interrupt (KeyboardInterrupt) can come between any two lines. Both locks are the interpreter's own and are used only
+in `with` blocks, so none stays locked. The next call releases the claims that an interrupted call left behind
+(SessionLock.begin).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Moved = dict[str, dict[int, int]]  # tenant -> {old block: new block}
 
 
 class SessionLock:
-    """The session's lock. A forked child is refused before it waits: the lock's holder may not exist there."""
+    """The session's lock. It refuses a forked child before that waits: the lock's holder may not exist there."""
 
     def __init__(
         self,
@@ -43,10 +44,10 @@ class SessionLock:
         begin: Callable[[Any], list[Moved]],
         end: Callable[[Any, list[Moved] | None, bool], None],
     ) -> None:
-        """fork_generation(): another number in every forked child (the core's). begin, end: see the methods; the session comes
-        first, which is not kept alive by its own lock. Both can be called again after an interrupt."""
+        """fork_generation(): the core's; another number in every forked child. begin, end: see the methods; their first
+        argument is the session, which its own lock does not keep alive. Both can be called again after an interrupt."""
         self.held = threading.RLock()
-        # Whether this thread holds it. Python has no public name for this; threading.Condition relies on it in the same way.
+        # Whether this thread holds it. Python has no public name for this; threading.Condition uses the same one.
         self.is_held: Callable[[], bool] = self.held._is_owned  # type: ignore[attr-defined]
         self._fork_generation = fork_generation
         self._generation = fork_generation()
@@ -57,13 +58,13 @@ class SessionLock:
     def refuse_fork(self) -> None:
         if self._fork_generation() != self._generation:
             raise ForkedProcess(
-                "this process was forked from the one that owns the session and must not touch it; nothing changed; start "
-                "workers with the 'spawn' method, or open a session in the child"
+                "this process was forked from the one that owns the session and must not touch it; nothing changed; "
+                "start workers with the 'spawn' method, or open a session in the child"
             )
 
     def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """call(...) while no other thread is in a call that changes something. Inside such a call of the same thread (a
-        listener's): at once."""
+        """call(...) while no other thread is in a call that changes something; at once inside such a call of the same
+        thread (a listener's)."""
         self.refuse_fork()
         if self.is_held():
             return call(*args, **kwargs)
@@ -78,23 +79,23 @@ class SessionLock:
                 raise
 
     def begin(self) -> list[Moved]:
-        """A call begins, with the lock held. What an interrupted one has left is undone first. Returns where the call notes the
-        moves that its report tells of."""
+        """A call begins, with the lock held. Undoes what an interrupted call has left. Returns the list in which the
+        call notes the moves of its report."""
         session = self._session()
         if session is None:
-            raise InvalidState("the session was not closed, and is gone; nothing changed; open a new one")
+            raise InvalidState("the session is gone, and was not closed; nothing changed; open a new one")
         return self._begin(session)
 
     def end(self, told: list[Moved] | None, failed: bool = False) -> None:
-        """The call is over. failed: what it had begun is undone, and what it was about to tell is told by the next report."""
+        """The call is over. failed: undo what it had begun; its moves go into the next report."""
         session = self._session()
         if session is not None:
             self._end(session, told, failed)
 
 
 def exclusive(method: Method) -> Method:
-    """A method of an object with a SessionLock `_lock`: one at a time, and undone if it raises, whatever it raises. If undoing is
-    interrupted as well, the next call does it first."""
+    """A method of an object with a SessionLock `_lock`. One such method runs at a time. On any exception: undo, then
+    re-raise. If undoing is interrupted as well, the next call finishes it first."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,8 @@ def exclusive(method: Method) -> Method:
         if lock.is_held():
             return method(self, *args, **kwargs)
         told = None
-        # The try around the `with`: an interrupt may come when the lock has been released and the report has not been returned.
+        # The try surrounds the `with`: an interrupt may come after the lock is released and before the report is
+        # returned.
         try:
             with lock.held:
                 told = lock.begin()
@@ -119,7 +121,8 @@ def exclusive(method: Method) -> Method:
 
 
 class Turn:
-    """Of one tenant: see the module's docstring. `open_pass` is whoever has a pass open, or None; written under `lock`."""
+    """One tenant's turn: see the module's docstring. `open_pass` is the mark of the open pass, or None; written under
+    `lock`."""
 
     __slots__ = ("_session", "claimed", "lock", "open_pass")
 
@@ -130,7 +133,7 @@ class Turn:
         self.open_pass: object = None
 
     def claim(self) -> None:
-        """For the change in progress, unless a pass is open. Called with the session's lock held."""
+        """Claim the tenant for the change in progress, unless a pass is open. Called with the session's lock held."""
         with self.lock:
             self.claimed = self.open_pass is None
 
@@ -138,7 +141,7 @@ class Turn:
         self.claimed = False
 
     def run(self, call: Callable[..., Any], *args: Any) -> Any:
-        """call(...) while no change is in progress: after the one that is."""
+        """call(...) while no change of the tenant is in progress, or after that change."""
         self._session.refuse_fork()
         with self.lock:
             if not self.claimed:
@@ -146,7 +149,7 @@ class Turn:
         return self._session.run(call, *args)
 
     def exclusively(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """call(...) as a change of this tenant of its own: no other one, no pass's begin and no block call beside it."""
+        """call(...) as a change of this tenant: no other change, no pass's begin and no block call runs beside it."""
         return self._session.run(self._claimed, call, *args, **kwargs)
 
     def _claimed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

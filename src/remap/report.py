@@ -1,4 +1,4 @@
-"""What can be seen of a session: frozen values, safe to keep, compare and log. The only feedback to the controller."""
+"""Reports and snapshots: frozen values, safe to keep, compare and log. The only feedback to the controller."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ class PageTotals:
 class TenantSnapshot:
     """One attached model.
 
-    remapped (the papers' alpha) is an int, and in slices a fraction; streamed holds remapped + buffers layers, all
-    sliced ones, or none. resident_bytes: parameters that
-    are on the device now. kv_bytes: pages that are KV now. Stall and copy figures count from attach on.
+    remapped (the papers' alpha) is an int, or a fraction if slices stream. streamed holds remapped + buffers layers,
+    all sliced ones, or none. resident_bytes: of the parameters on the device now. kv_bytes: of the pages that are KV
+    now. Stall and copy figures count from attach on.
     """
 
     name: str
     active: bool
     priority: int
-    last_use: int  # which of the session's activations was its last one; 0: none
+    last_use: int  # the number of its last activation among the session's; 0: none
     layers: int
     remapped: float
     buffers: int
-    selection: str  # how the streamed layers were chosen last; "" while none are
+    selection: str  # how the streamed layers were chosen last; "" while none stream
     streamed: tuple[int, ...]
-    pinned: tuple[int, ...]  # layers that may not be streamed: something wrote into them after attach
+    pinned: tuple[int, ...]  # layers that may not stream, since something wrote into them after attach
     pages: PageTotals
-    lent_pages: int  # of its layers: free for others, or theirs
+    lent_pages: int  # pages of its layers that are free for other tenants, or are theirs
     lent_to: Mapping[str, int]  # tenant -> how many of these are its KV
-    borrowed_pages: int  # of its KV: pages of other tenants' layers
+    borrowed_pages: int  # pages of other tenants' layers that are its KV
     resident_bytes: int
     kv_bytes: int
     usable_blocks: int
@@ -50,7 +50,7 @@ class TenantSnapshot:
     live_blocks: int
     withdrawn_blocks: int
     reserve_blocks: int  # the low watermark L, as of the last step
-    loading: tuple[int, ...]  # layers for which a pass would have to look: streamed, loading, or being re-pointed
+    loading: tuple[int, ...]  # layers that a pass would have to look for: streamed, loading, or being re-pointed
     passes: int
     copies: int
     copied_bytes: int
@@ -59,7 +59,7 @@ class TenantSnapshot:
     stall_s: float
     compute_s: float
     predicted_stall_s: float  # per pass, by the schedule's certificate at the last change; 0 by hand
-    seen_stall_s: float  # per pass since then, measured: what the certificate is to be compared with
+    seen_stall_s: float  # per pass since then, measured; compare it with the certificate
     compute_times_s: tuple[float, ...]  # per layer, for the last shape of batch that was asked for; empty before that
     copy_times_s: tuple[float, ...]  # per layer
 
@@ -68,27 +68,29 @@ class TenantSnapshot:
 class StallShare:
     """Waiting for layers as a share of computing (0.02: two hundredths), of all active tenants together.
 
-    Each is a sum of seconds over the seconds of computation of the same passes: the last 256 passes that were timed, without
-    those of tenants that are inactive now, or that were remapped by hand (nobody has bounded those). All are 0 before the first.
+    Each share is a sum of seconds over the seconds of computation of the same passes: the last 256 timed passes,
+    without those of tenants that are inactive now or were remapped by hand (nobody has bounded those). All are 0 before
+    the first pass.
 
-    predicted: what each pass's certificate said that it would wait, at its tenant's last change; a certificate is made as if the
-    tenant had the link for itself. seen: for how long they did wait. allowed: Config.slowdown times the pass's
-    computation, or its certificate where that is more (an activation that was to serve at once). Where seen exceeds allowed by
-    more than 0.05 over at least 64 passes, the logger "remap.stall" warns, once a session (the record's attribute `stall` is
-    this object).
+    predicted: the wait that each pass's certificate, of its tenant's last change, foresaw. A certificate assumes that
+    the tenant has the link for itself.
+    seen: the measured wait.
+    allowed: Config.slowdown times the pass's computation, or its certificate if that is more (an activation that was to
+    serve at once). If seen exceeds allowed by more than 0.05 over at least 64 passes, the logger "remap.stall" warns
+    once per session (the record's attribute `stall` is this object).
     """
 
     predicted: float = 0.0
     seen: float = 0.0
     allowed: float = 0.0
-    passes: int = 0  # that these are of
-    tenants: int = 0  # whose passes these are
+    passes: int = 0  # number of passes in the shares
+    tenants: int = 0  # number of tenants that ran them
 
 
 @dataclass(frozen=True)
 class DecisionRecord:
-    """One decision: the epoch after it, whom it was for, why in one sentence, the stall per pass that it certifies, and the
-    blocks of demand that it left unmet."""
+    """One decision: the epoch after it, its tenant, its reason in one sentence, the stall per pass that it certifies,
+    and the blocks of demand that it left unmet."""
 
     epoch: int
     tenant: str
@@ -112,11 +114,12 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one `session.step` did. `changed` is False (and all else empty) in the usual case; where something was decided but
-    nothing has come of it yet, such as blocks that are to leave first, it is False too, and the reason says so.
+    """The result of one `session.step`. In the usual case `changed` is False and all else is empty. It is False as well
+    if the step decided something that has to wait, for example for blocks that must leave first; the reason says so.
 
-    moved: tenant -> {old block id: new block id}: the engine patches its block tables before it uses any of them.
-    remapped: tenant -> layers' worth after the step. unmet_blocks: demand that no donor could meet. reason: one sentence each.
+    moved: tenant -> {old block id: new block id}. The engine patches its block tables before it uses any of them.
+    remapped: tenant -> layers' worth after the step. unmet_blocks: demand that no donor could meet. reason: one
+    sentence each.
     """
 
     changed: bool = False

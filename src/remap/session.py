@@ -4,21 +4,21 @@
     settle     Prefetcher.configure (which copies are due) -> Executor.commit (regions are re-pointed by the worker)
     between tenants   what one needs and others could give (offers.py) -> Controller.decide -> lend.py -> plans as above
 
-Blocks are usable when apply() returns: in aliased mode that is bookkeeping, without any backend call. Settling comes after
-that. If settling fails nothing is lost: `tenant.forward()` tries it again, and raises instead of beginning a pass.
+Blocks are usable when apply() returns; in aliased mode it makes no backend call. Settling comes after that. If settling
+fails, nothing is lost: `tenant.forward()` tries again, and raises if that fails too, so no pass begins.
 
-Threads: every method may be called from any thread. Those that change something run one at a time; meanwhile no pass begins and
-no block is handed out of the tenants concerned (locking.py). A tenant's passes belong to one thread at a time, its engine's, and
-each tenant may have an engine on a thread of its own: while it is inside a pass, other threads' calls leave it alone, or refuse
-(InvalidState) where it is named. Live blocks of one tenant may move in another's step: whoever calls step() has to hand the
-report's `moved` to that tenant's engine before its next pass. The re-pointing worker and the copy stream belong to the core and
-never call Python.
+Threads: every method may be called from any thread. Methods that change something run one at a time; meanwhile the
+tenants concerned begin no pass and hand out no block (locking.py). One thread at a time, the engine's, runs a tenant's
+passes; each tenant may have its own engine thread. While a tenant is inside a pass, calls of other threads leave it
+alone, and raise InvalidState if they name it. One tenant's step may move live blocks of another: the caller of step()
+must pass the report's `moved` to the other engine before its next pass. The re-pointing worker and the copy stream
+belong to the core and never call Python.
 
-Interrupts: a call that an exception ends, KeyboardInterrupt included, has happened or has not; blocks that had moved by then are
-in the next report. Calls that consist of several changes may have stopped between two.
+Interrupts: a call that an exception ends, KeyboardInterrupt included, has happened or has not. The next report tells of
+the blocks that had moved by then. A call that makes several changes may have stopped between two of them.
 
-On a GPU step() does not wait for the device: what it moves is ordered behind the tenant's compute stream (streams.py;
-apply.py names the exceptions). attach, detach and close do wait, for this session's streams and the tenant's.
+On a GPU, step() does not wait for the device: its moves are ordered behind the tenant's compute stream (streams.py;
+apply.py names the exceptions). attach, detach and close wait for this session's streams and the tenant's.
 """
 
 from __future__ import annotations
@@ -72,31 +72,35 @@ _UNCHANGED = StepReport()
 
 
 def _memory(device: devices.Device, arena: Any, address: int, nbytes: int) -> Any:
-    """A uint8 tensor over a region, on the session's device. It keeps its addresses: see `Device.tensor`."""
+    """A uint8 tensor over a region, on the session's device. The tensor keeps its addresses reserved: see
+    `Device.tensor`."""
     # Not a method: a session that refers to itself would keep its memory until the next garbage collection.
     return device.tensor(address, nbytes, arena.hold(address, nbytes))
 
 
 class Session:
-    """One arena of physical pages on one device, holding weights and KV cache of any number of tenants.
+    """One arena of physical pages on one device. It holds the weights and KV caches of any number of tenants.
 
-    capacity: bytes or "24GiB"; pages, ring and staging together never exceed it. device: "cpu", "cuda", "cuda:N" or "sim:NAME"
-    (a named machine in virtual time, see memory/device.py); by default the environment variable REMAP_DEVICE, else "cpu". mode:
-    "aliased" (growth without driver calls) or "strict" (only what is owned is mapped: a stray access faults, and no mapping
-    changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else "aliased". page_bytes: a
-    power of two and a multiple of the backend's granularity; `remap.model.footprint.footprint(model).page_size("cuda")` gives a
-    size that suits a model: a driver is called for every page that a layer is pointed at. platform: what experts and tests set
-    (`remap.advanced.Platform`).
+    capacity: bytes or "24GiB"; pages, ring and staging together never exceed it.
+    device: "cpu", "cuda", "cuda:N" or "sim:NAME" (a named machine in virtual time, see memory/device.py); by default
+    the environment variable REMAP_DEVICE, else "cpu".
+    mode: "aliased" (growth makes no driver calls) or "strict" (only owned pages are mapped: a stray access faults, and
+    no mapping changes while the tenant's stream is at work); by default the environment variable REMAP_MODE, else
+    "aliased".
+    page_bytes: a power of two and a multiple of the backend's granularity. The driver is called for every page
+    that a layer is pointed at; `remap.model.footprint.footprint(model).page_size("cuda")` gives a size that suits a
+    model.
+    platform: settings for experts and tests (`remap.advanced.Platform`).
+    host_budget, on cuda only: the most bytes of page-locked host memory. Master copies need as many bytes as the
+    weights. By default the environment variable REMAP_HOST_BUDGET, else what the control group and the machine can
+    spare. The field limited_by of LimitExceeded says which limit it was: "host_budget", "REMAP_HOST_BUDGET", "cgroup"
+    or "machine".
 
-    host_budget, on cuda only, bounds page-locked host memory, which master copies take as many bytes of as there are weights: by
-    default the environment variable REMAP_HOST_BUDGET, else what the control group and the machine have to spare. LimitExceeded
-    says which of these it was: limited_by is "host_budget", "REMAP_HOST_BUDGET", "cgroup" or "machine".
+    Raises InvalidArgument for a bad size, device, mode or option; OutOfMemory or LimitExceeded if the pages cannot be
+    allocated (on the CPU also, with fields requested, limit and limited_by, for more than the machine or its control
+    group could ever hold); DriverError if the device has no driver, or one too old.
 
-    Raises InvalidArgument for a bad size, device, mode or option, OutOfMemory or LimitExceeded if the pages cannot be had (on the
-    CPU also, with fields requested, limit and limited_by, for more than the machine or its control group could ever hold),
-    DriverError if the device has no driver or one too old.
-
-    `clock()` gives the seconds that idle times and uses are measured in: time.monotonic, or a simulated device's virtual time.
+    `clock()` gives the time in seconds for idle times and uses: time.monotonic, or a simulated device's virtual time.
     """
 
     def __init__(
@@ -149,8 +153,8 @@ class Session:
         self._registered = Registered(self._arena, self._tenants)
         self._core = Core(self._arena, self._tenants, self._changes, self._lending, self._registered)
         self._log = Log()
-        self._departed: list[TenantState] = []  # on their way out: see _release_departed
-        self._told: list[Moved] = []  # moves that the report of the call in progress tells of
+        self._departed: list[TenantState] = []  # tenants on their way out: see _release_departed
+        self._told: list[Moved] = []  # moves in the report of the call in progress
         self._closing = False  # all tenants depart
         self._claiming = False  # whether a call has claimed tenants
 
@@ -181,25 +185,28 @@ class Session:
     ) -> Tenant:
         """Move a torch model's tensors into the arena and give it a KV cache.
 
-        priority: of tenants that compete, the one with the larger number is served first and gives last. active: whether it may
-        serve passes at once (see `activate`). config: its own settings, by default the session's. extra_layers: modules, or
-        their paths ("lm_head"), that stream like layers although they have no KV: number n, n + 1, ... for wait and done.
-        embedding: "host" keeps an untied input embedding in host memory, where a step gathers its few rows.
+        layers: the list of layers or its path ("model.layers"); remap finds it for common families.
+        priority: of competing tenants, the one with the larger number is served first and gives last.
+        mutable: patterns of tensors that the model writes; they stay resident.
+        weights: the safetensors file(s) or folder that the model was loaded from. Where the bytes agree, the
+        memory-mapped file is the master copy, and memory holds no second copy. On cuda master copies must be
+        page-locked, so they are always copies.
+        config: the tenant's settings, by default the session's.
+        active: whether the tenant may serve passes at once (see `activate`).
+        extra_layers: modules, or their paths ("lm_head"), that stream like layers but have no KV; wait and done know
+        them as n, n + 1, ...
+        embedding: "host" keeps an untied input embedding in host memory, where each step gathers its few rows.
+        hooks: torch hooks make each layer wait for its weights and say when it is done, and make each call of the model
+        a pass (`remap.model.hooks`). No layer streams before one whole pass has waited for every layer. False: the
+        engine itself calls wait and done, for every layer in every pass.
 
-        hooks: torch hooks make each layer wait for its weights and say when it is done, and make a call of the model a
-        pass (`remap.model.hooks`). Nothing is streamed before one whole pass has waited for every layer. False: the engine calls
-        wait and done itself, for every layer in every pass.
+        The model may be on the CPU or on the session's device. Afterwards it is on that device and computes as before,
+        at new addresses that never change again. A model from the CPU needs no room on the device beside the session.
 
-        layers: the list of layers or its path ("model.layers"); found by itself for common families. mutable: patterns of
-        tensors that the model writes; they stay resident. weights: safetensors file(s) or folder that the model was loaded
-        from: where the bytes agree, the memory-mapped file is the master copy and no second copy is kept in memory. On cuda
-        master copies have to be page-locked, so they are always copies.
-
-        The model lies on the CPU or on the session's device, and is on that device afterwards, computing as before at new
-        addresses that never change again; from the CPU it needs no room there but the session's. Raises InvalidArgument
-        (what is no torch module or no KVSpec, unknown layer path, wrong device, name in use, KVSpec whose layers, heads, head_dim
-        or dtype are not the model's: fields value and model_value, see kv_fit.py), OutOfMemory (field minimum_bytes),
-        LimitExceeded (page-locked memory, or more than 2**26 blocks); nothing changes then.
+        Raises InvalidArgument (not a torch module or not a KVSpec, unknown layer path, wrong device, name in use, or a
+        KVSpec whose layers, heads, head_dim or dtype are not the model's: fields value and model_value, see kv_fit.py),
+        OutOfMemory (field minimum_bytes), LimitExceeded (page-locked memory, or more than 2**26 blocks). Nothing
+        changes then.
         """
         self._passes.check_open()
         require_attach(name, priority, kv, config, active)
@@ -235,10 +242,11 @@ class Session:
         config: Config | None = None,
         active: bool = True,
     ) -> Tenant:
-        """As `attach`, for an engine without torch: one buffer of bytes a layer, which stays alive as the master copy.
+        """As `attach`, for an engine without torch: one buffer of bytes per layer. The session keeps it as the master
+        copy.
 
-        On cuda a writable buffer that starts at an OS page is page-locked in place; of any other a page-locked copy is made.
-        `remap.advanced.layer_address(session, name, i)` says where layer i lives.
+        On cuda a writable buffer that starts at an OS page is page-locked in place; remap makes a page-locked copy of
+        any other. `remap.advanced.layer_address(session, name, i)` gives the address of layer i.
         """
         self._passes.check_open()
         require_attach(name, priority, kv, config, active)
@@ -250,12 +258,12 @@ class Session:
 
     @exclusive
     def detach(self, name: str, *, device: Any = None) -> None:
-        """Take a tenant out: its model goes back onto ordinary memory, its pages become free. Waits for its last pass.
+        """Take a tenant out: its model goes back to ordinary memory and its pages become free. Waits for its last pass.
 
-        device: the torch device that the model goes to; by default where it is, which on a GPU has to have room for it
-        beside the session. Its KV tensors must not be used any more. Raises InvalidState while a pass is open or a range
-        of the tenant's is declared as registered, and OutOfMemory (fields requested, device) without room for the model; it
-        can be called again then, and until it has succeeded the tenant serves no pass.
+        device: the torch device that the model goes to; by default the one it is on. A GPU then needs room for it
+        beside the session. Do not use the tenant's KV tensors afterwards. Raises InvalidState while a pass is open or a
+        range of the tenant's is declared as registered, and OutOfMemory (fields requested, device) without room for the
+        model. It can be called again then; until it has succeeded, the tenant serves no pass.
         """
         self._passes.check_open()
         self._claim()
@@ -274,12 +282,12 @@ class Session:
     @exclusive
     @annotated("remap.step")
     def step(self, demand: Mapping[str, int | Demand] | None = None) -> StepReport:
-        """Once per scheduler iteration, between passes: decide and apply.
+        """Decide and apply. Call it once per scheduler iteration, between passes.
 
-        demand: for each tenant, the blocks that its engine wants to be able to allocate now: a number, or a Demand from an engine
-        with its own allocator. Raises InvalidArgument for an unknown tenant or what is neither and InvalidState inside a pass,
-        before anything changes; and the backend's error if nothing has changed by then. If something has, the report says what,
-        and its reason which error ended the step early.
+        demand: for each tenant, the blocks that its engine wants to be able to allocate now: a number, or a Demand from
+        an engine with its own allocator. Before anything changes, raises InvalidArgument for an unknown tenant or a
+        demand that is neither, and InvalidState inside a pass. Raises the backend's error if nothing had changed by
+        then; otherwise the report says what changed, and its reason names the error that ended the step early.
         """
         self._passes.check_open()
         wanted = require_demands(demand)
@@ -304,7 +312,7 @@ class Session:
         return self._with_moved(lambda moved: make_report(self._arena.epoch, self._tenants, entries, moved, resized))
 
     def _with_moved(self, report: Callable[[Moved], Any]) -> Any:
-        """report(moved), which tells of all moves that no report has told of: noted, for the case that it does not arrive."""
+        """report(moved) with all moves not reported yet, which are noted: if it is lost, the next report has them."""
         moved = self._changes.moved
         made = report(moved)
         self._told.append(moved)
@@ -316,17 +324,19 @@ class Session:
     @exclusive
     @annotated("remap.activate")
     def activate(self, name: str, *, alone: bool = False, partial: bool | float = False) -> ActivationReport:
-        """The tenant serves passes from now on: what it has lent comes home first (see memory/activate.py). Between passes.
+        """Let the tenant serve passes from now on; its lent layers come home first (see memory/activate.py). Between
+        passes.
 
-        alone: all other tenants become inactive (temporal sharing); otherwise they stay as they are (spatial sharing). Where
-        live blocks of others lie in the way and have no room elsewhere, nothing changes but who is inactive, and the report
-        names them (`preempt`): free them and call again. partial: serve at once all the same; what cannot come home is streamed
-        through the ring, and comes home when it can. A number: only as far as a pass then waits for at most this share of its
-        computation; blocks in the way of more than that are in `preempt`.
+        alone: all other tenants become inactive (temporal sharing); otherwise they stay as they are (spatial sharing).
 
-        Raises InvalidArgument for an unknown tenant or a share that is none (field partial), InvalidState inside a pass of a
-        tenant concerned, and the backend's error; nothing changes then. If what was done before such an error could not be taken
-        back, the report says so instead.
+        If live blocks of other tenants are in the way and have no room elsewhere, nothing changes but who is inactive,
+        and the report names the blocks (`preempt`): free them and call again. partial: serve at once nevertheless;
+        layers that cannot come home stream through the ring, and come home when they can. A number: the same, but a
+        pass may wait for at most this share of its computation; `preempt` names the blocks that are in the way of that.
+
+        Raises InvalidArgument for an unknown tenant or an invalid share (field partial), InvalidState inside a pass of
+        a tenant concerned, and the backend's error; nothing changes then. If the changes before a backend error cannot
+        be taken back, the report says so instead.
         """
         require("alone", alone, bool, "True or False")
         if not isinstance(partial, bool) and not is_amount(partial):
@@ -354,7 +364,8 @@ class Session:
 
     @exclusive
     def deactivate(self, name: str) -> None:
-        """The tenant serves no pass until it is activated again. Its live blocks stay; its unused KV and its layers may be lent.
+        """Let the tenant serve no pass until it is activated again. Its live blocks stay; it may lend its unused KV and
+        layers.
 
         Raises InvalidArgument for an unknown tenant and InvalidState inside a pass; nothing changes then.
         """
@@ -368,10 +379,10 @@ class Session:
 
     @exclusive
     def change(self, verb: Callable[[Core], Entries]) -> StepReport:
-        """verb(parts of the session) as one call of it, and its report. `remap.advanced` has the verbs.
+        """Run verb(parts of the session) as one call of the session, and report. `remap.advanced` has the verbs.
 
-        Every tenant that is not inside a pass is this call's until it is over. If it raises, whatever it raises, what it has
-        begun and not decided is undone.
+        The call claims every tenant that is not inside a pass until it is over. On any exception: undo what is begun
+        and not decided, then re-raise.
         """
         self._passes.check_open()
         self._claim()
@@ -379,8 +390,10 @@ class Session:
 
     @exclusive
     def exclusively(self, call: Callable[[Core], Any], *, always: bool = False, claims: bool = True) -> Any:
-        """As `change`, for a call that reports nothing: its result. always: also on a broken arena, and on a closed session,
-        which has no tenants. claims: False for a call that changes nothing, beside which other threads' passes may begin."""
+        """As `change`, for a call without a report: returns the call's result. always: also on a broken arena or a
+        closed session (which has no tenants). claims: False for a call that changes nothing; other threads may begin
+        passes beside it.
+        """
         if not always:
             self._passes.check_open()
         if claims:
@@ -391,7 +404,7 @@ class Session:
 
     @exclusive
     def snapshot(self) -> Snapshot:
-        """Everything that can be seen, as frozen values of this moment. Changes nothing."""
+        """The state of the session at this moment, as frozen values. Changes nothing."""
         self._passes.check_open(broken_too=True)
         return take_snapshot(
             self.capacity_bytes,
@@ -405,10 +418,11 @@ class Session:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def close(self, *, device: Any = None) -> None:
-        """Give everything back. Models return to ordinary memory and stay usable; KV tensors must not be used any more.
+        """Give everything back. Models return to ordinary memory and stay usable; do not use KV tensors afterwards.
 
-        Waits for the last passes. device and OutOfMemory: as for `detach`. Idempotent; after an error it can be called again.
-        Allowed when the arena is broken, and with ranges declared as registered: their owner has let go of them.
+        Waits for the last passes. device and OutOfMemory: as for `detach`. Idempotent; it can be called again after an
+        error. Allowed when the arena is broken, and with ranges declared as registered: their owner has let go of
+        them.
         """
         if not self.closed:
             self._close(device)
@@ -446,26 +460,26 @@ class Session:
 
     def _end_call(self, told: list[Moved] | None, failed: bool) -> None:
         if failed:
-            self._claiming = True  # whatever it had come to
+            self._claiming = True  # release all claims, however far the call came
             for tenant in self._tenants.values():
                 tenant.kv.pool.not_telling()
             self._undo()
             self._registered.pin()
             while told:
-                if self._changes.moved is not told[-1]:  # it was taken out for the report
+                if self._changes.moved is not told[-1]:  # _with_moved had taken it out
                     self._changes.moved = compose_all(told[-1], self._changes.moved)
                 told.pop()
         self._release_claims()
 
     def _undo(self) -> None:
-        """What a call has begun and not decided never was. Can be called again."""
+        """Undo what a call has begun and not decided. Can be called again."""
         self._changes.undo()
         self._arrivals.undo()
         if self._departed:
             self._release_departed()
 
     def _release_departed(self) -> None:
-        """Of tenants whose memory has gone nothing is left: neither in the tables, nor what they hold outside of the arena."""
+        """Remove tenants whose memory is gone from all tables, and release what they hold outside the arena."""
         while self._departed:
             tenant = self._departed[-1]
             name = tenant.name
@@ -478,7 +492,7 @@ class Session:
             self._departed.pop()
 
     def _claim(self) -> None:
-        """All tenants that are not inside a pass are this call's until it is over."""
+        """Claim every tenant that is not inside a pass, until this call is over."""
         self._claiming = True
         for tenant in self._tenants.values():
             tenant.turn.claim()

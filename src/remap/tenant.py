@@ -6,8 +6,8 @@
             ...compute...
             tenant.done(i)            # its ring buffer may be overwritten
 
-wait and done are the core's own methods, bound once: for a resident layer they are one atomic load. In a pass that computes
-on a stream they make that stream wait; in a pass of the calling thread they block it.
+wait and done are the core's own methods, bound once. For a resident layer each is one atomic load. In a pass that
+computes on a stream they make that stream wait; in a pass of the calling thread they block the thread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PHASES = ("decode", "prefill", "mixed")
 
 
 def _checked(phase: object, tokens: Any) -> int:
-    """tokens as an int. Raises InvalidArgument (fields field, value) for a phase or a number of tokens that is none."""
+    """tokens as an int. Raises InvalidArgument (fields field, value) for an invalid phase or number of tokens."""
     if phase not in _PHASES:
         raise invalid("phase", phase, f"one of {_PHASES}")
     try:
@@ -52,7 +52,7 @@ def _gone(name: str) -> Callable[..., None]:
 
 
 class _Pass:
-    """The context manager of `Tenant.forward`: made anew for each pass, so that it needs no state between them."""
+    """The context manager of `Tenant.forward`. Each pass gets a new one, so it keeps no state between passes."""
 
     __slots__ = ("_mark", "_passes", "_phase", "_state", "_stream", "_tenant", "_tokens")
 
@@ -75,18 +75,18 @@ class _Pass:
         self._passes.end(self._state, self._phase, self._tokens, completed=kind is None)
 
     def __del__(self) -> None:
-        # An interrupt can come before the first line of __exit__, or just behind __enter__: then nobody has ended the pass.
+        # An interrupt just after __enter__, or before the first line of __exit__, leaves the pass open.
         mark = getattr(self, "_mark", None)  # set last: an interrupt can come inside of __init__ as well
         if mark is not None and self._state.turn.open_pass is mark:
             self._passes.close(self._state)
 
 
 class Tenant:
-    """Made by `Session.attach`. `forward`, `wait` and `done` belong to one thread at a time, the engine's; other threads' calls
-    of the session may run beside them (locking.py)."""
+    """A handle to one attached model, made by `Session.attach`. Only one thread at a time, the engine's, may call
+    `forward`, `wait` and `done`; other threads may call the session meanwhile (locking.py)."""
 
     def __init__(self, state: TenantState, passes: Passes, session: object) -> None:
-        """session: kept while the tenant is attached, since passes go on although nobody else keeps it."""
+        """session: kept alive while the tenant is attached, since passes go on even if nobody else refers to it."""
         self._state = state
         self._passes = passes
         self._session: object = session
@@ -104,29 +104,34 @@ class Tenant:
     # -- passes ----------------------------------------------------------------------------------------------------
 
     def forward(self, phase: str = "decode", tokens: int = 1, stream: Any = None) -> _Pass:
-        """Brackets one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time measurements.
+        """Bracket one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time
+        measurements.
 
-        stream: what the pass computes on: anything with `__cuda_stream__()`, a torch.cuda.Stream, or a handle as an integer.
-        By default that is torch's current stream on a GPU, and the calling thread where the processor itself computes.
-        Whatever touches this tenant's memory is enqueued on the stream of its last pass, or ordered behind it by the caller;
-        it may be another stream in every pass. A stream has to live until the tenant has another one or is detached.
+        stream: the stream that the pass computes on: an object with `__cuda_stream__()`, a torch.cuda.Stream, or a
+        handle as an integer. By default it is torch's current stream on a GPU, and the calling thread where the
+        processor itself computes. Enqueue all work on this tenant's memory on the stream of its last pass, or order it
+        behind that stream. Each pass may use another stream. A stream has to live until the tenant has another one or
+        is detached.
 
-        Raises InvalidArgument (fields field, value) for another phase, or tokens that are no int of at least 0. Entering raises
-        InvalidState if the session is closed, the tenant detached or a pass open already, InvalidArgument for
-        what is no stream of the session's device, and the backend's error if the last change could not be finished; then no
-        pass has begun and entering again tries it again. An exception inside abandons the pass: the next one starts afresh.
+        Raises InvalidArgument (fields field, value) for another phase, or tokens that are no int of at least 0.
 
-        Leaving a pass that was not abandoned raises InvalidState if its results must be discarded: (fields tenant, layer, layers)
-        layers that were streamed or loading were not waited for, so what was computed with them is not known; (tenant, written)
-        the model, or somebody since the last pass, wrote into a streamed layer, and such a write is lost; (file, expected,
-        found) a weights file that layers come from has changed, which entering raises as well. The pass has ended then.
+        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already;
+        InvalidArgument if the stream is none of the session's device; and the backend's error if the last change could
+        not be finished. Then no pass has begun, and entering again tries again. An exception inside abandons the pass:
+        the next one starts afresh.
+
+        Leaving a pass that was not abandoned raises InvalidState if its results must be discarded. The pass has ended
+        then: (fields tenant, layer, layers) it did not wait for layers that were streamed or loading, so its results
+        are not known; (tenant, written) the model, or somebody since the last pass, wrote into a streamed layer, and
+        the write is lost; (file, expected, found) a weights file that layers come from has changed; entering raises
+        this as well.
         """
         if phase not in _PHASES or tokens.__class__ is not int or tokens < 0:
             tokens = _checked(phase, tokens)
         return _Pass(self, self._passes, self._state, phase, tokens, stream)
 
     def expect_whole_pass(self) -> None:
-        """Hooks were put in, and whether they work is not known: until one pass has waited for every layer, none is streamed."""
+        """Stream no layer until one pass has waited for every layer: nobody knows yet whether the new hooks work."""
         unseen = self._state.unseen = set(range(self.layers))
         core = self._state.prefetcher.wait
 
@@ -138,12 +143,12 @@ class Tenant:
         self.wait = self._first_wait = wait
 
     def whole_pass_seen(self) -> None:
-        """A pass has waited for every layer: `wait` is the core's own from now on."""
+        """A pass has waited for every layer: from now on `wait` is the core's own method."""
         if self.wait is self._first_wait:
             self.wait = self._state.prefetcher.wait
 
     def retire(self) -> None:
-        """The memory goes away: from now on wait and done raise instead of touching it, and no hook calls them."""
+        """The memory goes away. From now on wait and done raise instead of touching it, and no hook calls them."""
         if self.hooks is not None:
             self.hooks.remove()
         self.wait = self.done = _gone(self.name)
@@ -156,12 +161,12 @@ class Tenant:
 
     @property
     def seen(self) -> bool:
-        """Whether its layers may be streamed: a whole pass has waited for each of them, or the engine has said that it does."""
+        """Whether its layers may stream: a whole pass has waited for each, or the engine calls wait itself."""
         return self._state.unseen is None
 
     @property
     def streaming(self) -> bool:
-        """Whether wait() has something to do in the next pass, for any layer: it is streamed, loading, or being re-pointed.
+        """Whether wait() has something to do in the next pass: some layer is streamed, loading, or being re-pointed.
 
         While False, a pass may leave out wait and done, so one CUDA graph may hold all of its layers.
         """
@@ -169,8 +174,8 @@ class Tenant:
         return self._state.streaming
 
     def ready(self, layer: int) -> bool:
-        """Whether `wait` has nothing to wait for: all bytes of the layer are at its address, and nothing streams it. Raises
-        InvalidState (field tenant) if the tenant was detached, or its session closed."""
+        """Whether `wait` has nothing to wait for: all bytes of the layer are at its address, and it does not stream.
+        Raises InvalidState (field tenant) if the tenant was detached, or its session closed."""
         return bool(self._copies().ready(layer))
 
     def stats(self) -> Any:
@@ -203,38 +208,38 @@ class Tenant:
 
     @property
     def remapped(self) -> float:
-        """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int, and in slices a fraction."""
+        """Layers' worth of pages that are KV now, or lent (the papers' alpha): an int; in slices a fraction."""
         return self._state.told
 
     @property
     def lent_pages(self) -> int:
-        """Pages of its layers that are free for other tenants, or their KV."""
+        """Pages of its layers that are free for other tenants, or are their KV."""
         return len(self._state.pages.lent)
 
     def lends(self, layer: int) -> bool:
-        """Whether other tenants have pages of this layer, or may take them, or it waits to come home from there."""
+        """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
         return self._state.lends(layer)
 
     @property
     def pinned(self) -> tuple[int, ...]:
-        """Layers that may not be streamed: something wrote into them after attach, or their weights file was changed, or their
-        memory is registered elsewhere."""
+        """Layers that may not stream: something wrote into them after attach, or somebody changed their weights file or
+        registered their memory elsewhere."""
         return tuple(sorted(self._state.pinned))
 
     @property
     def written(self) -> dict[int, list[str]]:
-        """layer -> the tensors that were found written after attach, or the weights file that was."""
+        """layer -> its tensors, or its weights file, that something wrote to after attach."""
         return {layer: list(paths) for layer, paths in self._state.written.items()}
 
     # -- its model -------------------------------------------------------------------------------------------------
 
     @property
     def modules(self) -> tuple[Any, ...]:
-        """The layers as torch modules, `extra_layers` behind the others; () if it was attached as bytes."""
+        """The layers as torch modules, `extra_layers` last; () if the tenant was attached as bytes."""
         return self._state.source.modules
 
     def away(self) -> set[int]:
-        """The layers whose bytes are not, or not all, at their addresses now: streamed, loading, or to be re-pointed."""
+        """The layers of which some bytes are not at their addresses now: streamed, loading, or to be re-pointed."""
         self._passes.refuse_fork()
         return self._state.away()
 
@@ -243,7 +248,7 @@ class Tenant:
         return not self._state.detached and layer not in self.away()
 
     def refuse_lost_writes(self) -> None:
-        """Raises InvalidState (fields tenant, written) if something wrote into layers while they were streamed: that is lost."""
+        """Raises InvalidState (fields tenant, written) if something wrote into streamed layers: the write is lost."""
         self._state.refuse_lost_writes()
 
     # -- times -----------------------------------------------------------------------------------------------------
@@ -257,9 +262,9 @@ class Tenant:
         return self._state.timing.prefill()
 
     def copy_seconds(self) -> float:
-        """Measured seconds to copy in one layer, the mean; 0 if the link was not measured."""
+        """Mean measured seconds to copy in one layer; 0 if the link was not measured."""
         return self._state.timing.copy_seconds()
 
     def calibrate_link(self, bytes_per_s: float) -> None:
-        """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
+        """Set the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
         self._state.timing.calibrate_link(bytes_per_s)

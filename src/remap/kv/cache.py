@@ -1,7 +1,7 @@
-"""`tenant.kv`: the KV cache of one tenant, as an engine sees it. Blocks that come and go, tensors that never move.
+"""`tenant.kv`: the KV cache of one tenant, as an engine sees it. Blocks come and go; tensors never move.
 
-Bookkeeping is `kv.BlockPool`; this class adds the memory behind it: the tensors, and the copies that move live blocks
-out of pages which are about to be given back.
+`kv.BlockPool` keeps the books. This class adds the memory behind them: the tensors, and the copies that move live
+blocks out of pages that are about to be given back.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def _gone(address: int, nbytes: int) -> Any:
 class KVCache:
     """The block pool, over the KV region at `address`.
 
-    allocate(n) -> ids, lowest first (OutOfBlocks; ids need not be contiguous); free(ids); subscribe(cb) for an engine with
-    its own allocator, which then returns withdrawn ids with returned(ids). See `kv.BlockPool` for all of them.
+    allocate(n) -> ids, lowest first (OutOfBlocks; ids need not be contiguous); free(ids); subscribe(cb) for an engine
+    with its own allocator, which then returns withdrawn ids with returned(ids). See `kv.BlockPool` for all of them.
     """
 
     def __init__(
@@ -39,9 +39,9 @@ class KVCache:
         memory: Any,
         turn: Turn,
     ) -> None:
-        """mover([(to, from, bytes)]) copies within the region: for whoever reads or writes it next, that has been done.
+        """mover([(to, from, bytes)]) copies within the region, before anything that reads or writes it next.
 
-        memory(address, nbytes) makes byte tensors. turn: the tenant's; what the engine calls waits for changes in progress.
+        memory(address, nbytes) makes byte tensors. turn: the tenant's; the engine's calls wait for changes in progress.
         """
         self.pool = BlockPool(geometry)
         self.geometry = geometry
@@ -70,15 +70,16 @@ class KVCache:
         self._turn.run(self.pool.returned, listed(ids))
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
-        """cb(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
+        """Call listener(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
 
-        Called by the thread whose call has changed something, behind the change. It may call `returned`, `free` and `allocate`.
+        The thread whose call has changed something calls it, after the change. It may call `returned`, `free` and
+        `allocate`.
         """
         self._turn.exclusively(self.pool.subscribe, listener, external=external)
 
     @property
     def usable_blocks(self) -> int:
-        """Blocks whose pages all belong to this KV cache now."""
+        """Blocks of which all pages belong to this KV cache now."""
         return self.pool.usable_blocks
 
     @property
@@ -93,13 +94,14 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """One tensor a layer, shape (2, max_blocks, block_tokens, kv_heads, head_dim), of spec.dtype, at a fixed address.
+        """One tensor per layer, shape (2, max_blocks, block_tokens, kv_heads, head_dim), of spec.dtype, at a fixed
+        address.
 
-        Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a whole
-        block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else: reading them
-        gives anything (`strict` sessions fault), writing them destroys weights. When the tenant is detached or the
-        session closed, a tensor that is kept reads zeros and can be written, with nobody behind it (on a GPU a kernel that
-        uses it fails); then this raises InvalidState.
+        Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a
+        whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else:
+        reading them gives anything (`strict` sessions fault), writing them destroys weights. After the tenant is
+        detached or the session closed, this raises InvalidState; a tensor kept from before reads zeros, and writes to
+        it reach nobody (on a GPU a kernel that uses it fails).
         """
         if self._tensors is None:
             import torch
@@ -115,19 +117,20 @@ class KVCache:
 
     @property
     def memory(self) -> torch.Tensor:
-        """The KV region as bytes: uint8, one dimension, for engines that lay blocks out themselves. Block b of a block_major
-        region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). What holds for `tensors` holds here."""
+        """The KV region as bytes: uint8, one dimension, for engines that lay blocks out themselves. Block b of a
+        block_major region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). The rules of `tensors` hold
+        here too."""
         return self._memory(self.address, self.geometry.region_bytes)
 
     def retire(self) -> None:
-        """The region goes away. Tensors that somebody keeps read zeros from then on; no more are made."""
+        """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made."""
         self._tensors = None
         self._memory = _gone
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.
 
-        Returns when they have arrived; where the tenant computes on a stream, when the copies are enqueued there.
+        Returns when the bytes have arrived or, if the tenant computes on a stream, when the copies are enqueued there.
         """
         ranges = []
         for old, new in pairs:

@@ -1,7 +1,7 @@
 """Which pages of one KV region are owned, and which of those are withdrawn: the page side of `remap.kv.pool.BlockPool`.
 
-Sets of pages are handled as *runs*: ascending, disjoint, non-adjacent half-open intervals of slots or columns, so that
-giving ten thousand pages in one piece costs about as much as giving one. Pure; sees no block states.
+Sets of pages are *runs*: ascending, disjoint, non-adjacent half-open intervals of slots or columns. So giving ten
+thousand pages in one piece costs about as much as giving one. Pure; sees no block states.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SlotMap:
     def __init__(self, geometry: KVGeometry) -> None:
         self._geometry = geometry
         self.slot = bytearray(geometry.region_pages)
-        # With one range a column *is* a slot: the same object, so that nothing has to be kept in step.
+        # With one range a column *is* a slot: use the same object, so that there is nothing to keep in step.
         self.column = self.slot if geometry.ranges == 1 else bytearray(geometry.range_pages)
 
     def save(self) -> tuple[bytes, bytes]:
@@ -40,7 +40,7 @@ class SlotMap:
         return bytes(self.slot), b"" if self.column is self.slot else bytes(self.column)
 
     def restore(self, saved: tuple[bytes, bytes]) -> None:
-        """As they were. Can be called again."""
+        """Restore the saved states. Can be called again."""
         self.slot[:] = saved[0]
         if self.column is not self.slot:
             self.column[:] = saved[1]
@@ -49,7 +49,7 @@ class SlotMap:
         """All slots that are not ABSENT, ascending."""
         found: list[int] = []
         stop, last = 0, len(self.slot)
-        while stop < last:  # as many looks as there are runs of equal state: slots are ten thousands
+        while stop < last:  # one round per run of equal state: there are tens of thousands of slots
             first, absent = stop, self.slot[stop] == ABSENT
             ends = [self.slot.find(state, first) for state in ((CLOSED, OPEN) if absent else (ABSENT,))]
             stop = min((end for end in ends if end >= 0), default=last)
@@ -58,9 +58,9 @@ class SlotMap:
         return tuple(found)
 
     def whole_blocks(self, lost: Iterable[int] = (), gained: Iterable[int] = ()) -> int:
-        """How many blocks would have all of their pages if these slots were not owned, or were. Changes nothing.
+        """How many blocks would have all their pages if the `lost` slots were not owned and the `gained` ones were.
 
-        A slot in both is lost. As many looks as there are runs of owned pages, besides one for each slot named.
+        A slot in both is lost. Changes nothing. Costs one step per run of owned pages, and one per slot named.
         """
         slot = self.slot[:]
         for place in gained:
@@ -107,7 +107,7 @@ class SlotMap:
                     )
 
     def mark(self, runs: Runs, state: int) -> Runs:
-        """Set the state of all slots of the runs. Returns the runs of their columns, brought up to date."""
+        """Set the state of all slots of the runs, and update their columns. Returns the columns' runs."""
         for first, stop in runs:
             self.slot[first:stop] = bytes((state,)) * (stop - first)
         columns = self.columns(runs)
@@ -123,7 +123,7 @@ class SlotMap:
         if self.column is self.slot:
             return runs
         pages = self._geometry.range_pages
-        pieces: set[tuple[int, int]] = set()  # the same columns of many ranges usually: a set keeps one of them
+        pieces: set[tuple[int, int]] = set()  # usually the same columns of many ranges: a set keeps one of them
         for first, stop in runs:
             while first < stop:  # a run may reach from one range into the next
                 end = min(stop, first - first % pages + pages)
@@ -140,8 +140,8 @@ class SlotMap:
     def segments(self, first: int, stop: int) -> list[tuple[int, int, int]]:
         """The blocks that touch columns [first, stop) as (low, high, state of all their columns), ascending.
 
-        Columns of equal state are walked as one: all blocks inside them share that state. Only the block across each
-        boundary is looked at by itself, so the cost grows with the number of changes of state, not with the blocks.
+        Columns of equal state count as one: all blocks inside them share that state. Only the block across each
+        boundary is checked by itself, so the cost grows with the number of changes of state, not with the blocks.
         """
         unit, page = self._geometry.unit_bytes, self._geometry.page_bytes
         blocks = self._geometry.blocks_of_columns(first, stop)

@@ -1,8 +1,8 @@
-"""The block pool of one tenant: which KV blocks may be used, which are, and how a part of them is given back.
+"""The block pool of one tenant: which KV blocks are usable, which are in use, and how some of them are given back.
 
-The pool is bookkeeping only: it neither maps pages nor copies bytes. The session tells it which pages of the KV region
-the tenant owns (`give`, `take`), and the engine allocates blocks from it (`allocate`, `free`) or mirrors it in an
-allocator of its own (`subscribe`). Pages come and go in any order: a block is usable while all of its pages are owned.
+The pool only keeps books: it neither maps pages nor copies bytes. The session tells it which pages of the KV region the
+tenant owns (`give`, `take`). The engine allocates blocks from it (`allocate`, `free`) or mirrors it in its own
+allocator (`subscribe`). Pages come and go in any order: a block is usable while all of its pages are owned.
 
 Shrinking takes two steps, because live blocks cannot be dropped:
 
@@ -13,8 +13,8 @@ Shrinking takes two steps, because live blocks cannot be dropped:
         pool.take(slots)
 
 Growth is on an engine's critical path, so every bulk operation works on runs of pages and slices of bytes: giving one
-run costs a few microseconds plus a memset and a memchr. One pool is used by one thread at a time; a session sees to that for
-its own (locking.py). Every method survives an interrupt: it has happened, or has not.
+run costs a few microseconds plus a memset and a memchr. Only one thread at a time may use a pool; a session ensures
+that for its own pools (locking.py). Every method survives an interrupt: it has happened, or has not.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REOPEN_HELD = bytes.maketrans(bytes([_EMPTY, _DRAINING]), bytes([_LIVE, _LIVE])
 
 @dataclass(frozen=True, slots=True)
 class SavedPool:
-    """What `BlockPool.save` remembers."""
+    """The record that `BlockPool.save` makes."""
 
     state: bytes
     slots: tuple[bytes, bytes]
@@ -54,8 +54,8 @@ class SavedPool:
 class BlockPool:
     """Blocks of one KV region. Starts with no page owned and hence no block usable.
 
-    Every method either does all that it says or raises before anything has changed, with one exception: an error
-    raised by a listener is passed on *after* the (complete) change and after all listeners have been told.
+    Every method either does all that it says or raises before anything has changed, with one exception: a listener's
+    error is raised *after* the (complete) change, and after all listeners have been told.
     """
 
     # Invariants, verified by check():
@@ -177,7 +177,7 @@ class BlockPool:
     # -- growing ---------------------------------------------------------------------------------------------------
 
     def give(self, slots: Iterable[int]) -> Sequence[int]:
-        """The pages at these region slots are the tenant's now. Returns the ids that may be handed out as a result.
+        """The tenant owns the pages at these region slots now. Returns the ids that may be handed out as a result.
 
         The ids are ascending: a `range` when they are contiguous, otherwise a tuple. `slots` may be in any order; a
         `range` is fastest. Raises InvalidArgument (field: slot) for a slot outside the region, named twice, or owned.
@@ -269,7 +269,7 @@ class BlockPool:
         return self._live_in(self._slots.runs(slots))
 
     def vacant(self, slots: Iterable[int]) -> Iterator[int]:
-        """Those of these slots that no live block touches, in the order given. While nothing else changes."""
+        """Those of these slots that no live block touches, in the given order. The pool must not change meanwhile."""
         geometry, state = self.geometry, self._state
         page, unit, columns, most = geometry.page_bytes, geometry.unit_bytes, geometry.range_pages, len(state)
         for slot in slots:
@@ -279,11 +279,11 @@ class BlockPool:
                 yield slot
 
     def usable_with(self, lost: Iterable[int] = (), gained: Iterable[int] = ()) -> int:
-        """`usable_blocks` if the pages at these slots were not owned, or were. Changes nothing."""
+        """`usable_blocks` if the `lost` slots' pages were not owned and the `gained` ones' were. Changes nothing."""
         return self._slots.whole_blocks(lost, gained)
 
     def take(self, slots: Iterable[int]) -> None:
-        """The pages at these slots are the tenant's no longer; their blocks become unusable.
+        """The tenant no longer owns the pages at these slots; their blocks become unusable.
 
         Raises InvalidState (fields: live = number of live blocks inside, blocks = their ids) while live blocks remain,
         and InvalidArgument (field: slot) for a slot that has not been withdrawn first.
@@ -307,10 +307,10 @@ class BlockPool:
     # -- compaction ------------------------------------------------------------------------------------------------
 
     def plan_moves(self, slots: Iterable[int]) -> list[tuple[int, int]]:
-        """(old, new) for the live blocks that touch these withdrawn pages, lowest old to lowest free id, and so on.
+        """(old, new) for the live blocks that touch these withdrawn pages: lowest old to lowest free id, and so on.
 
         As many as there are free ids; nothing changes. No new id is an old one, so copies need no order. An external
-        engine has no free ids here (it holds them all): the list is empty, and it moves its blocks by itself.
+        engine holds all ids, so there are no free ones: the list is empty, and the engine moves its blocks by itself.
         """
         runs = self._slots.runs(slots)
         self._slots.require(runs, CLOSED, "must be withdrawn before its blocks are moved")
@@ -322,10 +322,10 @@ class BlockPool:
         return moves
 
     def commit_moves(self, moves: Iterable[tuple[int, int]]) -> None:
-        """The bytes have been copied (geometry.byte_ranges_of_block): new ids are live, the old ones are not.
+        """Make the new ids live instead of the old ones: the bytes have been copied (geometry.byte_ranges_of_block).
 
-        Raises InvalidArgument (field: block) unless each old id is live, each new id free, and all differ; then
-        nothing has changed and the old ids are still the valid ones.
+        Raises InvalidArgument (field: block) unless each old id is live, each new id free, and all differ; then nothing
+        has changed and the old ids are still valid.
         """
         self._refuse_external("commit_moves")
         pairs = list(moves)
@@ -344,12 +344,14 @@ class BlockPool:
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
         """Call listener(added_ids, withdrawn_ids) after every change of the set of open blocks.
 
-        It is called once at once, if blocks are open already. With `external` all open blocks, present and future,
-        are held by the listener's engine: `allocate` and `free` are refused, and the engine gives withdrawn ids back
-        with `returned` once nothing uses them (from within the listener, if it likes). Added ids may be ids that it
-        still holds, when a withdrawal was undone. Listeners are called when the pool's state is final; changes made
-        by a listener are told after the present one; if listeners raise, the first error is passed on at the end, and
-        neither the change nor the subscription is undone.
+        If blocks are open already, it is called once at once. With `external` the listener's engine holds all open
+        blocks, present and future: `allocate` and `free` raise, and the engine gives withdrawn ids back with `returned`
+        once nothing uses them (also from within the listener). Added ids may be ids that the engine still holds, if a
+        withdrawal was undone.
+
+        Listeners are called when the pool's state is final. If a listener changes the pool, all hear of that after the
+        present change. If listeners raise, the first error is raised at the end, and neither the change nor the
+        subscription is undone.
 
         Raises InvalidState if `external` and blocks are allocated, or another engine is external; or from a listener.
         """
@@ -389,7 +391,7 @@ class BlockPool:
             raise
 
     def returned(self, ids: Iterable[int]) -> None:
-        """The external engine uses these withdrawn blocks no more.
+        """The external engine gives back these withdrawn blocks.
 
         Raises InvalidArgument (field: block) for an id that is not both withdrawn and held.
         """
@@ -400,16 +402,16 @@ class BlockPool:
     # -- changes of several steps -----------------------------------------------------------------------------------
 
     def save(self) -> SavedPool:
-        """All that can be asked, to come back to with `restore`: a copy of as many bytes as there are blocks and pages. Whoever
-        saves keeps engines away until then."""
+        """The whole state, for `restore`: a copy of as many bytes as there are blocks and pages. The caller keeps
+        engines away until then."""
         return SavedPool(bytes(self._state), self._slots.save(), self._counts(), len(self._news))
 
     def silence(self) -> None:
-        """Listeners are told nothing until `restore` or `tell`."""
+        """Tell listeners nothing until `restore` or `tell`."""
         self._silent = True
 
     def restore(self, saved: SavedPool) -> None:
-        """As it was when it was saved; listeners hear of nothing that came between. Can be called again."""
+        """Restore the saved state; listeners hear nothing of the changes in between. Can be called again."""
         self._state[:] = saved.state
         self._slots.restore(saved.slots)
         self._set_counts(saved.counts)
@@ -419,7 +421,7 @@ class BlockPool:
         self._silent = False
 
     def not_telling(self) -> None:
-        """No listener is being told: said by who knows it, when an interrupt has ended a call."""
+        """Note that no listener is being told: called after an interrupt has ended a call."""
         self._telling = False
 
     @property
@@ -428,7 +430,7 @@ class BlockPool:
         return bool(self._news)
 
     def tell(self) -> None:
-        """Tell listeners what has changed since `save`."""
+        """Tell listeners of the changes since `save`."""
         self._silent = False
         if self._news and not self._telling:
             self._deliver()
@@ -467,7 +469,7 @@ class BlockPool:
         return tuple(found)
 
     def _count_opened(self, low: int, empty: int) -> None:
-        """`empty` blocks from `low` on have become open: the engine's if it is external, free otherwise."""
+        """`empty` blocks from `low` on have become open: an external engine's own, otherwise free."""
         if self._external:
             self._live += empty
         else:
@@ -481,7 +483,7 @@ class BlockPool:
         self._free, self._live, self._withdrawn, self._withdrawn_live, self._hint = counts
 
     def _release_all(self, blocks: Sequence[int]) -> None:
-        """All of them, or on an interrupt none."""
+        """Release all of them or, on an interrupt, none."""
         counts, states = self._counts(), [self._state[block] for block in blocks]
         try:
             for block in blocks:
@@ -493,7 +495,7 @@ class BlockPool:
             raise
 
     def _release(self, block: int) -> None:
-        """A live block is live no more. (In external mode only withdrawn blocks come here.)"""
+        """Make a live block no longer live. (In external mode only withdrawn blocks come here.)"""
         self._live -= 1
         self.changes += 1
         if self._state[block] == _DRAINING:
@@ -533,7 +535,7 @@ class BlockPool:
             )
 
     def _tell(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
-        """Tell all listeners, in order of changes; a change made by a listener waits for the one being told."""
+        """Tell all listeners, in order of changes; a listener's own change waits until the present one is told."""
         if not self._listeners or not (added or withdrawn):
             return
         self._news.append((added, withdrawn))
@@ -550,7 +552,7 @@ class BlockPool:
                 added, withdrawn = self._news[0]
                 for listener in tuple(self._listeners):
                     _call(listener, added, withdrawn, errors)
-                self._news.popleft()  # only now: an interrupt must not lose it, so listeners may hear of it twice
+                self._news.popleft()  # last, so that an interrupt does not lose it; listeners may hear of it twice
         finally:
             self._telling = False
         if errors:
@@ -565,7 +567,7 @@ def _call(listener: Listener, added: Sequence[int], withdrawn: Sequence[int], er
 
 
 def listed(ids: Iterable[int]) -> list[int]:
-    """Block ids as a list. Raises InvalidArgument (fields field, value) for what is no iterable."""
+    """Block ids as a list. Raises InvalidArgument (fields field, value) if `ids` is not iterable."""
     if ids.__class__ is not list and not isinstance(ids, Iterable):
         raise InvalidArgument(
             f"block ids must be an iterable of ints, got {ids!r}; nothing changed; put a single id into a list",

@@ -6,9 +6,9 @@ A KV region consists of `ranges` equal ranges of `range_pages` pages. Block b oc
     block_major   1 range,            unit = the block's keys and values of all layers  [layers][2][tokens][heads][dim]
     layer_major   2 * layers ranges,  unit = the block's keys (or values) of one layer  [tokens][heads][dim]
 
-so that both layouts share every formula below. A *column* is the set of pages at the same place of each range
-(one page for block_major, 2 * layers pages for layer_major); a block is usable when its columns are wholly owned.
-Units may straddle pages. Nothing here owns anything: `remap.kv.pool.BlockPool` does.
+so both layouts share every formula below. A *column* is the set of pages at the same place of each range (one page for
+block_major, 2 * layers pages for layer_major); a block is usable when all pages of its columns are owned. Units may
+straddle pages. This module owns nothing: `remap.kv.pool.BlockPool` does.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def _require_int(name: str, value: object, least: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class KVSpec:
-    """The KV cache that one tenant wants. Sizes in blocks; a block is `block_tokens` tokens in all `layers`.
+    """The KV cache that one tenant wants. Sizes are in blocks; a block is `block_tokens` tokens in all `layers`.
 
-    `min_blocks` is what the tenant starts with and never loses, `max_blocks` fixes the size of the region (of
+    The tenant starts with `min_blocks` blocks and never loses them. `max_blocks` fixes the size of the region (of
     addresses, not of memory). Raises InvalidArgument (fields: field, value, and the bound that was broken).
 
-    dtype: what keys and values are stored in; "bfloat16" if it is left out, which attaching a model of another dtype refuses
+    dtype: of the stored keys and values; by default "bfloat16", which a model of another dtype then refuses at attach
     (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
     """
 
@@ -91,7 +91,7 @@ class KVSpec:
         if self.layout not in LAYOUTS:
             raise InvalidArgument(
                 f"layout must be one of {', '.join(LAYOUTS)}, got {self.layout!r}; nothing was created; "
-                "use block_major unless the engine needs one contiguous tensor a layer",
+                "use block_major unless the engine needs one contiguous tensor per layer",
                 field="layout",
                 value=self.layout,
             )
@@ -108,7 +108,7 @@ class KVSpec:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block: keys and values of all layers, whatever the layout."""
+        """Bytes of one block: keys and values of all layers, in any layout."""
         return 2 * self.layers * self.chunk_bytes
 
 

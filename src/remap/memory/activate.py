@@ -1,14 +1,14 @@
-"""Active and inactive tenants: whose turn it is, and what has to come home before it.
+"""Active and inactive tenants: activating one brings its lent layers home first.
 
-An inactive tenant serves no pass, so its layers may be lent far beyond what streaming could hide. It keeps the ring's pages.
-Activating brings back what it has lent: live blocks of other tenants move out of those pages (or the caller is told which ones
-to preempt), the layers come home and load in layer order, while the first layers may compute already: `Prefetcher.wait` is
-all that the pass waits for. So the first pass ends later by
+An inactive tenant serves no pass, so it may lend far more layers than streaming could hide. It keeps the ring's pages.
+Activating it brings the lent layers back: live blocks of other tenants move out of their pages (or the report tells the
+caller which ones to preempt), then the layers come home and load in layer order. The first layers may compute
+meanwhile, since the pass waits only in `Prefetcher.wait`. So the first pass ends later by
 
     max over missing layers j of (j T_T - computation before layer j), at least 0            (schedule.one_shot_delay)
 
-and by what moving and zeroing take before that. With `partial`, what cannot come home stays lent and is streamed through the
-ring: activation then depends on nobody else and always succeeds at once.
+and by the time for moving and zeroing before that. With `partial`, layers that cannot come home stay lent and stream
+through the ring: activation then depends on no other tenant and always succeeds at once.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["ActivationReport", "activate", "deactivate"]
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """What `Session.activate` did. Nothing but the set of inactive tenants has changed if `activated` is False.
+    """The result of `Session.activate`. If `activated` is False, only the set of inactive tenants has changed.
 
-    moved: tenant -> {old block id: new block id}, to be patched before the tenant's next pass. preempt: tenant -> live blocks
-    that have to be freed (or as many others of that tenant) before a second call can succeed. restored: the layers that came
-    home and are loading. streamed: the layers that still are not home. predicted_stall_s: how much later the first pass is to
-    end, of a short prompt, because of loading.
+    moved: tenant -> {old block id: new block id}; patch them before the tenant's next pass.
+    preempt: tenant -> live blocks to free (or as many others of that tenant) before a second call can succeed.
+    restored: the layers that came home and are loading. streamed: the layers that still are not home.
+    predicted_stall_s: by how much loading will delay the end of the first pass, for a short prompt.
     """
 
     activated: bool
@@ -49,20 +49,20 @@ class ActivationReport:
 
 
 def deactivate(changes: Changes, tenant: TenantState) -> None:
-    """The tenant serves no pass until it is activated. Its live blocks stay; its unused KV and its layers may be lent."""
+    """Let the tenant serve no pass until it is activated. Its live blocks stay; unused KV and layers may be lent."""
     changes.cancel_draining(tenant, deactivate=True)  # no step of its own would finish it
 
 
 def activate(
     changes: Changes, lending: Lending, offers: Offers, tenant: TenantState, partial: bool | float, now: float
 ) -> ActivationReport:
-    """The lent layers come home. Called with the session's lock held; refusals have been made.
+    """Bring the lent layers home. Called with the session's lock held, after all checks.
 
-    partial: whether what cannot come home is streamed meanwhile; a number: as far as a pass waits for no more than this share of
-    its computation.
+    partial: whether layers that cannot come home stream meanwhile; a number: only if a pass then waits for at most this
+    share of its computation.
     """
     report = _activate(changes.arena, lending, tenant, partial)
-    # Asked for, whether it has succeeded or not; a call that has raised has changed nothing.
+    # An activation without success counts as a use as well; a call that raises changes nothing.
     offers.activated(tenant, now)
     return report
 
@@ -76,7 +76,8 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
     keep = _own(tenant)
     preempt: Mapping[str, tuple[int, ...]] = {}
     most = _most_streamed(tenant, keep, partial)
-    # As many layers as there is room for, the first ones first. What is away now need not be tried.
+    # Bring home as many layers as there is room for, the first ones first. The present number of layers need not be
+    # tried.
     for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
         try:
             result = lending.bring_home(
@@ -94,8 +95,8 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
         tenant.active = True
         _certify(tenant)
         reason = (
-            f"{len(restored)} of {lent} lent layers come home and load in layer order, which delays the first prefill by "
-            f"{stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
+            f"{len(restored)} of {lent} lent layers come home and load in layer order, which delays the first prefill "
+            f"by {stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
         )
         return ActivationReport(True, arena.epoch, result.moved, {}, restored, tenant.streamed, stall, reason)
     blocks = sum(map(len, preempt.values()))
@@ -109,8 +110,8 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
 
 
 def _own(tenant: TenantState) -> int:
-    """alpha that the tenant gave its own KV: the most layers that can stay away without a lent page among theirs. Of unequal
-    layers the ring may be made of several, and not need all of their pages: those are lent as well."""
+    """alpha that the tenant gave its own KV: the most layers that can stay away without a lent page among theirs. If
+    layers are unequal, the ring may be made of several and not need all of their pages: those are lent as well."""
     for remapped in range(tenant.remapped, 0, -1):
         if not any(map(tenant.lends, tenant.select(remapped, tenant.buffers, "inward"))):
             return remapped
@@ -118,11 +119,11 @@ def _own(tenant: TenantState) -> int:
 
 
 def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int:
-    """alpha that may stay: `keep` (what the tenant gave its own KV), or more with `partial`."""
+    """The largest alpha that may stay: `keep` (given to the tenant's own KV), or more with `partial`."""
     if isinstance(partial, bool):
         return tenant.remapped if partial else keep
     times, buffers = tenant.timing.decode(), tenant.buffers
-    if times is None:  # nothing was measured: a pass may cost anything
+    if times is None:  # nothing was measured: a pass may take any time
         return keep
     allowed = partial * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
     for remapped in range(tenant.remapped, keep, -1):
@@ -135,14 +136,15 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
 
 
 def _candidates(tenant: TenantState, keep: int, most: int) -> list[int]:
-    """alpha from `keep` to `most`, where what stays away can hold the ring; where `keep` layers cannot, all of them come home."""
+    """Each alpha from `keep` to `most` whose layers can hold the ring; if `keep` layers cannot, 0 as well."""
     buffers = tenant.buffers
     fit = [n for n in range(keep, most + 1) if tenant.possible(tenant.streaming_at(n, buffers, "inward"))]
     return fit if keep in fit else [0, *fit]
 
 
 def _certify(tenant: TenantState) -> None:
-    """What streaming the layers that are not home will cost each pass: chosen for a reload, they may stall more than allowed."""
+    """Note the stall per pass of the layers that still stream: chosen for a quick reload, they may stall more than
+    allowed."""
     times = tenant.timing.decode()
     if tenant.streamed and times is not None:
         tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming)

@@ -1,4 +1,4 @@
-"""Carrying a change out: the order of withdraw, move, apply, publish and settle, and what is undone when one fails.
+"""Carry out a change: withdraw, move, apply, publish and settle, in this order, and undo it if a step fails.
 
     growing     save -> Executor.apply -> pool.give (blocks are usable)                            -> decided -> tell -> settle
     shrinking   save -> pool.withdraw -> move live blocks -> pool.take -> Executor.apply           -> decided -> tell -> settle
@@ -6,18 +6,19 @@
 
 Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
 
-An error or an interrupt (KeyboardInterrupt) can come between any two of these steps, so nothing is inferred from how far a call
-came. `save` writes down what a tenant is like before any of it changes; one store (`_Saved.decided`) says that the change has
-happened; until then `undo` puts everything back: the core's plan, which the core says is undecided, then the bookkeeping. `undo`
-can be interrupted and called again; it runs when a call ends with an exception, and before the next one begins
-(locking.exclusive). What was decided and not settled is the core's to say as well (Executor.undecided), never the epoch's, which
-other calls advance. Listeners are told when nothing is open any more: they may call the session.
+An error or an interrupt (KeyboardInterrupt) can come between any two of these steps, so this module infers nothing from
+how far a call came. `save` records a tenant's state before any of it changes. One store (`_Saved.decided`) says that
+the change has happened. Until then `undo` puts everything back: first the core's plan, if the core says that it is
+undecided, then the bookkeeping. `undo` can be interrupted and called again; it runs when a call ends with an exception,
+and before the next call begins (locking.exclusive). Executor.undecided also says whether a decided plan is not settled;
+the epoch does not, since other calls advance it. Listeners hear of a change when none is open any more, since they may
+call the session.
 
-A tenant that computes on a stream (streams.py) may have work on it that reads what a plan takes away. The host does not wait
-for that: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to the copies and to
-the re-pointing worker. Three changes do wait: one that takes back what an earlier one gave, until the worker is
-through with that; one that moves the ring, which unmaps something inside apply(), for copies in flight; and all of them in
-strict mode.
+A tenant that computes on a stream (streams.py) may have work there that reads what a plan takes away. The host does not
+wait for that work: moves and zeroes are enqueued behind it on the same stream, and settle() hands an event behind it to
+the copies and to the re-pointing worker. Three kinds of change do wait: one that takes back what an earlier one gave
+waits until the worker has finished with that; one that moves the ring unmaps something inside apply(), and waits for
+copies in flight; and in strict mode every change waits.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class _Saved:
     selection: str
     pool: SavedPool
     moved: dict[int, int] | None
-    moves: Sequence[tuple[int, int]] = ()  # of live blocks, (old, new), made by this change
+    moves: Sequence[tuple[int, int]] = ()  # live blocks that this change moved, (old, new)
     applying: bool = False  # the plan was handed to the core: if the core has an undecided plan, it is this one
     decided: bool = False
 
@@ -67,22 +68,21 @@ class Changes:
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: TenantState | None = None
         self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
-        # Tenants whose engines, with allocators of their own, the change in progress has asked for blocks.
+        # Tenants whose engines have their own allocators, and were asked for blocks by the change in progress.
         self._withdrawn: list[TenantState] = []
-        self._unreported: list[
-            BlockPool
-        ] = []  # what changed in them is decided, and their listeners have not heard of it
-        # tenant -> {old: new}: live blocks that have moved, of which no report has told yet. Part of deciding a change, so that
-        # a call that raises afterwards cannot lose them.
+        self._unreported: list[BlockPool] = []  # pools with decided changes that their listeners have not heard of
+        # tenant -> {old: new}: live blocks that have moved and are in no report yet. Written where a change is decided,
+        # so that a call that raises afterwards cannot lose them.
         self.moved: dict[str, dict[int, int]] = {}
         self._simulator: Any = streams.simulator
-        self.applied = 0  # plans whose effects stand: what is taken back is subtracted again (undoing.py)
+        self.applied = 0  # plans whose effects stand: undoing.py subtracts those that it takes back
 
     @property
     def epoch(self) -> int:
-        """What may be kept of pages and owners as long as this stays the same; -1: nothing.
+        """The key for kept answers about pages and owners: they hold while it stays the same. -1: keep nothing.
 
-        A plan that is applied and not settled has changed owners, and the arena's epoch changes only when it is settled.
+        A plan that is applied and not settled has changed owners, but the arena's epoch changes only when it is
+        settled.
         """
         epoch: int = self.arena.epoch
         return epoch if self._unsettled is None else -1
@@ -90,7 +90,7 @@ class Changes:
     # -- begun, undone, decided -------------------------------------------------------------------------------------
 
     def save(self, tenant: TenantState) -> _Saved:
-        """Before the first step of a change: what `undo` goes back to. Nothing more if that is known already."""
+        """Record, before the first step of a change, the state to which `undo` goes back. Changes no earlier record."""
         saved = self._open.get(tenant.number)
         if saved is None:
             saved = _Saved(
@@ -109,7 +109,7 @@ class Changes:
         return saved
 
     def undo(self) -> None:
-        """Every tenant that is saved and not decided is as it was. Nothing if there is none. Raises ArenaBroken."""
+        """Restore every tenant that is saved and not decided, if there is one. Raises ArenaBroken."""
         if not (self._open or self._withdrawn or self._unreported):  # in every call: cheap
             return
         while self._open:
@@ -152,7 +152,7 @@ class Changes:
         del self._open[saved.tenant.number]
 
     def tell(self) -> None:
-        """Tell the listeners of all pools what has changed, unless a change is under way. Raises a listener's first error."""
+        """Tell all pools' listeners of the changes, unless a change is under way. Raises a listener's first error."""
         if self._open:
             return
         for pool in tuple(self._unreported):
@@ -167,10 +167,10 @@ class Changes:
 
     @annotated("remap.apply")
     def apply(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
-        """Apply, publish and tell. On an error nothing has changed (or the arena is broken, ArenaBroken), and whatever was saved
-        before for this change is undone.
+        """Apply, publish and tell. On an error nothing has changed (or the arena is broken, ArenaBroken), and
+        everything that was saved for this change before is undone.
 
-        reclaimed: pages that the plan gives back to the tenant, to wait for their layers.
+        reclaimed: pages that the plan gives back to the tenant, where they wait for their layers.
         """
         try:
             self._apply(tenant, plan, reclaimed)
@@ -198,9 +198,9 @@ class Changes:
                 core.set_owner(step.pages, self._owners[step.from_owner], self._owners[step.to_owner], step.tenant)
             else:
                 core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
-        # An event is needed where strict mode unmaps what kernels may use, and where pages are freed, behind whose last use
-        # somebody else's zeroes have to come. Growing in aliased mode makes no call of the backend before the blocks are
-        # usable, unless pages have to be zeroed.
+        # An event is needed where strict mode unmaps pages that kernels may use, and where pages are freed: another
+        # tenant's zeroes have to come behind their last use. Growing in aliased mode makes no backend call before the
+        # blocks are usable, unless pages have to be zeroed.
         after = tenant.compute.mark() if stream and (freed or not self._deferring) else 0
         saved = self.save(tenant)
         saved.applying = True
@@ -214,29 +214,29 @@ class Changes:
         tenant.predicted_stall_s = plan.predicted_stall_s
         if plan.tails != pages.tails:
             tenant.selection = plan.selection or tenant.selection
-            tenant.by_hand = False  # free pages that come or go leave what streams as somebody has set it
+            tenant.by_hand = False  # a plan that only takes or gives free pages leaves this as it was
         tenant.unsettled = (plan, plan.ring != pages.ring)
         self._unsettled = tenant
         self._decide(saved)
         self.applied += 1
 
     def _await_copies(self, tenant: TenantState, plan: Plan) -> None:
-        """Copies in flight write into pages that are about to belong to somebody else. Never the case while growing."""
+        """Wait for copies in flight if they write into pages that are about to change owner. Growing never waits."""
         pages, prefetcher = tenant.pages, tenant.prefetcher
         stream = tenant.compute.current()
         longer = [layer for layer in plan.streamed if plan.tails[layer] > pages.tails[layer]]
         ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
         if not (
-            # A ring that only grows in front keeps its copies; with another number of buffers, layers change theirs.
+            # A ring that only grows in front keeps its copies; another number of buffers gives layers other buffers.
             plan.ring_moves
             or (pages.ring and len(plan.ring) != len(pages.ring))
             or ring_moves
-            # A layer that streams is never ready: what came home of it may still be loading.
+            # A layer that streams is never ready: pages of it that came home may still be loading.
             or (any(pages.tails[layer] for layer in longer) and prefetcher.loading())
             or not all(prefetcher.ready(layer) for layer in longer if not pages.tails[layer])
         ):
             return
-        # The worker first: when it is done with a region it starts the copy that waits for that.
+        # Wait for the worker first: when it is done with a region, it starts the copy that waits for the region.
         self.await_worker()
         self.retry_failed(tenant)
         try:
@@ -246,21 +246,22 @@ class Changes:
             self._order_behind_copies(prefetcher, 0 if ring_moves else stream)
 
     def _order_behind_copies(self, prefetcher: Any, stream: int) -> None:
-        """The host waits for the copies in flight, or `stream` does."""
+        """Make `stream` wait for the copies in flight, or the host if it is 0."""
         if stream:
-            # Who uses these pages next is on the compute stream or behind it (zeroes, KV, the event of settle()), or on the
-            # copy stream itself.
+            # The next use of these pages is on the compute stream or behind it (zeroes, KV, the event of settle()), or
+            # on the copy stream itself.
             self.streams.order(stream, prefetcher.copy_stream)
         else:
             prefetcher.drain()
 
     def _replace_copy_stream(self, tenant: TenantState) -> None:
-        """A copy stream that has failed fails for ever, and the next pass, which would replace it, may never come: the tenant may
-        be inactive. Configuring as it is configured now replaces it as well, and what was to be copied is copied again."""
+        """Replace a copy stream that has failed, since it fails for ever. The next pass would do so too, but an
+        inactive tenant may have none. Configuring the prefetcher as it is configured now replaces the stream and
+        repeats its copies."""
         self._configure(tenant, plan_free_pages(tenant.pages, self.arena.epoch, (), give=True), (), 0, False)
 
     def _configure(self, tenant: TenantState, plan: Plan, held: Sequence[int], after: int, fresh: bool) -> None:
-        """Tell the prefetcher what streams, and what comes home."""
+        """Tell the prefetcher which layers stream, and which come home."""
         size = tenant.pages.buffer_pages * self.arena.page_bytes
         ring = [tenant.ring_address + index * size for index in range(len(plan.ring))]
         copies = copies_of(tenant.pages, plan, tenant.layer_bytes, self.arena.page_bytes)
@@ -269,7 +270,7 @@ class Changes:
         )
 
     def failed_points(self, tenant: TenantState | None = None) -> bool:
-        """Whether a deferred re-pointing has failed and waits to be tried again, of this tenant or of any."""
+        """Whether a deferred re-pointing of this tenant, or of any, has failed and waits for another try."""
         return bool(self._executor.failed_points() if tenant is None else self._executor.failed_points(tenant.number))
 
     def retry_failed(self, tenant: TenantState) -> None:
@@ -278,13 +279,13 @@ class Changes:
             self._executor.retry_failed(tenant.number)
 
     def await_worker(self) -> None:
-        """Block until the re-pointing worker has done all that was committed."""
+        """Block until the re-pointing worker has done all committed work."""
         self._executor.drain()
         if self._simulator is not None:
-            self._simulator.join()  # it is done in real time already; the virtual time that it took is the host's wait
+            self._simulator.join()  # the worker is done in real time; the host still waits for its virtual time
 
     def _ring_is_pointed(self, plan: Plan) -> bool:
-        """Whether apply() unmaps what stands behind the ring's addresses, at which copies may still be writing."""
+        """Whether apply() unmaps pages behind the ring's addresses, to which copies may still be writing."""
         for step in plan.steps:
             if isinstance(step, Point) and step.layer is None:
                 shown = tuple(self.arena.shown(step.region)[step.first_slot : step.first_slot + len(step.pages)])
@@ -294,15 +295,17 @@ class Changes:
 
     @annotated("remap.settle")
     def settle(self, tenant: TenantState) -> None:
-        """Tell the prefetcher what is streamed and start the re-pointing worker. Retryable: raises and stays unsettled."""
+        """Tell the prefetcher what is streamed and start the re-pointing worker. If it raises, the plan stays
+        unsettled: retry."""
         if tenant.unsettled is None:
             return
         plan, fresh = tenant.unsettled
         if self._unsettled is tenant and self._executor.undecided():
             self._commit(tenant, plan, fresh)
         if self._simulator is not None:
-            # In virtual time the worker is on its own clock, so letting it finish here takes none of the host's. And as no two
-            # threads ever run at once, the same calls come in the same order in every run, and all times are the same bits.
+            # In virtual time the worker has its own clock, so letting it finish here costs the host no time. And since
+            # no two threads ever run at once, every run makes the same calls in the same order, and all times are the
+            # same bits.
             self._executor.drain()
         if plan.held or plan.reload:
             stats = tenant.prefetcher.stats()
@@ -312,13 +315,13 @@ class Changes:
             self._unsettled = None
 
     def _commit(self, tenant: TenantState, plan: Plan, fresh: bool) -> None:
-        # Behind the last reader and the last writer of what has changed hands, moves and zeroes included.
+        # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
         after = tenant.compute.mark()
         self._configure(tenant, plan, plan.held if self._deferring else (), after, fresh)
         self._executor.commit(tenant.prefetcher, after)
 
     def apply_and_settle(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
-        """The blocks are usable in between. An error of settling is kept for `tenant.forward()`, which tries it again."""
+        """Apply, then settle; the blocks are usable in between. If settling fails, `tenant.forward()` tries again."""
         self.apply(tenant, plan, reclaimed)
         try:
             self.settle(tenant)
@@ -330,8 +333,8 @@ class Changes:
     def exchange(
         self, tenant: TenantState, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int, str] | None = None
     ) -> dict[int, int] | None:
-        """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}; None, and nothing changed but
-        that the blocks are withdrawn, if live ones stay and `drain_to` is given (see `evacuate`)."""
+        """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}. If live blocks stay
+        and `drain_to` is given (see `evacuate`), only withdraws the blocks and returns None."""
         moves = self.evacuate(tenant, slots, drain_to)
         if moves is None:
             return None
@@ -343,8 +346,9 @@ class Changes:
         return dict(moves)
 
     def withdraw_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
-        """Ask an engine with its own allocator for its blocks in these slots of the KV region: by the time this returns it has
-        returned those that it does not use. Not while another tenant's change is open, since the engine is told at once."""
+        """Ask an engine with its own allocator for its blocks in these slots of the KV region. By the time this
+        returns, the engine has returned those that it does not use. Do not call this while another tenant's change is
+        open: the engine hears of it at once."""
         if tuple(slots) == tenant.draining:
             return
         self.cancel_draining(tenant)
@@ -358,10 +362,12 @@ class Changes:
     def evacuate(
         self, tenant: TenantState, slots: Sequence[int], drain_to: tuple[int, int, str] | None = None
     ) -> list[tuple[int, int]] | None:
-        """Empty and take these slots of the KV region: the first part of a change, which `apply` completes and `undo` takes back.
+        """Empty and take these slots of the KV region: the first part of a change, which `apply` completes and `undo`
+        takes back.
 
-        Returns the moves made. drain_to: the `draining_target` of a change that may wait: then, where live blocks stay, the
-        slots stay withdrawn for `continue_draining`, and None is returned. Otherwise OutOfBlocks; nothing has changed then.
+        Returns the moves made. If live blocks stay: with drain_to, the `draining_target` of a change that may wait, the
+        slots stay withdrawn for `continue_draining`, and the result is None; without it, raises OutOfBlocks, and
+        nothing has changed.
         """
         try:
             return self._evacuate(tenant, slots, drain_to)
@@ -394,12 +400,13 @@ class Changes:
         if moves:  # an engine with its own allocator moves its blocks itself
             pool.commit_moves(moves)
         pool.take(slots)
-        # The old blocks' bytes are untouched until the plan is settled: to undo this, taking the old ids back is enough.
+        # The old blocks' bytes stay untouched until the plan is settled: to undo this, it is enough to take the old ids
+        # back.
         saved.moves = moves
         return moves
 
     def move_blocks(self, tenant: TenantState, moves: Sequence[tuple[int, int]]) -> None:
-        """Live blocks move within the KV region, (old, new) each; whole or not at all."""
+        """Move live blocks within the KV region, (old, new) each: all of them or none."""
         try:
             saved = self.save(tenant)
             tenant.kv.move(moves)
@@ -411,7 +418,7 @@ class Changes:
             raise
 
     def room(self, tenant: TenantState, lost: Sequence[int], gained: Sequence[int] = ()) -> int:
-        """How many live blocks can move out of these lost slots of the KV region, once those are gained."""
+        """How many live blocks can move out of the `lost` slots of the KV region, once the `gained` ones are there."""
         pool = tenant.kv.pool
         return pool.usable_with(lost, gained) - (pool.live_blocks - len(pool.pending(lost)))
 
@@ -419,7 +426,7 @@ class Changes:
         pool = tenant.kv.pool
         pending = pool.pending(slots)
         return OutOfBlocks(
-            f"{len(pending)} live blocks lie in the pages to be given back and {room} blocks are free elsewhere; nothing "
+            f"{len(pending)} live blocks lie in the pages to give back, and {room} blocks are free elsewhere; nothing "
             "changed; free blocks (field preempt) or preempt requests first",
             requested=len(pending),
             free=room,
@@ -428,7 +435,7 @@ class Changes:
         )
 
     def cancel_draining(self, tenant: TenantState, *, deactivate: bool = False) -> None:
-        """The blocks are needed after all. deactivate: and the tenant becomes inactive, in one change."""
+        """Stop draining: the blocks are needed after all. deactivate: make the tenant inactive in the same change."""
         if not tenant.draining:
             tenant.draining_target = None
             tenant.active = tenant.active and not deactivate
@@ -441,8 +448,8 @@ class Changes:
         self.tell()
 
     def drain_again(self, tenant: TenantState, slots: tuple[int, ...], target: tuple[int, int, str] | None) -> None:
-        """What was being drained before a change that was taken back is again, and nothing else. What the engine had returned of
-        it, it has been given in between: it is asked for it once more."""
+        """Drain the slots again that were draining before a change that was taken back, and no others. In between the
+        engine got back the blocks that it had returned, so it is asked for them once more."""
         saved = self.save(tenant)
         pool = tenant.kv.pool
         if tenant.draining != slots:
@@ -453,19 +460,20 @@ class Changes:
         self.tell()
 
     def move_bytes(self, compute: ComputeStream, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) each: behind all that the tenant has enqueued, or, if the host computes, at once."""
+        """Copy (to, from, bytes) each: behind all work that the tenant has enqueued; at once if the host computes."""
         stream = compute.current()
         if not stream:
             self.streams.copy(ranges)
             return
-        # If one of them fails the targets are free blocks again, and the engine's next write there is behind the others.
+        # If one copy fails, the targets are free blocks again, and the engine's next write there comes behind the other
+        # copies.
         for target, source, nbytes in ranges:
             self.streams.backend.copy(stream, target, source, nbytes)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self, tenant: TenantState) -> None:
-        """Of a tenant that goes away: a plan that was decided becomes final, and nothing of it is settled or tried again."""
+        """For a tenant that goes away: its decided plan becomes final, and is neither settled nor tried again."""
         if tenant.unsettled is not None:
             if self._unsettled is tenant and self._executor.undecided():
                 self._executor.commit(None)
@@ -476,23 +484,23 @@ class Changes:
         self._executor.forget(tenant.number)
 
     def release(self, tenant: TenantState) -> None:
-        """It has gone: the copy stream and its events go too, and whatever kept master copies alive."""
+        """The tenant has gone: release its copy stream, its events and the objects that kept master copies alive."""
         prefetcher, tenant.prefetcher = tenant.prefetcher, None
         if prefetcher is not None:
             self.streams.retire(prefetcher)
         tenant.source = tenant.source.released()
 
     def abandon(self, tenant: TenantState) -> None:
-        """Stop all that is in flight for a tenant that goes away. Its pages may be released afterwards.
+        """Stop everything in flight for a tenant that goes away. Its pages may be released afterwards.
 
-        Waits for its compute stream: nothing is unmapped that a kernel may use.
+        Waits for its compute stream, so that nothing is unmapped that a kernel may use.
         """
         if tenant.detached:
             return
         prefetcher, pages = tenant.prefetcher, tenant.pages
         tenant.compute.wait()
         tenant.leaving = True
-        # Noted while it is still known: these layers' bytes are not, or not all, at their addresses.
+        # Noted while it is still known: some bytes of these layers are not at their addresses.
         tenant.absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
         tenant.absent.update(pages.streamed)
         if tenant.unsettled is not None:
@@ -503,7 +511,7 @@ class Changes:
         try:
             prefetcher.drain()
         except Error:
-            # The copy stream has failed, which its engine was told or did not want to know. What was issued may still run:
-            # configuring replaces the stream, and destroying the old one waits for its work.
+            # The copy stream has failed; its engine was told or did not want to know. Issued copies may still run:
+            # configuring replaces the stream, and destroying the old stream waits for them.
             prefetcher.configure((), (), 0)
             prefetcher.drain()

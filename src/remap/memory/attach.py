@@ -1,7 +1,7 @@
-"""Attaching: from layers to pages, from pages to one place in the KV region each, and a tenant's state over them.
+"""Attach a tenant: give its layers pages, give each page one place in the KV region, and make the tenant's state.
 
-All effects on the arena are undone if any step fails (`Arrivals.undo`). The model's tensors are re-pointed last of all: whole or
-not at all.
+If any step fails, `Arrivals.undo` undoes all effects on the arena. The model's tensors are re-pointed last: all or
+none.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from remap.sizes import show_size
 __all__ = ["MAX_BLOCKS", "Arrivals", "level_by_level"]
 
 MAX_BLOCKS = 1 << 26
-"""Of one KV cache: the pool's books take a byte a block, whatever memory the blocks have."""
+"""The most blocks of one KV cache: the pool's books take one byte per block, whatever memory the blocks have."""
 
 
 @dataclass
 class _Arrival:
-    """A tenant on its way in: what has to be undone if it does not come to be attached."""
+    """A tenant on its way in: the record by which a failed attach is undone."""
 
     number: int
     name: str
@@ -49,7 +49,7 @@ class _Arrival:
 
 
 class Arrivals:
-    """A session's. Called with its lock held."""
+    """A session's arriving tenants. Called with the session's lock held."""
 
     def __init__(
         self,
@@ -83,11 +83,12 @@ class Arrivals:
         clock: Callable[[], float],
         handle: Callable[[TenantState], Handle],
     ) -> TenantState:
-        """A new tenant of the session. host: the page-locked memory that its master copies are in, if they are; it is the
-        caller's to give back if this raises. handle(state): the public tenant, which is not known to anybody before this returns.
+        """Make a new tenant of the session. host: the page-locked memory of its master copies, if they need any; if
+        this raises, the caller gives it back. handle(state): makes the public tenant, which nobody knows before this
+        returns.
 
-        On any error nothing stays behind. Raises InvalidArgument, LimitExceeded and OutOfMemory (fields: requested, free,
-        minimum_bytes) as `Session.attach` says.
+        On any error nothing stays behind. Raises InvalidArgument, LimitExceeded and OutOfMemory (fields: requested,
+        free, minimum_bytes) as `Session.attach` says.
         """
         number = self._next
         self._next = number + 1
@@ -95,7 +96,7 @@ class Arrivals:
         try:
             tenant = self._place(arrival, priority, kv, config, host)
             tenant.active = active
-            tenant.last_pass_s = clock()  # now: while its weights were copied it was not idle
+            tenant.last_pass_s = clock()  # now: it was not idle while its weights were copied
             tenant.handle = handle(tenant)
             arrival.installing = True
             source.install(tenant.addresses, tenant.rest_address, tenant.handle)
@@ -107,7 +108,7 @@ class Arrivals:
         return tenant
 
     def undo(self) -> None:
-        """Nothing stays behind of a tenant that did not come to be attached. Can be called again. Raises ArenaBroken."""
+        """Remove all traces of a tenant whose attach was not completed. Can be called again. Raises ArenaBroken."""
         arrival = self._arriving
         if arrival is None:
             return
@@ -127,10 +128,10 @@ class Arrivals:
     def _place(
         self, arrival: _Arrival, priority: int, kv: KVSpec, config: Knobs, host: HostMemory | None
     ) -> TenantState:
-        """Regions, pages and mappings for the source and its KV cache; the weights are in place afterwards.
+        """Make regions, pages and mappings for the source and its KV cache, and put the weights in place.
 
-        Raises before anything changes if the free pages do not suffice. Those attached already: their layers' pages get a place
-        in the new KV region too, and those that they have lent do not become anybody's home.
+        Raises before anything changes if there are too few free pages. The layers' pages of tenants attached already
+        get a place in the new KV region too; pages that they have lent become nobody's home.
         """
         arena, source, tenant, name = self._arena, arrival.source, arrival.number, arrival.name
         others = tuple(self._tenants.values())
@@ -138,16 +139,16 @@ class Arrivals:
         page_bytes = arena.page_bytes
         if kv.layers != source.kv_layers:
             raise InvalidArgument(
-                f"KVSpec.layers is {kv.layers}, the model has {source.kv_layers} layers; nothing was attached",
+                f"KVSpec.layers is {kv.layers}, but the model has {source.kv_layers} layers; nothing was attached",
                 kv_layers=kv.layers,
                 model_layers=source.kv_layers,
             )
         if kv.max_blocks > MAX_BLOCKS:
             capacity = arena.counts()["total"] * page_bytes
             raise LimitExceeded(
-                f"KVSpec.max_blocks is {kv.max_blocks}, a KV cache has at most {MAX_BLOCKS} blocks; nothing was attached; lower "
-                f"max_blocks (the session's {show_size(capacity)} hold "
-                f"{capacity // kv.block_bytes} of them) or raise block_tokens",
+                f"KVSpec.max_blocks is {kv.max_blocks}, but a KV cache has at most {MAX_BLOCKS} blocks; nothing was "
+                f"attached; lower max_blocks (the session's {show_size(capacity)} hold "
+                f"{capacity // kv.block_bytes} blocks) or raise block_tokens",
                 max_blocks=kv.max_blocks,
                 most=MAX_BLOCKS,
             )
@@ -160,9 +161,10 @@ class Arrivals:
         free = arena.counts()["free"] - len(lent)
         if needed > free:
             raise OutOfMemory(
-                f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages)} for layers, {rest_pages} for "
-                f"other tensors, {first_pages} for {kv.min_blocks} KV blocks), {free} are free; nothing was attached; give the "
-                f"session {show_size((needed - free) * page_bytes)} more capacity or lower min_blocks",
+                f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages)} for layers, "
+                f"{rest_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks), {free} are free; "
+                f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
+                "capacity or lower min_blocks",
                 requested=needed,
                 free=free,
                 page_bytes=page_bytes,
@@ -194,12 +196,13 @@ class Arrivals:
 
         lent_now = set(lent)
         free_pages = [page for page in arena.free_pages() if page not in lent_now]
-        # The ring's first home comes last: while anything is streamed, these pages are the ring.
+        # The ring's first home comes last: its pages are the ring while anything is streamed.
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
         if slices:
             donors = level_by_level(homes, order)
         giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
-        # Own pages without a place get one behind the blocks': what was lent is zeroed there before it comes home.
+        # Own pages without a place get one behind the blocks' places: lent pages are zeroed there before they come
+        # home.
         placed = set(giving)
         unplaced_pages = [page for page in donors if page not in placed]
         kv_region = arena.add_kv_region(tenant, geometry.region_pages + len(unplaced_pages))
@@ -217,7 +220,7 @@ class Arrivals:
         prefetcher = _core.Prefetcher(
             self._changes.streams.backend,
             list(zip(addresses, source.master_addresses, source.layer_bytes)),
-            # Its copies read the one and write to the other, in whatever order a session is collected.
+            # Its copies read the master copies and write to the arena, in whatever order a session is collected.
             keep=(arena, source.keep_alive),
             chunk_bytes=self._copy_chunk_bytes,
         )
@@ -253,7 +256,7 @@ class Arrivals:
             self._changes.settle(made)
         hidden = made.hidden = StallBounds(made)
         made.timing.prepare = hidden.prepare
-        # In slices max_layers, which is in layers, is in the view (view.py).
+        # For slices the view (view.py) applies max_layers, which counts layers.
         made.controller = Controller(
             replace(config, max_layers=None) if slices else config,
             bound=hidden.bound,
@@ -263,7 +266,7 @@ class Arrivals:
         return made
 
     def _calibrate(self, tenant: TenantState) -> None:
-        """Load the largest layer once more, with a clock: the bytes are the same, the copy's time is not known yet."""
+        """Load the largest layer once more, to measure the copy's time; its bytes stay the same."""
         source = tenant.source
         largest = max(range(tenant.layers), key=lambda layer: source.layer_bytes[layer])
         nbytes = source.layer_bytes[largest]
@@ -274,8 +277,8 @@ class Arrivals:
 
 
 def _of_others(arena: Any, others: Sequence[TenantState]) -> list[int]:
-    """What tenants attached earlier may give away some day: layers in ascending order, since the last ones of an idle tenant go
-    together; then their KV pages that are nobody's home."""
+    """The pages that tenants attached earlier may give away some day: layers in ascending order, since the last ones of
+    an idle tenant go together; then their KV pages that are no tenant's home."""
     homes = [page for other in others for layer in sorted(other.order) for page in other.pages.homes[layer]]
     known = {page for other in others for home in other.pages.homes for page in home}
     kv = [page for page, owner in enumerate(arena.owners()) if owner == _core.Owner.kv and page not in known]
@@ -283,10 +286,11 @@ def _of_others(arena: Any, others: Sequence[TenantState]) -> list[int]:
 
 
 def level_by_level(homes: Sequence[tuple[int, ...]], order: Sequence[int]) -> list[int]:
-    """Pages of the layers in `order`, in an order in which slices give them: what k tail pages give stands together.
+    """Pages of the layers in `order`, as slices give them: the pages that k tail pages give stand together.
 
-    Last pages of all layers first, then the last but one, and so on. The first layers of the order come last of all, since the
-    ring is made of their tails. A KV block that straddles pages becomes usable only where they stand together.
+    The last pages of all layers come first, then the last but one, and so on. The first layers of `order` come last,
+    since the ring is made of their tails. A KV block that straddles pages becomes usable only if its pages stand
+    together.
     """
     rest, ring = order[MAX_BUFFERS:], order[:MAX_BUFFERS]
     depth = max((len(homes[layer]) for layer in rest), default=0)
@@ -295,17 +299,17 @@ def level_by_level(homes: Sequence[tuple[int, ...]], order: Sequence[int]) -> li
 
 
 def _max_remappable(homes: Sequence[tuple[int, ...]], order: Sequence[int], places: set[int]) -> int:
-    """How many layers' worth the KV region can take, with any number of ring buffers, when layers are given in `order`.
+    """How many layers' worth the KV region can take, with any number of ring buffers, if layers are given in `order`.
 
-    A region smaller than all homes has no place for the last ones. With two buffers the second layer of the order is ring,
-    not KV, so that one more of the later ones is needed.
+    A region smaller than all homes has no place for the last ones. With two buffers the second layer of the order is
+    ring, not KV, so one more of the later layers is needed.
     """
     placed = sum(places.issuperset(homes[layer]) for layer in order)
     return placed if placed == len(order) else max(0, placed - (MAX_BUFFERS - 1))
 
 
 def _designate(arena: Any, region: int, geometry: KVGeometry, giving: Sequence[int]) -> None:
-    """Each page its slot, in runs of consecutive slots: one mapping call a run."""
+    """Give each page its slot, in runs of consecutive slots: one mapping call per run."""
     slots = list(geometry.giving_slots(0, len(giving)))
     by_slot = sorted(zip(slots, giving))
     first = 0

@@ -1,11 +1,12 @@
-"""The two questions that the controller asks the schedule mathematics, for what a tenant would really stream.
+"""Stall and capacity bounds for the layers that a tenant would stream: the controller's two questions to
+`remap.schedule`.
 
     bound   how much can be remapped within the slowdown, and through how many buffers
     stall   for how long a pass would wait: the certificate of every plan
 
-Whole layers are counted in layers; slices in tail pages of every layer (view.py). Answers are exact (`remap.schedule`) and take
-up to milliseconds with many layers and times near the limit, which growth must not wait for. So `prepare` asks what growth will
-ask where new times come from: at the end of a pass.
+Whole layers count in layers, slices in tail pages of every layer (view.py). The answers are exact. With many layers and
+times near the limit they take up to milliseconds, and growth must not wait for that. So `prepare` computes the answers
+that growth will need at the end of a pass, when new times arrive.
 """
 
 from __future__ import annotations
@@ -37,10 +38,10 @@ class StallBounds:
         if config.selection == "auto" and max(sizes) > 1.05 * min(sizes):
             self._kinds = ("nested", "uniform", "best")  # the search pays for unequal layers only
         self._buffers = range(1, MAX_BUFFERS + 1) if config.buffers == "auto" else (config.buffers,)
-        self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # what the answers are for
+        self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # the answers' key
         self._bound: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], tuple[float, str]] = {}
-        self._looked_at: tuple[TenantPages, tuple[int, ...]] | None = None  # what `_possible` is for
+        self._looked_at: tuple[TenantPages, tuple[int, ...]] | None = None  # the key of `_possible`
         self._possible: dict[tuple[int, int], bool] = {}
 
     def bound(self, times: LayerSeconds) -> tuple[int, int]:
@@ -51,17 +52,18 @@ class StallBounds:
         return self._bound
 
     def stall(self, times: LayerSeconds, remapped: int, buffers: int) -> float:
-        """Seconds per pass for which the computation would wait."""
+        """Seconds per pass that the computation would wait."""
         return self._answer(times, remapped, buffers)[0]
 
     def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str:
-        """By which selection: the first of those allowed whose stall is within the slowdown, else the one of least stall."""
+        """The selection to use: the first allowed one with a stall within the slowdown, else the one of least stall."""
         if times is None:
             return self._kinds_for(remapped, buffers)[0]
         return self._answer(times, remapped, buffers)[1]
 
     def possible(self, remapped: int, buffers: int) -> bool:
-        """Whether a plan can make it so from what streams now: coming home or by one of the selections for growing."""
+        """Whether a plan can get there from the layers that stream now: by bringing some home, or by a selection for
+        growing."""
         tenant = self._tenant
         if remapped == 0:
             return True
@@ -80,7 +82,7 @@ class StallBounds:
         return known
 
     def plan_growth(self) -> None:
-        """At the end of every pass: the next growth is planned, if it is not."""
+        """Plan the next growth, if it is not planned yet. Called at the end of every pass."""
         buffers = self._tenant.buffers or (self._bound[1] if self._bound is not None else 0)
         if buffers:
             prepare_growth(self._tenant, buffers)
@@ -116,7 +118,7 @@ class StallBounds:
         return best
 
     def _kinds_for(self, remapped: int, buffers: int) -> tuple[str, ...]:
-        """Those allowed whose layers a plan can stream; "nested", which adds to what streams, if there are none."""
+        """The allowed selections that a plan can stream; if there are none "nested", which adds to what streams."""
         tenant = self._tenant
         if tenant.slicing:
             return ("slices",)
@@ -137,13 +139,14 @@ class StallBounds:
         compute, transfer = times.compute_s, times.transfer_s
         limit = (1.0 + self._slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
         streamable = len(self._tenant.order)
-        # Of alpha + beta streamed layers at least alpha + 1 are copied in every pass, whichever they are.
+        # Of any alpha + beta streamed layers at least alpha + 1 are copied in every pass.
         least = min(transfer)
         most = streamable if least * streamable <= limit else int(limit / least) - 1
         best = (0, self._buffers[0])
         for buffers in self._buffers:
-            # Not monotone in alpha (see schedule.max_remapped), so from the largest down. A copy engine that is busy for
-            # longer than the pass may last settles most of them without the exact period.
+            # The stall is not monotone in alpha (see schedule.max_remapped), so try from the largest down. Most alphas
+            # fail without computing the exact period: the copy engine alone would be busy for longer than the pass may
+            # last.
             for alpha in range(min(most, streamable - buffers), best[0], -1):
                 for kind in self._kinds:
                     if kind == "best" and min(transfer) * (alpha + buffers) > limit:

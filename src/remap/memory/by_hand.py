@@ -66,7 +66,7 @@ def remap_by_hand(
     applied = changes.applied
     try:
         with AllOrNothing(changes, (tenant,)):
-            if draining:  # asked once more: what was withdrawn then may have been returned by now
+            if draining:  # the same call again: the engine may have returned the withdrawn blocks by now
                 moved = continue_draining(changes, tenant, selection)
                 result = Returned({tenant.name: moved} if moved else {})
             else:
@@ -122,7 +122,7 @@ def lend_by_hand(
 
 
 def _take(changes: Changes, tenant: TenantState, receiver: TenantState) -> dict[str, Any]:
-    """The receiver's KV gets what the tenant has lent and is free. Its entry of the report."""
+    """Give the tenant's free lent pages to the receiver's KV. Returns the receiver's entry of the report."""
     before = receiver.kv.usable_blocks
     free = [page for page in free_pages_of(changes, receiver) if page in tenant.pages.lent]
     take_free_pages(changes, receiver, free, int(len(free) * receiver.blocks_per_page))

@@ -1,4 +1,4 @@
-"""A session's parts in one place: what `Session` is made of, and what `remap.advanced` works on."""
+"""A session's parts in one place, for `Session` and `remap.advanced`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Core"]
 
 @dataclass(frozen=True)
 class Core:
-    """Touched only by the call that has the session (`Session.change`, `Session.exclusively`)."""
+    """Only the call that has the session may touch this (`Session.change`, `Session.exclusively`)."""
 
     arena: Any
     tenants: dict[str, TenantState]
@@ -25,7 +25,7 @@ class Core:
     registered: Registered
 
     def tenant(self, name: str) -> TenantState:
-        """Raises InvalidArgument (field tenant) for a name that is nobody's."""
+        """The tenant of this name. Raises InvalidArgument (field tenant) if there is none."""
         if not isinstance(name, str):
             raise InvalidArgument(
                 f"name must be a tenant's name, a str, got {name!r}; nothing changed", field="name", value=name
@@ -33,6 +33,6 @@ class Core:
         tenant = self.tenants.get(name)
         if tenant is None:
             raise InvalidArgument(
-                f"no tenant {name!r} is attached, there are {sorted(self.tenants)}; nothing changed", tenant=name
+                f"no tenant {name!r} is attached, only {sorted(self.tenants)}; nothing changed", tenant=name
             )
         return tenant

@@ -5,8 +5,8 @@
 cuda, emulated      pages of the emulated driver (tests): the processor reads and writes them, so tensors are CPU tensors
                     and computations are the calling thread's, unless a pass is given a stream
 "sim:NAME"          a named machine in virtual time (include/remap/sim.h): pages are numbers, computations are what
-                    `SimBackend.compute` enqueues, and a pass names the stream that it enqueues them on. Such memory has no bytes,
-                    hence no tensors, unless the backend was made with `backed=True`
+                    `SimBackend.compute` enqueues, and a pass names the stream that it enqueues them on. Such memory has
+                    no bytes, hence no tensors, unless the backend was made with `backed=True`
 """
 
 from __future__ import annotations
@@ -51,11 +51,14 @@ _CUDA = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
 class Platform:
     """How a session's pages are made and its copies run, for experts and tests (`remap.advanced`).
 
-    copy_chunk_bytes: copies of layers go in chunks of so many bytes (or "32MiB"), between which copies of others get in: for
-    engines that copy their inputs to the device themselves, and would wait for a layer of hundreds of MB. 0: a layer's copy is
-    one. copy_threads: on the CPU, threads that share one copy. shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma: on
-    cuda, what may be done with the pages outside of this process; it cannot be changed later. backend: a ready one instead of the
-    session's `device` (decorators, tests); of the other options only copy_chunk_bytes counts then.
+    copy_chunk_bytes: layers are copied in chunks of so many bytes (or "32MiB"), and other copies may run between two
+    chunks. For engines that copy their inputs to the device themselves, and would wait for a layer of hundreds of MB.
+    0: one copy per layer.
+    copy_threads: on the CPU, threads that share one copy.
+    shareable ("none", "posix_fd" or "fabric") and gpu_direct_rdma: on cuda, the allowed uses of the pages outside of
+    this process; they cannot be changed later.
+    backend: a ready backend instead of the session's `device` (decorators, tests); of the other options only
+    copy_chunk_bytes counts then.
 
     Raises InvalidArgument (field) for values out of range.
     """
@@ -68,9 +71,7 @@ class Platform:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "copy_chunk_bytes", parse_size(self.copy_chunk_bytes, "copy_chunk_bytes"))
-        if (
-            not is_count(self.copy_threads, 1) or self.copy_threads > MOST_BYTES
-        ):  # the backend says how many it has at most
+        if not is_count(self.copy_threads, 1) or self.copy_threads > MOST_BYTES:  # the backend checks its own maximum
             raise invalid("copy_threads", self.copy_threads, "an int of at least 1")
         if self.shareable not in _SHAREABLE:
             raise invalid("shareable", self.shareable, f"one of {_SHAREABLE}")
@@ -85,7 +86,8 @@ _USUAL = Platform()
 
 @dataclass(frozen=True)
 class DeviceName:
-    """A parsed name. index: as the driver counts devices (CUDA_VISIBLE_DEVICES applies); 0 on the CPU. machine: of "sim"."""
+    """A parsed name. index: as the driver counts devices (CUDA_VISIBLE_DEVICES applies); 0 on the CPU. machine: of
+    "sim"."""
 
     kind: str  # "cpu", "cuda" or "sim"
     index: int = 0
@@ -108,7 +110,7 @@ def default_mode() -> str:
 
 
 def parse(device: object) -> DeviceName:
-    """Raises InvalidArgument (field device) unless it is "cpu", "cuda", "cuda:N" or "sim:NAME" (of whatever machine)."""
+    """Raises InvalidArgument (field device) unless it is "cpu", "cuda", "cuda:N" or "sim:NAME" (of any machine)."""
     if device == "cpu":
         return DeviceName("cpu")
     simulated = _SIM.fullmatch(device) if isinstance(device, str) else None
@@ -123,7 +125,7 @@ def parse(device: object) -> DeviceName:
 
 
 class Device:
-    """What a session asks about its backend's device. `name` is what `Session.device` shows."""
+    """A session's questions about its backend's device. `Session.device` shows `name`."""
 
     def __init__(self, backend: Any) -> None:
         kind = backend.device_kind if backend.device_kind in ("cuda", "sim") else "cpu"
@@ -137,14 +139,14 @@ class Device:
 
     @property
     def torch_device(self) -> str:
-        """Where tensors over the pages are, and an attached model's tensors with them."""
+        """The torch device of tensors over the pages, an attached model's included."""
         return "cpu" if self.host_addressable or self.simulator is not None else str(self.name)
 
     def tensor(self, address: int, nbytes: int, owner: Any) -> torch.Tensor:
         """A 1-D uint8 tensor over device memory, on `torch_device`; keeps `owner` alive.
 
-        With `Arena.hold(address, nbytes)` as its owner it may outlive its region (detach, close): the addresses are used for
-        nothing else then. Where the processor reads it, it is zeros from then on; a GPU's kernel that uses it fails.
+        With `Arena.hold(address, nbytes)` as its owner it may outlive its region (detach, close): its addresses are
+        then used for nothing else. From then on the processor reads zeros there, and a GPU's kernel that uses it fails.
 
         Raises InvalidArgument (field device) for simulated memory without bytes.
         """
@@ -156,11 +158,11 @@ class Device:
         return from_dlpack(_core.BytesView(address, nbytes, owner, self.name.kind, self.name.index))
 
     def require_bytes(self) -> None:
-        """Raises InvalidArgument (field device) where pages are numbers only."""
+        """Raises InvalidArgument (field device) if pages are numbers only."""
         if self.simulator is not None and not self.host_addressable:
             raise InvalidArgument(
-                f"simulated memory of {self.name} has no bytes, so there are no tensors over it; nothing changed; attach with "
-                "attach_bytes, or give the session a backend made with backed=True",
+                f"simulated memory of {self.name} has no bytes, so there are no tensors over it; nothing changed; "
+                "attach with attach_bytes, or give the session a backend made with backed=True",
                 device=str(self.name),
             )
 
@@ -174,8 +176,8 @@ class Device:
     def default_stream(self) -> Any:
         """The stream on which a pass computes if its caller names none; None if that is the calling thread.
 
-        On a GPU that is torch's current stream there. Without torch in the process nothing else than the driver's
-        default stream is current, so torch need not be loaded for the answer. A simulated device has none: see `require_stream`.
+        On a GPU that is torch's current stream. Without torch in the process only the driver's default stream is
+        current, so this does not load torch. A simulated device has none: see `require_stream`.
         """
         if self.host_addressable or self.simulator is not None:
             return None
@@ -185,17 +187,17 @@ class Device:
         return torch.cuda.current_stream(self.name.index)
 
     def require_stream(self) -> None:
-        """For a pass that names no stream: raises InvalidArgument (field device) where the calling thread cannot compute either,
-        since its computations would take real time and all else virtual time."""
+        """For a pass that names no stream: raises InvalidArgument (field device) on a simulated device. There the
+        calling thread cannot compute either: that would take real time, and all else takes virtual time."""
         if self.simulator is not None:
             raise InvalidArgument(
-                f"a pass on {self.name} computes in virtual time, on a stream; no pass was begun; give forward(stream=) one that "
-                "the session's backend has made (create_stream)",
+                f"a pass on {self.name} computes in virtual time, on a stream; no pass was begun; give "
+                "forward(stream=) one that the session's backend has made (create_stream)",
                 device=str(self.name),
             )
 
     def wait_for_torch(self) -> None:
-        """Block until what torch enqueued on its current stream of a GPU is done: set-up and tear-down only."""
+        """Block until torch's current stream of a GPU has done its work: for set-up and tear-down only."""
         if self.torch_device != "cpu":
             import torch
 
@@ -211,10 +213,10 @@ def resolve(
 ) -> tuple[Any, Device]:
     """(backend, device) of a session of `capacity` bytes; arguments as `Session` takes them. A ready backend is kept.
 
-    On a simulated machine, `capacity` may be a part of its memory; OutOfMemory comes when pages are made beyond that. Raises
-    InvalidArgument for a bad name, an unknown machine, for another device than the ready backend's, and for options that
-    the device does not have; OutOfMemory on the CPU beyond what the machine or its control group could ever hold; DriverError on
-    cuda without a usable driver.
+    On a simulated machine, `capacity` may be a part of its memory; OutOfMemory comes when pages are made beyond that.
+    Raises InvalidArgument for a bad name, an unknown machine, another device than the ready backend's, or options that
+    the device does not have; OutOfMemory on the CPU for more than the machine or its control group could ever hold;
+    DriverError on cuda without a usable driver.
     """
     if platform.backend is None:
         name = parse(default_name() if device is None else device)
@@ -236,8 +238,8 @@ def _make_backend(
     budget = 0 if host_budget is None else parse_size(host_budget, "host_budget")
     if host_budget is not None and budget == 0:
         raise InvalidArgument(
-            "host_budget must be more than 0 bytes; nothing was created; leave it out for REMAP_HOST_BUDGET, or for what the "
-            "machine has to spare",
+            "host_budget must be more than 0 bytes; nothing was created; leave it out to use REMAP_HOST_BUDGET, or "
+            "what the machine can spare",
             host_budget=host_budget,
         )
     if name.kind == "cuda":
@@ -265,8 +267,8 @@ def _make_backend(
 
 
 def simulated(machine: Machine, *, contention: bool = True, backed: bool = False) -> Any:
-    """A backend (`_core.SimBackend`) in virtual time with the memory, the link and the driver of `machine`. It uses no real
-    memory, unless it is `backed`. contention: copies over the link slow the kernels that run beside them.
+    """A backend (`_core.SimBackend`) in virtual time with the memory, the link and the driver of `machine`. It uses
+    real memory only if it is `backed`. contention: copies over the link slow the kernels that run beside them.
     """
     return _core.make_sim_backend(
         machine=machine.name,

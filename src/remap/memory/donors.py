@@ -1,15 +1,15 @@
-"""Who can give pages to a tenant that needs blocks. Each kind of donor answers the same question, and gives in the same way:
+"""The donors of pages for a tenant that needs blocks. Every kind answers the same question, and gives in the same way:
 
     quotes(giver, receiver, need)   increments, in blocks of the receiver, each on top of those before it; changes nothing
-    give(giver, receiver, take)     what was taken of them becomes free pages, for the receiver to take
+    give(giver, receiver, take)     makes the taken increments free pages, for the receiver to take
 
     unused KV         blocks above min_blocks that nobody uses (an active giver keeps its headroom and hysteresis)
     inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_s
-    active layers     of one that serves, or is about to, within its own slowdown; the receiver's own are beside them
-                      (Controller.offers)
+    active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
+                      compete with them (Controller.offers)
 
-`policy/donors/supply.py` chooses among the quotes; the executor never learns which donor it serves. Sources: Oneiros section 5.1
-(inactive models first, then the active ones); that unused KV comes before both and the exact cap are ours.
+`policy/donors/supply.py` chooses among the quotes; the executor never learns which donor it serves. Sources: Oneiros
+section 5.1 (inactive models first, then the active ones); that unused KV comes before both and the exact cap are ours.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _late = functools.lru_cache(maxsize=256)(one_shot_delay)
 
 
 class Donor(Protocol):
-    """One kind of them (see above)."""
+    """One kind of donor (see above)."""
 
     kind: Kind
 
@@ -52,7 +52,7 @@ class UnusedKV:
         self._lending = lending
 
     def surplus(self, giver: TenantState) -> int:
-        """Blocks of its own that a tenant could lose now: all unused ones above min_blocks of an inactive tenant; an active one
+        """Own blocks that a tenant could lose now: an inactive tenant all unused ones above min_blocks; an active one
         keeps its last demand, headroom and hysteresis as well."""
         free = giver.kv.usable_blocks - giver.kv.spec.min_blocks
         if not giver.kv.pool.external:
@@ -77,7 +77,7 @@ class UnusedKV:
 
 
 class _Layers:
-    """Layers of the giver's that stream from then on; what that frees is lent."""
+    """Layers of the giver that stream from then on; the pages that this frees are lent."""
 
     def __init__(self, changes: Changes, lending: Lending) -> None:
         self._changes = changes
@@ -95,16 +95,16 @@ class _Layers:
 
 
 class InactiveLayers(_Layers):
-    """Of a tenant that serves no pass: its layers one by one, until they cover the need or its cap is reached."""
+    """Layers of a tenant that serves no pass, one by one, until they cover the need or reach the tenant's cap."""
 
     kind: Kind = "inactive"
 
     def away_cap(self, giver: TenantState) -> int:
-        """The most layers that may be away: as many as a short prefill of its own hides while all that is streamed then, the
-        ring's layers too, is loaded, and `ttft_s` more.
+        """The most layers that may be away: loading all streamed layers, the ring's included, may delay a short prefill
+        of the giver by at most `ttft_s`.
 
-        One layer, and what the budget pays for, while no pass of it was measured. Never all of them: the ring's stay, and one
-        more.
+        While none of its passes was measured: one layer, and those that `ttft_s` pays for. Never all: the ring's layers
+        stay, and one more.
         """
         config = giver.config
         buffers = max(1, giver.buffers)
@@ -124,7 +124,7 @@ class InactiveLayers(_Layers):
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
         if giver.slicing and giver.pages.streamed:
-            return []  # slices of all layers stream: none can go whole
+            return []  # slices of all layers stream: no layer can go whole
         buffers = max(1, giver.buffers)
         kind = giver.growing_by
         last = sorted(giver.order, reverse=True)[:buffers]
@@ -148,13 +148,13 @@ class InactiveLayers(_Layers):
 
 
 class ActiveLayers(_Layers):
-    """Of a tenant that serves: as many as its own controller lets stream."""
+    """Layers of a tenant that serves: as many as its own controller lets stream."""
 
     kind: Kind = "active"
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
         if giver.slicing:
-            return []  # it counts in pages of every layer, which nobody else can use
+            return []  # it counts in pages of every layer, which no other tenant can use
         view = view_of(self._changes, giver, giver.demand)
         scale = giver.pages.buffer_pages * receiver.blocks_per_page / view.blocks_per_layer
         quotes = []

@@ -1,4 +1,4 @@
-"""Page-locked host memory of one tenant's master copies: what a device copies from at the full speed of its link."""
+"""Page-locked host memory for one tenant's master copies: a device copies from it at the full speed of its link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HostMemories", "HostMemory"]
 
 
 class HostMemory:
-    """Allocated by the backend, or the caller's own and registered with it. Everything goes back in `release`."""
+    """Memory allocated by the backend, or the caller's own registered with it. `release` gives everything back."""
 
     def __init__(self, backend: Any, device: Device) -> None:
         self._backend = backend
@@ -41,16 +41,16 @@ class HostMemory:
         return self._device.host_tensor(self._allocate(nbytes), nbytes, self)
 
     def hold(self, address: int, nbytes: int, *, writable: bool) -> int:
-        """Where these bytes of the caller's are page-locked: at `address` itself, or in a copy.
+        """Page-lock these bytes of the caller's. Returns their address: `address` itself, or that of a copy.
 
-        Only whole OS pages can be locked, and a driver locks memory that it may not write only on some machines. So what
-        starts inside of an OS page, or is read-only, is copied. The caller keeps the bytes alive and unchanged.
+        Only whole OS pages can be locked, and only on some machines does a driver lock read-only memory. So bytes that
+        start inside an OS page, or are read-only, are copied. The caller keeps the bytes alive and unchanged.
         """
         if (address, nbytes) in self._registered:
             return address
         separate = all(address >= at + size or at >= address + nbytes for at, size in self._registered)
         if nbytes and writable and separate and address % mmap.PAGESIZE == 0:
-            self._registered.append((address, nbytes))  # first: what is noted and was not done, `release` finds out
+            self._registered.append((address, nbytes))  # first: `release` copes if it did not happen
             try:
                 self._backend.register_host(address, nbytes)
             except Error:
@@ -62,7 +62,7 @@ class HostMemory:
         return copy
 
     def release(self) -> None:
-        """Give everything back. Pre: no copy from it is in flight. Raises the first error; what failed is still held."""
+        """Give everything back. Pre: no copy from it is in flight. Raises the first error, and keeps what failed."""
         first: Error | None = None
         for held, give_back in (
             (self._registered, self._backend.unregister_host),
@@ -85,7 +85,7 @@ class HostMemory:
 
 
 class HostMemories:
-    """A session's: what its tenants hold, and what the backend did not take back yet."""
+    """A session's host memory: its tenants', and memory that the backend has not taken back yet."""
 
     def __init__(self, backend: Any, device: Device) -> None:
         self._backend = backend
@@ -94,8 +94,8 @@ class HostMemories:
 
     @contextmanager
     def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory | None]:
-        """Memory for a tenant to be, given back if the block raises, unless somebody has `kept` it by then: an interrupt can come
-        when the tenant is attached already. None where a device needs none."""
+        """Memory for a tenant to be; None if the device needs none. If the block raises, gives it back, unless a tenant
+        has `kept` it by then: an interrupt can come when the tenant is attached already."""
         if not self._device.cuda:
             yield None
             return
@@ -104,13 +104,14 @@ class HostMemories:
         try:
             yield host
         except BaseException:
-            # Whatever it was, an interrupt included. It goes on to the caller.
+            # On any exception, KeyboardInterrupt included: undo, then re-raise.
             if not kept(host):
                 self.give_back(host)
             raise
 
     def give_back(self, host: HostMemory | None) -> None:
-        """What the backend does not take now is kept for `close`: the tenant is gone all the same. Can be called again."""
+        """Give back the memory of a tenant that is gone. If the backend does not take it now, `close` tries again. Can
+        be called again."""
         if host is None:
             return
         try:

@@ -3,13 +3,14 @@
     lend     donor: layers -> streamed, their pages -> free          receiver: free -> kv (zeroed: they change tenant)
     return   holder: blocks move out, kv -> free        donor: free -> kv (zeroed) -> params, loaded from the master copy
 
-Each arrow is a plan of its own, since a page goes from one tenant to another by way of `free` only: a plan that failed could
-not give one tenant back what the zeroing for the other one has destroyed. Between two plans the books agree and every page
-has one owner. If a later one fails, the earlier ones are taken back (undoing.py): holders get their pages again, and the blocks
-that had moved out of them move back with their bytes. Where that fails too, the pages stay free and lent, the call reports it,
-and the next attempt finds them there.
+Each arrow is a plan of its own, since a page goes from one tenant to another only by way of `free`: a failed plan could
+not give one tenant the bytes back that the zeroing for the other has destroyed. Between two plans the books agree and
+every page has one owner. If a later plan fails, the earlier ones are taken back (undoing.py): holders get their pages
+again, and the blocks that had moved out of them move back with their bytes. If that fails too, the pages stay free and
+lent, the call reports it, and the next attempt finds them there.
 
-What may move is found out before anything changes: OutOfBlocks names, in its field `preempt`, the blocks to be freed first.
+Before anything changes, the call checks that all blocks have room to move. If not, OutOfBlocks names in its field
+`preempt` the blocks to free first.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Moves = dict[str, dict[int, int]]
 
 @dataclass
 class Returned:
-    """What bringing pages home did. moved: tenant -> {old block: new block}. problem: why it ended early, if it did."""
+    """The result of bringing pages home. moved: tenant -> {old block: new block}. problem: what ended it early."""
 
     moved: Moves = field(default_factory=dict)
     problem: str = ""
@@ -47,14 +48,14 @@ class Lending:
         self._tenants = tenants  # the session's own, as it is now
         self._changes = changes
         self._held: tuple[int, dict[int, dict[str, list[int]]]] = (-1, {})  # epoch; donor -> holder -> pages
-        # Of one epoch, so that nothing of tenants that went away stays: (donor, receiver) -> what it was found for, unused pages
-        # in the order in which they go, whether these are all.
+        # For one epoch, so that no entry outlives its tenants: (donor, receiver) -> key, unused pages in the order in
+        # which they go, whether these are all.
         self._idle: tuple[int, dict[tuple[int, int], tuple[tuple[int, int], list[int], bool]]] = (-1, {})
 
     # -- looking ---------------------------------------------------------------------------------------------------
 
     def holders(self, donor: TenantState, pages: frozenset[int] | None = None) -> dict[str, list[int]]:
-        """Which tenants have which of the donor's lent pages as KV now. What is free is in nobody's list."""
+        """Which tenants have which of the donor's lent pages as KV now. Free pages are in no list."""
         epoch = self._changes.epoch
         if self._held[0] != epoch or epoch < 0:
             self._held = (epoch, {})
@@ -75,7 +76,7 @@ class Lending:
         return {name: held for name, held in some.items() if held}
 
     def losses(self, donor: TenantState, layers: int, buffers: int, selection: str) -> dict[str, int]:
-        """Tenant -> usable blocks that it would lose if the donor streamed this set: exactly, the donor's own KV included."""
+        """Tenant (the donor too) -> usable blocks, exactly, that it would lose if the donor streamed this set."""
         pages = donor.pages
         target = donor.streaming_at(layers, buffers, selection)
         lent = pages.to_reclaim(target)
@@ -100,20 +101,20 @@ class Lending:
         predicted_stall_s: float = 0.0,
         reason: str = "",
     ) -> int:
-        """The donor streams `layers` layers' worth, and what that frees becomes free pages. Returns how many.
+        """Make the donor stream `layers` layers' worth; the pages become free. Returns their number.
 
-        Fewer, or none, where layers turn out to be written.
+        Fewer, or none, if something turns out to have written into layers.
         """
         before = len(donor.pages.lent)
         pages = donor.pages
-        buffers = donor.buffers or buffers  # another number would take pages out of live blocks
+        buffers = donor.buffers or buffers  # another number of buffers would take pages from live blocks
         if selection == "suffix" and not pages.ring:
-            # The ring is made of the very last layers: they are the last to come home.
+            # Make the ring of the very last layers: they are the last to come home.
             last = tuple(sorted(donor.order)[::-1][:buffers])
             donor.pages = replace(pages, ring_preference=last)
         try:
             with AllOrNothing(self._changes, (donor,)) as undo:
-                self._changes.cancel_draining(donor)  # other layers would come home than were meant to
+                self._changes.cancel_draining(donor)  # else other layers than intended would come home
                 coming = donor.reclaimed
                 if coming:  # a change that brought them home ended early
                     self._unreclaim(donor, coming)
@@ -129,16 +130,16 @@ class Lending:
                     reason=reason,
                 )
         finally:
-            # Growing for itself later, it is to find its ring where the ring's region shows it already.
+            # If the donor grows for itself later, its ring should be where the ring's region shows it already.
             now = donor.pages
             donor.pages = replace(now, ring_preference=pages.ring_preference)
         return len(donor.pages.lent) - before
 
     def give_idle(self, donor: TenantState, blocks: int, receiver: TenantState, surplus: int) -> int:
-        """Free pages out of the donor's unused KV, until there are enough for `blocks` more blocks of the receiver.
+        """Free pages of the donor's unused KV, until there are enough for `blocks` more blocks of the receiver.
 
-        At most `surplus` of the donor's own blocks are lost. It keeps pages that have no place in the receiver's KV region.
-        Returns the pages freed.
+        The donor loses at most `surplus` of its own blocks. It keeps pages that have no place in the receiver's KV
+        region. Returns the number of pages freed.
         """
         wanted = -(-blocks * receiver.kv.spec.block_bytes // self._changes.arena.page_bytes) + 1
         slots = self.idle_slots(donor, receiver, wanted, surplus)
@@ -148,21 +149,22 @@ class Lending:
         plan = plan_free_pages(donor.pages, self._changes.arena.epoch, pages, give=False)
         try:
             self._changes.exchange(donor, plan, slots)
-        except OutOfBlocks:  # an engine with its own allocator holds some of them still
+        except OutOfBlocks:  # an engine with its own allocator still holds some of them
             return 0
         return len(pages)
 
     def idle_slots(self, donor: TenantState, receiver: TenantState, wanted: int, surplus: int) -> list[int]:
-        """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most `wanted`.
+        """Region slots of the donor's KV pages that no live block needs and that the receiver can use: at most
+        `wanted`.
 
-        Those given last go first. At most `surplus` blocks are lost; none that belongs to one of the donor's own layers, which
-        comes home with them; and none of the pages that it got for its min_blocks when it was attached: those are nobody's
-        layer, and what it has borrowed may be asked back at any time.
+        The pages given last go first. The donor loses at most `surplus` blocks. It keeps the pages of its own layers,
+        which come home with them, and the pages that it got for its min_blocks when it was attached: those are no
+        tenant's layer, whereas the pages that it has borrowed may be asked back at any time.
         """
         pool = donor.kv.pool
         if surplus <= 0 or donor.draining:
             return []
-        # Asked in every step while demand is unmet, and by tenants whose donors do nothing meanwhile.
+        # Kept, since every step asks while demand is unmet, and the donors often do nothing meanwhile.
         epoch = self._changes.epoch
         if self._idle[0] != epoch or epoch < 0:
             self._idle = (epoch, {})
@@ -175,7 +177,8 @@ class Lending:
 
     @staticmethod
     def _find_idle(donor: TenantState, receiver: TenantState, wanted: int, surplus: int) -> tuple[list[int], bool]:
-        """(the first `wanted` of what `idle_slots` may give, in the order in which they go; whether there are no more)."""
+        """(the first `wanted` slots that `idle_slots` may give, in the order in which they go; whether there are no
+        more)."""
         pool, geometry = donor.kv.pool, donor.kv.geometry
         own = donor.pages.kv_from_homes
         giving, reserved = donor.giving, donor.reserved
@@ -184,7 +187,7 @@ class Lending:
         found: list[int] = []
         lost: set[int] = set()
         owned: Iterable[int] = reversed(pool.owned_slots())
-        # Whether live blocks touch a page costs more to find out than all the rest: asked last.
+        # Asked last, since it costs most: whether live blocks touch a page.
         if geometry.ranges == 1:  # a page stands where it was given: below `reserved` there is nothing to look at
             above = itertools.takewhile(reserved.__le__, owned)
             owned = [slot for slot in above if (page := giving[slot]) in places and page not in own]
@@ -218,10 +221,11 @@ class Lending:
         reason: str = "",
         drain: bool = False,
     ) -> Returned:
-        """`restream`, after the lent pages among those that come home have been fetched from their holders.
+        """`restream`, after fetching from their holders the lent pages that come home.
 
-        Raises OutOfBlocks (field preempt: tenant -> block ids) where live blocks have no room to move, or the backend's error;
-        nothing has changed then. If what had changed cannot be taken back, it ends early instead, with the error in `problem`.
+        Raises OutOfBlocks (field preempt: tenant -> block ids) if live blocks have no room to move, or the backend's
+        error; nothing has changed then. If a change cannot be taken back, the call ends early instead, with the error
+        in `problem`.
         """
         changes = self._changes
         target = streamable(donor, layers, buffers, selection)
@@ -262,9 +266,9 @@ class Lending:
     def _require_room(
         self, donor: TenantState, target: Streaming, lent: frozenset[int]
     ) -> dict[TenantState, Sequence[int]]:
-        """Free pages that tenants have to take first, so that all their live blocks have somewhere to go: no page twice, and
-        none that is to come home. Raises OutOfBlocks (field preempt) without enough of them. Engines with allocators of their
-        own are asked later, by withdrawing their blocks."""
+        """Free pages that tenants must take first, so that all their live blocks have room: no page twice, and none
+        that is to come home. Raises OutOfBlocks (field preempt) if there are not enough. Engines with their own
+        allocators are asked later: their blocks are withdrawn."""
         preempt: dict[str, tuple[int, ...]] = {}
         room_in_all = 0
         extra: dict[TenantState, Sequence[int]] = {}
@@ -280,7 +284,7 @@ class Lending:
                 preempt[tenant.name] = short[1][-short[0] :]
                 room_in_all += len(short[1]) - short[0]
                 continue
-            while least < most:  # more room the more pages there are: the fewest that do
+            while least < most:  # more pages make more room: find the fewest that suffice
                 middle = (least + most) // 2
                 if self._shortage(tenant, donor, held, target, lent, free[:middle])[0] > 0:
                     least = middle + 1
@@ -302,7 +306,7 @@ class Lending:
         lent: frozenset[int],
         extra: Sequence[int],
     ) -> tuple[int, tuple[int, ...]]:
-        """(live blocks without a place once the tenant has the `extra` pages, all that are in the way)."""
+        """(live blocks without a place once the tenant has the `extra` pages, all blocks that are in the way)."""
         more = tenant.slots_of(extra)
         if tenant is not donor:
             slots = tenant.slots_of(held[tenant])
@@ -320,8 +324,8 @@ class Lending:
         result: Returned,
         undo: list[Callable[[], None]],
     ) -> None:
-        """The lent pages become the donor's KV. Each plan's undoing is appended to `undo`, and each holder's moves are in the
-        result while they stand."""
+        """Make the lent pages the donor's KV. Appends to `undo` how to take each plan back, and keeps each holder's
+        moves in the result while they stand."""
         changes = self._changes
         held = self.holders(donor, lent)
         for tenant, free in extra.items():
@@ -332,9 +336,9 @@ class Lending:
         for name, pages in held.items():
             tenant = self._tenants[name]
             slots[name] = list(tenant.slots_of(sorted(pages, key=tenant.index_of.__getitem__)))
-            if tenant.kv.pool.external:  # while no change is open: the engine is told
+            if tenant.kv.pool.external:  # now, while no change is open: the engine hears of it at once
                 changes.withdraw_from_engine(tenant, slots[name])
-        # All of them are emptied before the first gives anything up: if one cannot be, nothing has changed.
+        # Empty the pages of all holders before the first gives any up: if one holder cannot, nothing has changed.
         moves = {name: changes.evacuate(self._tenants[name], slots[name]) or [] for name in held}
         for name, pages in held.items():
             tenant = self._tenants[name]
@@ -349,15 +353,15 @@ class Lending:
     # -- taken back after a failure --------------------------------------------------------------------------------
 
     def _take_back(self, tenant: TenantState, pages: Sequence[int]) -> None:
-        """Pages that were given for blocks to move into are free again; the blocks have left them."""
+        """Free the pages again that were given for blocks to move into; the blocks have left them."""
         plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, pages, give=False)
         self._changes.exchange(tenant, plan, list(tenant.slots_of(pages)))
 
     def _give_back(
         self, holder: TenantState, pages: Sequence[int], moves: Sequence[tuple[int, int]], result: Returned
     ) -> None:
-        """The holder has its pages again and its blocks are where they were. Their bytes come along: the pages may have been
-        zeroed for the donor since."""
+        """Give the holder its pages again and move its blocks back, with their bytes: the pages may have been zeroed
+        for the donor since."""
         back = [(new, old) for old, new in moves]
         plan = plan_free_pages(holder.pages, self._changes.arena.epoch, pages, give=True)
         self._changes.apply_and_settle(holder, plan)
@@ -370,19 +374,19 @@ class Lending:
         self._changes.apply_and_settle(donor, plan)
 
     def unlend(self, donor: TenantState, before: TenantPages) -> None:
-        """What the donor has lent since `before` comes home. All of it is free: nobody has taken any of it."""
+        """Bring home the pages that the donor has lent since `before`. All are free: no tenant has taken any."""
         self._reclaim(donor, donor.pages.lent - before.lent)
         pages = donor.pages
         plan = plan_streaming(pages, self._changes.arena.epoch, before.streaming, ring=before.ring)
         self._changes.apply_and_settle(donor, plan)
 
     def _free(self, tenant: TenantState, pages: Sequence[int]) -> None:
-        """KV pages that are in no block's way any more become free. The pool has let go of them."""
+        """Free KV pages that no block uses any more, and that the pool has given up."""
         plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, pages, give=False)
         self._changes.apply_and_settle(tenant, plan)
 
     def _reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
-        """Free pages of the donor's own become its KV for the arena, which zeroes them; the pool never hears of them."""
+        """Make free pages of the donor's own layers its KV in the arena, which zeroes them. The pool is not told."""
         plan = plan_free_pages(donor.pages, self._changes.arena.epoch, sorted(lent), give=True)
         self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 
@@ -390,8 +394,8 @@ class Lending:
 def _out_of_room(preempt: Mapping[str, tuple[int, ...]], room: int) -> OutOfBlocks:
     blocks = sum(map(len, preempt.values()))
     return OutOfBlocks(
-        f"{blocks} live blocks of {sorted(preempt)} lie in pages that are to come home and have no room elsewhere; nothing "
-        "changed; free these blocks (field preempt), or preempt their requests, and call again",
+        f"{blocks} live blocks of {sorted(preempt)} lie in pages that are to come home, and have no room elsewhere; "
+        "nothing changed; free these blocks (field preempt), or preempt their requests, and call again",
         requested=blocks,
         free=room,
         usable=room,

@@ -1,7 +1,8 @@
-"""How much memory this process could have at most, whoever uses it now: what no session on the CPU can exceed.
+"""The most memory that this process could ever have, the hard limit of a session on the CPU.
 
-The host backend's pages are taken when they are touched, so a capacity that the machine cannot hold ends in the kernel's
-out-of-memory killer, not in an error. `require_memory` refuses it before anything is made, the table of its pages included.
+The kernel gives the host backend its pages when they are touched, so a capacity that the machine cannot hold ends in
+the kernel's out-of-memory killer, not in an error. `require_memory` refuses it before anything is made, the table of
+its pages included.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class MemoryBound:
 
 
 def memory_bound(root: str = "/") -> MemoryBound:
-    """The least of what the machine has and of what each memory cgroup above this process allows. root: of the files, in tests.
+    """The least of the machine's memory and the limits of all memory cgroups above this process. root: of the files,
+    for tests.
 
     Swap counts, since pages of shared memory can be swapped out.
     """
@@ -51,7 +53,7 @@ def require_memory(capacity: int, root: str = "/") -> None:
     whose = "this machine has" if bound.limited_by == "machine" else "the process's control group allows"
     other = "" if bound.limited_by == "machine" else ", or raise the group's limit"
     raise OutOfMemory(
-        f"a capacity of {show_size(capacity)} ({capacity} bytes) was asked for, {whose} {show_size(bound.nbytes)} "
+        f"a capacity of {show_size(capacity)} ({capacity} bytes) was asked for, but {whose} {show_size(bound.nbytes)} "
         f"({bound.nbytes} bytes) of memory and swap in all; nothing was created; give a capacity that leaves room for "
         f"everything else on the machine{other}",
         requested=capacity,
@@ -61,9 +63,9 @@ def require_memory(capacity: int, root: str = "/") -> None:
 
 
 def _cgroups(top: Path, swap: int) -> Iterator[int]:
-    """What each memory cgroup of this process allows, from its own up to the mount. Those without a limit are left out.
+    """The limits of this process's memory cgroups, from its own up to the mount. Groups without a limit are left out.
 
-    In a container the path may be one that only the host sees: then the limit stands at the mount itself.
+    In a container only the host may see the path: then the limit is at the mount itself.
     """
     for line in _read(top / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
@@ -96,7 +98,7 @@ def _limit_v1(group: Path, swap: int) -> int | None:
 
 
 def _number(path: Path) -> int | None:
-    """The file's number; None where there is no such file, or where it says that there is no limit."""
+    """The file's number; None if there is no such file, or if it says that there is no limit."""
     text = _read(path).strip()
     value = int(text) if text.isdigit() else _NO_LIMIT
     return value if value < _NO_LIMIT else None

@@ -1,4 +1,4 @@
-"""Moves of live blocks, {old: new}, one after the other. Pure."""
+"""Compose moves of live blocks, {old: new}. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["compose_all", "compose_moves"]
 
 
 def compose_moves(moves: Mapping[int, int], later: Mapping[int, int]) -> dict[int, int]:
-    """Both moves of one tenant's blocks, {old: new}, one after the other: what moved first may have moved on."""
+    """The moves of one tenant's blocks, {old: new}, and then the later ones, as one: a block may move twice."""
     known = set(moves.values())
     first = {old: later.get(new, new) for old, new in moves.items()}
     both = first | {old: new for old, new in later.items() if old not in known}

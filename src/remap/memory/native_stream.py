@@ -1,4 +1,4 @@
-"""Which stream a caller means, whatever library made it. Pure: knows no driver, loads no package."""
+"""The driver's handle of a caller's stream, whatever library made it. Pure: knows no driver, loads no package."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def native_stream(stream: Any) -> int:
 
 def _refuse(stream: Any) -> InvalidArgument:
     return InvalidArgument(
-        f"stream must be a CUDA stream (an object with __cuda_stream__(), a torch.cuda.Stream, a cuda.bindings CUstream, "
-        f"or a handle as an integer >= 0), got {stream!r}; nothing changed",
+        "stream must be a CUDA stream (an object with __cuda_stream__(), a torch.cuda.Stream, a cuda.bindings "
+        f"CUstream, or a handle as an integer >= 0), got {stream!r}; nothing changed",
         stream=repr(stream),
     )

@@ -1,4 +1,4 @@
-"""Looking at a session from outside its changes: snapshots, step reports, and whether all books agree. Changes nothing."""
+"""Look at a session from outside its changes: snapshots, reports, a check of all books. Changes nothing."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ __all__ = ["Log", "check_books", "make_report", "take_snapshot"]
 
 
 class Log:
-    """The last decisions, newest last: what a person reads to see why."""
+    """The last decisions, newest last, for a person who asks why."""
 
     def __init__(self) -> None:
         self._records: deque[DecisionRecord] = deque(maxlen=256)
 
     def add(self, epoch: int, entries: Mapping[str, Mapping[str, Any]]) -> None:
-        """One record a tenant of a report."""
+        """Add one record per tenant of a report."""
         for name, entry in entries.items():
             self._records.append(DecisionRecord(epoch, name, entry["reason"], entry["stall"], entry["unmet"]))
 
     def records(self) -> tuple[DecisionRecord, ...]:
-        """As a frozen copy."""
+        """The records, as a frozen copy."""
         return tuple(self._records)
 
 
@@ -37,7 +37,7 @@ def take_snapshot(
     decisions: tuple[DecisionRecord, ...],
     stall: StallShare,
 ) -> Snapshot:
-    """All of it, as frozen values of this moment."""
+    """The whole session, as frozen values of this moment."""
     return Snapshot(
         epoch=arena.epoch,
         page_bytes=arena.page_bytes,
@@ -104,9 +104,9 @@ def make_report(
     moved: Mapping[str, Mapping[int, int]],
     resized: bool = False,
 ) -> StepReport:
-    """What a step did to each tenant that it touched: added, unmet, stall, reason.
+    """The effects of a step on each tenant that it touched: added, unmet, stall, reason.
 
-    moved: all moves that no report has told of, those of a step before it that raised included. resized: whether somebody has
+    moved: all moves that are in no report yet, also those of an earlier step that raised. resized: whether a tenant has
     more or fewer layers remapped than before.
     """
     return StepReport(
@@ -122,7 +122,8 @@ def make_report(
 
 
 def check_books(arena: Any, tenants: Mapping[str, TenantState]) -> None:
-    """The arena's invariants, each pool's, and that both agree on which pages are a tenant's KV. Raises AssertionError."""
+    """Check the invariants of the arena and of each pool, and that both agree on each tenant's KV pages. Raises
+    AssertionError."""
     arena.check()
     kv_pages = {page for page, owner in enumerate(arena.owners()) if owner.name == "kv"}
     owners, tenant_of = arena.owners(), arena.tenants()

@@ -1,8 +1,8 @@
-"""Whom a tenant that needs blocks may ask, and in which order: unused KV of all others, inactive tenants by the policy, active
-ones.
+"""The donors for a tenant that needs blocks, in order: unused KV of all others, inactive tenants by the policy, active
+tenants.
 
-Asked for only when free pages do not do. Sources: Oneiros section 5.1 (inactive models first, by priority, then the active
-ones); the minimum-idle rule is ours.
+Asked only when free pages do not suffice. Sources: Oneiros section 5.1 (inactive models first, by priority, then the
+active ones); the minimum-idle rule is ours.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ __all__ = ["Offers", "paused"]
 def paused(tenant: TenantState) -> bool:
     """Whether an inactive tenant has requests that have begun: it waits for its turn, and is not idle.
 
-    What it lends holds live blocks of others by then, who wait for their turns in turn, so it would not come home but be
-    streamed in every pass. So a paused tenant gives what an active one does, within `slowdown`, and no more. Of an engine with
-    its own allocator nobody knows which blocks are live: it counts as idle while it is inactive.
+    By its turn, its lent pages would hold live blocks of tenants that wait for their own turns. They could not come
+    home, and its layers would stream in every pass. So a paused tenant gives only as much as an active one, within
+    `slowdown`. Nobody knows which blocks of an engine with its own allocator are live: such a tenant counts as idle
+    while it is inactive.
     """
     return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
 
 
 class Offers:
-    """A session's, with what the ranking of donors goes by: when each was used. config: the session's own."""
+    """A session's offers, and when each tenant was used, by which donors are ranked. config: the session's own."""
 
     def __init__(
         self,
@@ -52,22 +53,23 @@ class Offers:
         self.active = ActiveLayers(changes, lending)
         self._donors: dict[str, Donor] = {one.kind: one for one in (self.unused_kv, self.inactive, self.active)}
 
-    # -- what was noted --------------------------------------------------------------------------------------------
+    # -- uses ------------------------------------------------------------------------------------------------------
 
     def activated(self, tenant: TenantState, now: float) -> None:
-        """It was asked for now."""
+        """Note that the tenant was asked for at `now`."""
         self._activity.activated(tenant.name, now)
         self._activations += 1
         tenant.last_use = self._activations
 
     def forget(self, name: str) -> None:
-        """The tenant has gone."""
+        """Forget a tenant that has gone."""
         self._activity.forget(name)
 
     # -- what is offered -------------------------------------------------------------------------------------------
 
     def to(self, receiver: TenantState, need: int) -> list[list[Quote]]:
-        """Increments of all other tenants, in blocks of the receiver. Tenants inside a pass or being detached give nothing."""
+        """Increments of all other tenants, in blocks of the receiver. Tenants inside a pass or being detached give
+        nothing."""
         others = [
             tenant
             for tenant in self._tenants.values()
@@ -84,7 +86,7 @@ class Offers:
         return [quotes for quotes in lists if quotes]
 
     def give(self, receiver: TenantState, take: Take, reason: str) -> None:
-        """What was taken of an offer becomes free pages."""
+        """Make the taken part of an offer free pages."""
         self._donors[take.kind].give(self._tenants[take.donor], receiver, take, reason)
 
     def _candidate(self, tenant: TenantState, now: float) -> Candidate:

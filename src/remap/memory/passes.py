@@ -1,9 +1,9 @@
-"""A pass begins and ends: what is looked at before the first layer, and what its end proves.
+"""A pass begins and ends: the checks before its first layer, and the checks at its end.
 
     begin   no change in progress, none left to be finished -> turn.open_pass -> Prefetcher.begin_pass
     end     layers that were not waited for -> Prefetcher.end_pass -> times are learnt -> what must be discarded is refused
 
-By the thread of the tenant's engine, under the turn's lock where a change might begin (locking.py).
+The thread of the tenant's engine runs this, under the turn's lock where a change might begin (locking.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["Passes"]
 
 
 class Passes:
-    """A session's. closed: no pass begins any more; the session's to say."""
+    """A session's passes. closed: set by the session; no pass begins any more."""
 
     def __init__(
         self,
@@ -40,14 +40,15 @@ class Passes:
         self.closed = False
 
     def check_open(self, broken_too: bool = False) -> None:
-        """Raises InvalidState if the session is closed, and ArenaBroken (field quarantined_pages) unless `broken_too`."""
+        """Raises InvalidState if the session is closed, and ArenaBroken (field quarantined_pages) unless
+        `broken_too`."""
         if self.closed:
             raise InvalidState("the session is closed; nothing changed; open a new one")
         if self._changes.arena.broken and not broken_too:
             quarantined = self._changes.arena.counts()["quarantine"]
             raise ArenaBroken(
-                f"an earlier failure could not be undone, {quarantined} pages are quarantined; nothing changed; only snapshot() "
-                "and close() are allowed",
+                f"an earlier failure could not be undone, {quarantined} pages are quarantined; nothing changed; only "
+                "snapshot() and close() are allowed",
                 quarantined_pages=quarantined,
             )
 
@@ -69,19 +70,19 @@ class Passes:
         nvtx.push("remap.pass")
 
     def _begin_behind_changes(self, tenant: TenantState, stream: Any, mark: object) -> None:
-        """Behind the change that was in progress, and with what the last one has left finished."""
+        """Begin a pass after the change that was in progress, and finish first what the last change has left."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
         if not self._try_begin(tenant, stream, mark, finished=True):
             raise InvalidState(
-                f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in progress; no "
-                "pass was begun; begin it afterwards",
+                f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in "
+                "progress; no pass was begun; begin it afterwards",
                 tenant=tenant.name,
             )
 
     def _try_begin(self, tenant: TenantState, stream: Any, mark: object, finished: bool = False) -> bool:
-        """Begin a pass, unless a change is in progress or has left something to be finished first. finished: that has been done
-        just now; a re-pointing that has failed since is told by `wait` for its layer."""
+        """Begin a pass, unless a change is in progress or has left something to finish first. finished: the caller has
+        finished it just now; if a re-pointing has failed since, `wait` for its layer raises that."""
         turn = tenant.turn
         with turn.lock:
             if turn.open_pass is not None or tenant.leaving or tenant.detached or self.closed or not tenant.active:
@@ -96,7 +97,7 @@ class Passes:
                 return False
             if not finished and (tenant.unsettled is not None or self._changes.failed_points(tenant)):
                 return False
-            turn.open_pass = mark  # before the pass begins: end() or close() ends it then, whatever comes between
+            turn.open_pass = mark  # before the pass begins, so that end() or close() ends it even after an interrupt
             try:
                 tenant.prefetcher.begin_pass(tenant.compute.begin(stream))
             except BaseException:
@@ -112,7 +113,7 @@ class Passes:
         if tenant.detached:
             return "it was detached"
         if tenant.leaving:
-            return "taking it out has failed; detach it again, or close the session"
+            return "detaching it has failed; detach it again, or close the session"
         if tenant.turn.open_pass is not None:
             return "a pass is open"
         return "it is inactive; call session.activate() first"
@@ -120,8 +121,8 @@ class Passes:
     # -- end -------------------------------------------------------------------------------------------------------
 
     def close(self, tenant: TenantState) -> None:
-        """However far it came, no pass is open. Can be called again. Takes no lock: the garbage collector may call it while this
-        thread holds it."""
+        """Leave no pass open, however far it came. Can be called again. Takes no lock: the garbage collector may call
+        it while this thread holds the lock."""
         try:
             if tenant.prefetcher is not None and tenant.prefetcher.in_pass:
                 tenant.timing.abandoned += 1  # without a shape its time teaches nothing
@@ -137,7 +138,7 @@ class Passes:
             self._finish(tenant, phase, tokens, completed)
         finally:
             nvtx.pop()
-            # Last of all: until now no change has claimed this tenant, and what was learnt is read by changes.
+            # Last of all: from here on a change may claim this tenant and read the learnt times.
             self.close(tenant)
 
     def _finish(self, tenant: TenantState, phase: str, tokens: int, completed: bool) -> None:
@@ -146,7 +147,8 @@ class Passes:
                 return  # the caller has an exception already
             raise InvalidState(f"tenant {tenant.name!r}: the session was closed inside of the pass", tenant=tenant.name)
         tenant.last_pass_s = self._clock()
-        # No name of its own for the prefetcher: a traceback that somebody keeps would keep its events beyond the session's end.
+        # No local name for the prefetcher: a traceback that somebody keeps would keep its events beyond the session's
+        # end.
         timing = tenant.timing
         missed = tenant.prefetcher.unwaited() if completed else []
         number = tenant.prefetcher.end_pass()
@@ -170,9 +172,10 @@ class Passes:
             return
         if missed:
             raise InvalidState(
-                f"tenant {tenant.name!r}: the pass did not wait for layers {missed}, which were streamed or loading, so what it "
-                "computed with them is not known; the pass has ended and its results, KV included, must be discarded; call the "
-                "layers as modules, with their hooks in place, or call wait and done for every layer in every pass",
+                f"tenant {tenant.name!r}: the pass did not wait for layers {missed}, which were streamed or loading, "
+                "so what it computed with them is not known; the pass has ended and its results, KV included, must be "
+                "discarded; call the layers as modules, with their hooks in place, or call wait and done for every "
+                "layer in every pass",
                 tenant=tenant.name,
                 layer=missed[0],
                 layers=tuple(missed),
@@ -188,9 +191,10 @@ class Passes:
 
 
 def _verify_masters(tenant: TenantState) -> None:
-    """Raises InvalidState (fields file, expected, found) if a weights file that layers of this pass come from has changed.
+    """Raises InvalidState (fields file, expected, found) if a weights file that layers of this pass come from has
+    changed.
 
-    The tenant can only be detached then: what was copied since is not known, so those layers count as not at home.
+    The tenant can then only be detached: the bytes copied since are not known, so those layers count as not at home.
     """
     if tenant.changed_file is None and tenant.source.verify is not None:
         try:

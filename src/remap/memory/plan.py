@@ -1,18 +1,20 @@
 """From "stream these pages" to the steps that make it so. Pure: page numbers in, a plan out.
 
-A tenant's layers each have a *home*, their own pages. What streams is one vector: `tails[i]`, how many of layer i's last pages
-come through the ring (0: it is resident; all of them: the whole layer). Whole layers, the same slice of every layer and mixtures
-are values of it. Streaming through `buffers` ring buffers of `depth` pages frees the tails, but for the ring's own pages:
+Each of a tenant's layers has a *home*, its own pages. One vector says what streams: `tails[i]` is the number of layer
+i's last pages that come through the ring (0: the layer is resident; all of them: the whole layer streams). Whole
+layers, the same slice of every layer and mixtures are values of it. Streaming through `buffers` ring buffers of `depth`
+pages frees the tails, except for the ring's own pages:
 
     ring pages  R  subset of  tails,   |R| = buffers * depth,   depth >= the largest tail
     KV pages       tails - R
 
-The planner compares that with what is the case now and emits only the differences. It keeps each page of the ring at its place
-whenever it can, since moving it costs driver calls.
+The planner compares that with the present state and emits only the differences. It keeps each page of the ring at its
+place whenever it can, since moving it costs driver calls.
 
-Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its buffer,
-however long the tail. So one more page of each layer leaves all that streams already where it is: the buffers grow in front, by
-pages that the ring's region shows from the start (preferred layers' own), and each layer's region changes in a single slot.
+Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its
+buffer, whatever the tail's length. So one more page of each layer leaves everything that streams already at its place:
+the buffers grow in front, by pages that the ring's region shows from the start (preferred layers' own), and each
+layer's region changes in one slot.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ __all__ = [
 ]
 
 MAX_BUFFERS = 2
-"""Ring buffers that the ring's region has room for. More never beat two (theory: beta >= 3 buys only slack)."""
+"""Ring buffers for which the ring's region has room. More never beat two (theory: beta >= 3 buys only slack)."""
 
 Ring = tuple[tuple[int, ...], ...]
 
@@ -70,7 +72,7 @@ Step = SetOwner | Point
 
 @dataclass(frozen=True)
 class Streaming:
-    """What streams: of each layer how many of its last pages, through `buffers` ring buffers of `depth` pages."""
+    """What streams: how many of each layer's last pages, through `buffers` ring buffers of `depth` pages."""
 
     tails: tuple[int, ...]
     buffers: int
@@ -78,8 +80,8 @@ class Streaming:
 
     @classmethod
     def of(cls, sizes: Sequence[int], layers: Iterable[int], buffers: int, tail: int | None = None) -> Streaming:
-        """These layers' last `tail` pages (all of a layer that has fewer), through buffers of as many; None: whole layers,
-        through buffers that could hold the largest of all. sizes: pages of every layer."""
+        """These layers' last `tail` pages (all pages of a smaller layer), through buffers of `tail` pages. None: whole
+        layers, through buffers that could hold the largest of all layers. sizes: pages of every layer."""
         chosen = tuple(layers)
         if not chosen:
             return cls((0,) * len(sizes), buffers, 0)
@@ -91,29 +93,29 @@ class Streaming:
 
     @functools.cached_property
     def layers(self) -> tuple[int, ...]:
-        """Those that stream, ascending: the j-th uses ring buffer j mod buffers."""
+        """The streamed layers, ascending: the j-th uses ring buffer j mod buffers."""
         return tuple(layer for layer, tail in enumerate(self.tails) if tail)
 
     def beside(self, other: Streaming) -> Streaming:
-        """All that streams in either, through as few buffers as the one that has fewer: from either, nothing comes home."""
+        """All that streams in either, through the smaller number of buffers: no page comes home on the way there."""
         tails = tuple(map(max, self.tails, other.tails))
         return Streaming(tails, min(self.buffers, other.buffers), max(self.depth, other.depth))
 
 
 @dataclass(frozen=True)
 class TenantPages:
-    """What the planner knows of one tenant. `homes[l]` are the page ids of layer l; `ring[b]` those of ring buffer b: they are
-    the last ones of the buffer's `buffer_pages` slots in the ring's region."""
+    """The planner's knowledge of one tenant. `homes[l]`: the page ids of layer l. `ring[b]`: those of ring buffer b;
+    they are at the end of the buffer's `buffer_pages` slots in the ring's region."""
 
     tenant: int
     homes: tuple[tuple[int, ...], ...]
     layer_regions: tuple[int, ...]
     ring_region: int
-    tails: tuple[int, ...]  # of each layer, how many of its last pages stream, and so are ring, KV or lent
+    tails: tuple[int, ...]  # how many of each layer's last pages stream: they are ring, KV or lent
     ring: Ring = ()
     ring_preference: tuple[int, ...] = ()  # layers whose homes the ring's region shows from the start
     lent: frozenset[int] = frozenset()  # pages of tails that are free, or another tenant's KV
-    sizes: tuple[int, ...] = ()  # pages of each layer: of the homes, and carried from state to state as they are
+    sizes: tuple[int, ...] = ()  # pages of each home; `replace` carries them over unchanged
     buffer_pages: int = 0  # slots of one buffer in the ring's region: the largest layer's pages
 
     def __post_init__(self) -> None:
@@ -128,7 +130,7 @@ class TenantPages:
 
     @functools.cached_property
     def streamed(self) -> tuple[int, ...]:
-        """The layers that stream, or whose last pages do, ascending."""
+        """The layers that stream, wholly or by their last pages, ascending."""
         return tuple(layer for layer, tail in enumerate(self.tails) if tail)
 
     @property
@@ -137,7 +139,7 @@ class TenantPages:
         return len(self.ring[0]) if self.ring else 0
 
     def away(self, layer: int) -> tuple[int, ...]:
-        """The pages of its home that stream, and so are ring, KV or lent."""
+        """The pages of the layer's home that stream: they are ring, KV or lent."""
         return _tail(self.homes[layer], self.tails[layer])
 
     @property
@@ -152,7 +154,7 @@ class TenantPages:
         return frozenset(chain.from_iterable(map(self.away, self.streamed))).difference(*self.ring, self.lent)
 
     def to_reclaim(self, target: Streaming) -> frozenset[int]:
-        """The lent pages that have to be the tenant's KV again before `plan_streaming` can make it so."""
+        """The lent pages that must be the tenant's KV again before `plan_streaming` can plan the target."""
         if not self.lent:
             return frozenset()
         return self.lent - _tail_pages(self.homes, target.tails).difference(*_choose_ring(self, target))
@@ -166,16 +168,16 @@ class Plan:
     steps: tuple[Step, ...]
     tails: tuple[int, ...]
     ring: Ring
-    # What is at home again, to be loaded from the master copy: (layer, its first page, how many).
+    # Pages that are at home again, to be loaded from the master copy: (layer, first page, how many).
     home: tuple[tuple[int, int, int], ...]
-    held: tuple[int, ...]  # layers whose region is re-pointed by the worker
+    held: tuple[int, ...]  # layers whose region the worker re-points
     gained: tuple[int, ...]  # pages that become KV, in giving order
     lost: tuple[int, ...]  # pages that stop being KV; their blocks must be empty
     ring_moves: bool  # copies in flight into the old ring must have finished before this plan is applied
     lent: frozenset[int] = frozenset()  # as in TenantPages, after it
     predicted_stall_s: float = 0.0
     reason: str = ""
-    selection: str = ""  # how what streams after it was chosen; "": as what streams before it
+    selection: str = ""  # how the layers that stream after it were chosen; "": as before it
 
     @functools.cached_property
     def streamed(self) -> tuple[int, ...]:
@@ -201,24 +203,28 @@ def plan_streaming(
 ) -> Plan:
     """The plan that makes exactly `target` stream.
 
-    to: what the pages become that this frees: the tenant's own "kv", or "free", to be lent to others. ring: the pages that the
-    ring is made of, to restore an earlier state; by default they are chosen here, and taken from KV only where nothing else is
-    left: those are in `lost`. Of pages that come home, those that were lent must have been reclaimed (they are the tenant's KV,
-    and not in `now.lent`: see `to_reclaim`). Exactly what comes home is loaded (`home`).
+    to: the freed pages become the tenant's own "kv", or "free", to be lent to others.
+    ring: the ring's pages, to restore an earlier state. By default they are chosen here, and taken from KV only if
+    nothing else is left: those are in `lost`.
 
-    Raises InvalidArgument, and nothing changes: fewer streamed layers than buffers + 1 (fields buffers, streamed), tails too
-    small for the ring (needed_pages, available_pages), lent pages that come home without having been reclaimed (pages). That
-    tails and buffers fit the layers is the caller's matter (`Streaming.of`).
+    Lent pages that come home must have been reclaimed (they are the tenant's KV, and not in `now.lent`: see
+    `to_reclaim`). Only pages that come home are loaded (`home`). The caller ensures that tails and buffers fit the
+    layers (`Streaming.of`).
+
+    Raises InvalidArgument, and nothing changes: fewer streamed layers than buffers + 1 (fields buffers, streamed),
+    tails too small for the ring (needed_pages, available_pages), lent pages that come home without having been
+    reclaimed (pages).
     """
     _check(target)
     if ring is None:
         ring = _choose_ring(now, target)
     if ring == now.ring:
-        ring = now.ring  # the very same: what follows looks at what has changed
+        ring = now.ring  # the same object: the code below compares by identity
     moves = _moves(now, target.tails, ring, to)
     regions = _region_points(now, target, ring)
 
-    # Out of KV first (strict mode unmaps them), into KV last (their layers' regions have let go of them by then).
+    # Pages leave KV first (strict mode unmaps them) and enter KV last (their layers' regions have let go of them by
+    # then).
     def owners(last: bool) -> list[Step]:
         return [
             SetOwner(tuple(pages), was, becomes, now.tenant)
@@ -250,7 +256,7 @@ def plan_streaming(
 
 
 def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, give: bool, reason: str = "") -> Plan:
-    """Free pages become the tenant's KV (`give`), or its KV pages become free again. No layer is touched."""
+    """Make free pages the tenant's KV (`give`), or its KV pages free again. Touches no layer."""
     owners = ("free", "kv") if give else ("kv", "free")
     return Plan(
         epoch=epoch,
@@ -262,7 +268,7 @@ def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, gi
         gained=tuple(pages) if give else (),
         lost=() if give else tuple(pages),
         ring_moves=False,
-        # Pages of the tenant's own layers are lent while they are not its KV, and only then.
+        # Pages of the tenant's own streamed layers are lent exactly while they are not its KV.
         lent=tenant.lent.difference(pages) if give else tenant.lent.union(tenant.kv_from_homes.intersection(pages)),
         reason=reason,
     )
@@ -273,7 +279,7 @@ def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, gi
 
 @dataclass(frozen=True)
 class Copies:
-    """In bytes. offsets and places have one entry a streamed layer."""
+    """Copies in bytes. offsets and places have one entry per streamed layer."""
 
     offsets: tuple[int, ...]  # the copy of a layer brings [offset, end) ...
     places: tuple[int, ...]  # ... to this place of its ring buffer
@@ -303,7 +309,7 @@ def _check(target: Streaming) -> None:
     if streamed and not 1 <= target.buffers < streamed:
         raise InvalidArgument(
             f"{streamed} streamed layers need between 1 and {streamed - 1} ring buffers, got {target.buffers}: with as "
-            "many buffers as layers nothing would be freed; nothing was planned",
+            "many buffers as layers no page would become free; nothing was planned",
             buffers=target.buffers,
             streamed=streamed,
         )
@@ -327,7 +333,7 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
     was_ring, is_ring = frozenset[int](), frozenset[int]()
     if ring is not now.ring:
         was_ring, is_ring = frozenset(chain.from_iterable(now.ring)), frozenset(chain.from_iterable(ring))
-    # else: whose pages the ring has, streams before and after, so none of them changes hands.
+    # else: the layers whose pages are the ring stream before and after, so none of these pages changes hands.
     ring_change = was_ring ^ is_ring
     moves: dict[tuple[str, str], list[int]] = {}
 
@@ -338,8 +344,8 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
     for home, had, has in zip(now.homes, now.tails, tails):
         if not (had or has) or (had == has and not ring_change):
             continue
-        # Only pages between the two tails' beginnings, and those that enter or leave the ring: growth is on the critical path,
-        # and a layer may have 10^4 pages.
+        # Look only at pages between the two tails' beginnings, and at those that enter or leave the ring: growth is on
+        # the critical path, and a layer may have 10^4 pages.
         stay = len(home) - min(had, has)
         change = home[len(home) - max(had, has) : stay]
         ring_pages = is_ring if had < has else was_ring
@@ -366,8 +372,8 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
     absent = [page for (was, _), pages in moves.items() if was == "lent" for page in pages]
     if absent:
         raise InvalidArgument(
-            f"{len(absent)} pages that are to come home are lent to other tenants, the first is {absent[0]}; nothing was "
-            "planned; reclaim them first",
+            f"{len(absent)} pages that are to come home are lent to other tenants, the first is {absent[0]}; nothing "
+            "was planned; reclaim them first",
             pages=len(absent),
         )
     return moves
@@ -381,7 +387,7 @@ def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:
         old = now.ring[index] if index < len(now.ring) else ()
         front = len(buffer) - len(old)
         first = 0
-        if front >= 0 and buffer[front:] == old:  # as is usual: it is new, or grows in front
+        if front >= 0 and buffer[front:] == old:  # the usual case: it is new, or grows in front
             if front:
                 points.append(Point(now.ring_region, (index + 1) * size - len(buffer), buffer[:front], False, None))
             continue
@@ -397,7 +403,8 @@ def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:
 
 
 def _region_points(now: TenantPages, target: Streaming, ring: Ring) -> list[Point]:
-    """The layers' regions that are to show something else: head from the home, tail from the end of the layer's buffer."""
+    """The layers' regions that are to show something else: head from the home, tail from the end of the layer's
+    buffer."""
     old_buffer = {layer: now.ring[index % len(now.ring)] for index, layer in enumerate(now.streamed)}
     buffer = {layer: ring[index % len(ring)] for index, layer in enumerate(target.layers)}
     points = []
@@ -418,7 +425,7 @@ def _choose_ring(now: TenantPages, target: Streaming) -> Ring:
     if ring is None:
         needed, available = target.buffers * target.depth, sum(target.tails)
         raise InvalidArgument(
-            f"{target.buffers} ring buffers of {target.depth} pages need {needed} pages, those that stream are {available}; "
+            f"{target.buffers} ring buffers of {target.depth} pages need {needed} pages, but only {available} stream; "
             "nothing was planned; stream more or use fewer buffers",
             buffers=target.buffers,
             needed_pages=needed,
@@ -428,7 +435,7 @@ def _choose_ring(now: TenantPages, target: Streaming) -> Ring:
 
 
 def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
-    """Pages for the ring out of the tails of `target`; those that can stay at their places do.
+    """Pages for the ring from the tails of `target`. Pages stay at their places if they can.
 
     () if nothing is to stream. None if the tails are too small for the ring: such a target cannot stream.
     """
@@ -452,10 +459,10 @@ def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
         (b, at): page for (b, at), page in _by_place(now.ring).items() if page in pages and b < buffers and -at <= depth
     }
     used = set(chosen.values())
-    # First what is neither KV nor lent: no block has to move for it. Lent or KV is the same, so that reclaiming a page changes
-    # nothing that was chosen.
+    # Pages that are neither KV nor lent come first: no block has to move for them. Lent and KV pages count the same, so
+    # that reclaiming a page does not change the choice.
     given = frozenset(chain.from_iterable(map(now.away, now.streamed))).difference(*now.ring)
-    # Layers that the ring's region shows already, then those that give nothing else, then large ones.
+    # First the layers that the ring's region shows already, then those that give nothing else, then large ones.
     order = sorted(
         target.layers,
         key=lambda layer: (rank.get(layer, len(rank)), not given.isdisjoint(now.homes[layer]), -tails[layer], layer),
@@ -467,7 +474,7 @@ def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
             chosen[place] = page
             used.add(page)
 
-        # A layer a buffer, each page where it stands at home: that is what the region shows from the start.
+        # One layer per buffer, each page where it stands at home: the region shows them so from the start.
         for b, at in places:
             layer = order[b]
             if (b, at) not in chosen and -at <= tails[layer]:
@@ -475,7 +482,7 @@ def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
                 if page not in used and allowed(page):
                     put((b, at), page)
         empty = [place for place in places if place not in chosen]
-        free: list[list[int]] = []  # of as few layers as do, which then are the last to come home
+        free: list[list[int]] = []  # of as few layers as possible, which then are the last to come home
         for layer in order:
             if sum(map(len, free)) >= len(empty):
                 break

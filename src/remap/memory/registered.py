@@ -1,7 +1,7 @@
-"""Declared ranges: memory that somebody outside (NCCL, a network card) looked up page by page and uses at its address.
+"""Declared ranges: memory whose pages NCCL, a network card or the like has looked up, and uses at its address.
 
-What a region there shows must not change any more: the arena refuses plans that would, and layers that intersect are
-pinned, so that no plan is made that would.
+The regions there must always show the same pages. The arena refuses plans that would change that; layers that intersect
+a declared range are pinned, so that no such plan is made.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _Range = tuple[int, int]  # address, bytes
 
 
 class Registered:
-    """A session's. Called with its lock held."""
+    """A session's declared ranges. Called with the session's lock held."""
 
     def __init__(self, arena: Any, tenants: Mapping[str, TenantState]) -> None:
         self._arena = arena
@@ -31,8 +31,8 @@ class Registered:
             streamed = sorted(_layers_in(tenant, [(address, nbytes)]).intersection(tenant.streamed))
             if streamed:
                 raise InvalidState(
-                    f"layer {streamed[0]} of {tenant.name!r} is streamed, so its region shows other pages than its own; nothing "
-                    "changed; take its pages back, settle, then register the range and declare it",
+                    f"layer {streamed[0]} of {tenant.name!r} is streamed, so its region shows other pages than its "
+                    "own; nothing changed; take its pages back, settle, then register the range and declare it",
                     tenant=tenant.name,
                     layer=streamed[0],
                 )
@@ -49,16 +49,16 @@ class Registered:
         for address, nbytes in self._arena.registered():
             if _inside(tenant.regions, [(address, nbytes)]):
                 raise InvalidState(
-                    f"{nbytes} bytes at {address:#x}, memory of tenant {tenant.name!r}, are declared as registered; nothing "
-                    "changed; deregister them and call withdraw_registered first",
+                    f"{nbytes} bytes at {address:#x}, memory of tenant {tenant.name!r}, are declared as registered; "
+                    "nothing changed; deregister them and call withdraw_registered first",
                     tenant=tenant.name,
                     address=address,
                     nbytes=nbytes,
                 )
 
     def pin(self) -> None:
-        """Pin the layers that intersect a declared range. The arena knows the ranges, and a layer may be pinned for several
-        reasons: all of it is found anew, so that this can be called again at any time."""
+        """Pin the layers that intersect a declared range. Finds all pinned layers anew, since a layer may be pinned for
+        several reasons; so this can be called at any time."""
         ranges = self._arena.registered()
         for tenant in self._tenants.values():
             empty = {layer for layer, nbytes in enumerate(tenant.layer_bytes) if nbytes == 0}

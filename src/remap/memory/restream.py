@@ -1,9 +1,9 @@
-"""What streams: growing and shrinking what one tenant gives to KV, in whole layers or in a slice of every layer.
+"""Change what streams: grow and shrink what one tenant gives to KV, in whole layers or in a slice of every layer.
 
-    choose what is to stream (what turns out to be written is pinned) -> plan it (plan.py) -> carry it out (apply.py)
+    choose what is to stream (layers found written are pinned) -> plan it (plan.py) -> carry it out (apply.py)
 
-A target that neither contains what streams now nor is contained in it gains pages and loses some. Where the blocks in those that
-are lost have no room, the change is made in two plans: gain first, then exchange.
+A target that neither contains what streams now nor is contained in it gains some pages and loses others. If the blocks
+in the lost pages have no room, the change takes two plans: gain first, then exchange.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 ]
 
 
-# What is recorded of a selection that goes by what streams already.
+# What is recorded for a selection that depends on what streams already.
 _RECORDED = {"onward": "nested", "inward": ""}
 
 
 def take_free_pages(changes: Changes, tenant: TenantState, free: Sequence[int], blocks: int) -> None:
-    """Enough of the `free` pages (in giving order) for `blocks` more usable blocks, or all of them."""
+    """Take enough of the `free` pages (in giving order) for `blocks` more usable blocks, or all of them."""
     count = min(len(free), -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1)
     if count:
         plan = plan_free_pages(tenant.pages, changes.arena.epoch, free[:count], give=True)
@@ -58,9 +58,10 @@ def grow(
     predicted_stall_s: float = 0.0,
     reason: str = "",
 ) -> None:
-    """Up to `layers` layers' worth: fewer, or none, where layers turn out to be written or pages have no place.
+    """Remap up to `layers` layers' worth: fewer, or none, if layers turn out to be written or pages have no place.
 
-    Adds to what is streamed, even if that is no prefix of the nested order (set by hand): growing never takes a KV page.
+    Adds to the streamed layers, even if they are no prefix of the nested order (set by hand): growing never takes a KV
+    page.
     to: whether the pages become the tenant's "kv", or "free", for others to take.
     """
     for fewer in range(layers, tenant.remapped, -1):
@@ -75,15 +76,15 @@ def grow(
         except InvalidArgument:
             continue
         plan = replace(plan, epoch=changes.arena.epoch, predicted_stall_s=predicted_stall_s, reason=reason)
-        if plan.lost:  # the set that was asked for does not contain what is streamed: no growth
+        if plan.lost:  # the selected set does not contain the streamed layers: no growth
             return
         changes.apply_and_settle(tenant, plan)
         return
 
 
 def prepare_growth(tenant: TenantState, buffers: int) -> None:
-    """Plan one layer more, which growth will most likely ask for next: growth is on the engine's critical path, the end of a pass
-    is not. The plan holds as long as pages and streamable layers stay the same; there is nothing to do if they have."""
+    """Plan one layer more, the most likely next growth: growth is on the engine's critical path, the end of a pass is
+    not. The plan holds as long as pages and streamable layers stay the same; while they do, this returns at once."""
     known = tenant.known_growth
     if known is not None and known[0] is tenant.pages and known[1] is tenant.order and known[2] == buffers:
         return
@@ -100,7 +101,7 @@ def prepare_growth(tenant: TenantState, buffers: int) -> None:
 
 
 def _prepared(tenant: TenantState, buffers: int) -> Plan | None:
-    """What `prepare_growth` has planned, if that still holds, and none of its layers turns out to be written."""
+    """The plan of `prepare_growth`, if it still holds and none of its layers turns out to be written."""
     known = tenant.known_growth
     if known is None or known[0] is not tenant.pages or known[1] is not tenant.order or known[2] != buffers:
         return None
@@ -119,13 +120,17 @@ def restream(
     reason: str = "",
     drain: bool = False,
 ) -> dict[int, int]:
-    """Make the tenant stream what `TenantState.streaming_at` says for this amount. Returns the blocks that moved, {old: new}.
+    """Make the tenant stream what `TenantState.streaming_at` gives for this amount. Returns the blocks that moved,
+    {old: new}.
 
-    drain: if live blocks cannot move (an engine with its own allocator holds them), withdraw them and finish later, when they
-    have been returned; otherwise OutOfBlocks. Layers that something wrote into since attach are found, and pinned, first.
+    drain: if live blocks cannot move (an engine with its own allocator holds them), withdraw them and finish when the
+    engine has returned them; otherwise OutOfBlocks. First finds, and pins, layers that something wrote into since
+    attach.
+
     Raises InvalidArgument as `plan_streaming` does, or if pages have no place in the KV region (pages, max_blocks);
-    OutOfBlocks (field preempt) if live blocks have no room in what remains; the backend's error if the change could not be
-    applied. Nothing changes then, unless `changes.applied` has grown: a step was made on the way, and could not be taken back.
+    OutOfBlocks (field preempt) if live blocks have no room in the remaining pages; the backend's error if the change
+    could not be applied. Nothing changes then, unless `changes.applied` has grown: a step was made on the way and could
+    not be taken back.
     """
     target = streamable(tenant, amount, buffers, selection)
     pool = tenant.kv.pool
@@ -159,9 +164,9 @@ def restream(
 
 
 def continue_draining(changes: Changes, tenant: TenantState, selection: str) -> dict[int, int]:
-    """Finish a shrink whose blocks were still live when it was decided, if they are gone now: chosen by `selection`."""
+    """Finish, by `selection`, a shrink whose blocks were still live when it was decided, if they are gone now."""
     target = tenant.draining_target
-    if target is None:  # of a change that did not come to its end
+    if target is None:  # left by a change that was not finished
         changes.cancel_draining(tenant)
         return {}
     if tenant.kv.pool.pending(tenant.draining):
@@ -174,9 +179,9 @@ def continue_draining(changes: Changes, tenant: TenantState, selection: str) -> 
 
 @dataclass(frozen=True)
 class Way:
-    """One plan to the target, or two. first: the plan before it that only gains, if it takes one to make room; `plan` is planned
-    anew behind it. lost: slots of the KV region that blocks may lie in and that go, at the end. pending: the live blocks in them;
-    short: how many of these have no room."""
+    """One plan to the target, or two. first: if blocks need it to have room, a plan before it that only gains; `plan`
+    is planned anew behind it. lost: slots of the KV region that may hold blocks and go away in the end. pending: the
+    live blocks in them; short: how many of these have no room."""
 
     plan: Plan
     first: Plan | None
@@ -194,8 +199,9 @@ def find_way(
     outside: Collection[int],
     more: Sequence[int] = (),
 ) -> Way:
-    """How the tenant comes from `pages` (what it has now, or will have) to the target. outside: its KV pages that are in no pool.
-    more: slots that it will have been given by then. Changes nothing; raises InvalidArgument as `plan_streaming` does."""
+    """How the tenant gets from `pages` (its present or future ones) to the target. outside: its KV pages that are in no
+    pool.
+    more: slots that it will have got by then. Changes nothing; raises InvalidArgument as `plan_streaming` does."""
     pool = tenant.kv.pool
 
     def from_there(pages: TenantPages, plan: Plan, first: Plan | None, gained: Sequence[int]) -> Way:
@@ -210,7 +216,7 @@ def find_way(
     # The ring stays, or loses a buffer, so nothing is lost on the way.
     first = plan_streaming(pages, epoch, pages.streaming.beside(target))
     there = replace(pages, tails=first.tails, ring=first.ring, lent=first.lent)
-    # From there another ring may be the best one, made of pages that are not at home.
+    # From there the best ring may be another one, made of pages that are not at home.
     if first.lost or there.to_reclaim(target):
         return direct
     gained = (*more, *tenant.slots_of(first.gained))
@@ -219,13 +225,13 @@ def find_way(
 
 
 def _go_back(changes: Changes, tenant: TenantState, before: TenantPages) -> None:
-    """Stream again what `before` says, through the very same ring. No live block is in the way: none has moved yet."""
+    """Stream again as `before` says, through exactly its ring. No live block is in the way: none has moved yet."""
     plan = plan_streaming(tenant.pages, changes.arena.epoch, before.streaming, ring=before.ring)
     changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed))
 
 
 def _pooled(tenant: TenantState, plan: Plan, outside: Collection[int]) -> list[int]:
-    """Where the lost pages stand that blocks may lie in: what was reclaimed for this has never been in the pool."""
+    """Slots of the lost pages that may hold blocks: pages reclaimed for this change have never been in the pool."""
     lost = [page for page in plan.lost if page not in outside] if outside else plan.lost
     return list(tenant.slots_of(lost))
 
@@ -234,7 +240,7 @@ def _pooled(tenant: TenantState, plan: Plan, outside: Collection[int]) -> list[i
 
 
 def can_restream(tenant: TenantState, amount: int, buffers: int, selection: str) -> bool:
-    """Whether `restream` has something to stream, once the layers that something wrote into are known."""
+    """Whether `restream` can stream this, once the layers that something wrote into are known."""
     try:
         return tenant.possible(streamable(tenant, amount, buffers, selection))
     except InvalidArgument:
@@ -242,15 +248,15 @@ def can_restream(tenant: TenantState, amount: int, buffers: int, selection: str)
 
 
 def streamable(tenant: TenantState, amount: int, buffers: int, selection: str) -> Streaming:
-    """What is to stream, once every layer in it was looked at for writes since attach. Finds pin their layer.
+    """What is to stream. Checks each of its layers for writes since attach, and pins the written ones.
 
-    Raises InvalidArgument (fields layers, streamable, pinned) if too few are left, or (field selection) where slices stream:
-    whole layers cannot be added to them, nor can layers come home one by one.
+    Raises InvalidArgument (fields layers, streamable, pinned) if too few layers are left, or (field selection) if
+    slices stream: then neither can whole layers be added, nor can layers come home one by one.
     """
     if amount and tenant.slicing and tenant.pages.streamed and selection in ("onward", "inward", "suffix"):
         raise InvalidArgument(
-            f"slices of {tenant.pages.depth} pages of {len(tenant.streamed)} layers of {tenant.name!r} stream: no whole layers "
-            "can be given beside them; nothing changed; remap 0 layers first",
+            f"slices of {tenant.pages.depth} pages of {len(tenant.streamed)} layers of {tenant.name!r} stream: no "
+            "whole layers can be given beside them; nothing changed; remap 0 layers first",
             selection=selection,
         )
     while True:
@@ -269,7 +275,7 @@ def streamable(tenant: TenantState, amount: int, buffers: int, selection: str) -
 
 
 def _pin_written(tenant: TenantState, target: Sequence[int]) -> bool:
-    """Look at what is to stream and does not yet for writes since attach. Finds pin their layer."""
+    """Check the layers of `target` that do not stream yet for writes since attach. Pins the written ones."""
     written = tenant.source.watch(sorted(set(target) - set(tenant.pages.streamed)))
     tenant.written.update(written)
     tenant.pinned.update(written)
@@ -279,7 +285,8 @@ def _pin_written(tenant: TenantState, target: Sequence[int]) -> bool:
 
 
 def require_places(tenant: TenantState, gained: Sequence[int]) -> None:
-    """Raises InvalidArgument (fields pages, max_blocks) if one of these pages has no place in the tenant's KV region."""
+    """Raises InvalidArgument (fields pages, max_blocks) if one of these pages has no place in the tenant's KV
+    region."""
     unplaced_pages = 0
     if not tenant.stand_together(gained):
         unplaced_pages = sum(page not in tenant.index_of for page in gained)

@@ -1,7 +1,7 @@
-"""For how long the passes of all active tenants together really wait for layers, beside what was certified and what was allowed.
+"""The measured wait for layers of all active tenants' passes together, beside the certified and the allowed wait.
 
-Each tenant's certificate bounds its own passes as if the link were its own. Several that stream at once share the link, so that
-all of them may wait for longer than any of them was promised: then a warning is logged, once a session.
+Each tenant's certificate bounds its own passes as if the link were its own. Tenants that stream at once share the link,
+so all of them may wait for longer than any certificate says. Then this module logs a warning, once per session.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from remap.report import StallShare
 __all__ = ["LEAST_PASSES", "MARGIN", "WINDOW", "StallWatch"]
 
 WINDOW = 256
-"""Passes, of all tenants together, that the shares are of."""
+"""The number of passes in the shares, of all tenants together."""
 LEAST_PASSES = 64
-"""Before so many have been timed no warning is given: the first ones after a change load what was not there."""
+"""No warning before so many passes were timed: the first ones after a change load layers that were away."""
 MARGIN = 0.05
-"""By how much the share that is seen may exceed the one that is allowed: five hundredths of the computation."""
+"""By how much the seen share may exceed the allowed one: five hundredths of the computation."""
 
 _LOOK_EVERY = 16  # passes between two looks
 _logger = logging.getLogger("remap.stall")
 
 
 class _Timed(NamedTuple):
-    """Seconds of one pass, and which tenant's it was."""
+    """Seconds of one pass, and its tenant's number."""
 
     tenant: int
     compute_s: float
@@ -39,8 +39,9 @@ class _Timed(NamedTuple):
 
 
 class StallWatch:
-    """A session's. `add` is called by each engine's own thread, at the end of its passes. It takes a lock only where it is about
-    to warn, so that of two threads one does; passes until the next look are counted without, and one more is no loss."""
+    """A session's watch. Each engine's own thread calls `add` at the end of its passes. `add` takes a lock only when it
+    is about to warn, so that only one of two threads warns. It counts the passes until the next look without a lock:
+    one more does no harm."""
 
     def __init__(self) -> None:
         self._passes: deque[_Timed] = deque(maxlen=WINDOW)
@@ -58,8 +59,8 @@ class StallWatch:
         slowdown: float,
         active: Callable[[], Collection[int]],
     ) -> None:
-        """A pass was timed. predicted_s: of its tenant's certificate, slowdown: its config's; active(): numbers of the
-        tenants that are. Where an activation was allowed to stall for longer, the certificate says by how much."""
+        """Add a timed pass. predicted_s: from its tenant's certificate. slowdown: from its config. active(): numbers of
+        the active tenants. If an activation was allowed to stall for longer, the certificate says for how long."""
         allowed_s = max(slowdown * compute_s, predicted_s)
         self._passes.append(_Timed(tenant, compute_s, stall_s, predicted_s, allowed_s))
         self._until_look -= 1
@@ -68,7 +69,7 @@ class StallWatch:
             self._look(active())
 
     def share(self, active: Collection[int]) -> StallShare:
-        """Of the passes in the window that are these tenants'."""
+        """The shares of these tenants' passes in the window."""
         passes = [each for each in tuple(self._passes) if each.tenant in active]
         compute = math.fsum(each.compute_s for each in passes)
         if compute <= 0:
@@ -90,10 +91,10 @@ class StallWatch:
                 return
             self._warned = True
         _logger.warning(
-            "passes wait for layers for %.1f %% of their computation, %.1f %% were allowed and %.1f %% predicted (the last %d "
-            "passes of %d active tenants): each tenant is bounded as if the link were its own, and what they copy together, "
-            "or the link itself, is slower; lower Config.slowdown or max_layers, or keep fewer tenants active at once. "
-            "session.snapshot().stall has these numbers; this is said once",
+            "passes wait for layers for %.1f %% of their computation, %.1f %% were allowed and %.1f %% predicted (the "
+            "last %d passes of %d active tenants): each tenant is bounded as if the link were its own, and their "
+            "copies together, or the link itself, are slower; lower Config.slowdown or max_layers, or keep fewer "
+            "tenants active at once. session.snapshot().stall has these numbers; this warning comes once",
             100 * share.seen,
             100 * share.allowed,
             100 * share.predicted,

@@ -1,8 +1,8 @@
-"""One tenant's state: its pages and homes, which layers stream, its KV cache, and what streams and passes have taught.
+"""One tenant's state: its pages and homes, which layers stream, its KV cache, and the times learnt from passes.
 
-Plain data that `attach.py` makes, and that the functions of this package get as an argument; the public `Tenant` is a handle over
-it. Who writes what: the change in progress, which has claimed the tenant (locking.py), everything but what is marked as the
-pass's; those fields are written by the thread of the tenant's engine, between the pass's begin and its end.
+Plain data. `attach.py` makes it, the functions of this package get it as an argument, and the public `Tenant` is a
+handle over it. The thread of the tenant's engine writes the fields marked as the pass's, between a pass's begin and its
+end. The change in progress, which has claimed the tenant (locking.py), writes all others.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["TenantState"]
 
 @dataclass(eq=False)
 class TenantState:
-    """See the module. Pages are page ids, slots are pages' places in the KV region; seconds and bytes."""
+    """See the module. Pages are page ids; slots are pages' places in the KV region; units are seconds and bytes."""
 
     # -- who it is
-    number: int  # never used twice, so that nobody's bytes pass for another's
+    number: int  # never used twice, so that no tenant gets another's bytes by mistake
     name: str
     priority: int
     config: Knobs
@@ -54,9 +54,9 @@ class TenantState:
     regions: tuple[tuple[int, int], ...]  # address and bytes of every region: the layers' first
     rest_address: int
     ring_address: int
-    reserved: int  # places of the giving order that are the first min_blocks': pages that never leave
+    reserved: int  # the first places of the giving order, for min_blocks: their pages never leave
     order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
-    max_remappable: int  # layers whose homes all have a place in the KV region: the most that can be given
+    max_remappable: int  # the most layers that can be given: all their home pages have a place in the KV region
     pinned: set[int]  # layers that may not be streamed
     host: HostMemory | None  # where the device needs page-locked master copies
 
@@ -69,46 +69,48 @@ class TenantState:
 
     # -- what the controller has decided
     controller: Controller = field(init=False)
-    hidden: Any = None  # bounds.StallBounds, which answer the controller's questions
+    hidden: Any = None  # bounds.StallBounds, which answers the controller's questions
     offers: Others | None = None  # what other tenants could give; asked by the controller
     active: bool = True
     demand: Demand | None = None  # of the last step
     predicted_stall_s: float = 0.0  # the certificate of what streams now, per pass
-    by_hand: bool = False  # what streams was decided by hand: no certificate bounds it
-    selection: str = ""  # how what streams was chosen
-    since: tuple[int, float] = (0, 0.0)  # completed passes and their stall seconds when the last change was made
-    told_alpha: float = 0.0  # as of the last report
+    by_hand: bool = False  # the streamed layers were set by hand: no certificate bounds them
+    selection: str = ""  # how the streamed layers were chosen
+    since: tuple[int, float] = (0, 0.0)  # completed passes and their stall seconds at the last change
+    told_alpha: float = 0.0  # alpha in the last report
     last_use: int = 0  # the session's count of activations at the last one
     last_pass_s: float = 0.0  # when the last pass ended; the pass's
 
     # -- changes that are not finished
-    unsettled: tuple[Plan, bool] | None = None  # decided and not settled; did the ring change
+    unsettled: tuple[Plan, bool] | None = None  # a plan decided and not settled; whether it changed the ring
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
-    draining_target: tuple[int, int, str] | None = None  # amount, buffers and selection, as of `streaming_at`
-    # Lent pages that are the tenant's again and wait for their layers to come home: KV for the arena, not in the pool.
+    draining_target: tuple[int, int, str] | None = None  # amount, buffers and selection, as in `streaming_at`
+    # Lent pages that are the tenant's again and wait for their layers to come home: KV to the arena, but not in the
+    # pool.
     reclaimed: frozenset[int] = frozenset()
-    leaving: bool = False  # being detached, which has failed: only trying it again is allowed
+    leaving: bool = False  # detaching it has failed: only another try is allowed
     detached: bool = False
 
     # -- bytes that are not where they should be
     written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
-    absent: set[int] = field(default_factory=set)  # found when the tenant leaves: layers not all at their addresses
+    absent: set[int] = field(default_factory=set)  # noted when the tenant leaves: layers not all at their addresses
     all_ready: bool = False  # every layer was seen ready since the last change
     from_masters: set[int] = field(
         default_factory=set
-    )  # of the open pass, or the last one, out of weights files; the pass's
-    changed_file: InvalidState | None = None  # a weights file changed while layers came from it: no pass any more
-    # Layers that no whole pass has waited for yet, while hooks are new; None: it has, or the engine has said that it does.
+    )  # layers of the open pass, or the last one, that came from weights files; the pass's
+    changed_file: InvalidState | None = None  # a weights file changed while layers came from it: no more passes
+    # While hooks are new: layers that no whole pass has waited for yet. None: a pass has, or the engine calls wait
+    # itself.
     unseen: set[int] | None = None
     handle: Handle | None = None  # the public tenant over it
 
-    # -- kept answers, each with what it is for
+    # -- kept answers, each with its key
     known_growth: tuple[TenantPages, tuple[int, ...], int, Plan | None] | None = (
         None  # pages, order, buffers: restream.py
     )
     known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
-    known_depths: tuple[tuple[int, ...], int, int] | None = None  # of which order: view.view_of
-    known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py, what coming home would cost
+    known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
+    known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py: the blocks that coming home costs
 
     def __post_init__(self) -> None:
         self.layers = len(self.layer_bytes)
@@ -133,7 +135,7 @@ class TenantState:
 
     @property
     def alpha(self) -> float:
-        """Layers' worth of pages that are KV now, or lent: a whole number of layers, and in slices a fraction."""
+        """Layers' worth of pages that are KV now, or lent: a whole number, or a fraction if slices stream."""
         pages = self.pages
         if not self.slicing:
             return max(0, len(pages.streamed) - len(pages.ring))
@@ -147,12 +149,12 @@ class TenantState:
 
     @property
     def told(self) -> float:
-        """`alpha` as it is told: an int unless slices stream."""
+        """`alpha` as reports show it: an int unless slices stream."""
         return self.alpha if self.pages.streamed else 0
 
     @property
     def slicing(self) -> bool:
-        """Whether what streams next, or now, is a slice of every layer: then amounts are tail pages of each, not layers."""
+        """Whether slices stream now, or will if nothing streams. Amounts are then tail pages of each layer."""
         return (self.selection if self.pages.streamed else self.config.selection) == "slices"
 
     @property
@@ -162,14 +164,14 @@ class TenantState:
 
     @property
     def growing_by(self) -> str:
-        """The selection by which more layers go: an inactive tenant's last ones, unless others are streamed already."""
+        """The selection of the next layers to go: an inactive tenant's last ones, unless others stream already."""
         return "suffix" if not self.active and self.streams_suffix else "onward"
 
     # -- where bytes are -------------------------------------------------------------------------------------------
 
     @property
     def streaming(self) -> bool:
-        """Whether wait() has something to do in the next pass, for any layer: it is streamed, loading, or being re-pointed."""
+        """Whether wait() has something to do in the next pass: some layer is streamed, loading, or being re-pointed."""
         if self.all_ready or self.detached:
             return False
         if self.streamed or self.unsettled is not None:
@@ -178,7 +180,7 @@ class TenantState:
         return not self.all_ready
 
     def away(self) -> set[int]:
-        """The layers whose bytes are not, or not all, at their addresses now: streamed, loading, or to be re-pointed."""
+        """The layers of which some bytes are not at their addresses now: streamed, loading, or to be re-pointed."""
         found = set(self.absent)
         if self.streaming:
             found.update(self.streamed)
@@ -188,14 +190,14 @@ class TenantState:
         return found
 
     def refuse_lost_writes(self) -> None:
-        """Raises InvalidState (fields tenant, written). Layers written before they were to be streamed are pinned, so what is
-        found now was written into the ring."""
+        """Raises InvalidState (fields tenant, written) for writes into the ring: layers that something wrote into
+        before they streamed are pinned, so a write found now went into the ring."""
         written = self.source.writes(self.streamed)
         if written:
             raise InvalidState(
-                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced their tensors, and "
-                f"that is lost: {written}; detach it; name these tensors in attach(mutable=), or run a pass before remapping "
-                "so that they are found",
+                f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced their "
+                f"tensors, and that is lost: {written}; detach the tenant; name these tensors in attach(mutable=), or "
+                "run a pass before remapping so that remap finds them",
                 tenant=self.name,
                 written=written,
             )
@@ -204,27 +206,30 @@ class TenantState:
 
     @property
     def busy(self) -> bool:
-        """Whether the change in progress must leave it alone: it was inside a pass when that began, or is being detached."""
+        """Whether the change in progress must leave it alone: it was inside a pass when the change began, or is being
+        detached."""
         return self.leaving or not self.turn.claimed
 
     def require_seen(self) -> None:
-        """Raises InvalidState (fields tenant, layers) while no pass has waited for every layer, unless the tenant is inactive:
-        what it lends comes home before its next pass, or is looked for in it like everything that is streamed."""
+        """Raises InvalidState (fields tenant, layers) while no pass has waited for every layer. An inactive tenant is
+        allowed: its lent layers come home before its next pass, or that pass checks for them as for all streamed
+        layers."""
         if self.unseen is not None and self.active:
             raise InvalidState(
-                f"tenant {self.name!r}: no pass has waited for every layer yet, so nothing may be streamed; nothing changed; run "
-                f"one whole pass first (layers {sorted(self.unseen)} were not waited for in the last one), or attach with "
-                "hooks=False if the engine calls wait and done itself",
+                f"tenant {self.name!r}: no pass has waited for every layer yet, so nothing may be streamed; nothing "
+                f"changed; run one whole pass first (layers {sorted(self.unseen)} were not waited for in the last "
+                "one), or attach with hooks=False if the engine calls wait and done itself",
                 tenant=self.name,
                 layers=tuple(sorted(self.unseen)),
             )
 
     def require_idle(self, leaving: bool = False, asleep: bool = False) -> None:
-        """Raises InvalidState (field tenant) if a pass is open, or detaching has failed (unless `leaving`), or, with `asleep`, if
-        the tenant is inactive."""
+        """Raises InvalidState (field tenant) if a pass is open, or detaching has failed (unless `leaving`), or, with
+        `asleep`, if the tenant is inactive."""
         if self.leaving and not leaving:
             raise InvalidState(
-                f"taking tenant {self.name!r} out has failed; nothing changed; detach it again, or close the session",
+                f"detaching tenant {self.name!r} has failed before; nothing changed; detach it again, or close the "
+                "session",
                 tenant=self.name,
             )
         if not self.turn.claimed:
@@ -239,7 +244,7 @@ class TenantState:
             )
 
     def retire(self) -> None:
-        """The memory goes away: from now on wait and done raise instead of touching it, and no hook calls them."""
+        """The memory goes away. From now on wait and done raise instead of touching it, and no hook calls them."""
         if self.handle is not None:
             self.handle.retire()
         self.detached = True
@@ -250,9 +255,9 @@ class TenantState:
     def select(self, remapped: int, buffers: int, selection: str) -> tuple[int, ...]:
         """The layers to stream for `remapped` layers' worth, ascending; () for 0.
 
-        "nested": a prefix of the nested order, which grows without reloading. "uniform": evenly spaced. "suffix": the last ones.
-        "onward": what is streamed now, whichever that is, and more of the nested order. "inward": fewer of what is streamed
-        now: layers that are lent to other tenants come home first, those that the ring is made of last. "best": by search.
+        "nested": a prefix of the nested order, which grows without reloading. "uniform": evenly spaced. "suffix": the
+        last ones. "onward": all layers that stream now, and more of the nested order. "inward": fewer of the layers
+        that stream now: those lent to other tenants come home first, those of the ring last. "best": by search.
         """
         if remapped == 0:
             return ()
@@ -266,7 +271,8 @@ class TenantState:
         if selection == "inward":
             ring = self.pages.ring_layers
             rank = {layer: index for index, layer in enumerate(order)}
-            # A suffix comes back from its front, so that it stays one; any other set in the nested order backwards.
+            # A suffix comes back from its front, so that it stays a suffix; any other set in the nested order
+            # backwards.
             suffix = self.streams_suffix
             lent = {layer for layer in present if self.lends(layer)}
             keep = sorted(
@@ -283,16 +289,16 @@ class TenantState:
         return tuple(ascending[index] for index in schedule.uniform(len(ascending), remapped, buffers))
 
     def streaming_at(self, amount: int, buffers: int, selection: str) -> Streaming:
-        """What streams at this amount: the whole layers of `select`, or for "slices" the last `amount` pages of every streamable
-        layer."""
+        """The streaming for this amount: whole layers by `select`, or for "slices" the last `amount` pages of every
+        streamable layer."""
         sizes = self.pages.sizes
         if selection == "slices":
             return Streaming.of(sizes, self.order if amount else (), buffers, amount)
         return Streaming.of(sizes, self.select(amount, buffers, selection), buffers)
 
     def possible(self, target: Streaming) -> bool:
-        """Whether a plan can make this stream, given what streams now: the tails are large enough for the ring, and every page
-        that would become KV has a place in the KV region."""
+        """Whether a plan can go from the present streaming to `target`: the tails are large enough for the ring, and
+        every page that would become KV has a place in the KV region."""
         layers, pages = target.layers, self.pages
         if self.plain or not layers:
             return not layers or len(layers) > target.buffers
@@ -305,7 +311,7 @@ class TenantState:
         return all(page in self.index_of or page in unmoved for page in chain.from_iterable(tails))
 
     def copy_seconds(self, times: LayerSeconds, target: Streaming) -> Sequence[float]:
-        """Seconds for which the copy engine is busy with each layer, of what streams of it."""
+        """Seconds for which the copy engine is busy with each layer's streamed part."""
         sizes, seconds = self.pages.sizes, times.transfer_s
         if all(target.tails[layer] == sizes[layer] for layer in target.layers):
             return seconds
@@ -317,36 +323,36 @@ class TenantState:
 
     @functools.cached_property
     def unplaced(self) -> frozenset[int]:
-        """Layers of which some page has no place in the KV region: it can be ring, or lent, and nothing else."""
+        """Layers with a page that has no place in the KV region: such a page can only be ring, or lent."""
         known = self.index_of.keys()
         return frozenset(layer for layer, home in enumerate(self.pages.homes) if not known >= set(home))
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether any of the streamable layers can stream: they are equally large, and all have a place in the KV region."""
+        """Whether any choice of streamable layers can stream: all have equal sizes and a place in the KV region."""
         sizes = {len(self.pages.homes[layer]) for layer in self.order}
         return sizes <= {self.pages.buffer_pages} and self.unplaced.isdisjoint(self.order)
 
     @property
     def streams_suffix(self) -> bool:
-        """Whether what streams is nothing, or the last streamable layers."""
+        """Whether nothing streams, or exactly the last streamable layers do."""
         present = self.pages.streamed
         return not present or present == tuple(sorted(self.order)[-len(present) :])
 
     def lends(self, layer: int) -> bool:
-        """Whether other tenants have pages of this layer, or may take them, or it waits to come home from there."""
+        """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
         home = self.pages.homes[layer]
         return not (self.pages.lent.isdisjoint(home) and self.reclaimed.isdisjoint(home))
 
     # -- pages of the KV region ------------------------------------------------------------------------------------
 
     def stand_together(self, pages: Sequence[int]) -> bool:
-        """Whether these pages stand in the KV region one after another: so they do if given together, as is usual."""
+        """Whether these pages stand in the KV region one after another, as they usually do: pages given together do."""
         first = self.index_of.get(pages[0]) if pages else None
         return first is not None and self.giving[first : first + len(pages)] == tuple(pages)
 
     def slots_of(self, pages: Sequence[int]) -> Sequence[int]:
-        """Slots of the KV region at which these pages stand; a range where they are consecutive, which is the fast case."""
+        """Slots of the KV region at which these pages stand: a range if they are consecutive, the fast case."""
         geometry = self.kv.geometry
         if self.stand_together(pages):
             return geometry.giving_slots(self.index_of[pages[0]], len(pages))

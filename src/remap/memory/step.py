@@ -3,8 +3,8 @@
     demand -> view -> Controller.decide -> carry out: grow, take from others, shrink      for each tenant that has one
     lender -> Controller.may_return -> Lending.bring_home                                 for each tenant whose layers others have
 
-Entries of a step's report are made here: tenant -> {added, moved, unmet, stall, reason}. An entry is in the report as soon as its
-blocks have moved, so that a step that raises afterwards cannot lose it.
+This module makes the entries of a step's report: tenant -> {added, moved, unmet, stall, reason}. An entry is in the
+report as soon as its blocks have moved, so that a step that raises afterwards cannot lose it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Steps:
         self._offers = offers
 
     def step(self, demand: Mapping[str, Demand]) -> Entries:
-        """The entries of the step's report; {} if nothing was decided. Known tenants, active and outside of passes.
+        """The entries of the step's report; {} if nothing was decided. Pre: known tenants, active and outside of
+        passes.
 
-        Tenants of higher priority are served first, equal ones in the order of attaching. An error ends the step: it is raised if
-        nothing has changed by then, and is in the report otherwise. If the step raises, what had moved by then is in the next
-        report (`Changes.moved`): the engines have to hear of it.
+        Tenants of higher priority are served first, equal ones in the order of attaching. An error ends the step: it is
+        raised if nothing has changed by then, and is in the report otherwise. If the step raises, the next report has
+        the blocks that had moved by then (`Changes.moved`): the engines have to hear of them.
         """
         for name, tenant in self._tenants.items():
             tenant.demand = demand.get(name)
@@ -65,7 +66,8 @@ class Steps:
         except Error as error:
             if self._changes.applied == applied:
                 raise
-            # Not as if nothing had changed: the report says what was done, and the next step tries the rest again.
+            # Something has changed, so do not raise: the report says what was done, and the next step tries the rest
+            # again.
             entry = entries.setdefault(tenant.name, moved_entry({}, tenant.name))  # whose turn it was
             entry["reason"] = ended_early(entry["reason"], str(error))
             for name, wanted in demand.items():
@@ -77,7 +79,7 @@ class Steps:
         return entries
 
     def _carry_out(self, tenant: TenantState, wanted: Demand, decision: Decision, report: Entries) -> None:
-        """What the controller decided, now. Adds the tenant's entry to the report, and those of tenants whose blocks moved.
+        """Carry out the decision. Adds the tenant's entry to the report, and those of tenants whose blocks moved.
 
         If it raises, `changes.applied` tells whether anything has changed by then; the entry says what.
         """
@@ -114,20 +116,20 @@ class Steps:
                     entry["moved"] = continue_draining(changes, tenant, kind)
         finally:
             added = max(0, tenant.kv.usable_blocks - before)
-            # What there is, not what was planned: written layers may have made it less.
+            # Count the blocks that are there, not those planned: written layers may have made them fewer.
             free = (wanted.free or 0) + added if pool.external else pool.free_blocks
             entry.update(added=added, unmet=max(0, wanted.blocks - free))
 
     def _lacking(self, tenant: TenantState, wanted: Demand, decision: Decision) -> int:
-        """Blocks of the demand that there would not be after a shrink. The controller reckons with the mean layer; of unequal
-        ones, or where blocks become usable in groups, one may take more with it."""
+        """Blocks of the demand that would be lacking after a shrink. The controller counts with the mean layer; a
+        larger layer, or blocks that become usable in groups, may cost more."""
         kind = self._homewards(tenant, decision.remapped, decision.buffers)
         lost = self._claim(tenant, decision.remapped, decision.buffers, kind).get(tenant.name, 0)
         free = (wanted.free or 0) if tenant.kv.pool.external else tenant.kv.free_blocks
         return max(0, wanted.blocks - (free - lost))
 
     def _take(self, tenant: TenantState, decision: Decision) -> None:
-        """Free pages, and before that what other tenants give: it becomes free pages first."""
+        """Take free pages, after turning what other tenants give into free pages."""
         blocks = decision.free_pool_blocks_to_take
         for take in decision.takes:
             self._offers.give(tenant, take, decision.reason)
@@ -136,7 +138,7 @@ class Steps:
             take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)
 
     def _remap_more(self, tenant: TenantState, decision: Decision, entry: dict[str, Any]) -> None:
-        """The tenant's own layers."""
+        """Remap more of the tenant's own layers."""
         stall, reason = decision.predicted_stall_s, decision.reason
         kind = tenant.hidden.kind(tenant.timing.decode(), decision.remapped, decision.buffers)
         if (
@@ -144,7 +146,7 @@ class Steps:
             and not len(tenant.pages.lent)
             and can_restream(tenant, decision.remapped, decision.buffers, kind)
         ):
-            # Evenly spread at every alpha, as in the paper: layers come home as others leave, and their blocks move.
+            # Evenly spread at every alpha, as in the paper: layers come home while others leave, and blocks move.
             try:
                 entry["moved"] = restream(
                     self._changes,
@@ -155,7 +157,7 @@ class Steps:
                     predicted_stall_s=stall,
                     reason=reason,
                 )
-            except OutOfBlocks:  # no room to move what lies in layers that come home: grow beside them
+            except OutOfBlocks:  # blocks in layers that come home have no room: only add layers instead
                 pass
             else:
                 return
@@ -163,7 +165,7 @@ class Steps:
             grow(self._changes, tenant, decision.remapped, decision.buffers, predicted_stall_s=stall, reason=reason)
 
     def _homewards(self, tenant: TenantState, remapped: int, buffers: int) -> str:
-        """How a tenant's layers are chosen when some come home: as they were for leaving, if these can stream."""
+        """The selection when layers come home: the same as for leaving, if the remaining layers can stream."""
         if tenant.slicing:
             return "slices"
         selection = tenant.config.selection
@@ -173,7 +175,7 @@ class Steps:
         return kind if tenant.possible(tenant.streaming_at(remapped, buffers, kind)) else "inward"
 
     def _consider_return(self, lender: TenantState, report: Entries) -> None:
-        """One of the layers that others have comes home, if everybody who has its pages can spare them and it is paid for."""
+        """Bring one lent layer home, if all who have its pages can spare them and the controller finds that it pays."""
         if lender.busy or lender.remapped == 0:
             return
         lending = self._lending
@@ -196,7 +198,7 @@ class Steps:
                 reason=decision.reason,
                 drain=True,
             )
-        except OutOfBlocks:  # an engine with its own allocator holds other blocks than one could know: nothing changed
+        except OutOfBlocks:  # an engine with its own allocator holds blocks that nobody could foresee: nothing changed
             return
         merge(report, lender, result.moved)
         report[lender.name].update(
@@ -209,8 +211,8 @@ class Steps:
     def _claim(
         self, lender: TenantState, fewer: int, buffers: int | None = None, kind: str = "inward"
     ) -> dict[str, int]:
-        """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Asked in every step while anything is lent:
-        looked up once per epoch, as long as no layer is pinned."""
+        """Tenant -> blocks that it would lose if the lender kept `fewer` layers away. Computed once per epoch and set
+        of pinned layers, since every step asks while anything is lent."""
         epoch, buffers = self._changes.epoch, buffers or max(1, lender.buffers)
         key = (epoch, lender.order, fewer, buffers, kind)
         known = lender.known_claim
@@ -219,7 +221,7 @@ class Steps:
         return known[1]
 
     def _view(self, tenant: TenantState) -> TenantView:
-        """As the controller sees it, with the demand of this step."""
+        """The controller's view of the tenant, with the demand of this step."""
         if tenant.offers is None:
             tenant.offers = partial(self._offers.to, tenant)
         return view_of(self._changes, tenant, tenant.demand, tenant.offers if len(self._tenants) > 1 else None)
@@ -230,7 +232,7 @@ class Steps:
 
 
 def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
-    """The entry of a tenant that nothing was decided for, but whose blocks moved."""
+    """The entry of a tenant without a decision of its own, whose blocks moved."""
     return {
         "added": 0,
         "moved": moved,
@@ -241,7 +243,7 @@ def moved_entry(moved: dict[int, int], cause: str) -> dict[str, Any]:
 
 
 def ended_early(reason: str, problem: str) -> str:
-    """The reason, and what has ended the change early, if anything has: what was done by then stays."""
+    """The reason, and the problem that ended the change early, if there is one. What was done by then stays."""
     return f"{reason}; it ended early, and what was done before that stays: {problem}" if problem else reason
 
 

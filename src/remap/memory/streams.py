@@ -1,8 +1,8 @@
-"""Who comes after whom on the device: a session's streams and events, and the stream that a tenant's passes compute on.
+"""The order of work on the device: a session's streams and events, and the stream on which a tenant's passes compute.
 
-Everything that touches a tenant's memory is on its compute stream, on the prefetcher's copy stream, or was waited for by the
-host; the first two are ordered by events. A tenant whose passes compute on the calling thread (a host device) has no
-compute stream: then the host waits wherever a stream would.
+All work on a tenant's memory is on its compute stream, on the prefetcher's copy stream, or the host has waited for it;
+events order the first two. A tenant whose passes compute on the calling thread (a host device) has no compute stream:
+the host waits wherever a stream would.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FOREVER_S = 3600.0
 
 
 def gone(give_back: Callable[..., None], *handle: int) -> None:
-    """Give something back to the backend that may have it already: an interrupt came before that was noted. The backend, which
-    knows its own, then says InvalidArgument."""
+    """Give something back to the backend. The backend may have it already, if an interrupt came before that was noted;
+    it then raises InvalidArgument, which this ignores."""
     try:
         give_back(*handle)
     except InvalidArgument:
@@ -30,23 +30,23 @@ def gone(give_back: Callable[..., None], *handle: int) -> None:
 
 
 class Streams:
-    """A session's own streams, the callers' streams that it uses, and its events. All released by `close`."""
+    """A session's own streams, the callers' streams that it uses, and its events. `close` releases all."""
 
     def __init__(self, backend: Any, simulator: Any = None) -> None:
         self.backend = backend
-        self.simulator = simulator  # the virtual clock behind it, if there is one
+        self.simulator = simulator  # the backend's virtual clock, if there is one
         self._adopted: set[int] = set()
-        self._mover = 0  # the session's own: for copies that the host waits for, made on first use
-        self._keep: Any = None  # owns what copies on it may be reading
+        self._mover = 0  # the session's own stream, for copies that the host waits for; made on first use
+        self._keep: Any = None  # owns the memory that copies on it may be reading
         self._timing: list[int] = []  # two events
         self._events: list[int] = []
-        self._recording: set[int] = set()  # of these: taken, and not recorded yet
+        self._recording: set[int] = set()  # those of them that are taken and not recorded yet
         self._retired: list[Any] = []
         # A pass may begin on the engine's thread while another thread changes another tenant.
         self._lock = threading.Lock()
 
     def adopt(self, native: int) -> int:
-        """The backend's handle of a caller's stream. Raises InvalidArgument if it is none of this device."""
+        """The backend's handle of a caller's stream. Raises InvalidArgument if the stream is not this device's."""
         with self._lock:
             stream: int = self.backend.adopt_stream(native)
             self._adopted.add(stream)
@@ -55,9 +55,9 @@ class Streams:
     def record(self, stream: int) -> int:
         """An event that completes when all work enqueued on `stream` so far has.
 
-        It is recorded anew by a later call, once it is complete: whoever still waits for it then waits for that, too, which
-        is later but never wrong, since nothing waits for what was not enqueued before it. Raises the backend's error;
-        nothing is recorded then.
+        Once it is complete, a later call may record it anew. A thread that still waits for it then waits for the new
+        work too: later, but never wrong, since nothing waits for work that was not enqueued before it. Raises the
+        backend's error; nothing is recorded then.
         """
         with self._lock:
             event = next((each for each in self._events if each not in self._recording and self._complete(each)), 0)
@@ -65,7 +65,8 @@ class Streams:
                 self._events.append(self.backend.create_event(timed=False))
                 event = self._events[-1]
             self._recording.add(event)
-        # Without the lock: while the stream's queue is full a driver blocks here, and other tenants' passes begin meanwhile.
+        # Without the lock: a driver blocks here while the stream's queue is full, and other tenants' passes may begin
+        # meanwhile.
         try:
             self.backend.record(event, stream)
         finally:
@@ -73,7 +74,8 @@ class Streams:
         return event
 
     def order(self, later: int, earlier: int) -> None:
-        """Work enqueued on `later` from now on waits for all that is enqueued on `earlier` now. The host waits for nothing.
+        """Make work enqueued on `later` from now on wait for all work enqueued on `earlier` now. The host does not
+        wait.
 
         Raises the error of `earlier` if that has failed already: it would spread to `later`.
         """
@@ -86,14 +88,14 @@ class Streams:
         self.backend.synchronize(event, _FOREVER_S)
 
     def ended(self, event: int) -> bool:
-        """Whether what the event stands for is over, well or with an error."""
+        """Whether the event is complete, with or without an error."""
         try:
             return bool(self.backend.query(event))
         except Error:
             return True
 
     def copy(self, ranges: Sequence[tuple[int, int, int]], *, keep: Any = None) -> None:
-        """Copy (to, from, bytes) each on a stream of the session's own, and wait for it. `keep` keeps what is read alive."""
+        """Copy (to, from, bytes) each on a stream of the session's own, and wait. `keep` keeps the sources alive."""
         stream = self._moving()
         self._keep = keep
         try:
@@ -106,7 +108,7 @@ class Streams:
         self._keep = None
 
     def copy_seconds(self, target: int, source: int, nbytes: int, *, keep: Any = None) -> float:
-        """Seconds that one copy takes on a stream of the session's own, the quicker of two. The first estimate of the link."""
+        """Seconds of one copy on a stream of the session's own, the quicker of two. The first estimate of the link."""
         stream = self._moving()
         self._keep = keep
         while len(self._timing) < 2:
@@ -127,14 +129,15 @@ class Streams:
         return float(min(times))
 
     def retire(self, prefetcher: Any) -> None:
-        """Nobody uses this `_core.Prefetcher` any more: give its stream and events back, now or (if that fails) in `close`."""
+        """Give back the stream and events of a `_core.Prefetcher` that is no longer used, now or (if that fails) in
+        `close`."""
         try:
             prefetcher.close()
         except Error:
             self._retired.append(prefetcher)
 
     def close(self) -> None:
-        """Give everything back. After an error or an interrupt it can be called again. Callers' streams are not waited for."""
+        """Give everything back. Can be called again after an error or interrupt. Does not wait for callers' streams."""
         self._drop_mover()
         while self._retired:
             self._retired[-1].close()
@@ -153,9 +156,9 @@ class Streams:
         return self._mover
 
     def _drop_mover(self) -> None:
-        # A caller that got an error gives the targets up, so nothing may still be writing there: destroying a stream waits for
-        # its work. It also gets rid of a stream that has failed, which would fail for ever. If this fails too, copies may
-        # still be reading: what they read is kept until it has succeeded.
+        # A caller that gets an error gives the targets up, so no copy may still write there: destroying a stream waits
+        # for its work. It also removes a stream that has failed, which would fail for ever. If destroying fails too,
+        # copies may still be reading: the memory that they read is kept until it succeeds.
         if self._mover:
             gone(self.backend.destroy_stream, self._mover)
             self._mover = 0
@@ -165,7 +168,7 @@ class Streams:
         try:
             return bool(self.backend.query(event))
         except Error:
-            return False  # of a stream that has failed: kept as it is, for whoever still asks
+            return False  # its stream has failed: keep the event as it is, since somebody may still ask for it
 
 
 class ComputeStream:
@@ -175,14 +178,14 @@ class ComputeStream:
         self._streams = streams
         self._device = device
         self._native = 0
-        self._given: Any = None  # the caller's object: its stream lives as long as it is used here
+        self._given: Any = None  # the caller's object, kept so that its stream lives as long as it is used here
         self.handle = 0
 
     def begin(self, stream: Any) -> int:
         """A pass begins: on `stream`, or (None) on the device's default. Returns its handle.
 
-        What was enqueued for the tenant before comes first: another stream waits for it on the device, the calling thread
-        blocks. Raises InvalidArgument for what is no stream of this device; nothing changed then.
+        Work enqueued for the tenant before comes first: another stream waits for it on the device; the calling thread
+        blocks. Raises InvalidArgument if `stream` is not a stream of this device; nothing changed then.
         """
         given = self._device.default_stream() if stream is None else stream
         if given is not None:
@@ -195,7 +198,7 @@ class ComputeStream:
         return self.handle
 
     def current(self) -> int:
-        """The stream of the last pass. Before the first one the device's default, on which engines warm up."""
+        """The stream of the last pass; before the first pass the device's default, on which engines warm up."""
         if self.handle == 0:
             given = self._device.default_stream()
             if given is not None:
@@ -203,14 +206,15 @@ class ComputeStream:
         return self.handle
 
     def mark(self) -> int:
-        """An event behind all that was enqueued on the compute stream so far; 0 if there is no such stream."""
+        """An event behind all work enqueued on the compute stream so far; 0 if there is no such stream."""
         stream = self.current()
         return self._streams.record(stream) if stream else 0
 
     def wait(self) -> None:
-        """Block until the compute stream has done all that was enqueued. An error of its own is its owner's to hear.
+        """Block until the compute stream has done all enqueued work. An error of the stream itself is left to its
+        owner.
 
-        Raises only if that cannot be known; calling again is safe.
+        Raises only if it cannot know whether the work is done; calling again is safe.
         """
         event = self.mark()
         if event == 0:
@@ -228,8 +232,8 @@ class ComputeStream:
             return
         handle = self._streams.adopt(native)
         if self.handle:
-            # Recorded now, not when the last pass ended: changes since then have enqueued work there as well. A stream that
-            # has failed runs nothing any more, and waiting for it would only pass the failure on.
+            # Recorded now, not at the end of the last pass: changes since then have enqueued work there as well. A
+            # stream that has failed runs nothing any more; waiting for it would only spread the failure.
             event = self._streams.record(self.handle)
             if not self._streams.ended(event):
                 self._streams.backend.stream_wait(handle, event)

@@ -1,5 +1,5 @@
-"""What a tenant's passes have taught: seconds of computation and of copies per layer. Written at the end of passes, by the thread
-of the tenant's engine; read by changes, which claim the tenant first (locking.py)."""
+"""The times learnt from a tenant's passes: seconds of computation and of copies per layer. The thread of the tenant's
+engine writes them at the end of passes; changes, which claim the tenant first, read them (locking.py)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ _UNTIMED = 64  # passes whose times may still come, at most: the prefetcher time
 
 
 class PassTimes:
-    """Of one tenant. compute_s: seconds of all timed passes. abandoned: passes that taught nothing."""
+    """One tenant's times. compute_s: seconds of computation of timed passes. abandoned: passes that taught nothing."""
 
     def __init__(self, layer_bytes: Sequence[int]) -> None:
         self._cost = CostModel(layer_bytes)
         self._layer_bytes = tuple(layer_bytes)
         self.compute_s = 0.0
         self.abandoned = 0
-        # What growth will ask of new times, asked ahead at the end of a pass (bounds.StallBounds.prepare).
+        # Called with new times at the end of a pass, to compute ahead what growth will ask
+        # (bounds.StallBounds.prepare).
         self.prepare: Callable[[LayerTimes], None] | None = None
         self._prepared: LayerTimes | None = None
         self._prepared_age = _PREPARE_EVERY
@@ -32,7 +33,7 @@ class PassTimes:
         self._known_age = 0
         self._asked = False
         self._shapes: deque[tuple[int, Phase, int]] = deque(maxlen=_UNTIMED)  # (number, phase, tokens), not timed yet
-        # Of the last decode pass timed, or of any pass before the first decode.
+        # The shape of the last timed decode pass, or of any pass before the first decode.
         self._last_shape: tuple[Phase, int] | None = None
         self._prompts: deque[int] = deque(maxlen=64)  # tokens of the last prefills
         self._seen_copy_s = 0.0
@@ -40,11 +41,12 @@ class PassTimes:
         self._seen_copies = 0
 
     def completed(self, number: int, phase: str, tokens: int) -> None:
-        """Pass `number` was of this shape; its times come now or, from a stream, passes later."""
+        """Pass `number` had this shape. Its times come now or, from a stream, some passes later."""
         self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))
 
     def take(self, stats: Any, number: int, seconds: float, stall_s: float) -> float | None:
-        """One timed pass: its seconds of computation, which are learnt; None if its shape is unknown. stats: the prefetcher's."""
+        """Learn from one timed pass. Returns its seconds of computation; None if its shape is unknown. stats: the
+        prefetcher's."""
         while self._shapes and self._shapes[0][0] < number:
             self._shapes.popleft()
         if not self._shapes or self._shapes[0][0] != number:
@@ -92,7 +94,7 @@ class PassTimes:
     def decode(self) -> LayerTimes | None:
         """Measured seconds per layer for the shape of the last decode pass; None before the first pass.
 
-        The same object for some passes: whatever is computed from it (the exact bound) can be kept meanwhile.
+        The same object for some passes, so that answers computed from it (the exact bound) can be kept meanwhile.
         """
         self._asked = True
         if self._last_shape is None:
@@ -103,19 +105,19 @@ class PassTimes:
         return self._known
 
     def prefill(self) -> LayerTimes | None:
-        """Seconds per layer of a short prefill (the tenth percentile of the prompts seen lately), for what a reload may cost
-        an inactive tenant; None before the first pass. Where no prefill was seen, passes that were."""
+        """Seconds per layer of a short prefill (the tenth percentile of the prompts seen lately), to bound the cost of
+        a reload for an inactive tenant; None before the first pass. Without a prefill, other passes stand in."""
         if not self._cost.measured:
             return None
         tokens = sorted(self._prompts)
         return self._cost.estimate("prefill", tokens[len(tokens) // 10] if tokens else 1)
 
     def copy_seconds(self) -> float:
-        """Measured seconds to copy in one layer, the mean; 0 if the link was not measured."""
+        """Mean measured seconds to copy in one layer; 0 if the link was not measured."""
         rate = self._cost.seconds_per_byte
         return rate * sum(self._layer_bytes) / len(self._layer_bytes) if rate else 0.0
 
     def calibrate_link(self, bytes_per_s: float) -> None:
-        """Sets the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
+        """Set the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""
         self._cost.calibrate(bytes_per_s)
         self._known = None

@@ -1,15 +1,15 @@
-"""Calls of several plans as one: if a later plan fails, what the earlier ones did is taken back.
+"""Make a call of several plans one change: if a later plan fails, the earlier ones are taken back.
 
-Each plan is applied whole or not at all, by the Executor. A call that needs several (pages go from one tenant to another by way
-of `free`) says after each of them how to take it back:
+The Executor applies each plan whole or not at all. A call that needs several plans (pages go from one tenant to another
+by way of `free`) says after each plan how to take it back:
 
     with AllOrNothing(changes, tenants) as undo:
         changes.apply_and_settle(tenant, plan)
         undo.append(take_it_back)
 
-On any exception, KeyboardInterrupt included, that is done, newest first, and the exception goes on: nothing has changed. Taking
-back needs the backend too. Where that fails, or where the body did not say how, `changes.applied` is larger than it was: then the
-call must not raise as if nothing had changed, but report what it did.
+On any exception, KeyboardInterrupt included: take the plans back, newest first, then re-raise; nothing has changed.
+Taking back needs the backend too. If that fails, or if the body did not say how, `changes.applied` is larger than
+before: then the call must not raise as if nothing had changed, but report what it did.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ __all__ = ["AllOrNothing"]
 
 
 class AllOrNothing:
-    """A context manager (see above). `tenants`: whose bookkeeping beside pages and blocks is put back as well: what is being
-    drained, the certificate of the last change, and how layers were chosen."""
+    """A context manager (see above). `tenants`: it also restores their bookkeeping beside pages and blocks: the slots
+    that drain, the certificate of the last change, and how layers were chosen."""
 
     __slots__ = ("_applied", "_before", "_changes", "_undo")
 
@@ -57,9 +57,9 @@ class AllOrNothing:
         changes, undo = self._changes, self._undo
         if error is None or isinstance(error, ArenaBroken):
             return
-        changes.undo()  # what was begun and not decided, before what was
+        changes.undo()  # the undecided change, before the decided ones
         if changes.applied - self._applied != len(undo):
-            return  # something below could not be taken back, or is meant to stay
+            return  # some change could not be taken back, or is meant to stay
         try:
             while undo:
                 undo[-1]()
@@ -67,7 +67,7 @@ class AllOrNothing:
         except ArenaBroken:
             raise
         except Error:
-            return  # the caller is told by `applied`; the first error is the one that says why
+            return  # `applied` tells the caller; the first error says why
         changes.applied = self._applied
         for tenant, draining, target, stall, since, selection, by_hand in self._before:
             tenant.predicted_stall_s, tenant.since = stall, since

@@ -1,4 +1,4 @@
-"""What the controller is shown of a tenant."""
+"""The controller's view of a tenant."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def free_pages_of(changes: Changes, tenant: TenantState) -> tuple[int, ...]:
     epoch = changes.epoch
     known = tenant.known_free
     if known is None or known[0] != epoch or epoch < 0:
-        # From the free pages to their places: a tenant has places for ten thousands of pages, and few of them are free.
+        # Start from the free pages: a tenant has places for tens of thousands of pages, and few pages are free.
         giving, place_of = tenant.giving, tenant.index_of.get
         places = [place for place in map(place_of, changes.arena.free_pages()) if place is not None]
         places.sort()
@@ -30,8 +30,8 @@ def view_of(
 ) -> TenantView:
     """The tenant as the controller sees it now. On the engine's path in every step: cheap reads only.
 
-    An engine with its own allocator holds every block as far as the pool knows; which of them are free it says itself (`demand`).
-    others: what other tenants could give, where there are any.
+    To the pool, an engine with its own allocator holds every block; the engine says in `demand` how many are free.
+    others: what other tenants could give, if there are any.
     """
     pool, pages, demand = tenant.kv.pool, tenant.pages, demand or _NO_DEMAND
     free, live = pool.free_blocks, pool.live_blocks
@@ -44,9 +44,9 @@ def view_of(
     blocks_per_unit, unit = tenant.blocks_per_layer, "layers"
     shrink_blocks: int | None = tenant.shrink_blocks
     if tenant.slicing:
-        # The unit is one tail page of every layer, where it is a layer otherwise: as many "layers" as pages a layer.
+        # The unit is one tail page of every layer instead of a layer: there are as many "layers" as pages per layer.
         known = tenant.known_depths
-        if known is None or known[0] is not tenant.order:  # a view is made in every step, layers are pinned hardly ever
+        if known is None or known[0] is not tenant.order:  # every step makes a view, but layers are rarely pinned
             known = tenant.known_depths = (tenant.order, *_depths(tenant, tenant.config.max_layers))
         blocks_per_unit = max(1, streamable - max(2, buffers)) * tenant.blocks_per_page
         layers = streamable = known[1] + 2
@@ -80,7 +80,8 @@ def _depths(tenant: TenantState, cap: int | None) -> tuple[int, int]:
     deepest = sizes[0] if sizes else 0
     if len(sizes) <= 2 or tenant.max_remappable < len(sizes):
         return deepest, 0
-    # A page a layer more gives one of each layer that has it, less the ring's two: nothing beyond the third largest layer.
+    # One more tail page frees a page of each layer that has it, less the ring's two: none beyond the third largest
+    # layer.
     most = sizes[2]
     if cap is not None:
         most = min(most, tail_for(sizes, min(cap, slices_alpha(most, sizes, 2)), 2))

@@ -1,10 +1,10 @@
-"""An input embedding that is gathered from host memory: the first donor, and nearly a free one.
+"""An input embedding in host memory, from which steps gather rows: the first donor, and nearly a free one.
 
-A step needs one row of it a token: tokens x hidden x itemsize bytes (2.1 MB for 256 tokens of 4,096 bfloat16 values), out of the
-gigabyte that it takes on the device. So an untied embedding does not have to be there at all. On the CPU the parameter simply
-stays outside of the arena. On a GPU it becomes a view of page-locked memory that the device reads over the link by itself:
-same module, same kernel, the gather stays where it was in the stream, also inside a captured graph. Derived; none of the
-papers mentions embeddings.
+A step needs one row per token: tokens x hidden x itemsize bytes (2.1 MB for 256 tokens of 4,096 bfloat16 values) of the
+gigabyte that the embedding takes on the device. So an untied embedding need not be on the device at all. On the CPU the
+parameter stays outside of the arena. On a GPU it becomes a view of page-locked memory that the device reads over the
+link by itself: the same module, the same kernel, the gather at its place in the stream, also inside a captured graph.
+Derived; none of the papers mentions embeddings.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class HostEmbedding:
     def __init__(
         self, model: nn.Module, specs: Sequence[TensorSpec], device: TargetDevice, host: LockedMemory | None
     ) -> None:
-        """Raises InvalidArgument (fields path, shared) if there is none, or if another tensor shares its memory (a tied head,
-        which reads all of it in every step). Changes nothing in the model."""
+        """Raises InvalidArgument (fields path, shared) if there is none, or if another tensor shares its memory (a tied
+        head, which reads all of it in every step). Changes nothing in the model."""
         get = getattr(model, "get_input_embeddings", None)
         module = get() if callable(get) else None
         weight = getattr(module, "weight", None)
@@ -59,7 +59,7 @@ class HostEmbedding:
         self._view: torch.Tensor | None = None
 
     def prepare(self) -> None:
-        """Copy the bytes to where the device can read them, if it cannot read them where they are. May raise OutOfMemory."""
+        """If the device cannot read the bytes where they are, copy them to where it can. May raise OutOfMemory."""
         if self._host is None:
             return
         buffer = self._host.allocate(self.nbytes)
@@ -70,12 +70,12 @@ class HostEmbedding:
         self._view = memory.view(data.dtype).as_strided(data.shape, data.stride())
 
     def install(self) -> None:
-        """The parameter reads from there. Cannot fail."""
+        """Make the parameter read from the prepared memory. Cannot fail."""
         if self._view is not None:
             self.weight.data = self._view
 
     def restore(self, device: Any) -> None:
-        """Back onto ordinary memory: of `device`, or of the processor."""
+        """Move the parameter back to ordinary memory, of `device` or of the processor."""
         if self._view is not None:
             # .cpu() of a CPU tensor is the tensor itself, whose memory goes away.
             self.weight.data = (

@@ -1,4 +1,4 @@
-"""How much of an arena a model takes, before there is one: for those who size a session around a model."""
+"""How much of an arena a model would take, to size a session before it exists."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["DEVICE_PAGE_SIZES", "DEVICE_WASTE", "PAGE_SIZES", "Footprint", "foot
 PAGE_SIZES = (2**21, 2**20, 2**19, 2**18, 2**17, 2**16)
 """On the CPU, where pages may be any size: from the usual one down."""
 DEVICE_PAGE_SIZES = (2**25, 2**24, 2**23, 2**22, 2**21)
-"""On a device, whose driver is called for every page that a layer's region is pointed at: from large down to its granularity.
-PyTorch takes device memory in segments of 20 MiB where large tensors live."""
+"""On a device, from large down to its granularity: its driver is called for every page that a layer's region is pointed
+at. PyTorch takes device memory in segments of 20 MiB for large tensors."""
 DEVICE_WASTE = 0.03
 """Share of the weights that large pages may cost on a device, in rounding up to whole pages."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """layer_bytes: of each layer as it is packed for streaming, in order. rest_bytes: of everything else."""
+    """layer_bytes: bytes of each layer, as packed for streaming, in order. rest_bytes: bytes of everything else."""
 
     layer_bytes: tuple[int, ...]
     rest_bytes: int
@@ -47,10 +47,11 @@ class Footprint:
         return taken / self.nbytes - 1 if self.nbytes else math.inf if taken else 0.0
 
     def page_size(self, device: str = "cpu", *, ranges: int = 1) -> int:
-        """Bytes of a page that suits the model: the largest at which rounding costs little, or the smallest there is.
+        """Page size in bytes that suits the model: the largest at which rounding costs little, or the smallest of all.
 
-        device: "cpu": PAGE_SIZES, 1 % of the model; any other: DEVICE_PAGE_SIZES, DEVICE_WASTE. ranges: ranges of addresses
-        that a KV cache grows in at once, a page in each (2 x layers in the layer_major layout): together no more than a layer.
+        device: "cpu": PAGE_SIZES, 1 % of the model; any other: DEVICE_PAGE_SIZES, DEVICE_WASTE. ranges: the ranges of
+        addresses in which a KV cache grows at once, a page in each (2 x layers in the layer_major layout): together no
+        more than a layer.
         """
         sizes, most = (PAGE_SIZES, 0.01) if device.partition(":")[0] == "cpu" else (DEVICE_PAGE_SIZES, DEVICE_WASTE)
         layer = max(self.layer_bytes, default=0)

@@ -1,7 +1,7 @@
 """Hooks: each layer of a torch model waits for its weights before it runs and says when it is done; a call is a pass.
 
-`Session.attach` puts them in unless it is told not to (`hooks=False`), and they go when the tenant goes. Until one complete pass
-has waited for every layer nothing is streamed, so a model that runs past its hooks costs nothing but the remapping.
+`Session.attach` puts them in unless it gets `hooks=False`; they go when the tenant goes. No layer streams until one
+complete pass has waited for every layer, so a model that runs past its hooks only loses the remapping.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ OURS = "_put_in_by_remap"
 
 
 class Tenant(Protocol):
-    """What the hooks need of a tenant."""
+    """The part of a tenant that the hooks use."""
 
     name: str
     hooks: AttachedHooks | None
@@ -46,9 +46,7 @@ class Tenant(Protocol):
 
 
 class AttachedHooks:
-    """What `attach_hooks` put in; `remove()` (or leaving the `with` block) takes it out again. Removing twice does
-    nothing.
-    """
+    """The hooks of `attach_hooks`. `remove()`, or leaving the `with` block, takes them out; twice does no harm."""
 
     def __init__(self, tenant: Tenant) -> None:
         self._tenant: Tenant | None = tenant
@@ -59,14 +57,14 @@ class AttachedHooks:
         self.removed = False
 
     def remove(self) -> None:
-        """Afterwards the modules are as they were. What somebody else has put around `model.forward` meanwhile stays."""
+        """Restore the modules. A wrapper that others have put around `model.forward` meanwhile stays."""
         self.removed = True
         while self._handles:
             self._handles.pop().remove()
         model, self._model = self._model, None
         if model is not None and model.__dict__.get("forward") is self._bracket:
             if self._before is None:
-                # The bracket was an attribute of the instance; without it the class's own forward is found again.
+                # The bracket is an attribute of the instance; without it Python finds the class's own forward again.
                 del model.__dict__["forward"]
             else:
                 model.__dict__["forward"] = self._before
@@ -85,7 +83,7 @@ class AttachedHooks:
             self._before = model.__dict__.get("forward")
             self._bracket = _bracket(model.forward, tenant, self)
             self._model = model
-            # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, and the pass would
+            # Not a pair of hooks: a forward hook does not run for exceptions that are no `Exception`, so the pass would
             # stay open. Not through the module's own __setattr__, which is for parameters and submodules.
             model.__dict__["forward"] = self._bracket
 
@@ -101,16 +99,17 @@ class AttachedHooks:
 def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module | None = None) -> AttachedHooks:
     """Make layer i call `tenant.wait(i)` before its forward and `tenant.done(i)` after: for `attach(..., hooks=False)`.
 
-    layers: exactly the modules that were attached, in their order, `extra_layers` behind the others. With `model`, every call
-    of it is a pass: `with tenant.forward(phase, tokens)`, where a call with one position a sequence counts as "decode",
-    others as "prefill"; inside of a pass that the caller has opened it is part of that one. If anything raises in the pass
+    layers: exactly the attached modules, in their order, `extra_layers` last. With `model`, every call of it is a pass:
+    `with tenant.forward(phase, tokens)`. A call with one position per sequence counts as "decode", others as "prefill";
+    inside a pass that the caller has opened, the call is part of that pass. If anything raises in the pass
     (KeyboardInterrupt too), `done` is not called for that layer, and leaving the bracket abandons the pass.
 
-    A layer that is called outside of a pass while layers are streamed raises InvalidState, as does `backward()` through a layer
-    that has been streamed since: its weights are not there any more.
+    Calling a layer outside of a pass while layers are streamed raises InvalidState; so does `backward()` through a
+    layer that has been streamed since: its weights are not there any more.
 
-    Raises InvalidArgument (fields index, layers, expected) for modules that are not the tenant's layers in number, order and
-    identity, InvalidState (field tenant) if the tenant has hooks already. Nothing changed then. They are removed with the tenant.
+    Raises InvalidArgument (fields index, layers, expected) for modules that are not the tenant's layers in number,
+    order and identity; InvalidState (field tenant) if the tenant has hooks already. Nothing changed then. The hooks go
+    with the tenant.
     """
     modules = list(layers)
     expected = list(tenant.modules)
@@ -197,7 +196,7 @@ def _bracket(forward: Callable[..., Any], tenant: Tenant, hooks: AttachedHooks) 
             return forward(*args, **kwargs)
         if torch.jit.is_tracing() or torch.compiler.is_exporting():  # type: ignore[attr-defined]
             raise InvalidState(
-                f"the model of tenant {tenant.name!r} is attached: what is traced or exported from it would compute without "
+                f"the model of tenant {tenant.name!r} is attached: a trace or export of it would compute without "
                 "waiting for its layers; nothing was computed; trace it before it is attached",
                 tenant=tenant.name,
             )
@@ -209,7 +208,8 @@ def _bracket(forward: Callable[..., Any], tenant: Tenant, hooks: AttachedHooks) 
 
 
 def call_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """(sequences, positions) of a model's call: of `input_ids`, else `inputs_embeds`, else the first tensor of two dimensions."""
+    """(sequences, positions) of a model's call: of `input_ids`, else `inputs_embeds`, else the first tensor of two
+    dimensions."""
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()):
         shape = getattr(value, "shape", None)
         if shape is not None and len(shape) >= 2:

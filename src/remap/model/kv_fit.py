@@ -1,16 +1,16 @@
-"""Whether a KVSpec fits the torch model that it is given for: heads, head dimension and dtype.
+"""Whether a KVSpec fits its torch model: heads, head dimension and dtype.
 
-What a model says of its own keys and values is looked for in this order:
+This module looks for the model's own values in this order:
 
     the layers' attention modules      head_dim, and num_key_value_heads, num_kv_heads or the rows of k_proj
     a transformers model's config      num_key_value_heads, head_dim
 
-and what neither says is not compared: families that keep something else than keys and values (latent attention), layers that
-differ from each other, models split among ranks. A spec of dtype "uint8" is not compared at all: it says that the engine lays
-bytes out itself, as vLLM's does.
+It does not compare values that neither gives: families that keep something else than keys and values (latent
+attention), layers that differ from each other, models split among ranks. It does not compare a spec of dtype "uint8" at
+all: there the engine lays bytes out itself, as vLLM's does.
 
-The dtype may be another than the model's where it is named, since engines store float16, fp8 or int8 for models that compute in
-bfloat16. Where it is left out, KVSpec takes bfloat16: that is refused for a model of another floating dtype.
+A named dtype may differ from the model's, since engines store float16, fp8 or int8 for models that compute in bfloat16.
+Without a name KVSpec takes bfloat16, which is refused for a model of another floating dtype.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _HEADS = ("num_key_value_heads", "num_kv_heads")
 
 
 def require_fit(kv: KVSpec, model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Raises InvalidArgument (fields field, value, model_value) for the first thing that does not fit. Changes nothing."""
+    """Raises InvalidArgument (fields field, value, model_value) for the first misfit. Changes nothing."""
     if kv.dtype == "uint8":
         return
     attentions = [found for layer in layers for found in _attentions(layer)]
@@ -55,7 +55,7 @@ def require_fit(kv: KVSpec, model: nn.Module, layers: Sequence[nn.Module]) -> No
 
 def _misfit(field: str, given: object, said: object, remedy: str) -> InvalidArgument:
     return InvalidArgument(
-        f"KVSpec.{field} is {given!r}, the model's keys and values have {said!r}; nothing was attached; {remedy}",
+        f"KVSpec.{field} is {given!r}, but the model's keys and values have {said!r}; nothing was attached; {remedy}",
         field=field,
         value=given,
         model_value=said,
@@ -82,7 +82,7 @@ def _kv_heads(attention: Any) -> int | None:
 
 
 def _config(model: Any) -> Any:
-    """Of a transformers model that is whole. Engines' own models carry such a config too, and say in it what all ranks have."""
+    """The config of a whole transformers model, else None. Engines' own models have one too, but for all ranks."""
     ours = any(base.__module__ == "transformers.modeling_utils" for base in type(model).__mro__)
     config = getattr(model, "config", None)
     if not ours or config is None or getattr(model, "tp_size", None) not in (None, 1):
@@ -91,8 +91,8 @@ def _config(model: Any) -> Any:
 
 
 def _dtype(model: nn.Module, attentions: Sequence[Any]) -> str | None:
-    """What the keys' projections are stored in, else all the model's floating parameters; None where they differ, or are none
-    that a KV cache could have (quantised weights)."""
+    """The dtype of the keys' projections, else of all the model's floating parameters; None if they differ, or have a
+    dtype that no KV cache could have (quantised weights)."""
     projections = [getattr(getattr(each, "k_proj", None), "weight", None) for each in attentions]
     weights: Iterable[Any] = [each for each in projections if each is not None] or model.parameters()
     said = {str(each.dtype).removeprefix("torch.") for each in weights if each.dtype.is_floating_point}
@@ -101,7 +101,7 @@ def _dtype(model: nn.Module, attentions: Sequence[Any]) -> str | None:
 
 
 def _agreed(values: Iterable[int | None]) -> int | None:
-    """The one value that all have; None where one has none, or they differ."""
+    """The one value that all have; None if one has none, or they differ."""
     said = set(values)
     return said.pop() if len(said) == 1 else None
 

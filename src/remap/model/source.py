@@ -1,6 +1,6 @@
-"""What is to be attached, however it is made: from a torch model, or from plain buffers.
+"""The source of an attach: a torch model, or plain buffers.
 
-The model's tensors are re-pointed last of all (`install`): whole or not at all.
+The model's tensors are re-pointed last (`install`): all or none.
 """
 
 from __future__ import annotations
@@ -22,40 +22,42 @@ if TYPE_CHECKING:
 
 __all__ = ["LayerSource", "model_source", "raw_source"]
 
-# Addresses [first, stop) at which attached models' tensors lie, in all sessions of this process: a model can be in one only.
+# Addresses [first, stop) of attached models' tensors, in all sessions of this process: a model can be in only one
+# session.
 _INSTALLED: list[tuple[int, int]] = []
 
 
 @dataclass(frozen=True)
 class LayerSource:
-    """What is to be attached, however it is made: bytes per layer, master copies, and what to do with the addresses."""
+    """The source of an attach: bytes per layer, master copies, and functions that use the layers' addresses."""
 
     layer_bytes: tuple[int, ...]
-    kv_layers: int  # the first ones have a KV cache; what follows (an lm_head) has none
+    kv_layers: int  # so many first layers have a KV cache; later ones (an lm_head) have none
     master_addresses: tuple[int, ...]
     rest_bytes: int
-    fill_rest: Callable[[int], None]  # (rest address): copy what belongs to no layer, once
-    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; whole or not at all
+    fill_rest: Callable[[int], None]  # (rest address): copy the tensors that belong to no layer, once
+    # (addresses, rest address, tenant): re-point the model's tensors, put hooks and guards in; all or none
     install: Callable[[Sequence[int], int, Handle], None]
-    # (layers, device): back onto ordinary memory there; these layers' bytes come from their masters
+    # (layers, device): move the model back to ordinary memory there; these layers' bytes come from their masters
     detach: Callable[[Sequence[int], Any], None]
-    # (layers): what keeps each from being streamed: tensors written since attach, or its weights file was
+    # (layers): what keeps each from streaming: its tensors, or its weights file, written since attach
     watch: Callable[[Collection[int]], dict[int, list[str]]]
     writes: Callable[[Collection[int]], dict[int, list[str]]]  # (layers): tensors of each written since attach
-    # (layers): raises InvalidState if the weights file that one of them comes from has changed; None: there are no files
+    # (layers): raises InvalidState if the weights file that one of them comes from has changed; None: there are no
+    # files
     verify: Callable[[Collection[int]], None] | None
     keep_alive: Any
     modules: tuple[Any, ...] = ()
 
     def released(self) -> LayerSource:
-        """Without what kept the master copies alive: nobody copies from them any more."""
+        """The source without its hold on the master copies: nobody copies from them any more."""
         return replace(self, keep_alive=None)
 
 
 def raw_source(views: Sequence[memoryview], host: LockedMemory | None) -> LayerSource:
-    """Layers as plain bytes (an engine that is not torch). What is viewed is the master copies and stays alive.
+    """Layers as plain bytes (for an engine without torch). The viewed buffers are the master copies and stay alive.
 
-    host: where a device needs them page-locked. Buffers that cannot be locked where they are have their copies there.
+    host: page-locked memory, if the device needs it. It holds copies of buffers that cannot be locked in place.
     """
     # from_buffer_copy would copy and from_buffer refuses read-only memory; the address is all that is needed.
     addresses = [_core.buffer_address(view) for view in views]
@@ -95,7 +97,7 @@ def model_source(
 ) -> LayerSource:
     """A torch model, on the CPU or on `device`. `memory(address, nbytes)` makes a uint8 tensor over a region.
 
-    host: page-locked memory for the master copies, where the device needs that. kv: has to fit the model. extra, embedding,
+    host: page-locked memory for the master copies, if the device needs it. kv: must fit the model. extra, embedding,
     hooks: see `Session.attach`.
     """
     device.require_bytes()
@@ -122,7 +124,7 @@ def model_source(
     decoder = modules.resolve_layers(model, path)
     found = decoder if not extra else modules.resolve_layers(model, [*decoder, *_modules(model, extra)])
     everything = (*model.named_parameters(), *model.named_buffers())
-    # All tensors on the CPU, or all on the session's device: the first one says which is meant.
+    # All tensors must be on the CPU, or all on the session's device: the first tensor decides which.
     ours = torch.device(device.torch_device)
     meant = next((tensor.device for _, tensor in everything), ours)
     specs = modules.collect(model, found, device=meant if meant.type == "cpu" else ours)

@@ -1,21 +1,22 @@
-"""When to turn layers into KV blocks and when to turn them back: the policy of each tenant, without a clock or memory.
+"""When to turn layers into KV blocks and when to turn them back: each tenant's policy, without a clock or memory.
 
-Once per scheduler iteration `Controller.decide(view, demand)` compares what the engine wants with what is free:
+Once per scheduler iteration `Controller.decide(view, demand)` compares the engine's demand with the free blocks:
 
     deficit = demand + L - free                  L: the low watermark (watermark.py), held by the guard (rental.py)
-    deficit > 0   grow: free pages first; then what other tenants offer, unused KV and inactive tenants' layers; then layers of
-                  active tenants, the own ones included, by marginal stall per block (donors/supply.py). As many at once as
-                  the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
+    deficit > 0   grow: free pages first; then other tenants' unused KV and inactive tenants' layers; then layers of
+                  active tenants, the own ones included, by marginal stall per block (donors/supply.py). As many at once
+                  as the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
     otherwise     one layer comes home, if free >= demand + L + b1 + sigma *and* its rent has paid for the reload
 
-b1 is what one layer gives, sigma the hysteresis. A layer that is lent to others comes home by the same rule (`may_return`),
-where the condition is that everybody who has its pages can spare them (`spare`). remap.policy.rental proves that this does not
-thrash: T steps hold at most T / max(dwell, ceil(1 / G)) reloads, G the largest rent of one step; at constant demand no
-growth follows a shrink; growing again takes a demand that rose by more than sigma (tests/python/test_controller.py and
-test_sharing_controller.py, against arbitrary demand). Layers grown <= layers that may be remapped + layers that came home.
+b1 is the blocks of one layer, sigma the hysteresis. A layer that is lent to others comes home by the same rule
+(`may_return`); there the condition is that all tenants that have its pages can spare them (`spare`).
+remap.policy.rental proves that this does not thrash: T steps hold at most T / max(dwell, ceil(1 / G)) reloads, where G
+is the largest rent of one step; at constant demand no growth follows a shrink; growing again takes a demand that rose
+by more than sigma (tests/python/test_controller.py and test_sharing_controller.py, against arbitrary demand). Layers
+grown <= layers that may be remapped + layers that came home.
 
-Source: Oneiros, section 5 and algorithm 1, whose version only grows, one layer a step, and has neither hysteresis nor a bound
-on the stall.
+Source: Oneiros, section 5 and algorithm 1. The paper's version only grows, one layer a step, and has neither hysteresis
+nor a bound on the stall.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ _UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of 
 
 
 class Controller:
-    """The policy of one tenant. `decide` is called once per pass; its state is the credit and the demand's average.
+    """The policy of one tenant. The session calls `decide` once per pass. Its state is the credit and the demand's
+    average.
 
     bound: times -> (most layers that can be remapped within the slowdown, buffers), `schedule.max_remapped`.
     stall: (times, remapped, buffers) -> seconds per pass. Both are called once per distinct question while `times`
-    stays equal. Before anything is measured one layer is allowed, or the fewest that can be. possible: (remapped, buffers) ->
-    whether such a set can be streamed from what is streamed now: unequal layers may be too small for the ring. What is not
-    possible is never decided.
+    stays equal. Before the first measurement one layer is allowed, or the fewest that are possible.
+    possible: (remapped, buffers) -> whether the tenant can go from its present layers to such a set: unequal layers may
+    be too small for the ring. The controller decides only possible sets.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Controller:
 
     @property
     def credit(self) -> float:
-        """The share of one layer's reload that streaming it has cost since the last change; it comes home at 1."""
+        """The cost of streaming one layer since the last change, as a share of its reload; at 1 it comes home."""
         return self._rental.credit
 
     @property
@@ -135,8 +137,8 @@ class Controller:
             self._guard.clear()
             sources = "".join(f", {_of_other(take)}" for take in takes)
             reason = (
-                f"{need}: take {taken} from free pages{sources} and remap {alpha - view.remapped} more {view.unit}, {alpha} "
-                f"in all, stalling {stall * 1e3:.3g} ms a pass"
+                f"{need}: take {taken} from free pages{sources} and remap {alpha - view.remapped} more {view.unit}, "
+                f"{alpha} in all, stalling {stall * 1e3:.3g} ms a pass"
             )
         elif room < deficit and room == 0:
             reason = f"{need}: the KV region is full at {view.usable_blocks} blocks"
@@ -149,7 +151,7 @@ class Controller:
     def _share(
         self, view: TenantView, need: int, others: Sequence[Sequence[Quote]]
     ) -> tuple[int, int, tuple[Take, ...]]:
-        """(own alpha, own beta, what others give): each donor's increments against each other's, the tenant's own included."""
+        """(own alpha, own beta, what others give): all donors' increments compete, the tenant's own included."""
         own = self.offers(view)
         alpha, buffers = view.remapped, view.buffers
         takes = []
@@ -164,9 +166,9 @@ class Controller:
         return alpha, buffers, tuple(takes)
 
     def offers(self, view: TenantView, donor: str = "") -> list[Quote]:
-        """What the tenant can give of its own layers: increments within the slowdown, each (alpha, beta) and what it adds.
+        """The tenant's offers of its own layers: increments within the slowdown, each (alpha, beta) and what it adds.
 
-        Blocks are its own. An alpha that stalls too long although a larger one does not is no increment by itself.
+        Blocks are its own. An alpha that stalls too long is no increment by itself, even if a larger alpha does not.
         """
         self._learn(view)
         most, best, _ = self._most(view)
@@ -205,10 +207,10 @@ class Controller:
         return top if self.config.max_layers is None else min(top, self.config.max_layers)
 
     def _target(self, view: TenantView, want: int) -> tuple[int, int, str]:
-        """(alpha, beta, remark): the alpha >= want nearest to it that is allowed, else the largest allowed below it.
+        """(alpha, beta, remark): the smallest allowed alpha >= want, else the largest allowed one below it.
 
-        alpha's stall is not monotone (an odd number of streamed layers in two fixed buffers waits longer), so the
-        bound on the largest alpha does not vouch for those below it: each is looked at.
+        The stall is not monotone in alpha (an odd number of streamed layers in two fixed buffers waits longer), so the
+        bound on the largest alpha says nothing about smaller ones: each is checked.
         """
         present, times = view.remapped, view.times
         most, best, why = self._most(view)
@@ -223,12 +225,12 @@ class Controller:
     # -- coming home -----------------------------------------------------------------------------------------------
 
     def sigma(self, view: TenantView) -> int:
-        """Hysteresis in blocks: what must be free beyond demand and headroom after a layer has come home."""
+        """Hysteresis in blocks: so many must be free beyond demand and headroom after a layer has come home."""
         fixed = self.config.hysteresis_blocks
         return math.ceil(max(self.variation, 0.5 * view.blocks_per_layer)) if fixed is None else fixed
 
     def spare(self, view: TenantView, demand: int) -> int:
-        """Blocks that the tenant can lose now and still have demand, headroom and hysteresis; at most all that are free."""
+        """Blocks that the tenant can lose now and still have demand, headroom and hysteresis; at most all free ones."""
         return view.free_blocks - demand - self._headroom - self.sigma(view)
 
     def has_lost(self, view: TenantView, demand: int) -> None:
@@ -236,15 +238,16 @@ class Controller:
         self._guard.arm(view.live_blocks + demand + self.sigma(view), self._headroom)
 
     def fewer(self, view: TenantView) -> int:
-        """alpha after what would come home next: one layer less, or more where that would stall longer."""
+        """alpha after the next return: one layer less, or several if one alone would stall longer."""
         self._learn(view)
         return self._back_of(view)[0]
 
     def may_return(self, view: TenantView, holds: bool) -> Decision | None:
-        """Whether one of the layers that others have comes home now: the same ski rental as for the tenant's own KV.
+        """Whether a lent layer comes home now, by the same ski rental as for the tenant's own KV.
 
-        holds: whether everybody who has its pages can spare them (`spare`). An inactive tenant does not stream, so what its
-        layer costs while it is away is only kappa T_T: the reload that its activation will have to make in a hurry.
+        holds: whether all tenants that have its pages can spare them (`spare`). An inactive tenant does not stream, so
+        its layer costs only kappa T_T while it is away: for the reload that its activation will have to make in a
+        hurry.
         """
         if not self.config.reversion:
             return None
@@ -254,8 +257,8 @@ class Controller:
             return None
         stall = self._stall_of(view.times, fewer, view.buffers) if view.active else 0.0
         reason = (
-            f"who has its pages can spare them: {view.remapped - fewer} layers come home, {fewer} stay away, "
-            f"saving {saved * 1e3:.3g} ms a pass"
+            f"the holders of its pages can spare them: {view.remapped - fewer} layers come home, {fewer} stay "
+            f"away, saving {saved * 1e3:.3g} ms a pass"
         )
         return Decision("shrink", 0, fewer, view.buffers, reason, stall, 0)
 
@@ -293,9 +296,9 @@ class Controller:
         return step
 
     def _repaired(self, view: TenantView, spare: int) -> tuple[int, float, float]:
-        """As `_back_of`; but where passes stall for longer than allowed (batches have become smaller, or the link is shared),
-        as many layers as it takes to end that, and as `spare` blocks allow, come home together: one by one, each after its
-        dwell, the stall would last for long."""
+        """As `_back_of`; but if passes stall for longer than allowed (batches have become smaller, or the link is
+        shared), as many layers come home together as end that, and as `spare` blocks allow. One by one, each after its
+        dwell, would take long."""
         step = self._back_of(view)
         times, alpha, buffers = view.times, view.remapped, view.buffers
         if times is None:
@@ -331,9 +334,9 @@ class Controller:
         return income(saved, self.config.contention, copy, self.config.map_s)
 
     def _step_back(self, times: LayerSeconds | None, alpha: int, buffers: int) -> tuple[int, float, float]:
-        """(alpha after the next shrink, stall seconds a pass that it saves, credit that a step earns towards it).
+        """(alpha after the next shrink, stall seconds that it saves per pass, credit that a step earns towards it).
 
-        It is one layer less; or, where that would stall more than now *and* than allowed, the next that does not.
+        The alpha is one layer less; if that would stall more than now *and* than allowed, the next one that does not.
         """
         fewer = self._next_below(alpha, buffers)
         if times is None:
@@ -359,7 +362,7 @@ class Controller:
     # -- inside ----------------------------------------------------------------------------------------------------
 
     def _learn(self, view: TenantView) -> None:
-        """Forget what was computed for other times, other layers or another unit. Equal times in a new object are the same."""
+        """Forget answers for other times, layers or units. Equal times in a new object count as the same."""
         times, unit, order = view.times, view.unit, view.order
         same = times is self._times or times == self._times
         if not same or unit != self._unit or order != self._order:
@@ -373,7 +376,7 @@ class Controller:
         self._times, self._unit, self._order = times, unit, order
 
     def _allowed(self, times: LayerSeconds) -> float:
-        # The share of a pass that schedule.max_remapped forgives for rounding is forgiven here too (twice).
+        # As schedule.max_remapped does, forgive a share of a pass for rounding (twice as much).
         return (self.config.slowdown + 2e-9) * math.fsum(times.compute_s)
 
     def _stall_of(self, times: LayerSeconds | None, alpha: int, buffers: int) -> float:

@@ -1,9 +1,9 @@
-"""What a pass costs, learnt from what passes took: per-layer compute and copy times for `remap.schedule`. Pure.
+"""The cost of a pass, learnt from measured passes: per-layer compute and copy times for `remap.schedule`. Pure.
 
-No clock is read here: durations are measured elsewhere and passed in, in seconds. One `CostModel` belongs to one
+This module reads no clock: callers measure durations and pass them in, in seconds. One `CostModel` belongs to one
 tenant. Compute time depends on the phase and the batch, so it is kept per ("prefill" | "decode", power-of-two bucket of
-tokens); copy time depends only on bytes and on the link, so one estimate of seconds per byte serves all layers.
-Source: the "r, c <- EWMA" line of the corrected Oneiros controller; the ratio of copy to compute time decides, so it is
+tokens). Copy time depends only on bytes and on the link, so one estimate of seconds per byte serves all layers. Source:
+the "r, c <- EWMA" line of the corrected Oneiros controller. The ratio of copy to compute time decides, so it is
 measured and never a constant.
 """
 
@@ -37,9 +37,9 @@ def _finite(value: object) -> float | None:
 class Ewma:
     """Exponentially weighted mean of durations that survives a clock jump or one hiccup.
 
-    The weight of a sample falls by e every `time_constant` samples. The first sample is taken as it is. Negative and
-    non-finite samples (a clock that jumped back) are refused. A sample above `CLIP` times the estimate is clipped to
-    that, unless it is at least the `REPEATS`-th such sample in a row.
+    The weight of a sample falls by e every `time_constant` samples. It takes the first sample as it is, and refuses
+    negative and non-finite samples (from a clock that jumped back). It clips a sample above `CLIP` times the estimate
+    to that value, unless the sample is at least the `REPEATS`-th such in a row.
     """
 
     __slots__ = ("_gain", "_high_streak", "_samples", "_value")
@@ -114,7 +114,7 @@ def bucket_of(tokens: int) -> int:
 
 
 class CostModel:
-    """Estimates of one tenant's times. Passes are known as a whole, so layers are taken to compute for equally long."""
+    """Estimates of one tenant's times. Only whole passes are measured, so all layers count as equally long."""
 
     def __init__(self, layer_bytes: Iterable[int]) -> None:
         """layer_bytes: bytes copied to bring in each layer."""
@@ -131,12 +131,12 @@ class CostModel:
 
     @property
     def passes(self) -> dict[tuple[Phase, int], int]:
-        """How many passes each estimate rests on."""
+        """The number of passes behind each estimate."""
         return {key: bucket.samples for key, bucket in self._compute.items()}
 
     @property
     def seconds_per_byte(self) -> float | None:
-        """The estimate of the link; None before a copy was seen or calibrated."""
+        """The estimate of the link; None before the first copy or calibration."""
         return self._s_per_byte.value
 
     def calibrate(self, bytes_per_s: float) -> None:
@@ -152,11 +152,11 @@ class CostModel:
     def observe_pass(
         self, phase: Phase, tokens: int, compute_s: float, copy_s: float = 0.0, bytes_copied: int = 0
     ) -> None:
-        """Learn from one pass. What is negative or not finite is not learnt.
+        """Learn from one pass. Ignores values that are negative or not finite.
 
-        compute_s: seconds of the pass's computation WITHOUT stalls. copy_s, bytes_copied: of the copies that ended during
-        the pass, the seconds for which the copy engine was busy with them, and their bytes; a pass with none says nothing
-        about the link.
+        compute_s: seconds of the pass's computation WITHOUT stalls. copy_s, bytes_copied: of the copies that ended
+        during the pass, the seconds for which the copy engine was busy with them, and their bytes; a pass with none
+        says nothing about the link.
         """
         key = phase, bucket_of(tokens)
         bucket = self._compute.get(key) or Ewma()
@@ -166,10 +166,10 @@ class CostModel:
             self._s_per_byte.update(copy_s / bytes_copied)
 
     def estimate(self, phase: Phase, tokens: int) -> LayerTimes:
-        """Per-layer times of a pass. Without data for the bucket the nearest one of the phase answers (on a logarithmic
-        scale; the smaller of two, whose computation hides less), else the nearest one of the other phase.
+        """Per-layer times of a pass. If the bucket has no data, the phase's nearest bucket answers (on a logarithmic
+        scale; the smaller of two, whose computation hides less), else the other phase's nearest.
 
-        Raises InvalidState if nothing was observed that can answer (fields: phase, tokens).
+        Raises InvalidState (fields: phase, tokens) if no observation can answer.
         """
         key = phase, bucket_of(tokens)
         per_byte = self._s_per_byte.value

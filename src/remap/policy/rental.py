@@ -1,12 +1,12 @@
 """When lent layers move back: ski rental for each lender, a guard for each holder, and why they cannot thrash.
 
-Streaming a lent layer costs something in every pass (rent); reloading it costs once (the price). Nobody knows how long
-the surplus of blocks will last. The rule: reload when the rent since the surplus began would reach the price. Oneiros
-(section 5.2, algorithm 1) reverts as soon as KV tensors are empty, and calls the function that grows to do it; it has
+Streaming a lent layer costs something in every pass (the rent); reloading it costs once (the price). Nobody knows how
+long the surplus of blocks will last. The rule: reload when the rent since the surplus began would reach the price.
+Oneiros (section 5.2, algorithm 1) reverts as soon as KV tensors are empty, by calling the function that grows; it has
 neither hysteresis nor a bound on how often layers move. Everything below is derived.
 
 The surplus condition: every holder of the lender's pages keeps, after giving one layer's blocks back,
-free >= demand + L + sigma (L: its headroom, sigma: its hysteresis, in blocks). `holds` says that it is met in this step.
+free >= demand + L + sigma (L: its headroom, sigma: its hysteresis, in blocks). `holds` says that the step meets it.
 
 Claim 1, few reloads. Let G be the largest income of one step, D the dwell and s = max(D, ceil(1 / G)). In T steps,
 one `Rental` says True at most T / s times.
@@ -18,21 +18,21 @@ one `Rental` says True at most T / s times.
 Claim 2, the price of not knowing. For one layer, the rent and the reloads that `Rental` pays are at most
 max(2, 1 + (D - 1) G) times what the best plan pays that knows the future and keeps to the same condition (the layer is
 lent while it fails): at most twice, for D <= 1 + 1 / G.
-    Steps where the condition fails cost both the same, nothing, and leave the layer lent and the credit 0. So each maximal
-    row of steps in which it holds is a problem of its own. Let R be the row's whole rent. The best plan pays
-    min(R, 1): to reload later than at once only adds rent. If no True comes, R < 1 or the row is shorter than D: rent R,
-    which is the optimum if R < 1 and else at most (D - 1) G. If it comes in step k, before that step's rent is due: either
-    the credit was below 1 before k, then less than 1 + 1 is paid; or only the dwell delayed it, then k = D and at
-    most (D - 1) G + 1 is paid. In both cases R >= 1, so the optimum is 1.
+    Steps where the condition fails cost both the same, nothing, and leave the layer lent and the credit 0. So each
+    maximal row of steps in which it holds is a problem of its own. Let R be the row's whole rent. The best plan pays
+    min(R, 1): to reload later than at once only adds rent. If no True comes, R < 1 or the row is shorter than D: rent
+    R, which is the optimum if R < 1 and else at most (D - 1) G. If it comes in step k, before that step's rent is due:
+    either the credit was below 1 before k, then less than 1 + 1 is paid; or only the dwell delayed it, then k = D and
+    at most (D - 1) G + 1 is paid. In both cases R >= 1, so the optimum is 1.
     The condition contains sigma: rows broken by demand that stays within sigma forfeit their credit, and a plan that
     is free to ignore it could pay less by any factor. That is what certainty against thrashing costs. And the claim is
     about one layer: a lender that accrues for its m layers one after another, at equal rents, waits for the first while
     all m pay, and so on: up to (m + 3) / 2 times the optimum. One `Rental` for each layer, its condition reading
     "after giving back this and those before it", keeps every one of them within the claim.
 
-Claim 3, no growth follows a shrink at constant demand. A holder `arm`s its guard when it gave blocks back, with the level
-live + demand + sigma and its headroom L of that step. Until live + demand exceeds the level, `clip` holds L at or below
-that. Growing takes demand' + L' > free'. While its usable blocks change by its own growing and shrinking only,
+Claim 3, no growth follows a shrink at constant demand. A holder `arm`s its guard when it gave blocks back, with the
+level live + demand + sigma and its headroom L of that step. Until live + demand exceeds the level, `clip` holds L at or
+below that. Growing takes demand' + L' > free'. While its usable blocks change by its own growing and shrinking only,
 free + live is constant in between, so by the surplus condition
     live' + demand' + L' > live' + free' = live + free >= live + demand + L + sigma, and L' <= L:
     live' + demand' > live + demand + sigma.
@@ -50,9 +50,9 @@ TOLERANCE = 1e-9
 def income(saved_s: float, contention: float, copy_s: float, map_s: float) -> float:
     """The share of one reload that a step of streaming costs: (saved_s + contention copy_s) / (copy_s + map_s).
 
-    saved_s: stall per pass that the reload ends, S(alpha) - S(alpha - 1); negative counts as 0. contention: kappa, what a
-    hidden copy costs the computation, as a share of the copy's time. copy_s, map_s: seconds to copy and to map what
-    is reloaded. 1 when a reload takes no time. Derived: the credit of the corrected algorithm 1.
+    saved_s: stall per pass that the reload ends, S(alpha) - S(alpha - 1); negative counts as 0. contention: kappa, the
+    cost of a hidden copy to the computation, as a share of the copy's time. copy_s, map_s: seconds to copy and to map
+    the reloaded layer. The result is 1 if a reload takes no time. Derived: the credit of the corrected algorithm 1.
     """
     reload_s = copy_s + map_s
     return (max(0.0, saved_s) + contention * copy_s) / reload_s if reload_s > 0 else 1.0
@@ -61,7 +61,7 @@ def income(saved_s: float, contention: float, copy_s: float, map_s: float) -> fl
 class Rental:
     """The credit of one lender towards its next reload (claims 1 and 2). Call `accrue` once per step while it lends.
 
-    dwell: steps of surplus at least before a reload.
+    dwell: the fewest steps of surplus before a reload.
     """
 
     __slots__ = ("_credit", "_steps", "dwell")
@@ -84,7 +84,7 @@ class Rental:
     def accrue(self, income_share: float, holds: bool) -> bool:
         """Whether to reload now, before this step's rent is due; True consumes the credit.
 
-        income_share: what this step costs if nothing is reloaded (`income`). holds: the surplus condition is met in this
+        income_share: the cost of this step without a reload (`income`). holds: the surplus condition is met in this
         step; False forfeits all credit.
         """
         if not holds:
@@ -98,13 +98,13 @@ class Rental:
         return True
 
     def forfeit(self) -> None:
-        """Begin again: after any growth, and whenever a step passes in which the condition is not looked at."""
+        """Begin again: after any growth, and after any step that does not check the condition."""
         self._credit = 0.0
         self._steps = 0
 
 
 class Guard:
-    """Keeps one holder's headroom from asking back what it just gave (claim 3). Blocks throughout."""
+    """Keep one holder's headroom from asking back the blocks that it just gave (claim 3). All numbers are blocks."""
 
     __slots__ = ("_headroom", "_level")
 
@@ -113,11 +113,13 @@ class Guard:
         self._headroom = 0
 
     def arm(self, level: float, headroom: int) -> None:
-        """After a shrink: level is live + demand + sigma, headroom the L of that step, as clipped. Replaces an older one."""
+        """After a shrink: level is live + demand + sigma, headroom the L of that step, as clipped. Replaces an older
+        one."""
         self._level, self._headroom = level, headroom
 
     def clip(self, wanted: int, headroom: int) -> int:
-        """The headroom to use in this step, where live + demand is `wanted`. Above the level, the guard ends for good."""
+        """The headroom to use in this step, where live + demand is `wanted`. Above the level, the guard ends for
+        good."""
         if self._level is None:
             return headroom
         if wanted > self._level:
@@ -126,5 +128,5 @@ class Guard:
         return min(headroom, self._headroom)
 
     def clear(self) -> None:
-        """After a growth: what was given back has been asked for again."""
+        """End the guard after a growth: the given blocks have been asked for again."""
         self._level = None

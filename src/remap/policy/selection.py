@@ -1,6 +1,6 @@
-"""Which layers make the shortest pass: the one choice of layers that takes a search. Pure.
+"""Which layers make the shortest pass: the only choice of layers that takes a search. Pure.
 
-All others depend on what streams now, and are made where that is known: `TenantState.select` (memory/state.py).
+`TenantState.select` (memory/state.py) makes all other choices, which depend on the layers that stream now.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ def best_set(
 ) -> tuple[int, ...]:
     """The remapped + buffers layers of `order` that make the shortest pass, ascending. Arguments are trusted.
 
-    order: the streamable layers (pinned ones are left out) in the nested order. remapped: at least 1. times: of each of the
-    model's layers. present: the layers streamed now; those not in `order` are ignored.
+    order: the streamable layers (pinned ones are left out) in the nested order. remapped: at least 1. times: of each of
+    the model's layers. present: the layers streamed now; those not in `order` are ignored.
 
-    One buffer, or one layer remapped: the exact optimum for any layer times. More: the best of a search from several starts,
-    at most `search.EVALUATIONS` exact periods, never worse than the nested, `uniform` and `uniform_fixed` sets. Optima that
-    differ by less than `schedule.RELATIVE_EPSILON` of a pass: the layers that are present, then those early in `order`.
-    Source: derived.
+    One buffer, or one layer remapped: the exact optimum for any layer times. More: the best of a search from several
+    starts, at most `search.EVALUATIONS` exact periods, never worse than the nested, `uniform` and `uniform_fixed` sets.
+    Among optima that differ by less than `schedule.RELATIVE_EPSILON` of a pass, present layers win, then those early in
+    `order`. Source: derived.
     """
     layers, here, m = sorted(order), frozenset(present), remapped + buffers
     n = len(layers)
@@ -41,7 +41,7 @@ def best_set(
             for even in (schedule.uniform, schedule.uniform_fixed)
         ),
     ]
-    # How unwelcome each layer is, lexicographic in one number: not being present weighs more than all ranks together.
+    # Each layer's penalty, lexicographic in one number: not being present weighs more than all ranks together.
     bias = [0.0] * len(times.compute_s)
     for rank, layer in enumerate(order):
         bias[layer] = 0.5 * (layer not in here) + 0.5 * rank / (n * (n + 1))

@@ -1,7 +1,8 @@
 """Slices: every layer streams the same tail of its pages through the ring. Arguments are trusted.
 
-With n layers, a share s of each streamed and sigma ring slots of s layers' bytes, n s - sigma s layers' worth is freed:
-alpha = s (n - sigma), for alpha n / (n - sigma) layers of traffic a pass. Whole layers copy alpha + beta. Source: derived.
+If n layers each stream a share s, through sigma ring slots of s layers' bytes, that frees n s - sigma s layers' worth:
+alpha = s (n - sigma), for alpha n / (n - sigma) layers of traffic per pass. Whole layers copy alpha + beta. Source:
+derived.
 """
 
 from __future__ import annotations
@@ -31,28 +32,30 @@ def slices_period(
 
 
 def slices_freed(tail_pages: int, layer_pages: Sequence[int], buffers: int) -> int:
-    """Pages freed when each layer streams its last `tail_pages` pages (all, if it has fewer): sum of them - the ring.
+    """Pages freed if each layer streams its last `tail_pages` pages (all, if it has fewer): their sum, less the ring's.
 
-    layer_pages: pages of the layers that take part. The ring has `buffers` slots of tail_pages, or of the largest layer's
-    pages if that is less. Negative where the ring takes more than is freed.
+    layer_pages: pages of each layer that takes part. The ring has `buffers` slots of tail_pages, or of the largest
+    layer's pages if that is less. Negative if the ring takes more pages than are freed.
     """
     return sum(min(tail_pages, each) for each in layer_pages) - buffers * min(tail_pages, max(layer_pages, default=0))
 
 
 def slices_alpha(tail_pages: int, layer_pages: Sequence[int], buffers: int) -> float:
-    """`slices_freed` in layers' worth, of the largest."""
+    """`slices_freed` in layers' worth, counted in the largest layer."""
     return slices_freed(tail_pages, layer_pages, buffers) / max(layer_pages)
 
 
 def tail_for(layer_pages: Sequence[int], alpha: float, buffers: int) -> int:
     """The smallest number of tail pages that frees at least `alpha` layers' worth (see `slices_alpha`).
 
-    0 for alpha = 0. Raises InvalidArgument (fields alpha, maximum) if no number does, or alpha is negative or not finite.
+    0 for alpha = 0. Raises InvalidArgument (fields alpha, maximum) if no number does, or alpha is negative or not
+    finite.
     """
     sizes = sorted(layer_pages)
     unit = sizes[-1] if sizes else 1
     wanted = math.ceil(alpha * unit - 1e-9) if math.isfinite(alpha) else 0
-    # Between the sizes of two layers each further page a layer gives the same: one from each layer that has it, less the ring's.
+    # Between the sizes of two layers each further tail page gives the same: one of each layer that has it, less the
+    # ring's.
     tail = given = 0
     for index, size in enumerate(sizes):
         gain = len(sizes) - index - buffers
@@ -62,8 +65,8 @@ def tail_for(layer_pages: Sequence[int], alpha: float, buffers: int) -> int:
         tail, given = tail + steps, given + steps * gain
     if given < wanted or not 0 <= alpha < math.inf:
         raise InvalidArgument(
-            f"alpha must lie between 0 and {given / unit}, which {len(sizes)} layers in slices can give with {buffers} ring "
-            f"buffers, got {alpha}; nothing changed",
+            f"alpha must lie between 0 and {given / unit}, the most that {len(sizes)} layers in slices can give with "
+            f"{buffers} ring buffers, got {alpha}; nothing changed",
             alpha=alpha,
             maximum=given / unit,
             buffers=buffers,
@@ -72,5 +75,5 @@ def tail_for(layer_pages: Sequence[int], alpha: float, buffers: int) -> int:
 
 
 def tail_shares(tail_pages: int, layer_pages: Sequence[int]) -> list[float]:
-    """The share of each layer that its last `tail_pages` pages are."""
+    """The last `tail_pages` pages of each layer, as a share of the layer."""
     return [min(tail_pages, pages) / pages if pages else 0.0 for pages in layer_pages]

@@ -1,4 +1,4 @@
-"""What the controller sees and what it says: frozen values. Pure."""
+"""The controller's input and output: frozen values. Pure."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class LayerSeconds(Protocol):
 class Demand:
     """KV blocks that the engine wants to be able to allocate now, beyond those it holds. An int >= 0.
 
-    free: how many its own allocator has free; needed from engines that have one (`kv.subscribe(..., external=True)`), since
-    the pool sees all their blocks as held. Others leave it out.
+    free: how many blocks the engine's own allocator has free. An engine that has one (`kv.subscribe(...,
+    external=True)`) must give it, since the pool sees all its blocks as held; others leave it out.
     """
 
     blocks: int
@@ -42,23 +42,23 @@ class Demand:
 
 
 class Others(Protocol):
-    """(blocks that are needed): what other tenants could give, one list of increments a donor."""
+    """(blocks needed) -> what other tenants could give, one list of increments per donor."""
 
     def __call__(self, need: int, /) -> Sequence[Sequence[Quote]]: ...
 
 
 @dataclass(frozen=True)
 class TenantView:
-    """What the controller sees of a tenant. Counts of layers and of KV blocks; seconds in `times`.
+    """The controller's view of a tenant. Counts of layers and of KV blocks; seconds in `times`.
 
-    For an engine with its own allocator, free_blocks and live_blocks are that allocator's, not the pool's (which counts
-    every block that the engine holds as live). blocks_per_layer is b1; shrink_blocks is how many blocks the next
-    shrink by one layer takes away at most, when it is known exactly (otherwise ceil(b1)).
+    For an engine with its own allocator, free_blocks and live_blocks are that allocator's, not the pool's (to the pool
+    every block that the engine holds is live). blocks_per_layer is b1. shrink_blocks is the most blocks that the next
+    shrink by one layer takes away, if it is known exactly (otherwise ceil(b1)).
     """
 
     layers: int
     remapped: int  # alpha
-    buffers: int  # beta; of no meaning while alpha is 0
+    buffers: int  # beta; meaningless while alpha is 0
     streamable: int  # layers that may be streamed: alpha + beta of them at most
     usable_blocks: int
     free_blocks: int
@@ -72,17 +72,18 @@ class TenantView:
     active: bool = True
     lends: bool = False  # other tenants have pages of its layers: they come home first, by `Controller.may_return`
     seen: bool = True  # whether a whole pass has waited for every layer; until then none of them may be streamed
-    unit: str = "layers"  # what alpha counts; in slices: tail pages of every layer
-    order: tuple[int, ...] = ()  # streamable layers, as they are given away: of others, other bounds and stalls hold
-    others: Others | None = None  # asked for when free pages do not do
+    unit: str = "layers"  # the unit of alpha; for slices: tail pages of every layer
+    order: tuple[int, ...] = ()  # streamable layers, in giving order: bounds and stalls depend on them
+    others: Others | None = None  # asked when free pages do not suffice
 
 
 @dataclass(frozen=True)
 class Take:
     """Pages of another tenant that the receiver gets, besides free ones.
 
-    kind "idle_kv": out of the donor's unused KV, for `blocks` blocks of the receiver. "inactive", "active": the donor streams so
-    that `remapped` layers' worth of its pages are not its parameters, through `buffers` buffers, chosen by `selection`.
+    kind "idle_kv": from the donor's unused KV, for `blocks` blocks of the receiver. "inactive", "active": the donor
+    streams layers, chosen by `selection`, through `buffers` buffers, so that `remapped` layers' worth of its pages are
+    no parameters.
     """
 
     donor: str
@@ -96,10 +97,11 @@ class Take:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do now. `remapped` and `buffers` are the targets; `unmet_blocks` the demand that stays unmet after it.
+    """The action to take now. `remapped` and `buffers` are the targets; `unmet_blocks` is the demand that stays unmet
+    after it.
 
-    action "grow" may leave `remapped` as it is, when free pages suffice. predicted_stall_s is per pass, at the target;
-    0 while nothing has been measured.
+    action "grow" may leave `remapped` as it is, if free pages suffice. predicted_stall_s is per pass, at the target; 0
+    while nothing has been measured.
     """
 
     action: Literal["none", "grow", "shrink"]

@@ -1,18 +1,18 @@
 """How many blocks to keep free: the low watermark, from the demand that was seen.
 
-Oneiros (section 5.1, algorithm 1) acts when the KV cache is *out* of blocks. Then the request that needs one waits for a
-control period and for pages to change hands. So L blocks are kept free: what the demand rises by, in 99 of 100 cases,
-while a decision is waited for and carried out. Derived: with w_t = live + demanded blocks at step t and h the horizon,
-that control period and mapping time in steps,
+Oneiros (section 5.1, algorithm 1) acts when the KV cache is *out* of blocks. Then the request that needs one waits for
+a control period and for pages to change hands. So L blocks are kept free: in 99 of 100 cases the demand rises by no
+more while a decision is awaited and carried out. Derived: with w_t = live + demanded blocks at step t, and the horizon
+h, that control period and mapping time in steps,
 
     rise_t = max(0, max(w_{t+1}, ..., w_{t+h}) - w_t)          L = the quantile of rise_t over the steps remembered
 
 Only steps whose whole horizon has been seen count: a rise cut short by the present would bias L towards 0, more so the
 longer the horizon. A burst therefore shows in L at most h steps after it began; the demand itself is met at once.
 
-At a demand that no longer rises, L never rises (from h steps after the last rise, at one horizon, once a quantile exists):
-each further rise_t is 0, and neither replacing a value by the smallest possible one nor adding one raises a nearest-rank
-quantile. What the no-thrash proof needs beyond that is the guard of `remap.policy.rental`.
+While the demand does not rise, L never rises (from h steps after the last rise, at one horizon, once a quantile
+exists): each further rise_t is 0, and neither replacing a value by the smallest possible one nor adding one raises a
+nearest-rank quantile. Beyond that, the no-thrash proof needs only the guard of `remap.policy.rental`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["LEAST_RISES", "LONGEST_HORIZON", "Watermark", "horizon"]
 
 LONGEST_HORIZON = 32
 LEAST_RISES = 8
-"""Rises that a quantile is taken of at least; with fewer, the moving average of the change stands in."""
+"""The fewest rises for a quantile; with fewer, the moving average of the change stands in."""
 
 
 def horizon(control_s: float, map_s: float, step_s: float) -> int:
@@ -42,11 +42,11 @@ def horizon(control_s: float, map_s: float, step_s: float) -> int:
 
 
 class Watermark:
-    """What one tenant's demand has been, and the headroom that follows from it. Reads no clock: a step is one `observe`.
+    """One tenant's past demand, and the headroom that follows from it. Reads no clock: a step is one `observe`.
 
-    window: rises remembered, at least 8 (the values of the longest horizon are kept besides). quantile: share of rises that
-    the headroom covers, nearest rank. smoothing: weight of the newest step in `variation`. `observe` and `blocks` together
-    cost about a microsecond while the horizon stays; a new one costs a pass over the window.
+    window: rises remembered, at least 8 (besides the values of the longest horizon). quantile: share of rises that the
+    headroom covers, nearest rank. smoothing: weight of the newest step in `variation`. `observe` and `blocks` together
+    cost about a microsecond while the horizon stays the same; a new horizon costs a pass over the window.
     """
 
     __slots__ = (
@@ -77,8 +77,8 @@ class Watermark:
     def blocks(self, horizon_steps: int) -> int:
         """L in blocks, at least 0: the quantile of the largest rise within `horizon_steps` following steps.
 
-        While fewer than LEAST_RISES rises are known: twice `variation`, rounded. The answer depends on what was observed
-        and on this horizon only, not on horizons asked for before.
+        While fewer than LEAST_RISES rises are known: twice `variation`, rounded. The answer depends only on the
+        observed values and on this horizon, not on earlier horizons.
         """
         if horizon_steps != self._horizon:
             self._restart(horizon_steps)
@@ -93,7 +93,7 @@ class Watermark:
         return ranked[max(0, math.ceil(self.quantile * known - 1e-9) - 1)]
 
     def _restart(self, horizon_steps: int) -> None:
-        """Forget what depends on the horizon."""
+        """Forget everything that depends on the horizon."""
         self._horizon = horizon_steps
         self._seen = 0  # values pushed
         # (position, value), values falling: the first is the largest of the last horizon + 1 values.
@@ -102,7 +102,7 @@ class Watermark:
         self._sorted: list[int] = []
 
     def _push(self, value: int, before: int | None) -> None:
-        """The newest value, which completes the rise of the step one horizon ago, whose value was `before`."""
+        """Add the newest value. It completes the rise of the step one horizon ago, whose value was `before`."""
         seen, tops = self._seen, self._tops
         self._seen = seen + 1
         while tops and tops[-1][1] <= value:

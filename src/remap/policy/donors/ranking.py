@@ -1,10 +1,10 @@
 """Which donor to take from first, and which not yet.
 
 Oneiros (section 5.1, algorithm 1) takes from inactive models of the lowest priority first, without priorities from the
-most recently used (MRU), and from active models last. What a donor costs is its reload when it is next used, so the
-best donor is the one whose next use is farthest (Belady). MRU is that rule for tenants used in a cycle and only for
-those (derived); LRU is the baseline it is measured against. `NextUse` estimates the next use from the activations that
-were seen, and `may_donate` keeps a tenant whole until it has been idle for long enough to pay for its reload.
+most recently used (MRU), and from active models last. A donor costs its reload at its next use, so the best donor is
+the one whose next use is farthest (Belady). MRU is that rule for tenants used in a cycle, and only for those (derived);
+LRU is the baseline for comparison. `NextUse` estimates the next use from past activations, and `may_donate` keeps a
+tenant whole until it has been idle for long enough to pay for its reload.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ __all__ = ["Candidate", "NextUse", "may_donate", "rank"]
 class Candidate:
     """A tenant that could give layers, as seen at one moment.
 
-    priority: larger is more important. order: its place in the order of attaching. last_use: sequence number of its last
-    activation or pass, larger is later. idle_s: seconds since then. next_use_s: seconds until its next use, as far as
-    expected; None: nothing is known (`NextUse`). reload_s: seconds to load back what it would give.
+    priority: larger is more important. order: its place in the order of attaching. last_use: sequence number of its
+    last activation or pass, larger is later. idle_s: seconds since then. next_use_s: seconds until its next use, as far
+    as expected; None: nothing is known (`NextUse`). reload_s: seconds to load back what it would give.
     """
 
     name: str
@@ -39,10 +39,10 @@ def rank(candidates: Iterable[Candidate], policy: str) -> list[Candidate]:
     """The candidates, best to take from first: inactive ones before active ones, and within each by `config.POLICIES`.
 
     "priority": lowest priority first; within one, as "expected_next_use".
-    "expected_next_use": the farthest first. An unknown next use counts as farthest of all: that a tenant has come back is the
-        only evidence that it will. Equally far ones, the unknown among them, as "mru".
+    "expected_next_use": the farthest first. An unknown next use counts as farthest of all: that a tenant has come back
+        is the only evidence that it will. Equally far ones, the unknown among them, as "mru".
     "mru": most recently used first. "lru": least recently used first.
-    What is still equal goes by the order of attaching. The input is not changed.
+    Candidates that are still equal go by the order of attaching. The input is not changed.
     """
     keys: dict[str, Callable[[Candidate], tuple[float, ...]]] = {
         "priority": lambda c: (c.priority, -_distance(c), -c.last_use),
@@ -59,38 +59,39 @@ def _distance(candidate: Candidate) -> float:
 
 
 def may_donate(candidate: Candidate, *, min_idle: float = 1.0) -> bool:
-    """Whether layers of this tenant may be taken now: an inactive one must have been idle for more than min_idle reloads.
+    """Whether layers of this tenant may be taken now: an inactive one must have been idle for more than min_idle
+    reloads.
 
-    So a tenant that pauses is left alone, and one that left for good has cost at most min_idle reloads' time of waiting (ski
-    rental again: with min_idle = 1 the reload never takes longer than the idleness it made use of). 0: as soon as it
-    is inactive at all. Active tenants may always: they are asked last, serve on while they stream, and their price is the
-    stall that `donors.supply` weighs.
+    So a tenant that pauses is left alone, and one that left for good has cost at most min_idle reloads' time of waiting
+    (ski rental again: with min_idle = 1 the reload never takes longer than the idleness it made use of). 0: as soon as
+    the tenant is inactive. Active tenants may always donate: they are asked last and keep serving while they stream,
+    and `donors.supply` weighs the stall that they cost.
     """
     return candidate.active or candidate.idle_s > min_idle * candidate.reload_s
 
 
 @dataclass
 class _History:
-    """What is known of one tenant's activations."""
+    """One tenant's past activations."""
 
     last_s: float
     interval_s: float | None = None  # moving average; None: activated once
 
 
 class NextUse:
-    """When each tenant will be activated next, as far as its past tells. Reads no clock: times are passed in, in seconds.
+    """When each tenant will be activated next, judged by its past. Reads no clock: callers pass times in, in seconds.
 
-    A tenant that comes back has a rhythm: the moving average of the time between its activations, less what has passed of
-    it, at least 0. When it has stayed away for more than `stale` such intervals it has left its rhythm, and nothing is
-    known of it (None): else a tenant used twice in a row and never again would look needed at once, for ever.
+    A tenant that comes back has a rhythm: the moving average of the time between its activations, less the time since
+    the last one, at least 0. After more than `stale` such intervals away it has left its rhythm, and its next use is
+    unknown (None): otherwise a tenant used twice in a row and never again would look needed at once, for ever.
 
-    Tenants that follow each other in a cycle are told apart better by their place in it than by irregular times: when the
-    last activations repeat a cycle of different tenants (twice in full, activations in a row of one tenant counting as
-    one turn), the tenant j turns ahead is expected after the rest of this turn and j - 1 more,
-    max(0, turn - elapsed) + (j - 1) turn, where `turn` is the moving average of the time between turns. The one whose
-    turn it is comes last. So expected next uses have the order of the cycle, however irregular the times, and the farthest
-    inactive tenant is the most recently used. A turn that has lasted for `stale` whole cycles ends this: then each
-    tenant's own rhythm counts, as it does for tenants outside the cycle.
+    If tenants follow each other in a cycle, their place in it says more than irregular times. If the last activations
+    repeat a cycle of different tenants (twice in full; activations of one tenant in a row count as one turn), the
+    tenant j turns ahead is expected after the rest of this turn and j - 1 more, max(0, turn - elapsed) + (j - 1) turn,
+    where `turn` is the moving average of the time between turns. The tenant whose turn it is comes last. So expected
+    next uses have the order of the cycle, however irregular the times, and the farthest inactive tenant is the most
+    recently used. A turn that has lasted for `stale` whole cycles ends this: then each tenant's own rhythm counts, as
+    it does for tenants outside the cycle.
 
     Clocks may jump back: an interval below 0 is not learned from, and elapsed time is at least 0.
     smoothing: weight of the newest interval. stale: math.inf turns that rule off.
@@ -122,7 +123,7 @@ class NextUse:
         self._ahead = self._find_cycle()
 
     def expected_s(self, name: str, now_s: float) -> float | None:
-        """Seconds from `now_s` to the next activation of `name`, at least 0; None: nothing is known. Changes nothing."""
+        """Seconds from `now_s` to the next activation of `name`, at least 0; None: not known. Changes nothing."""
         turns = self._ahead.get(name)
         if turns is not None and self._turn_s is not None and self._turn_at_s is not None:
             elapsed = max(0.0, now_s - self._turn_at_s)
@@ -140,7 +141,7 @@ class NextUse:
         """The tenant is gone, and with it any cycle that it was in. Unknown names are no error."""
         self._seen.pop(name, None)
         if name in self._turns:
-            # Its neighbours never followed each other directly: what comes after is a new sequence.
+            # Its neighbours never followed each other directly: the later turns are a new sequence.
             self._turns = self._turns[len(self._turns) - self._turns[::-1].index(name) :]
             self._ahead = self._find_cycle()
 

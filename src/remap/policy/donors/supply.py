@@ -2,9 +2,9 @@
 
 Oneiros (section 5.1, algorithm 1) takes the layers of inactive models first, one model after another, each up to its
 cap, and those of active models last, one layer a step. Corrected here: as many increments at once as the need asks for
-(its +1 layer per step cannot meet a burst); before any layer, memory that costs nobody anything (free pages) or nobody
-now (unused KV); among *active* donors not one victim but the increments that stall least per block; never more than
-needed; and what stays unmet is said (its line 23 has no cap, and there is no fallback when nothing is left).
+(its +1 layer per step cannot meet a burst); before any layer, memory that costs nobody anything (free pages), or
+nothing now (unused KV); among *active* donors not one victim but the increments that stall least per block; never more
+than needed; and the report of unmet blocks (its line 23 has no cap, and there is no fallback when nothing is left).
 
 A donor's quotes are increments, nested: the i-th is given only with those before it. Marginal stall need not rise along
 them (an odd number of streamed layers in two fixed buffers waits longer than the even one after it), so *runs* of
@@ -17,7 +17,7 @@ Active donors share the rest of the need so (derived; the greedy bound for knaps
     the best candidate of all rounds is the plan
 
 In the first round the candidates are the plans of one active donor alone, so the result is never worse than the best of
-these; and rounds go on until a run covers the rest or every quote is taken, so nothing stays unmet that could be met.
+these. Rounds go on until a run covers the rest or every quote is taken, so no block stays unmet that could be met.
 """
 
 from __future__ import annotations
@@ -33,15 +33,17 @@ __all__ = ["NOTHING", "Kind", "Portion", "Quote", "Supply", "choose"]
 Kind = Literal["idle_kv", "inactive", "active"]
 
 KINDS: tuple[Kind, ...] = ("idle_kv", "inactive", "active")
-"""In the order in which they are asked. Of unused KV, which is pages, less than a quote may be taken; layers are given whole."""
+"""In the order in which they are asked. Of unused KV, which is pages, less than a quote may be taken; layers are given
+whole."""
 
 
 @dataclass(frozen=True)
 class Quote:
     """One increment that a donor can give, beyond its quotes before this one.
 
-    blocks: of the receiver's, at least 0. stall_s: seconds added to each pass of the donor; may be negative (see above).
-    reload_s: seconds to undo it. step: whatever the caller needs to carry it out; not looked at.
+    blocks: in blocks of the receiver, at least 0. stall_s: seconds added to each pass of the donor; may be negative
+    (see above).
+    reload_s: seconds to undo it. step: the caller's own data for carrying it out; not used here.
     """
 
     donor: str
@@ -54,7 +56,8 @@ class Quote:
 
 @dataclass(frozen=True)
 class Portion:
-    """The first `count` (>= 1) quotes of one donor of one kind: `blocks` in all, fewer than they offer only of unused KV."""
+    """The first `count` (>= 1) quotes of one donor of one kind: `blocks` in all, fewer than they offer only of unused
+    KV."""
 
     donor: str
     count: int
@@ -64,7 +67,7 @@ class Portion:
 
 @dataclass(frozen=True)
 class Supply:
-    """What to take. unmet: blocks that nobody can give. stall_s: seconds per pass, over all donors together."""
+    """What to take. unmet: blocks that no donor can give. stall_s: seconds per pass, over all donors together."""
 
     taken: tuple[Portion, ...]
     unmet: int
@@ -78,11 +81,11 @@ NOTHING = Supply((), 0, 0.0)
 def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supply:
     """What to take from whom, so that `need_blocks` are given if all quotes together suffice.
 
-    quotes_by_donor: one sequence for each donor and kind, its quotes nested. Unused KV first, then inactive donors, within a
-    kind in the order given, each as far as needed; active donors share the rest as described above, ties by reload time and
-    then in the order given. At the end what became superfluous is dropped: active increments whose absence stalls nobody
-    more, the costliest first, then those of the other kinds, the last asked first.
-    Takes are in the order of kinds, then of `quotes_by_donor`. Nothing is looked at when nothing is needed.
+    quotes_by_donor: one sequence for each donor and kind, its quotes nested. Unused KV first, then inactive donors,
+    within a kind in the order given, each as far as needed; active donors share the rest as described above, ties by
+    reload time and then in the order given. At the end what became superfluous is dropped: active increments whose
+    absence stalls nobody more, the costliest first, then those of the other kinds, the last asked first. Takes are in
+    the order of kinds, then of `quotes_by_donor`. Nothing is looked at when nothing is needed.
     quotes_by_donor: one sequence for each donor and kind.
     """
     if need_blocks == 0:
@@ -115,7 +118,7 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supp
 
 
 class _Line:
-    """One donor's quotes as prefix sums: entry n is what its first n give and cost."""
+    """One donor's quotes as prefix sums: entry n is the gain, or the cost, of its first n."""
 
     def __init__(self, quotes: Sequence[Quote]) -> None:
         self.donor, self.kind = quotes[0].donor, quotes[0].kind
@@ -129,7 +132,7 @@ class _Line:
         return next(n for n, blocks in enumerate(self.blocks) if blocks >= target)
 
     def cost(self, n: int) -> tuple[float, float]:
-        """What plans are compared by: stall first."""
+        """The key by which plans are compared: stall first."""
         return self.stall[n], self.reload[n]
 
 
@@ -163,7 +166,8 @@ def _share(lines: Sequence[_Line], need: int) -> tuple[int, ...]:
 
 
 def _without_superfluous(lines: Sequence[_Line], counts: Sequence[int], spare: int) -> tuple[tuple[int, ...], int]:
-    """Shorter runs that leave the need met and stall nobody more, the largest saving first; and the blocks still spare."""
+    """Shorter runs that leave the need met and stall nobody more, the largest saving first; and the blocks still
+    spare."""
     kept = list(counts)
     while True:
         found: tuple[tuple[float, float], int, int] | None = None  # (saving, donor, how many are left)
