@@ -38,7 +38,7 @@ class TenantSnapshot:
     buffers: int
     selection: str  # how the streamed layers were chosen last; "" while none stream
     streamed: tuple[int, ...]
-    pinned: tuple[int, ...]  # layers that may not stream, since something wrote into them after attach
+    pinned: tuple[int, ...]  # layers that may not stream (`Tenant.pinned`)
     pages: PageTotals
     lent_pages: int  # pages of its layers that are free for other tenants, or are theirs
     lent_to: Mapping[str, int]  # tenant -> how many of these are its KV

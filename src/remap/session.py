@@ -4,8 +4,8 @@
     settle     Prefetcher.configure (which copies are due) -> Executor.commit (regions are re-pointed by the worker)
     between tenants   what one needs and others could give (offers.py) -> Controller.decide -> lend.py -> plans as above
 
-Blocks are usable when apply() returns; in aliased mode it makes no backend call. Settling comes after that. If settling
-fails, nothing is lost: `tenant.forward()` tries again, and raises if that fails too, so no pass begins.
+Blocks are usable when apply() returns; in aliased mode growth makes no backend call, unless pages have to be zeroed.
+Settling comes after that. If settling fails, nothing is lost: `tenant.forward()` tries again, and raises if that fails too, so no pass begins.
 
 Threads: every method may be called from any thread. Methods that change something run one at a time; meanwhile the
 tenants concerned begin no pass and hand out no block (locking.py). One thread at a time, the engine's, runs a tenant's
@@ -421,8 +421,8 @@ class Session:
         """Give everything back. Models return to ordinary memory and stay usable; do not use KV tensors afterwards.
 
         Waits for the last passes. device and OutOfMemory: as for `detach`. Idempotent; it can be called again after an
-        error. Allowed when the arena is broken, and with ranges declared as registered: their owner has let go of
-        them.
+        error. Allowed when the arena is broken, and with ranges still declared as registered: whoever registered them must have
+        deregistered them by then.
         """
         if not self.closed:
             self._close(device)

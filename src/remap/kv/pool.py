@@ -33,7 +33,7 @@ __all__ = ["BlockPool", "KVGeometry", "KVSpec", "Listener", "listed"]
 Listener = Callable[[Sequence[int], Sequence[int]], None]
 """cb(added_ids, withdrawn_ids): ids that may be handed out from now on, ids that may not be any more."""
 
-# States of a block (those of pages are in kv_slots).
+# States of a block (those of pages are in pages.py).
 _UNUSABLE, _FREE, _LIVE, _EMPTY, _DRAINING = range(5)
 _NOT_OPEN = bytes([_UNUSABLE, _EMPTY, _DRAINING])
 _CLOSE = bytes.maketrans(bytes([_FREE, _LIVE]), bytes([_EMPTY, _DRAINING]))

@@ -221,7 +221,8 @@ class Changes:
         self.applied += 1
 
     def _await_copies(self, tenant: TenantState, plan: Plan) -> None:
-        """Wait for copies in flight if they write into pages that are about to change owner. Growing never waits."""
+        """Wait for copies in flight if they write into pages that are about to change owner. Growth does so
+        only for layers that came home just now and are still loading."""
         pages, prefetcher = tenant.pages, tenant.prefetcher
         stream = tenant.compute.current()
         longer = [layer for layer in plan.streamed if plan.tails[layer] > pages.tails[layer]]

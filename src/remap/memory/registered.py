@@ -26,7 +26,7 @@ class Registered:
         self._tenants = tenants
 
     def declare(self, address: int, nbytes: int) -> None:
-        """As `Session.declare_registered`."""
+        """As `remap.advanced.declare_registered`."""
         for tenant in self._tenants.values():
             streamed = sorted(_layers_in(tenant, [(address, nbytes)]).intersection(tenant.streamed))
             if streamed:
@@ -40,7 +40,7 @@ class Registered:
         self.pin()
 
     def withdraw(self, address: int, nbytes: int) -> None:
-        """As `Session.withdraw_registered`."""
+        """As `remap.advanced.withdraw_registered`."""
         self._arena.withdraw_registered(address, nbytes)
         self.pin()
 

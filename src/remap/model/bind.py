@@ -1,11 +1,11 @@
 """Torch glue: find a model's tensors, copy their bytes into packed memory, and point the model at that memory.
 
-The order of calls is `collect`, `layout.build`, (`master.make_master`), `fill` for what is resident, `install`; and
+The order of calls is `find.collect`, `pack.build`, (`master.make_master`), `fill` for what is resident, `install`; and
 `restore` before the memory goes away. A tensor keeps its identity throughout: only the memory behind it is exchanged
 (`tensor.data = view`), for buffers as well as for parameters, so tied names, optimisers, hooks and other references
 to the same object stay right.
 
-What finds and describes the tensors is in `tensors`; its functions are names of this module, too.
+find.py finds and describes the tensors; its functions are names of this module, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Find a torch model's layers and describe all its tensors as `layout.TensorSpec`s. Changes nothing.
+"""Find a torch model's layers and describe all its tensors as `pack.TensorSpec`s. Changes nothing.
 
 Tensors that are plain attributes of a module (neither parameter nor buffer) are not seen and stay where they are.
 """

@@ -4,7 +4,7 @@
 the weights file itself where a layer's tensors lie there one after another: the layer is then packed in the order
 of the file, and no second copy in RAM is needed. A master copy is never written after it was made.
 
-Make the master before `modules.install`, and use *its* layout from then on: the order of the file may differ.
+Make the master before `bind.install`, and use *its* layout from then on: the order of the file may differ.
 """
 
 from __future__ import annotations

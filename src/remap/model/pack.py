@@ -30,7 +30,7 @@ __all__ = [
 
 DEFAULT_MUTABLE = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
 """Buffers that torch's own modules write. The kernels of the first two do not count as in-place writes for autograd,
-so `modules.WriteWatch` alone could not be relied on to see them."""
+so `bind.WriteWatch` alone could not be relied on to see them."""
 
 
 def span_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
@@ -308,7 +308,7 @@ def _check_specs(specs: Sequence[TensorSpec], layers: int | None, alignment: int
             wrong = f"storage_offset_bytes is {spec.storage_offset_bytes}, expected a multiple of {spec.itemsize}"
         if wrong:
             raise InvalidArgument(
-                f"tensor {spec.path!r}: {wrong}. Nothing was packed; correct the spec (modules.collect makes "
+                f"tensor {spec.path!r}: {wrong}. Nothing was packed; correct the spec (find.collect makes "
                 "consistent ones)",
                 path=spec.path,
             )
