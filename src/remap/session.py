@@ -5,7 +5,8 @@
     between tenants   what one needs and others could give (offers.py) -> Controller.decide -> lend.py -> plans as above
 
 Blocks are usable when apply() returns; in aliased mode growth makes no backend call, unless pages have to be zeroed.
-Settling comes after that. If settling fails, nothing is lost: `tenant.forward()` tries again, and raises if that fails too, so no pass begins.
+Settling comes after that. If settling fails, nothing is lost: `tenant.forward()` tries again, and raises if that fails
+too, so no pass begins.
 
 Threads: every method may be called from any thread. Methods that change something run one at a time; meanwhile the
 tenants concerned begin no pass and hand out no block (locking.py). One thread at a time, the engine's, runs a tenant's
