@@ -23,7 +23,7 @@ class Pool:
         )
         geometry = KVGeometry(spec, spec.block_bytes)
         self.pool = BlockPool(geometry)
-        self.pool.give(range(geometry.region_pages))
+        self.pool.add_pages(range(geometry.region_pages))
         self.block_tokens = SIZE
         self.allocate, self.free = self.pool.allocate, self.pool.free
 

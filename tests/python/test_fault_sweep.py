@@ -77,14 +77,14 @@ class World:
         else:
             chosen = tuple(p for p in state.giving if session._arena.owners()[p] == _core.Owner.kv)[-3:]
             tenant.kv.pool.withdraw(state.slots_of(chosen))
-            tenant.kv.pool.take(state.slots_of(chosen))
+            tenant.kv.pool.remove_pages(state.slots_of(chosen))
         try:
             session._changes.apply_and_settle(
                 state, plan_free_pages(state.pages, session._arena.epoch, chosen, give=give)
             )
         except Error:
             if not give:
-                tenant.kv.pool.give(state.slots_of(chosen))
+                tenant.kv.pool.add_pages(state.slots_of(chosen))
             raise
 
     def attach(self) -> None:

@@ -69,7 +69,7 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
         self.free: list[int] = []
         self.used: list[int] = []
         self.given = {0}
-        self.pool.give([0])
+        self.pool.add_pages([0])
         self.pool.subscribe(self.listen, external=True)
 
     def listen(self, added, withdrawn) -> None:
@@ -88,12 +88,12 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
     @rule(page=st.integers(1, PAGES - 1))
     def page_comes_or_goes(self, page: int) -> None:
         if page not in self.given:
-            self.pool.give([page])
+            self.pool.add_pages([page])
             self.given.add(page)
         elif page in self.pool.open_ids():
             self.pool.withdraw([page])
         elif not self.pool.pending([page]):
-            self.pool.take([page])
+            self.pool.remove_pages([page])
             self.given.discard(page)
 
     @rule(page=st.integers(1, PAGES - 1))

@@ -41,7 +41,7 @@ def geometries(draw: st.DrawFn) -> KVGeometry:
 def pool_of(layout: str = "block_major", pages: int | None = None, max_blocks: int = 12) -> BlockPool:
     spec = make_spec(block_tokens=4, layout=layout, max_blocks=max_blocks)
     pool = BlockPool(KVGeometry(spec, 48))
-    pool.give(pool.geometry.giving_slots(0, pool.geometry.region_pages if pages is None else pages))
+    pool.add_pages(pool.geometry.giving_slots(0, pool.geometry.region_pages if pages is None else pages))
     return pool
 
 
@@ -197,12 +197,12 @@ def test_bad_frees_change_nothing(ids: list[int]) -> None:
 
 def test_blocks_that_straddle_wait_for_both_pages() -> None:
     pool = pool_of(pages=0)
-    assert list(pool.give([0])) == []  # block 0 reaches into page 1
-    assert list(pool.give([3, 2])) == [2]  # block 1 lies on pages 1 and 2
-    assert list(pool.give([1])) == [0, 1]  # the hole closes both neighbours
-    assert pool.give(range(4, 16)) == range(3, 12)
+    assert list(pool.add_pages([0])) == []  # block 0 reaches into page 1
+    assert list(pool.add_pages([3, 2])) == [2]  # block 1 lies on pages 1 and 2
+    assert list(pool.add_pages([1])) == [0, 1]  # the hole closes both neighbours
+    assert pool.add_pages(range(4, 16)) == range(3, 12)
     pool.check()
-    assert pool_of(pages=0).give([5, 4, 0, 7, 6, 1]) == (0, 3, 4, 5)  # what is not contiguous is no range
+    assert pool_of(pages=0).add_pages([5, 4, 0, 7, 6, 1]) == (0, 3, 4, 5)  # what is not contiguous is no range
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -213,8 +213,8 @@ def test_a_gift_that_bridges_owned_pages_counts_each_block_once(layout: str) -> 
     pool = BlockPool(geometry)
     columns = geometry.range_pages
     ranges = [r * columns for r in range(geometry.ranges)]
-    pool.give([r + 1 for r in ranges])
-    added = pool.give([r + c for r in ranges for c in range(columns) if c != 1])
+    pool.add_pages([r + 1 for r in ranges])
+    added = pool.add_pages([r + c for r in ranges for c in range(columns) if c != 1])
     assert list(added) == list(range(8))
     pool.check()
     pool.withdraw([r + 1 for r in ranges])
@@ -224,7 +224,7 @@ def test_a_gift_that_bridges_owned_pages_counts_each_block_once(layout: str) -> 
     pool.check()
 
 
-@pytest.mark.parametrize("call", ["give", "withdraw", "unwithdraw", "take", "pending", "plan_moves"])
+@pytest.mark.parametrize("call", ["add_pages", "withdraw", "unwithdraw", "remove_pages", "pending", "plan_moves"])
 @pytest.mark.parametrize("slots", [[-1], [16], [2, 2], range(14, 18)])
 def test_bad_slots_are_refused(call: str, slots: list[int]) -> None:
     pool = pool_of()
@@ -237,17 +237,17 @@ def test_bad_slots_are_refused(call: str, slots: list[int]) -> None:
 def test_page_states_are_enforced() -> None:
     pool = pool_of(pages=8)
     for call, slots in (
-        (pool.give, [7, 8]),
+        (pool.add_pages, [7, 8]),
         (pool.withdraw, [7, 8]),
         (pool.unwithdraw, [0]),
-        (pool.take, [7]),
+        (pool.remove_pages, [7]),
         (pool.plan_moves, [7]),
     ):
         with pytest.raises(InvalidArgument) as caught:
             call(slots)
         assert caught.value.slot in slots
     pool.withdraw([6])
-    for call in (pool.give, pool.withdraw):
+    for call in (pool.add_pages, pool.withdraw):
         with pytest.raises(InvalidArgument):
             call([6, 7])
     assert pool.usable_blocks == 6
@@ -262,7 +262,7 @@ def test_shrink_in_two_steps_with_compaction() -> None:
     assert (pool.free_blocks, pool.live_blocks, pool.withdrawn_blocks) == (8, 4, 3)
     assert pool.usable_blocks == 12
     with pytest.raises(InvalidState) as caught:
-        pool.take(range(12, 16))
+        pool.remove_pages(range(12, 16))
     assert (caught.value.live, caught.value.blocks) == (3, (9, 10, 11))
     moves = pool.plan_moves(range(12, 16))
     assert moves == [(9, 1), (10, 2), (11, 3)]
@@ -273,7 +273,7 @@ def test_shrink_in_two_steps_with_compaction() -> None:
     assert pool.pending(range(12, 16)) == (9, 11)
     pool.commit_moves(pool.plan_moves(range(12, 16)))
     assert (pool.live_ids(), pool.pending(range(12, 16))) == ((0, 1, 2), ())
-    pool.take(range(12, 16))
+    pool.remove_pages(range(12, 16))
     assert (pool.usable_blocks, pool.free_blocks, pool.withdrawn_blocks) == (9, 6, 0)
     assert pool.allocate(6) == [3, 4, 5, 6, 7, 8]
     pool.check()
@@ -293,9 +293,9 @@ def test_bad_moves_change_nothing(moves: list[tuple[int, int]]) -> None:
 def test_withdrawn_pages_keep_new_neighbours_closed(layout: str) -> None:
     pool = pool_of(layout, pages=0)
     order = list(pool.geometry.giving_slots(0, pool.geometry.region_pages))
-    pool.give(order[:1])
+    pool.add_pages(order[:1])
     pool.withdraw(order[:1])
-    added = list(pool.give(order[1:]))
+    added = list(pool.add_pages(order[1:]))
     closed = [b for b in range(12) if order[0] in pool.geometry.slots_of_block(b)]
     assert closed
     assert added == [b for b in range(12) if b not in closed]
@@ -326,13 +326,13 @@ def test_errors_of_listeners_come_last_and_change_nothing() -> None:
     failing("second")
     calls.clear()
     with pytest.raises(RuntimeError, match="first"):
-        pool.give(range(4, 8))
+        pool.add_pages(range(4, 8))
     assert calls == ["first", "second"]
     assert pool.usable_blocks == 6
     with pytest.raises(RuntimeError, match="first"):
         pool.withdraw([7])
     assert pool.withdrawn_blocks == 1
-    pool.take([7])  # nothing to tell: the blocks were withdrawn before
+    pool.remove_pages([7])  # nothing to tell: the blocks were withdrawn before
     assert calls == ["first", "second"] * 2
     pool.check()
 
@@ -342,7 +342,7 @@ def test_a_listener_that_changes_the_pool_is_told_in_order() -> None:
     log: list[tuple[list[int], list[int]]] = []
     pool.subscribe(lambda added, withdrawn: pool.withdraw([4]) and None if 3 in added else None)
     pool.subscribe(lambda added, withdrawn: log.append((list(added), list(withdrawn))))
-    pool.give(range(4, 8))
+    pool.add_pages(range(4, 8))
     assert log == [([0, 1, 2], []), ([3, 4, 5], []), ([], [3])]
     with pytest.raises(InvalidState):  # delivered while telling, so the error surfaces at the outer call
         pool.subscribe(lambda added, withdrawn: pool.subscribe(print))
@@ -362,7 +362,7 @@ def test_an_external_engine_holds_the_blocks() -> None:
             pool.returned(idle)
 
     pool.subscribe(engine, external=True)
-    pool.give(range(4, 8))
+    pool.add_pages(range(4, 8))
     assert held == set(range(6))
     assert (pool.live_blocks, pool.free_blocks, pool.external) == (6, 0, True)
     for call in (lambda: pool.allocate(1), lambda: pool.free([0])):
@@ -374,7 +374,7 @@ def test_an_external_engine_holds_the_blocks() -> None:
     assert (pool.live_blocks, pool.withdrawn_blocks) == (4, 3)
     assert pool.plan_moves(range(4, 8)) == []
     with pytest.raises(InvalidState) as caught:
-        pool.take(range(4, 8))
+        pool.remove_pages(range(4, 8))
     assert caught.value.live == 1
     for bad in ([0], [3], [4, 4]):
         with pytest.raises(InvalidArgument):
@@ -382,7 +382,7 @@ def test_an_external_engine_holds_the_blocks() -> None:
     assert pool.unwithdraw([4, 5]) == (3,)
     busy.clear()
     pool.returned([4])
-    pool.take([6, 7])
+    pool.remove_pages([6, 7])
     assert pool.live_blocks == 4
     pool.check()
     with pytest.raises(InvalidState):
@@ -413,10 +413,10 @@ def test_usable_with_and_vacant_are_what_a_pool_of_these_pages_would_have(
     subset = st.sets(st.sampled_from(every))
     owned, lost, gained = data.draw(subset), data.draw(subset), data.draw(subset)
     pool = BlockPool(geometry)
-    pool.give(owned)
+    pool.add_pages(owned)
     pool.allocate(data.draw(st.integers(0, pool.free_blocks)))
     other = BlockPool(geometry)
-    other.give((owned | gained) - lost)
+    other.add_pages((owned | gained) - lost)
     assert pool.usable_with(lost, gained) == other.usable_blocks
     order = data.draw(st.permutations(sorted(owned)))
     assert list(pool.vacant(order)) == [slot for slot in order if not pool.pending((slot,))]

@@ -69,8 +69,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def give(self, data: st.DataObject) -> None:
         slots = self.pick(data, set(range(self.pool.geometry.region_pages)) - self.model.owned)
-        added = self.model.give(slots)
-        assert list(self.pool.give(slots)) == added
+        added = self.model.add_pages(slots)
+        assert list(self.pool.add_pages(slots)) == added
         self.hold(added)
 
     @rule(data=st.data())
@@ -92,11 +92,11 @@ class PoolMachine(RuleBasedStateMachine):
         assert list(self.pool.pending(slots)) == live
         if live:
             with pytest.raises(InvalidState) as caught:
-                self.pool.take(slots)
+                self.pool.remove_pages(slots)
             assert caught.value.live == len(live)
         else:
-            self.pool.take(slots)
-            self.model.take(slots)
+            self.pool.remove_pages(slots)
+            self.model.remove_pages(slots)
 
     @rule(count=st.integers(0, 12))
     def allocate(self, count: int) -> None:

@@ -55,7 +55,7 @@ class KVModel:
     def closed(self) -> list[int]:
         return [b for b in self.usable() if self.pages[b] & self.withdrawn]
 
-    def give(self, slots: Iterable[int]) -> list[int]:
+    def add_pages(self, slots: Iterable[int]) -> list[int]:
         before = set(self.open())
         self.owned |= set(slots)
         return [b for b in self.open() if b not in before]
@@ -73,7 +73,7 @@ class KVModel:
     def pending(self, slots: Iterable[int]) -> list[int]:
         return [b for b in sorted(self.live) if self.pages[b] & set(slots)]
 
-    def take(self, slots: Iterable[int]) -> None:
+    def remove_pages(self, slots: Iterable[int]) -> None:
         self.owned -= set(slots)
         self.withdrawn -= set(slots)
 

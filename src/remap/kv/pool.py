@@ -1,7 +1,7 @@
 """The block pool of one tenant: which KV blocks are usable, which are in use, and how some of them are given back.
 
 The pool only keeps books: it neither maps pages nor copies bytes. The session tells it which pages of the KV region the
-tenant owns (`give`, `take`). The engine allocates blocks from it (`allocate`, `free`) or mirrors it in its own
+tenant owns (`add_pages`, `remove_pages`). The engine allocates blocks from it (`allocate`, `free`) or mirrors it in its own
 allocator (`subscribe`). Pages come and go in any order: a block is usable while all of its pages are owned.
 
 Shrinking takes two steps, because live blocks cannot be dropped:
@@ -10,7 +10,7 @@ Shrinking takes two steps, because live blocks cannot be dropped:
     moves = pool.plan_moves(slots)   # where live ones can go; the caller copies the bytes, in any order, and then
     pool.commit_moves(moves)         # the new ids are live instead of the old ones
     if not pool.pending(slots):      # otherwise wait until requests finish (or `unwithdraw`)
-        pool.take(slots)
+        pool.remove_pages(slots)
 
 Growth is on an engine's critical path, so every bulk operation works on runs of pages and slices of bytes: giving one
 run costs a few microseconds plus a memset and a memchr. Only one thread at a time may use a pool; a session ensures
@@ -176,7 +176,7 @@ class BlockPool:
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
-    def give(self, slots: Iterable[int]) -> Sequence[int]:
+    def add_pages(self, slots: Iterable[int]) -> Sequence[int]:
         """The tenant owns the pages at these region slots now. Returns the ids that may be handed out as a result.
 
         The ids are ascending: a `range` when they are contiguous, otherwise a tuple. `slots` may be in any order; a
@@ -209,7 +209,7 @@ class BlockPool:
     def withdraw(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Hand out no block that touches these pages any more. Returns the ids that were open until now, ascending.
 
-        Live ones among them stay valid until freed. Undone by `unwithdraw`, completed by `take`. Raises
+        Live ones among them stay valid until freed. Undone by `unwithdraw`, completed by `remove_pages`. Raises
         InvalidArgument (field: slot) for a slot that is not owned or is withdrawn already.
         """
         runs = self._slots.runs(slots)
@@ -250,7 +250,7 @@ class BlockPool:
         reopened: list[range] = []
         for first, stop in columns:
             for low, high, state in self._slots.segments(first, stop):
-                low += self._state[low] in (_FREE, _LIVE)  # met before, as in give()
+                low += self._state[low] in (_FREE, _LIVE)  # met before, as in add_pages()
                 if state != OPEN or low == high:
                     continue
                 segment = self._state[low:high]
@@ -282,7 +282,7 @@ class BlockPool:
         """`usable_blocks` if the `lost` slots' pages were not owned and the `gained` ones' were. Changes nothing."""
         return self._slots.whole_blocks(lost, gained)
 
-    def take(self, slots: Iterable[int]) -> None:
+    def remove_pages(self, slots: Iterable[int]) -> None:
         """The tenant no longer owns the pages at these slots; their blocks become unusable.
 
         Raises InvalidState (fields: live = number of live blocks inside, blocks = their ids) while live blocks remain,
@@ -294,7 +294,7 @@ class BlockPool:
         if live:
             raise InvalidState(
                 f"{len(live)} live blocks still touch these pages, the first is {live[0]}; no page was taken; free "
-                "them or move them (plan_moves, commit_moves), then take again",
+                "them or move them (plan_moves, commit_moves), then call again",
                 live=len(live),
                 blocks=live,
             )

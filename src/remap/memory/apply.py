@@ -1,7 +1,7 @@
 """Carry out a change: withdraw, move, apply, publish and settle, in this order, and undo it if a step fails.
 
-    growing     save -> Executor.apply -> pool.give (blocks are usable)                            -> decided -> tell -> settle
-    shrinking   save -> pool.withdraw -> move live blocks -> pool.take -> Executor.apply           -> decided -> tell -> settle
+    growing     save -> Executor.apply -> pool.add_pages (blocks are usable) -> decided -> tell -> settle
+    shrinking   save -> pool.withdraw -> move live blocks -> pool.remove_pages -> Executor.apply -> decided -> tell -> settle
     settle      Prefetcher.configure -> Executor.commit
 
 Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
@@ -209,7 +209,7 @@ class Changes:
         if tenant.reclaimed or reclaimed:
             tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed
         if plan.gained:
-            tenant.kv.pool.give(tenant.slots_of(plan.gained))
+            tenant.kv.pool.add_pages(tenant.slots_of(plan.gained))
         tenant.all_ready = False
         tenant.predicted_stall_s = plan.predicted_stall_s
         if plan.tails != pages.tails:
@@ -400,7 +400,7 @@ class Changes:
         tenant.kv.move(moves)
         if moves:  # an engine with its own allocator moves its blocks itself
             pool.commit_moves(moves)
-        pool.take(slots)
+        pool.remove_pages(slots)
         # The old blocks' bytes stay untouched until the plan is settled: to undo this, it is enough to take the old ids
         # back.
         saved.moves = moves
