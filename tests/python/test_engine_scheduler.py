@@ -258,6 +258,13 @@ def test_the_fake_pool_refuses_like_the_real_one():
         CountingPool(2, 4).allocate(3)
 
 
+@pytest.mark.parametrize("q", [0.0, 1.0, 0.995, 0.001, -0.5, float("nan")])
+def test_a_percentile_that_there_is_not_is_refused(q):
+    with pytest.raises(InvalidArgument) as caught:
+        percentile([1.0, 2.0], q)
+    assert caught.value.field == "q"
+
+
 def test_percentile_interpolates():
     assert percentile([], 0.5) == 0.0
     assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5

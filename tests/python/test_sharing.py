@@ -341,6 +341,30 @@ def test_activation_that_never_succeeds_is_an_error_and_the_turn_is_the_former_o
     assert shared.engines["a"].metrics.preemptions == 0
 
 
+def test_an_interrupt_while_the_turn_is_handed_over_leaves_it_with_nobody_and_the_next_step_goes_on():
+    tenants = tenants_for(40, names="ab")
+    session = ArenaDouble(tenants)
+    shared = SharedEngines(session, engines_for(tenants, session), quantum_s=0.0)
+    for name in "ab":
+        shared.engines[name].add_request(Request("r", (1, 2, 3), SamplingParams(max_tokens=4)))
+    shared.step()
+    assert shared.active == ("a",)
+    activate = session.activate
+
+    def interrupted(name, **named):
+        activate(name, **named)  # it has happened: a is inactive by now
+        raise KeyboardInterrupt
+
+    session.activate = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        shared.step()
+    session.activate = activate
+    assert shared.active == ()
+    while shared.unfinished:
+        shared.step()
+    assert all(engine.metrics.finished == 1 for engine in shared.engines.values())
+
+
 def test_a_request_that_can_never_run_is_an_error_not_a_loop():
     tenants = tenants_for(4, max_blocks=60, names="ab")
     session = ArenaDouble(tenants)

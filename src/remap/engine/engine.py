@@ -18,6 +18,7 @@ from remap.engine.metrics import Metrics, Sample
 from remap.engine.request import Output, Request, Sequence
 from remap.engine.scheduler import TILE, Chunk, Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
+from remap.policy.views import Demand
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     from remap.engine.gpu_runner import GpuRunner
     from remap.engine.runner import ModelRunner
-    from remap.policy.controller import Demand
 
 __all__ = ["Engine", "LLMEngine", "Result", "Runner", "StepOutput"]
 
@@ -130,8 +130,6 @@ class Engine(ABC):
 
     def demand(self) -> Demand:
         """What to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
-        from remap.policy.controller import Demand
-
         return Demand(blocks=self.scheduler.demand())
 
     def follow(self, moved: Mapping[int, int]) -> None:

@@ -9,6 +9,8 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from remap.config import invalid
+
 if TYPE_CHECKING:
     from collections.abc import Sequence as Listed
 
@@ -19,11 +21,14 @@ __all__ = ["Metrics", "Sample", "percentile"]
 
 def percentile(values: Listed[float], q: float) -> float:
     """The q-quantile, q being 0.01, 0.02, ..., 0.99, with linear interpolation between order statistics, as numpy's default;
-    0.0 of nothing.
+    0.0 of nothing. Raises InvalidArgument (field) for any other q.
     """
+    hundredth = round(100 * q) if 0 < q < 1 else 0
+    if not 1 <= hundredth <= 99 or abs(100 * q - hundredth) > 1e-9:
+        raise invalid("q", q, "a whole number of hundredths from 0.01 to 0.99")
     if len(values) < 2:
         return values[0] if values else 0.0
-    return statistics.quantiles(values, n=100, method="inclusive")[round(100 * q) - 1]
+    return statistics.quantiles(values, n=100, method="inclusive")[hundredth - 1]
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ class Chunk:
 class Schedule(NamedTuple):
     """What one pass computes (tokens: of all chunks), and who lost their KV for it.
 
-    swapped_in, swapped_out: blocks to be copied from and to host
-    memory before it, by a scheduler that swaps."""
+    swapped_in, swapped_out: blocks to be copied from and to host memory before it, by a scheduler that swaps.
+    """
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]

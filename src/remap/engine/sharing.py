@@ -32,6 +32,7 @@ MODES = ("temporal", "spatial")
 class _Turn:
     """An activation that has not led to a pass yet."""
 
+    name: str
     begun_s: float
     seconds: float
     entry: dict[str, Any] = field(default_factory=dict)
@@ -134,8 +135,9 @@ class SharedEngines:
                 done[name] = self.engines[name].advance()
         self._idle_step = bool(done) and not any(step.computed for step in done.values())
         now = self._clock()
-        if self._pending_turn is not None and self._active in done and done[self._active].computed:
-            self._end_pending(now - self._pending_turn.begun_s)
+        turn = self._pending_turn
+        if turn is not None and turn.name in done and done[turn.name].computed:
+            self._end_pending(now - turn.begun_s)
         self._record(now, tuple(done))
         return done
 
@@ -220,17 +222,19 @@ class SharedEngines:
         begun = self._clock()
         entry: dict[str, Any] = {}
         if self.session is not None:
+            # An activation alone makes the others inactive first. Written down before, so that an interrupt in between
+            # leaves the turn with nobody: the next step begins a new one.
+            former, self._active = self._active, None
             try:
                 entry = self._activate(name, alone=True)
             except Exception:
-                former, self._active = self._active, None  # an activation alone makes the others inactive first
                 if former is not None:
                     self._activate(former, alone=True)
                     self._active = former
                 raise
         self._end_pending(None)
         self._active, self._turn_began, self._idle_step = name, self._clock(), False
-        self._pending_turn = _Turn(begun, self._turn_began - begun, entry)
+        self._pending_turn = _Turn(name, begun, self._turn_began - begun, entry)
 
     def _activate_all(self) -> None:
         if self.session is None or self._all_active:
@@ -271,7 +275,7 @@ class SharedEngines:
 
     def _end_pending(self, first_pass_s: float | None) -> None:
         turn, self._pending_turn = self._pending_turn, None
-        if turn is None or self._active is None:
+        if turn is None:
             return
         entry = {
             "moved_blocks": 0,
@@ -281,7 +285,7 @@ class SharedEngines:
             **turn.entry,
         }
         began = turn.begun_s - self._started_s
-        self._activations.append(Activation(began, self._active, turn.seconds, first_pass_s, **entry))
+        self._activations.append(Activation(began, turn.name, turn.seconds, first_pass_s, **entry))
 
     # -- the session -----------------------------------------------------------------------------------------------
 

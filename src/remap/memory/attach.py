@@ -254,7 +254,7 @@ class Arrivals:
         if first_pages:
             self._changes.apply(made, plan_free_pages(made.pages, arena.epoch, giving[:first_pages], give=True))
             self._changes.settle(made)
-        hidden = made.hidden = StallBounds(made)
+        hidden = made.bounds = StallBounds(made)
         made.timing.prepare = hidden.prepare
         # For slices the view (view.py) applies max_layers, which counts layers.
         made.controller = Controller(

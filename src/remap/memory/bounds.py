@@ -82,10 +82,12 @@ class StallBounds:
         return known
 
     def plan_growth(self) -> None:
-        """Plan the next growth, if it is not planned yet. Called at the end of every pass."""
-        buffers = self._tenant.buffers or (self._bound[1] if self._bound is not None else 0)
-        if buffers:
-            prepare_growth(self._tenant, buffers)
+        """Plan the next growth, if the bound allows one that adds to what streams, and it is not planned yet. Called at
+        the end of every pass."""
+        tenant, (most, best) = self._tenant, self._bound or (math.inf, 0)
+        buffers = tenant.buffers or best
+        if buffers and self._kinds[0] == "nested" and tenant.remapped < most:
+            prepare_growth(tenant, buffers)
 
     def prepare(self, times: LayerSeconds) -> None:
         """Answer ahead: the bound, and the stall now and with a little more."""

@@ -67,7 +67,7 @@ def remap_by_hand(
     try:
         with AllOrNothing(changes, (tenant,)):
             if draining:  # the same call again: the engine may have returned the withdrawn blocks by now
-                moved = continue_draining(changes, tenant, selection)
+                moved = continue_draining(changes, tenant)
                 result = Returned({tenant.name: moved} if moved else {})
             else:
                 changes.cancel_draining(tenant)

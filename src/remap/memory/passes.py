@@ -152,7 +152,7 @@ class Passes:
         timing = tenant.timing
         missed = tenant.prefetcher.unwaited() if completed else []
         number = tenant.prefetcher.end_pass()
-        tenant.hidden.plan_growth()
+        tenant.bounds.plan_growth()
         if completed and not missed:
             timing.completed(number, phase, tokens)
         else:

@@ -65,9 +65,8 @@ def grow(
     to: whether the pages become the tenant's "kv", or "free", for others to take.
     """
     for fewer in range(layers, tenant.remapped, -1):
-        plan = (
-            _prepared(tenant, buffers) if fewer == tenant.remapped + 1 and (selection, to) == ("onward", "kv") else None
-        )
+        ahead = fewer == tenant.remapped + 1 and (selection, to) == ("onward", "kv")
+        plan = _prepared(tenant, buffers) if ahead else None
         try:
             if plan is None:
                 target = streamable(tenant, fewer, buffers, selection)
@@ -163,15 +162,15 @@ def restream(
         return changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed), drain_to=drain_to) or {}
 
 
-def continue_draining(changes: Changes, tenant: TenantState, selection: str) -> dict[int, int]:
-    """Finish, by `selection`, a shrink whose blocks were still live when it was decided, if they are gone now."""
+def continue_draining(changes: Changes, tenant: TenantState) -> dict[int, int]:
+    """Finish a shrink as it was decided, if the blocks that were still live then are gone now."""
     target = tenant.draining_target
     if target is None:  # left by a change that was not finished
         changes.cancel_draining(tenant)
         return {}
     if tenant.kv.pool.pending(tenant.draining):
         return {}
-    return restream(changes, tenant, target[0], target[1], selection, drain=True)
+    return restream(changes, tenant, *target, drain=True)
 
 
 # -- how a change can be made -------------------------------------------------------------------------------------------

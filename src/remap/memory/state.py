@@ -69,7 +69,7 @@ class TenantState:
 
     # -- what the controller has decided
     controller: Controller = field(init=False)
-    hidden: Any = None  # bounds.StallBounds, which answers the controller's questions
+    bounds: Any = None  # bounds.StallBounds, which answers the controller's questions
     offers: Others | None = None  # what other tenants could give; asked by the controller
     active: bool = True
     demand: Demand | None = None  # of the last step
@@ -105,9 +105,8 @@ class TenantState:
     handle: Handle | None = None  # the public tenant over it
 
     # -- kept answers, each with its key
-    known_growth: tuple[TenantPages, tuple[int, ...], int, Plan | None] | None = (
-        None  # pages, order, buffers: restream.py
-    )
+    # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
+    known_growth: tuple[TenantPages, tuple[int, ...], int, Plan | None] | None = None
     known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
     known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py: the blocks that coming home costs
@@ -136,9 +135,9 @@ class TenantState:
     @property
     def alpha(self) -> float:
         """Layers' worth of pages that are KV now, or lent: a whole number, or a fraction if slices stream."""
-        pages = self.pages
         if not self.slicing:
-            return max(0, len(pages.streamed) - len(pages.ring))
+            return self.remapped
+        pages = self.pages
         return (sum(pages.tails) - len(pages.ring) * pages.depth) / pages.buffer_pages
 
     @property

@@ -111,9 +111,7 @@ class Steps:
                     merge(report, tenant, result.moved)
                     entry["reason"] = ended_early(decision.reason, result.problem)
                 elif tenant.draining:
-                    amount, buffers, chosen = tenant.draining_target or (0, 1, "")
-                    kind = chosen if chosen == "slices" else self._homewards(tenant, amount, buffers)
-                    entry["moved"] = continue_draining(changes, tenant, kind)
+                    entry["moved"] = continue_draining(changes, tenant)
         finally:
             added = max(0, tenant.kv.usable_blocks - before)
             # Count the blocks that are there, not those planned: written layers may have made them fewer.
@@ -140,7 +138,7 @@ class Steps:
     def _remap_more(self, tenant: TenantState, decision: Decision, entry: dict[str, Any]) -> None:
         """Remap more of the tenant's own layers."""
         stall, reason = decision.predicted_stall_s, decision.reason
-        kind = tenant.hidden.kind(tenant.timing.decode(), decision.remapped, decision.buffers)
+        kind = tenant.bounds.kind(tenant.timing.decode(), decision.remapped, decision.buffers)
         if (
             kind != "nested"
             and not len(tenant.pages.lent)
