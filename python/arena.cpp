@@ -100,6 +100,15 @@ void bind_arena(py::module_& module) {
              for (const TenantId tenant : tenants) out.push_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant));
              return out;
            })
+      .def("tenants_of",
+           [](const Arena& arena, const PageList& pages) {
+             std::vector<std::int64_t> out;
+             out.reserve(pages.pages.size());
+             for (const TenantId tenant : looking(&Arena::tenants_of)(arena, pages.pages)) {
+               out.push_back(tenant == kNobody ? -1 : static_cast<std::int64_t>(tenant));
+             }
+             return out;
+           })
       .def("free_pages", looking(&Arena::free_pages))
       .def("counts",
            [](const Arena& arena, const py::object& tenant) {
@@ -140,7 +149,8 @@ void bind_arena(py::module_& module) {
             step.point = Point{region, first_slot, std::move(pages.pages), deferred, layer};
             plan.steps.push_back(std::move(step));
           },
-          py::arg("region"), py::arg("first_slot"), py::arg("pages"), py::arg("deferred"), py::arg("layer"));
+          py::arg("region"), py::arg("first_slot"), py::arg("pages"), py::arg("deferred"), py::arg("layer"))
+      .def_readwrite("epoch", &Plan::epoch);
 
   py::class_<Applied>(module, "Applied")
       .def_readonly("epoch", &Applied::epoch)

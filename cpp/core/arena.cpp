@@ -220,7 +220,7 @@ RegionId Arena::add_region(RegionKind kind, TenantId tenant, const std::string& 
   if (slots == 0) {
     throw Error(ErrorKind::invalid_argument, "A region needs at least one page. Nothing changed.", {{"slots", number(slots)}});
   }
-  if (slots > kMaxSlots || slots > SIZE_MAX / options_.page_bytes || next_region_ == ~RegionId{0}) {
+  if (slots > kMaxSlots || slots > SIZE_MAX / options_.page_bytes || next_region_ == kNoRegion) {
     throw Error(ErrorKind::limit_exceeded,
                 "A region has at most " + std::to_string(kMaxSlots) + " pages, not " + std::to_string(slots) +
                     ". Nothing changed; use larger pages.",
@@ -288,6 +288,7 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
     regions_.erase(id);
     throw;
   }
+  for (PageId page : home) pages_[page].home = id;
   ++epoch_;
   return id;
 }
@@ -515,6 +516,7 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
   }
   for (PageId id : pages) {
     Page& page = pages_[id];
+    page.home = kNoRegion;
     if (page.owner == Owner::quarantine) continue;
     page.owner = Owner::free;
     page.tenant = kNobody;

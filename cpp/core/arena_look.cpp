@@ -60,6 +60,16 @@ std::vector<TenantId> Arena::tenants() const {
   return tenants;
 }
 
+std::vector<TenantId> Arena::tenants_of(const std::vector<PageId>& pages) const {
+  refuse_fork(fork_generation_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  require_pages(pages);
+  std::vector<TenantId> found;
+  found.reserve(pages.size());
+  for (const PageId id : pages) found.push_back(pages_[id].tenant);
+  return found;
+}
+
 std::vector<PageId> Arena::free_pages() const {
   refuse_fork(fork_generation_);
   std::lock_guard<std::mutex> lock(mutex_);

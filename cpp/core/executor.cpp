@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "backend/thread.h"
@@ -61,7 +62,9 @@ Executor::Needs Executor::validate(const Plan& plan) {
                      owner_name(move.from),
                  {{"page", number(id)}, {"tenant", number(tenant)}});
         }
-        refuse_mixing(id, after, move.to);
+        const Page& page = arena.pages_[id];
+        const bool unclean = page.dirty != kNobody && page.dirty != after && move.to != Owner::kv;
+        if (after != kNobody && (unclean || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
         moved_[id] = {validation_, after, move.to};
       }
       if (strict && !move.pages.empty()) {
@@ -101,18 +104,27 @@ void Executor::require_backed(const Plan& plan) const {
   const Arena& arena = *arena_;
   const bool strict = arena.options_.mode == Mode::strict;
   std::map<RegionId, const std::vector<PageId>*> pointed;  // layers, which are pointed as a whole: at what, in the end
-  std::vector<TenantId> tenants;  // whose pages stop being what they were for, or whose regions are pointed
+  // All other layers show what they showed, of the same owners: growth costs nothing for them.
+  std::set<RegionId> concerned;  // those, layers whose home loses pages, and all of a tenant whose ring does
   for (const Step& step : plan.steps) {
     const SetOwner& move = step.set_owner;
     if (step.kind == Step::Kind::point) {
-      const Region& region = arena.region(step.point.region);
-      tenants.push_back(region.tenant);
-      if (region.kind == RegionKind::layer) pointed[step.point.region] = &step.point.pages;
-    } else if (move.from == Owner::params || move.from == Owner::ring) {
-      tenants.push_back(move.tenant);
+      if (arena.region(step.point.region).kind != RegionKind::layer) continue;
+      pointed[step.point.region] = &step.point.pages;
+      concerned.insert(step.point.region);
+    } else if (move.from == Owner::params) {
+      RegionId last = kNoRegion;
+      for (PageId page : move.pages) {
+        const RegionId home = arena.pages_[page].home;
+        if (home != last && home != kNoRegion) concerned.insert(home);
+        last = home;
+      }
+    } else if (move.from == Owner::ring) {
+      for (const auto& [id, region] : arena.regions_) {
+        if (region.kind == RegionKind::layer && region.tenant == move.tenant) concerned.insert(id);
+      }
     }
   }
-  if (tenants.empty()) return;
   const auto refuse_region = [&](RegionId id, const Region& region) {
     refuse("Region " + std::to_string(id) + " would show pages that are not its own home nor its tenant's ring",
            {{"region", number(id)}, {"tenant", number(region.tenant)}});
@@ -123,9 +135,8 @@ void Executor::require_backed(const Plan& plan) const {
     return moved.validation == validation_ ? moved.owner == owner && moved.tenant == tenant
                                            : page.owner == owner && page.tenant == tenant;
   };
-  for (const auto& [id, region] : arena.regions_) {
-    if (region.kind != RegionKind::layer) continue;
-    if (std::find(tenants.begin(), tenants.end(), region.tenant) == tenants.end()) continue;
+  for (const RegionId id : concerned) {
+    const Region& region = arena.region(id);
     const auto found = pointed.find(id);
     const std::vector<PageId>& pages = found == pointed.end() ? region.target : *found->second;
     auto page = pages.begin();
@@ -149,19 +160,16 @@ void Executor::require_backed(const Plan& plan) const {
 
 // Promise 6. A page comes to a tenant as KV, where it is zeroed; and by way of `free`, in a plan that was committed: what a
 // plan zeroes must be nobody's any more when it begins, so that undoing it takes no bytes from anybody.
-void Executor::refuse_mixing(PageId id, TenantId after, Owner to) const {
-  if (after == kNobody) return;
+void Executor::refuse_mixing(PageId id, TenantId after) const {
   const Page& page = arena_->pages_[id];
   if (page.tenant != kNobody && page.tenant != after) {
     refuse("Page " + std::to_string(id) + " cannot go from tenant " + std::to_string(page.tenant) + " to tenant " +
                std::to_string(after) + " in one plan, which could not be undone; free it in a plan of its own",
            {{"page", number(id)}, {"tenant", number(page.tenant)}});
   }
-  if (to != Owner::kv && arena_->is_unclean(id, after)) {
-    refuse("Page " + std::to_string(id) + " may hold another tenant's bytes: it can become KV of tenant " +
-               std::to_string(after) + ", which zeroes it, but not " + owner_name(to),
-           {{"page", number(id)}, {"tenant", number(after)}});
-  }
+  refuse("Page " + std::to_string(id) + " may hold another tenant's bytes: it can become KV of tenant " +
+             std::to_string(after) + ", which zeroes it, and nothing else",
+         {{"page", number(id)}, {"tenant", number(after)}});
 }
 
 // strict: owners decide what the tenant's KV region shows, and its ring's view lets go of what is no longer ring.
@@ -245,7 +253,7 @@ void Executor::make_room_to_undo() {
 }
 
 template <typename Change>
-void Executor::change(std::function<void()> back, std::vector<PageId> pages, Change&& forth) {
+void Executor::change(Back back, std::vector<PageId> pages, Change&& forth) {
   make_room_to_undo();
   forth();
   undo_.push_back({std::move(back), std::move(pages)});
@@ -275,7 +283,7 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
   if (strict && loses) {
     for (PageId id : step.pages) {
       const std::size_t slot = kv->slot_of[id];
-      change([&arena, kv, slot, id] { Pointer(arena).map(kv->view, slot, {id}); }, {id},
+      change([&arena, kv, slot](const auto& page) { Pointer(arena).map(kv->view, slot, page); }, {id},
              [&] { Pointer(arena).unmap(kv->view, slot, 1); });
     }
   }
@@ -288,7 +296,7 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
       while (end < step.pages.size() && kv->slot_of[step.pages[end]] == first + (end - i)) ++end;
       const std::vector<PageId> run(step.pages.begin() + static_cast<std::ptrdiff_t>(i),
                                     step.pages.begin() + static_cast<std::ptrdiff_t>(end));
-      change([&arena, kv, first, count = run.size()] { Pointer(arena).unmap(kv->view, first, count); }, run,
+      change([&arena, kv, first](const auto& pages) { Pointer(arena).unmap(kv->view, first, pages.size()); }, run,
              [&] { Pointer(arena).map(kv->view, first, run); });
       i = end;
     }
@@ -301,19 +309,17 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
         const PageId id = ring.view.shown[slot];
         if (id == kNoPage || std::find(step.pages.begin(), step.pages.end(), id) == step.pages.end()) continue;
         View& view = ring.view;
-        change([&arena, &view, slot, id] { Pointer(arena).map(view, slot, {id}); }, {id},
+        change([&arena, &view, slot](const auto& page) { Pointer(arena).map(view, slot, page); }, {id},
                [&] { Pointer(arena).unmap(view, slot, 1); });
       }
     }
   }
-  std::vector<std::pair<PageId, std::pair<Owner, TenantId>>> before;
-  before.reserve(step.pages.size());
-  for (PageId id : step.pages) before.emplace_back(id, std::make_pair(arena.pages_[id].owner, arena.pages_[id].tenant));
   if (gains) unclean_.reserve(unclean_.size() + step.pages.size());
-  const auto back = [&arena, before = std::move(before)] {
-    for (const auto& [id, was] : before) {
-      arena.pages_[id].owner = was.first;
-      arena.pages_[id].tenant = was.second;
+  // validate() has seen that all of them belong to `from`, and to its tenant.
+  const auto back = [&arena, owner = step.from, before = step.from == Owner::free ? kNobody : step.tenant](const auto& pages) {
+    for (PageId id : pages) {
+      arena.pages_[id].owner = owner;
+      arena.pages_[id].tenant = before;
     }
   };
   change(back, step.pages, [&] {
@@ -354,7 +360,7 @@ void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied
   for (const Unclean& each : unclean_) ids.push_back(each.page);
   const auto enqueued = std::make_shared<std::vector<PageId>>();
   // In front of the fills: some of them may be on their way when one fails.
-  change([&arena, enqueued, stream = ordering.zero_on] { arena.undo_fills(stream, *enqueued); }, std::move(ids), [] {});
+  change([&arena, enqueued, stream = ordering.zero_on](const auto&) { arena.undo_fills(stream, *enqueued); }, std::move(ids), [] {});
   applied.zeroed_bytes = arena.cleanse_on(unclean_, ordering, *enqueued);
 }
 
@@ -365,7 +371,7 @@ void Executor::point(const Point& step, Applied& applied) {
     const auto begin = region.view.shown.begin() + static_cast<std::ptrdiff_t>(step.first_slot);
     const std::vector<PageId> before(begin, begin + static_cast<std::ptrdiff_t>(step.pages.size()));
     if (before == step.pages) return;
-    change([&arena, &region, first = step.first_slot, before] { Pointer(arena).slots(region.view, first, before); }, step.pages,
+    change([&arena, &region, first = step.first_slot, before](const auto&) { Pointer(arena).slots(region.view, first, before); }, step.pages,
            [&] { Pointer(arena).slots(region.view, step.first_slot, step.pages); });
     ++applied.points_done;
     return;
@@ -373,7 +379,7 @@ void Executor::point(const Point& step, Applied& applied) {
   const bool was_pending = region.pending;
   std::vector<PageId> target = step.pages;
   if (step.deferred && arena.options_.mode == Mode::aliased) {
-    const auto back = [&arena, &region, before = region.target, was_pending] {
+    const auto back = [&arena, &region, before = region.target, was_pending](const auto&) {
       // The worker may have come to an earlier plan's step since, and done it with this plan's target: it will not come again.
       // Only where apply() has let go of the tables, so in rollback(), which holds both locks.
       const bool done = was_pending && !region.pending;
@@ -391,7 +397,7 @@ void Executor::point(const Point& step, Applied& applied) {
     ++applied.points_deferred;
     return;
   }
-  const auto back = [&arena, &region, before = region.target, was_pending] {
+  const auto back = [&arena, &region, before = region.target, was_pending](const auto&) {
     Pointer(arena).layer(region, before);
     region.target = before;
     ++region.targets;
@@ -413,7 +419,7 @@ void Executor::undo_all() {
   if (arena.broken_) undo_.clear();  // a step could not even undo itself: nobody knows what it would be undone onto
   for (auto entry = undo_.rbegin(); entry != undo_.rend(); ++entry) {
     try {
-      entry->action();
+      entry->action(entry->pages);
       entry->pages.clear();
     } catch (...) {
       if (!failure) failure = std::current_exception();

@@ -72,6 +72,7 @@ struct Page {
   Owner owner = Owner::free;
   TenantId tenant = kNobody;
   TenantId dirty = kNobody;  // whose bytes it may hold; kNobody: reads as zero
+  RegionId home = kNoRegion;  // the layer's region whose home it belongs to
 };
 
 // As Page::dirty: nobody knows what it holds, so that any tenant has it zeroed. No tenant has this number, or kNobody.
@@ -209,6 +210,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   PageCounts counts(TenantId tenant) const;
   std::vector<Owner> owners() const;
   std::vector<TenantId> tenants() const;   // of each page; kNobody: it is free (or was quarantined while free)
+  std::vector<TenantId> tenants_of(const std::vector<PageId>& pages) const;  // InvalidArgument for a page that does not exist
   std::vector<PageId> free_pages() const;  // ascending
   std::vector<PageId> shown(RegionId region) const;
   std::size_t regions() const;  // how many there are

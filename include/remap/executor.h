@@ -113,11 +113,12 @@ class Executor {
   void zero(const Plan& plan, const Ordering& ordering, Applied& applied);
   Needs validate(const Plan& plan);
   void require_backed(const Plan& plan) const;
-  void refuse_mixing(PageId id, TenantId after, Owner to) const;
+  void refuse_mixing(PageId id, TenantId after) const;
   void refuse_registered(const SetOwner& move) const;
   void make_room_to_undo();
+  using Back = std::function<void(const std::vector<PageId>& pages)>;
   template <typename Change>
-  void change(std::function<void()> back, std::vector<PageId> pages, Change&& forth);
+  void change(Back back, std::vector<PageId> pages, Change&& forth);
   void undo_all();
   void end() noexcept;
   void work() noexcept;
@@ -132,8 +133,8 @@ class Executor {
   std::vector<Point> deferred_;
   std::vector<Unclean> unclean_;  // what it has to zero
   struct Undo {
-    std::function<void()> action;
-    std::vector<PageId> pages;  // quarantined if the action throws
+    Back action;
+    std::vector<PageId> pages;  // handed to the action; quarantined if it throws
   };
   std::vector<Undo> undo_;
   // validate()'s own, kept for its memory: the owner of each page after the plan's steps so far, if `validation` is the

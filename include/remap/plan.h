@@ -12,6 +12,7 @@ using RegionId = std::uint32_t;
 using TenantId = std::uint32_t;
 
 inline constexpr PageId kNoPage = ~PageId{0};
+inline constexpr RegionId kNoRegion = ~RegionId{0};
 inline constexpr TenantId kNobody = ~TenantId{0};
 
 // Who a page belongs to now. Exactly one, always.

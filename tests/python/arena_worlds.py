@@ -145,6 +145,7 @@ def regions_of(tenant: Any) -> list[int]:
 
 def visible(session: remap.Session) -> dict[str, Any]:
     """All that a caller can see of a session and that a failed call must leave as it was."""
+    session._changes.await_worker()  # else what regions show may change between two looks, by an earlier change
     snapshot = session.snapshot()
     arena = session._arena
     return {

@@ -79,9 +79,7 @@ class World:
             tenant.kv.pool.withdraw(state.slots_of(chosen))
             tenant.kv.pool.remove_pages(state.slots_of(chosen))
         try:
-            session._changes.apply_and_settle(
-                state, plan_free_pages(state.pages, session._arena.epoch, chosen, give=give)
-            )
+            session._changes.apply_and_settle(state, plan_free_pages(state.pages, chosen, give=give))
         except Error:
             if not give:
                 tenant.kv.pool.add_pages(state.slots_of(chosen))

@@ -57,7 +57,7 @@ def test_a_layer_that_was_written_since_is_pinned_and_does_not_stream() -> None:
         state = world.tenant._state
         remap.advanced.remap(world.session, "m", 1, 1, "nested")
         world.forward()
-        (written,) = set(state.known_growth[3].streamed) - set(world.tenant.streamed)
+        (written,) = set(state.known_growth[3].plan.streamed) - set(world.tenant.streamed)
         state.source = replace(state.source, watch=lambda layers: {written: ["w"]} if written in layers else {})
         world.kv.allocate(world.kv.free_blocks)
         world.step(blocks=1)

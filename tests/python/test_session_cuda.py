@@ -552,7 +552,7 @@ def test_pages_freed_while_they_are_still_written_read_zero_for_the_next(
         pages = tuple(soil._state.giving[soil.kv.geometry.giving_index(slot)] for slot in slots)
         pool.withdraw(slots)
         pool.remove_pages(slots)
-        plan = plan_free_pages(soil._state.pages, arena.epoch, pages, give=False)
+        plan = plan_free_pages(soil._state.pages, pages, give=False)
         world.session._changes.apply_and_settle(soil._state, plan)
         fresh = taken_over(world, before)
         world.read_blocks(stream, fresh)

@@ -58,7 +58,7 @@ def test_in_giving_order_what_slices_give_stands_together(sizes: list[int], data
     k = data.draw(st.integers(1, min(sizes[layer] for layer in order[:MAX_BUFFERS])))
     if sum(min(k, size) for size in sizes) < MAX_BUFFERS * k or sizes[order[MAX_BUFFERS - 1]] < max(sizes):
         return
-    plan = plan_streaming(now, 1, Streaming.of(sizes, order, MAX_BUFFERS, k))
+    plan = plan_streaming(now, Streaming.of(sizes, order, MAX_BUFFERS, k))
     assert set(giving[: len(plan.gained)]) == set(plan.gained)
 
 

@@ -6,20 +6,27 @@ thousand pages in one piece costs about as much as giving one. Pure; sees no blo
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import index
 
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVGeometry
 
-__all__ = ["ABSENT", "CLOSED", "OPEN", "Runs", "SlotMap"]
+__all__ = ["ABSENT", "CLOSED", "OPEN", "Runs", "SlotMap", "SlotRuns"]
 
 # States of a slot: not owned, owned but withdrawn, owned. The state of a column (of a block) is the least favourable
 # state of its slots (of its columns): absent if any is absent, else closed if any is closed, else open.
 ABSENT, CLOSED, OPEN = range(3)
 
-Runs = list[tuple[int, int]]
+Runs = Sequence[tuple[int, int]]
+
+
+class SlotRuns(tuple[tuple[int, int], ...]):
+    """Slots of a region as runs, made by `SlotMap.runs`, which takes them as they are."""
+
+    __slots__ = ()
+
 
 _HELD = bytes.maketrans(bytes((ABSENT, CLOSED, OPEN)), bytes((0, 1, 1)))
 
@@ -79,12 +86,14 @@ class SlotMap:
             found += max(0, min(stop * page // unit, most) - -(-first * page // unit))
         return found
 
-    def runs(self, slots: Iterable[int]) -> Runs:
+    def runs(self, slots: Iterable[int] | SlotRuns) -> SlotRuns:
         """`slots`, in any order, as runs. Raises InvalidArgument (field: slot) outside the region or named twice."""
+        if isinstance(slots, SlotRuns):
+            return slots
         if isinstance(slots, range) and slots.step == 1:
-            runs = [(slots.start, slots.stop)] if slots else []
+            runs = SlotRuns([(slots.start, slots.stop)] if slots else ())
         else:
-            runs = self._sorted_runs(sorted(map(index, slots)))
+            runs = SlotRuns(self._sorted_runs(sorted(map(index, slots))))
         if runs and (runs[0][0] < 0 or runs[-1][1] > len(self.slot)):
             slot = runs[0][0] if runs[0][0] < 0 else runs[-1][1] - 1
             raise InvalidArgument(
@@ -129,7 +138,7 @@ class SlotMap:
                 end = min(stop, first - first % pages + pages)
                 pieces.add((first % pages, (end - 1) % pages + 1))
                 first = end
-        merged: Runs = []
+        merged: list[tuple[int, int]] = []
         for first, stop in sorted(pieces):
             if merged and first <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
@@ -175,13 +184,13 @@ class SlotMap:
         return CLOSED if self.column.find(CLOSED, first, stop) >= 0 else OPEN
 
     @staticmethod
-    def _sorted_runs(ordered: list[int]) -> Runs:
+    def _sorted_runs(ordered: list[int]) -> list[tuple[int, int]]:
         if not ordered:
             return []
         first = ordered[0]
         if ordered == list(range(first, first + len(ordered))):
             return [(first, first + len(ordered))]
-        runs: Runs = []
+        runs: list[tuple[int, int]] = []
         for last, number in pairwise(ordered):
             if number == last + 1:
                 continue

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
-from remap.kv.pages import ABSENT, CLOSED, OPEN, Runs, SlotMap
+from remap.kv.pages import ABSENT, CLOSED, OPEN, Runs, SlotMap, SlotRuns
 from remap.kv.spec import KVGeometry, KVSpec
 
 __all__ = ["BlockPool", "KVGeometry", "KVSpec", "Listener", "listed"]
@@ -176,7 +176,12 @@ class BlockPool:
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
-    def add_pages(self, slots: Iterable[int]) -> Sequence[int]:
+    def runs_of(self, slots: Iterable[int]) -> SlotRuns:
+        """These slots of the region in the form that `add_pages` takes without looking at each. Raises InvalidArgument
+        (field: slot) for a slot outside the region or named twice."""
+        return self._slots.runs(slots)
+
+    def add_pages(self, slots: Iterable[int] | SlotRuns) -> Sequence[int]:
         """The tenant owns the pages at these region slots now. Returns the ids that may be handed out as a result.
 
         The ids are ascending: a `range` when they are contiguous, otherwise a tuple. `slots` may be in any order; a

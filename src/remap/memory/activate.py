@@ -80,9 +80,7 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
     # tried.
     for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
         try:
-            result = lending.bring_home(
-                tenant, remapped, tenant.buffers, "inward", reason=f"{tenant.name} was activated"
-            )
+            result = lending.bring_home(tenant, remapped, tenant.buffers, "inward")
         except OutOfBlocks as error:
             preempt = error.fields["preempt"]  # type: ignore[assignment]
             continue

@@ -24,14 +24,15 @@ copies in flight; and in strict mode every change waits.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from remap import _core
 from remap.errors import Error, OutOfBlocks
 from remap.kv.pool import BlockPool, SavedPool
 from remap.memory.moves import compose_moves
-from remap.memory.plan import Plan, Point, SetOwner, TenantPages, copies_of, plan_free_pages
+from remap.memory.plan import Plan, Point, TenantPages, plan_free_pages
+from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream, Streams
 from remap.nvtx import annotated
@@ -64,7 +65,6 @@ class Changes:
         self.streams = streams
         self.arena = arena
         self._executor = executor
-        self._owners = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
         self._deferring = arena.mode == _core.Mode.aliased
         self._unsettled: TenantState | None = None
         self._open: dict[int, _Saved] = {}  # tenant number -> what undo() goes back to; in the order of saving
@@ -166,56 +166,64 @@ class Changes:
     # -- one plan --------------------------------------------------------------------------------------------------
 
     @annotated("remap.apply")
-    def apply(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
+    def apply(
+        self,
+        tenant: TenantState,
+        plan: Plan | PreparedPlan,
+        *,
+        predicted_stall_s: float | None = None,
+        reclaimed: frozenset[int] = frozenset(),
+    ) -> None:
         """Apply, publish and tell. On an error nothing has changed (or the arena is broken, ArenaBroken), and
         everything that was saved for this change before is undone.
 
-        reclaimed: pages that the plan gives back to the tenant, where they wait for their layers.
+        plan: a prepared one was prepared for the tenant's present pages. predicted_stall_s: the certificate of what
+        streams after it; None: it stays the same. reclaimed: pages that the plan gives back to the tenant, where they
+        wait for their layers.
         """
         try:
-            self._apply(tenant, plan, reclaimed)
+            self._apply(tenant, plan, predicted_stall_s, reclaimed)
         except BaseException:
             self.undo()
             raise
         self.tell()
 
-    def _apply(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int]) -> None:
+    def _apply(
+        self,
+        tenant: TenantState,
+        given: Plan | PreparedPlan,
+        predicted_stall_s: float | None,
+        reclaimed: frozenset[int],
+    ) -> None:
+        plan = given if isinstance(given, Plan) else given.plan
         if tenant.source.verify is not None:
             tenant.source.verify({*plan.streamed, *plan.reload})
-        # Settling an earlier plan advances the epoch; this plan is still valid.
-        current = plan.epoch == self.arena.epoch
         if self._unsettled is not None:
             self.settle(self._unsettled)
         self.retry_failed(tenant)
         self._await_copies(tenant, plan)
-        pages = tenant.pages
+        ready = tenant.prepare(plan) if isinstance(given, Plan) else given
         stream = tenant.compute.current()
-        core = _core.Plan(self.arena.epoch if current else plan.epoch)
-        freed = False
-        for step in plan.steps:
-            if isinstance(step, SetOwner):
-                freed = freed or step.to_owner == "free"
-                core.set_owner(step.pages, self._owners[step.from_owner], self._owners[step.to_owner], step.tenant)
-            else:
-                core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
         # An event is needed where strict mode unmaps pages that kernels may use, and where pages are freed: another
         # tenant's zeroes have to come behind their last use. Growing in aliased mode makes no backend call before the
         # blocks are usable, unless pages have to be zeroed.
-        after = tenant.compute.mark() if stream and (freed or not self._deferring) else 0
+        after = tenant.compute.mark() if stream and (ready.frees or not self._deferring) else 0
+        ready.core.epoch = self.arena.epoch  # an earlier plan is settled by now, and all of this is one locked call
         saved = self.save(tenant)
         saved.applying = True
-        self._executor.apply(core, after, stream)
-        tenant.pages = replace(pages, tails=plan.tails, ring=plan.ring, lent=plan.lent)
+        self._executor.apply(ready.core, after, stream)
+        tenant.pages = ready.after
         if tenant.reclaimed or reclaimed:
             tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed
         if plan.gained:
-            tenant.kv.pool.add_pages(tenant.slots_of(plan.gained))
+            tenant.kv.pool.add_pages(ready.gained)
         tenant.all_ready = False
-        tenant.predicted_stall_s = plan.predicted_stall_s
-        if plan.tails != pages.tails:
+        if predicted_stall_s is not None:
+            tenant.predicted_stall_s = predicted_stall_s
+        if plan.tails != ready.before.tails:
             tenant.selection = plan.selection or tenant.selection
             tenant.by_hand = False  # a plan that only takes or gives free pages leaves this as it was
-        tenant.unsettled = (plan, plan.ring != pages.ring)
+        tenant.unsettled = ready
         self._unsettled = tenant
         self._decide(saved)
         self.applied += 1
@@ -259,15 +267,15 @@ class Changes:
         """Replace a copy stream that has failed, since it fails for ever. The next pass would do so too, but an
         inactive tenant may have none. Configuring the prefetcher as it is configured now replaces the stream and
         repeats its copies."""
-        self._configure(tenant, plan_free_pages(tenant.pages, self.arena.epoch, (), give=True), (), 0, False)
+        self._configure(tenant, tenant.prepare(plan_free_pages(tenant.pages, (), give=True)), (), 0)
 
-    def _configure(self, tenant: TenantState, plan: Plan, held: Sequence[int], after: int, fresh: bool) -> None:
+    def _configure(self, tenant: TenantState, ready: PreparedPlan, held: Sequence[int], after: int) -> None:
         """Tell the prefetcher which layers stream, and which come home."""
+        plan, copies = ready.plan, ready.copies
         size = tenant.pages.buffer_pages * self.arena.page_bytes
         ring = [tenant.ring_address + index * size for index in range(len(plan.ring))]
-        copies = copies_of(tenant.pages, plan, tenant.layer_bytes, self.arena.page_bytes)
         tenant.prefetcher.configure(
-            plan.streamed, ring, size, held, after, fresh, copies.offsets, copies.places, copies.home
+            plan.streamed, ring, size, held, after, ready.ring_changes, copies.offsets, copies.places, copies.home
         )
 
     def failed_points(self, tenant: TenantState | None = None) -> bool:
@@ -290,7 +298,9 @@ class Changes:
         for step in plan.steps:
             if isinstance(step, Point) and step.layer is None:
                 shown = tuple(self.arena.shown(step.region)[step.first_slot : step.first_slot + len(step.pages)])
-                if shown != step.pages and min(shown) < self.arena.total_pages:  # an empty slot shows no page's number
+                if (
+                    shown != tuple(step.pages) and min(shown) < self.arena.total_pages
+                ):  # an empty slot shows no page's number
                     return True
         return False
 
@@ -300,30 +310,37 @@ class Changes:
         unsettled: retry."""
         if tenant.unsettled is None:
             return
-        plan, fresh = tenant.unsettled
+        ready = tenant.unsettled
         if self._unsettled is tenant and self._executor.undecided():
-            self._commit(tenant, plan, fresh)
+            self._commit(tenant, ready)
         if self._simulator is not None:
             # In virtual time the worker has its own clock, so letting it finish here costs the host no time. And since
             # no two threads ever run at once, every run makes the same calls in the same order, and all times are the
             # same bits.
             self._executor.drain()
-        if plan.held or plan.reload:
+        if ready.plan.held or ready.plan.reload:
             stats = tenant.prefetcher.stats()
             tenant.since = (stats.passes - tenant.timing.abandoned, stats.stall_s)
         tenant.unsettled = None
         if self._unsettled is tenant:
             self._unsettled = None
 
-    def _commit(self, tenant: TenantState, plan: Plan, fresh: bool) -> None:
+    def _commit(self, tenant: TenantState, ready: PreparedPlan) -> None:
         # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
         after = tenant.compute.mark()
-        self._configure(tenant, plan, plan.held if self._deferring else (), after, fresh)
+        self._configure(tenant, ready, ready.plan.held if self._deferring else (), after)
         self._executor.commit(tenant.prefetcher, after)
 
-    def apply_and_settle(self, tenant: TenantState, plan: Plan, reclaimed: frozenset[int] = frozenset()) -> None:
+    def apply_and_settle(
+        self,
+        tenant: TenantState,
+        plan: Plan | PreparedPlan,
+        *,
+        predicted_stall_s: float | None = None,
+        reclaimed: frozenset[int] = frozenset(),
+    ) -> None:
         """Apply, then settle; the blocks are usable in between. If settling fails, `tenant.forward()` tries again."""
-        self.apply(tenant, plan, reclaimed)
+        self.apply(tenant, plan, predicted_stall_s=predicted_stall_s, reclaimed=reclaimed)
         try:
             self.settle(tenant)
         except Error:
@@ -332,14 +349,20 @@ class Changes:
     # -- emptying pages, then one plan ---------------------------------------------------------------------------
 
     def exchange(
-        self, tenant: TenantState, plan: Plan, slots: Sequence[int], *, drain_to: tuple[int, int, str] | None = None
+        self,
+        tenant: TenantState,
+        plan: Plan,
+        slots: Sequence[int],
+        *,
+        predicted_stall_s: float | None = None,
+        drain_to: tuple[int, int, str] | None = None,
     ) -> dict[int, int] | None:
         """Empty these slots of the KV region, apply and settle. Returns the moves made, {old: new}. If live blocks stay
         and `drain_to` is given (see `evacuate`), only withdraws the blocks and returns None."""
         moves = self.evacuate(tenant, slots, drain_to)
         if moves is None:
             return None
-        self.apply(tenant, plan)
+        self.apply(tenant, plan, predicted_stall_s=predicted_stall_s)
         try:
             self.settle(tenant)
         except Error:
@@ -505,7 +528,7 @@ class Changes:
         tenant.absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
         tenant.absent.update(pages.streamed)
         if tenant.unsettled is not None:
-            tenant.absent.update(tenant.unsettled[0].reload, tenant.unsettled[0].held)
+            tenant.absent.update(tenant.unsettled.plan.reload, tenant.unsettled.plan.held)
         self.forget(tenant)
         if prefetcher.in_pass:
             prefetcher.end_pass()

@@ -252,7 +252,7 @@ class Arrivals:
         )
         self._calibrate(made)
         if first_pages:
-            self._changes.apply(made, plan_free_pages(made.pages, arena.epoch, giving[:first_pages], give=True))
+            self._changes.apply(made, plan_free_pages(made.pages, giving[:first_pages], give=True))
             self._changes.settle(made)
         hidden = made.bounds = StallBounds(made)
         made.timing.prepare = hidden.prepare

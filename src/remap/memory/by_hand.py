@@ -71,7 +71,7 @@ def remap_by_hand(
                 result = Returned({tenant.name: moved} if moved else {})
             else:
                 changes.cancel_draining(tenant)
-                result = lending.bring_home(tenant, amount, buffers, selection, reason=reason, drain=drain)
+                result = lending.bring_home(tenant, amount, buffers, selection, drain=drain)
     except ArenaBroken:
         raise
     except Error as error:
@@ -96,7 +96,7 @@ def lend_by_hand(
     report: Entries = {}
     buffers = tenant.buffers or buffers
     if layers < tenant.remapped:
-        result = lending.bring_home(tenant, layers, buffers, "inward", reason="brought home by hand")
+        result = lending.bring_home(tenant, layers, buffers, "inward")
         merge(report, tenant, result.moved)
         report[tenant.name]["reason"] = ended_early(f"{layers} layers stay lent, by hand", result.problem)
         return report
@@ -105,7 +105,7 @@ def lend_by_hand(
     applied = changes.applied
     try:
         with AllOrNothing(changes, (tenant,)) as undo:
-            pages = lending.lend(tenant, layers, buffers, tenant.growing_by, reason="by hand")
+            pages = lending.lend(tenant, layers, buffers, tenant.growing_by)
             entry["reason"] = f"{pages} pages of {layers} layers lent by hand"
             tenant.by_hand = bool(tenant.streamed)
             if pages:

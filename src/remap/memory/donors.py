@@ -39,7 +39,7 @@ class Donor(Protocol):
 
     def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]: ...
 
-    def give(self, giver: TenantState, receiver: TenantState, take: Take, reason: str) -> None: ...
+    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None: ...
 
 
 class UnusedKV:
@@ -72,7 +72,7 @@ class UnusedKV:
         blocks = int(pages * receiver.blocks_per_page)
         return [Quote(giver.name, self.kind, blocks, 0.0, 0.0, Take(giver.name, self.kind, blocks))] if blocks else []
 
-    def give(self, giver: TenantState, receiver: TenantState, take: Take, reason: str) -> None:
+    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         self._lending.give_idle(giver, take.blocks, receiver, self.surplus(giver))
 
 
@@ -83,14 +83,13 @@ class _Layers:
         self._changes = changes
         self._lending = lending
 
-    def give(self, giver: TenantState, receiver: TenantState, take: Take, reason: str) -> None:
+    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         self._lending.lend(
             giver,
             take.remapped,
             take.buffers,
             take.selection,
             predicted_stall_s=take.predicted_stall_s,
-            reason=f"for {receiver.name}: {reason}",
         )
 
 

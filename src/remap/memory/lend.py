@@ -64,11 +64,11 @@ class Lending:
             known = {}
             lent = donor.pages.lent
             if lent:
-                tenant_of, away = self._changes.arena.tenants(), sorted(lent)
+                away = sorted(lent)
                 names = {tenant.number: name for name, tenant in self._tenants.items()}
-                for number in dict.fromkeys(map(tenant_of.__getitem__, away)):  # in the order of their first pages
+                for page, number in zip(away, self._changes.arena.tenants_of(away)):
                     if number in names:
-                        known[names[number]] = [page for page in away if tenant_of[page] == number]
+                        known.setdefault(names[number], []).append(page)
             self._held[1][donor.number] = known  # only now: an interrupt must not leave a part of it
         if pages is None:
             return known
@@ -80,7 +80,7 @@ class Lending:
         pages = donor.pages
         target = donor.streaming_at(layers, buffers, selection)
         lent = pages.to_reclaim(target)
-        plan = plan_streaming(replace(pages, lent=pages.lent - lent), self._changes.arena.epoch, target)
+        plan = plan_streaming(replace(pages, lent=pages.lent - lent), target)
         own = [page for page in plan.lost if page not in lent and page not in donor.reclaimed]
         found = {}
         for name, held in {**self.holders(donor, lent), donor.name: own}.items():
@@ -99,7 +99,6 @@ class Lending:
         selection: str,
         *,
         predicted_stall_s: float = 0.0,
-        reason: str = "",
     ) -> int:
         """Make the donor stream `layers` layers' worth; the pages become free. Returns their number.
 
@@ -127,7 +126,6 @@ class Lending:
                     selection=selection,
                     to="free",
                     predicted_stall_s=predicted_stall_s,
-                    reason=reason,
                 )
         finally:
             # If the donor grows for itself later, its ring should be where the ring's region shows it already.
@@ -146,7 +144,7 @@ class Lending:
         if not slots:
             return 0
         pages = sorted(map(donor.giving.__getitem__, donor.kv.geometry.giving_indices(slots)))
-        plan = plan_free_pages(donor.pages, self._changes.arena.epoch, pages, give=False)
+        plan = plan_free_pages(donor.pages, pages, give=False)
         try:
             self._changes.exchange(donor, plan, slots)
         except OutOfBlocks:  # an engine with its own allocator still holds some of them
@@ -197,12 +195,14 @@ class Lending:
                 for slot in owned
                 if (place := index(slot)) >= reserved and (page := giving[place]) in places and page not in own
             ]
+        page, unit, most = geometry.page_bytes, geometry.unit_bytes, geometry.spec.max_blocks
         for slot in owned if pool.external else pool.vacant(owned):
             column = slot % columns
-            fresh = [block for block in geometry.blocks_of_columns(column, column + 1) if block not in lost]
-            if len(lost) + len(fresh) > surplus:
+            # `geometry.blocks_of_columns`, without a call for each of thousands of slots
+            blocks = range(column * page // unit, min(-(-(column + 1) * page // unit), most))
+            if len(lost) + len(blocks) > surplus and len(lost.union(blocks)) > surplus:
                 return found, True
-            lost.update(fresh)
+            lost.update(blocks)
             found.append(slot)
             if len(found) >= wanted:
                 return found, False
@@ -218,7 +218,6 @@ class Lending:
         selection: str,
         *,
         predicted_stall_s: float = 0.0,
-        reason: str = "",
         drain: bool = False,
     ) -> Returned:
         """`restream`, after fetching from their holders the lent pages that come home.
@@ -239,7 +238,7 @@ class Lending:
             with AllOrNothing(changes, self._tenants.values()) as undo:
                 if pages.lent or donor.reclaimed:
                     there = replace(pages, lent=pages.lent - lent)
-                    require_places(donor, plan_streaming(there, self._changes.arena.epoch, target).gained)
+                    require_places(donor, plan_streaming(there, target).gained)
                     extra = self._require_room(donor, target, lent)
                     self._fetch(donor, lent, extra, result, undo)
                 moves = restream(
@@ -249,7 +248,6 @@ class Lending:
                     buffers,
                     selection,
                     predicted_stall_s=predicted_stall_s,
-                    reason=reason,
                     drain=drain,
                 )
         except ArenaBroken:
@@ -329,7 +327,7 @@ class Lending:
         changes = self._changes
         held = self.holders(donor, lent)
         for tenant, free in extra.items():
-            plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, free, give=True)
+            plan = plan_free_pages(tenant.pages, free, give=True)
             changes.apply_and_settle(tenant, plan)
             undo.append(partial(self._take_back, tenant, free))
         slots = {}
@@ -354,7 +352,7 @@ class Lending:
 
     def _take_back(self, tenant: TenantState, pages: Sequence[int]) -> None:
         """Free the pages again that were given for blocks to move into; the blocks have left them."""
-        plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, pages, give=False)
+        plan = plan_free_pages(tenant.pages, pages, give=False)
         self._changes.exchange(tenant, plan, list(tenant.slots_of(pages)))
 
     def _give_back(
@@ -363,31 +361,31 @@ class Lending:
         """Give the holder its pages again and move its blocks back, with their bytes: the pages may have been zeroed
         for the donor since."""
         back = [(new, old) for old, new in moves]
-        plan = plan_free_pages(holder.pages, self._changes.arena.epoch, pages, give=True)
+        plan = plan_free_pages(holder.pages, pages, give=True)
         self._changes.apply_and_settle(holder, plan)
         if back:
             self._changes.move_blocks(holder, back)
         result.moved.pop(holder.name, None)
 
     def _unreclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
-        plan = plan_free_pages(donor.pages, self._changes.arena.epoch, sorted(lent), give=False)
+        plan = plan_free_pages(donor.pages, sorted(lent), give=False)
         self._changes.apply_and_settle(donor, plan)
 
     def unlend(self, donor: TenantState, before: TenantPages) -> None:
         """Bring home the pages that the donor has lent since `before`. All are free: no tenant has taken any."""
         self._reclaim(donor, donor.pages.lent - before.lent)
         pages = donor.pages
-        plan = plan_streaming(pages, self._changes.arena.epoch, before.streaming, ring=before.ring)
+        plan = plan_streaming(pages, before.streaming, ring=before.ring)
         self._changes.apply_and_settle(donor, plan)
 
     def _free(self, tenant: TenantState, pages: Sequence[int]) -> None:
         """Free KV pages that no block uses any more, and that the pool has given up."""
-        plan = plan_free_pages(tenant.pages, self._changes.arena.epoch, pages, give=False)
+        plan = plan_free_pages(tenant.pages, pages, give=False)
         self._changes.apply_and_settle(tenant, plan)
 
     def _reclaim(self, donor: TenantState, lent: frozenset[int]) -> None:
         """Make free pages of the donor's own layers its KV in the arena, which zeroes them. The pool is not told."""
-        plan = plan_free_pages(donor.pages, self._changes.arena.epoch, sorted(lent), give=True)
+        plan = plan_free_pages(donor.pages, sorted(lent), give=True)
         self._changes.apply_and_settle(donor, replace(plan, gained=()), reclaimed=lent)
 
 

@@ -85,9 +85,9 @@ class Offers:
         lists = [donor.quotes(giver, receiver, need) for donor, giver in asked]
         return [quotes for quotes in lists if quotes]
 
-    def give(self, receiver: TenantState, take: Take, reason: str) -> None:
+    def give(self, receiver: TenantState, take: Take) -> None:
         """Make the taken part of an offer free pages."""
-        self._donors[take.kind].give(self._tenants[take.donor], receiver, take, reason)
+        self._donors[take.kind].give(self._tenants[take.donor], receiver, take)
 
     def _candidate(self, tenant: TenantState, now: float) -> Candidate:
         return Candidate(

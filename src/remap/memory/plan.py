@@ -29,6 +29,7 @@ from remap.errors import InvalidArgument
 __all__ = [
     "MAX_BUFFERS",
     "Copies",
+    "Pages",
     "Plan",
     "Point",
     "SetOwner",
@@ -38,19 +39,48 @@ __all__ = [
     "plan_free_pages",
     "plan_streaming",
     "ring_of",
+    "run_of",
 ]
 
 MAX_BUFFERS = 2
 """Ring buffers for which the ring's region has room. More never beat two (theory: beta >= 3 buys only slack)."""
 
-Ring = tuple[tuple[int, ...], ...]
+Pages = Sequence[int]
+"""Page ids in order: a `range` if they are consecutive, as a layer's usually are, and otherwise a tuple. So equal pages
+are equal objects, and most plans cost the same for layers of 10 pages and of 10,000. Made by `run_of`."""
+
+Ring = tuple[Pages, ...]
+
+
+def run_of(pages: Iterable[int]) -> Pages:
+    """These pages as `Pages`."""
+    if isinstance(pages, range) and pages.step == 1:
+        return pages or ()
+    known = tuple(pages)
+    if not known:
+        return ()
+    run = range(known[0], known[0] + len(known))
+    return run if known[-1] == run[-1] and known == tuple(run) else known
+
+
+def joined(runs: Sequence[Pages]) -> Pages:
+    """The pages of all runs, one run after another."""
+    filled = [run for run in runs if run]
+    if len(filled) < 2:
+        return filled[0] if filled else ()
+    first, count = filled[0], 0
+    for run in filled:
+        if not isinstance(run, range) or run.start != first[0] + count:
+            return tuple(chain.from_iterable(filled))
+        count += len(run)
+    return range(first[0], first[0] + count)
 
 
 @dataclass(frozen=True)
 class SetOwner:
     """Pages change hands. Owners by name: "free", "params", "kv", "ring"."""
 
-    pages: tuple[int, ...]
+    pages: Pages
     from_owner: str
     to_owner: str
     tenant: int
@@ -62,7 +92,7 @@ class Point:
 
     region: int
     first_slot: int
-    pages: tuple[int, ...]
+    pages: Pages
     deferred: bool
     layer: int | None
 
@@ -108,7 +138,7 @@ class TenantPages:
     they are at the end of the buffer's `buffer_pages` slots in the ring's region."""
 
     tenant: int
-    homes: tuple[tuple[int, ...], ...]
+    homes: tuple[Pages, ...]
     layer_regions: tuple[int, ...]
     ring_region: int
     tails: tuple[int, ...]  # how many of each layer's last pages stream: they are ring, KV or lent
@@ -120,6 +150,8 @@ class TenantPages:
 
     def __post_init__(self) -> None:
         if not self.sizes:
+            object.__setattr__(self, "homes", tuple(map(run_of, self.homes)))
+            object.__setattr__(self, "ring", tuple(map(run_of, self.ring)))
             object.__setattr__(self, "sizes", tuple(map(len, self.homes)))
             object.__setattr__(self, "buffer_pages", max(self.sizes))
 
@@ -138,9 +170,15 @@ class TenantPages:
         """Pages of a ring buffer; 0 while nothing streams."""
         return len(self.ring[0]) if self.ring else 0
 
-    def away(self, layer: int) -> tuple[int, ...]:
+    def away(self, layer: int) -> Pages:
         """The pages of the layer's home that stream: they are ring, KV or lent."""
         return _tail(self.homes[layer], self.tails[layer])
+
+    @functools.cached_property
+    def lending(self) -> frozenset[int]:
+        """The layers with a page in `lent`."""
+        lent = self.lent
+        return frozenset(n for n in self.streamed if lent and not lent.isdisjoint(self.away(n)))
 
     @property
     def ring_layers(self) -> tuple[int, ...]:
@@ -162,21 +200,18 @@ class TenantPages:
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps for one epoch, and the state of the tenant after them."""
+    """Steps from one state of the tenant's pages, and that state after them."""
 
-    epoch: int
     steps: tuple[Step, ...]
     tails: tuple[int, ...]
     ring: Ring
     # Pages that are at home again, to be loaded from the master copy: (layer, first page, how many).
     home: tuple[tuple[int, int, int], ...]
     held: tuple[int, ...]  # layers whose region the worker re-points
-    gained: tuple[int, ...]  # pages that become KV, in giving order
-    lost: tuple[int, ...]  # pages that stop being KV; their blocks must be empty
+    gained: Pages  # pages that become KV, in giving order
+    lost: Pages  # pages that stop being KV; their blocks must be empty
     ring_moves: bool  # copies in flight into the old ring must have finished before this plan is applied
     lent: frozenset[int] = frozenset()  # as in TenantPages, after it
-    predicted_stall_s: float = 0.0
-    reason: str = ""
     selection: str = ""  # how the layers that stream after it were chosen; "": as before it
 
     @functools.cached_property
@@ -191,15 +226,7 @@ class Plan:
 
 
 def plan_streaming(
-    now: TenantPages,
-    epoch: int,
-    target: Streaming,
-    *,
-    to: str = "kv",
-    ring: Ring | None = None,
-    predicted_stall_s: float = 0.0,
-    reason: str = "",
-    selection: str = "",
+    now: TenantPages, target: Streaming, *, to: str = "kv", ring: Ring | None = None, selection: str = ""
 ) -> Plan:
     """The plan that makes exactly `target` stream.
 
@@ -216,8 +243,7 @@ def plan_streaming(
     reclaimed (pages).
     """
     _check(target)
-    if ring is None:
-        ring = _choose_ring(now, target)
+    ring = _choose_ring(now, target) if ring is None else tuple(map(run_of, ring))
     if ring == now.ring:
         ring = now.ring  # the same object: the code below compares by identity
     moves = _moves(now, target.tails, ring, to)
@@ -227,15 +253,14 @@ def plan_streaming(
     # then).
     def owners(last: bool) -> list[Step]:
         return [
-            SetOwner(tuple(pages), was, becomes, now.tenant)
+            SetOwner(pages, was, becomes, now.tenant)
             for (was, becomes), pages in moves.items()
             if (becomes in ("kv", "free")) is last
         ]
 
     steps = (*owners(False), *_ring_points(now, ring), *regions, *owners(True))
-    freed = [page for (_, becomes), pages in moves.items() if becomes == "free" for page in pages]
+    freed = joined([pages for (_, becomes), pages in moves.items() if becomes == "free"])
     return Plan(
-        epoch=epoch,
         steps=steps,
         tails=target.tails,
         ring=ring,
@@ -245,32 +270,29 @@ def plan_streaming(
             if target.tails[layer] < now.tails[layer]
         ),
         held=tuple(point.layer for point in regions if point.layer is not None),
-        gained=tuple(chain.from_iterable(pages for (_, becomes), pages in moves.items() if becomes == "kv")),
-        lost=tuple(chain.from_iterable(pages for (was, _), pages in moves.items() if was == "kv")),
+        gained=joined([pages for (_, becomes), pages in moves.items() if becomes == "kv"]),
+        lost=joined([pages for (was, _), pages in moves.items() if was == "kv"]),
         ring_moves=ring is not now.ring and not _by_place(now.ring).items() <= _by_place(ring).items(),
         lent=now.lent.union(freed) if freed else now.lent,
-        predicted_stall_s=predicted_stall_s,
-        reason=reason,
         selection=selection,
     )
 
 
-def plan_free_pages(tenant: TenantPages, epoch: int, pages: Sequence[int], *, give: bool, reason: str = "") -> Plan:
+def plan_free_pages(tenant: TenantPages, pages: Iterable[int], *, give: bool) -> Plan:
     """Make free pages the tenant's KV (`give`), or its KV pages free again. Touches no layer."""
     owners = ("free", "kv") if give else ("kv", "free")
+    run = run_of(pages)
     return Plan(
-        epoch=epoch,
-        steps=(SetOwner(tuple(pages), owners[0], owners[1], tenant.tenant),),
+        steps=(SetOwner(run, owners[0], owners[1], tenant.tenant),),
         tails=tenant.tails,
         ring=tenant.ring,
         home=(),
         held=(),
-        gained=tuple(pages) if give else (),
-        lost=() if give else tuple(pages),
+        gained=run if give else (),
+        lost=() if give else run,
         ring_moves=False,
         # Pages of the tenant's own streamed layers are lent exactly while they are not its KV.
-        lent=tenant.lent.difference(pages) if give else tenant.lent.union(tenant.kv_from_homes.intersection(pages)),
-        reason=reason,
+        lent=tenant.lent.difference(run) if give else tenant.lent.union(tenant.kv_from_homes.intersection(run)),
     )
 
 
@@ -315,11 +337,11 @@ def _check(target: Streaming) -> None:
         )
 
 
-def _tail(home: tuple[int, ...], pages: int) -> tuple[int, ...]:
-    return home[len(home) - pages :]
+def _tail(home: Pages, pages: int) -> Pages:
+    return run_of(home[len(home) - pages :])
 
 
-def _tail_pages(homes: Sequence[tuple[int, ...]], tails: Sequence[int]) -> frozenset[int]:
+def _tail_pages(homes: Sequence[Pages], tails: Sequence[int]) -> frozenset[int]:
     return frozenset(chain.from_iterable(_tail(home, tail) for home, tail in zip(homes, tails) if tail))
 
 
@@ -328,18 +350,18 @@ def _by_place(ring: Ring) -> dict[tuple[int, int], int]:
     return {(b, -1 - j): page for b, buffer in enumerate(ring) for j, page in enumerate(reversed(buffer))}
 
 
-def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[tuple[str, str], list[int]]:
+def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[tuple[str, str], Pages]:
     """(owner before, owner after) -> the pages that change hands, by layer and home page."""
     was_ring, is_ring = frozenset[int](), frozenset[int]()
     if ring is not now.ring:
         was_ring, is_ring = frozenset(chain.from_iterable(now.ring)), frozenset(chain.from_iterable(ring))
     # else: the layers whose pages are the ring stream before and after, so none of these pages changes hands.
     ring_change = was_ring ^ is_ring
-    moves: dict[tuple[str, str], list[int]] = {}
+    moves: dict[tuple[str, str], list[Pages]] = {}
 
-    def move(was: str, becomes: str, pages: Sequence[int]) -> None:
+    def move(was: str, becomes: str, pages: Pages) -> None:
         if pages and was != becomes and (was, becomes) != ("lent", "kv"):
-            moves.setdefault((was, to if becomes == "kv" else becomes), []).extend(pages)
+            moves.setdefault((was, to if becomes == "kv" else becomes), []).append(pages)
 
     for home, had, has in zip(now.homes, now.tails, tails):
         if not (had or has) or (had == has and not ring_change):
@@ -349,8 +371,8 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
         stay = len(home) - min(had, has)
         change = home[len(home) - max(had, has) : stay]
         ring_pages = is_ring if had < has else was_ring
-        lends = had > has and not now.lent.isdisjoint(change)
-        if not lends and ring_pages.isdisjoint(change):
+        lends = had > has and bool(now.lent) and not now.lent.isdisjoint(change)
+        if not lends and (not ring_pages or ring_pages.isdisjoint(change)):
             owner: str | None = "kv"
         elif ring_pages.issuperset(change):
             owner = "ring"
@@ -364,19 +386,20 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
             for page in change:
                 owner = "ring" if page in ring_pages else "lent" if lends and page in now.lent else "kv"
                 move(*(("params", owner) if had < has else (owner, "params")), (page,))
-        if not ring_change.isdisjoint(home[stay:]):
+        if ring_change and not ring_change.isdisjoint(home[stay:]):
             for page in home[stay:]:
                 if page in ring_change:
                     was = "ring" if page in was_ring else "lent" if page in now.lent else "kv"
                     move(was, "ring" if page in is_ring else "kv", (page,))
-    absent = [page for (was, _), pages in moves.items() if was == "lent" for page in pages]
+    found = {change: run_of(joined(runs)) for change, runs in moves.items()}
+    absent = [page for (was, _), pages in found.items() if was == "lent" for page in pages]
     if absent:
         raise InvalidArgument(
             f"{len(absent)} pages that are to come home are lent to other tenants, the first is {absent[0]}; nothing "
             "was planned; reclaim them first",
             pages=len(absent),
         )
-    return moves
+    return found
 
 
 def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:
@@ -387,9 +410,11 @@ def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:
         old = now.ring[index] if index < len(now.ring) else ()
         front = len(buffer) - len(old)
         first = 0
-        if front >= 0 and buffer[front:] == old:  # the usual case: it is new, or grows in front
+        if front >= 0 and run_of(buffer[front:]) == old:  # the usual case: it is new, or grows in front
             if front:
-                points.append(Point(now.ring_region, (index + 1) * size - len(buffer), buffer[:front], False, None))
+                points.append(
+                    Point(now.ring_region, (index + 1) * size - len(buffer), run_of(buffer[:front]), False, None)
+                )
             continue
         while first < len(buffer):
             stop = first
@@ -397,7 +422,7 @@ def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:
                 stop += 1
             if stop > first:
                 slot = index * size + size - len(buffer) + first
-                points.append(Point(now.ring_region, slot, buffer[first:stop], deferred=False, layer=None))
+                points.append(Point(now.ring_region, slot, run_of(buffer[first:stop]), deferred=False, layer=None))
             first = stop + 1
     return points
 
@@ -412,8 +437,8 @@ def _region_points(now: TenantPages, target: Streaming, ring: Ring) -> list[Poin
         home, had, has = now.homes[layer], now.tails[layer], target.tails[layer]
         if had == has and old_buffer[layer] is buffer[layer]:
             continue
-        wanted = home[: len(home) - has] + (_tail(buffer[layer], has) if has else ())
-        shows = home[: len(home) - had] + (_tail(old_buffer[layer], had) if had else ())
+        wanted = joined([run_of(home[: len(home) - has]), _tail(buffer[layer], has) if has else ()])
+        shows = joined([run_of(home[: len(home) - had]), _tail(old_buffer[layer], had) if had else ()])
         if shows != wanted:
             points.append(Point(now.layer_regions[layer], 0, wanted, deferred=True, layer=layer))
     return points
@@ -495,4 +520,4 @@ def ring_of(now: TenantPages, target: Streaming) -> Ring | None:
     for allowed in (lambda page: page not in given, lambda page: True):
         if len(chosen) < needed:
             fill(allowed)
-    return tuple(tuple(chosen[b, at] for at in range(-depth, 0)) for b in range(buffers))
+    return tuple(run_of(chosen[b, at] for at in range(-depth, 0)) for b in range(buffers))

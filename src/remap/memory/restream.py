@@ -15,6 +15,7 @@ from functools import partial
 from remap.errors import InvalidArgument
 from remap.memory.apply import Changes
 from remap.memory.plan import Plan, Streaming, TenantPages, plan_free_pages, plan_streaming
+from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
 from remap.memory.undoing import AllOrNothing
 
@@ -40,7 +41,7 @@ def take_free_pages(changes: Changes, tenant: TenantState, free: Sequence[int], 
     """Take enough of the `free` pages (in giving order) for `blocks` more usable blocks, or all of them."""
     count = min(len(free), -(-blocks * tenant.kv.spec.block_bytes // changes.arena.page_bytes) + 1)
     if count:
-        plan = plan_free_pages(tenant.pages, changes.arena.epoch, free[:count], give=True)
+        plan = plan_free_pages(tenant.pages, free[:count], give=True)
         changes.apply_and_settle(tenant, plan)
 
 
@@ -56,7 +57,6 @@ def grow(
     selection: str = "onward",
     to: str = "kv",
     predicted_stall_s: float = 0.0,
-    reason: str = "",
 ) -> None:
     """Remap up to `layers` layers' worth: fewer, or none, if layers turn out to be written or pages have no place.
 
@@ -66,18 +66,17 @@ def grow(
     """
     for fewer in range(layers, tenant.remapped, -1):
         ahead = fewer == tenant.remapped + 1 and (selection, to) == ("onward", "kv")
-        plan = _prepared(tenant, buffers) if ahead else None
-        try:
-            if plan is None:
+        ready = _prepared(tenant, buffers) if ahead else None
+        if ready is None:
+            try:
                 target = streamable(tenant, fewer, buffers, selection)
-                plan = plan_streaming(tenant.pages, 0, target, to=to, selection=_RECORDED.get(selection, selection))
+                plan = plan_streaming(tenant.pages, target, to=to, selection=_RECORDED.get(selection, selection))
                 require_places(tenant, plan.gained)
-        except InvalidArgument:
-            continue
-        plan = replace(plan, epoch=changes.arena.epoch, predicted_stall_s=predicted_stall_s, reason=reason)
-        if plan.lost:  # the selected set does not contain the streamed layers: no growth
-            return
-        changes.apply_and_settle(tenant, plan)
+            except InvalidArgument:
+                continue
+            ready = tenant.prepare(plan)
+        if not ready.plan.lost:  # else the selected set does not contain the streamed layers: no growth
+            changes.apply_and_settle(tenant, ready, predicted_stall_s=predicted_stall_s)
         return
 
 
@@ -87,25 +86,26 @@ def prepare_growth(tenant: TenantState, buffers: int) -> None:
     known = tenant.known_growth
     if known is not None and known[0] is tenant.pages and known[1] is tenant.order and known[2] == buffers:
         return
-    plan = None
+    ready = None
     more = tenant.remapped + 1
     if not tenant.slicing and more + buffers <= len(tenant.order):
         try:
             target = tenant.streaming_at(more, buffers, "onward")
-            plan = plan_streaming(tenant.pages, 0, target, selection=_RECORDED["onward"])
+            plan = plan_streaming(tenant.pages, target, selection=_RECORDED["onward"])
             require_places(tenant, plan.gained)
+            ready = tenant.prepare(plan)
         except InvalidArgument:
-            plan = None
-    tenant.known_growth = (tenant.pages, tenant.order, buffers, plan)
+            pass  # no layer more can stream
+    tenant.known_growth = (tenant.pages, tenant.order, buffers, ready)
 
 
-def _prepared(tenant: TenantState, buffers: int) -> Plan | None:
+def _prepared(tenant: TenantState, buffers: int) -> PreparedPlan | None:
     """The plan of `prepare_growth`, if it still holds and none of its layers turns out to be written."""
     known = tenant.known_growth
     if known is None or known[0] is not tenant.pages or known[1] is not tenant.order or known[2] != buffers:
         return None
-    plan = known[3]
-    return None if plan is None or _pin_written(tenant, plan.streamed) else plan
+    ready = known[3]
+    return None if ready is None or _pin_written(tenant, ready.plan.streamed) else ready
 
 
 def restream(
@@ -116,7 +116,6 @@ def restream(
     selection: str,
     *,
     predicted_stall_s: float = 0.0,
-    reason: str = "",
     drain: bool = False,
 ) -> dict[int, int]:
     """Make the tenant stream what `TenantState.streaming_at` gives for this amount. Returns the blocks that moved,
@@ -135,31 +134,34 @@ def restream(
     pool = tenant.kv.pool
     way = find_way(changes, tenant, tenant.pages, target, outside=tenant.reclaimed)
 
-    def told(plan: Plan) -> Plan:
-        chosen = _RECORDED.get(selection, selection)
-        return replace(plan, predicted_stall_s=predicted_stall_s, reason=reason, selection=chosen)
-
-    plan = told(way.plan)
+    chosen = _RECORDED.get(selection, selection)
+    plan = replace(way.plan, selection=chosen)
     require_places(tenant, plan.gained)
     if not plan.steps:
         return {}
-    drain_to = (amount, buffers, selection) if drain else None
+    exchange = partial(
+        changes.exchange,
+        tenant,
+        predicted_stall_s=predicted_stall_s,
+        drain_to=(amount, buffers, selection) if drain else None,
+    )
     if not way.lost:
-        changes.apply_and_settle(tenant, plan)
+        changes.apply_and_settle(tenant, plan, predicted_stall_s=predicted_stall_s)
         return {}
     if pool.external or (way.short <= 0 and way.first is None) or not plan.gained:
-        return changes.exchange(tenant, plan, way.lost, drain_to=drain_to) or {}
+        return exchange(plan, way.lost) or {}
     if way.short > 0:
         raise changes.no_room(tenant, way.lost, len(way.pending) - way.short)
     with AllOrNothing(changes, (tenant,)) as undo:
         before = tenant.pages
         if way.first is not None and way.first.steps:
             require_places(tenant, way.first.gained)
-            changes.apply_and_settle(tenant, told(way.first))
+            first = replace(way.first, selection=chosen)
+            changes.apply_and_settle(tenant, first, predicted_stall_s=predicted_stall_s)
             undo.append(partial(_go_back, changes, tenant, before))
-        plan = told(plan_streaming(tenant.pages, changes.arena.epoch, target))
+        plan = plan_streaming(tenant.pages, target, selection=chosen)
         require_places(tenant, plan.gained)
-        return changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed), drain_to=drain_to) or {}
+        return exchange(plan, _pooled(tenant, plan, tenant.reclaimed)) or {}
 
 
 def continue_draining(changes: Changes, tenant: TenantState) -> dict[int, int]:
@@ -208,24 +210,23 @@ def find_way(
         pending = pool.pending(lost) if lost else ()
         return Way(plan, first, lost, pending, len(pending) - changes.room(tenant, lost, gained) if lost else 0)
 
-    epoch = changes.arena.epoch
-    direct = from_there(pages, plan_streaming(pages, epoch, target), None, more)
+    direct = from_there(pages, plan_streaming(pages, target), None, more)
     if direct.short <= 0 or not direct.plan.gained or pool.external:
         return direct
     # The ring stays, or loses a buffer, so nothing is lost on the way.
-    first = plan_streaming(pages, epoch, pages.streaming.beside(target))
+    first = plan_streaming(pages, pages.streaming.beside(target))
     there = replace(pages, tails=first.tails, ring=first.ring, lent=first.lent)
     # From there the best ring may be another one, made of pages that are not at home.
     if first.lost or there.to_reclaim(target):
         return direct
     gained = (*more, *tenant.slots_of(first.gained))
-    after = from_there(there, plan_streaming(there, epoch, target), first, gained)
+    after = from_there(there, plan_streaming(there, target), first, gained)
     return replace(after, plan=direct.plan)
 
 
 def _go_back(changes: Changes, tenant: TenantState, before: TenantPages) -> None:
     """Stream again as `before` says, through exactly its ring. No live block is in the way: none has moved yet."""
-    plan = plan_streaming(tenant.pages, changes.arena.epoch, before.streaming, ring=before.ring)
+    plan = plan_streaming(tenant.pages, before.streaming, ring=before.ring)
     changes.exchange(tenant, plan, _pooled(tenant, plan, tenant.reclaimed))
 
 

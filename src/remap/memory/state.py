@@ -19,6 +19,7 @@ from remap.errors import InvalidState
 from remap.kv.cache import KVCache
 from remap.locking import Turn
 from remap.memory.plan import Plan, Streaming, TenantPages, ring_of
+from remap.memory.prepared import PreparedPlan, prepare
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
 from remap.model.protocols import Handle
@@ -82,7 +83,7 @@ class TenantState:
     last_pass_s: float = 0.0  # when the last pass ended; the pass's
 
     # -- changes that are not finished
-    unsettled: tuple[Plan, bool] | None = None  # a plan decided and not settled; whether it changed the ring
+    unsettled: PreparedPlan | None = None  # a plan decided and not settled
     draining: tuple[int, ...] = ()  # region slots withdrawn, waiting for an engine to empty them
     draining_target: tuple[int, int, str] | None = None  # amount, buffers and selection, as in `streaming_at`
     # Lent pages that are the tenant's again and wait for their layers to come home: KV to the arena, but not in the
@@ -106,7 +107,7 @@ class TenantState:
 
     # -- kept answers, each with its key
     # (pages, order, buffers, plan): restream.prepare_growth; the pass's.
-    known_growth: tuple[TenantPages, tuple[int, ...], int, Plan | None] | None = None
+    known_growth: tuple[TenantPages, tuple[int, ...], int, PreparedPlan | None] | None = None
     known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
     known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py: the blocks that coming home costs
@@ -185,7 +186,7 @@ class TenantState:
             found.update(self.streamed)
             found.update(layer for layer in range(self.layers) if not self.prefetcher.ready(layer))
             if self.unsettled is not None:
-                found.update(self.unsettled[0].reload, self.unsettled[0].held)
+                found.update(self.unsettled.plan.reload, self.unsettled.plan.held)
         return found
 
     def refuse_lost_writes(self) -> None:
@@ -309,6 +310,11 @@ class TenantState:
         tails = (pages.homes[n][pages.sizes[n] - target.tails[n] :] for n in self.unplaced.intersection(layers))
         return all(page in self.index_of or page in unmoved for page in chain.from_iterable(tails))
 
+    def prepare(self, plan: Plan) -> PreparedPlan:
+        """What follows from this plan for the present pages."""
+        gained = self.kv.pool.runs_of(self.slots_of(plan.gained))
+        return prepare(self.pages, plan, gained, self.layer_bytes, self.kv.geometry.page_bytes)
+
     def copy_seconds(self, times: LayerSeconds, target: Streaming) -> Sequence[float]:
         """Seconds for which the copy engine is busy with each layer's streamed part."""
         sizes, seconds = self.pages.sizes, times.transfer_s
@@ -340,8 +346,8 @@ class TenantState:
 
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
-        home = self.pages.homes[layer]
-        return not (self.pages.lent.isdisjoint(home) and self.reclaimed.isdisjoint(home))
+        back = self.reclaimed
+        return layer in self.pages.lending or bool(back and not back.isdisjoint(self.pages.homes[layer]))
 
     # -- pages of the KV region ------------------------------------------------------------------------------------
 

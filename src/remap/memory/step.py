@@ -105,7 +105,6 @@ class Steps:
                         decision.buffers,
                         self._homewards(tenant, decision.remapped, decision.buffers),
                         predicted_stall_s=decision.predicted_stall_s,
-                        reason=decision.reason,
                         drain=True,
                     )
                     merge(report, tenant, result.moved)
@@ -130,14 +129,14 @@ class Steps:
         """Take free pages, after turning what other tenants give into free pages."""
         blocks = decision.free_pool_blocks_to_take
         for take in decision.takes:
-            self._offers.give(tenant, take, decision.reason)
+            self._offers.give(tenant, take)
             blocks += take.blocks
         if blocks:
             take_free_pages(self._changes, tenant, free_pages_of(self._changes, tenant), blocks)
 
     def _remap_more(self, tenant: TenantState, decision: Decision, entry: dict[str, Any]) -> None:
         """Remap more of the tenant's own layers."""
-        stall, reason = decision.predicted_stall_s, decision.reason
+        stall = decision.predicted_stall_s
         kind = tenant.bounds.kind(tenant.timing.decode(), decision.remapped, decision.buffers)
         if (
             kind != "nested"
@@ -153,14 +152,13 @@ class Steps:
                     decision.buffers,
                     kind,
                     predicted_stall_s=stall,
-                    reason=reason,
                 )
             except OutOfBlocks:  # blocks in layers that come home have no room: only add layers instead
                 pass
             else:
                 return
         if kind != "slices":
-            grow(self._changes, tenant, decision.remapped, decision.buffers, predicted_stall_s=stall, reason=reason)
+            grow(self._changes, tenant, decision.remapped, decision.buffers, predicted_stall_s=stall)
 
     def _homewards(self, tenant: TenantState, remapped: int, buffers: int) -> str:
         """The selection when layers come home: the same as for leaving, if the remaining layers can stream."""
@@ -193,7 +191,6 @@ class Steps:
                 decision.buffers,
                 "inward",
                 predicted_stall_s=decision.predicted_stall_s,
-                reason=decision.reason,
                 drain=True,
             )
         except OutOfBlocks:  # an engine with its own allocator holds blocks that nobody could foresee: nothing changed

@@ -43,7 +43,8 @@ def view_of(
     most = min(tenant.max_remappable, max(0, streamable - max(1, buffers)))
     blocks_per_unit, unit = tenant.blocks_per_layer, "layers"
     shrink_blocks: int | None = tenant.shrink_blocks
-    if tenant.slicing:
+    slicing = tenant.slicing
+    if slicing:
         # The unit is one tail page of every layer instead of a layer: there are as many "layers" as pages per layer.
         known = tenant.known_depths
         if known is None or known[0] is not tenant.order:  # every step makes a view, but layers are rarely pinned
@@ -53,7 +54,7 @@ def view_of(
         most, shrink_blocks, unit = known[2], None, "pages of every layer"
     return TenantView(
         layers=layers,
-        remapped=tenant.amount,
+        remapped=pages.depth if slicing else max(0, len(pages.streamed) - buffers),
         buffers=buffers,
         streamable=streamable,
         usable_blocks=pool.usable_blocks,

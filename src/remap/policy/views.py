@@ -47,9 +47,11 @@ class Others(Protocol):
     def __call__(self, need: int, /) -> Sequence[Sequence[Quote]]: ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TenantView:
-    """The controller's view of a tenant. Counts of layers and of KV blocks; seconds in `times`.
+    """The controller's view of a tenant. Counts of layers and of KV blocks; seconds in `times`. A value: nobody changes
+    it (it is not frozen because every step makes one, and setting the fields of a frozen class takes as long as all
+    else that a step with nothing to do).
 
     For an engine with its own allocator, free_blocks and live_blocks are that allocator's, not the pool's (to the pool
     every block that the engine holds is live). blocks_per_layer is b1. shrink_blocks is the most blocks that the next

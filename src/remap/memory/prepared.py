@@ -1,0 +1,52 @@
+"""Everything that applying and settling a plan derives from it: made ahead for growth, and otherwise just before.
+
+Growth is on the engine's critical path, and the end of a pass is not (restream.py, `prepare_growth`). So what a plan
+needs is here, and not in apply.py: the core's own plan, the slots of the pool, the tenant's pages after the plan, and
+the prefetcher's copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from remap import _core
+from remap.kv.pages import SlotRuns
+from remap.memory.plan import Copies, Plan, SetOwner, TenantPages, copies_of
+
+__all__ = ["PreparedPlan", "prepare"]
+
+_OWNERS = {name: getattr(_core.Owner, name) for name in ("free", "params", "kv", "ring")}
+
+
+@dataclass(eq=False, slots=True)
+class PreparedPlan:
+    """A plan for one tenant, and what follows from it. Valid while the tenant's pages are `before`."""
+
+    plan: Plan
+    before: TenantPages
+    after: TenantPages
+    core: Any  # _core.Plan; its epoch is set when it is applied
+    gained: SlotRuns  # slots of the KV region
+    copies: Copies
+    ring_changes: bool
+    frees: bool  # whether pages become free
+
+
+def prepare(
+    before: TenantPages, plan: Plan, gained: SlotRuns, layer_bytes: Sequence[int], page_bytes: int
+) -> PreparedPlan:
+    """What follows from the plan for a tenant with these pages. Changes nothing. gained: slots of the plan's gained
+    pages."""
+    core = _core.Plan(0)
+    frees = False
+    for step in plan.steps:
+        if isinstance(step, SetOwner):
+            frees = frees or step.to_owner == "free"
+            core.set_owner(step.pages, _OWNERS[step.from_owner], _OWNERS[step.to_owner], step.tenant)
+        else:
+            core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
+    after = replace(before, tails=plan.tails, ring=plan.ring, lent=plan.lent)
+    copies = copies_of(before, plan, layer_bytes, page_bytes)
+    return PreparedPlan(plan, before, after, core, gained, copies, plan.ring != before.ring, frees)
