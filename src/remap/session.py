@@ -221,7 +221,7 @@ class Session:
                 layers,
                 device=self._device,
                 memory=self._memory,
-                host=host,
+                host=self._masters(host),
                 kv=kv,
                 mutable=mutable,
                 weights=weights,
@@ -254,7 +254,7 @@ class Session:
         self._check_name(name)
         views = require_buffers(layers)
         with self._host.taken(self._is_kept) as host:
-            source = raw_source(views, host)
+            source = raw_source(views, self._masters(host))
             return self._admit(source, name, priority, kv, config, host, active)
 
     @exclusive
@@ -511,7 +511,7 @@ class Session:
         priority: int,
         kv: KVSpec,
         config: Config | None,
-        host: HostMemory | None,
+        host: HostMemory,
         active: bool,
     ) -> Tenant:
         made: list[Tenant] = []
@@ -532,6 +532,10 @@ class Session:
             handle,
         )
         return made[-1]
+
+    def _masters(self, host: HostMemory) -> HostMemory | None:
+        """Where master copies have to be page-locked; None: they may lie anywhere."""
+        return host if self._device.cuda else None
 
     def _is_kept(self, host: HostMemory) -> bool:
         return any(tenant.host is host for tenant in self._tenants.values())

@@ -93,6 +93,8 @@ class Engine(ABC):
         self._orders = count()
         self._stuck = 0
         self.reset_metrics()
+        if scheduler.swap:
+            tenant.kv.on_reclaim(self.release)
 
     @abstractmethod
     def add_request(self, request: Any, *, arrived_s: float | None = None) -> None:
@@ -147,6 +149,13 @@ class Engine(ABC):
             self.scheduler.preempt(victim, self.tenant.kv)
         self.metrics.preemptions += len(victims)
         return tuple(victim.id for victim in victims)
+
+    def release(self, blocks: int) -> None:
+        """Free so many blocks for others, between turns, or all: the youngest requests first. Their KV goes to host memory."""
+        running, kv = self.scheduler.running, self.tenant.kv
+        before = kv.live_blocks
+        while running and before - kv.live_blocks < blocks and kv.reclaimable_blocks >= len(running[-1].blocks):
+            self.scheduler.preempt(running[-1], kv)
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""

@@ -85,7 +85,9 @@ class Sequence:
     """The engine's record of one request.
 
     Invariants between steps: `computed` tokens of `tokens` have their KV in `blocks`, so computed <= len(blocks) *
-    block_tokens and computed < len(tokens); a waiting sequence has computed = 0 and no blocks; `high_water` = the most
+    block_tokens and computed < len(tokens); a waiting sequence has no blocks, and computed = 0 unless its KV lies in
+    host memory. `host`: host blocks that hold the KV of its first len(host) blocks; while it runs they are complete blocks,
+    which never change. `high_water` = the most
     tokens whose KV ever existed, so computing token i < high_water is recomputing. `blocks` is extended in place; whoever
     changes an entry, or takes any away, replaces the list (a block table knows by that what to write again).
     Times are on the engine's clock: when it arrived, and when its first and its last token came (None before the first).
@@ -102,6 +104,7 @@ class Sequence:
     computed: int = 0
     high_water: int = 0
     blocks: list[int] = field(default_factory=list)
+    host: list[int] = field(default_factory=list)
     preemptions: int = 0
     first_s: float | None = None
     last_s: float | None = None

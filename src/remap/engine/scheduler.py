@@ -38,6 +38,9 @@ class BlockPool(Protocol):
     def free_blocks(self) -> int: ...
     def allocate(self, n: int) -> list[int]: ...
     def free(self, ids: list[int]) -> None: ...
+    def copy_out(self, ids: list[int]) -> list[int]: ...
+    def copy_in(self, host_ids: list[int], ids: list[int]) -> None: ...
+    def free_host(self, host_ids: list[int]) -> None: ...
 
 
 # Neither frozen nor compared by value: a pass makes one for every sequence that decodes, and simulations make millions.
@@ -70,20 +73,15 @@ class Chunk:
 
 
 class Schedule(NamedTuple):
-    """What one pass computes (tokens: of all chunks), and who lost their KV for it.
-
-    swapped_in, swapped_out: blocks to be copied from and to host memory before it, by a scheduler that swaps.
-    """
+    """What one pass computes (tokens: of all chunks), and who lost their blocks for it."""
 
     chunks: tuple[Chunk, ...]
     preempted: tuple[Sequence, ...]
     tokens: int
-    swapped_in: int = 0
-    swapped_out: int = 0
 
 
 class Scheduler:
-    """First come, first served, with preemption by recompute.
+    """First come, first served, with preemption by recompute, or by swap while host memory has room.
 
     max_num_seqs: most sequences running at once. max_batch_tokens: most tokens a pass. watermark: share of the usable
     blocks that an admission must leave free while others run (vLLM's default is 0). lookahead_blocks: blocks a running
@@ -91,6 +89,9 @@ class Scheduler:
     its values do not depend on where it was cut. decode_cost: how many prompt tokens one decoding
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
+    swap: whoever is preempted keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there.
+    keep_clean: host copies of complete blocks are kept while their sequence runs, so that only what is new is copied out
+    again: KV is append-only. (vLLM V0 copies everything out each time.)
     Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
     the rest).
     """
@@ -106,6 +107,8 @@ class Scheduler:
         lookahead_blocks: int = 1,
         chunk_align: int = TILE,
         decode_cost: int = 0,
+        swap: bool = False,
+        keep_clean: bool = True,
     ) -> None:
         if decode_cost < 0:
             raise InvalidArgument(f"expected decode_cost >= 0, got {decode_cost}", decode_cost=decode_cost)
@@ -135,6 +138,8 @@ class Scheduler:
         self.lookahead_blocks = lookahead_blocks
         self.chunk_align = chunk_align
         self.decode_cost = decode_cost
+        self.swap = swap
+        self.keep_clean = keep_clean
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -205,15 +210,17 @@ class Scheduler:
             count = self._chunk(sequence, min(budget, prompt))
             if count == 0:
                 break
-            whole = sequence.length if self.reserve_full_prompt else count
+            end = sequence.computed + count
+            whole = sequence.length if self.reserve_full_prompt else end
             spare = int(self.watermark * pool.usable_blocks) if self.running else 0
-            if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, count, pool):
+            if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, end, pool):
                 break
+            self._fetch(sequence, pool)
             self.waiting.popleft()
             sequence.state = State.RUNNING
             # At the end, unless `preempt` took out a sequence that is older than some that go on running.
             insort(self.running, sequence, key=_order)
-            chunks.append(Chunk(sequence, 0, count))
+            chunks.append(Chunk(sequence, sequence.computed, count))
             budget -= count
             prompt -= count
         return Schedule(tuple(chunks), tuple(preempted), self.max_batch_tokens - budget)
@@ -230,7 +237,8 @@ class Scheduler:
         return recomputed
 
     def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Take the KV of a running sequence away, whichever it is; it waits in the place of its age and is recomputed."""
+        """Take the blocks of a running sequence away, whichever it is; it waits in the place of its age. Its KV goes to host
+        memory, or is recomputed."""
         self.running.remove(sequence)
         self._put_back(sequence, pool)
 
@@ -239,8 +247,9 @@ class Scheduler:
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is State.WAITING:
-            self.waiting.remove(sequence)
+            self._unqueue(sequence)
         self._release(sequence, pool)
+        self._forget_host(sequence, 0, pool)
         sequence.state = State.FINISHED
 
     def _queued(self) -> Iterable[Sequence]:
@@ -271,11 +280,51 @@ class Scheduler:
         return True
 
     def _put_back(self, sequence: Sequence, pool: BlockPool) -> None:
+        if not self._save(sequence, pool):
+            self._forget_host(sequence, 0, pool)
+            sequence.computed = 0
         self._release(sequence, pool)
-        sequence.computed = 0
         sequence.preemptions += 1
         sequence.state = State.WAITING
+        self._shelve(sequence)
+
+    def _shelve(self, sequence: Sequence) -> None:
+        """Queue a preempted sequence."""
         insort(self.waiting, sequence, key=_order)
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        """Take a sequence out that waits."""
+        self.waiting.remove(sequence)
+
+    # -- in host memory --------------------------------------------------------------------------------------------
+
+    def _save(self, sequence: Sequence, pool: BlockPool) -> bool:
+        """Copy what host memory does not have yet of its KV out. False if it has no room, or nothing is computed."""
+        if not self.swap or not sequence.computed:
+            return False
+        for spare in (self.running, None):
+            new = sequence.blocks[len(sequence.host) : self.blocks_for(sequence.computed)]
+            try:
+                sequence.host = sequence.host + pool.copy_out(new)
+            except OutOfBlocks:
+                # What host memory keeps of those who run only saves a copy later.
+                for other in spare or ():
+                    self._forget_host(other, 0, pool)
+            else:
+                return True
+        return False
+
+    def _fetch(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Copy its KV back into its new blocks. The host keeps complete blocks, which nobody writes any more."""
+        if sequence.host:
+            pool.copy_in(sequence.host, sequence.blocks[: len(sequence.host)])
+            self._forget_host(sequence, sequence.computed // self.block_tokens if self.keep_clean else 0, pool)
+
+    def _forget_host(self, sequence: Sequence, keep: int, pool: BlockPool) -> None:
+        """Free its host blocks but for the first `keep`."""
+        if len(sequence.host) > keep:
+            pool.free_host(sequence.host[keep:])
+            sequence.host = sequence.host[:keep]
 
     def _release(self, sequence: Sequence, pool: BlockPool) -> None:
         if sequence.blocks:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from remap.errors import InvalidState
+from remap.errors import InvalidArgument, InvalidState
+from remap.kv.host import HostBlocks
 from remap.kv.pool import BlockPool, Listener, listed
 from remap.kv.spec import KVGeometry, KVSpec
 from remap.locking import Turn
@@ -38,8 +39,10 @@ class KVCache:
         mover: Callable[[Sequence[tuple[int, int, int]]], None],
         memory: Any,
         turn: Turn,
+        host_address: int = 0,
     ) -> None:
-        """mover([(to, from, bytes)]) copies within the region, before anything that reads or writes it next.
+        """mover([(to, from, bytes)]) copies, before anything that reads or writes the region next. host_address: of the host
+        store, if the spec has host blocks.
 
         memory(address, nbytes) makes byte tensors. turn: the tenant's; the engine's calls wait for changes in progress.
         """
@@ -53,6 +56,10 @@ class KVCache:
         self._memory = memory
         self._tensors: list[torch.Tensor] | None = None
         self._turn = turn
+        self.host = HostBlocks(geometry)
+        self._host_address = host_address
+        self.copied_out_bytes = self.copied_in_bytes = 0
+        self._reclaim: Callable[[int], object] | None = None
 
     # An engine calls these from its own thread, while another thread's change may be under way.
 
@@ -68,6 +75,52 @@ class KVCache:
     def returned(self, ids: Iterable[int]) -> None:
         """`BlockPool.returned`. Raises ForkedProcess in a forked child."""
         self._turn.run(self.pool.returned, listed(ids))
+
+    def copy_out(self, ids: Iterable[int]) -> list[int]:
+        """Copy live blocks to host memory. Returns the host blocks, one for each id in this order.
+
+        The blocks stay live and unchanged: free them next, and their pages may go to whoever needs them. The engine promises
+        that nothing which it enqueues later writes into them before `free`. Copies come behind all work of the tenant so
+        far, and before whatever uses the pages next. Raises OutOfBlocks if host memory has fewer blocks,
+        InvalidArgument for a block that is not live; nothing was copied then.
+        """
+        copied: list[int] = self._turn.run(self._copy_out, listed(ids))
+        return copied
+
+    def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> None:
+        """Copy host blocks back into live blocks, one each. The host blocks stay valid, until `free_host`.
+
+        The next pass finds the bytes in place. Raises InvalidArgument for a host block that is not in use, a block that
+        is not live, or unequal numbers; nothing was copied then.
+        """
+        self._turn.run(self._copy_in, listed(host_ids), listed(ids))
+
+    def free_host(self, host_ids: Iterable[int]) -> None:
+        """Give host blocks back. Raises InvalidArgument for one that is not in use; nothing changed then."""
+        self._turn.run(self.host.free, listed(host_ids))
+
+    def on_reclaim(self, reclaim: Callable[[int], object] | None) -> None:
+        """While the tenant is inactive, others may need its pages: reclaim(blocks) is asked to free so many live blocks, by
+        copying them out, or fewer. It is called inside `session.step` or `activate`, before anything changes. None: the
+        tenant keeps its live blocks."""
+        self._reclaim = reclaim
+
+    @property
+    def reclaims(self) -> bool:
+        """Whether the engine can free live blocks by copying them out."""
+        return self._reclaim is not None and self.host.total > 0
+
+    @property
+    def reclaimable_blocks(self) -> int:
+        """Live blocks that `reclaim` could free now: as many as host memory has room for."""
+        return 0 if not self.reclaims else min(self.pool.live_blocks, self.host.free_blocks)
+
+    def reclaim(self, blocks: int) -> int:
+        """Ask the engine to free so many live blocks. Returns how many it has freed."""
+        before = self.pool.live_blocks
+        if self._reclaim is not None and blocks > 0:
+            self._reclaim(blocks)
+        return before - self.pool.live_blocks
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
         """Call listener(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
@@ -126,6 +179,31 @@ class KVCache:
         """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made."""
         self._tensors = None
         self._memory = _gone
+
+    def _copy_out(self, ids: Sequence[int]) -> list[int]:
+        self.pool.require_live(ids)
+        hosts = self.host.allocate(len(ids))
+        try:
+            ranges = self.host.ranges(list(zip(ids, hosts)))
+            self._mover([(self._host_address + store, self.address + region, size) for region, store, size in ranges])
+        except BaseException:
+            self.host.free(hosts)
+            raise
+        self.copied_out_bytes += len(ids) * self.spec.block_bytes
+        return hosts
+
+    def _copy_in(self, host_ids: Sequence[int], ids: Sequence[int]) -> None:
+        hosts = self.host.checked(host_ids)
+        self.pool.require_live(ids)
+        if len(hosts) != len(ids):
+            raise InvalidArgument(
+                f"{len(hosts)} host blocks cannot be copied into {len(ids)} blocks; nothing was copied; name one block for each",
+                host_blocks=len(hosts),
+                blocks=len(ids),
+            )
+        ranges = self.host.ranges(list(zip(ids, hosts)))
+        self._mover([(self.address + region, self._host_address + store, size) for region, store, size in ranges])
+        self.copied_in_bytes += len(ids) * self.spec.block_bytes
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.

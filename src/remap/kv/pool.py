@@ -174,6 +174,10 @@ class BlockPool:
         self._refuse_external("free")
         self._release_all(self._checked(ids, (_LIVE, _DRAINING), "is not allocated"))
 
+    def require_live(self, ids: Sequence[int]) -> None:
+        """Raises InvalidArgument (field: block) if one of these ids is not allocated, or is named twice."""
+        self._checked(ids, (_LIVE, _DRAINING), "is not allocated")
+
     # -- growing ---------------------------------------------------------------------------------------------------
 
     def runs_of(self, slots: Iterable[int]) -> SlotRuns:

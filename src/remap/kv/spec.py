@@ -50,6 +50,8 @@ class KVSpec:
     The tenant starts with `min_blocks` blocks and never loses them. `max_blocks` fixes the size of the region (of
     addresses, not of memory). Raises InvalidArgument (fields: field, value, and the bound that was broken).
 
+    host_blocks: blocks of host memory (page-locked for a device) that `kv.copy_out` copies to, and `kv.copy_in` from: what a
+    paused request holds can lie there while others use its pages.
     dtype: of the stored keys and values; by default "bfloat16", which a model of another dtype then refuses at attach
     (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
     """
@@ -62,6 +64,7 @@ class KVSpec:
     min_blocks: int
     max_blocks: int
     layout: str = "block_major"
+    host_blocks: int = 0
     dtype_named: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -71,6 +74,7 @@ class KVSpec:
         for name in ("layers", "kv_heads", "head_dim", "block_tokens", "max_blocks"):
             _require_int(name, getattr(self, name), 1)
         _require_int("min_blocks", self.min_blocks, 0)
+        _require_int("host_blocks", self.host_blocks, 0)
         if self.max_blocks < self.min_blocks:
             raise InvalidArgument(
                 f"max_blocks must be at least min_blocks, got {self.max_blocks} < {self.min_blocks}; nothing was "

@@ -78,7 +78,7 @@ class Arrivals:
         priority: int,
         kv: KVSpec,
         config: Knobs,
-        host: HostMemory | None,
+        host: HostMemory,
         active: bool,
         clock: Callable[[], float],
         handle: Callable[[TenantState], Handle],
@@ -125,9 +125,7 @@ class Arrivals:
                 self._arena.remove_tenant(arrival.number, undoing=True)
         self._arriving = None
 
-    def _place(
-        self, arrival: _Arrival, priority: int, kv: KVSpec, config: Knobs, host: HostMemory | None
-    ) -> TenantState:
+    def _place(self, arrival: _Arrival, priority: int, kv: KVSpec, config: Knobs, host: HostMemory) -> TenantState:
         """Make regions, pages and mappings for the source and its KV cache, and put the weights in place.
 
         Raises before anything changes if there are too few free pages. The layers' pages of tenants attached already
@@ -244,7 +242,14 @@ class Arrivals:
             max_remappable=_max_remappable(homes, order, placed),
             pinned=pinned,
             host=host,
-            kv=KVCache(geometry, arena.address(kv_region), move, self._memory, turn),
+            kv=KVCache(
+                geometry,
+                arena.address(kv_region),
+                move,
+                self._memory,
+                turn,
+                host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0,
+            ),
             prefetcher=prefetcher,
             compute=compute,
             turn=turn,

@@ -7,6 +7,7 @@
     inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_s
     active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
                       compete with them (Controller.offers)
+    paused KV         live blocks of a tenant that waits for its turn, which its engine copies to host memory first
 
 `policy/donors/supply.py` chooses among the quotes; the executor never learns which donor it serves. Sources: Oneiros
 section 5.1 (inactive models first, then the active ones); that unused KV comes before both and the exact cap are ours.
@@ -26,7 +27,7 @@ from remap.policy.donors.supply import Kind, Quote
 from remap.policy.schedule import RELATIVE_EPSILON, one_shot_delay
 from remap.policy.views import Take
 
-__all__ = ["ActiveLayers", "Donor", "InactiveLayers", "UnusedKV"]
+__all__ = ["ActiveLayers", "Donor", "InactiveLayers", "PausedKV", "UnusedKV"]
 
 # Asked in every step while demand is unmet, of times that change only when the giver runs.
 _late = functools.lru_cache(maxsize=256)(one_shot_delay)
@@ -74,6 +75,32 @@ class UnusedKV:
 
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         self._lending.give_idle(giver, take.blocks, receiver, self.surplus(giver))
+
+
+class PausedKV:
+    """Live blocks of an inactive tenant: its engine copies their requests' KV to host memory, what is new of it, and frees
+    them. They cost nobody anything until its next turn, when they are copied in again. (theory.md, section 5)"""
+
+    kind: Kind = "paused_kv"
+
+    def __init__(self, unused: UnusedKV, lending: Lending) -> None:
+        self._unused = unused
+        self._lending = lending
+
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+        live = 0 if giver.active else giver.kv.reclaimable_blocks
+        blocks = int(live * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
+        if blocks <= 0:
+            return []
+        # In and out again, at the link's rate as layers are copied.
+        nbytes = max(giver.layer_bytes)
+        reload = live * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
+        return [Quote(giver.name, self.kind, blocks, 0.0, reload, Take(giver.name, self.kind, blocks))]
+
+    def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
+        # One block more: pages at both ends may hold a part of a block that stays.
+        giver.kv.reclaim(-(-take.blocks * receiver.kv.spec.block_bytes // giver.kv.spec.block_bytes) + 1)
+        self._lending.give_idle(giver, take.blocks, receiver, self._unused.surplus(giver))
 
 
 class _Layers:

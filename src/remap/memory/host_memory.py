@@ -1,4 +1,5 @@
-"""Page-locked host memory for one tenant's master copies: a device copies from it at the full speed of its link."""
+"""Page-locked host memory for one tenant's master copies, and for KV blocks that are copied out: a device copies to and
+from it at the full speed of its link."""
 
 from __future__ import annotations
 
@@ -38,7 +39,13 @@ class HostMemory:
 
         Raises OutOfMemory or LimitExceeded (the backend's, with its numbers); nothing is held more than before then.
         """
-        return self._device.host_tensor(self._allocate(nbytes), nbytes, self)
+        return self._device.host_tensor(self.reserve(nbytes), nbytes, self)
+
+    def reserve(self, nbytes: int) -> int:
+        """The address of `nbytes` of page-locked memory, valid until `release`. Raises as `allocate` does."""
+        size = max(nbytes, 1)
+        self._allocated.append((self._backend.allocate_host(size), size))
+        return self._allocated[-1][0]
 
     def hold(self, address: int, nbytes: int, *, writable: bool) -> int:
         """Page-lock these bytes of the caller's. Returns their address: `address` itself, or that of a copy.
@@ -57,7 +64,7 @@ class HostMemory:
                 self._registered.remove((address, nbytes))
                 raise
             return address
-        copy = self._allocate(nbytes)
+        copy = self.reserve(nbytes)
         ctypes.memmove(copy, address, nbytes)
         return copy
 
@@ -78,11 +85,6 @@ class HostMemory:
         if first is not None:
             raise first
 
-    def _allocate(self, nbytes: int) -> int:
-        size = max(nbytes, 1)
-        self._allocated.append((self._backend.allocate_host(size), size))
-        return self._allocated[-1][0]
-
 
 class HostMemories:
     """A session's host memory: its tenants', and memory that the backend has not taken back yet."""
@@ -93,12 +95,9 @@ class HostMemories:
         self._held: list[HostMemory] = []
 
     @contextmanager
-    def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory | None]:
-        """Memory for a tenant to be; None if the device needs none. If the block raises, gives it back, unless a tenant
-        has `kept` it by then: an interrupt can come when the tenant is attached already."""
-        if not self._device.cuda:
-            yield None
-            return
+    def taken(self, kept: Callable[[HostMemory], bool]) -> Iterator[HostMemory]:
+        """Memory for a tenant to be. If the block raises, gives it back, unless a tenant has `kept` it by then: an
+        interrupt can come when the tenant is attached already."""
         host = HostMemory(self._backend, self._device)
         self._held.append(host)
         try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from remap.config import Knobs
 from remap.memory.apply import Changes
-from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, UnusedKV
+from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, UnusedKV
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
 from remap.policy.donors.ranking import Candidate, NextUse, may_donate, rank
@@ -26,7 +26,7 @@ def paused(tenant: TenantState) -> bool:
 
     By its turn, its lent pages would hold live blocks of tenants that wait for their own turns. They could not come
     home, and its layers would stream in every pass. So a paused tenant gives only as much as an active one, within
-    `slowdown`. Nobody knows which blocks of an engine with its own allocator are live: such a tenant counts as idle
+    `slowdown`, unless all others can copy their live blocks to host memory. Nobody knows which blocks of an engine with its own allocator are live: such a tenant counts as idle
     while it is inactive.
     """
     return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
@@ -51,7 +51,9 @@ class Offers:
         self.unused_kv = UnusedKV(changes, lending)
         self.inactive = InactiveLayers(changes, lending)
         self.active = ActiveLayers(changes, lending)
-        self._donors: dict[str, Donor] = {one.kind: one for one in (self.unused_kv, self.inactive, self.active)}
+        self.paused_kv = PausedKV(self.unused_kv, lending)
+        donors: tuple[Donor, ...] = (self.unused_kv, self.inactive, self.paused_kv, self.active)
+        self._donors = {one.kind: one for one in donors}
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
@@ -76,11 +78,13 @@ class Offers:
             if tenant is not receiver and tenant.config.lends and not tenant.busy
         ]
         now = self._clock()
-        idle = self._ranked([tenant for tenant in others if not tenant.active and not paused(tenant)], now)
-        busy = [tenant for tenant in others if tenant.active or paused(tenant)]
+        stuck = not all(tenant.kv.reclaims for tenant in self._tenants.values())
+        idle = self._ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
+        busy = [one for one in others if one.active or (stuck and paused(one))]
         least = self._config.min_idle
         asked: list[tuple[Donor, TenantState]] = [(self.unused_kv, giver) for giver in (*idle, *busy)]
         asked += [(self.inactive, giver) for giver in idle if may_donate(self._candidate(giver, now), min_idle=least)]
+        asked += [(self.paused_kv, giver) for giver in idle]
         asked += [(self.active, giver) for giver in busy]
         lists = [donor.quotes(giver, receiver, need) for donor, giver in asked]
         return [quotes for quotes in lists if quotes]

@@ -59,7 +59,7 @@ class TenantState:
     order: tuple[int, ...]  # streamable layers, in the order in which the controller gives them away
     max_remappable: int  # the most layers that can be given: all their home pages have a place in the KV region
     pinned: set[int]  # layers that may not be streamed
-    host: HostMemory | None  # where the device needs page-locked master copies
+    host: HostMemory  # page-locked: master copies, where the device needs them so, and KV blocks copied out
 
     # -- what it computes with
     kv: KVCache

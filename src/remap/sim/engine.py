@@ -91,12 +91,6 @@ class SimEngine(Engine):
         self._virtual.advance(self._gap_s if step.computed else max(self._gap_s, EMPTY_S))
         return step
 
-    def launch(self) -> Schedule:
-        schedule = super().launch()
-        if schedule.swapped_in or schedule.swapped_out:
-            self.runner.swap(schedule.swapped_in, schedule.swapped_out)
-        return schedule
-
     @property
     def last_finish_s(self) -> float:
         """When the last of those that have finished did; 0 if nobody has."""

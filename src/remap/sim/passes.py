@@ -48,7 +48,11 @@ class Pass(ABC):
         self.slow = 1.0
         self.passes = 0
         self.compute_s = 0.0
-        self.copied_bytes = 0
+
+    @property
+    @abstractmethod
+    def copied_bytes(self) -> int:
+        """Of whole requests or KV layers."""
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
         """As `remap.engine.engine.Runner`: from the start of the pass to its end."""
@@ -64,11 +68,6 @@ class Pass(ABC):
         ends_s = self.slow * self.cost.ends_s(work.tokens, work.parts)
         self.passes += 1
         return self._enqueue(work, layer_s, ends_s)
-
-    def swap(self, blocks_in: int, blocks_out: int) -> None:
-        """Copy so many blocks from and to host memory before the next pass. Raises NotImplementedError where requests are not
-        swapped."""
-        raise NotImplementedError
 
     @property
     @abstractmethod
@@ -87,18 +86,14 @@ def sampled(chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
 
 
 class SessionPass(Pass):
-    """Passes of an attached tenant, on a stream of its own.
+    """Passes of an attached tenant, on a stream of its own. What is copied to and from host memory for requests that are
+    swapped is enqueued there, so the next pass waits for it."""
 
-    swap_address: host memory for whole requests that are swapped, 0 without. Swapping is copied on the compute stream before
-    the pass, a copy a block: a block of all layers lies together here.
-    """
-
-    def __init__(self, backend: Any, tenant: Any, cost: Cost, model: Model, swap_address: int = 0) -> None:
+    def __init__(self, backend: Any, tenant: Any, cost: Cost, model: Model) -> None:
         super().__init__(backend, model, cost)
         self._backend = backend
         self._tenant = tenant
         self._layers = model.layers
-        self._swap_address = swap_address
         self.stream: int = backend.create_stream()
         self._swap_s = 0.0
 
@@ -108,6 +103,7 @@ class SessionPass(Pass):
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         backend, tenant, stream = self._backend, self._tenant, self.stream
+        self._swap_s += max(0.0, backend.stream_end(stream) - backend.now)  # its last pass has ended: these are copies
         with tenant.forward(phase=work.phase, tokens=work.tokens, stream=stream):
             if not tenant.streaming:
                 backend.compute(stream, self._layers * layer_s + ends_s)
@@ -133,16 +129,10 @@ class SessionPass(Pass):
             pending = 0.0
         backend.compute(stream, pending + ends_s)
 
-    def swap(self, blocks_in: int, blocks_out: int) -> None:
-        tenant, backend = self._tenant, self._backend
-        nbytes = tenant.kv.spec.block_bytes
-        begun = max(backend.now, backend.stream_end(self.stream))
-        for _ in range(blocks_out):
-            backend.copy(self.stream, self._swap_address, tenant.kv.address, nbytes)
-        for _ in range(blocks_in):
-            backend.copy(self.stream, tenant.kv.address, self._swap_address, nbytes)
-        self._swap_s += backend.stream_end(self.stream) - begun
-        self.copied_bytes += nbytes * (blocks_in + blocks_out)
+    @property
+    def copied_bytes(self) -> int:
+        kv = self._tenant.kv
+        return int(kv.copied_out_bytes + kv.copied_in_bytes)
 
 
 @dataclass(frozen=True)
@@ -189,6 +179,7 @@ class PiePass(Pass):
         self._used_tokens = used_tokens
         self._swapped_layers = swapped_layers
         self._stall_s = 0.0
+        self._copied_bytes = 0
         # Of the last pass that only decoded; and its computation if nothing were copied.
         self.last = PieTimes(0.0, 0.0, 0.0)
         self._alone_s = 0.0
@@ -196,6 +187,10 @@ class PiePass(Pass):
     @property
     def stall_s(self) -> float:
         return self._stall_s
+
+    @property
+    def copied_bytes(self) -> int:
+        return self._copied_bytes
 
     def times(self, layer_s: float, ends_s: float, used_tokens: int, swapped: int) -> PieTimes:
         """A pass with `swapped` = m layers' KV in host memory and KV of `used_tokens` tokens in all. Pure."""
@@ -225,7 +220,7 @@ class PiePass(Pass):
         self._stall_s += times.stall_s
         if swapped:
             moved = min(swapped + 2, self.model.layers)
-            self.copied_bytes += 2 * moved * used * self.model.kv_bytes_per_token_layer
+            self._copied_bytes += 2 * moved * used * self.model.kv_bytes_per_token_layer
         return float(self.clock.now) + times.pass_s
 
     def hidden(self, used_tokens: int, most: int, slack: float = 0.0) -> int:

@@ -45,6 +45,12 @@ class Policy:
     static: float = 0.0
     pooled: float = 1.0
     partial: bool | float = True
+    swap: bool = False
+
+    @property
+    def swaps(self) -> bool:
+        """Whether preempted requests keep their KV in host memory."""
+        return self.swap or self.kind == "swap"
 
     @property
     def config(self) -> Knobs:
@@ -92,6 +98,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 _OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "pool": ("three quarters of every KV reservation are everybody's", {"pooled": 0.25}),
+        "swap": ("preempted requests keep their KV in host memory", {"swap": True, "partial": False}),
         "preempt": ("what lies in a waking tenant's pages is preempted, not streamed around", {"partial": False}),
     }
 )

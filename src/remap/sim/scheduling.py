@@ -2,7 +2,7 @@
 
 prefill-first   vLLM V0 (0.7.3, the version that Oneiros was built into): whole prompts before any decoding, as many as the token
                 budget and the watermark let in; otherwise every running sequence decodes one token. A sequence that needs a
-                block and finds none preempts the latest one, which is recomputed (or swapped out whole, if `swap`).
+                block and finds none preempts the latest one, which is recomputed (or goes to host memory, with `swap`).
 chunked         vLLM V1: decoding first, and chunks of prompts fill what the token budget leaves. This is the scheduler of the
                 reference engine (remap.engine.scheduler), with vLLM's defaults.
 
@@ -34,7 +34,7 @@ _order = attrgetter("order")
 
 class PrefillFirst(Scheduler):
     """vLLM V0. watermark: share of the usable blocks that an admission leaves free. swap: preempted sequences keep their KV in
-    host memory instead of losing it, and come back before anything new is admitted."""
+    host memory instead of losing it, and come back before anything new is admitted. keep_clean: see `Scheduler`; V0 does not."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class PrefillFirst(Scheduler):
         watermark: float = 0.01,
         lookahead_blocks: int = 1,
         swap: bool = False,
+        keep_clean: bool = False,
     ) -> None:
         super().__init__(
             block_tokens=block_tokens,
@@ -52,10 +53,10 @@ class PrefillFirst(Scheduler):
             max_batch_tokens=max_batch_tokens,
             watermark=watermark,
             lookahead_blocks=lookahead_blocks,
+            swap=swap,
+            keep_clean=keep_clean,
         )
-        self.swap = swap
         self.swapped: deque[Sequence] = deque()  # in the order of arrival
-        self.swapped_blocks: dict[Sequence, int] = {}  # how many of theirs lie in host memory
 
     def schedule(self, pool: BlockPool) -> Schedule:
         """The next pass; its blocks are allocated. Without chunks if nothing can run."""
@@ -63,13 +64,10 @@ class PrefillFirst(Scheduler):
             prompts = self._admit(pool)
             if prompts:
                 return Schedule(tuple(prompts), (), sum(prompt.count for prompt in prompts))
-        rows, preempted, out = self._decode(pool)
-        back = 0
+        rows, preempted = self._decode(pool)
         if self.swapped and not preempted:
-            returned = self._swap_in(pool)
-            back = sum(self.swapped_blocks.pop(row.sequence) for row in returned)
-            rows += returned
-        return Schedule(tuple(rows), tuple(preempted), len(rows), swapped_in=back, swapped_out=out)
+            rows += self._swap_in(pool)
+        return Schedule(tuple(rows), tuple(preempted), sum(row.count for row in rows))
 
     def _queued(self) -> Iterable[Sequence]:
         return chain(self.swapped, self.waiting)
@@ -94,34 +92,28 @@ class PrefillFirst(Scheduler):
             budget -= sequence.length
         return chunks
 
-    def _decode(self, pool: BlockPool) -> tuple[list[Chunk], list[Sequence], int]:
+    def _decode(self, pool: BlockPool) -> tuple[list[Chunk], list[Sequence]]:
         """A token of everybody who runs, and a block for whoever needs one more; the latest ones, in the end itself, are
-        preempted for it: (chunks, those, blocks that they had and that are swapped out)."""
+        preempted for it: (chunks, those)."""
         running, size = self.running, self.block_tokens
         chunks: list[Chunk] = []
         preempted: list[Sequence] = []
-        out = 0
         while len(chunks) < len(running):
             sequence = running[len(chunks)]
             # Only the first token of a block needs one.
             if sequence.computed % size == 0 and not self._reserve(sequence, sequence.length, pool):
                 victim = running.pop()
                 preempted.append(victim)
-                if self.swap:
-                    out += self._swap_out(victim, pool)
-                else:
-                    self._put_back(victim, pool)
+                self._put_back(victim, pool)
             else:
                 chunks.append(Chunk(sequence, sequence.computed, 1))
-        return chunks, preempted, out
+        return chunks, preempted
 
-    def _swap_out(self, sequence: Sequence, pool: BlockPool) -> int:
-        """How many blocks it had."""
-        self.swapped_blocks[sequence] = blocks = len(sequence.blocks)
-        self._release(sequence, pool)
-        sequence.preemptions += 1
-        insort(self.swapped, sequence, key=_order)
-        return blocks
+    def _shelve(self, sequence: Sequence) -> None:
+        insort(self.swapped if sequence.host else self.waiting, sequence, key=_order)
+
+    def _unqueue(self, sequence: Sequence) -> None:
+        (self.swapped if sequence.host else self.waiting).remove(sequence)
 
     def _swap_in(self, pool: BlockPool) -> list[Chunk]:
         """A token of everybody who comes back."""
@@ -129,33 +121,40 @@ class PrefillFirst(Scheduler):
         spare = int(self.watermark * pool.usable_blocks)
         while self.swapped and len(self.running) < self.max_num_seqs:
             sequence = self.swapped[0]
-            blocks = max(self.swapped_blocks[sequence], self.blocks_for(sequence.length))
+            blocks = self.blocks_for(sequence.length)
             if pool.free_blocks - blocks < spare and (self.running or pool.free_blocks < blocks):
                 break
             self.swapped.popleft()
             sequence.blocks = pool.allocate(blocks)
+            self._fetch(sequence, pool)
+            sequence.state = State.RUNNING
             insort(self.running, sequence, key=_order)
-            chunks.append(Chunk(sequence, sequence.computed, 1))
+            chunks.append(Chunk(sequence, sequence.computed, sequence.length - sequence.computed))
         return chunks
 
 
-def make_scheduling(kind: str, *, block_tokens: int, context: int, swap: bool = False, **settings: int) -> Scheduler:
+def make_scheduling(
+    kind: str, *, block_tokens: int, context: int, swap: bool = False, keep_clean: bool = True, **settings: int
+) -> Scheduler:
     """By name. context: the longest sequence, in tokens. settings: of the scheduler, instead of vLLM's defaults (`PrefillFirst`;
-    `remap.engine.scheduler.Scheduler` for chunks). Raises InvalidArgument for an unknown name or setting, and for `swap` with
-    chunks (vLLM V1 has none)."""
-    if kind not in SCHEDULERS or (swap and kind != "prefill-first"):
+    `remap.engine.scheduler.Scheduler` for chunks). Raises InvalidArgument for an unknown name or setting."""
+    if kind not in SCHEDULERS:
         raise InvalidArgument(
-            f"scheduler must be one of {', '.join(SCHEDULERS)}, and swapping whole requests is of prefill-first alone; got "
-            f"{kind!r}; nothing was made",
-            scheduler=kind,
+            f"scheduler must be one of {', '.join(SCHEDULERS)}; got {kind!r}; nothing was made", scheduler=kind
         )
-    given: dict[str, Any] = {"max_num_seqs": MAX_NUM_SEQS, "max_batch_tokens": BATCH_TOKENS, **settings}
+    given: dict[str, Any] = {
+        "max_num_seqs": MAX_NUM_SEQS,
+        "max_batch_tokens": BATCH_TOKENS,
+        "swap": swap,
+        "keep_clean": keep_clean,
+        **settings,
+    }
     try:
         if kind == "chunked":
             return Scheduler(block_tokens=block_tokens, **{"chunk_align": 1, **given})
         if "max_batch_tokens" not in settings:
             given["max_batch_tokens"] = max(BATCH_TOKENS, context)
-        return PrefillFirst(block_tokens=block_tokens, swap=swap, **given)
+        return PrefillFirst(block_tokens=block_tokens, **given)
     except TypeError as error:
         raise InvalidArgument(
             f"{kind} has no such settings, got {dict(settings)}; nothing was made; see its class",

@@ -33,6 +33,7 @@ class Sequence(EngineSequence):
         self.state = State.WAITING
         self.computed = self.high_water = self.preemptions = 0
         self.blocks: list[int] = []
+        self.host: list[int] = []
         self.first_s = self.last_s = None
 
     def append(self, token: int) -> str | None:

@@ -28,6 +28,8 @@ from remap.sim.setup import Setup, TenantSetup
 __all__ = ["World", "fitting", "make_world"]
 
 _STATIC_BUFFERS = 2
+_HOST_BLOCKS = 1 << 20
+"""Of host memory for KV, where requests are swapped: more than any run asks for, as host memory is plentiful."""
 
 
 @dataclass
@@ -105,12 +107,11 @@ def _session_world(setup: Setup, policy: Policy) -> World:
                 priority=tenant.priority,
                 kv=spec,
             )
-            host = backend.allocate_host(spec.block_bytes) if policy.kind == "swap" else 0
-            passes = SessionPass(backend, attached, _cost(setup, tenant), tenant.model, host)
+            passes = SessionPass(backend, attached, _cost(setup, tenant), tenant.model)
             if policy.kind == "static":
                 _stream_from_the_start(session, tenant.name, tenant.model, policy)
             most = spec.max_blocks if managed is not None else attached.kv.usable_blocks
-            scheduler = _scheduling(setup, tenant, policy.kind == "swap")
+            scheduler = _scheduling(setup, tenant, spec.host_blocks > 0, keep_clean=policy.kind != "swap")
             engines[tenant.name] = _engine(setup, tenant, attached, scheduler, passes, backend, managed, most)
     except BaseException:
         session.close()
@@ -134,6 +135,7 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
         dtype={1: "int8", 2: "bfloat16", 4: "float32"}[model.dtype_bytes],
         min_blocks=max(1, int(policy.pooled * reserved)) if policy.kind == "remap" else reserved,
         max_blocks=most,
+        host_blocks=_HOST_BLOCKS if policy.swaps else 0,
     )
     return spec, reserved
 
@@ -159,12 +161,13 @@ def _static_layers(model: Model, policy: Policy) -> int:
     return max(1, round(share * model.layers)) if share < 1 else int(share)
 
 
-def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False) -> Scheduler:
+def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False, keep_clean: bool = True) -> Scheduler:
     return make_scheduling(
         setup.scheduler,
         block_tokens=setup.block_tokens,
         context=tenant.model.context,
         swap=swap,
+        keep_clean=keep_clean,
         **setup.scheduling,
     )
 

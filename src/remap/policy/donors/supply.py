@@ -30,11 +30,10 @@ from typing import Literal
 
 __all__ = ["NOTHING", "Kind", "Portion", "Quote", "Supply", "choose"]
 
-Kind = Literal["idle_kv", "inactive", "active"]
+Kind = Literal["idle_kv", "inactive", "paused_kv", "active"]
 
-KINDS: tuple[Kind, ...] = ("idle_kv", "inactive", "active")
-"""In the order in which they are asked. Of unused KV, which is pages, less than a quote may be taken; layers are given
-whole."""
+KINDS: tuple[Kind, ...] = ("idle_kv", "inactive", "paused_kv", "active")
+"""In the order in which they are asked. Of KV, which is pages, less than a quote may be taken; layers are given whole."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]]) -> Supp
             spare -= line.blocks[n] - line.blocks[n - 1]
             n -= 1
         if n:
-            back = max(0, spare) if line.kind == "idle_kv" else 0
+            back = max(0, spare) if line.kind in ("idle_kv", "paused_kv") else 0
             spare -= back
             takes.insert(0, Portion(line.donor, n, line.blocks[n] - back, line.kind))
     given = {(take.donor, take.kind): take.count for take in takes}

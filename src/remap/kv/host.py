@@ -1,0 +1,90 @@
+"""KV blocks in host memory: which host blocks are in use, and which bytes a copy to or from them moves. Pure.
+
+The store is laid out as the KV region is, with `host_blocks` blocks a range instead of pages:
+
+    block_major   host block h: bytes [h * unit, (h + 1) * unit)
+    layer_major   the same in each of 2 * layers ranges of host_blocks * unit bytes
+
+so blocks that are consecutive on both sides are one copy a range. KV is append-only: a complete block never changes, so
+its host copy stays valid for as long as the request lives (Pie copies out again whatever it copies in; theory: an
+append-only cache writes out what is new, and nothing else).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from remap.errors import InvalidArgument, OutOfBlocks
+from remap.kv.spec import KVGeometry
+
+__all__ = ["HostBlocks"]
+
+
+class HostBlocks:
+    """The books of one tenant's host store. All methods are whole or change nothing."""
+
+    def __init__(self, geometry: KVGeometry) -> None:
+        self.geometry = geometry
+        self.total = geometry.spec.host_blocks
+        self._free = list(range(self.total - 1, -1, -1))  # the lowest last: those that were freed last go first
+        self._used: set[int] = set()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole store."""
+        return self.total * self.geometry.spec.block_bytes
+
+    @property
+    def free_blocks(self) -> int:
+        """Host blocks that `allocate` could return now."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """`count` host blocks. Raises OutOfBlocks (fields: requested, free, usable) if fewer are free."""
+        if count > len(self._free):
+            raise OutOfBlocks(
+                f"{count} host blocks requested, {len(self._free)} free of {self.total}; nothing was copied; free host "
+                "blocks, or give the tenant more with KVSpec(host_blocks=)",
+                requested=count,
+                free=len(self._free),
+                usable=self.total,
+            )
+        ids = self._free[len(self._free) - count :][::-1]
+        self._used.update(ids)
+        del self._free[len(self._free) - count :]
+        return ids
+
+    def free(self, ids: Iterable[int]) -> None:
+        """Give host blocks back. Raises InvalidArgument (field: block) for one that is not in use, or named twice."""
+        known = self.checked(ids)
+        self._used.difference_update(known)
+        self._free.extend(reversed(known))
+
+    def checked(self, ids: Iterable[int]) -> list[int]:
+        """These ids, all in use and each named once. Raises InvalidArgument (field: block) otherwise."""
+        known = list(ids)
+        wrong = next((block for block in known if block not in self._used), None)
+        if wrong is not None or len(set(known)) < len(known):
+            raise InvalidArgument(
+                f"host block {wrong} is not in use, or a block is named twice; nothing changed; pass each id that "
+                "copy_out returned, once",
+                field="block",
+                block=wrong,
+            )
+        return known
+
+    def ranges(self, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
+        """(offset in the KV region, offset in the store, bytes) of the copies between blocks and host blocks, (block,
+        host block) each: one a range for each run that is consecutive on both sides."""
+        unit, geometry = self.geometry.unit_bytes, self.geometry
+        runs: list[tuple[int, int, int]] = []
+        for block, host in sorted(pairs):
+            if runs and runs[-1][0] + runs[-1][2] == block and runs[-1][1] + runs[-1][2] == host:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + 1)
+            else:
+                runs.append((block, host, 1))
+        return [
+            (r * geometry.range_bytes + block * unit, (r * self.total + host) * unit, count * unit)
+            for r in range(geometry.ranges)
+            for block, host, count in runs
+        ]
