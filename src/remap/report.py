@@ -72,8 +72,8 @@ class StallShare:
     without those of tenants that are inactive now or were remapped by hand (nobody has bounded those). All are 0 before
     the first pass.
 
-    predicted: the wait that each pass's certificate, of its tenant's last change, foresaw. A certificate assumes that
-    the tenant has the link for itself.
+    predicted: the wait that each pass's certificate, of its tenant's last change, foresaw. A certificate counts the
+    copies that the other active tenants made on the same link at that time (remap.policy.link).
     seen: the measured wait.
     allowed: Config.slowdown times the pass's computation, or its certificate if that is more (an activation that was to
     serve at once). If seen exceeds allowed by more than 0.05 over at least 64 passes, the logger "remap.stall" warns

@@ -149,6 +149,7 @@ class Session:
         self._arrivals = Arrivals(
             self._changes, self._tenants, self._device, self._lock, self._memory, int(platform.copy_chunk_bytes)
         )
+        self._link = self._arrivals.link
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
         self._registered = Registered(self._arena, self._tenants)
@@ -304,6 +305,7 @@ class Session:
         return self._report(entries) if entries or self._changes.moved else _UNCHANGED
 
     def _report(self, entries: dict[str, dict[str, Any]]) -> StepReport:
+        self._link.certify()
         self._log.add(self._arena.epoch, entries)
         resized = False
         for name in entries:
@@ -354,6 +356,7 @@ class Session:
             report = activate(self._changes, self._lending, self._offers, tenant, partial, self.clock())
             for other in others:
                 deactivate(self._changes, other)
+            self._link.certify()
             entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
             self._log.add(self._arena.epoch, {name: entry})
             made: ActivationReport = self._with_moved(lambda moved: replace(report, moved=moved))
@@ -375,6 +378,7 @@ class Session:
         tenant = self._core.tenant(name)
         tenant.require_idle()
         deactivate(self._changes, tenant)
+        self._link.certify()
 
     # -- for remap.advanced ----------------------------------------------------------------------------------------
 

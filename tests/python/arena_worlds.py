@@ -60,6 +60,7 @@ def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None
     """What would be measured, so that decisions are exact."""
     timing = tenant._state.timing
     timing.decode, timing.prefill = lambda: decode, lambda: prefill or decode
+    timing.shared = lambda sharers: decode
     if copy_s is not None:
         timing.copy_seconds = lambda: copy_s
 

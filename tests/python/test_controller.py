@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
 from remap.policy.controller import NONE, Controller, Decision, Demand, Knobs, LayerSeconds, TenantView
+from remap.policy.donors.supply import Quote
+from remap.policy.link import Neighbour
+from remap.policy.views import Take
 
 Stall = Callable[[LayerSeconds, int, int], float]
 
@@ -20,6 +23,8 @@ Stall = Callable[[LayerSeconds, int, int], float]
 class Times:
     compute_s: tuple[float, ...]
     transfer_s: tuple[float, ...]
+    wait_s: float = 0.0
+    alone: float = 1.0
 
 
 def times_of(layers: int = 20, compute: float = 1e-3, transfer: float = 4e-3) -> Times:
@@ -480,3 +485,53 @@ def test_alternating_demand_changes_boundedly_often(tenant: Tenant, low: int, hi
         # A whole cycle passes before a shrink is paid for, so only what exceeds the high demand moves back.
         later = [d.action for d, _, _ in tenant.log[100:]]
         assert later.count("grow") <= 1
+
+
+# -- beside other active tenants ---------------------------------------------------------------------------------------
+
+
+def beside(allowed_s: float) -> list[Neighbour]:
+    """One that streams all of two layers through one buffer: 4 ms of copies in a pass of 10 ms, and 2 more to wait."""
+    return [Neighbour("n", (5e-3, 5e-3), (2e-3, 2e-3), (1, 1), (0, 1), 1, 0.0, allowed_s)]
+
+
+def sharing(allowed_s: float, longest: Callable[[int, int], float]) -> Controller:
+    return Controller(Knobs(reserve_blocks=0), bound=bound_of(), stall=closed_form, longest=longest)
+
+
+@pytest.mark.parametrize(("longest_s", "grows"), [(0.0, True), (3.9e-3, True), (5.9e-3, False)])
+def test_growth_spares_the_certificates_of_other_active_tenants(longest_s: float, grows: bool) -> None:
+    """One buffer: each copy follows the layer before it, so every copy of n is waited for already."""
+    allowed = beside(0.0)[0].stall(4e-3)
+    policy = sharing(allowed, lambda alpha, buffers: longest_s)
+    seen = view(neighbours=lambda: beside(allowed))
+    decision = policy.decide(seen, Demand(60))
+    assert (decision.remapped == 1) is grows
+    assert [quote.step for quote in policy.offers(seen)] == ([(n, 2) for n in (1, 2, 3)] if grows else [])
+
+
+def test_growth_that_copies_no_longer_pieces_needs_nobodys_leave() -> None:
+    def never() -> list[Neighbour]:
+        raise AssertionError("the pieces stay as long, so nobody waits longer")
+
+    policy = sharing(0.0, lambda alpha, buffers: 1e-3)
+    decision = policy.decide(view(remapped=1, buffers=2, neighbours=never), Demand(60))
+    assert decision.remapped == 2
+
+
+def test_beside_others_nothing_streams_before_a_decode_pass_was_measured() -> None:
+    policy = sharing(0.0, lambda alpha, buffers: 0.0)
+    decision = policy.decide(view(times=None, neighbours=list), Demand(60))
+    assert (decision.action, decision.unmet_blocks) == ("none", 10) and "no decode pass" in decision.reason
+    assert policy.decide(view(times=None), Demand(60)).remapped == 1
+
+
+def test_one_decision_lets_at_most_one_active_tenant_copy_more() -> None:
+    def other(need: int) -> list[list[Quote]]:
+        return [[Quote("d", "active", 10, 0.0, 1.0, Take("d", "active", 10, 1, 2))]]
+
+    policy = sharing(0.0, lambda alpha, buffers: 0.0)
+    both = policy.decide(view(others=other, remapped=0), Demand(85))
+    assert both.remapped == 3 and both.takes  # alone on the link
+    one = policy.decide(view(others=other, neighbours=list), Demand(85))
+    assert (one.remapped, one.takes) == (3, ()) and one.unmet_blocks == 5

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument, InvalidState
-from remap.policy.cost import CostModel, Ewma, LayerTimes, bucket_of
+from remap.policy.cost import CostModel, Ewma, LayerTimes, Range, bucket_of
 from remap.policy.schedule import max_remapped
 
 
@@ -161,3 +161,33 @@ def test_an_estimate_feeds_the_schedule() -> None:
     model.observe_pass("decode", 8, 0.040)
     times = model.estimate("decode", 8)
     assert max_remapped(times.compute_s, times.transfer_s) == (8, 2)
+
+
+def test_a_pass_alone_is_bounded_by_the_slowest_and_the_quickest_seen() -> None:
+    model = CostModel([10])
+    model.calibrate(1.0)
+    for seconds in (6.0, 6.0, 6.0):
+        model.observe_pass("decode", 8, seconds)
+    assert model.alone("decode", 8, 3) == pytest.approx(1 / 3)  # they may all have been beside two others
+    assert model.alone("decode", 8, 1) == 1.0
+    for _ in range(400):
+        model.observe_pass("decode", 8, 2.5)
+    assert model.estimate("decode", 8).compute_s[0] == pytest.approx(2.5)
+    assert model.alone("decode", 8, 3) == pytest.approx(2.0 / 2.5)  # the slowest, a third of it
+    assert model.alone("decode", 8, 2) == pytest.approx(1.0)  # the quickest: no pass alone took longer
+
+
+def test_one_hiccup_is_no_extreme() -> None:
+    found = Range()
+    for sample in (5.0, 1.0, 5.0, 9.0, 5.0, 5.0, 1.0):
+        found.update(sample)
+    assert (found.least, found.most) == (5.0, 5.0)
+
+
+def test_the_link_undisturbed_is_its_quickest() -> None:
+    model = CostModel([10])
+    assert model.undisturbed_seconds_per_byte is None
+    model.calibrate(10.0)
+    for _ in range(50):
+        model.observe_pass("decode", 1, 1.0, copy_s=3.0, bytes_copied=10)
+    assert model.seconds_per_byte == pytest.approx(0.3, rel=0.1) and model.undisturbed_seconds_per_byte == 0.1

@@ -120,7 +120,7 @@ def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int
     """The largest alpha that may stay: `keep` (given to the tenant's own KV), or more with `partial`."""
     if isinstance(partial, bool):
         return tenant.remapped if partial else keep
-    times, buffers = tenant.timing.decode(), tenant.buffers
+    times, buffers = tenant.decode_times(), tenant.buffers
     if times is None:  # nothing was measured: a pass may take any time
         return keep
     allowed = partial * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
@@ -143,6 +143,6 @@ def _candidates(tenant: TenantState, keep: int, most: int) -> list[int]:
 def _certify(tenant: TenantState) -> None:
     """Note the stall per pass of the layers that still stream: chosen for a quick reload, they may stall more than
     allowed."""
-    times = tenant.timing.decode()
+    times = tenant.decode_times()
     if tenant.streamed and times is not None:
         tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming)

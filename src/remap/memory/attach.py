@@ -22,6 +22,7 @@ from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemory
 from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages
+from remap.memory.shared_link import SharedLink
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
@@ -68,6 +69,7 @@ class Arrivals:
         self._lock = lock
         self._memory = memory
         self._copy_chunk_bytes = copy_chunk_bytes
+        self.link = SharedLink(tenants)
         self._next = 0
         self._arriving: _Arrival | None = None
 
@@ -254,6 +256,8 @@ class Arrivals:
             compute=compute,
             turn=turn,
             timing=PassTimes(source.layer_bytes),
+            link=self.link,
+            chunk_bytes=self._copy_chunk_bytes,
         )
         self._calibrate(made)
         if first_pages:
@@ -267,6 +271,7 @@ class Arrivals:
             bound=hidden.bound,
             stall=hidden.stall,
             possible=None if made.plain else hidden.possible,
+            longest=hidden.longest_piece,
         )
         return made
 

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import math
 
-from remap.memory.plan import MAX_BUFFERS, TenantPages
+from remap.memory.plan import MAX_BUFFERS, Streaming, TenantPages
 from remap.memory.restream import prepare_growth
 from remap.memory.state import TenantState
 from remap.policy import schedule
+from remap.policy.link import delayed
 from remap.policy.maxplus import copied_uses
 from remap.policy.views import LayerSeconds
 
@@ -89,8 +90,17 @@ class StallBounds:
         if buffers and self._kinds[0] == "nested" and tenant.remapped < most:
             prepare_growth(tenant, buffers)
 
-    def prepare(self, times: LayerSeconds) -> None:
+    def longest_piece(self, remapped: int, buffers: int) -> float:
+        """Seconds of the longest piece that it would copy: by so much each piece of another tenant waits."""
+        tenant = self._tenant
+        kinds = ("onward", *self._kinds) if not tenant.slicing else ("slices",)
+        return max(tenant.longest_piece(tenant.streaming_at(remapped, buffers, kind)) for kind in kinds)
+
+    def prepare(self) -> None:
         """Answer ahead: the bound, and the stall now and with a little more."""
+        times = self._tenant.decode_times()
+        if times is None:
+            return
         most, buffers = self.bound(times)
         present = self._tenant.amount
         if present:
@@ -138,8 +148,14 @@ class StallBounds:
             self._stalls.clear()
 
     def _most_layers(self, times: LayerSeconds) -> tuple[int, int]:
-        compute, transfer = times.compute_s, times.transfer_s
-        limit = (1.0 + self._slowdown) * math.fsum(compute) * (1.0 + schedule.RELATIVE_EPSILON)
+        transfer, sizes = times.transfer_s, self._tenant.pages.sizes
+        if (
+            times.wait_s or times.alone < 1.0
+        ):  # of the two kinds of pass (TenantState.period), the one that copies longer
+            pieces = self._tenant.pieces(Streaming.of(sizes, range(len(sizes)), 1))
+            beside, alone = delayed(transfer, pieces, times.wait_s), tuple(each / times.alone for each in transfer)
+            transfer = max(beside, alone, key=math.fsum)
+        limit = (1.0 + self._slowdown) * math.fsum(times.compute_s) * (1.0 + schedule.RELATIVE_EPSILON)
         streamable = len(self._tenant.order)
         # Of any alpha + beta streamed layers at least alpha + 1 are copied in every pass.
         least = min(transfer)
@@ -157,7 +173,7 @@ class StallBounds:
                     copied = copied_uses(len(streamed), buffers, "fixed")
                     if math.fsum(transfer[streamed[use]] for use in copied) > limit:
                         continue
-                    if schedule.period(compute, transfer, streamed, buffers) <= limit:
+                    if self._tenant.period(times, Streaming.of(sizes, streamed, buffers)) <= limit:
                         best = (alpha, buffers)
                         break
                 if best[0] == alpha:
@@ -171,9 +187,7 @@ class StallBounds:
         low, high = 0, tenant.pages.buffer_pages
         while low < high:  # the period grows with the tail
             middle = (low + high + 1) // 2
-            target = tenant.streaming_at(middle, buffers, "slices")
-            seconds = tenant.copy_seconds(times, target)
-            if schedule.period(times.compute_s, seconds, target.layers, buffers) <= limit:
+            if tenant.period(times, tenant.streaming_at(middle, buffers, "slices")) <= limit:
                 low = middle
             else:
                 high = middle - 1

@@ -1,7 +1,7 @@
 """The measured wait for layers of all active tenants' passes together, beside the certified and the allowed wait.
 
-Each tenant's certificate bounds its own passes as if the link were its own. Tenants that stream at once share the link,
-so all of them may wait for longer than any certificate says. Then this module logs a warning, once per session.
+A certificate is made for the times of its moment. If passes have become quicker since, or the link slower (others use it
+as well), passes wait for longer than any certificate says. Then this module logs a warning, once per session.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class StallWatch:
             self._warned = True
         _logger.warning(
             "passes wait for layers for %.1f %% of their computation, %.1f %% were allowed and %.1f %% predicted (the "
-            "last %d passes of %d active tenants): each tenant is bounded as if the link were its own, and their "
-            "copies together, or the link itself, are slower; lower Config.slowdown or max_layers, or keep fewer "
+            "last %d passes of %d active tenants): since their layers began to stream, passes have become quicker, or "
+            "the link slower; lower Config.slowdown or max_layers, or keep fewer "
             "tenants active at once. session.snapshot().stall has these numbers; this warning comes once",
             100 * share.seen,
             100 * share.allowed,

@@ -26,6 +26,8 @@ from remap.model.protocols import Handle
 from remap.model.source import LayerSource
 from remap.policy import schedule
 from remap.policy.controller import Controller
+from remap.policy.cost import LayerTimes
+from remap.policy.link import delayed
 from remap.policy.selection import best_set
 from remap.policy.views import Demand, LayerSeconds, Others
 
@@ -67,6 +69,8 @@ class TenantState:
     compute: ComputeStream
     turn: Turn
     timing: PassTimes  # the pass's
+    link: Any  # shared_link.SharedLink, the session's
+    chunk_bytes: int  # layers are copied in chunks of so many bytes; 0: each as a whole
 
     # -- what the controller has decided
     controller: Controller = field(init=False)
@@ -75,6 +79,7 @@ class TenantState:
     active: bool = True
     demand: Demand | None = None  # of the last step
     predicted_stall_s: float = 0.0  # the certificate of what streams now, per pass
+    certified_wait_s: float = 0.0  # what each copied piece waited for other tenants' when it was certified last
     by_hand: bool = False  # the streamed layers were set by hand: no certificate bounds them
     selection: str = ""  # how the streamed layers were chosen
     since: tuple[int, float] = (0, 0.0)  # completed passes and their stall seconds at the last change
@@ -110,6 +115,8 @@ class TenantState:
     known_growth: tuple[TenantPages, tuple[int, ...], int, PreparedPlan | None] | None = None
     known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
+    known_times: tuple[LayerTimes, LayerTimes] | None = None  # (alone, beside others): shared_link.SharedLink
+    known_piece: tuple[tuple[int, ...], float, float] | None = None  # (tails, rate, seconds): longest_piece
     known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py: the blocks that coming home costs
 
     def __post_init__(self) -> None:
@@ -316,15 +323,51 @@ class TenantState:
         return prepare(self.pages, plan, gained, self.layer_bytes, self.kv.geometry.page_bytes)
 
     def copy_seconds(self, times: LayerSeconds, target: Streaming) -> Sequence[float]:
-        """Seconds for which the copy engine is busy with each layer's streamed part."""
+        """Seconds for which the link is busy with each layer's streamed part."""
         sizes, seconds = self.pages.sizes, times.transfer_s
         if all(target.tails[layer] == sizes[layer] for layer in target.layers):
             return seconds
         return [each * (tail / size) for each, tail, size in zip(seconds, target.tails, sizes)]
 
+    def pieces(self, target: Streaming) -> tuple[int, ...]:
+        """In how many pieces each layer's streamed part is copied."""
+        return tuple(-(-nbytes // self.chunk_bytes) if self.chunk_bytes else 1 for nbytes in self._copied(target))
+
+    def longest_piece(self, target: Streaming) -> float:
+        """Seconds of the longest copy during which no other tenant's copies run."""
+        rate = self.timing.seconds_per_byte
+        known = self.known_piece
+        if known is None or known[0] is not target.tails or known[1] != rate:  # every step asks for what streams now
+            copied = self._copied(target)
+            nbytes = max((copied[layer] for layer in target.layers), default=0)
+            known = self.known_piece = (target.tails, rate, rate * min(nbytes, self.chunk_bytes or nbytes))
+        return known[2]
+
+    def _copied(self, target: Streaming) -> list[int]:
+        """Bytes of each layer that a pass copies, if it streams."""
+        page_bytes, sizes = self.kv.geometry.page_bytes, self.pages.sizes
+        return [max(0, n - (size - tail) * page_bytes) for n, size, tail in zip(self.layer_bytes, sizes, target.tails)]
+
+    def decode_times(self) -> LayerTimes | None:
+        """Seconds per layer of a decode pass, beside what the other active tenants compute and copy now
+        (`SharedLink.times`)."""
+        return self.link.times(self)
+
+    def period(self, times: LayerSeconds, target: Streaming) -> float:
+        """Seconds per pass at most: in passes beside other tenants' passes and copies or, if these are stretched by
+        more, in the quicker ones beside none (and so without any wait for the link), at the same scale."""
+        copies = own = self.copy_seconds(times, target)
+        if times.wait_s:
+            copies = delayed(own, self.pieces(target), times.wait_s)
+        seconds = schedule.period(times.compute_s, copies, target.layers, target.buffers)
+        if times.alone < 1.0:
+            quick = [each * times.alone for each in times.compute_s]
+            seconds = max(seconds, schedule.period(quick, own, target.layers, target.buffers) / times.alone)
+        return seconds
+
     def stall(self, times: LayerSeconds, target: Streaming) -> float:
-        """Seconds per pass for which the computation would wait."""
-        return schedule.stall(times.compute_s, self.copy_seconds(times, target), target.layers, target.buffers)
+        """Seconds per pass for which the computation would wait at most (`period`)."""
+        return max(0.0, self.period(times, target) - math.fsum(times.compute_s))
 
     @functools.cached_property
     def unplaced(self) -> frozenset[int]:

@@ -137,7 +137,7 @@ class Steps:
     def _remap_more(self, tenant: TenantState, decision: Decision, entry: dict[str, Any]) -> None:
         """Remap more of the tenant's own layers."""
         stall = decision.predicted_stall_s
-        kind = tenant.bounds.kind(tenant.timing.decode(), decision.remapped, decision.buffers)
+        kind = tenant.bounds.kind(tenant.decode_times(), decision.remapped, decision.buffers)
         if (
             kind != "nested"
             and not len(tenant.pages.lent)

@@ -26,11 +26,12 @@ class PassTimes:
         self.abandoned = 0
         # Called with new times at the end of a pass, to compute ahead what growth will ask
         # (bounds.StallBounds.prepare).
-        self.prepare: Callable[[LayerTimes], None] | None = None
+        self.prepare: Callable[[], None] | None = None
         self._prepared: LayerTimes | None = None
         self._prepared_age = _PREPARE_EVERY
         self._known: LayerTimes | None = None
         self._known_age = 0
+        self.known_shared: tuple[LayerTimes, int, LayerTimes] | None = None  # (times, sharers, answer): `shared`
         self._asked = False
         self._shapes: deque[tuple[int, Phase, int]] = deque(maxlen=_UNTIMED)  # (number, phase, tokens), not timed yet
         # The shape of the last timed decode pass, or of any pass before the first decode.
@@ -83,7 +84,7 @@ class PassTimes:
         if self._asked and self._prepared_age >= _PREPARE_EVERY and self.prepare is not None:
             times = self.decode()
             if times is not None and times is not self._prepared:
-                self.prepare(times)
+                self.prepare()
                 self._prepared, self._prepared_age = times, 0
 
     @property
@@ -116,6 +117,25 @@ class PassTimes:
         """Mean measured seconds to copy in one layer; 0 if the link was not measured."""
         rate = self._cost.seconds_per_byte
         return rate * sum(self._layer_bytes) / len(self._layer_bytes) if rate else 0.0
+
+    def shared(self, sharers: int) -> LayerTimes | None:
+        """`decode()` where `sharers` tenants share device and link: copies as if they had waited for none, and `alone`
+        by what was seen. The same object while that is the same. None before the first decode pass: a prefill hides
+        more than what follows it."""
+        times = self.decode()
+        if times is None or self._last_shape is None or self._last_shape[0] != "decode":
+            return None
+        known = self.known_shared
+        if known is None or known[0] is not times or known[1] != sharers:
+            copies = tuple(size * self.seconds_per_byte for size in self._layer_bytes)
+            alone = self._cost.alone(*self._last_shape, sharers)
+            known = self.known_shared = (times, sharers, LayerTimes(times.compute_s, copies, alone=alone))
+        return known[2]
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """Seconds to copy one byte in while nothing else is copied; 0 if the link was not measured."""
+        return self._cost.undisturbed_seconds_per_byte or 0.0
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Set the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""

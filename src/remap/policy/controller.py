@@ -27,7 +27,8 @@ from dataclasses import replace
 from typing import cast
 
 from remap.config import Knobs
-from remap.policy.donors.supply import Quote, choose
+from remap.policy.donors.supply import Quote, Supply, choose
+from remap.policy.link import spared
 from remap.policy.rental import Guard, Rental, income
 from remap.policy.views import NONE, Decision, Demand, LayerSeconds, Take, TenantView
 from remap.policy.watermark import Watermark, horizon
@@ -36,6 +37,10 @@ __all__ = ["NONE", "Controller", "Decision", "Demand", "LayerSeconds", "TenantVi
 
 
 _UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
+
+_UNMEASURED = (
+    " (no decode pass was measured beside other active tenants yet: until then none of its layers is streamed)"
+)
 
 
 class Controller:
@@ -47,6 +52,8 @@ class Controller:
     stays equal. Before the first measurement one layer is allowed, or the fewest that are possible.
     possible: (remapped, buffers) -> whether the tenant can go from its present layers to such a set: unequal layers may
     be too small for the ring. The controller decides only possible sets.
+    longest: (remapped, buffers) -> seconds of the longest piece that it would copy. The controller decides only what
+    leaves the other active tenants' certificates as they are allowed to be (link.py).
     """
 
     def __init__(
@@ -56,9 +63,10 @@ class Controller:
         bound: Callable[[LayerSeconds], tuple[int, int]],
         stall: Callable[[LayerSeconds, int, int], float],
         possible: Callable[[int, int], bool] | None = None,
+        longest: Callable[[int, int], float] | None = None,
     ) -> None:
         self.config = config or Knobs()
-        self._bound, self._stall = bound, stall
+        self._bound, self._stall, self._longest = bound, stall, longest
         self._possible = possible
         self._watermark = Watermark(smoothing=self.config.smoothing)
         self._guard = Guard()
@@ -155,7 +163,7 @@ class Controller:
         own = self.offers(view)
         alpha, buffers = view.remapped, view.buffers
         takes = []
-        supply = choose(need, [*others, own])
+        supply = _choose(need, [*others, own], view.neighbours is not None)
         by_donor = {(quotes[0].donor, quotes[0].kind): quotes for quotes in others if quotes}
         for taken in supply.taken:
             if taken.donor == "":
@@ -180,6 +188,8 @@ class Controller:
             stall = self._stall_of(times, alpha, buffers)
             if (times is not None and stall > self._allowed(times)) or not self._can(alpha, buffers):
                 continue
+            if not self._spares(view, alpha, buffers):
+                continue
             blocks = int((alpha - view.remapped) * view.blocks_per_layer) - int(
                 (at - view.remapped) * view.blocks_per_layer
             )
@@ -193,6 +203,8 @@ class Controller:
         fixed = self.config.buffers
         if not view.seen:
             return view.remapped, max(view.buffers, 1), _UNSEEN
+        if view.times is None and view.neighbours is not None:
+            return view.remapped, max(view.buffers, 1), _UNMEASURED
         if view.times is None:
             most, best = 1, max(view.buffers, 1)
             while most < view.max_remapped and not self._can(most, best):
@@ -218,7 +230,7 @@ class Controller:
         top = self._top(view, most, buffers)
         for alpha in (*range(want, top + 1), *range(min(want - 1, top), present, -1)):
             allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times)
-            if allowed and self._can(alpha, buffers):
+            if allowed and self._can(alpha, buffers) and self._spares(view, alpha, buffers):
                 return alpha, buffers, why
         return present, view.buffers, why
 
@@ -318,6 +330,14 @@ class Controller:
         saved = max(0.0, now - least)
         return best, saved, self._rent(times, saved, alpha - best)
 
+    def _spares(self, view: TenantView, alpha: int, buffers: int) -> bool:
+        """Whether the certificates of the other active tenants still hold beside what this one would copy then."""
+        if view.neighbours is None or self._longest is None:
+            return True
+        present = self._longest(view.remapped, view.buffers) if view.remapped else 0.0
+        longest = self._longest(alpha, buffers)
+        return longest <= present or spared(view.neighbours(), present, longest)
+
     def _can(self, alpha: int, buffers: int) -> bool:
         return self._possible is None or self._possible(alpha, buffers)
 
@@ -386,6 +406,16 @@ class Controller:
         if stall is None:
             stall = self._stalls[alpha, buffers] = self._stall(times, alpha, buffers)
         return stall
+
+
+def _choose(need: int, lists: Sequence[Sequence[Quote]], shared: bool) -> Supply:
+    """As `choose`. shared: several active tenants share the link. Each quote was checked against what all of them copy
+    now, so at most one of them may copy more after one decision."""
+    active = [quotes for quotes in lists if quotes and quotes[0].kind == "active"]
+    if not shared or len(active) < 2:
+        return choose(need, lists)
+    plain = [quotes for quotes in lists if quotes and quotes[0].kind != "active"]
+    return min((choose(need, [*plain, quotes]) for quotes in active), key=lambda supply: (supply.unmet, supply.stall_s))
 
 
 def _of_other(take: Take) -> str:

@@ -10,13 +10,14 @@ measured and never a constant.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from remap.errors import InvalidArgument, InvalidState
 
-__all__ = ["CLIP", "REPEATS", "CostModel", "Ewma", "LayerTimes", "Phase", "bucket_of"]
+__all__ = ["CLIP", "REPEATS", "CostModel", "Ewma", "LayerTimes", "Phase", "Range", "bucket_of"]
 
 Phase = Literal["prefill", "decode"]
 
@@ -89,11 +90,16 @@ class Ewma:
 class LayerTimes:
     """Seconds to compute, and to copy in, each of n layers: the input of `remap.schedule`.
 
+    wait_s: seconds that each piece of a copy waits for other tenants' copies (`remap.policy.link`); not in transfer_s.
+    alone: the share of compute_s that a pass takes while no other tenant computes, and so none copies.
+
     Raises InvalidArgument (fields: compute_s, transfer_s) unless both hold n >= 1 finite numbers >= 0.
     """
 
     compute_s: tuple[float, ...]
     transfer_s: tuple[float, ...]
+    wait_s: float = 0.0
+    alone: float = 1.0
 
     def __post_init__(self) -> None:
         values = [_finite(value) for value in (*self.compute_s, *self.transfer_s)]
@@ -113,6 +119,24 @@ def bucket_of(tokens: int) -> int:
     return 1 << (tokens - 1).bit_length()
 
 
+class Range:
+    """The least and the largest duration of `REPEATS` samples in a row: all three were at most `least`, or at least
+    `most`. Before that inf and 0."""
+
+    __slots__ = ("_last", "least", "most")
+
+    def __init__(self) -> None:
+        self._last: deque[float] = deque(maxlen=REPEATS)
+        self.least, self.most = math.inf, 0.0
+
+    def update(self, sample: float) -> None:
+        """Take one sample."""
+        self._last.append(sample)
+        if len(self._last) == REPEATS:
+            self.least = min(self.least, max(self._last))
+            self.most = max(self.most, min(self._last))
+
+
 class CostModel:
     """Estimates of one tenant's times. Only whole passes are measured, so all layers count as equally long."""
 
@@ -120,6 +144,8 @@ class CostModel:
         """layer_bytes: bytes copied to bring in each layer."""
         self._layer_bytes = tuple(layer_bytes)
         self._compute: dict[tuple[Phase, int], Ewma] = {}  # seconds of a pass
+        self._ranges: dict[tuple[Phase, int], Range] = {}
+        self._link = Range()  # of seconds per byte
         self._s_per_byte = Ewma()
         if not any(self._layer_bytes):
             self._s_per_byte.seed(0.0)  # nothing is ever copied, so no link will be measured and none is needed
@@ -148,6 +174,7 @@ class CostModel:
                 bytes_per_s=bytes_per_s,
             )
         self._s_per_byte.seed(1.0 / rate)
+        self._link.least = 1.0 / rate
 
     def observe_pass(
         self, phase: Phase, tokens: int, compute_s: float, copy_s: float = 0.0, bytes_copied: int = 0
@@ -162,8 +189,10 @@ class CostModel:
         bucket = self._compute.get(key) or Ewma()
         if bucket.update(compute_s):
             self._compute[key] = bucket
+            self._ranges.setdefault(key, Range()).update(compute_s)
         if bytes_copied and copy_s > 0.0:  # zero seconds for some bytes is a broken timer
             self._s_per_byte.update(copy_s / bytes_copied)
+            self._link.update(copy_s / bytes_copied)
 
     def estimate(self, phase: Phase, tokens: int) -> LayerTimes:
         """Per-layer times of a pass. If the bucket has no data, the phase's nearest bucket answers (on a logarithmic
@@ -171,7 +200,6 @@ class CostModel:
 
         Raises InvalidState (fields: phase, tokens) if no observation can answer.
         """
-        key = phase, bucket_of(tokens)
         per_byte = self._s_per_byte.value
         if not self._compute or per_byte is None:
             lacking = "computation" if not self._compute else "bandwidth"
@@ -181,9 +209,32 @@ class CostModel:
                 tokens=tokens,
             )
 
-        def distance(known: tuple[Phase, int]) -> tuple[bool, int, int]:
-            return known[0] != phase, abs(known[1].bit_length() - key[1].bit_length()), known[1]
-
         n = len(self._layer_bytes)
-        whole = self._compute[min(self._compute, key=distance)].value or 0.0
+        whole = self._compute[self._nearest(phase, tokens)].value or 0.0
         return LayerTimes((1.0 / n * whole,) * n, tuple(size * per_byte for size in self._layer_bytes))
+
+    def alone(self, phase: Phase, tokens: int, sharers: int) -> float:
+        """The share of such a pass's estimated computation that it takes at least while none of the `sharers` - 1 other
+        active tenants computes. Above 0, at most 1.
+
+        A pass beside j others lasts at most j + 1 times as long as alone. So the slowest seen, divided by `sharers`, is a
+        lower bound: the pass alone, once a pass beside all others was seen. The quickest seen is an upper bound.
+        """
+        key = self._nearest(phase, tokens)
+        mean, seen = self._compute[key].value or 0.0, self._ranges[key]
+        least = min(seen.least, max(mean, seen.most) / sharers)
+        return least / mean if 0.0 < least < mean else 1.0
+
+    @property
+    def undisturbed_seconds_per_byte(self) -> float | None:
+        """The link's quickest: measured copies may have waited for others' copies. None before the first."""
+        known = self._s_per_byte.value
+        return None if known is None else min(known, self._link.least)
+
+    def _nearest(self, phase: Phase, tokens: int) -> tuple[Phase, int]:
+        wanted = bucket_of(tokens).bit_length()
+
+        def distance(known: tuple[Phase, int]) -> tuple[bool, int, int]:
+            return known[0] != phase, abs(known[1].bit_length() - wanted), known[1]
+
+        return min(self._compute, key=distance)

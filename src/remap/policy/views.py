@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -10,6 +10,7 @@ from remap.config import invalid, is_count
 
 if TYPE_CHECKING:
     from remap.policy.donors.supply import Kind, Quote
+    from remap.policy.link import Neighbour
 
 __all__ = ["NONE", "Decision", "Demand", "LayerSeconds", "Others", "Take", "TenantView"]
 
@@ -21,6 +22,10 @@ class LayerSeconds(Protocol):
     def compute_s(self) -> tuple[float, ...]: ...
     @property
     def transfer_s(self) -> tuple[float, ...]: ...
+    @property
+    def wait_s(self) -> float: ...
+    @property
+    def alone(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,8 @@ class TenantView:
     unit: str = "layers"  # the unit of alpha; for slices: tail pages of every layer
     order: tuple[int, ...] = ()  # streamable layers, in giving order: bounds and stalls depend on them
     others: Others | None = None  # asked when free pages do not suffice
+    # The other active tenants that stream; asked before the tenant copies more. None: no other tenant is active.
+    neighbours: Callable[[], Sequence[Neighbour]] | None = None
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,86 @@
+"""The device and its host link as each of a session's active tenants has them: beside the others. The mathematics is
+`remap.policy.link`'s."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from remap.memory.state import TenantState
+from remap.policy.cost import LayerTimes
+from remap.policy.link import Neighbour
+
+__all__ = ["SharedLink"]
+
+
+class SharedLink:
+    """A session's. Inactive tenants run no passes, so they copy nothing; a tenant that is active alone waits for nobody,
+    and its times are those that were measured.
+
+    It reads tenants whose passes may be open: their pages and times are replaced, never changed.
+    """
+
+    def __init__(self, tenants: Mapping[str, TenantState]) -> None:
+        self._tenants = tenants
+
+    def times(self, tenant: TenantState) -> LayerTimes | None:
+        """Seconds per layer of a decode pass beside what the other active tenants compute and copy now: the same object
+        while all of that is the same. None before the first pass; beside others, before the first decode pass."""
+        sharers = self._active()
+        if not tenant.active or len(sharers) < 2:
+            return tenant.timing.decode()
+        times, wait_s, known = tenant.timing.shared(len(sharers)), self._waits(tenant), tenant.known_times
+        if times is None or wait_s == 0.0:
+            return times
+        if known is None or known[0] is not times or known[1].wait_s != wait_s:
+            known = tenant.known_times = (times, replace(times, wait_s=wait_s))
+        return known[1]
+
+    def neighbours(self, tenant: TenantState) -> Callable[[], list[Neighbour]] | None:
+        """What `TenantView.neighbours` is for this tenant."""
+        return partial(self._neighbours, tenant) if tenant.active and len(self._active()) > 1 else None
+
+    def certify(self) -> None:
+        """Renew the certificate of each active tenant that streams, if others copy more or less since it was made."""
+        for tenant in self._active():
+            wait_s = self._waits(tenant)
+            if wait_s == tenant.certified_wait_s:
+                continue
+            tenant.certified_wait_s = wait_s
+            times = self.times(tenant) if tenant.streamed and not tenant.by_hand else None
+            if times is not None:
+                tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming)
+
+    def _active(self) -> list[TenantState]:
+        return [tenant for tenant in tuple(self._tenants.values()) if tenant.active]
+
+    def _waits(self, *but: TenantState) -> float:
+        """The longest pieces of all active tenants but these, in all."""
+        return math.fsum(
+            each.longest_piece(each.pages.streaming) for each in self._active() if each.pages.ring and each not in but
+        )
+
+    def _neighbours(self, tenant: TenantState) -> list[Neighbour]:
+        found = []
+        active = self._active()
+        for other in active:
+            known, streaming = other.timing.known_shared, other.pages.streaming
+            # Its pass's thread may be learning: then the last answer stands.
+            times = other.timing.shared(len(active)) if other.turn.claimed else known and known[2]
+            if other is tenant or times is None or not streaming.layers:
+                continue
+            found.append(
+                Neighbour(
+                    name=other.name,
+                    compute_s=times.compute_s,
+                    copy_s=tuple(other.copy_seconds(times, streaming)),
+                    pieces=other.pieces(streaming),
+                    streamed=streaming.layers,
+                    buffers=streaming.buffers,
+                    others_s=self._waits(tenant, other),
+                    allowed_s=other.config.slowdown * math.fsum(times.compute_s),
+                )
+            )
+        return found
