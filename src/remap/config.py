@@ -35,22 +35,28 @@ class Config:
     slowdown: the stall allowed per pass, as a share of its computation.
     reserve_blocks: blocks kept free beyond the demand (L); None: derived from the demand.
     max_layers: the most layers ever remapped; None: as many as hide.
-    ttft_s: seconds by which reloading may delay the first prefill of an idle model that gave layers. With 0 the model
-    gives only as much as that prefill hides, which is next to nothing for a short one.
+    tbt_s, ttft_s: the targets of the model's requests, in seconds; None: no target. tbt_s: between two tokens. No growth
+    lifts the predicted time of a decode pass (computation and stall) above it; requests wait instead. ttft_s: from
+    arrival to the first token. Requests wait for blocks that tbt_s refuses only while they can still meet it; an idle
+    model gives only layers that are back in time for its first prefill to meet it.
     lends: whether other tenants may get this tenant's unused KV and its layers.
     """
 
     slowdown: float = 0.02
     reserve_blocks: int | None = None
     max_layers: int | None = None
-    ttft_s: float = 0.1
+    ttft_s: float | None = None
+    tbt_s: float | None = None
     lends: bool = True
 
     def __post_init__(self) -> None:
         _refuse_others(self, "lends", bool, "True or False")
-        for name in ("slowdown", "ttft_s"):
-            if not is_amount(getattr(self, name)):
-                raise invalid(name, getattr(self, name), "a finite number of at least 0")
+        if not is_amount(self.slowdown):
+            raise invalid("slowdown", self.slowdown, "a finite number of at least 0")
+        for name in ("ttft_s", "tbt_s"):
+            value = getattr(self, name)
+            if value is not None and not (is_amount(value) and value > 0):
+                raise invalid(name, value, "a finite number of seconds above 0, or None")
         _require_counts(self, "reserve_blocks", "max_layers")
 
 
@@ -71,6 +77,8 @@ class Knobs(Config):
     selection: which layers an active tenant streams: "nested" (growing and shrinking reload the least), "uniform"
     (Oneiros section 5.2), "slices" (the same share of every layer) or "auto" (by computed period).
     buffers: ring buffers of an active tenant: 1, 2 or "auto" (the number that lets it give more).
+    reload_s: seconds by which reloading may delay the first prefill of an idle model that gave layers, if it has no
+    target `ttft_s`. With 0 the model gives only as much as that prefill hides, which is next to nothing for a short one.
     reversion: whether layers ever come home by themselves (Oneiros section 7.6.1).
     """
 
@@ -84,6 +92,7 @@ class Knobs(Config):
     buffers: int | Literal["auto"] = "auto"
     reversion: bool = True
     min_idle: float = 1.0
+    reload_s: float = 0.1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -91,7 +100,7 @@ class Knobs(Config):
             if getattr(self, name) not in allowed or isinstance(getattr(self, name), bool):
                 raise invalid(name, getattr(self, name), f"one of {allowed}")
         _refuse_others(self, "reversion", bool, "True or False")
-        for name in ("contention", "map_s", "min_idle"):
+        for name in ("contention", "map_s", "min_idle", "reload_s"):
             if not is_amount(getattr(self, name)):
                 raise invalid(name, getattr(self, name), "a finite number of at least 0")
         _require_counts(self, "hysteresis_blocks")
@@ -99,6 +108,10 @@ class Knobs(Config):
             raise invalid("dwell", self.dwell, "an int of at least 1")
         if not (is_amount(self.smoothing) and 0 < self.smoothing <= 1):
             raise invalid("smoothing", self.smoothing, "a number above 0 and at most 1")
+
+    def late_s(self, prefill_s: float) -> float:
+        """Seconds by which the first prefill of an idle model, which takes `prefill_s` of computation, may be late."""
+        return self.reload_s if self.ttft_s is None else max(0.0, self.ttft_s - prefill_s)
 
     @classmethod
     def of(cls, config: Config) -> Knobs:

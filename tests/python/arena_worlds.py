@@ -60,7 +60,7 @@ def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None
     """What would be measured, so that decisions are exact."""
     timing = tenant._state.timing
     timing.decode, timing.prefill = lambda: decode, lambda: prefill or decode
-    timing.shared = lambda sharers: decode
+    timing.shared, timing.seconds_per_byte = lambda sharers: decode, lambda: 0.0  # and nobody waits for others' copies
     if copy_s is not None:
         timing.copy_seconds = lambda: copy_s
 

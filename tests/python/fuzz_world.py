@@ -76,7 +76,7 @@ def make_walk(seed: str, kind: str, turns: int = TURNS) -> dict[str, Any]:
         "buffers": rng.choice([1, 2, "auto"]),
         "dwell": rng.choice([1, 1, 4]),
         "min_idle": rng.choice([0.0, 1.0]),
-        "ttft_s": rng.choice([0.0, 1e9]),
+        "reload_s": rng.choice([0.0, 1e9]),
         "reserve_blocks": rng.choice([None, 0, 2]),
         "hysteresis_blocks": rng.choice([None, 0]),
         "contention": rng.choice([0.0, 0.1, 9.0]),

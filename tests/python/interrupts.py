@@ -170,7 +170,7 @@ CONFIG: dict[str, Any] = {
     "map_s": 0.0,
     "contention": 9.0,
     "dwell": 1,
-    "ttft_s": 1e9,
+    "reload_s": 1e9,
     "reversion": False,
 }
 

@@ -39,7 +39,9 @@ def test_every_variable_reaches_its_field():
             "REMAP_MAP_S": "0.002",
             "REMAP_POLICY": "mru",
             "REMAP_MIN_IDLE": "4.0",
+            "REMAP_RELOAD_S": "0.25",
             "REMAP_TTFT_S": "0.5",
+            "REMAP_TBT_S": "0.05",
             "REMAP_LENDS": "0",
             "REMAP_UNKNOWN": "is somebody else's",
         }
@@ -62,7 +64,9 @@ def test_every_variable_reaches_its_field():
                 "map_s": 0.002,
                 "policy": "mru",
                 "min_idle": 4.0,
+                "reload_s": 0.25,
                 "ttft_s": 0.5,
+                "tbt_s": 0.05,
                 "lends": False,
             }
         ),

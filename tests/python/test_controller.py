@@ -535,3 +535,72 @@ def test_one_decision_lets_at_most_one_active_tenant_copy_more() -> None:
     assert both.remapped == 3 and both.takes  # alone on the link
     one = policy.decide(view(others=other, neighbours=list), Demand(85))
     assert (one.remapped, one.takes) == (3, ()) and one.unmet_blocks == 5
+
+
+# -- the targets of the model's requests -------------------------------------------------------------------------------
+
+
+def grown(waited_s: float = 0.0, changes: dict[str, object] | None = None, **config: object) -> Decision:
+    """20 layers, 20 ms of computation; 3 layers hide, 4 stall for 4 ms (closed_form). Demand of about 9 layers."""
+    seen = view(**(changes or {}))
+    return controller(reserve_blocks=0, **config).decide(seen, Demand(140, waited_s=waited_s))
+
+
+@pytest.mark.parametrize(
+    ("config", "remapped", "limit"),
+    [
+        ({}, 3, "slowdown=0.02"),
+        ({"slowdown": 1.0}, 8, "slowdown=1.0"),
+        ({"slowdown": 1.0, "tbt_s": 0.028}, 5, "tbt_s=0.028"),
+        ({"slowdown": 1.0, "tbt_s": 0.0279}, 4, "tbt_s=0.0279"),
+        ({"slowdown": 1.0, "tbt_s": 0.020}, 3, "tbt_s=0.02"),
+        ({"slowdown": 1.0, "tbt_s": 0.010}, 3, "tbt_s=0.01"),  # missed anyway: what stalls nothing lifts nothing
+        ({"slowdown": 0.02, "tbt_s": 9.0}, 3, "slowdown=0.02"),
+        ({"slowdown": 1.0, "tbt_s": 0.028, "max_layers": 2}, 2, "max_layers=2"),
+    ],
+)
+def test_growth_stops_at_the_tightest_bound_and_names_it(config: dict[str, object], remapped: int, limit: str) -> None:
+    decision = grown(**config)
+    assert decision.remapped == remapped and decision.unmet_blocks == 140 - 50 - 10 * remapped
+    assert decision.reason.endswith(f"limited by {limit}")
+    assert 0.020 + decision.predicted_stall_s <= max(0.020, config.get("tbt_s", 1.0)) * (1 + 1e-6)  # type: ignore[call-overload]
+
+
+def test_memory_is_a_bound_too() -> None:
+    decision = grown(changes={"streamable": 4, "max_remapped": 2}, slowdown=1.0, tbt_s=0.028)
+    assert decision.remapped == 2 and "limited by memory" in decision.reason
+
+
+@pytest.mark.parametrize(
+    ("waited_s", "ttft_s", "remapped"),
+    [(99.0, None, 3), (0.0, 0.5, 3), (0.48, 0.5, 3), (0.481, 0.5, 8), (9.0, 0.5, 8)],
+)
+def test_requests_wait_rather_than_break_tbt_s_while_they_can_meet_ttft_s(
+    waited_s: float, ttft_s: float | None, remapped: int
+) -> None:
+    decision = grown(waited_s, slowdown=1.0, tbt_s=0.020, ttft_s=ttft_s)
+    assert decision.remapped == remapped
+    assert decision.reason.endswith("limited by " + ("tbt_s=0.02" if remapped == 3 else "slowdown=1.0"))
+
+
+def test_others_get_only_what_tbt_s_leaves() -> None:
+    policy = controller(slowdown=1.0, tbt_s=0.024)
+    assert [quote.step for quote in policy.offers(view())] == [(n, 2) for n in range(1, 5)]
+
+
+def test_with_a_tbt_s_nothing_streams_before_a_pass_was_measured() -> None:
+    decision = grown(changes={"times": None}, tbt_s=1.0)
+    assert (decision.action, decision.unmet_blocks) == ("none", 90) and "no decode pass" in decision.reason
+
+
+@pytest.mark.parametrize("name", ["ttft_s", "tbt_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, "1", True])
+def test_targets_are_validated(name: str, value: object) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Knobs(**{name: value})  # type: ignore[arg-type]
+    assert caught.value.field == name
+
+
+def test_an_idle_model_may_be_late_by_what_its_target_leaves() -> None:
+    assert Knobs().late_s(5.0) == 0.1 and Knobs(reload_s=2.0).late_s(5.0) == 2.0
+    assert Knobs(ttft_s=3.0).late_s(1.0) == 2.0 and Knobs(ttft_s=3.0, reload_s=9.0).late_s(5.0) == 0.0

@@ -39,7 +39,7 @@ EAGER: dict[str, Any] = {
     "map_s": 0.0,
     "contention": 9.0,
     "dwell": 1,
-    "ttft_s": 100.0,
+    "reload_s": 100.0,
 }
 
 

@@ -349,7 +349,17 @@ def _kv() -> remap.KVSpec:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("slowdown", -1.0), ("reserve_blocks", 0.5), ("max_layers", -1), ("ttft_s", float("nan")), ("lends", 1)],
+    [
+        ("slowdown", -1.0),
+        ("reserve_blocks", 0.5),
+        ("max_layers", -1),
+        ("ttft_s", float("nan")),
+        ("ttft_s", 0.0),
+        ("tbt_s", 0),
+        ("tbt_s", float("inf")),
+        ("tbt_s", True),
+        ("lends", 1),
+    ],
 )
 def test_a_config_out_of_range(name: str, value: object) -> None:
     for kind in (remap.Config, remap.advanced.Knobs):

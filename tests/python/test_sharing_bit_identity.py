@@ -249,7 +249,7 @@ def test_what_kernels_in_flight_read_is_still_there_when_pages_change_tenant(emu
 def test_a_layer_that_was_written_is_found_when_it_would_be_lent_and_stays(mode: str, by_step: bool) -> None:
     models = [make(kind) for kind in KINDS.values()]
     least = sum(minimum_bytes(model, spec_for(model, "block_major"), SMALL) for model in models)
-    config = remap.advanced.Knobs(min_idle=0.0, ttft_s=1e9, reserve_blocks=0)
+    config = remap.advanced.Knobs(min_idle=0.0, reload_s=1e9, reserve_blocks=0)
     with remap.Session(least, page_bytes=SMALL, mode=mode, config=config) as session:
         served = {name: serve(session, name, "block_major") for name in KINDS}
         one = served["one"]

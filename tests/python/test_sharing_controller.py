@@ -143,7 +143,7 @@ def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_lat
     budget: float, transfer: float, streamed: int
 ) -> None:
     times = times_of(N, 1.0, transfer)
-    with world_of({"r": 1, "i": 3}, times, ttft_s=budget, max_layers=None) as world:
+    with world_of({"r": 1, "i": 3}, times, reload_s=budget, max_layers=None) as world:
         i = world.engines["i"].tenant
         remap.advanced.remap(world.session, "i", streamed, 1, "nested")
         world.session.deactivate("i")
@@ -288,7 +288,7 @@ def test_min_blocks_are_never_in_pages_that_others_may_ask_back() -> None:
 def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
     """Its requests have begun, so it will run while others live in what it gave: a reload budget promises nothing then."""
     times = times_of(N, 1.0, 1.5)
-    with world_of({"r": 1, "i": 3}, times, ttft_s=1e6) as world:
+    with world_of({"r": 1, "i": 3}, times, reload_s=1e6) as world:
         i, r = world.engines["i"], world.engines["r"]
         most, _ = world.session._tenants["i"].controller._bound(times)
         world.session._tenants["r"].controller.config = config_of(max_layers=0)
@@ -309,7 +309,7 @@ def test_a_paused_tenant_gives_no_more_than_an_active_one() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0, 2.0, 100.0])
 def test_a_waking_tenant_streams_as_much_as_its_caller_allows(share: float) -> None:
     times = times_of(N, 1.0, 3.0)
-    with world_of({"r": 1, "i": 3}, times, ttft_s=1e6) as world:
+    with world_of({"r": 1, "i": 3}, times, reload_s=1e6) as world:
         i, r = world.engines["i"], world.engines["r"]
         world.session._tenants["r"].controller.config = config_of(max_layers=0)
         world.session.deactivate("i")

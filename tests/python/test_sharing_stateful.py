@@ -39,7 +39,7 @@ def ranges_of(engine: Engine, block: int) -> list[tuple[int, int]]:
 
 
 class SharingMachine(RuleBasedStateMachine):
-    config = remap.advanced.Knobs(policy="lru", min_idle=0.0, dwell=1, ttft_s=1e9, hysteresis_blocks=1)
+    config = remap.advanced.Knobs(policy="lru", min_idle=0.0, dwell=1, reload_s=1e9, hysteresis_blocks=1)
     layout = "block_major"
 
     @initialize(fast=st.booleans())

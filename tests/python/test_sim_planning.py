@@ -238,7 +238,7 @@ def test_the_advice(on: str, what: str, memory: str | None, active: bool, select
     )
     config = found.advice.config()
     assert isinstance(config, Knobs)
-    assert config.ttft_s == pytest.approx(max(donor.reload.late_s[0][1] for donor in found.donors), abs=1e-3)
+    assert config.reload_s == pytest.approx(max(donor.reload.late_s[0][1] for donor in found.donors), abs=1e-3)
     assert all(setting.reason for setting in found.advice.settings)
 
 
@@ -414,7 +414,7 @@ def test_adapters_accept_every_setting_that_is_advised(on: str, what: str, memor
     found = plan(
         where, model(what), memory_bytes=memory_of(memory, where), donors=[model("OPT-6.7b"), model("Llama-3-8b")]
     )
-    assert {setting.name for setting in found.advice.settings} >= {"contention", "map_s", "ttft_s", "policy"}
+    assert {setting.name for setting in found.advice.settings} >= {"contention", "map_s", "reload_s", "policy"}
     settings = Settings.read(found.environment())
     assert settings is not None
     assert settings.controller() == found.advice.config()

@@ -27,7 +27,7 @@ MIB = 1 << 20
 POLICIES = (
     *("recompute", "swap", "pie", "pie:1.5", "pie:4", "static", "static:1", "static:40%", "remap", "remap:pool"),
     *("remap:pool+preempt", "remap:pool+slices+eager-reversion", "remap:uncapped+dwell=1", "remap:pooled=0.1+partial=0.3"),
-    *("remap:slices+uncapped+pool", "remap:ttft_s=10+min_idle=0", "remap:max_layers=1", "remap:auto+single+pool+preempt"),
+    *("remap:slices+uncapped+pool", "remap:reload_s=10+min_idle=0", "remap:max_layers=1", "remap:auto+single+pool+preempt"),
     *(f"remap:{name}" for name in ABLATIONS),
 )  # fmt: skip
 

@@ -171,7 +171,7 @@ class Arena:
         kv_pages = {shape.name: -(-shape.kv_bytes // page) for shape in case.models}
         # Weights and KV, and not a page more: what lies free would be the first donor.
         self.capacity = (sum(_pages(shape, device, case) for shape in case.models) + sum(kv_pages.values())) * page
-        config = remap.advanced.Knobs(ttft_s=0.25)
+        config = remap.advanced.Knobs(reload_s=0.25)
         self.session = stack.enter_context(
             remap.Session(self.capacity, device="cuda:0", page_bytes=page, config=config)
         )

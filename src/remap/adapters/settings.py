@@ -20,7 +20,9 @@ installed plugin that nobody switched on does nothing.
     REMAP_MAP_S=0.001         seconds to map a layer back
     REMAP_POLICY=priority     which idle model gives first: priority, mru, lru or expected_next_use
     REMAP_MIN_IDLE=1          how many times what its reload is worth a model is idle before it gives
-    REMAP_TTFT_S=0.1          by how much a first prefill may be late because its model gave layers
+    REMAP_RELOAD_S=0.1        by how much a first prefill may be late because its model gave layers
+    REMAP_TBT_S=0.05          target between two tokens: no growth lifts a decode pass above it; by default none
+    REMAP_TTFT_S=1            target to the first token: until then requests wait rather than break REMAP_TBT_S; by default none
     REMAP_LENDS=1             whether other models get this one's unused KV cache and layers
     REMAP_CPU_LINEAR=exact    exact or packed: how linear layers are computed on a CPU (vLLM; see its cpu_linear)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
@@ -72,7 +74,9 @@ class Settings:
     map_s: float = _DEFAULTS.map_s
     policy: str = _DEFAULTS.policy
     min_idle: float = _DEFAULTS.min_idle
-    ttft_s: float = _DEFAULTS.ttft_s
+    reload_s: float = _DEFAULTS.reload_s
+    ttft_s: float | None = None
+    tbt_s: float | None = None
     lends: bool = _DEFAULTS.lends
 
     @classmethod
@@ -117,7 +121,9 @@ class Settings:
             map_s=_share(environment, "REMAP_MAP_S", _DEFAULTS.map_s),
             policy=_choice(environment, "REMAP_POLICY", POLICIES, _DEFAULTS.policy),
             min_idle=_share(environment, "REMAP_MIN_IDLE", _DEFAULTS.min_idle),
-            ttft_s=_share(environment, "REMAP_TTFT_S", _DEFAULTS.ttft_s),
+            reload_s=_share(environment, "REMAP_RELOAD_S", _DEFAULTS.reload_s),
+            ttft_s=_target(environment, "REMAP_TTFT_S"),
+            tbt_s=_target(environment, "REMAP_TBT_S"),
             lends=_switch(environment, "REMAP_LENDS", _DEFAULTS.lends),
         )
 
@@ -134,7 +140,9 @@ class Settings:
             map_s=self.map_s,
             policy=self.policy,
             min_idle=self.min_idle,
+            reload_s=self.reload_s,
             ttft_s=self.ttft_s,
+            tbt_s=self.tbt_s,
             lends=self.lends,
         )
 
@@ -192,6 +200,13 @@ def _size(environment: Mapping[str, str], name: str) -> int | None:
     if not 0 < size <= MOST_BYTES:
         raise _refuse(name, value, expected)
     return size
+
+
+def _target(environment: Mapping[str, str], name: str) -> float | None:
+    seconds = _share(environment, name, 0.0)
+    if environment.get(name) and seconds == 0.0:
+        raise _refuse(name, environment[name], "a finite number of seconds above 0")
+    return seconds or None
 
 
 def _share(environment: Mapping[str, str], name: str, default: float) -> float:

@@ -132,7 +132,13 @@ class Engine(ABC):
 
     def demand(self) -> Demand:
         """What to tell the session before the next pass: the KV blocks wanted beyond those that are held."""
-        return Demand(blocks=self.scheduler.demand())
+        return Demand(blocks=self.scheduler.demand(), waited_s=self.waited_s)
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that the first of the queue has waited for its first token; 0 if it has that, or nobody waits."""
+        head = self.scheduler.waiting[0] if self.scheduler.waiting else None
+        return max(0.0, self._clock() - head.arrived_s) if head is not None and head.first_s is None else 0.0
 
     def follow(self, moved: Mapping[int, int]) -> None:
         """The session moved blocks (old id -> new id): patch the block tables. Before anything else touches the KV."""

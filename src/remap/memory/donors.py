@@ -4,7 +4,7 @@
     give(giver, receiver, take)     makes the taken increments free pages, for the receiver to take
 
     unused KV         blocks above min_blocks that nobody uses (an active giver keeps its headroom and hysteresis)
-    inactive layers   a tenant's last layers, up to what its first prefill hides and ttft_s
+    inactive layers   a tenant's last layers, up to what its first prefill hides and its targets leave
     active layers     layers of a tenant that serves, or is about to, within its own slowdown; the receiver's own layers
                       compete with them (Controller.offers)
     paused KV         live blocks of a tenant that waits for its turn, which its engine copies to host memory first
@@ -127,9 +127,9 @@ class InactiveLayers(_Layers):
 
     def away_cap(self, giver: TenantState) -> int:
         """The most layers that may be away: loading all streamed layers, the ring's included, may delay a short prefill
-        of the giver by at most `ttft_s`.
+        of the giver by at most `Knobs.late_s`.
 
-        While none of its passes was measured: one layer, and those that `ttft_s` pays for. Never all: the ring's layers
+        While none of its passes was measured: one layer, and those that this pays for. Never all: the ring's layers
         stay, and one more.
         """
         config = giver.config
@@ -140,8 +140,9 @@ class InactiveLayers(_Layers):
         times = giver.timing.prefill()
         if times is None:
             copy = giver.timing.copy_seconds()
-            return max(0, min(most, 1 + (int(config.ttft_s / copy) if copy > 0 else 0)))
-        bound = config.ttft_s + RELATIVE_EPSILON * math.fsum(times.compute_s)
+            return max(0, min(most, 1 + (int(config.late_s(0.0) / copy) if copy > 0 else 0)))
+        prefill_s = math.fsum(times.compute_s)
+        bound = config.late_s(prefill_s) + RELATIVE_EPSILON * prefill_s
         kind = giver.growing_by
         cap = giver.remapped  # more is away only together with what is away now
         while cap < most and _late(times.compute_s, times.transfer_s, giver.select(cap + 1, buffers, kind)) <= bound:

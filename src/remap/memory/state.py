@@ -335,7 +335,7 @@ class TenantState:
 
     def longest_piece(self, target: Streaming) -> float:
         """Seconds of the longest copy during which no other tenant's copies run."""
-        rate = self.timing.seconds_per_byte
+        rate = self.timing.seconds_per_byte()
         known = self.known_piece
         if known is None or known[0] is not target.tails or known[1] != rate:  # every step asks for what streams now
             copied = self._copied(target)

@@ -127,12 +127,12 @@ class PassTimes:
             return None
         known = self.known_shared
         if known is None or known[0] is not times or known[1] != sharers:
-            copies = tuple(size * self.seconds_per_byte for size in self._layer_bytes)
+            rate = self.seconds_per_byte()
+            copies = tuple(size * rate for size in self._layer_bytes)
             alone = self._cost.alone(*self._last_shape, sharers)
             known = self.known_shared = (times, sharers, LayerTimes(times.compute_s, copies, alone=alone))
         return known[2]
 
-    @property
     def seconds_per_byte(self) -> float:
         """Seconds to copy one byte in while nothing else is copied; 0 if the link was not measured."""
         return self._cost.undisturbed_seconds_per_byte or 0.0

@@ -39,7 +39,7 @@ __all__ = ["NONE", "Controller", "Decision", "Demand", "LayerSeconds", "TenantVi
 _UNSEEN = " (no pass has waited for every layer yet: until one has, no layer of its own is streamed)"
 
 _UNMEASURED = (
-    " (no decode pass was measured beside other active tenants yet: until then none of its layers is streamed)"
+    " (no decode pass was measured yet: until then none is streamed beside other active tenants, or with tbt_s)"
 )
 
 
@@ -109,7 +109,7 @@ class Controller:
         self._headroom = headroom = self._guard.clip(wanted, headroom)
         deficit = blocks + headroom - view.free_blocks
         if deficit > 0:
-            return self._grow(view, blocks, headroom, deficit)
+            return self._grow(view, demand, headroom, deficit)
         if view.remapped == 0:
             self._rental.forfeit()
             return NONE
@@ -119,9 +119,10 @@ class Controller:
 
     # -- growing ---------------------------------------------------------------------------------------------------
 
-    def _grow(self, view: TenantView, demand: int, headroom: int, deficit: int) -> Decision:
+    def _grow(self, view: TenantView, wanted: Demand, headroom: int, deficit: int) -> Decision:
         self._rental.forfeit()
         self._learn(view)
+        demand, patient = wanted.blocks, self._patient(view.times, wanted.waited_s)
         room = deficit if view.max_blocks is None else max(0, min(deficit, view.max_blocks - view.usable_blocks))
         taken = min(room, view.free_pool_blocks)
         alpha, buffers, why = view.remapped, view.buffers, ""
@@ -129,11 +130,11 @@ class Controller:
         if room > taken:
             others = view.others(room - taken) if view.others is not None else ()
             if any(others):
-                alpha, buffers, takes = self._share(view, room - taken, others)
+                alpha, buffers, takes = self._share(view, room - taken, others, patient)
                 why = "" if view.seen else _UNSEEN
             else:
                 want = view.remapped + math.ceil((room - taken) / view.blocks_per_layer)
-                alpha, buffers, why = self._target(view, want)
+                alpha, buffers, why = self._target(view, want, patient)
         gained = taken + sum(take.blocks for take in takes) + int((alpha - view.remapped) * view.blocks_per_layer)
         if view.max_blocks is not None:
             gained = min(gained, max(0, view.max_blocks - view.usable_blocks))
@@ -154,13 +155,15 @@ class Controller:
             reason = f"{need}: no free pages and no more {view.unit} than the present {alpha} can be remapped"
         if unmet:
             reason += f"; {unmet} blocks stay unmet"
+            limit = "" if why or room < deficit else self._limit_beyond(view, alpha, buffers, patient)
+            reason += f", limited by {limit}" if limit else ""
         return Decision("grow" if grows else "none", taken, alpha, buffers, reason + why, stall, unmet, takes)
 
     def _share(
-        self, view: TenantView, need: int, others: Sequence[Sequence[Quote]]
+        self, view: TenantView, need: int, others: Sequence[Sequence[Quote]], patient: bool
     ) -> tuple[int, int, tuple[Take, ...]]:
         """(own alpha, own beta, what others give): all donors' increments compete, the tenant's own included."""
-        own = self.offers(view)
+        own = self.offers(view, patient=patient)
         alpha, buffers = view.remapped, view.buffers
         takes = []
         supply = _choose(need, [*others, own], view.neighbours is not None)
@@ -173,8 +176,9 @@ class Controller:
             takes.append(replace(last, blocks=taken.blocks))
         return alpha, buffers, tuple(takes)
 
-    def offers(self, view: TenantView, donor: str = "") -> list[Quote]:
-        """The tenant's offers of its own layers: increments within the slowdown, each (alpha, beta) and what it adds.
+    def offers(self, view: TenantView, donor: str = "", *, patient: bool = True) -> list[Quote]:
+        """The tenant's offers of its own layers: increments within the slowdown and, if `patient`, `tbt_s`, each
+        (alpha, beta) and what it adds.
 
         Blocks are its own. An alpha that stalls too long is no increment by itself, even if a larger alpha does not.
         """
@@ -186,7 +190,7 @@ class Controller:
         copy = math.fsum(times.transfer_s) / len(times.transfer_s) if times is not None else 0.0
         for alpha in range(at + 1, self._top(view, most, buffers) + 1):
             stall = self._stall_of(times, alpha, buffers)
-            if (times is not None and stall > self._allowed(times)) or not self._can(alpha, buffers):
+            if (times is not None and stall > self._allowed(times, patient)) or not self._can(alpha, buffers):
                 continue
             if not self._spares(view, alpha, buffers):
                 continue
@@ -203,7 +207,7 @@ class Controller:
         fixed = self.config.buffers
         if not view.seen:
             return view.remapped, max(view.buffers, 1), _UNSEEN
-        if view.times is None and view.neighbours is not None:
+        if view.times is None and (view.neighbours is not None or self.config.tbt_s is not None):
             return view.remapped, max(view.buffers, 1), _UNMEASURED
         if view.times is None:
             most, best = 1, max(view.buffers, 1)
@@ -218,7 +222,7 @@ class Controller:
         top = min(most, view.max_remapped, view.streamable - buffers, view.layers - buffers)
         return top if self.config.max_layers is None else min(top, self.config.max_layers)
 
-    def _target(self, view: TenantView, want: int) -> tuple[int, int, str]:
+    def _target(self, view: TenantView, want: int, patient: bool) -> tuple[int, int, str]:
         """(alpha, beta, remark): the smallest allowed alpha >= want, else the largest allowed one below it.
 
         The stall is not monotone in alpha (an odd number of streamed layers in two fixed buffers waits longer), so the
@@ -229,10 +233,35 @@ class Controller:
         buffers = view.buffers if present else best
         top = self._top(view, most, buffers)
         for alpha in (*range(want, top + 1), *range(min(want - 1, top), present, -1)):
-            allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times)
+            allowed = times is None or self._stall_of(times, alpha, buffers) <= self._allowed(times, patient)
             if allowed and self._can(alpha, buffers) and self._spares(view, alpha, buffers):
                 return alpha, buffers, why
         return present, view.buffers, why
+
+    def _patient(self, times: LayerSeconds | None, waited_s: float) -> bool:
+        """Whether demand waits rather than break tbt_s: while the first of the queue, one pass later, can still meet
+        ttft_s; without that target always."""
+        pass_s = math.fsum(times.compute_s) if times is not None else 0.0
+        return self.config.ttft_s is None or waited_s + pass_s <= self.config.ttft_s
+
+    def _limit_beyond(self, view: TenantView, alpha: int, buffers: int, patient: bool) -> str:
+        """The bound that keeps one layer more from streaming; "" if none does by itself."""
+        most, best, _ = self._most(view)
+        buffers, times, more = buffers or best, view.times, alpha + 1
+        if self.config.max_layers is not None and more > self.config.max_layers:
+            return f"max_layers={self.config.max_layers}"
+        if more > min(view.max_remapped, view.streamable - buffers, view.layers - buffers):
+            return f"memory (no more {view.unit} can stream)"
+        if times is None:
+            return ""
+        allowed, stall = self._allowed(times, patient), self._stall_of(times, more, buffers)
+        if stall > allowed and allowed < self._allowed(times, False):
+            return f"tbt_s={self.config.tbt_s}"
+        if stall > allowed or more > most:
+            return f"slowdown={self.config.slowdown}"
+        if not self._can(more, buffers):
+            return "memory (the layers are too small for the ring)"
+        return "" if self._spares(view, more, buffers) else "the slowdown of other active tenants"
 
     # -- coming home -----------------------------------------------------------------------------------------------
 
@@ -395,9 +424,14 @@ class Controller:
                 self._steps_ahead = horizon(step_s, self.config.map_s, step_s)
         self._times, self._unit, self._order = times, unit, order
 
-    def _allowed(self, times: LayerSeconds) -> float:
+    def _allowed(self, times: LayerSeconds, patient: bool = True) -> float:
+        """Seconds of stall per pass: within slowdown and, if `patient`, what tbt_s leaves beside the computation."""
         # As schedule.max_remapped does, forgive a share of a pass for rounding (twice as much).
-        return (self.config.slowdown + 2e-9) * math.fsum(times.compute_s)
+        compute_s = math.fsum(times.compute_s)
+        allowed, target = (self.config.slowdown + 2e-9) * compute_s, self.config.tbt_s
+        if target is None or not patient:
+            return allowed
+        return min(allowed, max(0.0, target - compute_s) + 2e-9 * compute_s)
 
     def _stall_of(self, times: LayerSeconds | None, alpha: int, buffers: int) -> float:
         if times is None or alpha == 0:

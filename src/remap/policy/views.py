@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from remap.config import invalid, is_count
+from remap.config import invalid, is_amount, is_count
 
 if TYPE_CHECKING:
     from remap.policy.donors.supply import Kind, Quote
@@ -34,16 +34,21 @@ class Demand:
 
     free: how many blocks the engine's own allocator has free. An engine that has one (`kv.subscribe(...,
     external=True)`) must give it, since the pool sees all its blocks as held; others leave it out.
+
+    waited_s: seconds that the first of the queue has waited for its first token; for `Config.ttft_s`.
     """
 
     blocks: int
     free: int | None = None
+    waited_s: float = 0.0
 
     def __post_init__(self) -> None:
         if not is_count(self.blocks):
             raise invalid("blocks", self.blocks, "an int of at least 0")
         if self.free is not None and not is_count(self.free):
             raise invalid("free", self.free, "an int of at least 0, or None")
+        if not is_amount(self.waited_s):
+            raise invalid("waited_s", self.waited_s, "a finite number of seconds of at least 0")
 
 
 class Others(Protocol):

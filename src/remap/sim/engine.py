@@ -83,7 +83,7 @@ class SimEngine(Engine):
         return True
 
     def demand(self) -> Demand:
-        return Demand(min(self.scheduler.demand(), self._most_blocks))
+        return Demand(min(self.scheduler.demand(), self._most_blocks), waited_s=self.waited_s)
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """One pass, from its start to its end in virtual time, and the gap behind it."""

@@ -325,7 +325,7 @@ def _settings(numbers: Numbers, *, active: bool, sliced: bool, page_bytes: int) 
     quick = slowest <= SHORT_RELOAD_S
     found += [
         Setting(
-            "ttft_s",
+            "reload_s",
             round(late, 3) if late > 0 else 0.0,
             "by so much a first prefill of 512 tokens is late if half of the donor's layers are away; less lends fewer",
         ),
