@@ -604,3 +604,9 @@ def test_targets_are_validated(name: str, value: object) -> None:
 def test_an_idle_model_may_be_late_by_what_its_target_leaves() -> None:
     assert Knobs().late_s(5.0) == 0.1 and Knobs(reload_s=2.0).late_s(5.0) == 2.0
     assert Knobs(ttft_s=3.0).late_s(1.0) == 2.0 and Knobs(ttft_s=3.0, reload_s=9.0).late_s(5.0) == 0.0
+
+
+def test_the_reason_says_that_and_why_passes_wait_for_longer_than_allowed() -> None:
+    decision = grown(changes={"remapped": 5, "buffers": 2}, slowdown=0.02)
+    assert decision.action == "none" and "wait for 8 ms and 0.4 ms are allowed" in decision.reason
+    assert "are allowed" not in grown(slowdown=0.02).reason

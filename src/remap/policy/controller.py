@@ -157,6 +157,11 @@ class Controller:
             reason += f"; {unmet} blocks stay unmet"
             limit = "" if why or room < deficit else self._limit_beyond(view, alpha, buffers, patient)
             reason += f", limited by {limit}" if limit else ""
+        if view.times is not None and stall > (allowed := self._allowed(view.times, patient)):
+            reason += (
+                f"; passes wait for {stall * 1e3:.3g} ms and {allowed * 1e3:.3g} ms are allowed: since its layers began to "
+                "stream they have become quicker, or others copy more"
+            )
         return Decision("grow" if grows else "none", taken, alpha, buffers, reason + why, stall, unmet, takes)
 
     def _share(
