@@ -234,7 +234,7 @@ def test_where_gains_begin() -> None:
 
 
 def result(tbt: tuple[tuple[float, int], ...]) -> PolicyResult:
-    tenant = TenantResult("a", 1, 1, 1, (0.1,), tbt, 0, 0, 0, 1, 1, 0.0, 0.0, 0.0, 1)
+    tenant = TenantResult("a", 1, 1, 1, (0.1,), tbt, 0, 0, 0, 1, 1, 0.0, 0.0, 0.0, 1, (None,))
     return PolicyResult("p", (tenant,), (), 1.0, 0.0, 1, 0)
 
 

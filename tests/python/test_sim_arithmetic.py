@@ -18,7 +18,7 @@ from remap.sim import running
 from remap.sim.hardware import Machine, Model, machine
 from remap.sim.loads import load
 from remap.sim.policies import find
-from remap.sim.results import HEADLINE, PolicyResult, report
+from remap.sim.results import HEADLINE, PolicyResult, Targets, report
 from remap.sim.serving import Setup, TenantSetup, simulate, tenants
 from remap.sim.workload import Item
 from remap.sim.worlds import _spec, make_world
@@ -82,6 +82,14 @@ def test_a_run_by_hand(sharing: str) -> None:
     assert gaps == {2.5: 5, 4.0: 1}
     assert tenant.tpot_s == pytest.approx(((22.5 - 11.0) / 4, (22.5 - 17.5) / 2), rel=1e-9)
     assert found.virtual_s == pytest.approx(12.5, rel=1e-9)  # from 10 to 22.5
+    # First tokens after 1 and 3.25 s, tokens every 2.875 and every 2.5 s.
+    for targets, good in (
+        (Targets(3.3, 2.9), 2),
+        (Targets(3.2, 2.9), 1),
+        (Targets(3.3, 2.8), 1),
+        (Targets(3.2, 2.8), 0),
+    ):
+        assert replace(found, targets=targets).goodput_per_s == pytest.approx(good / 12.5, rel=1e-9)
     assert found.tokens_per_s == pytest.approx(8 / 12.5, rel=1e-9)
     assert (tenant.compute_s, tenant.stall_s, found.stall_fraction) == (2 * 1.0 + 4 * 2.0, 0.0, 0.0)
     assert (tenant.passes, tenant.output_tokens, tenant.preemptions) == (6, 8, 0)
@@ -107,6 +115,13 @@ def test_preemption_by_hand() -> None:
         gaps[round(gap, 6)] = gaps.get(round(gap, 6), 0) + count
     assert gaps == {2.5: 9, 11.5: 1}
     assert found.virtual_s == pytest.approx(15.0 + 3 * 2.5, rel=1e-9)
+
+
+def test_a_request_of_one_token_has_no_time_between_tokens() -> None:
+    found = simulate(one(), [Item("t", 0.0, 40, 1), Item("t", 0.0, 40, 2)], "recompute")
+    tenant = only(found)
+    assert len(tenant.ttft_s) == 2 and tenant.tpot_s == (None, pytest.approx(2.5, rel=1e-9))
+    assert found.tpot_p99_s == pytest.approx(2.5, rel=1e-9)
 
 
 def test_partitions_end_when_the_last_one_does() -> None:
@@ -214,7 +229,7 @@ def test_the_file_has_the_keys_that_were_asked_for() -> None:
     assert set(HEADLINE) <= set(entry)
     assert HEADLINE == (
         "tokens_per_s", "ttft_p50_s", "ttft_p99_s", "tbt_p50_s", "tbt_p99_s", "preemptions", "kv_blocks_peak",
-        "layers_remapped_peak", "stall_fraction", "requests_finished",
+        "layers_remapped_peak", "stall_fraction", "requests_finished", "goodput_per_s",
     )  # fmt: skip
     assert {name: entry[name] for name in HEADLINE} == found.headline()
 

@@ -17,6 +17,7 @@ from remap.sim.results import (
     POINTS,
     PolicyResult,
     Sample,
+    Targets,
     TenantResult,
     ascending,
     merged,
@@ -47,7 +48,7 @@ def tenant(name: str = "a", **changes: object) -> TenantResult:
         compute_s=3.0,
         stall_s=1.0,
         passes=27,
-        tpot_s=(0.05, 0.02),
+        tpot_s=(0.05, None, 0.02),
     )
     return replace(result, **changes)  # type: ignore[arg-type]
 
@@ -122,7 +123,16 @@ def test_merging_keeps_every_gap(distributions) -> None:
 
 
 def test_the_figures_of_a_run_are_over_all_tenants() -> None:
-    other = tenant("b", ttft_s=(9.0,), finished=1, tbt=((0.5, 3), (2.0, 1)), stall_s=0.0, compute_s=4.0, preemptions=0)
+    other = tenant(
+        "b",
+        ttft_s=(9.0,),
+        tpot_s=(0.01,),
+        finished=1,
+        tbt=((0.5, 3), (2.0, 1)),
+        stall_s=0.0,
+        compute_s=4.0,
+        preemptions=0,
+    )
     both = run(tenant(), other)
     assert both.requests == 8 and both.requests_finished == 4
     assert both.tokens_per_s == 60 / 6.0
@@ -140,8 +150,44 @@ def test_the_figures_of_a_run_are_over_all_tenants() -> None:
     assert head["requests_finished"] == 4 and head["tbt_p99_s"] == 2.0
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    requests=st.lists(st.tuples(st.integers(1, 9), st.none() | st.integers(1, 9)), max_size=12),
+    ttft=st.integers(1, 9),
+    tpot=st.integers(1, 9),
+)
+def test_goodput_counts_requests_that_meet_both_targets(requests, ttft, tpot) -> None:
+    """Request by request, both targets included; one of a single token has no time between tokens."""
+    result = run(tenant(ttft_s=tuple(a for a, _ in requests), tpot_s=tuple(b for _, b in requests)), tenant("b"))
+    good = 0
+    for waited, each in requests:
+        if waited <= ttft and (each is None or each <= tpot):
+            good += 1
+    counted = replace(result, targets=Targets(float(ttft), float(tpot)))
+    assert counted.goodput_per_s == pytest.approx((good + 3) / 6.0)  # b's three meet targets of a second or more
+    assert replace(counted, targets=result.targets) == result  # they change nothing else
+
+
+def test_goodput_by_hand() -> None:
+    """First tokens after 0.3, 0.1 and 0.2 s; tokens every 50 ms, one only, and every 20 ms."""
+    result = run(tenant())
+    assert result.targets == Targets(2.0, 0.2) and result.goodput_per_s == 3 / 6.0
+    assert replace(result, targets=Targets(0.2, 0.2)).goodput_per_s == 2 / 6.0
+    assert replace(result, targets=Targets(2.0, 0.02)).goodput_per_s == 2 / 6.0
+    assert replace(result, targets=Targets(0.15, 0.01)).goodput_per_s == 1 / 6.0
+    assert replace(result, virtual_s=0.0).goodput_per_s == 0.0
+
+
+@pytest.mark.parametrize("field", ["ttft_s", "tpot_s"])
+@pytest.mark.parametrize("value", [0.0, -1.0, math.inf, math.nan])
+def test_targets_are_times(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        Targets(**{field: value})
+    assert caught.value.field == field
+
+
 def test_a_run_in_which_nothing_finished_has_a_headline() -> None:
-    nothing = run(tenant(ttft_s=(), tbt=(), finished=0, output_tokens=0, compute_s=0.0, stall_s=0.0))
+    nothing = run(tenant(ttft_s=(), tpot_s=(), tbt=(), finished=0, output_tokens=0, compute_s=0.0, stall_s=0.0))
     head = nothing.headline()
     assert head["ttft_p50_s"] is None and head["tbt_p99_s"] is None
     assert head["tokens_per_s"] == 0.0 and head["stall_fraction"] == 0.0
@@ -153,10 +199,14 @@ def test_a_run_in_which_nothing_finished_has_a_headline() -> None:
 TENANTS = st.builds(
     tenant,
     name=st.text(max_size=5),
-    ttft_s=st.lists(st.floats(0, 1e6), max_size=5).map(tuple),
-    tpot_s=st.lists(st.floats(0, 1e6), max_size=5).map(tuple),
     tbt=PAIRS,
     compute_s=st.floats(0, 1e6),
+)
+REQUESTS = st.lists(st.tuples(st.floats(0, 1e6), st.none() | st.floats(0, 1e6)), max_size=5)
+TENANTS = st.builds(
+    lambda one, requests: replace(one, ttft_s=tuple(t for t, _ in requests), tpot_s=tuple(t for _, t in requests)),
+    TENANTS,
+    REQUESTS,
 )
 SAMPLES = st.builds(sample, time_s=st.floats(0, 1e6), name=st.sampled_from("ab"))
 
@@ -176,9 +226,22 @@ def test_the_report_has_the_names_that_were_promised() -> None:
     for entry, result in zip(data["policies"].values(), results):
         assert {name: entry[name] for name in HEADLINE} == result.headline()
     assert from_report(data) == ({"machine": "X"}, tuple(results))
+    assert not any("against_ideal" in entry for entry in data["policies"].values())
     with pytest.raises(InvalidArgument) as caught:
         report({}, [results[0], results[0]])
     assert (caught.value.field, caught.value.value) == ("policy", "recompute")
+
+
+def test_a_report_with_ideal_says_how_far_everybody_comes() -> None:
+    fast = run(tenant(ttft_s=(0.0, 0.1, 0.1)), policy="ideal")
+    data = json.loads(json.dumps(report({}, [run(tenant(), policy="recompute"), run(tenant()), fast]), allow_nan=False))
+    told = {name: entry["against_ideal"] for name, entry in data["policies"].items()}
+    none = {"gap_closed_tokens_per_s": None, "tbt_p99_of_ideal": 1.0}  # equal tokens/s: there is no gap
+    assert told == {
+        "recompute": {"gap_closed_ttft_p99": 0.0, **none},
+        "remap": {"gap_closed_ttft_p99": 0.0, **none},
+        "ideal": {"gap_closed_ttft_p99": 1.0, **none},
+    }
 
 
 # A bulk of gaps near 20 ms, and a tail over three orders of magnitude, as preemptions make it.

@@ -53,6 +53,7 @@ NAMES = (
     "remap:slices",
     "remap:oneiros",
     "remap:pool+preempt",
+    "ideal",
 )
 
 
@@ -148,8 +149,9 @@ def test_a_request_longer_than_the_context_is_cut_and_one_longer_than_the_memory
 
 @pytest.mark.parametrize("policy", NAMES)
 def test_all_policies_have_the_same_memory(policy: str) -> None:
-    """Of each tenant 64 pages of weights and 12 of KV, however they are used."""
-    world = make_world(two(), find(policy))
+    """Of each tenant 64 pages of weights and 12 of KV, however they are used; ideal has six times as much."""
+    chosen = find(policy)
+    world = make_world(two(), chosen)
     try:
         engines = list(world.engines.values())
         if world.session is None:  # Pie: no pages, but blocks that take as much
@@ -158,12 +160,43 @@ def test_all_policies_have_the_same_memory(policy: str) -> None:
             assert expansions == pytest.approx([float(policy.partition(":")[2] or 1)] * 2, rel=0.07)
             return
         pages = world.session.snapshot().pages
-        assert pages.total * 2 * MIB == sum(tenant.memory_bytes for tenant in two().tenants)
+        assert pages.total * 2 * MIB == chosen.memory * sum(tenant.memory_bytes for tenant in two().tenants)
         blocks = sum(engine.tenant.kv.usable_blocks for engine in engines)
-        assert pages.free + pages.params + pages.ring + blocks / 8 == pages.total == 152  # 8 blocks a page
+        assert (
+            pages.free + pages.params + pages.ring + blocks / 8 == pages.total == 152 * chosen.memory
+        )  # 8 blocks a page
         assert (pages.params == 128) == (not policy.startswith("static"))
     finally:
         world.close()
+
+
+@pytest.mark.parametrize("scheduler", ["prefill-first", "chunked"])
+@pytest.mark.parametrize("sharing", SHARINGS)
+def test_ideal_is_recompute_with_six_times_the_memory(sharing: str, scheduler: str) -> None:
+    """And with nothing else: machine, requests and scheduler are the same, no session decides."""
+    setup = two(sharing, scheduler=scheduler)
+    recompute, ideal = simulate(setup, MUCH, "recompute"), simulate(setup, MUCH, "ideal")
+    more = replace(
+        setup,
+        machine=setup.machine.with_(hbm_bytes=6 * setup.machine.hbm_bytes),
+        tenants=tuple(replace(one, memory_bytes=6 * one.memory_bytes) for one in setup.tenants),
+    )
+    assert same(replace(simulate(more, MUCH, "recompute"), policy="ideal")) == same(ideal)
+    assert recompute.preemptions > 0 == ideal.preemptions
+    assert (ideal.decisions, ideal.layers_remapped_peak, ideal.stall_s) == (0, 0.0, 0.0)
+    assert ideal.requests_finished == recompute.requests_finished == len(MUCH)
+    assert ideal.ttft_p99_s < recompute.ttft_p99_s
+
+
+def test_six_times_the_memory_is_six_times_the_blocks_that_were_given() -> None:
+    setup = replace(two(), tenants=tuple(replace(one, kv_blocks=60) for one in two().tenants))
+    more = setup.times(6)
+    assert [one.kv_blocks for one in more.tenants] == [360, 360]
+    assert [one.memory_bytes for one in more.tenants] == [6 * one.memory_bytes for one in setup.tenants]
+    assert replace(more, machine=setup.machine, tenants=setup.tenants) == setup and setup.times(1) == setup
+    long = [Item("a", 0.0, 900, 80)]  # refused in 60 blocks of 16 tokens
+    refused, served = (simulate(setup, long, policy).tenants[0] for policy in ("recompute", "ideal"))
+    assert (refused.finished, served.finished, served.kv_blocks_start) == (0, 1, 360)
 
 
 @pytest.mark.parametrize("sharing", ["temporal", "spatial"])
@@ -298,6 +331,7 @@ def test_partitions_have_their_part_of_everything() -> None:
     [
         ("vllm", ["recompute", "swap", "pie", "static", "remap", "remap:oneiros"]),
         ("recompute:3", ["recompute", "static:6"]),
+        ("ideal:3", ["recompute", "ideal"]),
         ("remap:fast", ["oneiros", "slices", "selection"]),
         ("remap:selection=round", ["selection"]),
         ("remap:speed=3", ["slowdown", "selection"]),

@@ -29,6 +29,7 @@ POLICIES = (
     *("remap:pool+preempt", "remap:pool+slices+eager-reversion", "remap:uncapped+dwell=1", "remap:pooled=0.1+partial=0.3"),
     *("remap:slices+uncapped+pool", "remap:ttft_s=10+min_idle=0", "remap:max_layers=1", "remap:auto+single+pool+preempt"),
     *(f"remap:{name}" for name in ABLATIONS),
+    "ideal",
 )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from reference.simulated_results import from_report
 from remap.cli import simulate_plots, told
 from remap.cli.simulate import Options, prepare, simulate
 from remap.cli.simulate_html import page
-from remap.cli.simulate_report import change, seconds, table_rows
+from remap.cli.simulate_report import change, part, seconds, table_rows
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim import serving
 from remap.sim.results import HEADLINE, PolicyResult, Sample, TenantResult, ascending
@@ -70,6 +70,7 @@ def pretend(
             TenantResult(
                 tenant.name, len(mine), len(mine), sum(item.output_tokens for item in mine), ttft, ascending(gaps),
                 preemptions, 100 * preemptions, 0, blocks, blocks + int(peak * 48), peak, 30.0 + number, stall, 5000,
+                tuple(0.1 * seconds for seconds in ttft),
             )
         )  # fmt: skip
         if on_progress:
@@ -196,6 +197,8 @@ def test_machines_and_models_of_ones_own(engine, tmp_path) -> None:
         (("--rate", "0"), "above 0"),
         (("--rate", "1,2"), "3 tenants"),
         (("--quantum", "0"), "above 0"),
+        (("--ttft-target", "0"), "above 0"),
+        (("--tpot-target", "-1"), "above 0"),
         (("--requests", "2"), "at least one a tenant"),
         (("--requests", "0"), "requests"),
         (("--machines-file", "/nowhere/m.json"), "/nowhere/m.json"),
@@ -342,14 +345,14 @@ def test_time_lines_end_where_the_run_does_and_reach_their_peaks() -> None:
 
 def test_pictures_of_runs_in_which_nothing_happened() -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    tenant = TenantResult("a", 1, 0, 0, (), (), 0, 0, 0, 5, 5, 0.0, 0.0, 0.0, 0)
+    tenant = TenantResult("a", 1, 0, 0, (), (), 0, 0, 0, 5, 5, 0.0, 0.0, 0.0, 0, ())
     nothing = PolicyResult("remap", (tenant,), (), 0.0, 0.0, 0, 0)
     for draw in ("ttft_cdf", "tbt_cdf", "kv_over_time", "alpha_over_time", "stall_over_time"):
         assert "<svg" in simulate_plots.svg(getattr(simulate_plots, draw)([nothing]))
 
 
 def test_policies_have_colours_of_their_own() -> None:
-    names = ["recompute", "swap", "pie", "static", "remap", *(f"remap:{number}" for number in range(8))]
+    names = ["recompute", "swap", "pie", "static", "remap", "ideal", *(f"remap:{number}" for number in range(8))]
     painted = simulate_plots.colours(names)
     assert len(set(painted.values())) == len(names)
     assert painted["remap"] == simulate_plots.colours(["remap"])["remap"]
@@ -385,6 +388,41 @@ def test_the_table_compares_with_the_first_policy() -> None:
     assert values == [f"{results[0].preemptions:,}", "0"] and changes == ["", "-100 %"]
     assert rows["TTFT P99"][1] == ["", change(results[0].ttft_p99_s, results[1].ttft_p99_s)]
     assert rows["simulated in"][1] == ["", ""]
+
+
+def test_the_table_says_how_far_everybody_comes_from_recompute_to_ideal() -> None:
+    def told(names: list[str], shown: int | None = None) -> dict[str, list[str]]:
+        results = results_of(names)
+        return {name: values for name, values, _ in table_rows(results[:shown], results)}
+
+    assert not [name for name in told(["recompute", "remap"]) if "gap" in name or "ideal" in name]
+    rows = told(["recompute", "remap", "ideal"])
+    found = {result.policy: result for result in results_of(["recompute", "remap", "ideal"])}
+    base, ours, best = (found[name].ttft_p99_s for name in ("recompute", "remap", "ideal"))
+    assert rows["gap closed, TTFT P99"] == ["0 %", f"{100 * (base - ours) / (base - best):,.0f} %", "100 %"]
+    assert rows["gap closed, tokens/s"] == ["–"] * 3  # they pretend to serve equally fast
+    assert rows["TBT P99 / ideal's"][2] == "x 1"
+    # A narrow terminal gets several tables; ideal need not be in each.
+    assert told(["recompute", "remap", "ideal"], 2)["gap closed, TTFT P99"] == rows["gap closed, TTFT P99"][:2]
+
+
+@pytest.mark.parametrize(("value", "text"), [(0.834, "83 %"), (-12.0, "-1,200 %"), (float("nan"), "–")])
+def test_parts(value: float, text: str) -> None:
+    assert part(value) == text
+
+
+def test_targets_of_the_command_line_decide_what_is_good(engine, tmp_path) -> None:
+    found = []
+    for number, more in enumerate(((), ("--ttft-target", "0.5", "--tpot-target", "0.03"))):
+        path = tmp_path / f"{number}.json"
+        result = invoke("--policies", "recompute,remap", "--json", str(path), *more)
+        assert result.exit_code == 0 and "goodput" in result.output
+        configuration, (one, _) = from_report(json.loads(path.read_text()))
+        found.append((configuration["ttft_target"], configuration["tpot_target"], one.goodput_per_s))
+        assert (one.targets.ttft_s, one.targets.tpot_s) == found[-1][:2]
+        assert ("first token within 500 ms" in " ".join(result.output.split())) == bool(more)
+    assert found[0][:2] == (2.0, 0.2) and found[1][:2] == (0.5, 0.03)
+    assert found[0][2] > found[1][2] > 0
 
 
 def test_the_first_thing_that_is_wrong_is_named() -> None:

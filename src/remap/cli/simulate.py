@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +17,7 @@ from .simulate_report import tables, write_json
 from .told import errors_told, writable
 
 if TYPE_CHECKING:
-    from remap.sim.results import PolicyResult
+    from remap.sim.results import PolicyResult, Targets
     from remap.sim.serving import Setup
     from remap.sim.workload import Item
 
@@ -43,6 +43,8 @@ class Options:
     scheduler: str = "prefill-first"
     seed: int = 0
     quantum: float = 1.0
+    ttft_target: float = 2.0
+    tpot_target: float = 0.2
     models_file: Path | None = None
     machines_file: Path | None = None
 
@@ -54,6 +56,7 @@ class Prepared:
     setup: Setup
     items: tuple[Item, ...]
     policies: tuple[str, ...]
+    targets: Targets
     configuration: dict[str, Any]
     title: str
 
@@ -81,7 +84,9 @@ def prepare(options: Options) -> Prepared:
     known it lists those that are.
     """
     from remap.sim import hardware, loads, planning_checks, policies, serving
+    from remap.sim.results import Targets
 
+    targets = Targets(options.ttft_target, options.tpot_target)
     machine = hardware.machine(options.machine, options.machines_file)
     planning_checks.check_fit(machine)
     try:
@@ -122,7 +127,7 @@ def prepare(options: Options) -> Prepared:
         seed=options.seed,
         context={tenant.name: tenant.model.context for tenant in tenants},
     )
-    return Prepared(setup, items, chosen, _configuration(options, setup, items), _title(options, setup, rates))
+    return Prepared(setup, items, chosen, targets, _configuration(options, setup, items), _title(options, setup, rates))
 
 
 def _notes(options: Options, prepared: Prepared) -> list[str]:
@@ -214,7 +219,7 @@ def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
             result = serving.simulate(prepared.setup, prepared.items, policy, on_progress=advance)
             bars.update(task, completed=result.requests_finished)
             bars.stop_task(task)
-            results.append(result)
+            results.append(replace(result, targets=prepared.targets))
     return results
 
 
@@ -244,7 +249,10 @@ def simulate(
         int, typer.Option(min=1, max=MOST_REQUESTS, help="Requests of all tenants together.")
     ] = Options.requests,
     policies: Annotated[
-        str, typer.Option(help="Such as recompute,swap,pie,static:10%,remap,remap:slices; the first is compared with.")
+        str,
+        typer.Option(
+            help="Such as recompute,swap,pie,static:10%,remap,remap:slices,ideal; the first is compared with."
+        ),
     ] = Options.policies,
     sharing: Annotated[str, typer.Option(help="temporal, spatial or mig.")] = Options.sharing,
     scheduler: Annotated[str, typer.Option(help="prefill-first or chunked.")] = Options.scheduler,
@@ -252,6 +260,12 @@ def simulate(
     quantum: Annotated[
         float, typer.Option(help="Seconds of a tenant's turn, under temporal sharing.")
     ] = Options.quantum,
+    ttft_target: Annotated[
+        float, typer.Option(help="Seconds to the first token, at most, of a request that counts as goodput.")
+    ] = Options.ttft_target,
+    tpot_target: Annotated[
+        float, typer.Option(help="Seconds a token after the first, in the mean of such a request (TPOT), at most.")
+    ] = Options.tpot_target,
     models_file: Annotated[Path | None, typer.Option(help="JSON with models of your own.")] = None,
     machines_file: Annotated[Path | None, typer.Option(help="JSON with machines of your own.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write configuration and results there.")] = None,
@@ -272,6 +286,8 @@ def simulate(
         scheduler=scheduler,
         seed=seed,
         quantum=quantum,
+        ttft_target=ttft_target,
+        tpot_target=tpot_target,
         models_file=models_file,
         machines_file=machines_file,
     )

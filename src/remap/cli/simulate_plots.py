@@ -31,7 +31,14 @@ __all__ = [
 
 WIDTH = 9.2
 # Policies that are often compared keep their colour from picture to picture.
-KNOWN = {"recompute": "#a5581b", "remap": "#1466b8", "pie": "#12714a", "swap": "#8d5fb0", "static": "#6b7280"}
+KNOWN = {
+    "recompute": "#a5581b",
+    "remap": "#1466b8",
+    "pie": "#12714a",
+    "swap": "#8d5fb0",
+    "static": "#6b7280",
+    "ideal": "#111827",
+}
 OTHERS = ("#c2185b", "#0097a7", "#e0a100", "#5d4037", "#7cb342", "#3f51b5", "#f4511e", "#00695c")
 # More points than a line has pixels only make files large.
 POINTS = 500

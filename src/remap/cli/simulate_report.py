@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.sim.results import PolicyResult, TenantResult, percentile, report, weighted_percentile
+from remap.sim.ideal import AGAINST_IDEAL, against_ideal
+from remap.sim.results import PolicyResult, Targets, TenantResult, percentile, report, weighted_percentile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -19,6 +20,9 @@ __all__ = [
     "METRICS",
     "Metric",
     "change",
+    "note",
+    "on_target",
+    "part",
     "seconds",
     "table",
     "table_rows",
@@ -38,6 +42,20 @@ def seconds(value: float) -> str:
         if abs(value) * factor < 999.5:
             return f"{value * factor:.3g} {unit}"
     return f"{value:.3g} s" if abs(value) < 999.5 else f"{value:,.0f} s"
+
+
+def part(value: float) -> str:
+    """A share in percent, "83 %"; a dash for nan."""
+    return "–" if math.isnan(value) else f"{100 * value:,.0f} %"
+
+
+def _times(value: float) -> str:
+    return "–" if math.isnan(value) else f"x {value:.3g}"
+
+
+def on_target(targets: Targets) -> str:
+    """What goodput counts, in words."""
+    return f"first token within {seconds(targets.ttft_s)}, TPOT at most {seconds(targets.tpot_s)}"
 
 
 def _count(value: float) -> str:
@@ -72,12 +90,13 @@ METRICS = (
     Metric("layers_remapped_peak", "layers remapped, peak", _small, compared=False),
     Metric("stall_fraction", "stalled", lambda value: f"{value:.1%}", compared=False),
     Metric("requests_finished", "requests finished", _count, compared=False),
+    Metric("goodput_per_s", "goodput, requests/s", _small),
     Metric("virtual_s", "served in", seconds, compared=False),
     Metric("decisions", "plans applied", _count, compared=False),
     Metric("wall_s", "simulated in", seconds, compared=False),
 )
 """TTFT: from arrival to the first token, queueing included. TBT: between two tokens of a request. TPOT: the mean of
-one request's. Peaks: sums of the tenants'."""
+one request's. Goodput: requests that met both targets. Peaks: sums of the tenants'."""
 
 
 def change(before: float, after: float) -> str:
@@ -92,46 +111,61 @@ def change(before: float, after: float) -> str:
     return f"{relative:+.0%}".replace("%", " %") if abs(relative) >= 0.0995 else f"{relative * 100:+.1f} %"
 
 
-def table_rows(results: Sequence[PolicyResult]) -> list[tuple[str, list[str], list[str]]]:
-    """(name of the metric, value of each policy, its change from the first policy) for each metric."""
+def table_rows(
+    results: Sequence[PolicyResult], everybody: Sequence[PolicyResult] = ()
+) -> list[tuple[str, list[str], list[str]]]:
+    """(name of the metric, value of each policy, its change from the first policy) for each metric.
+
+    everybody: all results, if the table has some of them: "recompute" and "ideal" need not be in it to be compared with.
+    """
     rows = []
     for metric in METRICS:
         values = [float(getattr(result, metric.key)) for result in results]
         changes = [change(values[0], value) if metric.compared else "" for value in values]
         changes[0] = ""
         rows.append((metric.name, [metric.show(value) for value in values], changes))
+    if found := against_ideal({result.policy: result.headline() for result in everybody or results}):
+        for one in AGAINST_IDEAL:
+            show = _times if one.ratio else part
+            rows.append((one.title, [show(found[result.policy][one.key]) for result in results], [""] * len(results)))
     return rows
+
+
+def note(results: Sequence[PolicyResult]) -> str:
+    """What a reader of the table must know, in a line or two."""
+    said = [f"in brackets: against {results[0].policy}"] if len(results) > 1 else []
+    said.append(f"goodput: {on_target(results[0].targets)}")
+    return "; ".join(said)
 
 
 def tables(results: Sequence[PolicyResult], title: str, console: Console) -> list[Table]:
     """As few tables as the console is wide enough for, each with the first policy, which the others are compared with."""
     shown = list(results[:1])
-    made = [table(shown, title)]
+    made = [table(shown, title, results)]
     for result in results[1:]:
-        wider = table([*shown, result], title)
+        wider = table([*shown, result], title, results)
         needed = console.measure(wider, options=console.options.update(max_width=10_000)).maximum
         if len(shown) == 1 or needed <= console.width:
             shown.append(result)
             made[-1] = wider
         else:
             shown = [results[0], result]
-            made.append(table(shown, title))
+            made.append(table(shown, title, results))
     return made
 
 
-def table(results: Sequence[PolicyResult], title: str) -> Table:
-    """For a terminal: a row a metric, a column a policy."""
+def table(results: Sequence[PolicyResult], title: str, everybody: Sequence[PolicyResult] = ()) -> Table:
+    """For a terminal: a row a metric, a column a policy. everybody: see `table_rows`."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
     made.add_column("", no_wrap=True)
     for result in results:
         made.add_column(result.policy, justify="right", no_wrap=True)
-    for name, values, changes in table_rows(results):
+    for name, values, changes in table_rows(results, everybody):
         cells = [f"{value} ({moved})" if moved else value for value, moved in zip(values, changes)]
         made.add_row(name, *cells)
-    if len(results) > 1:
-        made.caption = f"in brackets: against {results[0].policy}"
+    made.caption = note(results)
     return made
 
 

@@ -1,6 +1,7 @@
 """From a setup and a policy to something that runs: the session with its tenants attached, one engine each, and who runs them.
 
 recompute, swap and static   tenants of a session on the sim backend whose memory nobody changes while they serve
+ideal                        recompute, with more memory
 remap                        the same session, asked before every pass: `session.step`
 pie                          pools that count, and a clock (Pie has no counterpart in the library)
 """
@@ -46,6 +47,7 @@ class World:
 def make_world(setup: Setup, policy: Policy) -> World:
     """Everything attached and ready, at some virtual time. On an error nothing stays behind. Raises what `fitting` raises."""
     fitting(setup, policy)
+    setup = setup.times(policy.memory)
     return _pie_world(setup, policy) if policy.kind == "pie" else _session_world(setup, policy)
 
 
