@@ -420,7 +420,7 @@ def test_targets_of_the_command_line_decide_what_is_good(engine, tmp_path) -> No
         configuration, (one, _) = from_report(json.loads(path.read_text()))
         found.append((configuration["ttft_target"], configuration["tpot_target"], one.goodput_per_s))
         assert (one.targets.ttft_s, one.targets.tpot_s) == found[-1][:2]
-        assert ("first token within 500 ms" in " ".join(result.output.split())) == bool(more)
+        assert ("first token within 500 ms and TPOT of at most 30 ms" in " ".join(result.output.split())) == bool(more)
     assert found[0][:2] == (2.0, 0.2) and found[1][:2] == (0.5, 0.03)
     assert found[0][2] > found[1][2] > 0
 

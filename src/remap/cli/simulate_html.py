@@ -9,7 +9,7 @@ from remap.sim.results import PolicyResult
 
 from . import simulate_plots as plots
 from .pages import need_jinja, render
-from .simulate_report import TENANT_HEAD, on_target, table_rows, tenant_rows
+from .simulate_report import TENANT_HEAD, notes, table_rows, tenant_rows
 
 __all__ = ["need_packages", "page"]
 
@@ -45,7 +45,7 @@ def page(configuration: Mapping[str, Any], results: Sequence[PolicyResult], titl
         title=title,
         results=results,
         rows=table_rows(results),
-        on_target=on_target(results[0].targets),
+        notes=notes(results),
         pictures=[(name, note, plots.svg(figure)) for name, note, figure in pictures],
         tenant_head=TENANT_HEAD,
         tenant_rows=tenant_rows,

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from remap.sim.ideal import AGAINST_IDEAL, against_ideal
-from remap.sim.results import PolicyResult, Targets, TenantResult, percentile, report, weighted_percentile
+from remap.sim.ideal import AGAINST_IDEAL, NEARLY, against_ideal
+from remap.sim.policies import IDEAL_MEMORY
+from remap.sim.results import PolicyResult, TenantResult, percentile, report, weighted_percentile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -20,8 +21,7 @@ __all__ = [
     "METRICS",
     "Metric",
     "change",
-    "note",
-    "on_target",
+    "notes",
     "part",
     "seconds",
     "table",
@@ -46,16 +46,11 @@ def seconds(value: float) -> str:
 
 def part(value: float) -> str:
     """A share in percent, "83 %"; a dash for nan."""
-    return "–" if math.isnan(value) else f"{100 * value:,.0f} %"
+    return "–" if math.isnan(value) else f"{round(100 * value):,} %"
 
 
 def _times(value: float) -> str:
     return "–" if math.isnan(value) else f"x {value:.3g}"
-
-
-def on_target(targets: Targets) -> str:
-    """What goodput counts, in words."""
-    return f"first token within {seconds(targets.ttft_s)}, TPOT at most {seconds(targets.tpot_s)}"
 
 
 def _count(value: float) -> str:
@@ -116,7 +111,7 @@ def table_rows(
 ) -> list[tuple[str, list[str], list[str]]]:
     """(name of the metric, value of each policy, its change from the first policy) for each metric.
 
-    everybody: all results, if the table has some of them: "recompute" and "ideal" need not be in it to be compared with.
+    everybody: all results, if the table has some of them: "recompute" and "ideal" need not be in it.
     """
     rows = []
     for metric in METRICS:
@@ -131,11 +126,19 @@ def table_rows(
     return rows
 
 
-def note(results: Sequence[PolicyResult]) -> str:
-    """What a reader of the table must know, in a line or two."""
-    said = [f"in brackets: against {results[0].policy}"] if len(results) > 1 else []
-    said.append(f"goodput: {on_target(results[0].targets)}")
-    return "; ".join(said)
+def notes(results: Sequence[PolicyResult]) -> list[str]:
+    """How to read the rows of goodput and, if there are any, of gaps: a sentence each."""
+    targets = results[0].targets
+    said = [
+        f"goodput: requests per second with the first token within {seconds(targets.ttft_s)} and TPOT of at most "
+        f"{seconds(targets.tpot_s)}"
+    ]
+    if {"recompute", "ideal"} <= {result.policy for result in results}:
+        said.append(
+            f"gap closed: from recompute (0 %) to ideal (100 %), which has {IDEAL_MEMORY} times the memory; – where they "
+            f"differ by at most {part(NEARLY)}"
+        )
+    return said
 
 
 def tables(results: Sequence[PolicyResult], title: str, console: Console) -> list[Table]:
@@ -165,7 +168,8 @@ def table(results: Sequence[PolicyResult], title: str, everybody: Sequence[Polic
     for name, values, changes in table_rows(results, everybody):
         cells = [f"{value} ({moved})" if moved else value for value, moved in zip(values, changes)]
         made.add_row(name, *cells)
-    made.caption = note(results)
+    brackets = [f"in brackets: against {results[0].policy}"] if len(results) > 1 else []
+    made.caption = "\n".join([*brackets, *notes(everybody or results)])
     return made
 
 

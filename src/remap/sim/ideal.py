@@ -3,9 +3,9 @@
     gap_closed(recompute=90.0, ours=20.0, ideal=2.0)        # 0.795: of 88 s of P99 TTFT, 70 s are gone
     against_ideal({"recompute": {...}, "remap": {...}, "ideal": {...}})["remap"]["gap_closed_ttft_p99"]
 
-Only "recompute" and "ideal" differ in memory alone, so their difference is what more memory would change, and no policy that
-makes room can be expected to change more. Beyond 1, and below 0, is possible all the same: a policy may be better than ideal by
-luck of the order, and worse than recompute.
+"recompute" and "ideal" differ in memory alone, so their difference is what more memory would change. A policy that
+makes room cannot be expected to change more. A share may still be above 1 (better than ideal, by luck of the order) or
+below 0 (worse than recompute).
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from dataclasses import dataclass
 __all__ = ["AGAINST_IDEAL", "NEARLY", "Against", "against_ideal", "gap_closed", "of_ideal"]
 
 NEARLY = 0.05
-"""A gap below this share of the larger of the two figures is none: who divides by it divides by chance."""
+"""A gap of at most this share of the larger figure counts as none: a quotient by it would say nothing."""
 
 
 def gap_closed(recompute: float, ours: float, ideal: float, *, more_is_better: bool = False) -> float:
-    """(recompute - ours) / (recompute - ideal): 0 as recompute, 1 as ideal; of figures of which less is better, or more.
+    """(recompute - ours) / (recompute - ideal): 0 is as recompute, 1 is as ideal.
 
-    nan where there is no gap to close: one of the three is nan, recompute and ideal are nearly equal (`NEARLY`), or ideal is
-    the worse of the two.
+    more_is_better: of the figure; otherwise less is. nan where there is no gap to close: one of the three is nan,
+    recompute and ideal are nearly equal (`NEARLY`), or ideal is the worse of the two.
     """
     gap = ideal - recompute if more_is_better else recompute - ideal
     if math.isnan(ours) or not gap > NEARLY * max(abs(recompute), abs(ideal)):
         return math.nan
-    return (recompute - ours) / (recompute - ideal)
+    return (recompute - ours) / (recompute - ideal) + 0.0  # -0.0 is 0
 
 
 def of_ideal(ours: float, ideal: float) -> float:
@@ -39,7 +39,7 @@ def of_ideal(ours: float, ideal: float) -> float:
 
 @dataclass(frozen=True)
 class Against:
-    """One comparison with ideal. key: as in files. figure: of `PolicyResult`. ratio: to ideal's; otherwise the gap closed."""
+    """One comparison with ideal. key: as in files. figure: of `PolicyResult`. ratio: to ideal's, not the gap closed."""
 
     key: str
     title: str
@@ -56,7 +56,7 @@ class Against:
 AGAINST_IDEAL = (
     Against("gap_closed_ttft_p99", "gap closed, TTFT P99", "ttft_p99_s"),
     Against("gap_closed_tokens_per_s", "gap closed, tokens/s", "tokens_per_s", more_is_better=True),
-    # Not a gap: with more memory more requests run at once, and ideal's time between tokens is mostly longer than recompute's.
+    # Not a gap: with more memory more requests run at once, and ideal's time between tokens is often the longer one.
     Against("tbt_p99_of_ideal", "TBT P99 / ideal's", "tbt_p99_s", ratio=True),
 )
 """What stands in every table of results."""

@@ -8,8 +8,8 @@
                   "static:10%"
     remap         the production controller with its defaults
     remap:A       one of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
-    ideal         recompute with six times the memory: what memory is worth. Not a policy that one can have, but what the
-                  others are held against (`remap.sim.ideal`)
+    ideal         recompute with six times the memory: what memory is worth. Nobody can choose it; the others are
+                  compared with it (`remap.sim.ideal`)
 
 A name may carry several settings, joined by "+": "remap:uniform+lru".
 """
@@ -30,7 +30,7 @@ UNBOUNDED = 1e6
 """As slowdown: demand decides alone."""
 
 IDEAL_MEMORY = 6
-"""How many times the memory "ideal" has. The loads of this project preempt nothing with it; a result says how often it did."""
+"""How many times the memory "ideal" has. No load of this project preempts with it; a result's `preemptions` say so."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,8 @@ class Policy:
     controller: settings of Knobs that are not its defaults. static: layers, or a share of them below 1; of Pie the
     expansion, 0 if it is adaptive. pooled: the
     share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
-    `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the memory of
-    the setup it has (`Setup.times`).
+    `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the
+    setup's memory it has (`Setup.times`).
     """
 
     name: str

@@ -113,10 +113,11 @@ def _ratio(part: float, whole: float) -> float:
 
 @dataclass(frozen=True)
 class Targets:
-    """What users wait for at most, in seconds: for the first token, and for each one after it in the mean of their request.
+    """The longest that a request may take, in seconds: to its first token, and for each token after it in its mean.
 
-    The mean (TPOT) and not the longest wait, as vLLM's benchmark of serving has it: who reads as tokens come sees an answer
-    that was held up once and went on fast as one that kept up. Raises InvalidArgument (field) for what is not above 0 and finite.
+    The mean of a request (TPOT) is what vLLM's benchmark of serving counts goodput by: an answer that paused once and
+    then caught up is as good as one that was steady. Raises InvalidArgument (field) for a value that is not above 0 and
+    finite.
     """
 
     ttft_s: float = 2.0
@@ -158,7 +159,7 @@ class TenantResult:
 
     ttft_s: seconds from arrival to first token, queueing included, of finished requests in order of arrival. tbt: pairs
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
-    tpot_s: of the same requests as ttft_s, seconds a token after the first, in the mean; None of a request of one token.
+    tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
     """
 
     tenant: str
@@ -398,8 +399,8 @@ def _fewer(pairs: Pairs, limit: int = POINTS) -> Pairs:
 def report(configuration: Mapping[str, Any], results: Iterable[PolicyResult]) -> dict[str, Any]:
     """What `remap simulate --json` writes: {"configuration": ..., "policies": {name: headline and details}}.
 
-    Where both "recompute" and "ideal" are among them, each has "against_ideal" (`remap.sim.ideal`), with None for what is not
-    defined. Raises InvalidArgument if two results have the name of one policy.
+    Where both "recompute" and "ideal" are among them, each has "against_ideal" (`remap.sim.ideal`), with None for what
+    is not defined. Raises InvalidArgument if two results have the name of one policy.
     """
     policies: dict[str, dict[str, Any]] = {}
     for result in results:

@@ -103,7 +103,7 @@ class Setup:
         return self.machine.iteration_gap_s if self.gap_s is None else self.gap_s
 
     def times(self, factor: int) -> Setup:
-        """The same with `factor` times the memory: the machine's, every reservation, and blocks of KV that were given."""
+        """The same with `factor` times the memory: the machine's, every reservation's, and blocks that were given."""
         tenants = tuple(
             replace(
                 tenant,
