@@ -135,8 +135,8 @@ def notes(results: Sequence[PolicyResult]) -> list[str]:
     ]
     if {"recompute", "ideal"} <= {result.policy for result in results}:
         said.append(
-            f"gap closed: from recompute (0 %) to ideal (100 %), which has {IDEAL_MEMORY} times the memory; – where they "
-            f"differ by at most {part(NEARLY)}"
+            f"gap closed: from recompute (0 %) to ideal (100 %), which has {IDEAL_MEMORY} times the memory; – where both "
+            f"are within {part(NEARLY)}"
         )
     return said
 
