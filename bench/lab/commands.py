@@ -98,6 +98,24 @@ def headline(
 
 
 @app.command()
+def gap(
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests, two seeds.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/gap.json")] = None,
+) -> None:
+    """How much of what memory is worth each policy gets, five seeds. What is in the file already is not run again."""
+    from .gap import QUICK, RESULTS, SETTINGS, run_gap
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/gap.json") if quick else RESULTS)
+    with errors_told():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_gap(path, QUICK if quick else SETTINGS, jobs=jobs, report_only=report_only))
+
+
+@app.command()
 def twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] = Path("bench/results")) -> None:
     """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
     from .twin.compare import twin as run

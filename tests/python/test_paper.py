@@ -382,3 +382,56 @@ def test_a_range_is_reached_at_both_ends(tmp_path, highest: float, expected: str
 def test_a_page_of_nothing_says_so(tmp_path) -> None:  # type: ignore[no-untyped-def]
     found = table(Store(tmp_path / "paper.json", SETTINGS))
     assert {line[4] for line in found} == {"not run"}
+
+
+def test_points_of_an_older_file_are_read_without_their_goodput(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    """And their tables have no such column."""
+    experiment = EXPERIMENTS["beyond-pool"]
+    store = Store(tmp_path / "paper.json", SETTINGS)
+    for panel in experiment.panels:
+        store.points.c[panel.name] = 10.0
+        for policy, rate in ((BASELINE, 2.0), ("remap", 2.0), ("remap:pool", 3.0)):
+            store.points.add(panel.name, "x0.7", policy, [point(7.0, goodput_per_s=rate)])
+
+    def section(of: Store) -> str:
+        return markdown(of, {}).partition(experiment.title)[2].partition("###")[0]
+
+    assert "requests in time more, %" in section(store) and "| +50.0 |" in section(store)
+    store.write()
+    data = json.loads(store.path.read_text(encoding="utf-8"))
+    for panel_ in data["panels"].values():
+        for columns in panel_["policies"].values():
+            del columns["goodput_per_s"]
+    store.path.write_text(json.dumps(data), encoding="utf-8")
+    older = Store.read(store.path)
+    assert all(
+        set(one) == set(POINT) - {"goodput_per_s"}
+        for cell in older.points.cells.values()
+        for policies in cell.values()
+        for points in policies.values()
+        for one in points
+    )
+    assert "requests in time more" not in section(older) and "tokens/s more" in section(older)
+    older.write()
+    assert Store.read(store.path).points == older.points
+    del data["panels"]["C1 ShareGPT"]["policies"][BASELINE]["tbt_p99_s"]
+    store.path.write_text(json.dumps(data), encoding="utf-8")
+    with pytest.raises(InvalidArgument, match="not a result"):
+        Store.read(store.path)
+
+
+def test_where_ideal_was_run_the_page_says_how_far_the_others_come(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    store = Store(tmp_path / "paper.json", SETTINGS)
+    (panel, _) = EXPERIMENTS["beyond-ideal"].panels
+    store.points.c[panel.name] = 10.0
+    for policy, ttft, tokens in ((BASELINE, 90.0, 100.0), ("remap", 24.0, 190.0), ("ideal", 2.0, 200.0)):
+        one = point(7.0, ttft_p99_s=ttft, tokens_per_s=tokens, goodput_per_s=tokens / 100)
+        store.points.add(panel.name, "x0.7", policy, [one])
+    store.points.add(panel.name, "x1", BASELINE, [point(10.0)])  # without ideal there is nothing to say
+    section = markdown(store, {}).partition(EXPERIMENTS["beyond-ideal"].title)[2].partition("###")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| C1")]
+    assert lines == [
+        f"| {panel.name} | 0.7 | 7 | recompute | 1 | 5 | 0 % | 0 % | 1 | 1 |",
+        f"| {panel.name} | 0.7 | 7 | remap | 1 | 5 | 75 % | 90 % | 1 | 1.9 |",
+        f"| {panel.name} | 0.7 | 7 | ideal | 1 | 5 | 100 % | 100 % | 1 | 2 |",
+    ]
