@@ -192,6 +192,10 @@ class Store:
                         columns["key"].append(key)
                         for figure in POINT:
                             columns[figure].append(point.get(figure))
+            for columns in policies.values():
+                for figure in _LATER:
+                    if not any(value is not None for value in columns[figure]):
+                        del columns[figure]
             panels[name] = {
                 "c": self.points.c[name],
                 "lows": list(self.lows.get(name, ())),
