@@ -46,7 +46,7 @@ class SharedEngines:
     temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
     somebody else has work. Turns go round in the order of `engines`. partial: a turn begins at once, streaming the layers whose
     place live blocks of others have taken; otherwise the requests that hold these blocks are preempted first, so that all layers
-    come home. clock: the engines' own.
+    come home. None: at once, unless all engines swap: then preempting costs a copy, and nothing is recomputed. clock: the engines' own.
 
     Raises InvalidArgument for an unknown mode, no engines, a name that is not its tenant's, or an engine of another session.
     """
@@ -58,7 +58,7 @@ class SharedEngines:
         mode: str = "temporal",
         *,
         quantum_s: float = 1.0,
-        partial: bool | float = True,
+        partial: bool | float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -82,7 +82,7 @@ class SharedEngines:
         self.engines = dict(engines)
         self.mode = mode
         self.quantum_s = quantum_s
-        self.partial = partial
+        self.partial = not all(engine.scheduler.swap for engine in engines.values()) if partial is None else partial
         self._clock = clock
         self._sleep = sleep
         self._active: str | None = None  # temporal only; None before the first turn
@@ -225,6 +225,8 @@ class SharedEngines:
             # An activation alone makes the others inactive first. Written down before, so that an interrupt in between
             # leaves the turn with nobody: the next step begins a new one.
             former, self._active = self._active, None
+            if former is not None:
+                self.engines[former].pause()
             try:
                 entry = self._activate(name, alone=True)
             except Exception:
