@@ -155,21 +155,6 @@ def test_an_exit_status_comes_through_the_keeper(tmp_path: Path) -> None:
     assert status is None
 
 
-def test_nothing_outlives_a_suite_that_is_killed(tmp_path: Path) -> None:
-    """Not even what its children have started: another run would find the device in use."""
-    marker = str(tmp_path / "marker")
-    code = (
-        "import os, sys\nfrom pathlib import Path\nfrom bench.gpu.processes import run_limited\n"
-        f"run_limited(['sh', '-c', 'sleep 600 & sleep 600; : {marker}'], seconds=600, environment=os.environ,"
-        f" log=Path({str(tmp_path / 'log')!r}))"
-    )
-    suite = subprocess.Popen([sys.executable, "-c", code, marker], cwd=ROOT, start_new_session=True)
-    _until(lambda: any(line.startswith("sh -c") for line in _running(marker)))
-    os.killpg(suite.pid, signal.SIGKILL)
-    suite.wait()
-    _until(lambda: not _running(marker))
-
-
 def test_a_run_that_is_killed_at_any_moment_goes_on_where_it_was(emulated_gpu: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     names = ["driver calls", "link", "growth", "prefetch"]
