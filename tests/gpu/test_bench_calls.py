@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from bench.gpu import calls, machine, registry, steps, suite
-from bench.gpu.record import Record
 from bench.gpu.table import Step
 from conftest import ROOT, bench, emulated_environment, results_in
 
@@ -226,22 +225,9 @@ def test_results_come_along_to_an_empty_folder_and_of_another_driver_are_refused
     assert "nothing matches" in bench(*nothing, expected=2)
 
 
-def test_which_engines_were_found_and_ran_is_said(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, paths: steps.Paths
-) -> None:
-    versions = {"torch": "2.11.0", "vllm": "0.32.0", "flashinfer-python": "0.7.0"}
-    monkeypatch.setattr(machine, "versions", lambda: versions)
-    found = machine.engines()
-    assert (found["torch"], found["flashinfer"], found["sglang"]) == ("2.11.0", "0.7.0", None)
-    record = Record(tmp_path, tmp_path, emulated=False)
-    packages = {name: {"ran": [], "version": at} for name, at in found.items()}
-    packages["torch"]["ran"] = ["graphs", "decode attention"]
-    record.facts = {"mode": "aliased", "strict_because": None, "packages": packages}
-    lines = "\n".join(suite._notes(record))
-    assert "found, and parts that ran with it: torch 2.11.0 (2)" in lines
-    assert "found, not used: flashinfer 0.7.0, vllm 0.32.0" in lines
-    assert "not found: triton, transformers, sglang" in lines
+def test_an_adapter_that_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatch, paths: steps.Paths) -> None:
     monkeypatch.setattr(machine, "versions", lambda: {"sglang": "0.5.23"})
+    assert machine.engines()["sglang"] == "0.5.23"
     tasks = {task.name: task for task in calls.tasks("serve", paths, quick=False, emulated=False)}
     assert tasks["vllm adapter"].run(10, {}) == "vllm is not installed"
     assert tasks["sglang adapter"].run(10, {}) == "sglang 0.5.23 is installed; this suite has nothing that enters it"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bench.gpu import results, suite, table
+from bench.gpu.context import Skip
 from bench.gpu.record import Record
+from bench.gpu.registry import Measure
 from bench.gpu.workers import Workers
 
 WORKER = """
@@ -169,24 +173,19 @@ def test_without_a_driver_there_is_a_table_and_a_failure(tmp_path: Path, capsys:
     assert list(document["calls"]) == ["measure"]  # the next one would find no more
 
 
-def test_a_measure_that_cannot_do_all_of_it_keeps_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("figures", [0, 1])
+def test_a_measure_that_cannot_do_all_of_it_keeps_what_it_has(figures: int) -> None:
     """Without one figure it is skipped, with one it is done in part."""
-    for figures in (0, 1):
-        report = tmp_path / f"{figures}.jsonl"
-        code = (
-            "import sys\nfrom types import SimpleNamespace as Space\nfrom bench.gpu import worker, results\n"
-            "from bench.gpu.context import Skip\nfrom bench.gpu.registry import Measure\n"
-            "def body(ctx):\n"
-            f"    for _ in range({figures}):\n        yield results.count('calls', 1, 'calls', n=1)\n"
-            "    raise Skip('too large')\n"
-            "one = Measure('one', body, (), 1.0, 1.0, 1.0, 'measure', 0)\n"
-            "ctx = Space(emulated=True, quick=True, until=0.0, driver=Space(violations=list))\n"
-            f"with open({str(report)!r}, 'w') as file:\n"
-            "    assert worker._run(one, ctx, float('inf'), file)\n"
-        )
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
-        entries = [json.loads(line) for line in report.read_text().splitlines()]
-        kinds = [entry["kind"] for entry in entries]
-        assert kinds == (["begin", "figure", "end"] if figures else ["begin", "skip"])
-        assert entries[-1]["rest" if figures else "reason"] == "too large"
+    from bench.gpu import worker
+
+    def body(context: Any) -> Iterator[results.Figure]:
+        yield from [results.count("calls", 1, "calls", n=1)] * figures
+        raise Skip("too large")
+
+    one = Measure("one", body, (), 1.0, 1.0, 1.0, "measure", 0)
+    context: Any = SimpleNamespace(emulated=True, quick=True, until=0.0, driver=SimpleNamespace(violations=list))
+    report = StringIO()
+    assert worker._run(one, context, float("inf"), report)
+    entries = [json.loads(line) for line in report.getvalue().splitlines()]
+    assert [entry["kind"] for entry in entries] == (["begin", "figure", "end"] if figures else ["begin", "skip"])
+    assert entries[-1]["rest" if figures else "reason"] == "too large"

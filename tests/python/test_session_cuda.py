@@ -462,13 +462,6 @@ def test_a_ring_that_moves_waits_for_the_copies_into_it(world: World, monkeypatc
     world.passes()
 
 
-def test_strict_mode_waits_before_it_unmaps(make: Any) -> None:
-    world = make("strict")
-    world.steady()
-    with world.waits():
-        world.remap(3)
-
-
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("slices", [False, True], ids=["layers", "slices"])
 def test_random_changes_and_passes_that_nobody_waits_for(make: Any, mode: str, slices: bool, seed: int) -> None:
@@ -564,14 +557,17 @@ def test_a_shrink_that_cannot_be_ordered_changes_nothing(make: Any, mode: str, c
 
 
 @pytest.mark.parametrize("alpha", [0, 3])
-@pytest.mark.parametrize("leave", ["detach", "close"])
-def test_leaving_waits_for_what_the_tenant_has_enqueued(world: World, leave: str, alpha: int) -> None:
+@pytest.mark.parametrize("leave", ["detach", "close", "unmap"])
+def test_leaving_and_unmapping_wait_for_what_the_tenant_has_enqueued(make: Any, leave: str, alpha: int) -> None:
+    world = make("strict" if leave == "unmap" else "aliased")
     world.steady(alpha, 2)
+    leaves = {"detach": lambda: world.session.detach("m"), "close": world.session.close}
     with world.waits():
-        world.session.detach("m") if leave == "detach" else world.session.close()
-    world.through(books=leave == "detach")
-    with pytest.raises(InvalidState):
-        world.tenant.forward(stream=world.stream).__enter__()
+        leaves.get(leave, lambda: world.remap(2))()
+    world.through(books=leave != "close")
+    if leave in leaves:
+        with pytest.raises(InvalidState):
+            world.tenant.forward(stream=world.stream).__enter__()
 
 
 def test_master_copies_are_page_locked_and_go_back(world: World) -> None:
