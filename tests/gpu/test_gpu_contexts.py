@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -11,26 +10,6 @@ from typing import Any
 
 import pytest
 from conftest import ROOT
-
-
-def _holders(library: str) -> int:
-    """How many hold the context, as the emulated driver counts them."""
-    from emulated import Emulated
-
-    return Emulated(Path(library)).live().get("contexts", 0)
-
-
-def test_it_is_held_for_as_long_as_it_is_said(emulated_gpu: Any) -> None:
-    from bench.gpu.driver import Driver
-
-    gc.collect()  # backends of other tests that are still to go
-    library = os.environ["REMAP_LIBCUDA"]
-    before = _holders(library)
-    assert before >= 1  # the fixture `gpu`
-    with Driver().held():
-        assert _holders(library) == before + 1
-    assert _holders(library) == before
-
 
 CONFORMANCE = """
 import contract
