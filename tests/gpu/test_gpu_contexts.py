@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import program
 
 CONFORMANCE = """
+import os
+from pathlib import Path
+
 import contract
 from emulated import Emulated
+
 assert contract.ON_GPU
 for _ in range(2):
     backend = contract.cuda()
     del backend
-    print(contract.PAGE, Emulated(__import__("pathlib").Path(__import__("os").environ["REMAP_LIBCUDA"])).live())
+    print(contract.PAGE, Emulated(Path(os.environ["REMAP_LIBCUDA"])).live())
 """
 
 
 def test_it_outlives_every_backend_of_the_conformance_suite(emulated_gpu: Any) -> None:
     """As on a GPU, with the emulated one in its place."""
-    search = os.pathsep.join([str(ROOT / "tests" / "python"), *sys.path])
-    environment = {**os.environ, "REMAP_TEST_CUDA": "1", "PYTHONPATH": search}
-    done = subprocess.run(
-        [sys.executable, "-c", CONFORMANCE], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{2 << 20} {{'contexts': 1}}"] * 2
+    assert program(CONFORMANCE, REMAP_TEST_CUDA="1").splitlines() == [f"{2 << 20} {{'contexts': 1}}"] * 2
 
 
 def test_masters_of_the_benchmarks_count_as_memory_that_is_there(gpu: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,7 +10,7 @@ from typing import Any
 
 import pytest
 from bench.gpu.tenants import device_tenant
-from conftest import ROOT
+from conftest import program
 from rig import Reader, one_pass
 
 import remap
@@ -96,11 +93,7 @@ else:
 
 
 def test_another_device_from_another_thread(gpu: Any) -> None:
-    environment = {**os.environ, "REMAP_EMULATED_DEVICES": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", SECOND_DEVICE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    if "one device" in done.stdout:
+    said = program(SECOND_DEVICE, REMAP_EMULATED_DEVICES="2")
+    if said == "one device":
         pytest.skip("there is one GPU")
-    assert done.stdout.strip() == f"second device {[True] * 4}"
+    assert said == f"second device {[True] * 4}"
