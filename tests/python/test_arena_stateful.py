@@ -11,7 +11,18 @@ import os
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, session_on, write_block
+from arena_worlds import (
+    PAGE,
+    forward,
+    make_backend,
+    make_layers,
+    make_spec,
+    read_block,
+    session_on,
+    set_times,
+    times_of,
+    write_block,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -42,8 +53,8 @@ class ArenaMachine(RuleBasedStateMachine):
     def start(self, second: bool, layout: str) -> None:
         self.layout = layout
         self.backends = {mode: make_backend(TOTAL * PAGE) for mode in MODES}
-        # Each tenant for itself: what goes from one to another is test_lending.py's and test_sharing_stateful.py's.
-        config = remap.advanced.Knobs(lends=False)
+        # Each tenant for itself: what goes from one to another is test_lending.py's and the fuzzer's.
+        config = remap.advanced.Knobs(lends=False, selection="nested")
         self.sessions = {
             mode: session_on(backend, TOTAL * PAGE, mode=mode, config=config) for mode, backend in self.backends.items()
         }
@@ -68,6 +79,7 @@ class ArenaMachine(RuleBasedStateMachine):
             tenant = session.attach_bytes(layers, name=name, kv=make_spec(count, max_blocks=400, layout=self.layout))
             self.tenants.setdefault(name, {})[mode] = tenant
             self.addresses[name, mode] = self.addresses_of(mode, name)
+            set_times(tenant, times_of(count, 1.0, 0.4))  # both decide alike
             for block in self.free_of(tenant):
                 # Promise 6: what another tenant left there is gone. (Its first reader sees zeroes.)
                 assert read_block(tenant, block) == {0}
@@ -191,6 +203,17 @@ class ArenaMachine(RuleBasedStateMachine):
                     tenant.wait(layer)
                     tenant.done(layer)
                 raise KeyError(stop)
+
+    @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, 60))
+    def step(self, name: str, blocks: int) -> None:
+        """The controller's decision: how much of it are layers is seen, everything else follows."""
+        if name not in self.tenants:
+            return
+        report = self.both(lambda mode: seen_of(self.sessions[mode].step({name: remap.Demand(blocks=blocks)})))
+        model, seen = self.model.tenants[name], self.sessions["strict"].snapshot().tenants[name]
+        model.remap(seen.remapped, seen.buffers, report["moved"].get(name, {}))
+        model.base_kv_pages = seen.pages.kv - seen.remapped * model.layer_pages
+        self.poison()
 
     @rule()
     def settle(self) -> None:

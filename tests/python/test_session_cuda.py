@@ -571,11 +571,11 @@ def test_master_copies_are_page_locked_and_go_back(world: World) -> None:
     for layer in make_layers([2, 2, 2], 5):
         buffers.append(mmap.mmap(-1, len(layer)))
         buffers[-1][:] = layer
-    inner = memoryview(buffers[0])[64:]  # overlaps the first, and starts inside of an OS page
+    inner = [memoryview(buffers[0])[at:] for at in (64, mmap.PAGESIZE)]  # in an OS page, and only overlapping
     read_only = memoryview(buffers.pop()).toreadonly()
-    tenant = world.attach("locked", [*buffers, buffers[0], read_only, inner], max_blocks=200)
+    tenant = world.attach("locked", [*buffers, buffers[0], read_only, *inner], max_blocks=200)
     assert world.trace.count(_core.Call.register_host) == 2  # the third is the first again
-    assert world.trace.count(_core.Call.allocate_host) == copies + 2
+    assert world.trace.count(_core.Call.allocate_host) == copies + 3
     remap.advanced.remap(world.session, "locked", 3)
     for _ in range(2):
         world.a_pass(world.stream, tenant=tenant)
