@@ -225,6 +225,11 @@ def test_results_come_along_to_an_empty_folder_and_of_another_driver_are_refused
     assert "nothing matches" in bench(*nothing, expected=2)
 
 
+def test_the_host_budget_reaches_the_children(paths: steps.Paths) -> None:
+    options = suite.Options(calls=("measure",), quick=True, emulated=True, checkout=False, host_budget="3GiB")
+    assert suite._environment(options, {}, paths)["REMAP_HOST_BUDGET"] == "3GiB"
+
+
 def test_an_adapter_that_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatch, paths: steps.Paths) -> None:
     monkeypatch.setattr(machine, "versions", lambda: {"sglang": "0.5.23"})
     assert machine.engines()["sglang"] == "0.5.23"
