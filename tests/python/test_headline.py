@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import replace
-from pathlib import Path
 
-import pytest
 from bench.lab import ROOT, headline
 
 STORED = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
@@ -64,24 +61,3 @@ def test_what_is_stored_is_five_seeds_of_two_thousand_requests() -> None:
     }
     assert set(STORED["points"]) == names
     assert all(point["requests"] == point["requests_finished"] for point in STORED["points"].values())
-
-
-@pytest.mark.slow
-def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What is stored is not run again, and a line is the median of its seeds with their range."""
-    settings = replace(headline.SETTINGS, requests=20, seeds=3)
-    panels, factors, path = headline.PANELS[:1], (1.0,), tmp_path / "found.json"
-    first = headline.read(path, settings)
-    headline.run_missing(first, settings, path, 1, panels, factors)
-    kept = dict(first["points"])
-    lost = headline.name_of(panels[0], 1.0, "remap", 1)
-    again = headline.read(path, settings)
-    del again["points"][lost]
-    capsys.readouterr()
-    headline.run_missing(again, settings, path, 1, panels, factors)
-    assert capsys.readouterr().err.split("\n")[:-1] == [lost]
-    assert headline.read(path, settings)["points"] == kept
-    assert headline.read(path, replace(settings, requests=21))["points"] == {}
-    rates = [kept[headline.name_of(panels[0], 1.0, "remap", seed)]["tokens_per_s"] for seed in range(3)]
-    line = headline.table(again, panels, factors).splitlines()[-1]
-    assert line.split("|")[4].strip() == "3" and f"{statistics.median(rates):.3g}" in line.replace(",", "")
