@@ -224,18 +224,6 @@ def test_credit_is_forfeited_when_the_condition_fails() -> None:
     assert policy.credit == 0.0
 
 
-def test_variation_alone_does_not_grow_again_after_a_shrink() -> None:
-    policy = controller(hysteresis_blocks=0, smoothing=0.5)
-    full = {"usable_blocks": 100, "live_blocks": 90, "free_blocks": 10}
-    assert run(policy, 13, **full)[-1].action == "shrink"
-    less = {"remapped": 2, "buffers": 2, "usable_blocks": 90}
-    policy.decide(view(**less, live_blocks=50, free_blocks=40), Demand(0))
-    back = policy.decide(view(**less, live_blocks=90, free_blocks=0), Demand(0))
-    assert policy.variation == 30  # L would be 60, but the demand is what it was when the layer was given back
-    assert back.action == "none"
-    assert policy.decide(view(**less, live_blocks=90, free_blocks=0), Demand(1)).action == "grow"
-
-
 def test_a_rise_within_sigma_does_not_end_the_guard() -> None:
     policy = controller(hysteresis_blocks=5)
     assert run(policy, 13, usable_blocks=100, live_blocks=85, free_blocks=15)[-1].action == "shrink"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import statistics
+from dataclasses import replace
+from pathlib import Path
 
+import pytest
 from bench.lab import ROOT, headline
 
 STORED = json.loads(headline.RESULTS.read_text(encoding="utf-8"))
@@ -61,3 +64,26 @@ def test_what_is_stored_is_five_seeds_of_two_thousand_requests() -> None:
     }
     assert set(STORED["points"]) == names
     assert all(point["requests"] == point["requests_finished"] for point in STORED["points"].values())
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is stored is not run again, and a line is the median of its seeds with their range."""
+    settings, panels, path = (
+        replace(headline.SETTINGS, requests=20, seeds=3),
+        headline.PANELS[:1],
+        tmp_path / "found.json",
+    )
+    first = headline.read(path, settings)
+    headline.run_missing(first, settings, path, 1, panels, (1.0,))
+    names = [headline.name_of(panels[0], 1.0, "remap", seed) for seed in range(3)]
+    again = headline.read(path, settings)
+    del again["points"][names[1]]
+    capsys.readouterr()
+    headline.run_missing(again, settings, path, 1, panels, (1.0,))
+    assert capsys.readouterr().err.split("\n")[:-1] == [names[1]]
+    assert headline.read(path, settings)["points"] == first["points"]
+    assert headline.read(path, replace(settings, requests=21))["points"] == {}
+    middle = statistics.median(first["points"][name]["tokens_per_s"] for name in names)
+    cells = headline.table(again, panels, (1.0,)).splitlines()[-1].split("|")
+    assert cells[4].strip() == "3" and f"{middle:.3g}" in "|".join(cells).replace(",", "")

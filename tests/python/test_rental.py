@@ -1,4 +1,4 @@
-"""The three claims of policy/rental.py: against arbitrary sequences, an offline optimum by brute force, and a simulated pool."""
+"""Claims 1 and 2 of policy/rental.py: arbitrary sequences, an offline optimum by brute force. Claim 3: test_controller.py."""
 
 from __future__ import annotations
 
@@ -99,72 +99,6 @@ def test_the_factors_are_reached() -> None:
     assert (online_cost(rented, 1), offline_optimum(rented)) == (Fraction(15, 8), 1)  # the classical 2 - 1 / B
     dear: list[Step] = [(16, True)] * 4
     assert (online_cost(dear, 4), offline_optimum(dear)) == (4, 1)  # 1 + (D - 1) G: what a dwell costs
-
-
-class Pool:
-    """One holder and one lender: blocks by hand, a headroom that comes from anywhere."""
-
-    def __init__(self, base: int, per_layer: int, layers: int, sigma: int, dwell: int, rent: float) -> None:
-        self.base, self.per_layer, self.layers, self.sigma, self.rent = base, per_layer, layers, sigma, rent
-        self.lent = 0
-        self.rental, self.guard = Rental(dwell), Guard()
-
-    def step(self, wanted: int, share: float, headroom: int) -> tuple[str, int]:
-        """(what happened, L as used). `share` of what is wanted is allocated, the rest is demand."""
-        usable = self.base + self.lent * self.per_layer
-        live = min(int(wanted * share), usable)
-        free, demand = usable - live, wanted - live
-        headroom = self.guard.clip(wanted, headroom)
-        deficit = demand + headroom - free
-        if deficit > 0:
-            self.rental.forfeit()
-            more = min(self.layers - self.lent, math.ceil(deficit / self.per_layer))
-            if more:
-                self.guard.clear()
-                self.lent += more
-                return "grow", headroom
-        elif self.lent and self.rental.accrue(self.rent, free >= demand + headroom + self.per_layer + self.sigma):
-            self.guard.arm(wanted + self.sigma, headroom)
-            self.lent -= 1
-            assert self.base + self.lent * self.per_layer - live >= demand + headroom + self.sigma
-            return "shrink", headroom
-        return "none", headroom
-
-
-POOLS = st.builds(
-    Pool,
-    base=st.integers(0, 60),
-    per_layer=st.integers(1, 12),
-    layers=st.integers(1, 12),
-    sigma=st.integers(0, 15),
-    dwell=st.integers(1, 3),
-    rent=st.sampled_from([0.25, 0.5, 1.0]),
-)
-HEADROOMS = st.integers(0, 60)
-SHARES = st.sampled_from([0.0, 0.5, 1.0])
-
-
-@settings(max_examples=300, deadline=None)
-@given(
-    POOLS,
-    st.lists(st.tuples(st.integers(0, 150), st.integers(1, 6), HEADROOMS, SHARES), max_size=25),
-    st.integers(0, 12),
-)
-def test_growing_after_a_shrink_takes_demand_that_rose(
-    pool: Pool, course: list[tuple[int, int, int, float]], lent: int
-) -> None:
-    pool.lent = min(lent, pool.layers)
-    at_shrink: int | None = None
-    highest = 0  # since then: once it has risen the guard is off, and the headroom may ask for what it likes
-    for wanted, steps, headroom, share in course:
-        for step in range(steps):
-            highest = max(highest, wanted)
-            what, _ = pool.step(wanted, share, headroom + 7 * step)
-            if what == "shrink":
-                at_shrink = highest = wanted
-            elif what == "grow":
-                assert at_shrink is None or highest > at_shrink + pool.sigma
-                at_shrink = None
 
 
 def test_the_guard_step_by_step() -> None:

@@ -198,15 +198,3 @@ def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int
             [world.gap_s, *world.compute_s], [0.0, *map(float, pages)], [0.0, *shares], buffers, range(1, n + 1)
         )
         world.expect(exact)
-
-
-@pytest.mark.parametrize("gap", [0.0, 1.0, 7.0, 30.0, 100.0])
-def test_copies_go_on_in_the_gap_between_passes(gap: float) -> None:
-    """n = 8, one buffer, layers 0 and 4: a copy of 20 s each behind W = 3 computations of 2 s. The gap is in the window of layer
-    0 alone, and shortens its wait: of 2 x (20 - 6) s of stall the first half goes with the gap."""
-    with World([20] * 8, [2.0] * 8, gap) as world:
-        remap.advanced.remap(world.session, "model", layers=1, buffers=1)
-        assert world.tenant.streamed == (0, 4)
-        stall = max(0.0, 14.0 - gap) + 14.0
-        assert expected_period(world, 1) == pytest.approx(16.0 + gap + stall, rel=1e-12)
-        world.expect(16.0 + gap + stall)

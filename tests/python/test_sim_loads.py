@@ -60,26 +60,6 @@ def test_patterns_have_the_statistics_of_the_traces(
         assert counts.count(0) / len(counts) == pytest.approx(empty, abs=by)
 
 
-@settings(max_examples=60, deadline=None)
-@given(cv=st.floats(1.01, 20.0), duty=st.floats(0.05, 0.9), spread=st.floats(0.01, 3.0), spells=st.floats(1.0, 20.0))
-def test_spells_keep_the_variation_of_the_gaps(cv, duty, spread, spells) -> None:
-    """The wait for the next arrival from any moment, from the process's own equations: with the rates of two states put into
-    them numerically, cv^2 = 2 rate R - 1."""
-    arrivals = Arrivals(1.0, cv, duty, spread, spells)
-    off, on = 1 / arrivals.silence_s, 1 / arrivals.burst_s
-    sigma = math.sqrt(math.log1p(spread * spread))
-    normal = statistics.NormalDist()
-    # Quadrature by the midpoints of 4001 equal shares.
-    rates = [math.exp(sigma * normal.inv_cdf((k + 0.5) / 4001) - sigma * sigma / 2) / duty for k in range(4001)]
-    # From a fresh spell: an arrival, a new spell, or the end of the burst and then a fresh spell, whichever is first. Iterated
-    # to its fixed point as a linear equation wait = known + factor * wait.
-    known = statistics.fmean((1 + on / off) / (rate + spells * on) for rate in rates)
-    factor = statistics.fmean(spells * on / (rate + spells * on) for rate in rates)
-    wait_on = known / (1 - factor)
-    wait = wait_on + (1 - duty) / off
-    assert math.sqrt(2 * wait - 1) == pytest.approx(cv, rel=0.02 + 0.03 * (spread > 1.5))
-
-
 def drawn(lengths: Lengths, count: int = 40_000) -> tuple[list[int], list[int]]:
     rng = random.Random(5)
     pairs = [lengths.draw(rng) for _ in range(count)]

@@ -37,20 +37,6 @@ def test_gaps_have_the_mean_and_the_variation_that_were_asked_for(shape: tuple[f
     assert statistics.pstdev(gaps) / statistics.fmean(gaps) == pytest.approx(shape[0], rel=0.12)
 
 
-@given(rate=st.floats(0.01, 100), cv=st.floats(1.0, 20.0, exclude_min=True), duty=st.floats(0.01, 0.99))
-def test_closed_form_of_the_interrupted_process(rate: float, cv: float, duty: float) -> None:
-    """The definitions, and the two equations that the parameters were solved from, put the other way round."""
-    arrivals = Arrivals(rate, cv, duty)
-    leaving_on, leaving_off = 1 / arrivals.burst_s, 1 / arrivals.silence_s
-    both = leaving_on + leaving_off
-    assert leaving_off / both == pytest.approx(duty)
-    assert arrivals.burst_rate * duty == pytest.approx(rate)
-    assert 1 + 2 * arrivals.burst_rate * leaving_on / both**2 == pytest.approx(cv * cv)
-    faster = arrivals.at(3 * rate)
-    assert faster.burst_s == pytest.approx(arrivals.burst_s / 3)
-    assert (faster.cv, faster.duty) == (cv, duty)
-
-
 def test_the_process_is_in_its_steady_state_from_the_start() -> None:
     """The share of runs with an arrival in the first moments is the long-run rate, for even arrivals as for bursts."""
     for arrivals in (Arrivals(1.0, 0.2), Arrivals(1.0, 1.0), Arrivals(1.0, 6.0)):
