@@ -187,9 +187,7 @@ SLOW = {"times": times_of(transfer=8e-3)}
         ({}, {"free_blocks": 10, "shrink_blocks": 11}, None),
     ],
 )
-def test_it_shrinks_when_the_credit_pays_for_one_reload(
-    knobs: dict[str, object], present: dict[str, object], after: int | None
-) -> None:
+def test_it_shrinks_when_the_credit_pays_for_one_reload(knobs, present, after) -> None:
     policy = controller(reserve_blocks=0, hysteresis_blocks=0, **knobs)
     decisions = run(policy, after or 200, **present)
     assert [one.action for one in decisions[:-1]] == ["none"] * (len(decisions) - 1)
@@ -346,9 +344,7 @@ def test_no_thrashing_under_any_demand(tenant: Tenant, wanted: list[tuple[int, i
 
 @settings(max_examples=150, deadline=None)
 @given(tenants(), WANTED, st.sampled_from([0.0, 0.5, 1.0]))
-def test_growing_after_a_shrink_takes_a_rise_of_demand_beyond_sigma(
-    tenant: Tenant, wanted: list[tuple[int, int]], share: float
-) -> None:
+def test_growing_after_a_shrink_takes_a_rise_of_demand_beyond_sigma(tenant, wanted, share) -> None:
     fixed, at_shrink = tenant.policy.config.hysteresis_blocks, None
     for blocks, steps in wanted:
         for _ in range(steps):

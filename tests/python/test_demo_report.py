@@ -151,15 +151,6 @@ def test_ticks_cover_the_values_in_round_steps(top: float, count: int, integer: 
         assert all(mark == pytest.approx(round(mark)) for mark in marks)
 
 
-def test_thin_keeps_both_ends() -> None:
-    points = [Sample(float(i), 0, 0, 0, 0, 0, 0, 0, 0.0) for i in range(5 * MAX_POINTS + 3)]
-    kept = thin(points)
-    assert len(kept) <= MAX_POINTS + 1
-    assert kept[0] is points[0]
-    assert kept[-1] is points[-1]
-    assert thin(points[:10]) == points[:10]
-
-
 def test_page_is_whole_and_self_contained() -> None:
     result = make_result()
     html = page(result)
@@ -195,3 +186,10 @@ def test_the_script_gets_the_lines_that_are_drawn() -> None:
     assert all(len(run["charts"]) == 4 for run in runs.values())
     name, values = runs["remap"]["charts"][1][0]
     assert (name, max(values), len(values)) == ("layers", 6, len(runs["remap"]["t"]))
+
+
+def test_thin_keeps_both_ends() -> None:
+    points = [Sample(float(i), 0, 0, 0, 0, 0, 0, 0, 0.0) for i in range(5 * MAX_POINTS + 3)]
+    kept = thin(points)
+    assert len(kept) <= MAX_POINTS + 1 and (kept[0], kept[-1]) == (points[0], points[-1])
+    assert thin(points[:10]) == points[:10]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -46,9 +45,7 @@ def test_json_of_several_rounds_holds_each() -> None:
 
 
 @pytest.mark.parametrize("asked", [1, 3])
-def test_the_command_runs_so_many_rounds_and_writes_after_each(
-    asked: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_runs_so_many_rounds_and_writes_after_each(asked, tmp_path, monkeypatch) -> None:
     made = rounds()
     seen: list[bool] = []
 

@@ -230,9 +230,7 @@ def test_without_a_driver_the_command_succeeds_and_explains(library: str, monkey
     assert report["cuda"]["environment"] == {"REMAP_DEVICE": "cuda:0", "REMAP_LIBCUDA": library}
 
 
-def test_the_emulated_device_is_probed_measured_and_left_as_it_was(
-    emulated: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_emulated_device_is_probed_measured_and_left_as_it_was(emulated, monkeypatch) -> None:
     monkeypatch.setenv("REMAP_LIBCUDA", emulated.path)
     monkeypatch.setenv("REMAP_DEVICE", "cuda:0")
     result = CliRunner().invoke(app, ["doctor", "--json"])
@@ -252,9 +250,7 @@ def test_the_emulated_device_is_probed_measured_and_left_as_it_was(
 @pytest.mark.parametrize(
     ("entry", "code", "level"), [("cuMemCreate", 2, "note"), ("cuMemHostRegister", 2, "note"), ("cuMemMap", 1, "bad")]
 )
-def test_a_device_that_cannot_be_measured_says_why(
-    emulated: Any, monkeypatch: pytest.MonkeyPatch, entry: str, code: int, level: str
-) -> None:
+def test_a_device_that_cannot_be_measured_says_why(emulated, monkeypatch, entry, code, level) -> None:
     monkeypatch.setenv("REMAP_LIBCUDA", emulated.path)
     monkeypatch.setenv("REMAP_DEVICE", "cuda:0")
     emulated.arm(entry, 1, code)

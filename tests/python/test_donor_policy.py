@@ -142,9 +142,7 @@ GAPS = st.lists(st.floats(0.125, 1000.0), min_size=40, max_size=40)
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), GAPS, st.floats(0.0, 500.0), st.sampled_from([0.25, 1.0]))
-def test_in_a_cycle_the_farthest_is_the_most_recently_used(
-    tenants: int, extra: int, gaps: list[float], elapsed: float, smoothing: float
-) -> None:
+def test_in_a_cycle_the_farthest_is_the_most_recently_used(tenants, extra, gaps, elapsed, smoothing) -> None:
     """However irregular the times: the two policies rank alike."""
     uses, now, last_use = NextUse(smoothing, stale=math.inf), 0.0, {}
     for turn in range(2 * tenants + extra):

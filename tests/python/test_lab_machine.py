@@ -22,19 +22,9 @@ from remap.sim.fit import GROUPS, PAGE_CALLS, fit  # noqa: E402
 from remap.sim.hardware import machine  # noqa: E402
 
 MIB = 1 << 20
-SMALL = replace(
-    bench.CPU_QUICK,
-    shapes=((64, 96), (128, 64), (256, 256)),
-    tokens=(1, 16, 64),
-    decode=((1, 64), (4, 256)),
-    prefill=(32, 64),
-    other=(1, 32),
-    heads=4,
-    head_dim=16,
-    cache_bytes=MIB,
-    stream_bytes=4 * MIB,
-    least_s=0.001,
-)
+OPERATORS = {"shapes": ((64, 96), (128, 64), (256, 256)), "tokens": (1, 16, 64), "decode": ((1, 64), (4, 256))}
+SIZES = {"prefill": (32, 64), "other": (1, 32), "heads": 4, "head_dim": 16, "cache_bytes": MIB, "stream_bytes": 4 * MIB}
+SMALL = replace(bench.CPU_QUICK, **OPERATORS, **SIZES, least_s=0.001)
 
 
 @pytest.fixture
@@ -78,27 +68,18 @@ def test_every_group_is_measured_and_fits(small: None, dtype: str | None) -> Non
 
 
 def test_a_wrong_result_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    operators = Operators("cpu", "float32", SMALL)
-    with monkeypatch.context() as patch:
-        real = torch.nn.functional.linear
-        patch.setattr(torch.nn.functional, "linear", lambda x, w: real(x, w) + 1)
-        with pytest.raises(DriverError, match="linear"):
-            operators.linear()
-    with monkeypatch.context() as patch:
-        attention = torch.nn.functional.scaled_dot_product_attention
-        patch.setattr(
-            torch.nn.functional,
-            "scaled_dot_product_attention",
-            lambda q, k, v, **named: attention(q, k, v, **named) + 1,
-        )
-        with pytest.raises(DriverError, match="decode attention"):
-            operators.decode_attention()
-        with pytest.raises(DriverError, match="prefill attention"):
-            operators.prefill_attention()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight: x)
-        with pytest.raises(DriverError, match="norm"):
-            operators.other_ops()
+    operators, functions = Operators("cpu", "float32", SMALL), torch.nn.functional
+    for name, measured, said in (
+        ("linear", operators.linear, "linear"),
+        ("scaled_dot_product_attention", operators.decode_attention, "decode attention"),
+        ("scaled_dot_product_attention", operators.prefill_attention, "prefill attention"),
+        ("rms_norm", operators.other_ops, "norm"),
+    ):
+        real = getattr(functions, name)
+        with monkeypatch.context() as patch:
+            patch.setattr(functions, name, lambda *given, real=real, **named: real(*given, **named) + 1)
+            with pytest.raises(DriverError, match=said):
+                measured()
 
 
 class Forgetful:

@@ -110,9 +110,7 @@ def two_panels() -> Points:
     ("paper", "value", "key", "reached"),
     [(15.0, 20.0, "x0.5", True), (40.0, 60.0, "x1", True), (75.0, 60.0, "x1", False)],
 )
-def test_the_lowest_rate_that_reaches_is_quoted_or_the_nearest(
-    paper: float, value: float, key: str, reached: bool
-) -> None:
+def test_the_lowest_rate_that_reaches_is_quoted_or_the_nearest(paper, value, key, reached) -> None:
     """The rate at which the baseline does not preempt is left out, although it would come out best."""
     points = two_panels()
     seen = curve(points, [A, B], "remap", BASELINE, "tbt_p99_reduction")
@@ -295,27 +293,24 @@ def test_the_page_holds_the_papers_number_ours_the_rate_and_facts(tmp_path: Path
     assert sum(what[4] != "not run" for what in table(store)) == sum(one.done for one in rows(store))
 
 
-def cuts_of_p99_tbt(store: Store, experiment: str, **cuts: float) -> None:
-    """Of each panel of the experiment, by how many percent remap's P99 TBT is lower: at x0.5 (half) and at x1 (whole)."""
-    for panel in EXPERIMENTS[experiment].panels:
-        for key, rate, cut in (("x0.5", 5.0, cuts["half"]), ("x1", 10.0, cuts["whole"])):
-            store.points.add(panel.name, key, BASELINE, [point(rate)])
-            store.points.add(panel.name, key, "remap", [point(rate, tbt_p99_s=1 - cut / 100)])
-
-
-def test_an_average_is_not_reached_by_one_good_rate(tmp_path: Path) -> None:
-    """The paper's 54.4 % is an average: 60 % at one rate and 10 % at the other do not reach it."""
+@pytest.mark.parametrize(
+    ("headline_id", "cuts", "expected"),
+    [
+        # The paper's 54.4 % is an average: 60 % at one rate and 10 % at the other do not reach it.
+        ("oneiros-04", {"fig8-c1": (60.0, 10.0)}, "at its best rate"),
+        # The paper's 44.8 to 82.5 %: all averages above its lower end are not enough.
+        ("oneiros-01", {"fig8-c1": (50.0, 50.0), "fig8-c2": (99.0, 99.0)}, "reached"),
+        ("oneiros-01", {"fig8-c1": (50.0, 50.0), "fig8-c2": (60.0, 60.0)}, "direction"),
+    ],
+)
+def test_averages_and_both_ends_of_ranges_are_reached(tmp_path, headline_id, cuts, expected) -> None:
+    """cuts: by how many percent remap's P99 TBT is lower, at x0.5 and at x1, in each panel of an experiment."""
     store = Store(tmp_path / "paper.json", SETTINGS)
-    cuts_of_p99_tbt(store, "fig8-c1", half=60.0, whole=10.0)
-    row = next(one for one in rows(store) if one.headline.id == "oneiros-04")
-    assert any(one.reached for one in row.findings) and verdict(row) == "at its best rate"
-
-
-@pytest.mark.parametrize(("highest", "expected"), [(99.0, "reached"), (60.0, "direction")])
-def test_a_range_is_reached_at_both_ends(tmp_path: Path, highest: float, expected: str) -> None:
-    """The paper's 44.8 to 82.5 %: all averages above its lower end are not enough."""
-    store = Store(tmp_path / "paper.json", SETTINGS)
-    cuts_of_p99_tbt(store, "fig8-c1", half=50.0, whole=50.0)
-    cuts_of_p99_tbt(store, "fig8-c2", half=highest, whole=highest)
-    row = next(one for one in rows(store) if one.headline.id == "oneiros-01")
-    assert row.headline.value == (44.8, 82.5) and verdict(row) == expected
+    for experiment, both in cuts.items():
+        for panel in EXPERIMENTS[experiment].panels:
+            for key, rate, cut in zip(("x0.5", "x1"), (5.0, 10.0), both):
+                store.points.add(panel.name, key, BASELINE, [point(rate)])
+                store.points.add(panel.name, key, "remap", [point(rate, tbt_p99_s=1 - cut / 100)])
+    row = next(one for one in rows(store) if one.headline.id == headline_id)
+    assert any(one.reached for one in row.findings) or expected == "direction"
+    assert verdict(row) == expected

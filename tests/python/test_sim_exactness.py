@@ -166,9 +166,7 @@ layers_of = st.integers(3, 10).flatmap(
 
 @given(layers_of, st.sampled_from(["uniform", "nested"]), st.sampled_from([0, 0, 1, 5, 30]))
 @settings(max_examples=120, deadline=None)
-def test_any_layers_take_the_period_of_the_schedule(
-    drawn: tuple[list[int], list[int], int, int], selection: str, gap: int
-) -> None:
+def test_any_layers_take_the_period_of_the_schedule(drawn, selection, gap) -> None:
     pages, compute, alpha, buffers = drawn
     n = len(pages)
     buffers = min(buffers, n - alpha)

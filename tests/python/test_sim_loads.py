@@ -46,9 +46,7 @@ WEEK = {1: (9.8, 0.15, 0.22, 0.04), 10: (65.5, 0.2, 0.05, 0.03)}
 @pytest.mark.parametrize(
     ("pattern", "rate", "cv", "by_width"), [(AZURE_CODE, 2.567, 13.15, CODE), (BURSTGPT, 9.368, 5.83, WEEK)]
 )
-def test_patterns_have_the_statistics_of_the_traces(
-    pattern: Arrivals, rate: float, cv: float, by_width: dict[int, tuple[float, float, float, float]]
-) -> None:
+def test_patterns_have_the_statistics_of_the_traces(pattern, rate, cv, by_width) -> None:
     """Drawn for many times the length of the trace: what remains is the generator's, not the draw's."""
     span = 500_000 / rate
     times = list(pattern.times(span, random.Random(11)))

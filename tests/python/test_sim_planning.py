@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from remap.adapters.settings import Settings
 from remap.cli.plan import plan as command
-from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.slices import slices_period
@@ -163,36 +162,35 @@ def test_limits_agree_with_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "what", "memory", "active", "selection_set"),
+    ("on", "what", "memory", "selection_set"),
     [
-        *(("GH200", "OPT-13b", "35%", True, "slices"), ("GH200", "Llama-3-8b", "20%", True, "slices")),
-        *(("H100", "OPT-13b", "40%", False, None), ("H200", "llama-3-8b", "16%", False, None)),
-        *(("A100", "OPT-13b", "40%", False, None), ("4090", "Llama-2-7b", None, False, None)),
+        *(("GH200", "OPT-13b", "35%", "slices"), ("GH200", "Llama-3-8b", "20%", "slices")),
+        *(("H100", "OPT-13b", "40%", None), ("H200", "llama-3-8b", "16%", None), ("A100", "OPT-13b", "40%", None)),
         # More requests than run at once have room already, on any link.
-        *(("H200", "llama-3-8b", "90%", False, None), ("GH200", "llama-3-8b", "90%", False, None)),
+        *(
+            ("4090", "Llama-2-7b", None, None),
+            ("H200", "llama-3-8b", "90%", None),
+            ("GH200", "llama-3-8b", "90%", None),
+        ),
     ],
 )
-def test_the_advice(on: str, what: str, memory: str | None, active: bool, selection_set: str | None) -> None:
-    where = machine(on)
+def test_the_advice(on: str, what: str, memory: str | None, selection_set: str | None) -> None:
     # As large a machine as donors beside it need: what is asked here is the advice.
     donors = [model("OPT-6.7b"), model("OPT-13b")]
+    where, active = machine(on), selection_set is not None
     bytes_of = memory_of(memory, where)
     where = where.with_(hbm_bytes=where.hbm_bytes + sum(donor.weight_bytes for donor in donors))
     found = plan(where, model(what), memory_bytes=bytes_of, donors=donors)
-    assert found.advice.active is active
-    assert found.advice.donors
+    assert found.advice.active is active and found.advice.donors
+    assert all(setting.reason for setting in found.advice.settings)
     values = {setting.name: setting.value for setting in found.advice.settings}
     assert values.get("selection") == selection_set
     assert values["slowdown"] == (0.02 if active else 0.0)
-    assert values["min_idle"] == (1.0 if on == "GH200" else 4.0)
-    assert values["policy"] == "expected_next_use"
-    assert values["contention"] == pytest.approx(
-        where.h2d_bytes_per_s / (where.hbm_bytes_per_s * where.roofline.eff_bw), abs=1e-4
-    )
-    config = found.advice.config()
-    assert isinstance(config, Knobs)
-    assert config.ttft_s == pytest.approx(max(donor.reload.late_s[0][1] for donor in found.donors), abs=1e-3)
-    assert all(setting.reason for setting in found.advice.settings)
+    assert values["min_idle"] == (1.0 if on == "GH200" else 4.0) and values["policy"] == "expected_next_use"
+    share = where.h2d_bytes_per_s / (where.hbm_bytes_per_s * where.roofline.eff_bw)
+    assert values["contention"] == pytest.approx(share, abs=1e-4)
+    late = max(donor.reload.late_s[0][1] for donor in found.donors)
+    assert found.advice.config().ttft_s == pytest.approx(late, abs=1e-3)
 
 
 # By an independent calculation, rounded: KV tokens for the taker from half of each donor's layers.
@@ -206,9 +204,7 @@ HALVES = [
 
 
 @pytest.mark.parametrize(("name", "share", "donors", "tokens"), HALVES)
-def test_donors_give_what_half_of_their_layers_hold(
-    name: str, share: str, donors: tuple[str, ...], tokens: int
-) -> None:
+def test_donors_give_what_half_of_their_layers_hold(name: str, share: str, donors: Any, tokens: int) -> None:
     found = plan(GH200, model(name), memory_bytes=memory_of(share, GH200), donors=[model(each) for each in donors])
     assert tokens - len(donors) <= sum(donor.tokens_half for donor in found.donors) <= tokens, "each rounded down"
     assert [donor.layers_half for donor in found.donors] == [model(each).layers // 2 for each in donors]

@@ -64,30 +64,6 @@ def step(scheduler: Any, pool: CountedPool) -> tuple[list[tuple[int, int]], list
     return seen
 
 
-def test_swapped_sequences_come_back_oldest_first_before_anything_new() -> None:
-    scheduler, pool = first(5, watermark=0.0, swap=True)
-    _, b, c = ask(scheduler, (8, 6), (7, 6), (4, 6))
-    step(scheduler, pool)
-    batch = scheduler.schedule(pool)
-    assert (batch.preempted, batch.swapped_out, batch.swapped_in) == ((c,), 1, 0)
-    land(scheduler, pool, batch)
-    assert (scheduler.swapped_blocks, c.computed, c.high_water, list(scheduler.swapped)) == ({c: 1}, 4, 4, [c])
-    batch = scheduler.schedule(pool)
-    assert (batch.preempted, batch.swapped_out, shape(batch)) == ((b,), 2, ([], [0]))
-    land(scheduler, pool, batch)
-    assert [one.order for one in scheduler.swapped] == [1, 2]
-    scheduler.add(Request(3, 4, 2))
-    for _ in range(3):
-        assert step(scheduler, pool) == ([], [0])  # 3 would fit, but whoever was swapped out goes before it
-    batch = scheduler.schedule(pool)
-    assert shape(batch) == ([], [1, 2])
-    assert batch.swapped_in == 3  # two blocks and one; each needs one more now, which comes with nothing in it
-    assert (len(b.blocks), len(c.blocks)) == (3, 2) and Work.of(batch.chunks).decode_context == 9 + 5
-    land(scheduler, pool, batch)
-    assert step(scheduler, pool) == ([], [1, 2])  # 3 needs a block, none is free
-    assert not scheduler.swapped and (b.high_water, c.high_water) == (10, 6)
-
-
 def test_the_session_may_take_anybody_who_comes_back_in_the_place_of_their_age() -> None:
     """The watermark of 1 %, rounded down, is left free by who comes beside others, not by who comes alone."""
     for blocks, expected in ((102, [(0, 200), (1, 204)]), (101, [(0, 200)])):
@@ -166,9 +142,7 @@ gaps = st.lists(st.integers(0, 6), min_size=12, max_size=12)  # passes between t
 
 @given(lengths, gaps, st.integers(11, 30), st.integers(1, 6), st.sampled_from([44, 60]), st.sampled_from([0.0, 0.1]))
 @settings(max_examples=150, deadline=None)
-def test_every_pass_is_that_of_the_slow_model(
-    requests: list[tuple[int, int]], waits: list[int], blocks: int, most: int, budget: int, watermark: float
-) -> None:
+def test_every_pass_is_that_of_the_slow_model(requests, waits, blocks, most, budget, watermark) -> None:
     scheduler, pool = first(blocks, max_num_seqs=most, max_batch_tokens=budget, watermark=watermark)
     slow = SlowModel(blocks, budget, most, int(watermark * blocks))
     recomputed = preempted = 0
@@ -231,15 +205,18 @@ def test_nothing_that_is_swapped_is_computed_twice(requests: list[tuple[int, int
     assert all(computed[one.order] == one.end - 1 for one in everybody)  # the last token is never fed back
 
 
-def test_demand_counts_who_was_swapped_out_first() -> None:
+def test_swapped_sequences_come_back_before_anything_new_and_are_demanded_first() -> None:
     scheduler, pool = first(5, watermark=0.0, swap=True, max_num_seqs=2)
-    ask(scheduler, (8, 6), (7, 6), (40, 6))
+    ask(scheduler, (8, 6), (7, 6), (4, 2))
     for _ in range(3):
         step(scheduler, pool)
     assert [one.order for one in scheduler.swapped] == [1]
     # 0: 3 blocks for 11 tokens, one ahead; 1: 9 tokens, 3 blocks and one; 2 could not run besides.
     assert scheduler.running[0].length == 11 and scheduler.swapped[0].length == 9
     assert scheduler.demand() == 1 + (3 + 1)
+    seen = [step(scheduler, pool) for _ in range(5)]
+    assert seen[:3] == [([], [0])] * 3  # 2 would fit, but whoever was swapped out goes before it
+    assert seen[3] == ([], [1]) and seen[4] == ([(2, 4)], [])
 
 
 class Values(Engine):
@@ -282,9 +259,7 @@ class Instant(Pass):
     st.sampled_from([{}, {"decode_cost": 3}, {"chunk_align": 8}, {"max_num_seqs": 2}, {"max_batch_tokens": 70}]),
 )
 @settings(max_examples=100, deadline=None)
-def test_lengths_are_served_as_values_are(
-    requests: list[tuple[int, int, int]], blocks: int, given_settings: dict[str, int]
-) -> None:
+def test_lengths_are_served_as_values_are(requests, blocks, given_settings) -> None:
     """The same requests at the same steps: the same batches, preemptions and recomputed tokens, pass by pass."""
     options = {"max_num_seqs": 4, "max_batch_tokens": 32, "chunk_align": 4, "decode_cost": 0, **given_settings}
     clock, pool = VirtualClock(), CountedPool(blocks, BLOCK)

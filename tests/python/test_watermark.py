@@ -32,9 +32,7 @@ VALUES = st.lists(st.one_of(st.integers(0, 6), st.integers(0, 300)), max_size=12
     st.sampled_from([0.125, 0.5]),
 )
 @example([([0, 10, 0, 10, 0, 10, 0, 10, 0], 1)], 8, 0.99, 0.5)  # what is known is enough at the ninth value
-def test_blocks_are_the_quantile_of_the_rises(
-    stages: list[tuple[list[int], int]], window: int, quantile: float, smoothing: float
-) -> None:
+def test_blocks_are_the_quantile_of_the_rises(stages, window, quantile, smoothing) -> None:
     made, values, variation = Watermark(window, quantile, smoothing), [], 0.0
     assert (made.blocks(1), made.variation) == (0, 0.0)
     for more, steps in stages:  # a horizon in each stage, asked for at its first step and then at every step
