@@ -150,24 +150,6 @@ def test_an_alpha_that_stalls_between_two_that_do_not_is_avoided() -> None:
     assert {d.action for d in short} == {"none"}  # two layers' worth is not free
 
 
-def test_questions_are_asked_once_per_times() -> None:
-    asked: list[object] = []
-
-    def stall(times: LayerSeconds, alpha: int, buffers: int) -> float:
-        asked.append((times.transfer_s[0], alpha, buffers))
-        return closed_form(times, alpha, buffers)
-
-    policy = controller(
-        stall=stall, bound=lambda times: (asked.append(times.transfer_s[0]), (3, 2))[1], reserve_blocks=0
-    )
-    for transfer in (4e-3, 3e-3):
-        for _ in range(5):
-            times = times_of(transfer=transfer)  # equal, not identical
-            policy.decide(view(times=times), Demand(60))
-            policy.decide(view(times=times, remapped=2, buffers=2), Demand(0))
-    assert len(asked) == len(set(asked)) and {3e-3, 4e-3} <= set(asked)
-
-
 def run(policy: Controller, count: int, **changes: object) -> list[Decision]:
     return [policy.decide(view(remapped=3, buffers=2, **changes), Demand(0)) for _ in range(count)]
 

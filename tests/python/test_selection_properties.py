@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -148,3 +149,30 @@ def test_tail_pages_against_every_tail(layers: list[tuple[int, int, int]], buffe
     assert all(
         a <= b * (1 + 1e-12) for a, b in itertools.pairwise(periods)
     )  # which the searches for the longest tail rely on
+
+
+def test_best_prefers_what_is_present() -> None:
+    """At ratio 2 almost any six layers hide their copies: those that are streamed already reload nothing."""
+    order, present, times = schedule.nested(40), (3, 9, 15, 22, 30, 36), times_of([1] * 40, [2] * 40)
+    for buffers in (1, 2):
+        assert best_set(order, 6 - buffers, buffers, times, present) == present
+        grown = best_set(order, 7 - buffers, buffers, times, present)
+        assert len(grown) == 7 and set(present) < set(grown)
+    # A model whose first layers compute for longer: evenly spaced layers wait whatever the phase, six others do not.
+    front = times_of([3] * 20 + [1] * 20, [9] * 40)
+
+    def stalled(chosen: Sequence[int]) -> float:
+        return schedule.stall(front.compute_s, front.transfer_s, chosen, 1)
+
+    assert min(stalled(schedule.uniform(40, 5, 1, phase)) for phase in range(40)) == 6.0
+    assert stalled(best_set(order, 6, 1, front)) == 0.0 < stalled(best_set(order, 7, 1, front))
+    assert schedule.max_remapped(front.compute_s, front.transfer_s, 1) == (3, 1)  # half as many, evenly spaced
+
+
+def test_slices_edge_cases() -> None:
+    one = [1.0] * 4
+    assert slices_period(one, [9.0] * 4, [0.0] * 4, 2, range(4)) == 4.0
+    assert slices_period(one, [9.0] * 4, [0.5] * 4, 2, ()) == 4.0
+    assert slices_period(one, [4.0] * 4, [0.5, 0.25, 0.5, 0.25], 1, range(4)) == 4.0 + 2.0 + 1.0 + 2.0 + 1.0
+    assert slices_freed(9, [4, 4, 2], 1) == 6 and slices_freed(3, [4, 4, 2], 1) == 5
+    assert tail_shares(3, [6, 2, 0]) == [0.5, 1.0, 0.0]

@@ -105,15 +105,6 @@ def test_constants_come_back_from_points_that_they_made(name: str) -> None:
     assert layer == pytest.approx(Roofline(of, model("Llama-3-8b")).layer_s(0, 0, 16, 16 * 512), rel=0.01)
 
 
-def test_noise_of_five_percent_moves_layer_times_little() -> None:
-    of = machine("H100")
-    found = fit(measured(of, noise=0.05), "noisy")
-    assert 0.005 < found.errors["linear"] < 0.05
-    for rows in (1, 16, 256):
-        layer = Roofline(machine("noisy", found.document()), model("OPT-13b")).layer_s(0, 0, rows, rows * 512)
-        assert layer == pytest.approx(Roofline(of, model("OPT-13b")).layer_s(0, 0, rows, rows * 512), rel=0.04)
-
-
 def test_operators_beyond_the_nominal_figures_raise_them() -> None:
     """A bandwidth measured too low must not give efficiencies above 1."""
     points = measured(machine("H100"))

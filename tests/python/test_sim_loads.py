@@ -168,13 +168,6 @@ def test_the_seed_and_the_rate() -> None:
     assert drawn_with(lengths="alpaca")[0] == times  # the same pattern with other lengths
 
 
-def test_the_context_of_a_model_bounds_its_requests() -> None:
-    items = load(["a", "b"], requests=2000, rate=1.0, context={"a": 512})
-    longest = {name: max(i.prompt_tokens + i.output_tokens for i in items if i.tenant == name) for name in "ab"}
-    assert longest["a"] == 512 and 1024 < longest["b"] <= 2047
-    assert all(item.prompt_tokens >= 1 and item.output_tokens >= 1 for item in items)
-
-
 def write(path: Path, text: str) -> str:
     if path.suffix == ".gz":
         path.write_bytes(gzip.compress(text.encode()))

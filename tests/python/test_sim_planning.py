@@ -93,21 +93,6 @@ def test_capacities_and_limits_of_the_papers_shares(
     assert (slow.remapped, slow.rows) == (0, before) and 0 < slow.slices < 2
 
 
-def test_the_balance_is_the_largest_without_a_stall() -> None:
-    """By brute force, with the schedule's own period: every alpha, both selections, one and two buffers."""
-    found = model("OPT-13b")
-    roof, n = Roofline(GH200, found), found.layers
-    free = [0]
-    for alpha in range(1, n - 2):
-        rows = rows_of("OPT-13b", 11_855, alpha, 512)
-        layer_s, copy_s = roof.layer_s(0, 0, rows, rows * 512), GH200.copy_s(found.layer_bytes)
-        for buffers in (1, 2):
-            for chosen in (schedule.uniform(n, alpha, buffers), schedule.nested(n)[: alpha + buffers]):
-                if schedule.stall(layer_s, copy_s, chosen, buffers, layers=n) == 0:
-                    free.append(alpha)
-    assert balance(roof, 11_855, 512).remapped == max(free) == 6
-
-
 @pytest.mark.parametrize(("name", "on", "short", "long"), HIDDEN)
 def test_layers_hidden_by_a_prefill(name: str, on: str, short: int, long: int) -> None:
     """Eq. 5's counterpart for a model that wakes, and ours. Ours is never more, and less by the ring: the layer whose memory is
