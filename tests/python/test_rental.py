@@ -73,7 +73,7 @@ def test_reloads_are_few(steps: list[Step], dwell: int) -> None:
     assert len(reloads) <= len(steps) / spacing
 
 
-def test_dwell_rounding_and_forfeit() -> None:
+def test_dwell_and_forfeit() -> None:
     for tenths in (1, 3, 7, 10):
         rental = Rental(dwell=1)
         assert next(i for i in range(1, 20) if rental.accrue(tenths / 10, True)) == math.ceil(Fraction(10, tenths))
