@@ -196,3 +196,12 @@ def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int
             [world.gap_s, *world.compute_s], [0.0, *map(float, pages)], [0.0, *shares], buffers, range(1, n + 1)
         )
         world.expect(exact)
+
+
+def test_slices_of_equal_layers() -> None:
+    """Traffic alpha n / (n - 2): the stall is what of it the computation does not hide. Asked for in parts of a layer too."""
+    n, pages, compute = 12, 20, 3.0
+    for asked in (2.5, 4):
+        with World([pages] * n, [compute] * n) as world:
+            remap.advanced.remap(world.session, "model", layers=asked, buffers=2, selection="slices")
+            world.expect(max(n * compute, world.tenant.remapped * n / (n - 2) * pages))

@@ -81,6 +81,11 @@ def test_the_session_may_take_anybody_who_comes_back_in_the_place_of_their_age()
     assert scheduler.running == [one, two, three]  # the latest is still the last
 
 
+def test_settings_of_a_scheduler_reach_it() -> None:
+    few = make_scheduling("prefill-first", block_tokens=16, context=100, max_num_seqs=3, max_batch_tokens=500)
+    assert isinstance(few, PrefillFirst) and (few.max_num_seqs, few.max_batch_tokens) == (3, 500)
+
+
 def test_relocated_blocks() -> None:
     scheduler, pool = first(10)
     (one,) = ask(scheduler, (12, 4))

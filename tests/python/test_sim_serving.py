@@ -281,7 +281,7 @@ def test_tenants_by_name() -> None:
     assert alone.memory_bytes == int(0.9 * gh200.hbm_bytes)
     twice = tenants("OPT-6.7b:20%, chat=OPT-6.7b:20GiB, OPT-6.7b:15%", gh200)
     assert [one.name for one in twice] == ["OPT-6.7b", "chat", "OPT-6.7b-3"] and twice[1].memory_bytes == 20 << 30
-    for wrong in ("", "OPT-6.7b,OPT-13b", "OPT-6.7b:0%", "OPT-6.7b:101%", "OPT-6.7b:x%", "GPT-9:50%"):
+    for wrong in ("", "OPT-6.7b,OPT-13b", "OPT-6.7b:0%", "OPT-6.7b:101%", "OPT-6.7b:x%", "GPT-9:50%", "=OPT-13b:20%"):
         with pytest.raises(InvalidArgument):
             tenants(wrong, gh200)
 
