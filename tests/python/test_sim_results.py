@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -24,6 +25,7 @@ from remap.sim.results import (
     thinned,
     weighted_percentile,
 )
+from remap.sim.timeline import Timeline
 
 VALUES = st.floats(0.0, 100.0).map(lambda value: round(value, 2))
 PAIRS = st.dictionaries(VALUES, st.integers(1, 40), max_size=30).map(ascending)
@@ -183,3 +185,22 @@ def test_a_thinned_timeline_keeps_every_tenant_from_start_to_end() -> None:
     steps = [b.time_s - a.time_s for a, b in zip(kept, kept[1:])]
     assert max(steps) <= 20
     assert thinned(timeline[:100]) == timeline[:100]
+
+
+def test_a_timeline_of_a_long_run_is_thinned_as_it_grows() -> None:
+    kv = SimpleNamespace(usable_blocks=5)
+    shown = {
+        "metrics": SimpleNamespace(preemptions=0),
+        "runner": SimpleNamespace(stall_s=0.0),
+        "kv_peak": 0,
+        "alpha_peak": 0,
+    }
+    scheduler = SimpleNamespace(used_blocks=0, running=(), waiting=())
+    engine = SimpleNamespace(tenant=SimpleNamespace(kv=kv, remapped=1), scheduler=scheduler, **shown)
+    line = Timeline(limit=10, interval_s=1.0)
+    for now in range(1000):
+        line.look(float(now), {"a": engine})  # type: ignore[dict-item]
+    line.end(999.5, {"a": engine})  # type: ignore[dict-item]
+    times = [sample.time_s for sample in line.samples()]
+    assert times == sorted(times) and (times[0], times[-1]) == (0.0, 999.5) and 10 <= len(times) <= 21
+    assert (engine.kv_peak, engine.alpha_peak) == (5, 1)
