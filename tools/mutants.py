@@ -204,7 +204,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="deficit = blocks + headroom - view.free_blocks",
         replacement="deficit = blocks - view.free_blocks",
         breaks="Growing begins only when blocks are lacking, not when fewer than the low watermark are free.",
-        tests=("test_controller.py::test_headroom_makes_it_grow_early_but_is_not_unmet_demand",),
+        tests=("test_controller.py::test_what_it_grows_by",),
     ),
     Mutant(
         name="controller-shrinks-without-its-loss",
