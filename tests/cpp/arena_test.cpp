@@ -35,18 +35,6 @@ struct World {
   bool empty() const { return remap::testing::empty(fault->usage()); }
 };
 
-TEST(makes_all_pages_at_once) {
-  World world;
-  CHECK(world.arena->total_pages() == kPages && world.arena->counts()[Owner::free] == kPages);
-  CHECK(world.fault->usage().page_bytes == kPages * kPage);
-  world.arena->check();
-  world.arena->close();
-  world.arena->close();  // idempotent
-  CHECK(world.empty() && world.arena->closed());
-  CHECK_ERROR(ErrorKind::invalid_state, world.arena->take(1, Owner::params, 0));
-  world.arena->check();
-}
-
 TEST(refuses_bad_sizes) {
   HostOptions options;
   options.capacity_bytes = 4 * kPage;
@@ -70,43 +58,6 @@ TEST(create_fails_on_page_k) {
     CHECK_ERROR(ErrorKind::out_of_memory, Arena(fault, ArenaOptions{kPages * kPage, kPage, Mode::aliased}));
     CHECK(fault->usage().page_bytes == 0);
   }
-}
-
-TEST(takes_lowest_pages_or_none) {
-  World world;
-  CHECK((world.arena->take(3, Owner::params, 4) == std::vector<PageId>{0, 1, 2}));
-  const std::uint64_t epoch = world.arena->epoch();
-  CHECK_ERROR(ErrorKind::out_of_memory, world.arena->take(kPages - 2, Owner::params, 4));
-  CHECK(world.arena->epoch() == epoch && world.arena->counts(4).total == 3 && world.arena->counts()[Owner::free] == kPages - 3);
-  world.arena->check();
-}
-
-TEST(layer_regions_are_writable_and_keep_their_address) {
-  for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    World world(mode);
-    const RegionId id = world.layer(1, 3);
-    std::byte* at = world.arena->address(id);
-    std::memset(at, 7, 3 * kPage);
-    CHECK(world.arena->region_bytes(id) == 3 * kPage && (world.arena->shown(id) == std::vector<PageId>{0, 1, 2}));
-    CHECK(world.arena->address(id) == at);
-    world.arena->prepare_view(id, {2, 1, 0});
-    world.arena->check();
-    CHECK(at[0] == std::byte{7} && at[3 * kPage - 1] == std::byte{7});
-  }
-}
-
-TEST(refuses_pages_that_are_not_the_tenants) {
-  World world;
-  const auto mine = world.arena->take(2, Owner::params, 1);
-  const Usage before = world.fault->usage();
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(2, "x", mine));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {0, 9}));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {kPages}));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {}));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_kv_region(1, 0));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->address(55));
-  CHECK(same(before, world.fault->usage()));
-  world.arena->check();
 }
 
 TEST(a_kv_slot_is_designated_once) {
@@ -213,16 +164,6 @@ TEST(map_fails_at_slot_k_then_destroy) {
     world.arena.reset();
     CHECK(world.empty());
   }
-}
-
-TEST(another_tenants_bytes_are_zeroed) {
-  World world;
-  const RegionId first = world.layer(1, 4);
-  std::memset(world.arena->address(first), 0xA5, 4 * kPage);
-  world.arena->remove_tenant(1);
-  const RegionId second = world.layer(2, 4);
-  const std::byte* at = world.arena->address(second);
-  for (std::size_t i = 0; i < 4 * kPage; ++i) CHECK(at[i] == std::byte{0});
 }
 
 TEST(zeroing_that_fails_is_not_half_done) {

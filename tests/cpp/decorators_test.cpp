@@ -65,18 +65,6 @@ struct Tour {
   }
 };
 
-TEST(names_are_distinct) {
-  std::vector<std::string> names;
-  for (std::size_t i = 0; i < kCallKinds; ++i) {
-    const std::string name = call_name(static_cast<Call>(i));
-    CHECK(!name.empty() && name != "unknown");
-    for (const auto& other : names) CHECK(other != name);
-    names.push_back(name);
-  }
-  CHECK(std::string(call_name(Call::reserve)) == "reserve" && std::string(call_name(Call::elapsed)) == "elapsed" &&
-        std::string(call_name(Call::register_host)) == "register_host" && std::string(call_name(Call::copy)) == "copy");
-}
-
 // Every call can be made to fail once; then nothing has changed, and the same call succeeds.
 TEST(every_call_can_fail_and_be_retried) {
   auto fault = make_fault_backend(host());
@@ -120,37 +108,6 @@ TEST(faults_come_at_the_nth_call_once_or_for_ever) {
   CHECK_ERROR(ErrorKind::limit_exceeded, fault->reserve(kPage, kPage));
   fault->disarm();
   CHECK_ERROR(ErrorKind::invalid_argument, (fault->arm(Call::map, 0), 0));
-}
-
-TEST(a_copy_that_fails_while_running_fails_its_stream) {
-  auto fault = make_fault_backend(host());
-  std::vector<std::byte> from(1000, std::byte{1}), to(1000), later(1000), good(1000);
-  const StreamHandle stream = fault->create_stream(), waiting = fault->create_stream(), other = fault->create_stream();
-  const EventHandle before = fault->create_event(true), behind = fault->create_event(true), chained = fault->create_event(true),
-                    fine = fault->create_event(true);
-  fault->fail_async_copy(2);
-  fault->copy(stream, good.data(), from.data(), 1000);
-  fault->record(before, stream);
-  fault->copy(stream, to.data(), from.data(), 1000);  // accepted
-  fault->copy(stream, later.data(), from.data(), 1000);
-  fault->fill(stream, later.data(), 9, 1000);
-  fault->record(behind, stream);
-  fault->stream_wait(waiting, behind);
-  fault->record(chained, waiting);
-  fault->record(fine, other);
-  CHECK_ERROR(ErrorKind::driver, fault->synchronize(behind, kForever));
-  CHECK_ERROR(ErrorKind::driver, fault->query(behind));
-  CHECK_ERROR(ErrorKind::driver, fault->synchronize(chained, kForever));
-  CHECK_ERROR(ErrorKind::driver, fault->elapsed(before, behind));
-  CHECK(fault->synchronize(before, kForever) && fault->synchronize(fine, kForever));
-  CHECK(good[999] == std::byte{1} && to[0] == std::byte{1} && to[999] == std::byte{0} && later[0] == std::byte{0});
-  fault->record(behind, other);  // the event is not to blame
-  CHECK(fault->synchronize(behind, kForever));
-  for (const StreamHandle one : {stream, waiting, other}) fault->destroy_stream(one);
-  const StreamHandle fresh = fault->create_stream();
-  fault->copy(fresh, to.data(), from.data(), 1000);
-  fault->record(behind, fresh);
-  CHECK(fault->synchronize(behind, kForever) && to[999] == std::byte{1});
 }
 
 // Each limit: at n-1 and n allowed, at n+1 refused with nothing changed, and room again after giving back.
@@ -343,25 +300,6 @@ TEST(replay_finds_the_first_divergence) {
   lost.args[0] = 77;
   auto last = host(1);
   CHECK(!replay({lost}, *last).ok);
-}
-
-TEST(replay_needs_no_memory_of_the_caller) {
-  auto trace = make_trace_backend(host());
-  std::byte* at = trace->reserve(kPage, kPage);
-  const PageHandle page = trace->create_page(kPage);
-  trace->map(at, &page, 1, kPage);
-  trace->set_access(at, kPage, Access::read_write);
-  const StreamHandle stream = trace->create_stream();
-  const EventHandle event = trace->create_event(true);
-  {
-    const std::vector<std::byte> gone(kPage, std::byte{4});
-    trace->copy(stream, at, gone.data(), kPage);
-    trace->record(event, stream);
-    trace->synchronize(event, kForever);
-  }
-  auto fresh = host();
-  CHECK(replay(trace->log(), *fresh).ok);
-  CHECK(same(fresh->usage(), trace->usage()));
 }
 
 }  // namespace

@@ -92,16 +92,6 @@ TEST(refuses_before_any_backend_call) {
   });
 }
 
-TEST(a_page_without_a_place_is_refused_and_undone) {
-  everywhere<World>([](World& world) {
-    const auto before = world.state();
-    Plan plan = world.stream();
-    plan.steps.push_back(owner({6}, Owner::free, Owner::kv));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.executor->apply(plan));
-    CHECK(world.state() == before);
-  });
-}
-
 TEST(rolls_back) {
   everywhere<World>([](World& world) {
     const auto before = world.state();
@@ -115,43 +105,7 @@ TEST(rolls_back) {
   });
 }
 
-// Steps build on each other, so what was done last is undone first.
-TEST(a_page_that_moves_twice_goes_all_the_way_back) {
-  everywhere<World>([](World& world) {
-    const auto before = world.state();
-    world.apply({owner({4, 5}, Owner::free, Owner::kv), owner({4}, Owner::kv, Owner::free)});
-    world.executor->rollback();
-    CHECK(world.state() == before);
-    world.arena->check();
-  });
-}
-
 TEST(every_call_fails) { every_call_of_a_plan_fails<World>(); }
-
-TEST(what_is_undecided_can_be_asked) {
-  everywhere<World>([](World& world) {
-    const auto observer = std::make_shared<Observer>();
-    CHECK(!world.executor->undecided());
-    world.executor->apply(world.stream());
-    CHECK(world.executor->undecided());
-    world.executor->rollback();
-    CHECK(!world.executor->undecided());
-    world.fault->arm_any(1);
-    try {
-      world.executor->apply(world.stream());
-      world.executor->rollback();
-    } catch (const Error&) {
-      CHECK(!world.executor->undecided());
-    }
-    world.fault->disarm();
-    world.executor->apply(world.stream());
-    // The epoch may move meanwhile: that says nothing about the plan.
-    world.arena->take(1, Owner::params, 2, {4, 5});
-    CHECK(world.executor->undecided());
-    world.executor->commit(observer);
-    CHECK(!world.executor->undecided());
-  });
-}
 
 // Undoing a plan needs the regions and pages that it names.
 TEST(a_tenant_of_an_undecided_plan_is_not_removed) {
@@ -296,22 +250,6 @@ TEST(a_retry_points_at_the_present_target) {
   world.executor->retry_failed();
   CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}) && world.reads(world.two, 2));
   world.arena->check();
-}
-
-TEST(forgets_what_a_tenant_leaves) {
-  World world(Mode::aliased);
-  world.executor->apply(world.stream());
-  world.fault->arm(Call::exchange, 1, true);
-  world.decide();
-  CHECK(world.executor->failed_points() == 1);
-  world.executor->forget(kTenant + 1);
-  CHECK(world.executor->failed_points() == 1);
-  world.executor->forget(kTenant);
-  CHECK(world.executor->failed_points() == 0);
-  world.fault->disarm();
-  world.arena->remove_tenant(kTenant);
-  world.arena->check();
-  CHECK(world.arena->counts()[Owner::free] == 8);
 }
 
 // A region in a declared range shows what it shows, whatever plan comes.

@@ -56,19 +56,6 @@ TEST(zeroes_come_behind_the_former_tenant) {
   CHECK(leaked > 30);
 }
 
-// Also if it is the taker that names the event, of another stream than its own.
-TEST(zeroes_come_behind_the_event_of_their_plan) {
-  for (std::uint64_t seed = 0; seed < 60; ++seed) {
-    World world(Mode::aliased, seed);
-    world.change({owner({6}, Owner::free, Owner::kv, kA)}, {0, world.a});
-    for (int i = 0; i < 5; ++i) world.write(world.a, world.slot(world.kv_a, 0), 9);
-    world.change({owner({6}, Owner::kv, Owner::free, kA)});
-    world.change({owner({6}, Owner::free, Owner::kv, kB)}, {world.behind(world.a), world.b});
-    world.read(world.b, world.slot(world.kv_b, 0), 0);
-    world.device->finish();
-  }
-}
-
 // The same when B's zeroes are waited for (set-up, strict, no stream).
 TEST(waited_zeroes_come_behind_the_former_tenant_too) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
@@ -107,21 +94,6 @@ TEST(a_fill_of_an_undone_plan_destroys_nothing) {
     }
     world.device->finish();
     world.arena->check();
-  }
-}
-
-// The tenant itself, computing on another stream by then, has not the fill of the undone plan before it either.
-TEST(an_undone_fill_on_another_stream) {
-  for (std::uint64_t seed = 0; seed < 100; ++seed) {
-    World world(Mode::aliased, seed);
-    for (int i = 0; i < 6; ++i) world.write(world.a, world.arena->address(world.one), 1);
-    world.device->fail_call(Call::fill, 2);
-    CHECK_ERROR(ErrorKind::driver, world.apply({owner({6, 8}, Owner::free, Owner::kv, kA)}, {0, world.a}));
-    CHECK(world.change({owner({6}, Owner::free, Owner::kv, kA)}, {0, world.b}).zeroed_bytes == kPage);
-    world.read(world.b, world.slot(world.kv_a, 0), 0);
-    world.write(world.b, world.slot(world.kv_a, 0), 4);
-    world.read(world.b, world.slot(world.kv_a, 0), 4);
-    world.device->finish();
   }
 }
 

@@ -32,94 +32,6 @@ TEST(options_are_checked) {
   CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({kSmall, kSmall, 0}));
 }
 
-TEST(reservations_fault_and_are_aligned) {
-  auto backend = open_backend(1);
-  for (const std::size_t alignment : {kSmall, kPage, kPage * 16}) {
-    std::byte* at = backend->reserve(3 * kSmall, alignment);
-    CHECK(reinterpret_cast<std::uintptr_t>(at) % alignment == 0);
-    CHECK(!readable(at) && !readable(at + 3 * kSmall - 1));
-    CHECK_ERROR(ErrorKind::invalid_argument, backend->release(at, kSmall));
-    backend->release(at, 3 * kSmall);
-    CHECK_ERROR(ErrorKind::invalid_argument, backend->release(at, 3 * kSmall));
-  }
-  std::byte* large = backend->reserve(std::size_t{1} << 36, kSmall);
-  CHECK(reinterpret_cast<std::uintptr_t>(large) % kPage == 0);
-  backend->release(large, std::size_t{1} << 36);
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(0, kSmall));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(100, kSmall));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, 100));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->reserve(kSmall, kSmall * 3));
-  CHECK_ERROR(ErrorKind::limit_exceeded, backend->reserve(std::size_t{1} << 62, kSmall));
-  CHECK(empty(backend->usage()));
-}
-
-TEST(access_is_what_was_set) {
-  auto backend = open_backend(2);
-  std::byte* at = backend->reserve(2 * kSmall, kSmall);
-  const PageHandle pages[] = {backend->create_page(kSmall), backend->create_page(kSmall)};
-  backend->map(at, pages, 2, kSmall);
-  CHECK(!readable(at) && !readable(at + kSmall));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->populate(at, kSmall));
-  backend->set_access(at, kSmall, Access::read);
-  CHECK(readable(at) && !writable(at) && !readable(at + kSmall));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->populate(at, 2 * kSmall));
-  backend->set_access(at, 2 * kSmall, Access::read_write);
-  CHECK(writable(at) && writable(at + kSmall));
-  CHECK(backend->usage().mappings == 1);  // neighbours in the memfd with one access
-  backend->populate(at, 2 * kSmall);
-  backend->set_access(at + kSmall, kSmall, Access::none);
-  CHECK(writable(at) && !readable(at + kSmall));
-  backend->unmap(at, 2 * kSmall);
-  CHECK(!readable(at));
-}
-
-TEST(a_page_keeps_its_bytes_until_destroyed) {
-  auto backend = open_backend(1, kPage);
-  std::byte* at = backend->reserve(4 * kPage, kPage);
-  const PageHandle page = backend->create_page(kPage);
-  backend->map(at, &page, 1, kPage);
-  backend->set_access(at, kPage, Access::read_write);
-  std::memset(at, 0x5a, kPage);
-  backend->unmap(at, kPage);
-  backend->map(at + 2 * kPage, &page, 1, kPage);
-  backend->set_access(at + 2 * kPage, kPage, Access::read);
-  CHECK(std::all_of(at + 2 * kPage, at + 3 * kPage, [](std::byte b) { return b == std::byte{0x5a}; }));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->destroy_page(page));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->release(at, 4 * kPage));
-  backend->unmap(at + 2 * kPage, kPage);
-  backend->destroy_page(page);
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->destroy_page(page));
-  const PageHandle fresh = backend->create_page(kPage);
-  CHECK(fresh != page);  // the same slot, but not the same page
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->map(at, &page, 1, kPage));
-  backend->map(at, &fresh, 1, kPage);
-  backend->set_access(at, kPage, Access::read);
-  CHECK(backend->new_pages_are_zero());
-  CHECK(std::all_of(at, at + kPage, [](std::byte b) { return b == std::byte{0}; }));
-  backend->unmap(at, kPage);
-  backend->destroy_page(fresh);
-  backend->release(at, 4 * kPage);
-  CHECK(empty(backend->usage()));
-}
-
-TEST(capacity_is_exact) {
-  auto backend = open_backend(3);
-  std::vector<PageHandle> pages;
-  for (int i = 0; i < 3; ++i) pages.push_back(backend->create_page(kSmall));
-  try {
-    backend->create_page(kSmall);
-    CHECK(false);
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::out_of_memory);
-    CHECK(number(error, "requested") == 4096 && number(error, "free") == 0 && number(error, "capacity") == 3 * 4096);
-  }
-  CHECK(backend->usage().page_bytes == 3 * kSmall);
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->create_page(2 * kSmall));
-  backend->destroy_page(pages[1]);
-  CHECK(backend->usage().page_bytes == 2 * kSmall);
-  backend->create_page(kSmall);
-}
-
 TEST(every_precondition_is_checked) {
   auto backend = open_backend(8);
   std::byte* at = backend->reserve(8 * kSmall, kSmall);
@@ -159,26 +71,6 @@ TEST(every_precondition_is_checked) {
   argument([&] { backend->allocate_host(0); });
   CHECK(same(before, backend->usage()));
   CHECK(kernel_mappings(at, 8 * kSmall) <= before.mappings);
-}
-
-TEST(host_memory_is_accounted) {
-  auto backend = open_backend(1);
-  std::byte* small = backend->allocate_host(100);
-  std::byte* large = backend->allocate_host(kPage + 1);
-  std::memset(large, 1, kPage + 1);
-  std::memset(small, 1, 100);
-  std::vector<std::byte> mine(1000);
-  backend->register_host(mine.data(), mine.size());
-  CHECK(backend->usage().host_bytes == 100 + kPage + 1 + 1000);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->register_host(mine.data() + 999, 1));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->register_host(large + 5, 10));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->free_host(mine.data(), mine.size()));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->unregister_host(small, 100));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->free_host(small, 99));
-  backend->unregister_host(mine.data(), mine.size());
-  backend->free_host(small, 100);
-  backend->free_host(large, kPage + 1);
-  CHECK(empty(backend->usage()));
 }
 
 TEST(exchange_of_large_pages_moves_populated_tables) {

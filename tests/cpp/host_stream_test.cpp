@@ -33,48 +33,6 @@ struct Gate {
   }
 };
 
-TEST(work_of_one_stream_runs_in_order) {
-  HostStreams streams(1);
-  const StreamHandle stream = streams.create_stream();
-  const EventHandle event = streams.create_event(true);
-  std::vector<std::byte> a(100000), b(100000), c(100000);
-  Gate gate;
-  streams.call(stream, gate.wait());
-  streams.fill(stream, a.data(), 0x11, a.size());
-  streams.copy(stream, b.data(), a.data(), a.size());
-  streams.fill(stream, a.data(), 0x22, a.size());
-  streams.copy(stream, c.data(), a.data(), a.size());
-  streams.copy(stream, c.data(), b.data(), 0);
-  streams.record(event, stream);
-  CHECK(!streams.query(event));
-  CHECK(!streams.synchronize(event, 1ms));
-  CHECK(!streams.synchronize(event, 0ns));
-  gate.open();
-  CHECK(streams.synchronize(event, kForever));
-  CHECK(streams.query(event));
-  CHECK(b[99999] == std::byte{0x11} && c[0] == std::byte{0x22});
-}
-
-// A wait is for the recording that was the last one when it was asked for, as in CUDA.
-TEST(recordings_are_versioned) {
-  HostStreams streams(1);
-  const StreamHandle first = streams.create_stream(), second = streams.create_stream();
-  const EventHandle event = streams.create_event(true), end = streams.create_event(true);
-  CHECK(streams.query(event) && streams.synchronize(event, 0ns));
-  Gate gate, other;
-  streams.call(first, gate.wait());
-  streams.record(event, first);
-  streams.stream_wait(second, event);
-  streams.record(end, second);
-  streams.call(first, other.wait());
-  streams.record(event, first);  // begins anew; `second` does not wait for this one
-  gate.open();
-  CHECK(streams.synchronize(end, kForever));
-  CHECK(!streams.query(event));
-  other.open();
-  CHECK(streams.synchronize(event, kForever));
-}
-
 TEST(events_may_go_while_pending) {
   HostStreams streams(1);
   const StreamHandle first = streams.create_stream(), second = streams.create_stream();
@@ -147,42 +105,6 @@ TEST(destroying_waits_for_the_work) {
     });
   }
   CHECK(ran);
-}
-
-TEST(elapsed_is_the_time_between_events) {
-  HostStreams streams(1);
-  const StreamHandle stream = streams.create_stream();
-  const EventHandle from = streams.create_event(true), to = streams.create_event(true);
-  CHECK_ERROR(ErrorKind::invalid_state, streams.elapsed(from, to));
-  Gate gate;
-  streams.record(from, stream);
-  streams.call(stream, gate.wait());
-  streams.record(to, stream);
-  CHECK_ERROR(ErrorKind::invalid_state, streams.elapsed(from, to));
-  CHECK(streams.synchronize(from, kForever));
-  std::this_thread::sleep_for(2ms);
-  gate.open();
-  CHECK(streams.synchronize(to, kForever));
-  const double seconds = streams.elapsed(from, to);
-  CHECK(seconds >= 0.002 && streams.elapsed(to, from) == -seconds);
-}
-
-TEST(bad_arguments_are_refused) {
-  auto backend = make_host_backend({4096, 4096, 1});
-  const StreamHandle stream = backend->create_stream();
-  const EventHandle event = backend->create_event(true);
-  std::byte byte{};
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, nullptr, &byte, 1));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, &byte, nullptr, 1));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->fill(stream, nullptr, 0, 1));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(event, &byte, &byte, 1));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->record(stream, stream));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->stream_wait(stream, 0));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->synchronize(999, kForever));
-  CHECK(backend->usage().streams == 1 && backend->usage().events == 1);
-  backend->destroy_stream(stream);
-  backend->destroy_event(event);
-  CHECK(backend->usage().streams == 0 && backend->usage().events == 0);
 }
 
 TEST(workers_are_named_and_take_no_signals) {

@@ -229,59 +229,6 @@ TEST(a_conflict_is_an_error_and_changes_nothing) {
   CHECK(world.prefetcher->stats().misses == 0);
 }
 
-TEST(nested_uses_protect_until_the_last_done) {
-  World world(2);
-  world.configure(world.configuration({0, 1}, 1));
-  world.prefetcher->begin_pass();
-  world.wait(0, 0);
-  world.wait(0, 0);
-  world.prefetcher->done(0);
-  world.backend->finish();
-  world.compute(0, 0);
-  world.prefetcher->done(0);
-  world.use(1, 0);
-  world.prefetcher->end_pass();
-}
-
-TEST(readers_on_two_streams_are_both_waited_for) {
-  for (std::uint64_t seed = 0; seed < 200; ++seed) {
-    World world(2, seed);
-    const StreamHandle streams[] = {world.backend->create_stream(), world.backend->create_stream()};
-    world.configure(world.configuration({0, 1}, 1));
-    for (int pass = 0; pass < 3; ++pass) {
-      world.prefetcher->begin_pass();
-      for (const LayerId layer : {0U, 1U}) {
-        for (const StreamHandle stream : streams) world.wait(layer, stream);
-        for (const StreamHandle stream : streams) world.compute(layer, stream);
-        for (const StreamHandle stream : streams) world.prefetcher->done(layer, stream);
-      }
-      world.prefetcher->end_pass();
-    }
-    world.backend->finish();
-  }
-}
-
-// The ring's pages are taken from layers' homes: what leaves the ring is reloaded, after its last reader.
-TEST(a_home_that_was_a_buffer_is_loaded_behind_its_readers) {
-  for (std::uint64_t seed = 0; seed < 200; ++seed) {
-    World world(2, seed);
-    world.prefetcher = std::make_unique<Prefetcher>(
-        world.backend, std::vector<LayerMemory>{{world.regions[0].data(), world.masters[0].data(), kBytes},
-                                                {world.ring[0].data(), world.masters[1].data(), kBytes}});
-    const StreamHandle stream = world.backend->create_stream();
-    // Alone in its buffer, so that no copy is issued behind its reader that would hold back the reload.
-    world.configure(world.configuration({1}, 1));
-    world.pass(stream);
-    StreamConfiguration c = world.configuration({0}, 2);
-    c.ring.erase(c.ring.begin());
-    c.home = {{1, 0, kBytes}};
-    world.configure(c);
-    world.backend->finish();
-    CHECK(world.ring[0][0] == World::tag(1));
-    CHECK(world.ring[1][0] == World::tag(0));
-  }
-}
-
 TEST(bad_configurations_change_nothing) {
   World world({6, 6, 3, 6});
   world.configure(world.configuration({0, 1, 2}, 2));
@@ -436,16 +383,6 @@ TEST(statistics) {
   CHECK(stats.last_pass_copies == 4);
   CHECK(stats.last_pass_s > 0);
   CHECK(stats.misses == 0);
-}
-
-TEST(nothing_streamed_is_nothing_done) {
-  World world(3);
-  world.pass(0);
-  world.configure(world.configuration({}, 0));
-  world.pass(world.backend->create_stream());
-  CHECK(world.backend->copies.empty());
-  for (LayerId layer = 0; layer < 3; ++layer) CHECK(world.prefetcher->ready(layer));
-  CHECK(!world.prefetcher->ready(3));
 }
 
 // Every subset of waits, host and stream: exactly the layers that were away and not waited for are told, and only in a pass.
