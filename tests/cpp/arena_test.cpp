@@ -35,49 +35,6 @@ struct World {
   bool empty() const { return remap::testing::empty(fault->usage()); }
 };
 
-TEST(refuses_bad_sizes) {
-  HostOptions options;
-  options.capacity_bytes = 4 * kPage;
-  options.page_bytes = kPage;
-  const auto backend = make_host_backend(options);
-  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{4 * kPage, 0, Mode::aliased}));
-  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{4 * kPage, 1000, Mode::aliased}));
-  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{kPage - 1, kPage, Mode::aliased}));
-  CHECK_ERROR(ErrorKind::out_of_memory, Arena(backend, ArenaOptions{5 * kPage, kPage, Mode::aliased}));
-  CHECK(backend->usage().page_bytes == 0);
-}
-
-// surogate#117: creating fails on page k > 0 and the pages before it leak.
-TEST(create_fails_on_page_k) {
-  HostOptions options;
-  options.capacity_bytes = kPages * kPage;
-  options.page_bytes = kPage;
-  for (std::size_t k = 1; k <= kPages; ++k) {
-    const auto fault = make_fault_backend(make_host_backend(options));
-    fault->arm(Call::create_page, k, true, ErrorKind::out_of_memory);
-    CHECK_ERROR(ErrorKind::out_of_memory, Arena(fault, ArenaOptions{kPages * kPage, kPage, Mode::aliased}));
-    CHECK(fault->usage().page_bytes == 0);
-  }
-}
-
-TEST(a_kv_slot_is_designated_once) {
-  for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    World world(mode);
-    const RegionId kv = world.arena->add_kv_region(1, 4);
-    world.arena->designate(kv, 1, {5, 6});
-    CHECK(world.fault->usage().mapped_bytes == (mode == Mode::aliased ? 2 * kPage : 0));
-    const Usage before = world.fault->usage();
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 0, {5}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 2, {7}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 3, {8, 9}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 5, {}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 3, {kPages}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->prepare_view(kv, {1, 2, 3, 4}));
-    CHECK(same(before, world.fault->usage()));
-    world.arena->check();
-  }
-}
-
 // Every backend call of a set-up fails once: the call has no effect and works when repeated, and the end is clean.
 TEST(set_up_fails_at_every_call) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {
@@ -145,24 +102,6 @@ TEST(removing_fails_whole_and_can_be_repeated) {
     world.arena->close();
     CHECK(world.empty());
     if (!failed && n > 8) break;
-  }
-}
-
-// pytorch#188008: mapping fails at slot k; the destructor then unmaps what never was mapped, and the process ends.
-TEST(map_fails_at_slot_k_then_destroy) {
-  for (std::uint64_t k = 1; k <= 4; ++k) {
-    World world(Mode::aliased);
-    const RegionId kv = world.arena->add_kv_region(1, 8);
-    world.fault->arm(Call::map, k, true);
-    try {
-      for (std::size_t slot = 0; slot < 8; slot += 2) world.arena->designate(kv, slot, {static_cast<PageId>(slot)});
-    } catch (const Error&) {
-      world.arena->check();
-    }
-    CHECK(world.fault->usage().mapped_bytes == (k - 1) * kPage);
-    world.fault->disarm();
-    world.arena.reset();
-    CHECK(world.empty());
   }
 }
 
@@ -238,21 +177,6 @@ TEST(undoing_that_fails_breaks_the_arena) {
   world.arena->check();
   world.arena->close();
   CHECK(world.empty());
-}
-
-TEST(a_forked_child_is_refused_and_destroys_nothing) {
-  World world;
-  const RegionId id = world.layer(1, 1);
-  world.arena->address(id)[0] = std::byte{3};
-  const int status = in_child([&] {
-    CHECK_ERROR(ErrorKind::forked_process, world.arena->take(1, Owner::params, 1));
-    CHECK_ERROR(ErrorKind::forked_process, world.arena->counts());
-    CHECK_ERROR(ErrorKind::forked_process, world.arena->close());
-    world.arena.reset();
-  });
-  CHECK(ended_well(status));
-  CHECK(world.arena->address(id)[0] == std::byte{3});
-  world.arena->check();
 }
 
 // Attach and detach leave nothing: neither regions nor addresses. An id is never given to another region.
@@ -370,7 +294,18 @@ TEST(refuses_what_would_break_the_tables) {
     CHECK_ERROR(bad, arena.designate_ring(layer, 0, {0}));
     CHECK_ERROR(bad, arena.prepare_view(layer, {0, kPages}));
     CHECK_ERROR(bad, arena.prepare_view(layer, {kNoPage, kNoPage}));
+    CHECK_ERROR(bad, arena.prepare_view(kv, {1, 2, 3, 4}));
+    CHECK_ERROR(bad, arena.designate(kv, 1, {8}));  // has a place
+    CHECK_ERROR(bad, arena.designate(kv, 0, {7}));  // taken
+    CHECK_ERROR(bad, arena.designate(kv, 3, {5, 6}));
+    CHECK_ERROR(bad, arena.designate(kv, 5, {}));
+    CHECK_ERROR(bad, arena.add_layer_region(1, "layer", {}));
+    CHECK_ERROR(bad, arena.add_kv_region(2, 0));
+    CHECK_ERROR(bad, arena.address(55));
     CHECK_ERROR(bad, Arena(nullptr, ArenaOptions{kPage, kPage, mode}));
+    for (const auto& [bytes, page] : {std::pair{4 * kPage, std::size_t{0}}, {4 * kPage, 1000}, {kPage - 1, kPage}}) {
+      CHECK_ERROR(bad, Arena(world.fault, ArenaOptions{bytes, page, mode}));
+    }
     CHECK(arena.epoch() == epoch + 1 && same(world.fault->usage(), before));
     arena.check();
   }

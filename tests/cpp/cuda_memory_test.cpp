@@ -59,51 +59,6 @@ CLEAN_TEST(two_backends_share_the_primary_context) {
   shown.release();
 }
 
-CLEAN_TEST(running_out_says_how_much_is_left) {
-  emulate(4 * kPage);
-  const auto backend = open_cuda();
-  std::vector<PageHandle> pages;
-  for (int i = 0; i < 3; ++i) pages.push_back(backend->create_page(kPage));
-  const Error error = error_of([&] { (void)backend->create_page(2 * kPage); });
-  CHECK(error.kind() == ErrorKind::out_of_memory);
-  CHECK(*field(error, "requested") == Error::Value{static_cast<std::int64_t>(2 * kPage)});
-  CHECK(*field(error, "free") == Error::Value{static_cast<std::int64_t>(kPage)});
-  CHECK(*field(error, "capacity") == Error::Value{static_cast<std::int64_t>(4 * kPage)});
-  CHECK(*field(error, "call") == Error::Value{std::string("cuMemCreate")});
-  CHECK(*field(error, "code") == Error::Value{std::int64_t{2}});
-  pages.push_back(backend->create_page(kPage));
-  for (const PageHandle page : pages) backend->destroy_page(page);
-}
-
-// On a device such a copy would end the context for the whole process; here it must not even reach the driver.
-CLEAN_TEST(a_copy_that_would_touch_nothing_is_refused) {
-  emulate();
-  const auto backend = open_cuda();
-  Shown shown(*backend, 2);
-  std::byte* bare = backend->reserve(4 * kPage, kPage);
-  std::byte* host = backend->allocate_host(kPage);
-  const StreamHandle stream = backend->create_stream();
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, bare, host, 16));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, host, bare + 3 * kPage, 16));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->fill(stream, bare + 5, 0, 1));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, shown.at + kPage, shown.at, kPage + 1));  // out of the region
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->fill(stream, shown.at - 1, 0, 2));                     // into it
-  backend->set_access(shown.at + kPage, kPage, Access::read);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, shown.at + kPage - 4, host, 8));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->fill(stream, shown.at, 0, 2 * kPage));
-  backend->set_access(shown.at + kPage, kPage, Access::none);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, host, shown.at + kPage, 8));
-  for (const char* call : {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemcpyAsync", "cuMemsetD8Async"}) {
-    CHECK(calls(call) == 0);
-  }
-  backend->copy(stream, shown.at, host, 0);  // nothing to do is nothing to ask for
-  CHECK(calls("cuMemcpyHtoDAsync") + calls("cuMemcpyAsync") == 0);
-  backend->destroy_stream(stream);
-  backend->free_host(host, kPage);
-  backend->release(bare, 4 * kPage);
-  shown.release();
-}
-
 CLEAN_TEST(registering_needs_memory_that_is_there) {
   emulate();
   const auto backend = open_cuda();

@@ -70,16 +70,6 @@ class Gate {
   std::atomic<bool> open_{false};
 };
 
-CLEAN_TEST(streams_of_another_device_are_refused) {
-  emulate(64 << 20, 2);
-  const auto backend = open_cuda();
-  const User other(1);
-  const StreamHandle theirs = User::make_stream();
-  const Error error = error_of([&] { (void)backend->adopt_stream(theirs); });
-  CHECK(error.kind() == ErrorKind::invalid_argument && *field(error, "device") == Error::Value{std::int64_t{0}});
-  User::destroy_stream(theirs);
-}
-
 CLEAN_TEST(the_callers_context_is_as_before) {
   emulate(64 << 20, 2);
   const auto backend = open_cuda();
@@ -195,67 +185,6 @@ CLEAN_TEST(adopted_streams_pass_the_decorators) {
   const auto replayed = replay(log, *open_cuda());  // where a stream of its own stands in for the caller's
   if (!replayed.ok) throw std::logic_error(replayed.message);
   CHECK(replayed.replayed == log.size() - 1);  // the record that was refused is not made again
-}
-
-// Work that fails on the device fails its stream; whoever waits gets the error, and the stream can still be destroyed.
-CLEAN_TEST(failed_work_reaches_every_waiter) {
-  emulate();
-  const auto backend = open_cuda();
-  Shown shown(*backend, 1);
-  std::byte* host = backend->allocate_host(kPage);
-  const StreamHandle failing = backend->create_stream();
-  const StreamHandle waiting = backend->create_stream();
-  const EventHandle early = backend->create_event(true);
-  const EventHandle event = backend->create_event(true);
-  const EventHandle end = backend->create_event(true);
-  backend->record(early, failing);
-  arm("run:cuMemcpyDtoHAsync", 1, 719);
-  backend->copy(failing, host, shown.at, kPage);
-  backend->record(event, failing);
-  backend->stream_wait(waiting, event);
-  backend->record(end, waiting);
-  for (const EventHandle late : {event, end}) {
-    const Error error = error_of([&] { (void)backend->synchronize(late, kWait); });
-    CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{719}});
-    CHECK(*field(error, "call") == Error::Value{std::string("cuEventQuery")} && field(error, "name") != nullptr);
-    CHECK_ERROR(ErrorKind::driver, backend->query(late));
-    CHECK_ERROR(ErrorKind::driver, backend->synchronize(late, std::chrono::nanoseconds::max()));
-    CHECK_ERROR(ErrorKind::driver, backend->elapsed(early, late));
-  }
-  CHECK(backend->query(early));
-  backend->destroy_stream(failing);
-  backend->destroy_stream(waiting);
-  for (const EventHandle each : {early, event, end}) backend->destroy_event(each);
-  backend->free_host(host, kPage);
-  shown.release();
-}
-
-// On a device the whole context is lost. Then every call says so, and nothing hangs.
-CLEAN_TEST(a_lost_context_is_reported_by_every_call) {
-  emulate();
-  configure("lose_context", 1);
-  const auto backend = open_cuda();
-  Shown shown(*backend, 1);
-  const StreamHandle stream = backend->create_stream();
-  const EventHandle event = backend->create_event(true);
-  const User user;
-  Gate gate(stream);  // so that all is enqueued before the context is lost
-  arm("run:cuMemsetD8Async", 1, 700);
-  backend->fill(stream, shown.at, 1, kPage);
-  backend->record(event, stream);
-  gate.open();
-  const Error error = error_of([&] { (void)backend->synchronize(event, kWait); });
-  CHECK(error.kind() == ErrorKind::driver && *field(error, "code") == Error::Value{std::int64_t{700}});
-  CHECK(std::string(error.what()).find("context is lost") != std::string::npos);
-  CHECK_ERROR(ErrorKind::driver, backend->fill(stream, shown.at, 1, kPage));
-  CHECK_ERROR(ErrorKind::driver, backend->record(event, stream));
-  CHECK_ERROR(ErrorKind::driver, backend->create_page(kPage));
-  CHECK_ERROR(ErrorKind::driver, backend->query(event));
-  CONTROL(remapEmulatedReset)();  // heals, as only the process's end does on a device
-  configure("granularity", kPage);
-  backend->destroy_stream(stream);
-  backend->destroy_event(event);
-  shown.release();
 }
 
 CLEAN_TEST(a_stream_with_pending_work_is_not_destroyed_unwaited) {

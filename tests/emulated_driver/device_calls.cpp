@@ -48,7 +48,7 @@ CUresult look_up(CUresult code, const char* ErrorText::* what, const char** text
   return *text != nullptr ? kSuccess : kInvalidValue;
 }
 
-bool known(const Emulator& e, CUdevice device) { return device >= 0 && device < e.settings.devices; }
+bool known(const Emulator& e, CUdevice device) { return device >= 0 && static_cast<std::uint64_t>(device) < e.settings.devices; }
 
 CUresult unknown(Emulator& e, const char* entry, CUdevice device) {
   return e.violate(kInvalidDevice, std::string(entry) + ": no device " + std::to_string(device));
@@ -67,7 +67,7 @@ CUresult cuInit(unsigned flags) {
 
 CUresult cuDriverGetVersion(int* version) {
   return serve("cuDriverGetVersion", kNothing, [&](Emulator& e, Lock&) {
-    *version = e.settings.driver_version;
+    *version = static_cast<int>(e.settings.driver_version);
     return CUresult{kSuccess};
   });
 }
@@ -80,7 +80,7 @@ CUresult cuGetErrorString(CUresult code, const char** text) { return look_up(cod
 
 CUresult cuDeviceGetCount(int* count) {
   return serve("cuDeviceGetCount", kInit, [&](Emulator& e, Lock&) {
-    *count = e.settings.devices;
+    *count = static_cast<int>(e.settings.devices);
     return CUresult{kSuccess};
   });
 }

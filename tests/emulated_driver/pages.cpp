@@ -43,7 +43,7 @@ CUresult Memory::check_properties(const char* entry, const CUmemAllocationProp* 
     return journal_.violate(kInvalidValue, name + ": not a pinned allocation on a device");
   }
   const CUdevice device = properties->location.id;
-  if (device < 0 || device >= settings_.devices) {
+  if (device < 0 || device >= static_cast<int>(settings_.devices)) {
     return journal_.violate(kInvalidDevice, name + ": no device " + std::to_string(device));
   }
   const int types = properties->requestedHandleTypes;
