@@ -35,46 +35,6 @@ struct World {
   bool empty() const { return remap::testing::empty(fault->usage()); }
 };
 
-// Every backend call of a set-up fails once: the call has no effect and works when repeated, and the end is clean.
-TEST(set_up_fails_at_every_call) {
-  for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    for (std::uint64_t n = 1;; ++n) {
-      World world(mode);
-      const auto set_up = [&](TenantId tenant) {
-        const RegionId one = world.layer(tenant, 3);
-        const RegionId ring = world.arena->add_ring_region(tenant, 3);
-        world.arena->designate_ring(ring, 0, world.arena->shown(one));
-        const RegionId kv = world.arena->add_kv_region(tenant, 8);
-        world.arena->designate(kv, 0, {12, 10, 11});
-        const RegionId two = world.layer(tenant, 3);
-        world.arena->prepare_view(two, world.arena->shown(one));
-      };
-      world.fault->arm_any(n);
-      bool failed = false;
-      try {
-        set_up(1);
-      } catch (const Error& error) {
-        failed = true;
-        CHECK(error.kind() == ErrorKind::driver);
-        world.arena->check();
-        world.fault->disarm();
-        world.arena->remove_tenant(1, true);
-        CHECK(world.arena->counts()[Owner::free] == kPages && world.fault->usage().mapped_bytes == 0);
-        set_up(1);
-      }
-      world.fault->disarm();
-      world.arena->check();
-      world.arena->remove_tenant(1);
-      world.arena->close();
-      CHECK(world.empty());
-      if (!failed) {
-        CHECK(n > 10);
-        break;
-      }
-    }
-  }
-}
-
 TEST(removing_fails_whole_and_can_be_repeated) {
   for (std::uint64_t n = 1;; ++n) {
     World world;
@@ -281,6 +241,8 @@ TEST(refuses_what_would_break_the_tables) {
     }
     CHECK(arena.take(1, Owner::kv, 1, {2, 3, 4, 5, 6, 7}) == std::vector<PageId>{9});  // 8 has a place
     CHECK_ERROR(ErrorKind::out_of_memory, arena.take(huge, Owner::params, 1));
+    CHECK_ERROR(ErrorKind::out_of_memory, arena.take(kPages - 3, Owner::params, 2, {12}));  // all that are free but one
+    CHECK_ERROR(bad, arena.take(1, Owner::params, 2, {kPages}));
     CHECK_ERROR(bad, arena.add_layer_region(1, "layer", {0, 0}));
     CHECK_ERROR(ErrorKind::invalid_state, arena.add_kv_region(1, 4));
     CHECK_ERROR(ErrorKind::limit_exceeded, arena.add_ring_region(1, huge));

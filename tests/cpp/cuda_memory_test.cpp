@@ -125,20 +125,4 @@ CLEAN_TEST(without_a_budget_the_machine_is_one) {
   CHECK(calls("cuMemHostRegister") == 0 && same(backend->usage(), Usage{}));
 }
 
-CLEAN_TEST(closing_gives_everything_back) {
-  emulate();
-  auto backend = open_cuda();
-  const Shown shown(*backend, 3);
-  (void)backend->create_page(kPage);
-  std::byte* alias = backend->reserve(4 * kPage, kPage);
-  backend->map(alias + kPage, &shown.pages[1], 1, kPage);
-  std::byte* host = backend->allocate_host(100);
-  std::vector<std::byte> own(100);
-  backend->register_host(own.data(), own.size());
-  const StreamHandle stream = backend->create_stream();
-  backend->record(backend->create_event(true), stream);
-  for (int i = 0; i < 100; ++i) backend->copy(stream, shown.at, host, 100);  // still running when it is closed
-  backend.reset();
-}
-
 }  // namespace

@@ -62,6 +62,9 @@ inline std::string last_violation() {
 // The call breaks one rule and is refused for it.
 #define BREAKS(code, call) GIVES(code, 1u, call)
 
+inline std::uint64_t live(const char* kind) { return CONTROL(remapEmulatedLive)(kind); }
+inline std::uint64_t calls(const char* name = nullptr) { return CONTROL(remapEmulatedCalls)(name); }
+
 inline void configure(const char* name, std::uint64_t value) {
   CHECK(CONTROL(remapEmulatedConfigure)(name, value) == 0);
 }

@@ -191,24 +191,6 @@ TEST(failures_are_asked_and_mended_by_tenant) {
   arena.check();
 }
 
-TEST(a_deferred_failure_is_told_and_tried_again) {
-  for (const bool exchange : {true, false}) {
-    World world(Mode::aliased, exchange);
-    const auto observer = std::make_shared<Observer>();
-    world.executor->apply(world.stream());
-    world.fault->arm(exchange ? Call::exchange : Call::unmap, 1, true);
-    world.decide(observer);
-    CHECK(observer->failed_count == 1 && observer->released_count == 0 && world.executor->failed_points() == 1);
-    CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}));
-    CHECK_ERROR(ErrorKind::driver, world.executor->retry_failed());
-    CHECK(world.executor->failed_points() == 1 && observer->failed_count == 2);
-    world.fault->disarm();
-    world.executor->retry_failed();
-    CHECK(world.executor->failed_points() == 0 && observer->released_count == 1 && world.reads(world.two, 1));
-    world.end();
-  }
-}
-
 // Without exchange a region is unmapped before it is mapped anew: if it can be mapped neither anew nor as before, nobody may
 // use it, which its layer is told; and the arena still closes.
 TEST(a_worker_that_cannot_undo_breaks_the_arena) {

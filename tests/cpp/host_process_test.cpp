@@ -1,9 +1,7 @@
 // The host backend as the operating system sees it: forked children, bounded memory, kernel limits, nothing left behind.
 #include <dirent.h>
-#include <sys/mman.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
 #include <fstream>
 #include <string>
@@ -112,58 +110,6 @@ TEST(a_destroyed_page_gives_its_memory_back) {
   m.backend->set_access(m.at, 6 * kPage, Access::read);
   CHECK(resident_arena_bytes() == 2 * kPage);
 }
-
-#if !defined(__SANITIZE_THREAD__)  // TSan's own runtime ends the process when it gets no mapping
-// Others in the process use the mappings up, so that the kernel refuses what the backend's own count allows.
-TEST(a_kernel_refusal_is_undone) {
-  std::ifstream file("/proc/sys/vm/max_map_count");
-  std::size_t max_map_count = 0;
-  CHECK(file >> max_map_count);
-  if (max_map_count > 200000) {
-    std::printf("      skipped: vm.max_map_count = %zu would take too long to reach\n", max_map_count);
-    return;
-  }
-  auto backend = make_host_backend({256 * kSmall, kSmall, 1});
-  std::vector<PageHandle> pages(256);
-  for (std::size_t i = 256; i-- > 0;) pages[i] = backend->create_page(kSmall);
-  std::byte* at = backend->reserve(256 * kSmall, kSmall);
-  std::byte* held = backend->reserve(3 * kSmall, kSmall);
-  backend->map(held, pages.data(), 3, kSmall);
-  const Usage before = backend->usage();
-
-  const std::size_t filler_bytes = (max_map_count + 100) * kSmall;
-  void* filler = ::mmap(nullptr, filler_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  CHECK(filler != MAP_FAILED);
-  auto* first = static_cast<std::byte*>(filler);
-  std::size_t made = 1;
-  while (::mprotect(first + made * kSmall, kSmall, PROT_READ) == 0) made += 2;
-  const bool full = errno == ENOMEM;
-  bool given_back = true;
-  try {
-    backend->unmap(held + kSmall, kSmall);  // needs nothing new for long, but the kernel refuses even to replace by now
-  } catch (const Error&) {
-    given_back = false;
-  }
-  // Leave the process room for a hundred mappings: what a half-done map needs to be undone, and malloc.
-  CHECK(made > 400);
-  ::munmap(first, 100 * kSmall);
-
-  bool refused = false;  // and not arena_broken: undoing works with no mapping left
-  try {
-    backend->map(at, pages.data(), 256, kSmall);
-  } catch (const Error& error) {
-    refused = error.kind() == ErrorKind::limit_exceeded;
-  }
-  const Usage after = backend->usage();
-  ::munmap(filler, filler_bytes);
-  CHECK(full && refused);
-  CHECK(given_back);
-  CHECK(before.mapped_bytes == 3 * kSmall && after.mapped_bytes == 2 * kSmall && after.mappings == before.mappings);
-  CHECK(mappings_of("/memfd:remap") == 2);
-  backend->map(at, pages.data(), 256, kSmall);
-  CHECK(mappings_of("/memfd:remap") == 258);
-}
-#endif
 
 TEST(exchange_of_large_pages_moves_populated_tables) {
   auto backend = make_host_backend({8 * kPage, kPage, 1});

@@ -9,7 +9,6 @@
 
 #include "prefetcher_world.h"
 #include "remap/backends.h"
-#include "remap/decorators.h"
 
 using namespace remap;
 using namespace remap::testing;
@@ -179,26 +178,6 @@ TEST(kept_contents_are_not_copied_again) {
   world.configure(c);
   CHECK((world.copied() == std::vector<LayerId>{0, 1}));
   world.pass(0);
-}
-
-TEST(a_reloaded_layer_becomes_ready) {
-  World world(3);
-  world.configure(world.configuration({1}, 1));
-  world.pass(0);
-  world.regions[1].fill(std::byte{0xDF});
-  StreamConfiguration c = world.configuration({}, 0);
-  c.home = {{1, 0, kBytes}};
-  c.held = {1};
-  world.backend->copies.clear();
-  world.configure(c);
-  CHECK(world.backend->copies.empty());  // its region still shows the ring
-  CHECK(!world.prefetcher->wait(1, 0, std::chrono::milliseconds(1)));
-  world.prefetcher->released(1);
-  CHECK(world.backend->copies.size() == 1);
-  CHECK(!world.prefetcher->ready(1));
-  world.pass(0);
-  CHECK(world.prefetcher->ready(1));
-  CHECK(world.prefetcher->stats().stall_s > 0);
 }
 
 TEST(failed_re_pointing_is_told_until_configured) {
@@ -399,25 +378,6 @@ TEST(a_copy_goes_in_chunks) {
   CHECK(stats.copies == 2 && stats.copied_bytes == 2 * kBytes);
 }
 
-// A later chunk cannot be enqueued: the end of what is on its way can be seen by no event, so the stream is replaced.
-TEST(a_chunk_that_fails_fails_the_stream) {
-  for (const Call call : {Call::fill, Call::copy}) {
-    World world(2, 1, 3);
-    world.configure(world.configuration({0, 1}, 1));
-    world.pass(0);
-    world.backend->fail_call(call, call == Call::copy ? 2 : 1, false);
-    world.prefetcher->begin_pass();
-    world.use(0, 0);
-    const StreamHandle failed = world.prefetcher->copy_stream();
-    CHECK_ERROR(ErrorKind::driver, world.prefetcher->drain());
-    world.prefetcher->end_pass();
-    world.pass(0);
-    CHECK(world.prefetcher->copy_stream() != failed);
-    world.backend->finish();
-    world.prefetcher->drain();
-  }
-}
-
 TEST(statistics) {
   World world(4);
   world.configure(world.configuration({0, 1, 2, 3}, 2));
@@ -505,42 +465,6 @@ TEST(a_wait_that_failed_or_timed_out_is_none) {
   world.prefetcher->begin_pass();  // the open one is abandoned, and a new one begins
   CHECK((world.prefetcher->unwaited() == std::vector<LayerId>{1}));
   world.prefetcher->end_pass();
-}
-
-// A stream or an event that the backend did not take back is tried again by the next close(), and once more by the destructor.
-TEST(what_cannot_be_given_back_is_kept) {
-  const auto fault = remap::make_fault_backend(remap::make_host_backend({1 << 20, 4096, 1}));
-  std::vector<std::byte> layer(4096), master(4096), ring(4096);
-  const auto used = [&] {
-    auto prefetcher = std::make_unique<Prefetcher>(fault, std::vector<LayerMemory>{{layer.data(), master.data(), 4096}});
-    StreamConfiguration configuration;
-    configuration.streamed = {0};
-    configuration.ring = {ring.data()};
-    configuration.ring_bytes = 4096;
-    prefetcher->configure(configuration);
-    prefetcher->begin_pass();
-    CHECK(prefetcher->wait(0));
-    prefetcher->done(0);
-    prefetcher->end_pass();
-    prefetcher->drain();
-    return prefetcher;
-  };
-  for (const Call call : {Call::destroy_stream, Call::destroy_event}) {
-    auto prefetcher = used();
-    fault->arm(call, 1, true);
-    CHECK_ERROR(ErrorKind::driver, prefetcher->close());
-    CHECK_ERROR(ErrorKind::driver, prefetcher->close());
-    CHECK(call == Call::destroy_stream ? fault->usage().streams == 1 : fault->usage().events > 0);
-    fault->disarm();
-    prefetcher->close();
-    CHECK(fault->usage().streams == 0 && fault->usage().events == 0);
-    prefetcher->close();  // idempotent
-    prefetcher.reset();
-    prefetcher = used();
-    fault->arm(call, 1);
-    prefetcher.reset();
-    CHECK(fault->usage().streams == 0 && fault->usage().events == 0);
-  }
 }
 
 TEST(addresses_that_wrap_are_refused) {
