@@ -16,8 +16,8 @@ namespace {
 
 constexpr std::size_t kPages = 16;
 
-// The call uses a handle that is none any more: undefined. The breach is told, and nobody can go on as if the call had been
-// refused: the context is lost. Healed here, for the test to go on; settings are the environment's again.
+// The call uses a handle that is none any more: undefined. The breach is told, and nobody can go on as if the call had
+// been refused: the context is lost. Healed here, for the test to go on; settings are the environment's again.
 #define POISONS(call)                                       \
   do {                                                      \
     GIVES(kIllegalAddress, 1u, call);                       \
@@ -26,6 +26,12 @@ constexpr std::size_t kPages = 16;
   } while (false)
 
 std::uintptr_t address(const void* at) { return reinterpret_cast<std::uintptr_t>(at); }
+
+unsigned char* anonymous(std::size_t bytes) {
+  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(at != MAP_FAILED);
+  return static_cast<unsigned char*>(at);
+}
 
 CUmemAllocationProp pinned(int device = 0) {
   CUmemAllocationProp properties{};
@@ -75,7 +81,7 @@ struct Region {
     if (pages > 0) allow(0, pages, kAccessReadWrite);
   }
   CUdeviceptr slot(std::size_t i) const { return at + i * kPage; }
-  unsigned char* bytes_of(std::size_t i) const { return reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(slot(i))); }
+  unsigned char* bytes_of(std::size_t i) const { return reinterpret_cast<unsigned char*>(std::uintptr_t{slot(i)}); }
   void allow(std::size_t first, std::size_t count, int access) const {
     const CUmemAccessDesc descriptor{{kDeviceLocation, 0}, access};
     FINE(CU(cuMemSetAccess)(slot(first), count * kPage, &descriptor, 1));
@@ -122,7 +128,7 @@ struct Device {
 // With two mapped pages of four, page-locked memory, two streams and an event of each.
 struct World : Device {
   World() {
-    locked = static_cast<unsigned char*>(mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    locked = anonymous(4 * kPage);
     FINE(CU(cuMemHostRegister)(locked, 4 * kPage, kHostPortable));
   }
   void close() {
@@ -134,7 +140,9 @@ struct World : Device {
     region.close();
     Device::close();
   }
-  void fill(CUstream on, std::size_t slot, unsigned char value) { FINE(CU(cuMemsetD8Async)(region.slot(slot), value, kPage, on)); }
+  void fill(CUstream on, std::size_t slot, unsigned char value) {
+    FINE(CU(cuMemsetD8Async)(region.slot(slot), value, kPage, on));
+  }
   void large() { FINE(CU(cuMemcpyHtoDAsync)(region.slot(0), locked, kPage, stream)); }
   void large_end() { FINE(CU(cuEventRecord)(event, stream)); }
   void small() {
@@ -166,7 +174,9 @@ TEST(looking_up) {
   configure("driver_version", 12000);
   CHECK(look("cuMemCreate", &found, 12080, 1, &status) == kInvalidValue);
   CONTROL(remapEmulatedReset)();
-  for (std::uint64_t i = 0; const char* name = CONTROL(remapEmulatedEntryPoint)(i); ++i) CHECK(entry_point(name) != nullptr);
+  for (std::uint64_t i = 0; const char* name = CONTROL(remapEmulatedEntryPoint)(i); ++i) {
+    CHECK(entry_point(name) != nullptr);
+  }
   const char* text = nullptr;
   CHECK(CU(cuGetErrorName)(kOutOfMemory, &text) == kSuccess && std::strcmp(text, "CUDA_ERROR_OUT_OF_MEMORY") == 0);
   CHECK(CU(cuGetErrorName)(123456, &text) == kInvalidValue && text == nullptr);
@@ -284,7 +294,8 @@ TEST(mappings_and_access) {
   BREAKS(kInvalidValue, CU(cuMemUnmap)(region.slot(0), kPage / 2));                 // cuts a handle
   BREAKS(kInvalidValue, CU(cuMemUnmap)(region.slot(0), 0));
   BREAKS(kInvalidValue, CU(cuMemAddressFree)(region.at, region.bytes));             // something is mapped
-  const CUmemAccessDesc all{{kDeviceLocation, 0}, kAccessReadWrite}, odd{{kDeviceLocation, 0}, 2}, away{{kDeviceLocation, 3}, 3};
+  const CUmemLocation here{kDeviceLocation, 0};
+  const CUmemAccessDesc all{here, kAccessReadWrite}, odd{here, 2}, away{{kDeviceLocation, 3}, kAccessReadWrite};
   BREAKS(kInvalidValue, CU(cuMemSetAccess)(region.slot(0), 3 * kPage, &all, 1));    // a hole
   BREAKS(kInvalidValue, CU(cuMemSetAccess)(region.slot(0), kPage / 2, &all, 1));    // cuts a handle
   BREAKS(kInvalidValue, CU(cuMemSetAccess)(region.slot(0), kPage, nullptr, 0));
@@ -311,7 +322,7 @@ TEST(mappings_and_access) {
 TEST(host_memory) {
   Device device;
   const std::size_t os_page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  auto* at = static_cast<unsigned char*>(mmap(nullptr, 4 * os_page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  unsigned char* at = anonymous(4 * os_page);
   BREAKS(kInvalidValue, CU(cuMemHostRegister)(nullptr, 10, 0));
   BREAKS(kInvalidValue, CU(cuMemHostRegister)(at, 0, 0));
   BREAKS(kInvalidValue, CU(cuMemHostRegister)(at, os_page, 64));
@@ -479,7 +490,7 @@ TEST(destroying_a_stream_does_not_wait_and_does_not_drop_work) {
   POISONS(CU(cuMemsetD8Async)(world.region.slot(0), 0, 1, stream));
   POISONS(CU(cuStreamDestroy)(stream));
   POISONS(CU(cuStreamGetCtx)(stream, &context));
-  GIVES(kInvalidHandle, 0u, CU(cuStreamGetCtx)(reinterpret_cast<CUstream>(&world), &context));  // lenient: see streams.cpp
+  GIVES(kInvalidHandle, 0u, CU(cuStreamGetCtx)(reinterpret_cast<CUstream>(&world), &context));  // lenient
   GIVES(kSuccess, 1u, CU(cuMemUnmap)(world.region.slot(0), kPage));  // its work is still in flight
   FINE(CU(cuMemMap)(world.region.slot(0), kPage, 0, world.region.handles[0], 0));
   world.region.allow(0, 1, kAccessReadWrite);
@@ -496,7 +507,8 @@ TEST(destroying_a_stream_does_not_wait_and_does_not_drop_work) {
 // The legacy stream waits for blocking ones and they for it; a non-blocking one takes no part.
 TEST(default_streams) {
   World world;
-  const auto legacy = reinterpret_cast<CUstream>(kLegacyStream), per_thread = reinterpret_cast<CUstream>(kPerThreadStream);
+  const auto legacy = reinterpret_cast<CUstream>(kLegacyStream);
+  const auto per_thread = reinterpret_cast<CUstream>(kPerThreadStream);
   const CUstream blocking = new_stream(0);
   Gate gate(blocking);
   world.fill(blocking, 0, 1);
@@ -579,15 +591,15 @@ TEST(unsafe_calls_end_captures_of_their_mode) {
   world.close();
 }
 
-// Copies of one direction share one engine, first come first served; all is shown by what is over before what. With a rate, a
-// large copy takes 33 ms and the small one, which comes to another stream behind it, would take none.
+// Copies of one direction share one engine, first come first served; all is shown by what is over before what. With a
+// rate, a large copy takes 33 ms and the small one, which comes to another stream behind it, would take none.
 TEST(copies_back_to_back_let_nobody_between) {
   World world;
   configure("copy_bytes_per_s", 2'000'000);
   world.large();
   world.large();
-  world.large_end();                                                // an event lets nobody in,
-  FINE(CU(cuStreamWaitEvent)(world.stream, world.other_event, 0));  // nor does a wait for what is over (never recorded: it is)
+  world.large_end();  // an event lets nobody in, nor does a wait for what is over (never recorded: it is)
+  FINE(CU(cuStreamWaitEvent)(world.stream, world.other_event, 0));
   world.large();
   world.large_end();
   world.small();
