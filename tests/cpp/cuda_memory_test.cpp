@@ -59,6 +59,19 @@ CLEAN_TEST(two_backends_share_the_primary_context) {
   shown.release();
 }
 
+CLEAN_TEST(what_is_mapped_stays_and_work_stays_in_its_region) {
+  emulate();
+  const auto backend = open_cuda();
+  Shown shown(*backend, 2);
+  const StreamHandle stream = backend->create_stream();
+  CHECK_ERROR(ErrorKind::invalid_state, backend->release(shown.at, shown.bytes()));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, shown.at + kPage, shown.at, kPage + 1));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->fill(stream, shown.at - 1, 0, 2));
+  CHECK(calls("cuMemcpyDtoDAsync") + calls("cuMemsetD8Async") == 0);
+  backend->destroy_stream(stream);
+  shown.release();
+}
+
 CLEAN_TEST(registering_needs_memory_that_is_there) {
   emulate();
   const auto backend = open_cuda();

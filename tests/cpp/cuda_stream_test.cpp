@@ -70,6 +70,16 @@ class Gate {
   std::atomic<bool> open_{false};
 };
 
+CLEAN_TEST(streams_of_another_device_are_refused) {
+  emulate(64 << 20, 2);
+  const auto backend = open_cuda();
+  const User other(1);
+  const StreamHandle theirs = User::make_stream();
+  const Error error = error_of([&] { (void)backend->adopt_stream(theirs); });
+  CHECK(error.kind() == ErrorKind::invalid_argument && *field(error, "device") == Error::Value{std::int64_t{0}});
+  User::destroy_stream(theirs);
+}
+
 CLEAN_TEST(the_callers_context_is_as_before) {
   emulate(64 << 20, 2);
   const auto backend = open_cuda();

@@ -10,6 +10,7 @@
 #include "backend/copy_bytes.h"
 #include "backend/host_stream.h"
 #include "check.h"
+#include "remap/backends.h"
 
 using namespace remap;
 using host::HostStreams;
@@ -17,12 +18,18 @@ using host::HostStreams;
 namespace {
 
 TEST(a_call_that_throws_fails_its_stream_whatever_it_throws) {
-  HostStreams streams(1);
-  const StreamHandle stream = streams.create_stream();
-  const EventHandle event = streams.create_event(true);
-  streams.call(stream, [] { throw std::runtime_error("not ours"); });
-  streams.record(event, stream);
-  CHECK_ERROR(ErrorKind::driver, streams.synchronize(event, std::chrono::nanoseconds::max()));
+  for (const bool ours : {true, false}) {
+    HostStreams streams(1);
+    const StreamHandle stream = streams.create_stream();
+    const EventHandle event = streams.create_event(true);
+    streams.call(stream, [ours] {
+      if (ours) throw Error(ErrorKind::driver, "lost");
+      throw std::runtime_error("not ours");
+    });
+    streams.record(event, stream);
+    CHECK_ERROR(ErrorKind::driver, streams.synchronize(event, std::chrono::nanoseconds::max()));
+  }
+  CHECK_ERROR(ErrorKind::invalid_argument, make_host_backend({4096, 4096, 0}));
 }
 
 TEST(workers_are_named_and_take_no_signals) {

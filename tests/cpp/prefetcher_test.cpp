@@ -467,6 +467,27 @@ TEST(a_wait_that_failed_or_timed_out_is_none) {
   world.prefetcher->end_pass();
 }
 
+// By the next close(), and once more by the destructor.
+TEST(what_cannot_be_given_back_is_tried_again) {
+  for (const Call call : {Call::destroy_stream, Call::destroy_event}) {
+    for (const bool closed : {true, false}) {
+      World world(2);
+      world.configure(world.configuration({0, 1}, 1));
+      world.pass(0);
+      world.prefetcher->drain();
+      world.backend->fail_call(call, 1, closed);
+      if (closed) {
+        for (int tries = 0; tries < 2; ++tries) CHECK_ERROR(ErrorKind::driver, world.prefetcher->close());
+        world.backend->heal();
+        world.prefetcher->close();
+        world.prefetcher->close();  // idempotent
+      }
+      world.prefetcher.reset();
+      CHECK(world.backend->usage().streams == 0 && world.backend->usage().events == 0);
+    }
+  }
+}
+
 TEST(addresses_that_wrap_are_refused) {
   const auto host = remap::make_host_backend({1 << 20, 4096, 1});
   std::byte byte{};
