@@ -110,6 +110,19 @@ TEST(faults_come_at_the_nth_call_once_or_for_ever) {
   CHECK_ERROR(ErrorKind::invalid_argument, (fault->arm(Call::map, 0), 0));
 }
 
+TEST(what_stands_behind_a_copy_that_fails_is_skipped) {
+  auto fault = make_fault_backend(host());
+  std::vector<std::byte> from(100, std::byte{1}), to(100);
+  const StreamHandle stream = fault->create_stream();
+  const EventHandle event = fault->create_event(true);
+  fault->fail_async_copy(1);
+  fault->copy(stream, to.data(), from.data(), 100);  // accepted
+  fault->fill(stream, to.data(), 9, 100);
+  fault->record(event, stream);
+  CHECK_ERROR(ErrorKind::driver, fault->synchronize(event, kForever));
+  CHECK(to[0] != std::byte{9} && to[99] == std::byte{0});
+}
+
 TEST(a_trace_counts_and_logs_every_call) {
   auto trace = make_trace_backend(host());
   Tour tour{trace};

@@ -56,6 +56,19 @@ TEST(zeroes_come_behind_the_former_tenant) {
   CHECK(leaked > 30);
 }
 
+// Also if it is the taker that names the event, of another stream than its own.
+TEST(zeroes_come_behind_the_event_of_their_plan) {
+  for (std::uint64_t seed = 0; seed < 60; ++seed) {
+    World world(Mode::aliased, seed);
+    world.change({owner({6}, Owner::free, Owner::kv, kA)}, {0, world.a});
+    for (int i = 0; i < 5; ++i) world.write(world.a, world.slot(world.kv_a, 0), 9);
+    world.change({owner({6}, Owner::kv, Owner::free, kA)});
+    world.change({owner({6}, Owner::free, Owner::kv, kB)}, {world.behind(world.a), world.b});
+    world.read(world.b, world.slot(world.kv_b, 0), 0);
+    world.device->finish();
+  }
+}
+
 // The same when B's zeroes are waited for (set-up, strict, no stream).
 TEST(waited_zeroes_come_behind_the_former_tenant_too) {
   for (const Mode mode : {Mode::aliased, Mode::strict}) {

@@ -210,6 +210,27 @@ TEST(a_conflict_is_an_error_and_changes_nothing) {
   CHECK(world.prefetcher->stats().misses == 0);
 }
 
+// The ring's pages are taken from layers' homes: what leaves the ring is reloaded, after its last reader.
+TEST(a_home_that_was_a_buffer_is_loaded_behind_its_readers) {
+  for (std::uint64_t seed = 0; seed < 200; ++seed) {
+    World world(2, seed);
+    world.prefetcher = std::make_unique<Prefetcher>(
+        world.backend, std::vector<LayerMemory>{{world.regions[0].data(), world.masters[0].data(), kBytes},
+                                                {world.ring[0].data(), world.masters[1].data(), kBytes}});
+    const StreamHandle stream = world.backend->create_stream();
+    // Alone in its buffer, so that no copy is issued behind its reader that would hold back the reload.
+    world.configure(world.configuration({1}, 1));
+    world.pass(stream);
+    StreamConfiguration c = world.configuration({0}, 2);
+    c.ring.erase(c.ring.begin());
+    c.home = {{1, 0, kBytes}};
+    world.configure(c);
+    world.backend->finish();
+    CHECK(world.ring[0][0] == World::tag(1));
+    CHECK(world.ring[1][0] == World::tag(0));
+  }
+}
+
 TEST(contents_are_kept_only_at_the_same_offset_and_place) {
   World world(3);
   world.slice(3, 1);
