@@ -110,6 +110,21 @@ TEST(a_fill_of_an_undone_plan_destroys_nothing) {
   }
 }
 
+// The tenant itself, computing on another stream by then, has not the fill of the undone plan before it either.
+TEST(an_undone_fill_on_another_stream) {
+  for (std::uint64_t seed = 0; seed < 100; ++seed) {
+    World world(Mode::aliased, seed);
+    for (int i = 0; i < 6; ++i) world.write(world.a, world.arena->address(world.one), 1);
+    world.device->fail_call(Call::fill, 2);
+    CHECK_ERROR(ErrorKind::driver, world.apply({owner({6, 8}, Owner::free, Owner::kv, kA)}, {0, world.a}));
+    CHECK(world.change({owner({6}, Owner::free, Owner::kv, kA)}, {0, world.b}).zeroed_bytes == kPage);
+    world.read(world.b, world.slot(world.kv_a, 0), 0);
+    world.write(world.b, world.slot(world.kv_a, 0), 4);
+    world.read(world.b, world.slot(world.kv_a, 0), 4);
+    world.device->finish();
+  }
+}
+
 // The same for a plan that was rolled back after it was applied, with what B did meanwhile.
 TEST(a_rolled_back_plan_leaves_nothing_on_its_way) {
   for (std::uint64_t seed = 0; seed < 100; ++seed) {
