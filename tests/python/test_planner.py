@@ -231,7 +231,7 @@ def test_lent_pages_stay_lent_until_they_are_reclaimed(history, data) -> None:
     assert plan.lent == {page for page, owner in world.owner.items() if owner == "free"}
     # What would be lost of it, were it KV.
     needed = world.pages.to_reclaim(then)
-    assert needed == set(plan_streaming(replace(world.pages, lent=frozenset()), 2, then).lost)
+    assert needed == set(plan_streaming(replace(world.pages, lent=frozenset()), then).lost)
     if needed:
         with pytest.raises(InvalidArgument) as refused:
             plan_streaming(world.pages, then)
@@ -252,8 +252,8 @@ def test_free_pages_change_hands_and_nothing_else() -> None:
     assert (plan.gained, plan.lost, plan.tails, plan.ring) == ((20, 9, 11), (), now.tails, now.ring)
     assert (plan.home, plan.held, plan.ring_moves) == ((), (), False)
     back = plan_free_pages(now, [9], give=False)
-    assert back.steps == (SetOwner((9,), "kv", "free", TENANT),)
-    assert (back.gained, back.lost) == ((), (9,))
+    assert back.steps == (SetOwner(run_of([9]), "kv", "free", TENANT),)
+    assert (back.gained, back.lost) == ((), run_of([9]))
 
 
 def test_copies_in_bytes() -> None:
