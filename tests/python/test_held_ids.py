@@ -10,49 +10,17 @@ from remap.adapters.held_ids import HeldIds
 from remap.kv.pool import BlockPool, KVGeometry, KVSpec
 
 
-def test_new_ids_are_handed_over_and_reserved_ones_are_not():
+def test_ids_are_handed_over_once_and_leave_when_they_are_free():
     held = HeldIds(reserved=[0], limit=6)
     assert held.changed(range(8), ()) == [1, 2, 3, 4, 5]
-    assert held.held == 5
-
-
-def test_an_id_in_use_leaves_when_it_is_free():
-    held = HeldIds()
-    held.changed([1, 2, 3], ())
-    assert held.changed((), [2, 3]) == []
-    assert held.leave([3]) == [3]
-    assert (held.held, held.leaving) == (2, {2})
-    assert held.leave([1]) == []
-    assert held.leave([2, 1]) == [2]
-    assert (held.held, held.leaving) == (1, frozenset())
-
-
-def test_an_id_that_comes_back_before_it_left_is_not_handed_over_twice():
-    held = HeldIds()
-    held.changed([1, 2], ())
-    held.changed((), [1, 2])
-    held.leave([2])
-    assert held.changed([1, 2], ()) == [2]
-    assert (held.held, held.leaving) == (2, frozenset())
-
-
-def test_ids_without_a_row_are_declined_once():
-    held = HeldIds(reserved=[0], limit=3)
-    held.changed(range(5), ())
-    held.changed((), [2, 3, 4])
-    assert held.declined() == [3, 4]
-    assert held.declined() == []
-    assert held.leaving == {2}
-
-
-def test_restart_gives_back_what_was_leaving():
-    held = HeldIds(reserved=[0])
-    held.changed(range(5), ())
-    held.changed((), [3])
+    assert held.changed((), [3, 4, 5, 6]) == []
+    assert (held.declined(), held.declined()) == ([6], [])  # without a row
+    assert held.leave([1, 5]) == [5]
+    assert held.changed([3, 5], ()) == [5]  # 3 comes back before it left: it is not handed over twice
+    assert (held.held, held.leaving) == (5, {4})
     given: list[int] = []
-    assert held.restart([0, 1, 2, 4], given.extend) == [1, 2, 4]
-    assert given == [3]
-    assert (held.held, held.leaving) == (3, frozenset())
+    assert held.restart([0, 1, 2, 3, 5], given.extend) == [1, 2, 3, 5]
+    assert (given, held.held, held.leaving) == ([4], 4, frozenset())
 
 
 PAGES = 6
