@@ -90,27 +90,6 @@ def test_logits_and_keys_are_bit_identical_to_those_of_a_dynamic_cache():
         assert rig.attached.snapshot.live_blocks == 0
 
 
-def test_a_conversation_goes_on_in_one_cache_between_others():
-    """Two caches live at once, each goes on where it was, though blocks move and layers come and go in between."""
-    model = llama()
-    first, second = prompts(2, 7, seed=1), prompts(3, 5, seed=2)
-
-    def turns(cache_of):
-        caches = [cache_of(), cache_of()]
-        texts = [first["input_ids"], second["input_ids"]]
-        for _ in range(3):
-            for which in (0, 1):
-                texts[which] = _goes_on(model, texts[which], caches[which], 12)
-        return texts
-
-    expected = turns(lambda: DynamicCache(config=model.config))
-    with watched(model) as rig:
-        got = turns(rig.attached.cache)
-        assert all(torch.equal(one, other) for one, other in zip(got, expected))
-        rig.assert_moved()
-        rig.assert_home(lambda: model.generate(**first, **BRIEF))
-
-
 def test_blocks_move_when_layers_come_home_under_a_live_cache():
     """The long cache's blocks end where the layers' pages are; when it is gone, those of the other one have to move."""
     model, given = llama(), prompts(2, 6)
