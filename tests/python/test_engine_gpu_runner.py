@@ -5,8 +5,6 @@ tokens as transformers in all of them.
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -28,8 +26,7 @@ from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 from remap.engine import gpu_runner as module  # noqa: E402
 from remap.engine.captured import buckets_up_to  # noqa: E402
 from remap.engine.gpu_runner import GpuRunner  # noqa: E402
-from remap.engine.inputs import Staged, TokenInputs  # noqa: E402
-from remap.engine.request import Sequence, State  # noqa: E402
+from remap.engine.request import State  # noqa: E402
 from remap.engine.runner import ModelRunner  # noqa: E402
 from remap.engine.scheduler import Chunk  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
@@ -223,50 +220,3 @@ def test_buckets(most):
         bucket = next(one for one in buckets if one >= size)
         assert bucket < 2 * size
         assert size < 9 or bucket - size < (8 if size <= 256 else 16)
-
-
-def test_what_is_not_published_is_not_seen():
-    staged = Staged(torch.device("cpu"), a=3, b=2)
-    staged.writable()
-    staged.host["a"][:] = 5
-    staged.host["b"][:] = 6
-    assert staged.device["a"].tolist() == [0, 0, 0]
-    staged.publish(4)
-    assert (staged.device["a"].tolist(), staged.device["b"].tolist()) == ([5, 5, 5], [6, 0])
-
-
-@settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=60), st.randoms(use_true_random=False))
-def test_the_block_table_follows_whatever_happens_to_the_blocks(steps, rng):
-    """Sequences come, grow, are moved, preempted and finished; after each pass, their rows on the device are right."""
-    width, most = 6, 4
-    inputs = TokenInputs(torch.device("cpu"), most, most, 4, (most, width))
-    table = inputs.table
-    running, waiting = [], []
-    serial = iter(range(10**6))
-    for action, pick in steps:
-        if action <= 2 and len(running) < most:
-            sequence = waiting.pop() if waiting and action == 0 else Sequence.of(Request("x", (1,)), 0)
-            sequence.state, sequence.blocks = State.RUNNING, []
-            running.append(sequence)
-        elif action <= 5 and running:
-            sequence = running[pick % len(running)]
-            sequence.blocks += [next(serial) for _ in range(min(pick, width - len(sequence.blocks)))]
-        elif action == 6:
-            for sequence in running:
-                sequence.blocks = [next(serial) for _ in sequence.blocks]
-        elif action == 7 and running:
-            sequence = running.pop(pick % len(running))
-            sequence.state, sequence.blocks = State.WAITING, []
-            waiting.append(sequence)
-        elif action == 8 and running:
-            sequence = running.pop(pick % len(running))
-            sequence.state, sequence.blocks = State.FINISHED, []
-        passed = [sequence for sequence in running if rng.random() < 0.7]
-        rows = table.rows_of(passed)
-        if rng.random() < 0.2:
-            continue  # the pass failed before anything was published
-        inputs.publish_table()
-        assert len(set(rows)) == len(rows)
-        for sequence, row in zip(passed, rows, strict=True):
-            assert table.device[row, : len(sequence.blocks)].tolist() == sequence.blocks

@@ -9,20 +9,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from remap.adapters.held_ids import HeldIds
 from remap.kv.pool import BlockPool, KVGeometry, KVSpec
 
-
-def test_ids_are_handed_over_once_and_leave_when_they_are_free():
-    held = HeldIds(reserved=[0], limit=6)
-    assert held.changed(range(8), ()) == [1, 2, 3, 4, 5]
-    assert held.changed((), [3, 4, 5, 6]) == []
-    assert (held.declined(), held.declined()) == ([6], [])  # without a row
-    assert held.leave([1, 5]) == [5]
-    assert held.changed([3, 5], ()) == [5]  # 3 comes back before it left: it is not handed over twice
-    assert (held.held, held.leaving) == (5, {4})
-    given: list[int] = []
-    assert held.restart([0, 1, 2, 3, 5], given.extend) == [1, 2, 3, 5]
-    assert (given, held.held, held.leaving) == ([4], 4, frozenset())
-
-
 PAGES = 6
 
 
