@@ -4,7 +4,11 @@ tokens as transformers in all of them.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
@@ -26,7 +30,8 @@ from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 from remap.engine import gpu_runner as module  # noqa: E402
 from remap.engine.captured import buckets_up_to  # noqa: E402
 from remap.engine.gpu_runner import GpuRunner  # noqa: E402
-from remap.engine.request import State  # noqa: E402
+from remap.engine.inputs import TokenInputs  # noqa: E402
+from remap.engine.request import Sequence, State  # noqa: E402
 from remap.engine.runner import ModelRunner  # noqa: E402
 from remap.engine.scheduler import Chunk  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
@@ -220,3 +225,34 @@ def test_buckets(most):
         bucket = next(one for one in buckets if one >= size)
         assert bucket < 2 * size
         assert size < 9 or bucket - size < (8 if size <= 256 else 16)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 4)), max_size=60), st.randoms(use_true_random=False))
+def test_the_block_table_follows_whatever_happens_to_the_blocks(steps, rng):
+    """Sequences come, grow, are moved, preempted and finished; after each pass, their rows on the device are right."""
+    width, most, serial = 6, 4, itertools.count()
+    inputs = TokenInputs(torch.device("cpu"), most, most, 4, (most, width))
+    running, waiting = [], []
+    for action, pick in steps:
+        if action <= 2 and len(running) < most:
+            running.append(waiting.pop() if waiting and action == 0 else Sequence.of(Request("x", (1,)), 0))
+            running[-1].state, running[-1].blocks = State.RUNNING, []
+        elif action <= 5 and running:
+            blocks = running[pick % len(running)].blocks
+            blocks += [next(serial) for _ in range(min(pick, width - len(blocks)))]
+        elif action == 6:
+            for sequence in running:
+                sequence.blocks = [next(serial) for _ in sequence.blocks]
+        elif action in (7, 8) and running:
+            sequence = running.pop(pick % len(running))
+            sequence.state, sequence.blocks = State.WAITING if action == 7 else State.FINISHED, []
+            waiting += [sequence] if action == 7 else []
+        passed = [sequence for sequence in running if rng.random() < 0.7]
+        rows = inputs.table.rows_of(passed)
+        if rng.random() < 0.2:
+            continue  # the pass failed before anything was published
+        inputs.publish_table()
+        assert len(set(rows)) == len(rows)
+        for sequence, row in zip(passed, rows, strict=True):
+            assert inputs.table.device[row, : len(sequence.blocks)].tolist() == sequence.blocks
