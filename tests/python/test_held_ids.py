@@ -12,6 +12,15 @@ from remap.kv.pool import BlockPool, KVGeometry, KVSpec
 PAGES = 6
 
 
+def test_what_is_withdrawn_around_a_hole_is_told_without_the_hole() -> None:
+    """Layers first: blocks 2 and 3 are closed already, in the keys' page; then all other pages go at once."""
+    shape = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_tokens": 4, "dtype": "float32", "layout": "layer_major"}
+    pool = BlockPool(KVGeometry(KVSpec(**shape, min_blocks=0, max_blocks=6), 128))  # two blocks a page
+    pool.add_pages(range(6))
+    assert pool.withdraw([1]) == (2, 3)
+    assert pool.withdraw([0, 2, 3, 4, 5]) == (0, 1, 4, 5)
+
+
 class AnEngineWithAFreeList(RuleBasedStateMachine):
     """An allocator with a free list over a real pool whose pages come and go. One block a page; block 0 is padding."""
 
