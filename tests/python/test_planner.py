@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
-from remap.memory.plan import Plan, Point, SetOwner, Streaming, TenantPages, copies_of, plan_free_pages, plan_streaming
+from remap.memory.plan import (
+    Plan,
+    Point,
+    SetOwner,
+    Streaming,
+    TenantPages,
+    copies_of,
+    plan_free_pages,
+    plan_streaming,
+    run_of,
+)
 
 TENANT, RING = 7, 99
 
