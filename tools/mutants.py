@@ -327,7 +327,7 @@ MUTANTS: tuple[Mutant, ...] = (
         replacement="pass",
         breaks="When bringing layers home fails, a holder does not get back the pages that it had given up (a lost undo).",
         tests=(
-            "test_museum_calls.py::test_a_call_of_several_plans_that_raises_has_changed_nothing[activate-aliased-once]",
+            "test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",
         ),
     ),
     Mutant(
@@ -368,7 +368,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed",
         replacement="tenant.reclaimed = tenant.reclaimed | reclaimed",
         breaks="Pages that came home for their layer count as waiting for it for ever (a claim that is not released).",
-        tests=("test_sharing_faults.py::test_every_call_fails[activate-aliased-once]",),
+        tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
     ),
     Mutant(
         name="lending-one-willing-holder-is-enough",
