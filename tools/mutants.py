@@ -326,9 +326,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="undo.append(partial(self._give_back, tenant, pages, moves[name], result))",
         replacement="pass",
         breaks="When bringing layers home fails, a holder does not get back the pages that it had given up (a lost undo).",
-        tests=(
-            "test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",
-        ),
+        tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
     ),
     Mutant(
         name="lending-page-promised-twice",

@@ -13,17 +13,15 @@ seen is what was before the call or what is after it; the next report tells what
 layer its bytes in passes of every tenant, every free block can be used; the same call has its full effect; all other
 calls work; close gives everything back.
 
-    python interrupts.py CALL MODE [POINTS] [--only SITUATION] [--at K] [--budget N] [--all]
+    python interrupts.py CALL MODE POINTS BUDGET
 
-runs one call's situations and prints one JSON line for each finding. `sweep` runs that as a process of its own, since a
-finding may be a crash.
+runs one call's situations, so many points of each at most (0: all), and prints one JSON line for each finding. `sweep` runs
+that as a process of its own, since a finding may be a crash.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
 import dis
 import faulthandler
 import gc
@@ -31,17 +29,18 @@ import json
 import os
 import random
 import re
-import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-from arena_worlds import make_backend, make_layers, make_spec, session_on, set_times, times_of
+import subprocesses
+from arena_worlds import External, make_layers, times_of, write_block
+from sharing_worlds import EAGER, Engine, Shared, set_times, spec
 
 import remap
 from remap import _core
@@ -52,7 +51,7 @@ PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
 MODES = ("aliased", "strict")
 POINTS = ("lines", "signals", "opcodes")
 PATIENCE_S = 10.0
-POISON, TAG = 0xDF, 0xCC
+TAG = 0xCC
 # Files whose functions change nothing but what they return.
 PURE = re.compile(
     r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|moves|plan|view)|config|report|sizes)"
@@ -162,125 +161,30 @@ def _forget_frames(error: BaseException | None) -> None:
 
 # -- the world ---------------------------------------------------------------------------------------------------------
 
-# Returns are worth it, nothing is kept in reserve: what a step does is known.
-CONFIG: dict[str, Any] = {
-    "reserve_blocks": 0,
-    "hysteresis_blocks": 0,
-    "min_idle": 0.0,
-    "map_s": 0.0,
-    "contention": 9.0,
-    "dwell": 1,
-    "ttft_s": 1e9,
-    "reversion": False,
-}
 
-
-def spec(layers: int, min_blocks: int = 2, max_blocks: int = 120) -> remap.KVSpec:
-    return make_spec(layers, dim=16, tokens=4, min_blocks=min_blocks, max_blocks=max_blocks)
-
-
-class Engine:
-    """Keeps a known byte in every block that it holds."""
-
-    def __init__(self, session: remap.Session, name: str, layers: int, pages: int, tag: int, **options: Any) -> None:
-        self.session, self.name, self.tag = session, name, tag
-        self.data = make_layers([pages] * layers, tag, PAGE)
-        self.tenant = session.attach_bytes(self.data, name=name, kv=options.pop("kv", None) or spec(layers), **options)
-        set_times(self.tenant, times_of(layers, 1.0, 0.1), copy_s=0.1)
-        self.held: dict[int, int] = {}
-        self.external: External | None = None
-
-    @property
-    def kv(self) -> Any:
-        return self.tenant.kv
-
-    def ranges(self, block: int) -> list[tuple[int, int]]:
-        return [(self.kv.address + at, nbytes) for at, nbytes in self.kv.geometry.byte_ranges_of_block(block)]
-
-    def write(self, block: int, value: int) -> None:
-        for at, nbytes in self.ranges(block):
-            ctypes.memset(at, value, nbytes)
-
-    def verify(self, block: int, value: int) -> None:
-        for at, nbytes in self.ranges(block):
-            got = ctypes.string_at(at, nbytes)
-            assert got == bytes([value]) * nbytes, f"block {block} of {self.name} has changed: {set(got)}, not {value}"
-
-    def hold(self, count: int, *, top: bool = False) -> None:
-        """More live blocks; top: the highest usable ones, so that a shrink has to move them."""
-        ids = self.kv.allocate(self.kv.free_blocks if top else count)
-        self.kv.free(ids[: len(ids) - count])
-        for block in ids[len(ids) - count :]:
-            self.held[block] = (self.tag * 50 + block) % 200 + 1
-            self.write(block, self.held[block])
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self.held[block]
-        self.kv.free(blocks)
-
-    def serve(self) -> None:
-        with self.tenant.forward():
-            for layer, expected in enumerate(self.data):
-                self.tenant.wait(layer)
-                got = ctypes.string_at(remap.advanced.layer_address(self.session, self.name, layer), len(expected))
-                self.tenant.done(layer)
-                assert got == expected, f"layer {layer} of {self.name} reads {got[:4]!r}, not {expected[:4]!r}"
-
-
-class External:
-    """An engine's own allocator: withdrawn ids that are free go back at once, others when `finish` frees them."""
+class Allocator(External):
+    """Not subscribed by itself: that is a call under test, too."""
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.free: set[int] = set()
-        self.used: dict[int, int] = {}
-        self.leaving: set[int] = set()
+        self.tenant, self.prompt = engine.tenant, True
+        self.calls, self.free, self.used, self.leaving = [], set(), {}, set()
         engine.external = self
 
-    def __call__(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
-        self.leaving -= set(added)
-        self.free |= set(added) - set(self.used)
-        self.free -= set(withdrawn)
-        self.leaving |= set(withdrawn)
-        self.give_back()
-
     def give_back(self) -> None:
-        back = sorted(self.leaving - set(self.used))
-        self.leaving -= set(back)
-        if back:
-            self.engine.kv.returned(back)
-
-    def use(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.free.discard(block)
-            self.used[block] = (self.engine.tag * 50 + block) % 200 + 1
-            self.engine.write(block, self.used[block])
-
-    def check(self) -> None:
-        pool = self.engine.kv.pool
-        known = self.free | (set(self.used) - self.leaving)
-        assert known == set(pool.open_ids()), (
-            f"the engine of {self.engine.name} knows blocks {sorted(known)}, the pool's are {list(pool.open_ids())}"
-        )
-        assert self.leaving == set(pool.live_ids()) - set(pool.open_ids()), "what is being withdrawn is not agreed on"
-        for block, value in self.used.items():
-            self.engine.verify(block, value)
+        if self.leaving - set(self.used):
+            super().give_back()
 
 
-class World:
+class World(Shared):
     """Tenants "a" and "b", six layers of two pages and five of two, and some free pages."""
 
     def __init__(self, mode: str, spare: int = 4, **config: Any) -> None:
         self.mode = mode
-        total = 6 * 2 + 5 * 2 + 2 + 2 + spare
-        self.backend = _core.make_fault_backend(make_backend(total * PAGE, PAGE))
-        settings = remap.advanced.Knobs(**{**CONFIG, **config})
-        self.session = session_on(self.backend, total * PAGE, page_bytes=PAGE, mode=mode, config=settings)
-        self.engines: dict[str, Engine] = {}
-        for tag, (name, layers) in enumerate((("a", 6), ("b", 5)), 1):
-            self.attach(name, layers, 2, tag)
+        knobs = remap.advanced.Knobs(**{**EAGER, "reversion": False, **config})
+        sizes = {"a": [2] * 6, "b": [2] * 5}
+        super().__init__(sizes, spare=spare, mode=mode, config=knobs, around=_core.make_fault_backend, page_bytes=PAGE)
         for engine in self.engines.values():
+            set_times(engine, times_of(engine.tenant.layers, 1.0, 0.1), copy_s=0.1)
             engine.serve()
 
     @property
@@ -292,28 +196,16 @@ class World:
         return self.engines["b"]
 
     def attach(self, name: str, layers: int = 3, pages: int = 1, tag: int = 3, **options: Any) -> None:
-        self.engines[name] = Engine(self.session, name, layers, pages, tag, **options)
-
-    def tell(self, report: Any) -> Any:
-        for name, moved in getattr(report, "moved", {}).items():
-            engine = self.engines[name]
-            engine.held = {moved.get(block, block): value for block, value in engine.held.items()}
-        return report
+        options = {"kv": spec(layers, PAGE), **options}
+        engine = self.engines[name] = Engine(self.session, name, [pages] * layers, tag, page_bytes=PAGE, **options)
+        set_times(engine, times_of(layers, 1.0, 0.1), copy_s=0.1)
 
     def step(self, **demand: int) -> Any:
         free = {name: len(e.external.free) for name, e in self.engines.items() if e.external is not None}
         return self.tell(self.session.step({name: remap.Demand(n, free=free.get(name)) for name, n in demand.items()}))
 
-    def remap(self, name: str, layers: float, buffers: int = 1, kind: str = "nested", **more: Any) -> Any:
-        return self.tell(remap.advanced.remap(self.session, name, layers, buffers, kind, **more))
-
-    def lend(self, name: str, layers: int, to: str | None = None) -> Any:
-        return self.tell(remap.advanced.lend(self.session, name, layers, to=to))
-
     def activate(self, name: str, **options: Any) -> Any:
         return self.tell(self.session.activate(name, **options))
-
-    # -- looking ---------------------------------------------------------------------------------------------------
 
     def seen(self) -> dict[str, Any]:
         """What a caller sees, and what a call may change only as a whole. No epoch: nobody computes with it."""
@@ -331,40 +223,15 @@ class World:
             for name, each in snapshot.tenants.items()
         } | {"free": snapshot.pages.free, "unsettled": remap.advanced.unsettled(self.session)}
 
-    def check(self) -> None:
-        """The books agree, and every live block has its tag."""
-        remap.advanced.check(self.session)
-        pages = self.session.snapshot().pages
-        assert pages.free + pages.params + pages.kv + pages.ring == pages.total, f"pages are lost: {pages}"
-        for engine in self.engines.values():
-            if engine.external is not None and engine.kv.pool.external:
-                engine.external.check()
-                continue
-            live = set(engine.kv.pool.live_ids())
-            assert live == set(engine.held), (
-                f"{engine.name} holds blocks {sorted(engine.held)}, the pool's live ones are {sorted(live)}"
-            )
-            for block, value in engine.held.items():
-                engine.verify(block, value)
-
     def use(self) -> None:
         """All free blocks are written and read, so that a layer which still shows them reads wrong; then passes."""
         for engine in self.engines.values():
-            if engine.external is not None:
-                for block in engine.external.free:
-                    engine.write(block, POISON)
-            else:
-                ids = engine.kv.allocate(engine.kv.free_blocks)
-                for block in ids:
-                    engine.write(block, POISON)
-                for block in ids:
-                    engine.verify(block, POISON)
-                engine.kv.free(ids)
+            engine.poison()
         for engine in self.engines.values():
             # Taking it out may have been tried: it serves no more then (Session.detach).
             if engine.tenant.active and not engine.tenant._state.leaving:
                 engine.serve()
-        self.check()
+        self.check(serve=False)
 
     def everything_else(self) -> None:
         """All other calls, once each: they work, whatever came before."""
@@ -376,7 +243,7 @@ class World:
                 engine.external.free |= set(engine.kv.pool.open_ids())
                 engine.external.give_back()
             else:
-                engine.drop(list(engine.held))
+                engine.free()
         for name in self.engines:
             report = self.activate(name)
             if not report.activated and any(e.external for e in self.engines.values()):
@@ -390,26 +257,23 @@ class World:
             assert not seen.streamed and not seen.lent_pages, seen
         self.use()
         if "a" in self.engines and "b" in self.engines:
-            free = [self.engines[name].external is None for name in ("a", "b")]
+            own = self.a.external is None
             self.remap("a", 2, 1, "uniform")
-            assert self.a.tenant.remapped == 2
             self.lend("b", 2, to="a")
-            assert self.b.tenant.remapped == 2
-            if free[0]:
-                self.a.hold(3, top=True)
+            assert (self.a.tenant.remapped, self.b.tenant.remapped) == (2, 2)
+            if own:
+                self.a.hold(3)
             self.use()
             self.lend("b", 0)
             assert self.b.tenant.lent_pages == 0
             self.use()
-            if free[0]:
+            if own:
                 self.step(a=self.a.kv.free_blocks + 1)
                 self.use()
-                self.a.drop(list(self.a.held))
+                self.a.free()
             self.step()
             self.remap("a", 0)
-        last = sorted(self.engines)[-1]
-        session.detach(last)
-        del self.engines[last]
+        self.detach(sorted(self.engines)[-1])
         self.attach("later", 2, 1, 5)
         self.use()
 
@@ -468,7 +332,7 @@ def lent_to_a(world: World, layers: int = 2, hold: int = 0) -> None:
     world.session.deactivate("b")
     world.lend("b", layers, to="a")
     if hold:
-        world.a.hold(hold, top=True)
+        world.a.hold(hold)
 
 
 def unsettled(world: World) -> None:
@@ -483,18 +347,15 @@ def unsettled(world: World) -> None:
 
 def dirty(world: World) -> None:
     """All free pages have been another tenant's KV."""
-    world.attach("old", 2, 1, 7, kv=spec(2, 1, 40))
-    old = world.engines["old"]
+    world.attach("old", 2, 1, 7, kv=spec(2, PAGE, min_blocks=1, max_blocks=40))
     world.step(old=8)
-    old.hold(old.kv.free_blocks)
-    world.session.detach("old")
-    del world.engines["old"]
+    world.engines["old"].fill()
+    world.detach("old")
 
 
-def external(world: World, name: str = "a", use: Sequence[int] = ()) -> External:
-    made = External(world.engines[name])
-    made.engine.kv.subscribe(made, external=True)
-    made.use(use)
+def external(world: World, name: str = "a") -> Allocator:
+    made = Allocator(world.engines[name])
+    made.tenant.kv.subscribe(made, external=True)
     return made
 
 
@@ -532,7 +393,7 @@ def attach_again(name: str, **options: Any) -> Callable[[World], Any]:
 
 def too_large(world: World) -> None:
     try:
-        world.session.attach_bytes(make_layers([9] * 9, 9, PAGE), name="c", kv=spec(9))
+        world.session.attach_bytes(make_layers([9] * 9, 9, PAGE), name="c", kv=spec(9, PAGE))
     except remap.OutOfMemory:
         return
     raise AssertionError("it fits?")
@@ -548,7 +409,7 @@ def allocated(world: World) -> None:
         world.a.held[block] = TAG
     for block, value in world.a.held.items():
         if value == TAG:
-            world.a.write(block, TAG)
+            write_block(world.a.tenant, block, TAG)
 
 
 def free(world: World) -> None:
@@ -573,22 +434,22 @@ def give_back(world: World) -> None:
     made = world.a.external
     assert made is not None
     back = sorted(made.leaving)
-    made.engine.kv.returned(back)
+    world.a.kv.returned(back)
     made.leaving -= set(back)
 
 
 def returned_again(world: World) -> None:
     made = world.a.external
     assert made is not None
-    pool = made.engine.kv.pool
+    pool = world.a.kv.pool
     made.leaving = set(pool.live_ids()) - set(pool.open_ids())
     if made.leaving:
         give_back(world)
 
 
 def subscribe(world: World) -> None:
-    made = world.a.external or External(world.a)
-    made.engine.kv.subscribe(made, external=True)
+    made = world.a.external or Allocator(world.a)
+    world.a.kv.subscribe(made, external=True)
 
 
 def subscribe_again(world: World) -> None:
@@ -614,7 +475,7 @@ def enough(name: str, blocks: int) -> Callable[[World], bool]:
 
 def top(world: World, layers: int, hold: int, kind: str = "nested", buffers: int = 1) -> None:
     world.remap("a", layers, buffers, kind)
-    world.a.hold(hold, top=True)
+    world.a.hold(hold)
 
 
 NO_SPARE: dict[str, Any] = {"spare": 0}
@@ -662,13 +523,13 @@ CASES: dict[str, list[Case]] = {
         Case("to nothing", lambda w: w.remap("a", 3, 2), lambda w: w.remap("a", 0)),
         Case("down with moves", lambda w: top(w, 4, 3), lambda w: w.remap("a", 1)),
         Case("uniform to uniform", lambda w: w.remap("a", 1, 1, "uniform"), lambda w: w.remap("a", 2, 1, "uniform")),
-        Case("uniform to uniform with moves", lambda w: (w.remap("a", 1, 1, "uniform"), w.a.hold(w.a.kv.free_blocks)),
+        Case("uniform to uniform with moves", lambda w: (w.remap("a", 1, 1, "uniform"), w.a.fill()),
              lambda w: w.remap("a", 2, 1, "uniform"), True, world=NO_SPARE),
         Case("one buffer to two", lambda w: w.remap("a", 2, 1), lambda w: w.remap("a", 2, 2)),
         Case("two buffers to one", lambda w: w.remap("a", 2, 2), lambda w: w.remap("a", 2, 1)),
         Case("slices up", nothing, lambda w: w.remap("a", 2, 1, "slices")),
         Case("slices down with moves", lambda w: top(w, 2, 2, "slices"), lambda w: w.remap("a", 0, 1, "slices")),
-        Case("refused", lambda w: (w.remap("a", 3), w.a.hold(w.a.kv.free_blocks)), lambda w: refused(w)),
+        Case("refused", lambda w: (w.remap("a", 3), w.a.fill()), lambda w: refused(w)),
         Case("while another is unsettled", unsettled, lambda w: w.remap("b", 2)),
     ],
     "lend": [
@@ -688,11 +549,11 @@ CASES: dict[str, list[Case]] = {
         Case("lent", lent_to_a, lambda w: w.activate("b"), True),
         Case("lent, with moves", lambda w: lent_to_a(w, 2, 2), lambda w: w.activate("b"), True),
         Case("lent, alone", lent_to_a, lambda w: w.activate("b", alone=True), True),
-        Case("refused", lambda w: (lent_to_a(w, 3), w.a.hold(w.a.kv.free_blocks)), lambda w: w.activate("b"),
+        Case("refused", lambda w: (lent_to_a(w, 3), w.a.fill()), lambda w: w.activate("b"),
              world=NO_SPARE),
-        Case("partial", lambda w: (lent_to_a(w, 3), w.a.hold(w.a.kv.free_blocks - 3)),
+        Case("partial", lambda w: (lent_to_a(w, 3), w.a.allocate(w.a.kv.free_blocks - 3)),
              lambda w: w.activate("b", partial=True), True, world=NO_SPARE),
-        Case("partial, nothing comes home", lambda w: (lent_to_a(w, 3), w.a.hold(w.a.kv.free_blocks)),
+        Case("partial, nothing comes home", lambda w: (lent_to_a(w, 3), w.a.fill()),
              lambda w: w.activate("b", partial=True), True, world=NO_SPARE),
     ],
     "deactivate": [
@@ -752,8 +613,8 @@ CASES: dict[str, list[Case]] = {
         Case("unsettled", unsettled, lambda w: w.session.close()),
     ],
     "kv": [
-        Case("allocate", lambda w: (w.step(a=5), w.a.hold(1)), allocate, again=nothing),
-        Case("free", lambda w: (w.step(a=8), w.a.hold(6)), free, again=nothing),
+        Case("allocate", lambda w: (w.step(a=5), w.a.allocate(1)), allocate, again=nothing),
+        Case("free", lambda w: (w.step(a=8), w.a.allocate(6)), free, again=nothing),
         Case("subscribe", lambda w: w.step(a=4), subscribe, again=subscribe_again),
         Case("returned", begin_return, give_back, again=returned_again),
     ],
@@ -785,7 +646,7 @@ def refused(world: World) -> None:
     raise AssertionError("there is room?")
 
 
-def use_top(made: External, count: int) -> None:
+def use_top(made: Allocator, count: int) -> None:
     made.use(sorted(made.free)[-count:])
 
 
@@ -885,11 +746,11 @@ def afterwards(case: Case, world: World, after: dict[str, Any] | None, seen: dic
     if case.again is returned_again:
         made = world.a.external
         assert made is not None
-        made.leaving = set(made.engine.kv.pool.live_ids()) - set(made.engine.kv.pool.open_ids())
+        made.leaving = set(world.a.kv.pool.live_ids()) - set(world.a.kv.pool.open_ids())
     strangers = set(session._tenants).difference(world.engines)
     if not strangers:
         world.tell(session.step())
-        world.check()
+        world.check(serve=False)
         world.use()
     (case.again or case.call)(world)
     now = world.seen()
@@ -917,37 +778,29 @@ def _difference(expected: dict[str, Any], got: dict[str, Any]) -> str:
     return "; ".join(found)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What broke. kind: "wrong" (a failure), "swallowed", or "between" (neither before nor after, of several plans)."""
+class Finding(NamedTuple):
+    """What broke. kind: "wrong" (a failure), "swallowed", or "between" (neither before nor after, of several plans). place: the
+    situation and the line that was interrupted."""
 
-    call: str
-    case: str
-    mode: str
-    points: str
-    at: int
-    where: str
     kind: str
+    place: str
     what: str
 
-    def __str__(self) -> str:
-        case = f"{self.call}, {self.case!r}, {self.mode}, {self.points} {self.at}"
-        return f"{case}: interrupted at {self.where}: {self.what}"
 
-
-def try_at(call: str, case: Case, mode: str, points: str, at: int, known: Reference) -> tuple[bool, list[Finding]]:
-    """(whether the interrupt came, what broke)."""
+def try_at(case: Case, mode: str, points: str, at: int, known: Reference) -> list[Finding]:
+    """What broke."""
     world = World(mode, **case.world)
     case.prepare(world)
     interrupt, _, error = interrupted(lambda: case.call(world), at, points)
-    if not interrupt.where:
+    if not interrupt.where:  # the core's threads were faster this time, and the call had fewer points
         world.close()
-        return False, []
-    say(f"# {interrupt.where}")
+        return []
+    say(f"# {case.name}, {mode}, {points} {at}: {interrupt.where}")
     found: list[Finding] = []
 
     def note(kind: str, what: str) -> None:
-        found.append(Finding(call, case.name, mode, points, at, interrupt.where, kind, what))
+        what = f"{case.name}, {mode}, {points} {at}: interrupted at {interrupt.where}: {what}"
+        found.append(Finding(kind, f"{case.name}: {interrupt.where.split(' < ')[0]}", what))
 
     if error is None:
         note("swallowed", "the interrupt was swallowed")
@@ -964,7 +817,7 @@ def try_at(call: str, case: Case, mode: str, points: str, at: int, known: Refere
     if problem:
         note("wrong", f"looking: {problem}")
         if problem.startswith("deadlock"):
-            return True, found
+            return found
     elif known.after is not None and _settled(seen[0] or {}) not in (_settled(known.before), _settled(known.after)):
         to_before, to_after = _difference(known.before, seen[0] or {}), _difference(known.after, seen[0] or {})
         note("between" if case.plans else "wrong", f"neither before ({to_before}) nor after ({to_after})")
@@ -974,7 +827,7 @@ def try_at(call: str, case: Case, mode: str, points: str, at: int, known: Refere
         with contextlib.suppress(BaseException):
             if not problem.startswith("deadlock"):
                 world.session.close()
-    return True, found
+    return found
 
 
 def say(line: str) -> None:
@@ -982,90 +835,34 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("call", choices=[*CASES])
-    parser.add_argument("mode", choices=MODES)
-    parser.add_argument("points", choices=POINTS, nargs="?", default="lines")
-    parser.add_argument("--only")
-    parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--budget", type=int, default=0, help="so many points of each situation at most; 0: all")
-    parser.add_argument(
-        "--all", action="store_true", help="not only the first and the last time that a place is come to"
-    )
-    parser.add_argument("--skip", default="", help="JSON: situation -> the first point to try")
-    options = parser.parse_args()
+def main(call: str, mode: str, points: str, budget: int) -> None:
     faulthandler.enable()
     gc.disable()
-    skip = json.loads(options.skip) if options.skip else {}
-    stuck: set[str] = set()
-    for case in CASES[options.call]:
-        if (options.only and case.name != options.only) or skip.get(case.name) == "done":
-            continue
-        say(f"@ {json.dumps([case.name, -1])}")
-        known = reference(case, options.mode, options.points)
-        chosen = list(range(len(known.points))) if options.all else known.distinct()
-        if options.budget and len(chosen) > options.budget:
-            chosen = sorted(random.Random(f"{case.name}{options.mode}").sample(chosen, options.budget))
-        if options.at >= 0:
-            chosen = [options.at]
-        for at in chosen:
-            if at < skip.get(case.name, 0) or (known.points[at : at + 1] and known.points[at].split(" < ")[0] in stuck):
-                continue
-            say(f"@ {json.dumps([case.name, at])}")
-            came, found = try_at(options.call, case, options.mode, options.points, at, known)
-            if any("deadlock" in each.what for each in found):
-                stuck.add(found[0].where.split(" < ")[0])  # it takes long to find out, and will be the same again
-            for each in found:
-                say(f"! {json.dumps(vars(each))}")
-            if not came:
-                break
-            if at % 50 == 0:
+    for case in CASES[call]:
+        known = reference(case, mode, points)
+        chosen = known.distinct()
+        if budget and len(chosen) > budget:
+            chosen = sorted(random.Random(f"{case.name}{mode}").sample(chosen, budget))
+        for number, at in enumerate(chosen):
+            for each in try_at(case, mode, points, at, known):
+                say(f"! {json.dumps(each)}")
+            if number % 50 == 49:
                 gc.collect()
-        say(f"= {json.dumps([case.name, len(chosen), len(known.points)])}")
     sys.stdout.flush()
     os._exit(0)  # threads that hang are among the findings
 
 
-# -- all of one call's -------------------------------------------------------------------------------------------------
-
-
-def sweep(call: str, mode: str, points: str, budget: int, *, timeout_s: float = 3600.0) -> tuple[list[Finding], int]:
-    """(what broke, how many interrupts were tried), in processes of their own: after a crash the next one goes on."""
-    findings: list[Finding] = []
-    tried = 0
-    skip: dict[str, Any] = {}
-    here = Path(__file__).resolve()
-    paths = [str(here.parent), str(here.parent.parent), *(path for path in sys.path if path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    while True:
-        done = subprocess.run(
-            [sys.executable, str(here), call, mode, points, "--budget", str(budget), "--skip", json.dumps(skip)],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=environment,
-            check=False,
-        )
-        case, at, where = "", -1, ""
-        for line in done.stdout.splitlines():
-            kind, _, rest = line.partition(" ")
-            if kind == "@":
-                (case, at), where = json.loads(rest), ""
-                tried += at >= 0
-            elif kind == "#":
-                where = rest
-            elif kind == "!":
-                findings.append(Finding(**json.loads(rest)))
-            elif kind == "=":
-                skip[json.loads(rest)[0]] = "done"
-        if done.returncode == 0:
-            return findings, tried
-        last = [line for line in done.stderr.splitlines() if line.strip()]
-        what = f"exit code {done.returncode}: {' | '.join(last[:3] if done.returncode < 0 else last[-3:])[:600]}"
-        findings.append(Finding(call, case, mode, points, at, where, "wrong", what))
-        skip[case] = at + 1 if at >= 0 else "done"
+def sweep(call: str, mode: str, points: str, budget: int) -> tuple[list[Finding], int]:
+    """(what broke, how many interrupts were tried) of all one call's situations, in a process of their own."""
+    program = f"import interrupts; interrupts.main({call!r}, {mode!r}, {points!r}, {budget})"
+    done = subprocesses.run(program, timeout_s=3600.0)
+    lines = done.stdout.splitlines()
+    findings = [Finding(*json.loads(line[2:])) for line in lines if line.startswith("! ")]
+    tried = [line for line in lines if line.startswith("# ")]
+    if done.returncode != 0:
+        findings.append(Finding("wrong", "", f"exit code {done.returncode} behind {tried[-1:]}: {done.stderr[-2000:]}"))
+    return findings, len(tried)
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:4], int(sys.argv[4]))

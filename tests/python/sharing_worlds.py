@@ -8,7 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import arena_worlds
-from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, session_on, write_block
+from arena_worlds import (
+    PAGE,
+    External,
+    forward,
+    make_backend,
+    make_layers,
+    make_spec,
+    read_block,
+    session_on,
+    write_block,
+)
 from arena_worlds import times_of as times_of
 
 import remap
@@ -16,7 +26,7 @@ from remap import _core
 from remap.errors import Error
 from remap.policy.cost import LayerTimes
 
-TOKENS = 32
+POISON = 0xDF
 # Returns are worth it and nothing is kept in reserve: what a step does is known.
 EAGER: dict[str, Any] = {
     "reserve_blocks": 0,
@@ -29,9 +39,9 @@ EAGER: dict[str, Any] = {
 }
 
 
-def spec(layers: int, *, min_blocks: int = 2, max_blocks: int = 400) -> remap.KVSpec:
+def spec(layers: int, page_bytes: int = PAGE, *, min_blocks: int = 2, max_blocks: int = 400) -> remap.KVSpec:
     # A block is exactly a quarter page for 2 layers, half a page for 4, and so on: it straddles pages for most counts.
-    return make_spec(layers, min_blocks=min_blocks, max_blocks=max_blocks, tokens=TOKENS)
+    return make_spec(layers, min_blocks=min_blocks, max_blocks=max_blocks, tokens=page_bytes // 2048)
 
 
 class Engine:
@@ -46,12 +56,14 @@ class Engine:
         *,
         kv: remap.KVSpec | None = None,
         page_bytes: int = PAGE,
+        data: list[bytes] | None = None,
         **options: Any,
     ) -> None:
         self.session, self.name = session, name
-        self.data = make_layers(sizes, tag, page_bytes)
-        self.tenant = session.attach_bytes(self.data, name=name, kv=kv or spec(len(sizes)), **options)
+        self.data = data or make_layers(sizes, tag, page_bytes)
+        self.tenant = session.attach_bytes(self.data, name=name, kv=kv or spec(len(sizes), page_bytes), **options)
         self.held: dict[int, int] = {}
+        self.external: External | None = None
         self._next = tag * 40
 
     @property
@@ -69,6 +81,23 @@ class Engine:
         self.allocate(self.kv.free_blocks)
         self.free(sorted(self.held)[:leave])
 
+    def hold(self, count: int) -> None:
+        """The highest ones that are free, so that a shrink has to move them."""
+        before = list(self.held)
+        self.fill()
+        self.free([block for block in self.held if block not in before][:-count])
+
+    def poison(self) -> None:
+        """All free blocks are written and read, so that a layer which still shows them reads wrong."""
+        own = self.kv.pool.external
+        ids = sorted(self.external.free) if own and self.external else self.kv.allocate(self.kv.free_blocks)
+        for block in ids:
+            write_block(self.tenant, block, POISON)
+        for block in ids:
+            assert read_block(self.tenant, block) == {POISON}
+        if not own:
+            self.kv.free(ids)
+
     def free(self, blocks: Any = None) -> None:
         """All that are held by default."""
         blocks = list(self.held if blocks is None else blocks)
@@ -77,9 +106,15 @@ class Engine:
             del self.held[block]
 
     def patch(self, moved: Mapping[int, int]) -> None:
-        self.held = {moved.get(block, block): value for block, value in self.held.items()}
+        after = {moved.get(block, block): value for block, value in self.held.items()}
+        self.held.clear()
+        self.held.update(after)
 
     def check(self) -> None:
+        if self.kv.pool.external:
+            if self.external is not None:
+                self.external.check()
+            return
         assert set(self.held) == set(self.kv.pool.live_ids()), f"{self.name} was not told of a move"
         for block, value in self.held.items():
             assert read_block(self.tenant, block) == {value}, f"{self.name}: block {block} has changed"
@@ -100,14 +135,16 @@ class Shared:
         config: remap.advanced.Knobs | None = None,
         around: Callable[[Any], Any] = lambda backend: backend,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        page_bytes: int = PAGE,
     ) -> None:
-        kv_pages = sum(-(-2 * spec(len(each)).block_bytes // PAGE) for each in sizes.values())
+        kv_pages = sum(-(-2 * spec(len(each), page_bytes).block_bytes // page_bytes) for each in sizes.values())
         total = sum(max(1, n) for each in sizes.values() for n in each) + kv_pages + spare
-        self.backend = around(make_backend(total * PAGE))
-        self.session = session_on(self.backend, total * PAGE, page_bytes=PAGE, mode=mode, config=config)
+        self.backend = around(make_backend(total * page_bytes, page_bytes))
+        self.session = session_on(self.backend, total * page_bytes, page_bytes, mode, config)
         self.engines: dict[str, Engine] = {}
         for tag, (name, each) in enumerate(sizes.items(), 1):
-            self.engines[name] = Engine(self.session, name, each, tag, **(options or {}).get(name, {}))
+            more = (options or {}).get(name, {})
+            self.engines[name] = Engine(self.session, name, each, tag, page_bytes=page_bytes, **more)
 
     def __enter__(self) -> Shared:
         return self
@@ -155,8 +192,7 @@ class Shared:
         pages = self.session.snapshot().pages
         assert pages.free + pages.params + pages.kv + pages.ring + pages.quarantine == pages.total
         for engine in self.engines.values():
-            if not engine.kv.pool.external:
-                engine.check()
+            engine.check()
             if serve and engine.tenant.active:
                 engine.serve()
 

@@ -35,7 +35,7 @@ class ArenaMachine(RuleBasedStateMachine):
     @initialize(second=st.booleans())
     def start(self, second: bool) -> None:
         self.backends = {mode: make_backend(TOTAL * PAGE) for mode in MODES}
-        # Each tenant for itself: what goes from one to another is test_lending.py's and test_sharing_stateful.py's.
+        # Each tenant for itself: what goes from one to another is test_lending.py's and test_fuzz.py's.
         config = remap.advanced.Knobs(lends=False)
         self.sessions = {
             mode: session_on(self.backends[mode], TOTAL * PAGE, page_bytes=PAGE, mode=mode, config=config)
