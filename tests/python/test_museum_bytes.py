@@ -109,6 +109,7 @@ def test_a_change_leaves_a_tenant_inside_a_pass_alone(mode: str) -> None:
                 lambda: remap.advanced.lend(session, "a", 1),
                 lambda: session.detach("a"),
                 lambda: session.activate("b", alone=True),
+                lambda: a.tenant.forward().__enter__(),
             ):
                 with pytest.raises(InvalidState):
                     call()
