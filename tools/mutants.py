@@ -269,7 +269,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="low += self._state[low] != _UNUSABLE",
         replacement="low += 0",
         breaks="A block between two pages that are given in one call becomes usable twice.",
-        tests=("test_kv_stateful.py",),
+        tests=("test_kv.py::test_a_gift_that_bridges_owned_pages_counts_each_block_once",),
     ),
     Mutant(
         name="pool-usable-before-its-last-page",

@@ -2,7 +2,6 @@
 
     points = "lines"     before every line of the package that the call comes to
              "signals"   wherever CPython would really raise it: at a function's start, after a call, at a backward jump
-             "opcodes"   before every instruction
 
 A `finally` or the end of a `with` begins outside of what it closes: no signal can arrive there (nothing is looked at in
 between), and no code could defend itself. So points that another handler covers than the instruction before are left
@@ -24,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import faulthandler
+import functools
 import gc
 import json
 import os
@@ -49,7 +49,6 @@ from remap.errors import Error, InvalidArgument, OutOfBlocks
 PAGE = 4096
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
 MODES = ("aliased", "strict")
-POINTS = ("lines", "signals", "opcodes")
 PATIENCE_S = 10.0
 TAG = 0xCC
 # Files whose functions change nothing but what they return.
@@ -61,15 +60,12 @@ PURE = re.compile(
 # -- the interrupt -----------------------------------------------------------------------------------------------------
 
 _CHECKS = {"CALL", "CALL_FUNCTION_EX", "RESUME"}  # CPython looks for signals there, and at backward jumps
-_known: dict[tuple[CodeType, str], frozenset[int]] = {}
 
 
+@functools.cache
 def points_of(code: CodeType, points: str) -> frozenset[int]:
     """Offsets of the instructions before which an interrupt may come."""
-    known = _known.get((code, points))
-    if known is None:
-        known = _known[code, points] = frozenset(_points_of(code, points))
-    return known
+    return frozenset(_points_of(code, points))
 
 
 def _points_of(code: CodeType, points: str) -> Iterator[int]:
