@@ -277,7 +277,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="first, stop = block * unit // page, -(-(block + 1) * unit // page)",
         replacement="first, stop = block * unit // page, max(block * unit // page + 1, (block + 1) * unit // page)",
         breaks="A block that straddles two pages is usable when only the first of them is owned.",
-        tests=("test_kv_stateful.py",),
+        tests=("test_kv.py::test_blocks_that_straddle_wait_for_both_pages",),
     ),
     Mutant(
         name="pool-usable-before-all-ranges",
@@ -285,7 +285,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="self.column[column] = ABSENT if ABSENT in states else CLOSED if CLOSED in states else OPEN",
         replacement="self.column[column] = CLOSED if CLOSED in states else OPEN if OPEN in states else ABSENT",
         breaks="In the layer_major layout a block is usable when the pages of one layer are owned.",
-        tests=("test_kv_stateful.py",),
+        tests=("test_kv.py::test_withdrawn_pages_keep_new_neighbours_closed",),
     ),
     Mutant(
         name="pool-draining-blocks-overlooked",
@@ -293,7 +293,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="for b, s in enumerate(segment, start) if s in (_LIVE, _DRAINING))",
         replacement="for b, s in enumerate(segment, start) if s == _LIVE)",
         breaks="Withdrawn blocks that are still live do not keep their pages from being taken.",
-        tests=("test_kv_stateful.py",),
+        tests=("test_kv.py::test_shrink_in_two_steps_with_compaction",),
     ),
     Mutant(
         name="pool-undo-forgets-pages",

@@ -213,7 +213,7 @@ class Faulty(Shared):
     def __init__(self, mode: str = "aliased", *, spare: int = 8, **config: Any) -> None:
         knobs = remap.advanced.Knobs(**{**EAGER, "slowdown": 9.0, **config})
         super().__init__(self.SIZES, spare=spare, mode=mode, config=knobs, around=_core.make_fault_backend)
-        self.fault = self.backend
+        self.fault, self.mode = self.backend, mode
         for engine in self.engines.values():
             set_times(engine, times_of(engine.tenant.layers, 1.0, 0.1), copy_s=0.1)
 

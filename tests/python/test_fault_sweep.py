@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from arena_worlds import (
     PAGE,
+    External,
     forward,
     make_backend,
     make_layers,
@@ -105,6 +106,7 @@ class Case:
     prepare: Callable[[Any], Any]
     change: Callable[[Any], Any]
     world: Callable[[str], Any] = World
+    plans: bool = False  # several, one after the other: an interrupt may leave the state after any of them
 
 
 def nothing(world: Any) -> None:
@@ -186,7 +188,7 @@ def asleep(world: Faulty) -> None:
 # Museum: `activate`, `lend(..., 0)` and `remap(..., 0)` raised "Nothing changed" when a later plan failed, and the holder had
 # lost 16 of 21 blocks; `lend(a, n, to=b)` raised and a had lent.
 CASES_BETWEEN = [
-    Case(name, prepare, change, Faulty)
+    Case(name, prepare, change, Faulty, plans=True)
     for name, prepare, change in (
         ("activate", crowded, lambda w: w.tell(w.session.activate("b"))),
         ("activate alone", crowded, lambda w: w.tell(w.session.activate("b", alone=True))),
@@ -210,6 +212,68 @@ CASES_BETWEEN = [
         ("a step brings a layer home", returning, lambda w: w.step(a=0)),
     )
 ]
+
+
+def external(world: Faulty, *, use: int = 0) -> External:
+    """a's engine has its own allocator, which uses the highest blocks."""
+    made = world.engines["a"].external = External(world.engines["a"].tenant)
+    made.use(sorted(made.free)[len(made.free) - use :])
+    return made
+
+
+def draining(world: Faulty) -> None:
+    world.remap("a", 3, 1, "nested")
+    external(world, use=2)
+    world.remap("a", 0, drain=True)
+
+
+def unsettled(world: Faulty) -> None:
+    """A change whose settling has failed once."""
+    remap.advanced.settle(world.session)
+    world.fault.arm(_core.Call.create_event if world.mode == "strict" else _core.Call.exchange, 1)
+    attempt(lambda: world.remap("a", 2, 1, "nested"))
+    world.session._executor.drain()
+    world.fault.disarm()
+
+
+def address(world: Faulty) -> tuple[int, int]:
+    return remap.advanced.layer_address(world.session, "a", 1), 100
+
+
+# What cannot fail for want of the backend, or not usefully: interrupted only (test_interrupts.py).
+INTERRUPTED = [
+    Case(name, prepare, change, Faulty, plans)
+    for name, prepare, change, plans in (
+        ("up", nothing, lambda w: w.remap("a", 2, 1, "nested"), False),
+        ("down", lambda w: w.remap("a", 3, 1, "nested"), lambda w: w.remap("a", 1, 1, "nested"), False),
+        ("slices up", nothing, lambda w: w.remap("a", 2, 1, "slices"), False),
+        ("attach", nothing, lambda w: w.attach("d", [1, 1], 7), False),
+        ("settle what has failed", unsettled, lambda w: remap.advanced.settle(w.session), True),
+        ("a pass behind what has failed", unsettled, lambda w: w.engines["a"].serve(), True),
+        ("remap behind what has failed", unsettled, lambda w: w.remap("c", 1), True),
+        ("deactivate", lambda w: w.remap("a", 2), lambda w: w.session.deactivate("a"), False),
+        ("deactivate while it drains", draining, lambda w: w.session.deactivate("a"), False),
+        ("activate in part", crowded, lambda w: w.tell(w.session.activate("b", partial=True)), True),
+        ("settle", lambda w: w.remap("a", 2), lambda w: remap.advanced.settle(w.session), False),
+        ("a pass that streams", lambda w: w.remap("a", 2), lambda w: w.engines["a"].serve(), False),
+        ("a pass that loads", lambda w: (w.remap("a", 3), w.remap("a", 0)), lambda w: w.engines["a"].serve(), False),
+        ("snapshot", asleep, lambda w: w.session.snapshot() and None, False),
+        ("check", asleep, lambda w: remap.advanced.check(w.session), False),
+        ("allocate", lambda w: w.step(a=6), lambda w: w.engines["a"].allocate(3), False),
+        ("free", lambda w: (w.step(a=8), w.engines["a"].allocate(6)), lambda w: w.engines["a"].free(), False),
+        ("close", lambda w: (crowded(w), w.remap("a", 2)), lambda w: w.session.close(), False),
+        ("an allocator takes pages", external, lambda w: w.step(a=20), True),
+        ("an allocator gives layers back", lambda w: (w.remap("a", 3, 1, "nested"), external(w)),
+         lambda w: w.remap("a", 1, 1, "nested"), False),
+        ("an allocator has to drain", lambda w: (w.remap("a", 3, 1, "nested"), external(w, use=2)),
+         lambda w: w.remap("a", 0, drain=True), False),
+        ("what was lent to an allocator comes home", lambda w: (asleep(w), w.lend("b", 3, to="a"), external(w)),
+         lambda w: w.tell(w.session.activate("b")), True),
+        ("declare and withdraw", nothing, lambda w: (
+            remap.advanced.declare_registered(w.session, *address(w)),
+            remap.advanced.withdraw_registered(w.session, *address(w))), True),
+    )
+]  # fmt: skip
 
 
 def prepared(case: Case, mode: str) -> Any:

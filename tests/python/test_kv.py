@@ -182,6 +182,58 @@ def test_a_gift_that_bridges_owned_pages_counts_each_block_once(layout: str) -> 
     pool.check()
 
 
+def test_blocks_that_straddle_wait_for_both_pages() -> None:
+    pool = pool_of(pages=0)
+    assert list(pool.add_pages([0])) == []  # block 0 reaches into page 1
+    assert list(pool.add_pages([3, 2])) == [2]  # block 1 lies on pages 1 and 2
+    assert list(pool.add_pages([1])) == [0, 1]  # the hole closes both neighbours
+    assert pool.add_pages(range(4, 16)) == range(3, 12)
+    pool.check()
+    assert pool_of(pages=0).add_pages([5, 4, 0, 7, 6, 1]) == (0, 3, 4, 5)  # what is not contiguous is no range
+
+
+def test_shrink_in_two_steps_with_compaction() -> None:
+    pool = pool_of()
+    ids = pool.allocate(12)
+    pool.free(ids[1:9])  # 0, 9, 10, 11 are live
+    assert pool.withdraw(range(12, 16)) == (9, 10, 11)
+    assert (pool.free_blocks, pool.live_blocks, pool.withdrawn_blocks) == (8, 4, 3)
+    assert pool.usable_blocks == 12
+    with pytest.raises(InvalidState) as caught:
+        pool.remove_pages(range(12, 16))
+    assert (caught.value.live, caught.value.blocks) == (3, (9, 10, 11))
+    moves = pool.plan_moves(range(12, 16))
+    assert moves == [(9, 1), (10, 2), (11, 3)]
+    pool.free([10])
+    assert pool.free_blocks == 8  # withdrawn: not handed out again
+    with pytest.raises(InvalidArgument):
+        pool.commit_moves(moves)  # 10 is gone, so the whole list is refused
+    assert pool.pending(range(12, 16)) == (9, 11)
+    pool.commit_moves(pool.plan_moves(range(12, 16)))
+    assert (pool.live_ids(), pool.pending(range(12, 16))) == ((0, 1, 2), ())
+    pool.remove_pages(range(12, 16))
+    assert (pool.usable_blocks, pool.free_blocks, pool.withdrawn_blocks) == (9, 6, 0)
+    assert pool.allocate(6) == [3, 4, 5, 6, 7, 8]
+    pool.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_withdrawn_pages_keep_new_neighbours_closed(layout: str) -> None:
+    pool = pool_of(layout, pages=0)
+    order = list(pool.geometry.giving_slots(0, pool.geometry.region_pages))
+    pool.add_pages(order[:1])
+    pool.withdraw(order[:1])
+    added = list(pool.add_pages(order[1:]))
+    closed = [b for b in range(12) if order[0] in pool.geometry.slots_of_block(b)]
+    assert closed
+    assert added == [b for b in range(12) if b not in closed]
+    assert (pool.usable_blocks, pool.withdrawn_blocks) == (12, len(closed))
+    pool.check()
+    assert list(pool.unwithdraw(order[:1])) == closed
+    assert pool.allocate(1) == [0]
+    pool.check()
+
+
 BAD_SLOTS = [[-1], [16], [2, 2], range(14, 18)]
 BAD_CALLS = [  # of a pool of pages 0 to 7, of which 6 is withdrawn, and of six blocks, of which 0 and 1 are live
     *((call, slots) for call in ("add_pages", "withdraw", "unwithdraw") for slots in BAD_SLOTS),
