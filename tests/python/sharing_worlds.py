@@ -27,6 +27,7 @@ from remap.errors import Error
 from remap.policy.cost import LayerTimes
 
 POISON = 0xDF
+SMALL = 4096  # bytes of a page, where there are many worlds
 # Returns are worth it and nothing is kept in reserve: what a step does is known.
 EAGER: dict[str, Any] = {
     "reserve_blocks": 0,
@@ -212,13 +213,15 @@ class Faulty(Shared):
 
     def __init__(self, mode: str = "aliased", *, spare: int = 8, **config: Any) -> None:
         knobs = remap.advanced.Knobs(**{**EAGER, "slowdown": 9.0, **config})
-        super().__init__(self.SIZES, spare=spare, mode=mode, config=knobs, around=_core.make_fault_backend)
+        super().__init__(
+            self.SIZES, spare=spare, mode=mode, config=knobs, around=_core.make_fault_backend, page_bytes=SMALL
+        )
         self.fault, self.mode = self.backend, mode
         for engine in self.engines.values():
             set_times(engine, times_of(engine.tenant.layers, 1.0, 0.1), copy_s=0.1)
 
     def attach(self, name: str, sizes: Sequence[int], tag: int, **options: Any) -> Engine:
-        self.engines[name] = Engine(self.session, name, sizes, tag, **options)
+        self.engines[name] = Engine(self.session, name, sizes, tag, page_bytes=SMALL, **options)
         return self.engines[name]
 
     def settle(self) -> None:
