@@ -334,7 +334,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="                gone.update(free[:least])\n",
         replacement="",
         breaks="Two holders count on the same free page for the blocks that have to move.",
-        tests=("test_sharing_returns.py::test_two_holders_do_not_count_on_the_same_free_page",),
+        tests=("test_sharing_returns.py::test_who_is_in_the_way_of_an_activation_is_named_and_freeing_it_is_enough",),
     ),
     Mutant(
         name="lending-holder-inside-a-pass",
