@@ -44,9 +44,11 @@ class SharedEngines:
     session: None, or the one that all engines were made with (`LLMEngine(..., session=session)`): its `step` is called once
     a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a
     temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
-    somebody else has work. Turns go round in the order of `engines`. partial: a turn begins at once, streaming the layers whose
-    place live blocks of others have taken; otherwise the requests that hold these blocks are preempted first, so that all layers
-    come home. None: at once, unless all engines swap: then preempting costs a copy, and nothing is recomputed. clock: the engines' own.
+    somebody else has work. Turns go round in the order of `engines`. clock: the engines' own.
+
+    partial: a turn begins at once, and layers whose place live blocks of others have taken are streamed; otherwise the requests
+    that hold these blocks are preempted first, and all layers come home. None: at once, unless all engines swap: then to
+    preempt costs a copy, and nothing is recomputed.
 
     Raises InvalidArgument for an unknown mode, no engines, a name that is not its tenant's, or an engine of another session.
     """

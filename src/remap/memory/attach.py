@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from remap import _core
@@ -20,8 +19,8 @@ from remap.locking import SessionLock, Turn
 from remap.memory.apply import Changes
 from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
-from remap.memory.kv_copies import KVCopies
 from remap.memory.host_memory import HostMemory
+from remap.memory.kv_copies import KVCopies
 from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream
