@@ -8,10 +8,14 @@ import random
 
 import pytest
 from arena_worlds import PAGE, make_layers, write_block
+from fakes import CountingPool
 from hypothesis import given
 from hypothesis import strategies as st
 
 import remap
+from remap import DriverError, _core
+from remap.engine.request import Request, SamplingParams, Sequence
+from remap.engine.scheduler import Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv.host import HostBlocks
 from remap.kv.spec import KVGeometry, KVSpec
@@ -150,6 +154,134 @@ def test_a_refused_call_changes_nothing(call, error) -> None:
         with pytest.raises(error):
             call(kv, live, hosts)
         assert (kv.host.free_blocks, kv.copied_out_bytes, kv.copied_in_bytes, kv.live_blocks) == before
+
+
+# -- the scheduler against a model of contents ---------------------------------------------------------------------------
+
+
+class ContentPool(CountingPool):
+    """Blocks and host blocks that know whose tokens they hold. Copies in arrive when the test says so, or fail."""
+
+    def __init__(self, blocks: int, host: int, rng: random.Random) -> None:
+        super().__init__(blocks, 4)
+        self.content: dict[int, tuple[str, int, int]] = {}  # block -> (request, its index, tokens written)
+        self.stored: dict[int, tuple[str, int, int]] = {}
+        self.free_hosts = list(range(host))
+        self.flying: dict[int, list[tuple[int, int]]] = {}
+        self.rng, self.tickets = rng, itertools.count(1)
+        self.fails = False
+
+    def free(self, ids: list[int]) -> None:
+        self.join()
+        super().free(ids)
+        for block in ids:
+            self.content.pop(block, None)
+
+    def copy_out(self, ids: list[int]) -> list[int]:
+        if len(ids) > len(self.free_hosts):
+            raise OutOfBlocks("too few host blocks")
+        hosts, self.free_hosts = self.free_hosts[: len(ids)], self.free_hosts[len(ids) :]
+        self.stored.update({host: self.content[block] for host, block in zip(hosts, ids)})
+        return hosts
+
+    def copy_in(self, host_ids: list[int], ids: list[int]) -> int:
+        assert len(host_ids) == len(ids) and set(ids) <= self.held and set(host_ids) <= set(self.stored)
+        ticket = next(self.tickets)
+        self.flying[ticket] = list(zip(host_ids, ids))
+        return ticket
+
+    def arrived(self, ticket: int) -> bool:
+        if self.fails and self.flying:
+            self.fails, self.flying = False, {}
+            raise DriverError("a copy failed")
+        if ticket in self.flying and self.rng.random() < 0.5:
+            return False
+        self._land(ticket)
+        return True
+
+    def join(self) -> None:
+        for ticket in tuple(self.flying):
+            self._land(ticket)
+
+    def _land(self, ticket: int) -> None:
+        for host, block in self.flying.pop(ticket, ()):
+            self.content[block] = self.stored[host]
+
+    def free_host(self, host_ids: list[int]) -> None:
+        for host in host_ids:
+            del self.stored[host]
+        self.free_hosts += host_ids
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_sequence_runs_only_on_its_own_kv(seed: int) -> None:
+    """Random loads, preemptions from outside, turns that end, host memory that is short and copies that fail: whoever is in a
+    pass has all its tokens in its blocks, and everybody finishes; what fits is never recomputed."""
+    rng = random.Random(seed)
+    host = rng.choice([4, 12, 400])
+    pool = ContentPool(rng.randint(12, 24), host, rng)
+    scheduler = Scheduler(block_tokens=4, max_num_seqs=6, max_batch_tokens=16, chunk_align=4, swap=True)
+    requests = [
+        Request(f"r{i}", tuple(range(1, rng.randint(3, 26))), SamplingParams(max_tokens=rng.randint(1, 12)))
+        for i in range(14)
+    ]
+    waiting = [Sequence.of(request, order) for order, request in enumerate(requests)]
+    unfinished, recomputed = set(waiting), 0
+    for _ in range(3000):
+        if waiting and rng.random() < 0.3:
+            scheduler.add(waiting.pop(0))
+        for sequence in (*scheduler.running, *scheduler.arriving):
+            if rng.random() < 0.05:
+                scheduler.preempt(sequence, pool)
+        if rng.random() < 0.1:
+            scheduler.save(pool)
+        pool.fails = pool.fails or rng.random() < 0.02
+        try:
+            schedule = scheduler.schedule(pool)
+        except DriverError:
+            assert not scheduler.arriving
+            continue
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            for index in range(-(-chunk.start // 4)):
+                written = min(4, chunk.start - 4 * index)
+                assert pool.content[sequence.blocks[index]] == (sequence.id, index, written)
+            for index in range(chunk.start // 4, -(-chunk.end // 4)):
+                pool.content[sequence.blocks[index]] = (sequence.id, index, min(4, chunk.end - 4 * index))
+            recomputed += scheduler.commit(chunk)
+            if chunk.samples and sequence.append(5) is not None:
+                scheduler.finish(sequence, pool)
+                unfinished.discard(sequence)
+        assert len(scheduler.running) + len(scheduler.arriving) <= 6
+        if not unfinished:
+            break
+    assert not unfinished and not pool.held and not pool.stored and len(pool.free_hosts) == host
+    if host == 400:
+        assert recomputed == 0
+
+
+def test_copies_in_that_fail_are_made_again() -> None:
+    backend = _core.make_fault_backend(_core.make_host_backend(64 * PAGE, PAGE, 1))
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=4)
+    with remap.Session(64 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:
+        tenant = session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)
+        kv = tenant.kv
+        ids = kv.allocate(2)
+        for block in ids:
+            write_block(tenant, block, 60 + block)
+        expected = [content(tenant, block) for block in ids]
+        hosts = kv.copy_out(ids)
+        for block in ids:
+            write_block(tenant, block, 1)
+        backend.fail_async_copy(1)
+        ticket = kv.copy_in(hosts, ids)
+        with pytest.raises(remap.DriverError):
+            while not kv.arrived(ticket):
+                pass
+        again = kv.copy_in(hosts, ids)
+        kv.join()
+        assert kv.arrived(again)
+        assert [content(tenant, block) for block in ids] == expected
 
 
 # -- an engine that swaps ----------------------------------------------------------------------------------------------
