@@ -84,12 +84,15 @@ class SharedEngines:
         self.engines = dict(engines)
         self.mode = mode
         self.quantum_s = quantum_s
-        self.partial = not all(engine.scheduler.swap for engine in engines.values()) if partial is None else partial
+        # Only who can give its blocks up for a copy does so before its turn is over.
+        self._prepares = session is not None and all(engine.scheduler.swap for engine in engines.values())
+        self.partial = not self._prepares if partial is None else partial
         self._clock = clock
         self._sleep = sleep
         self._active: str | None = None  # temporal only; None before the first turn
         self._turn_began = 0.0
         self._idle_step = False  # the last step got nothing done
+        self._prepared: str | None = None  # temporal only: whose turn is next, if its layers are coming home already
         self._all_active = False  # spatial only: every tenant has been activated
         self._pending_turn: _Turn | None = None
         self._begin_measuring()
@@ -209,15 +212,31 @@ class SharedEngines:
                 self._switch(busy[0])
             return
         over = not self.engines[self._active].unfinished or self._idle_step
-        if not over and self._clock() - self._turn_began < self.quantum_s:
+        left = self.quantum_s - (self._clock() - self._turn_began)
+        if not over and left > 0 and (self._prepared is not None or not self._prepares):
             return
         place = names.index(self._active)
         others = (name for name in (*names[place + 1 :], *names[:place]) if self.engines[name].unfinished)
         follower = next(others, None)
-        if follower is not None:
+        if not over and left > 0:
+            if follower is not None and left <= self.engines[follower].tenant.reload_s:
+                self._prepare(follower)
+        elif follower is not None:
             self._switch(follower)
         elif not over:
             self._turn_began = self._clock()  # alone: a new turn of its own, without a switch
+            if self._prepared is not None:  # has nothing to do any more
+                self.session.deactivate(self._prepared)
+                self._prepared = None
+
+    def _prepare(self, name: str) -> None:
+        """Let the layers of whoever is next come home while the present turn still computes: from now until its end it keeps what
+        it has left. Not possible now: its turn begins with that."""
+        self._prepared = name
+        try:
+            self._activate(name, alone=False)
+        except InvalidState:
+            return
 
     def _switch(self, name: str) -> None:
         """Make `name` the active tenant. If that fails, the turn is the former one's again, or nobody's if that fails too."""
@@ -226,7 +245,7 @@ class SharedEngines:
         if self.session is not None:
             # An activation alone makes the others inactive first. Written down before, so that an interrupt in between
             # leaves the turn with nobody: the next step begins a new one.
-            former, self._active = self._active, None
+            former, self._active, self._prepared = self._active, None, None
             if former is not None:
                 self.engines[former].pause()
             try:
@@ -295,7 +314,7 @@ class SharedEngines:
 
     def _rebalance(self) -> Any:
         """One call for all who are active; moves may concern anybody. The session's report, None without one."""
-        if self.session is None or not self.active:
+        if self.session is None or not self.active or self._prepared is not None:
             return None
         report = self.session.step({name: self.engines[name].demand() for name in self.active})
         self._follow(report.moved)
