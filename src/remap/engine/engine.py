@@ -162,11 +162,11 @@ class Engine(ABC):
                 return
             scheduler.preempt(sequence, kv)
 
-    def pause(self) -> None:
+    def pause(self, soon: bool = False) -> None:
         """The engine's turn is over: what is new of its requests' KV goes to host memory, if it swaps, so that their blocks
-        can go at once when others need them."""
+        can go at once when others need them. soon: its turn will be over soon; complete blocks go already."""
         if self.scheduler.swap:
-            self.scheduler.save(self.tenant.kv)
+            self.scheduler.save(self.tenant.kv, complete=soon)
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""

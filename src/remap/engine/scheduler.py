@@ -41,7 +41,7 @@ class BlockPool(Protocol):
     def copy_out(self, ids: list[int]) -> list[int]: ...
     def copy_in(self, host_ids: list[int], ids: list[int]) -> int: ...
     def arrived(self, ticket: int) -> bool: ...
-    def join(self) -> None: ...
+    def join(self, ticket: int | None = None) -> None: ...
     def free_host(self, host_ids: list[int]) -> None: ...
 
 
@@ -191,7 +191,7 @@ class Scheduler:
         found = self._schedule(pool)
         if found.chunks or not self.arriving:
             return found
-        pool.join()  # there is nothing to compute beside them
+        pool.join(next(iter(self.arriving.values())))  # there is nothing to compute before the first one is there
         self._arrive(pool)
         again = self._schedule(pool)
         return again._replace(preempted=(*found.preempted, *again.preempted))
@@ -266,11 +266,12 @@ class Scheduler:
             self.running.remove(sequence)
         self._put_back(sequence, pool)
 
-    def save(self, pool: BlockPool) -> None:
+    def save(self, pool: BlockPool, complete: bool = False) -> None:
         """Copy out what host memory does not have yet of those who run, while there is room, the youngest first: so their
-        blocks can go at once when somebody needs them. Between turns, when nobody writes."""
+        blocks can go at once when somebody needs them. Between turns, when nobody writes; during a turn only `complete`
+        blocks."""
         for sequence in reversed(self.running):
-            if not self._save(sequence, pool, ()):
+            if sequence.computed and not self._save(sequence, pool, (), complete):
                 return
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
@@ -335,13 +336,14 @@ class Scheduler:
         """Sequences that have blocks."""
         return len(self.running) + len(self.arriving)
 
-    def _save(self, sequence: Sequence, pool: BlockPool, others: Iterable[Sequence]) -> bool:
-        """Copy what host memory does not have yet of its KV out. False if it has no room, or nothing is computed. others: whose
-        copies may go for it."""
+    def _save(self, sequence: Sequence, pool: BlockPool, others: Iterable[Sequence], complete: bool = False) -> bool:
+        """Copy what host memory does not have yet of its KV out, or of its complete blocks. False if it has no room, or nothing
+        is computed. others: whose copies may go for it."""
         if not self.swap or not sequence.computed:
             return False
+        end = sequence.computed // self.block_tokens if complete else self.blocks_for(sequence.computed)
         for spare in (others, None):
-            new = sequence.blocks[len(sequence.host) : self.blocks_for(sequence.computed)]
+            new = sequence.blocks[len(sequence.host) : end]
             try:
                 sequence.host = sequence.host + pool.copy_out(new)
             except OutOfBlocks:

@@ -219,7 +219,7 @@ class SharedEngines:
         others = (name for name in (*names[place + 1 :], *names[:place]) if self.engines[name].unfinished)
         follower = next(others, None)
         if not over and left > 0:
-            if follower is not None and left <= self.engines[follower].tenant.reload_s:
+            if follower is not None and left <= 2 * self.engines[follower].tenant.reload_s:
                 self._prepare(follower)
         elif follower is not None:
             self._switch(follower)
@@ -233,6 +233,8 @@ class SharedEngines:
         """Let the layers of whoever is next come home while the present turn still computes: from now until its end it keeps what
         it has left. Not possible now: its turn begins with that."""
         self._prepared = name
+        for active in self.active:
+            self.engines[active].pause(soon=True)
         try:
             self._activate(name, alone=False)
         except InvalidState:

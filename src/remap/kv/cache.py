@@ -29,9 +29,10 @@ class Copies(Protocol):
     """What moves the bytes of blocks: remap.memory.kv_copies."""
 
     def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
+    def copy_out(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
     def copy_in(self, ranges: Sequence[tuple[int, int, int]]) -> int: ...
     def arrived(self, ticket: int) -> bool: ...
-    def join(self) -> None: ...
+    def join(self, ticket: int | None = None) -> None: ...
     def drop(self) -> None: ...
 
 
@@ -88,10 +89,10 @@ class KVCache:
     def copy_out(self, ids: Iterable[int]) -> list[int]:
         """Copy live blocks to host memory. Returns the host blocks, one for each id in this order.
 
-        The blocks stay live and unchanged: free them next, and their pages may go to whoever needs them. The engine promises
-        that nothing which it enqueues later writes into them before `free`. Copies come behind all work of the tenant so
-        far, and before whatever uses the pages next. Raises OutOfBlocks if host memory has fewer blocks,
-        InvalidArgument for a block that is not live; nothing was copied then.
+        The blocks stay live. They can be freed at once, and then their pages go to whoever needs them, behind the copies.
+        The copies come behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that
+        none of that writes into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host
+        memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then.
         """
         copied: list[int] = self._turn.run(self._copy_out, listed(ids))
         return copied
@@ -112,9 +113,10 @@ class KVCache:
         there: bool = self._turn.run(self._copies.arrived, ticket)
         return there
 
-    def join(self) -> None:
-        """The next pass comes behind all copies in that are in flight. Raises as `arrived` does."""
-        self._turn.run(self._copies.join)
+    def join(self, ticket: int | None = None) -> None:
+        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived`
+        does."""
+        self._turn.run(self._copies.join, ticket)
 
     def free_host(self, host_ids: Iterable[int]) -> None:
         """Give host blocks back. Raises InvalidArgument for one that is not in use; nothing changed then."""
@@ -210,7 +212,7 @@ class KVCache:
         hosts = self.host.allocate(len(ids))
         try:
             ranges = self.host.ranges(list(zip(ids, hosts)))
-            self._copies.copy(
+            self._copies.copy_out(
                 [(self._host_address + store, self.address + region, size) for region, store, size in ranges]
             )
         except BaseException:
@@ -220,7 +222,7 @@ class KVCache:
         return hosts
 
     def _free(self, ids: Sequence[int]) -> None:
-        self._copies.join()  # else a copy in may still write into them
+        self._copies.join()  # else a copy may still read or write them
         self.pool.free(ids)
 
     def _copy_in(self, host_ids: Sequence[int], ids: Sequence[int]) -> int:

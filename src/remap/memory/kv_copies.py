@@ -1,9 +1,11 @@
 """The copies of one tenant's KV: within its region, out to host memory, and in from there.
 
-Copies within the region and out of it come behind all work that the tenant has enqueued, and before whatever it enqueues
-next: on its compute stream, or at once if its passes compute on the calling thread. Copies in run beside the passes, on
-a stream of their own, behind what the compute stream has now (pages that were gained are zeroed there). So nobody may
-touch their blocks until they have arrived, and whatever takes such blocks away comes behind them: `join`.
+Copies within the region come behind all work that the tenant has enqueued, and before whatever it enqueues next: on its
+compute stream, or at once if its passes compute on the calling thread. Copies out and in run beside the passes, on a
+stream for each direction, behind what the compute stream has now (it has written what goes out, and zeroes pages that
+were gained). So nobody may read or write the blocks of a copy in until it has arrived, nobody may write those of a copy
+out while they are live, and whatever takes such blocks away comes behind all copies: `join`. A copy in comes behind all
+copies out: it may read what they write.
 
 Threads: the tenant's engine calls, or the change in progress, which has claimed the tenant (locking.py).
 """
@@ -20,6 +22,8 @@ __all__ = ["KVCopies"]
 Ranges = Sequence[tuple[int, int, int]]
 """(to, from, bytes) each."""
 
+_OUT, _IN = "out", "in"
+
 
 class KVCopies:
     """See the module."""
@@ -27,12 +31,15 @@ class KVCopies:
     def __init__(self, streams: Streams, compute: ComputeStream) -> None:
         self._streams = streams
         self._compute = compute
-        self._stream = 0  # for copies in; made on first use
-        self._flying: dict[int, int] = {}  # ticket -> the event behind its copies
+        self._made: dict[str, int] = {}  # direction -> its stream; made on first use
+        self._out = 0  # the event behind the last copy out, if it may be in flight
+        self._flying: dict[
+            int, int
+        ] = {}  # ticket of a copy in -> the event behind it, in the order in which they began
         self._tickets = 0
 
     def copy(self, ranges: Ranges) -> None:
-        """Within the region, or out of it."""
+        """Within the region."""
         self.join()
         stream = self._compute.current()
         if not stream:
@@ -43,27 +50,37 @@ class KVCopies:
         for target, source, nbytes in ranges:
             self._streams.backend.copy(stream, target, source, nbytes)
 
+    def copy_out(self, ranges: Ranges) -> None:
+        """Start copying out. On an error nothing is in flight any more."""
+        self._out = self._start(_OUT, ranges, 0)
+
     def copy_in(self, ranges: Ranges) -> int:
         """Start copying in. Returns a ticket for `arrived`. On an error nothing is in flight any more."""
-        streams, compute = self._streams, self._compute.current()
-        try:
-            if not self._stream:
-                self._stream = streams.make()
-            if compute:
-                streams.order(self._stream, compute)
-            for target, source, nbytes in ranges:
-                streams.backend.copy(self._stream, target, source, nbytes)
-            event = streams.record(self._stream)
-        except BaseException:  # an interrupt as well: some copies may have been enqueued
-            self.drop()
-            raise
+        event = self._start(_IN, ranges, self._made.get(_OUT, 0) if self._out else 0)
         self._tickets += 1
         self._flying[self._tickets] = event
         return self._tickets
 
+    def _start(self, direction: str, ranges: Ranges, behind: int) -> int:
+        """The event behind these copies, which come behind the compute stream and this other one."""
+        streams = self._streams
+        try:
+            if direction not in self._made:
+                self._made[direction] = streams.make()
+            stream = self._made[direction]
+            for earlier in (self._compute.current(), behind):
+                if earlier:
+                    streams.order(stream, earlier)
+            for target, source, nbytes in ranges:
+                streams.backend.copy(stream, target, source, nbytes)
+            return streams.record(stream)
+        except BaseException:  # an interrupt as well: some copies may have been enqueued
+            self.drop()
+            raise
+
     def arrived(self, ticket: int) -> bool:
-        """Whether these copies have been made. Raises the backend's error if they failed: then no copy in has arrived that
-        was in flight, and none is any more."""
+        """Whether these copies in have been made. Raises the backend's error if copies have failed: then no copy in has
+        arrived that was in flight, and none is any more."""
         event = self._flying.get(ticket)
         if event is None:
             return True
@@ -76,24 +93,34 @@ class KVCopies:
             self._flying.pop(ticket, None)
         return done
 
-    def join(self) -> None:
-        """Whatever the tenant does next comes behind all copies in that are in flight. Raises as `arrived` does."""
-        if not self._flying:
+    def join(self, ticket: int | None = None) -> None:
+        """Whatever the tenant does next comes behind this copy in and those that began before it, or behind all copies.
+        Raises as `arrived` does."""
+        chosen = [each for each in self._flying if ticket is None or each <= ticket]
+        events = [self._flying[chosen[-1]]] if chosen else []
+        if ticket is None and self._out:
+            events.append(self._out)
+        if not events:
             return
         compute = self._compute.current()
         try:
-            if compute:
-                self._streams.order(compute, self._stream)
-            else:
-                self._streams.wait(self._streams.record(self._stream))
+            for event in events:
+                if compute:
+                    self._streams.backend.query(event)  # raises if it has failed, which would spread
+                    self._streams.backend.stream_wait(compute, event)
+                else:
+                    self._streams.wait(event)
         except BaseException:  # an interrupt of the wait as well
             self.drop()
             raise
-        self._flying.clear()
+        for each in chosen:
+            self._flying.pop(each, None)
+        if ticket is None:
+            self._out = 0
 
     def drop(self) -> None:
-        """Give the stream back, which waits for its copies: a stream that has failed would fail for ever."""
+        """Give the streams back, which waits for their copies: a stream that has failed would fail for ever."""
         self._flying.clear()
-        if self._stream:
-            self._streams.drop(self._stream)
-            self._stream = 0
+        self._out = 0
+        while self._made:
+            self._streams.drop(self._made.popitem()[1])
