@@ -148,7 +148,7 @@ def _data(run: RunResult) -> dict[str, list[Any]]:
 
 
 def page(result: DemoResult) -> str:
-    """The whole HTML document. Raises told.Missing without jinja2."""
+    """The whole HTML document. Raises Missing without jinja2."""
     runs = (result.baseline, result.remap)
     return render(
         "demo",

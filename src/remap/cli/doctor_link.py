@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 from remap.errors import DriverError, Error, LimitExceeded, OutOfMemory
 from remap.sizes import show_size
 
-from .finding import Finding, read_text
+from .check import Check, read_text
 
-__all__ = ["Link", "lane_rate", "link_finding", "measure_link", "read_slot"]
+__all__ = ["Link", "check_link", "lane_rate", "measure_link", "read_slot"]
 
 # One copy of the measurement: large against what starting a copy costs, small against any GPU. And for how long it may repeat.
 LINK_BYTES = 32 << 20
@@ -92,29 +92,27 @@ def read_slot(domain: int, bus: int, device: int) -> dict[str, str]:
     return {name: text for name, text in read.items() if text is not None}
 
 
-def link_finding(
-    what: str, link: Link | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str
-) -> Finding:
+def check_link(what: str, link: Link | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str) -> Check:
     """slot: the kernel's files about the PCI device, read just after the copies, as an idle card lowers its speed. A link
     below what the card can do, or rates far below what the lanes carry, are notes."""
     if link is None or isinstance(link, (OutOfMemory, LimitExceeded)):
         why = "" if link is None else f": {link}"
-        return Finding(
+        return Check(
             "note", what, f"not measured{why}", "free some memory on the device and of the host, and ask again"
         )
     if isinstance(link, Error):
-        return Finding(
+        return Check(
             blocked, what, f"not measured: {type(link).__name__}: {link}", "no session can be opened on it as it is"
         )
     if not link.equal:
-        return Finding(
+        return Check(
             "bad",
             what,
             f"{show_size(link.bytes)} came back different from what was sent",
             "do not use this device: its memory, its link or its driver is at fault",
         )
     if emulated:
-        return Finding(
+        return Check(
             "ok",
             what,
             f"{show_size(link.bytes)} there and back through the emulated driver, unchanged; no rate is shown",
@@ -123,18 +121,18 @@ def link_finding(
     rates += f" ({show_size(link.bytes)}, page-locked)"
     now, most = _lanes(slot, "current"), _lanes(slot, "max")
     if now.rate < link.to_device:
-        return Finding("ok", what, rates)  # no files, or those of a virtual machine, which describe another link
+        return Check("ok", what, rates)  # no files, or those of a virtual machine, which describe another link
     rates += f"; PCIe at {now.text} carries {now.rate / 1e9:.1f} GB/s"
     if now.rate < most.rate:
         fix = f"the card can use {most.text}: another slot, a cable or riser, or the slot's setting in the firmware"
-        return Finding("note", what, rates, fix)
+        return Check("note", what, rates, fix)
     if link.to_device < LINK_SHARE * now.rate:
         fix = (
             "look for other traffic, a slower link upstream (`lspci -tv`), a far NUMA node (numactl), "
             "or a virtual machine's IOMMU"
         )
-        return Finding("note", what, rates, fix)
-    return Finding("ok", what, rates)
+        return Check("note", what, rates, fix)
+    return Check("ok", what, rates)
 
 
 class _Lanes(NamedTuple):

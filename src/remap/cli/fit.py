@@ -11,7 +11,7 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
-from .told import errors_told, needed, writable
+from .errors import exit_on_error, needed, writable
 
 __all__ = ["fit_command"]
 
@@ -28,7 +28,7 @@ def fit_command(
     from remap.sim.fit import POOR_MISFIT, fit
 
     console = Console(soft_wrap=True)
-    with errors_told():
+    with exit_on_error():
         writable(out)
         needed("scipy", "sim", "`remap fit`")
         found = fit(_read(measurements), name, like)

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from .told import needed
+from .errors import needed
 
 __all__ = ["need_jinja", "render"]
 
 
 def need_jinja() -> Any:
-    """The module. Raises told.Missing where it is not installed."""
+    """The module. Raises Missing where it is not installed."""
     return needed("jinja2", "cli", "a page")
 
 
 def render(template: str, **values: Any) -> str:
-    """The whole HTML document. Raises told.Missing without jinja2, and UndefinedError if a value is missing."""
+    """The whole HTML document. Raises Missing without jinja2, and UndefinedError if a value is missing."""
     jinja = need_jinja()
     pages = jinja.Environment(
         loader=jinja.PackageLoader("remap.cli"),

@@ -23,7 +23,7 @@ from remap.sim.planning import plan as make_plan
 from remap.sim.planning_numbers import Donor, Reload
 from remap.sizes import show_size
 
-from .told import errors_told
+from .errors import exit_on_error
 
 __all__ = ["plan", "show"]
 
@@ -58,7 +58,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
     """How much KV cache a model would gain on a machine, what is hidden, and what to set, with the arithmetic shown."""
-    with errors_told():
+    with exit_on_error():
         on, assumed = machine_of(machine, tables), []
         if others := namesakes(machine, tables):
             assumed.append(f"{machine} is {on.name}; {' or '.join(others)} is another machine: give the full name")

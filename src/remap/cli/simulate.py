@@ -13,8 +13,8 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
+from .errors import exit_on_error, writable
 from .simulate_report import tables, write_json
-from .told import errors_told, writable
 
 if TYPE_CHECKING:
     from remap.sim.results import PolicyResult
@@ -275,7 +275,7 @@ def simulate(
         models_file=models_file,
         machines_file=machines_file,
     )
-    with errors_told():
+    with exit_on_error():
         if html is not None:
             from .simulate_html import need_packages
 

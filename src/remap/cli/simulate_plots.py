@@ -1,6 +1,6 @@
 """Pictures of simulated runs: each function takes results and returns a matplotlib figure; `svg` and `png` make files of it.
 
-Needs matplotlib (the extra `sim`); without it every function raises told.Missing. Nothing here touches pyplot's global state.
+Needs matplotlib (the extra `sim`); without it every function raises Missing. Nothing here touches pyplot's global state.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from remap.sim.results import PolicyResult, Sample
 
-from .told import needed
+from .errors import needed
 
 __all__ = [
     "alpha_over_time",
@@ -51,7 +51,7 @@ STYLE = {
 
 
 def need_matplotlib() -> Any:
-    """The module. Raises told.Missing (an InvalidState), naming the extra, where it is not installed."""
+    """The module. Raises Missing (an InvalidState), naming the extra, where it is not installed."""
     return needed("matplotlib", "sim", "a picture")
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from remap.errors import Error, InvalidArgument, InvalidState
 
-__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "errors_told", "needed", "writable"]
+__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "exit_on_error", "needed", "writable"]
 
 FAILED, REFUSED = 1, 2
 EXIT_CODES = (
@@ -45,7 +45,7 @@ def needed(package: str, extra: str, what: str) -> Any:
 
 
 @contextmanager
-def errors_told(*others: type[Exception]) -> Iterator[None]:
+def exit_on_error(*others: type[Exception]) -> Iterator[None]:
     """An Error of remap's that leaves the block, an OSError, or one of `others`, becomes a line on stderr and an exit code:
     REFUSED of an InvalidArgument or Missing, FAILED of all others. Other exceptions pass.
     """

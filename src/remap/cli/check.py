@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Finding", "read_text"]
+__all__ = ["Check", "read_text"]
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """level: "ok", "note" (works, could be better, or not needed here) or "bad" (does not work). found: what was seen.
     fix: what to do about it, empty where there is nothing to do."""
 
