@@ -1,1 +1,3 @@
-"""Ways into engines that remap does not own. Nothing here is imported unless asked for by name."""
+"""Adapters for engines that remap does not own. remap imports a module of this package only when it is asked for by
+name.
+"""

@@ -3,21 +3,22 @@
     with remap.attach(model, capacity="600MiB") as attached:
         model.generate_batch(prompts, continuous_batching_config=attached.continuous_batching())
 
-What is used of transformers: `SCHEDULER_MAPPING`, its table of schedulers by name. A scheduler is made after the paged cache and
-before anything reads it, and is asked for a batch between two passes. Ours is the FIFO one, and
+What is used of transformers: `SCHEDULER_MAPPING`, its table of schedulers by name. A scheduler is made after the paged
+cache and before anything reads it, and is asked for a batch between two passes. Ours is the FIFO one, and
 
     when it is made       gives the cache our memory and our pool: `PagedAttentionCache.cache_tensor` is one flat tensor of
                           sectors, and a sector of a model with full attention is laid out as a block of a `block_major` KV
                           region: [layer][keys, values][token][head][dim]. Sector i is block i; 0 and 1 are the padding's
     before each batch     tells `session.step` how many blocks the requests take that could run now
 
-Nothing larger than one block is allocated by transformers itself, but for its attention mask and index tensors: without flash
-attention the mask has max_batch_tokens x (all tokens of the region) elements. That is memory beside the arena.
+Nothing larger than one block is allocated by transformers itself, but for its attention mask and index tensors: without
+flash attention the mask has max_batch_tokens x (all tokens of the region) elements. That is memory beside the arena.
 
-Not possible so, and refused: sliding windows (then a sector holds blocks of several sizes, and belongs to one group of layers at
-a time: `lcm` of block sizes in `PagedAttentionCache.__init__`), prefix sharing (the ledger maps contents to block ids, which a
-step may change), asynchronous batching (its next batch is indexed while a pass runs) and CUDA graphs (they would hold the
-brackets of a pass). Upstream, a `cache_tensor=` and a `pool=` of PagedAttentionCache would replace what is exchanged here.
+Not possible so, and refused: sliding windows (then a sector holds blocks of several sizes, and belongs to one group of
+layers at a time: `lcm` of block sizes in `PagedAttentionCache.__init__`), prefix sharing (the ledger maps contents to
+block ids, which a step may change), asynchronous batching (its next batch is indexed while a pass runs) and CUDA graphs
+(they would hold the brackets of a pass). Upstream, a `cache_tensor=` and a `pool=` of PagedAttentionCache would replace
+what is exchanged here.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def configuration(attached: Attached, **options: Any) -> ContinuousBatchingConfi
         )
     if spec.block_bytes % _ALIGNMENT or spec.layout != "block_major":
         raise InvalidArgument(
-            f"a block of {spec.block_bytes} bytes is no multiple of {_ALIGNMENT}, which sectors are; nothing changed; attach "
-            "with other block_tokens",
+            f"a block of {spec.block_bytes} bytes is no multiple of {_ALIGNMENT}, which sectors are; nothing changed; "
+            "attach with other block_tokens",
             block_bytes=spec.block_bytes,
             alignment=_ALIGNMENT,
         )
@@ -136,8 +137,8 @@ class BlockSectors(CachePool):
         self._table.rows.append(padding)
         if padding != list(range(_PADDING)):
             raise InvalidState(
-                f"the first {_PADDING} blocks are in use; nothing changed; generate_batch needs them for its padding: let other "
-                "caches go first",
+                f"the first {_PADDING} blocks are in use; nothing changed; generate_batch needs them for its padding: "
+                "let other caches go first",
                 blocks=padding,
             )
         for tensor in self._kv.tensors:

@@ -3,13 +3,15 @@
     with remap.attach(model, capacity="600MiB") as attached:
         out = model.generate(**inputs, max_new_tokens=200)
 
-Every call of the model is a pass. Before it the cache says how many blocks the new tokens take, and `session.step` decides
-which layers' memory that costs; when tokens are gone, the next passes (or `attached.step()`) let layers come home.
+Every call of the model is a pass. Before it the cache says how many blocks the new tokens take, and `session.step`
+decides which layers' memory that costs; when tokens are gone, the next passes (or `attached.step()`) let layers come
+home.
 
-What is hooked: the instance's `forward` (`Session.attach` makes it a pass, this makes room for its tokens before it) and,
-for calls of `generate()` without a cache of their own, the instance's `_prepare_cache_for_generation`, where transformers
-would make a DynamicCache. The latter is not a public name; `attach(implicit=False)` does without it, and
-`past_key_values=attached.cache()` says it by hand. `generate_batch` has a paged cache of its own: see `continuous_batching`.
+What is hooked: the instance's `forward` (`Session.attach` makes it a pass, this makes room for its tokens before it)
+and, for calls of `generate()` without a cache of their own, the instance's `_prepare_cache_for_generation`, where
+transformers would make a DynamicCache. The latter is not a public name; `attach(implicit=False)` does without it, and
+`past_key_values=attached.cache()` says it by hand. `generate_batch` has a paged cache of its own: see
+`continuous_batching`.
 
 Outside of the arena: activations, and one workspace of the longest batch's keys and values of one layer.
 """
@@ -89,16 +91,16 @@ def attach(
 ) -> Attached:
     """Put a transformers model's weights and KV cache into one arena.
 
-    model: a decoder of transformers, or a peft model around one (its adapters loaded: what comes later is outside of the
-    arena). capacity, device, session_options: of the `Session` that is made; or `session`, an open one, for several models.
-    min_tokens: KV tokens that are there whatever happens; max_tokens: the most there can ever be (of addresses, not memory), by
-    default what the capacity could hold. dtype: of the cache, by default the model's. implicit: whether `generate()` without
-    a cache uses this one. config: by default one that rather slows down than refuses, since `generate()` cannot preempt.
-    attach_options: of `Session.attach` (weights, mutable, priority, embedding, ...).
+    model: a decoder of transformers, or a peft model around one (its adapters loaded: what comes later is outside of
+    the arena). capacity, device, session_options: of the `Session` that is made; or `session`, an open one, for several
+    models. min_tokens: KV tokens that are there whatever happens; max_tokens: the most there can ever be (of addresses,
+    not memory), by default what the capacity could hold. dtype: of the cache, by default the model's. implicit: whether
+    `generate()` without a cache uses this one. config: by default one that rather slows down than refuses, since
+    `generate()` cannot preempt. attach_options: of `Session.attach` (weights, mutable, priority, embedding, ...).
 
-    Raises InvalidArgument for a model that does not fit one KVSpec (`kv_of_config`), tensors that cannot be moved (tensor
-    subclasses of quantisers, say) or a bad option, InvalidState if the model's forward was replaced on the instance, OutOfMemory
-    (field minimum_bytes). Nothing has changed then.
+    Raises InvalidArgument for a model that does not fit one KVSpec (`kv_of_config`), tensors that cannot be moved
+    (tensor subclasses of quantisers, say) or a bad option, InvalidState if the model's forward was replaced on the
+    instance, OutOfMemory (field minimum_bytes). Nothing has changed then.
     """
     otherwise = f"install transformers=={TESTED[-1]}.*"
     admit("transformers", transformers.__version__, TESTED, TOUCHED, logger.warning, otherwise)
@@ -149,7 +151,8 @@ def attach(
 class Attached:
     """A model in an arena, until `close()` or the end of the `with` block. Its methods belong to the model's thread.
 
-    session, tenant: what it is made of; `session.snapshot()` tells which layers are streamed. `snapshot` is the tenant's.
+    session, tenant: what it is made of; `session.snapshot()` tells which layers are streamed. `snapshot` is the
+    tenant's.
     """
 
     def __init__(
@@ -176,24 +179,28 @@ class Attached:
         self.closed = False
 
     def cache(self) -> PagedCache:
-        """A new cache for one batch: pass it as `past_key_values`. Its blocks are freed by `reset()`, or when it is gone."""
+        """A new cache for one batch: pass it as `past_key_values`.
+
+        Its blocks are freed by `reset()`, or when it is gone.
+        """
         self._check_open()
         return PagedCache(self._store, self.blocks.table(), self.windows, self._room, self.tenant.kv.move)
 
     def step(self) -> StepReport:
-        """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come home.
+        """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come
+        home.
 
-        Passes do this by themselves. An idle server calls it now and then; how many steps a layer takes to come home is the
-        controller's decision (a reload has to be paid for first).
+        Passes do this by themselves. An idle server calls it now and then; how many steps a layer takes to come home is
+        the controller's decision (a reload has to be paid for first).
         """
         return self._step(0)
 
     def continuous_batching(self, **options: Any) -> ContinuousBatchingConfig:
         """A configuration for `model.generate_batch(prompts, continuous_batching_config=...)` over this model's blocks.
 
-        options: of `ContinuousBatchingConfig`, such as max_batch_tokens (256 by default). Raises InvalidArgument for options that
-        are not to be chosen, and for models that a paged cache lays out in another way (sliding windows): see
-        `continuous_batching`, which says why. InvalidState for a transformers whose paged cache is another one.
+        options: of `ContinuousBatchingConfig`, such as max_batch_tokens (256 by default). Raises InvalidArgument for
+        options that are not to be chosen, and for models that a paged cache lays out in another way (sliding windows):
+        see `continuous_batching`, which says why. InvalidState for a transformers whose paged cache is another one.
         """
         self._check_open()
         try:
@@ -210,7 +217,10 @@ class Attached:
         return continuous_batching.configuration(self, **options)
 
     def ask(self, blocks: int) -> StepReport:
-        """A step with a demand, between passes: for engines that take blocks from `blocks` themselves. See `session.step`."""
+        """A step with a demand, between passes: for engines that take blocks from `blocks` themselves.
+
+        See `session.step`.
+        """
         return self._step(blocks)
 
     @property
@@ -286,8 +296,8 @@ class Attached:
         if wanted > kv.free_blocks:
             raise OutOfBlocks(
                 f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.block_tokens} tokens; "
-                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not changed; "
-                "attach with more capacity, use smaller batches, or let go of other caches",
+                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not "
+                "changed; attach with more capacity, use smaller batches, or let go of other caches",
                 requested=wanted,
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,

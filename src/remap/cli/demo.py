@@ -167,8 +167,8 @@ def write_reports(rounds: Sequence[DemoResult], folder: Path) -> tuple[Path, Pat
 
 
 def demo(config: DemoConfig, folder: Path, console: Console, rounds: int = 1) -> tuple[DemoResult, ...]:
-    """Run, write, and tell: the table, the files, and one closing sentence; of several rounds their medians and ranges. What
-    is done is written after each round."""
+    """Run, write, and tell: the table, the files, and one closing sentence; of several rounds their medians and ranges.
+    What is done is written after each round."""
     need_jinja()  # said before the minutes of the runs, not after
     done: list[DemoResult] = []
     for _ in range(rounds):

@@ -28,8 +28,8 @@ class DemoConfig:
 
 
 def default_config() -> DemoConfig:
-    """bfloat16 where the processor multiplies it (half the bytes, twice the speed), else float32; the budget leaves the KV
-    cache the same 160 blocks or so at the start."""
+    """bfloat16 where the processor multiplies it (half the bytes, twice the speed), else float32; the budget leaves the
+    KV cache the same 160 blocks or so at the start."""
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

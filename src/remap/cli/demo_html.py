@@ -1,7 +1,8 @@
-"""out/demo.html: the demo's runs as one self-contained page (templates/demo.html.j2: inline SVG, CSS and a little script).
+"""out/demo.html: the demo's runs as one self-contained page (templates/demo.html.j2: inline SVG, CSS and a little
+script).
 
-Baseline and remap stand side by side on the same axes. Where each line goes is computed here, so that the page reads without its
-script; the script only adds the cross-hair that reads both runs at one moment.
+Baseline and remap stand side by side on the same axes. Where each line goes is computed here, so that the page reads
+without its script; the script only adds the cross-hair that reads both runs at one moment.
 """
 
 from __future__ import annotations

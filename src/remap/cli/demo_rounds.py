@@ -1,6 +1,7 @@
 """Several rounds of the demo as one table: medians, and from where to where. Pure functions over the rounds' results.
 
-A round is the three runs, one after the other, so that the kinds alternate: what else the machine does meanwhile meets all three.
+A round is the three runs, one after the other, so that the kinds alternate: what else the machine does meanwhile meets
+all three.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int
 
 @dataclass(frozen=True)
 class Serving:
-    """The demo's model on an arena, with an engine that has made its first passes. shape: the model's transformers config."""
+    """The demo's model on an arena, with an engine that has made its first passes. shape: the model's transformers
+    config.
+    """
 
     session: Session
     tenant: Tenant
@@ -129,14 +131,16 @@ def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
 
 
 def _room(config: DemoConfig, weight_pages: int, block_bytes: int, requests: Sequence[Request]) -> None:
-    """Raises InvalidArgument if the budget does not hold the weights and the longest request: the baseline could not serve."""
+    """Raises InvalidArgument if the budget does not hold the weights and the longest request: the baseline could not
+    serve.
+    """
     longest = max(-(-request.max_kv_tokens // config.block_tokens) for request in requests)
     least = (weight_pages + -(-longest * block_bytes // config.page_bytes)) * config.page_bytes
     if config.budget_bytes < least:
         raise InvalidArgument(
-            f"budget must hold the weights ({show_size(weight_pages * config.page_bytes)}) and the KV cache of the longest "
-            f"request ({longest} blocks), together {show_size(least)}, got {show_size(config.budget_bytes)}; nothing was served; "
-            f"give at least {show_size(least)}",
+            f"budget must hold the weights ({show_size(weight_pages * config.page_bytes)}) and the KV cache of the "
+            f"longest request ({longest} blocks), together {show_size(least)}, got {show_size(config.budget_bytes)}; "
+            f"nothing was served; give at least {show_size(least)}",
             name="budget",
             value=config.budget_bytes,
             needed=least,

@@ -1,8 +1,8 @@
 """The demo with several models on one arena, in turns: one run, in the process that demo_run made for it.
 
-SmolLM2 and Llamas with random weights (shared_world.py) share the demo's prompts, all of which arrive at once. The baseline is
-a static partition: each model has the KV cache that the budget left it, and preempts when that is full, while the others' KV
-and all of their weights lie idle. With remap the one whose turn it is takes both.
+SmolLM2 and Llamas with random weights (shared_world.py) share the demo's prompts, all of which arrive at once. The
+baseline is a static partition: each model has the KV cache that the budget left it, and preempts when that is full,
+while the others' KV and all of their weights lie idle. With remap the one whose turn it is takes both.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def build_world(config: DemoConfig) -> World:
         least = world.budget_bytes - round(0.8 * KV_SHARE * weights)
         if config.budget_bytes < least:
             raise InvalidArgument(
-                f"a budget of {show_size(config.budget_bytes)} is too small for {config.tenants} models, their weights take "
-                f"{show_size(weights)}; nothing was served, give at least {show_size(least)}",
+                f"a budget of {show_size(config.budget_bytes)} is too small for {config.tenants} models, their weights "
+                f"take {show_size(weights)}; nothing was served, give at least {show_size(least)}",
                 budget=config.budget_bytes,
                 least=least,
             )
@@ -78,7 +78,10 @@ def build_world(config: DemoConfig) -> World:
 
 
 def make_requests(world: World, config: DemoConfig) -> dict[str, list[Request]]:
-    """The demo's prompts, dealt out to the tenants in turn. A random model reads the same ids, as far as it has them."""
+    """The demo's prompts, dealt out to the tenants in turn.
+
+    A random model reads the same ids, as far as it has them.
+    """
     from remap.engine import Request
 
     from . import smollm2
@@ -117,7 +120,10 @@ def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None
 
 
 def summed(kind: str, world: World, requests: Mapping[str, list[Request]], result: SharedResult) -> RunResult:
-    """One RunResult for all tenants. Blocks are counted as they are, though a block of one model is larger than another's."""
+    """One RunResult for all tenants.
+
+    Blocks are counted as they are, though a block of one model is larger than another's.
+    """
     numbers = result.summary()
     duration = numbers["duration_s"]
     timeline = tuple(

@@ -35,8 +35,8 @@ def checks(seen: doctor_cuda.Seen) -> Iterator[Check]:
 
 
 def report(seen: doctor_cuda.Seen, found: list[Check]) -> dict[str, Any]:
-    """What `remap doctor --json` prints: {"remap", "ok", "checks": [{level, what, found, fix}], "cuda"}, where "cuda" has
-    the probe as it came and the measured links, in bytes and seconds."""
+    """What `remap doctor --json` prints: {"remap", "ok", "checks": [{level, what, found, fix}], "cuda"}, where "cuda"
+    has the probe as it came and the measured links, in bytes and seconds."""
     import remap
 
     return {
@@ -60,7 +60,8 @@ def _arena() -> Check:
 
 def mappings(limit: str | None, meminfo: str | None) -> Check:
     """limit: what /proc/sys/vm/max_map_count says. A page of a host arena (or of the emulated driver) that is mapped on
-    its own takes one kernel mapping, and every page has two views; a GPU's driver maps pages in the device's own tables."""
+    its own takes one kernel mapping, and every page has two views; a GPU's driver maps pages in the device's own
+    tables."""
     what = "vm.max_map_count"
     if limit is None:
         return Check("note", what, "not readable; a large host arena may meet a limit")
@@ -95,7 +96,8 @@ def memlock(soft: int, hard: int) -> Check:
     return Check(
         "ok",
         "memlock",
-        f"{show_size(soft)} (at most {most}); page-locking goes through the GPU's driver, which does not count against it",
+        f"{show_size(soft)} (at most {most}); page-locking goes through the GPU's driver, which does not count against "
+        "it",
         "a NIC's own registrations (RDMA) do count: for those, `ulimit -l unlimited` before the process starts",
     )
 

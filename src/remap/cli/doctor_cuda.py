@@ -1,4 +1,6 @@
-"""What `remap doctor` says about CUDA: `look` asks the driver, `checks` judges what it said (pure, tested with literals)."""
+"""What `remap doctor` says about CUDA: `look` asks the driver, `checks` judges what it said (pure, tested with
+literals).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ __all__ = ["Seen", "checks", "look"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What `look` found. probe: `_core.probe_cuda()`, or None with the error that it raised. The rest is by device index."""
+    """What `look` found. probe: `_core.probe_cuda()`, or None with the error that it raised.
+
+    The rest is by device index.
+    """
 
     probe: Mapping[str, Any] | None = None
     error: DriverError | InvalidArgument | None = None
@@ -58,7 +63,10 @@ SETTINGS = ("REMAP_DEVICE", "REMAP_MODE", "REMAP_LIBCUDA", "REMAP_HOST_BUDGET", 
 
 
 def look() -> Seen:
-    """Ask the driver, and copy a little on every device that can hold an arena. Raises nothing: what fails is in the result."""
+    """Ask the driver, and copy a little on every device that can hold an arena.
+
+    Raises nothing: what fails is in the result.
+    """
     from remap import _core
 
     common: dict[str, Any] = {
@@ -83,7 +91,10 @@ def look() -> Seen:
 
 
 def checks(seen: Seen) -> Iterator[Check]:
-    """Judges what was seen. A driver or device that is missing is a note, unless REMAP_DEVICE asks for CUDA: then it is bad."""
+    """Judges what was seen.
+
+    A driver or device that is missing is a note, unless REMAP_DEVICE asks for CUDA: then it is bad.
+    """
     wanted = seen.environment.get("REMAP_DEVICE", "").startswith("cuda")
     blocked = "bad" if wanted else "note"
     if seen.probe is None:
@@ -128,7 +139,8 @@ def _driver(seen: Seen, probe: Mapping[str, Any]) -> Check:
         return Check(
             "note",
             "cuda driver",
-            f"emulated ({probe['library']}, {version}): it proves order and bookkeeping, not speed, and not a real driver",
+            f"emulated ({probe['library']}, {version}): it proves order and bookkeeping, not speed, and not a real "
+            "driver",
             "unset REMAP_LIBCUDA to use the machine's own",
         )
     return Check("ok", "cuda driver", ", ".join(filter(None, (probe["library"], version, seen.kernel_module))))
@@ -179,15 +191,16 @@ def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str)
         yield Check(
             "ok",
             f"{name} coherence",
-            "the device reads ordinary host memory through the host's page tables, and its own memory is a NUMA node; master "
-            "copies are registered all the same, in memory that a processor has touched first, so that it lies beside a "
-            "processor; only such nodes count for the budget below",
+            "the device reads ordinary host memory through the host's page tables, and its own memory is a NUMA node; "
+            "master copies are registered all the same, in memory that a processor has touched first, so that it lies "
+            "beside a processor; only such nodes count for the budget below",
         )
     if device["integrated"]:
         yield Check(
             "note",
             f"{name} memory",
-            "integrated: host and device share one memory, so a layer that is streamed exists twice in it and frees nothing",
+            "integrated: host and device share one memory, so a layer that is streamed exists twice in it and frees "
+            "nothing",
             "use remap here for tests only",
         )
     index = device["index"]

@@ -17,7 +17,8 @@ from .check import Check, read_text
 
 __all__ = ["Link", "check_link", "lane_rate", "measure_link", "read_slot"]
 
-# One copy of the measurement: large against what starting a copy costs, small against any GPU. And for how long it may repeat.
+# One copy of the measurement: large against what starting a copy costs, small against any GPU. And for how long it may
+# repeat.
 LINK_BYTES = 32 << 20
 LINK_SECONDS = 0.2
 PATIENCE_S = 1.0
@@ -37,8 +38,9 @@ class Link:
 
 
 def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_SECONDS) -> Link:
-    """Copies `nbytes` (rounded up to the granularity) to one page of the backend and back, for about `seconds` and at least
-    once. Everything is given back. Raises DriverError, OutOfMemory (device full, or no page-locked memory) and LimitExceeded."""
+    """Copies `nbytes` (rounded up to the granularity) to one page of the backend and back, for about `seconds` and at
+    least once. Everything is given back. Raises DriverError, OutOfMemory (device full, or no page-locked memory) and
+    LimitExceeded."""
     from remap import _core
 
     with ExitStack() as undo:
@@ -93,8 +95,8 @@ def read_slot(domain: int, bus: int, device: int) -> dict[str, str]:
 
 
 def check_link(what: str, link: Link | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str) -> Check:
-    """slot: the kernel's files about the PCI device, read just after the copies, as an idle card lowers its speed. A link
-    below what the card can do, or rates far below what the lanes carry, are notes."""
+    """slot: the kernel's files about the PCI device, read just after the copies, as an idle card lowers its speed. A
+    link below what the card can do, or rates far below what the lanes carry, are notes."""
     if link is None or isinstance(link, (OutOfMemory, LimitExceeded)):
         why = "" if link is None else f": {link}"
         return Check(
@@ -147,8 +149,8 @@ def _lanes(slot: Mapping[str, str], state: str) -> _Lanes:
 
 
 def lane_rate(speed: str) -> float:
-    """Bytes per second of one PCIe lane, from the kernel's words ("16.0 GT/s PCIe"): the encoding taken off, headers not.
-    0.0 for words that are not understood."""
+    """Bytes per second of one PCIe lane, from the kernel's words ("16.0 GT/s PCIe"): the encoding taken off, headers
+    not. 0.0 for words that are not understood."""
     number = speed.partition(" ")[0]
     try:
         transfers = float(number)

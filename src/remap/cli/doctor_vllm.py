@@ -18,7 +18,10 @@ PLUGINS = (("vllm.general_plugins", "remap"), ("vllm.stat_logger_plugins", "rema
 
 
 def checks() -> Iterator[Check]:
-    """What is there of vLLM, what of it the adapter touches and whether that is as expected, and what to type. Imports vLLM."""
+    """What is there of vLLM, what of it the adapter touches and whether that is as expected, and what to type.
+
+    Imports vLLM.
+    """
     from remap.adapters.vllm import SCHEDULER, WORKER, internals
 
     found = internals.installed_version()

@@ -23,8 +23,8 @@ __all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "exit_on_error", "neede
 
 FAILED, REFUSED = 1, 2
 EXIT_CODES = (
-    "Exit codes, of all commands: 0 done; 1 it ran, and something failed or was found; 2 nothing was done: wrong usage, "
-    "an input that cannot be read, or something that is not installed."
+    "Exit codes, of all commands: 0 done; 1 it ran, and something failed or was found; 2 nothing was done: wrong "
+    "usage, an input that cannot be read, or something that is not installed."
 )
 
 
@@ -46,8 +46,8 @@ def needed(package: str, extra: str, what: str) -> Any:
 
 @contextmanager
 def exit_on_error(*others: type[Exception]) -> Iterator[None]:
-    """An Error of remap's that leaves the block, an OSError, or one of `others`, becomes a line on stderr and an exit code:
-    REFUSED of an InvalidArgument or Missing, FAILED of all others. Other exceptions pass.
+    """An Error of remap's that leaves the block, an OSError, or one of `others`, becomes a line on stderr and an exit
+    code: REFUSED of an InvalidArgument or Missing, FAILED of all others. Other exceptions pass.
     """
     caught: tuple[type[Exception], ...] = (Error, OSError, *others)
     try:

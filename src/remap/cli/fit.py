@@ -38,8 +38,8 @@ def fit_command(
         console.print(text, markup=False, highlight=False)
     for group, off in found.poor.items():
         text = (
-            f"warning: {group.replace('_', ' ')} is off by {off:.1%}, more than {POOR_MISFIT:.0%}: plans for this machine may be "
-            "off as much; measure again on a quiet machine"
+            f"warning: {group.replace('_', ' ')} is off by {off:.1%}, more than {POOR_MISFIT:.0%}: plans for this "
+            "machine may be off as much; measure again on a quiet machine"
         )
         Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
     figures, roofline = found.entry["figures"], found.entry["roofline"]

@@ -1,4 +1,7 @@
-"""`remap plan`: what remapping would do on a machine for a model, with the arithmetic. The numbers are `remap.sim.planning`'s."""
+"""`remap plan`: what remapping would do on a machine for a model, with the arithmetic.
+
+The numbers are `remap.sim.planning`'s.
+"""
 
 from __future__ import annotations
 
@@ -121,7 +124,8 @@ def show(found: Plan, console: Console) -> None:
     say()
     say("What to set, for the engine's process", style="bold")
     reasons = {setting.variable: setting.reason for setting in found.advice.settings} | {
-        "REMAP_CAPACITY": "the memory less activations, of this model; engines on one REMAP_ARENA are given the sum of theirs",
+        "REMAP_CAPACITY": "the memory less activations, of this model; engines on one REMAP_ARENA are given the sum of "
+        "theirs",
         "REMAP_LINK": "bytes/s from the host, until copies have been measured",
     }
     for name, value in found.environment().items():

@@ -3,9 +3,9 @@
 SmolLM2-135M as it is, and two Llamas with random weights of a fixed seed that differ from it in depth and width, as the
 combinations of Oneiros' Table 1 do. `SMALL` are three small ones of the same shapes, for tests and quick runs.
 
-A `World` holds the models; each `serve` opens a session of its own, attaches them, serves, and takes them out again. The arena
-has room for all weights and for a KV cache of `kv_share` of each tenant's weights: Oneiros' combinations leave 0.04 (OPT-30b
-of C2) to 0.38 (OPT-13b of C1) of them.
+A `World` holds the models; each `serve` opens a session of its own, attaches them, serves, and takes them out again.
+The arena has room for all weights and for a KV cache of `kv_share` of each tenant's weights: Oneiros' combinations
+leave 0.04 (OPT-30b of C2) to 0.38 (OPT-13b of C1) of them.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ SMALL = Preset(
 @dataclass(frozen=True)
 class Wiring:
     """How a run is set up. controller: None for the recompute baseline, else what `Knobs` gets. by_hand: layers
-    remapped before the first request, as a share of each tenant's layers, without any controller (then `controller` is None).
-    partial: see `SharedEngines`.
+    remapped before the first request, as a share of each tenant's layers, without any controller (then `controller` is
+    None). partial: see `SharedEngines`.
     """
 
     controller: Mapping[str, Any] | None = None
@@ -299,7 +299,9 @@ class World:
         return engines
 
     def _warm_up(self, engines: Mapping[str, LLMEngine]) -> None:
-        """First passes pay for thread pools and scratch memory: a prefill and some decode steps of each model, unmeasured."""
+        """First passes pay for thread pools and scratch memory: a prefill and some decode steps of each model,
+        unmeasured.
+        """
         from remap.engine import Request, SamplingParams
 
         for engine in engines.values():

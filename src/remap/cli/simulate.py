@@ -77,8 +77,8 @@ def _rates(text: str) -> list[float]:
 
 
 def prepare(options: Options) -> Prepared:
-    """Look everything up and draw the requests. Raises InvalidArgument for the first thing that is wrong; of a name that is not
-    known it lists those that are.
+    """Look everything up and draw the requests. Raises InvalidArgument for the first thing that is wrong; of a name
+    that is not known it lists those that are.
     """
     from remap.sim import hardware, loads, planning_checks, policies, serving
 
@@ -137,8 +137,8 @@ def _notes(options: Options, prepared: Prepared) -> list[str]:
         )
     found += fit_note(machine)
     found += [
-        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with small batches "
-        "its layers are faster than that"
+        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with "
+        "small batches its layers are faster than that"
         for tenant in prepared.setup.tenants
         if tenant.model.experts > 1
     ]

@@ -1,6 +1,8 @@
-"""Pictures of simulated runs: each function takes results and returns a matplotlib figure; `svg` and `png` make files of it.
+"""Pictures of simulated runs: each function takes results and returns a matplotlib figure; `svg` and `png` make files
+of it.
 
-Needs matplotlib (the extra `sim`); without it every function raises Missing. Nothing here touches pyplot's global state.
+Needs matplotlib (the extra `sim`); without it every function raises Missing. Nothing here touches pyplot's global
+state.
 """
 
 from __future__ import annotations
@@ -143,7 +145,10 @@ def tbt_cdf(results: Sequence[PolicyResult]) -> Any:
 
 
 def _steps(samples: Sequence[Sample], read: Callable[[Sample], float]) -> tuple[list[float], list[float]]:
-    """(times, values), each value until the next time. Where there are too many, each stretch keeps its highest value."""
+    """(times, values), each value until the next time.
+
+    Where there are too many, each stretch keeps its highest value.
+    """
     stretch = max(1, math.ceil(len(samples) / POINTS))
     xs: list[float] = []
     ys: list[float] = []
@@ -216,8 +221,8 @@ def alpha_over_time(results: Sequence[PolicyResult]) -> Any:
 
 
 def stall_over_time(results: Sequence[PolicyResult]) -> Any:
-    """Seconds that passes have waited for layers or KV since the start, all tenants together, one line a policy; and beside it
-    the requests that wait to run.
+    """Seconds that passes have waited for layers or KV since the start, all tenants together, one line a policy; and
+    beside it the requests that wait to run.
     """
     figure, axes = _figure(1, 2, 3.1)
     left, right = axes[0]

@@ -1,4 +1,7 @@
-"""What `remap simulate` says: the table of all policies beside each other, and the JSON file. Pure but for writing files."""
+"""What `remap simulate` says: the table of all policies beside each other, and the JSON file.
+
+Pure but for writing files.
+"""
 
 from __future__ import annotations
 
@@ -164,6 +167,9 @@ def _tenant(tenant: TenantResult) -> list[str]:
 
 
 def write_json(path: Path, configuration: Mapping[str, Any], results: Sequence[PolicyResult]) -> None:
-    """The report of `remap.sim.results`, in a folder that is made if it is missing. What writing raises passes through."""
+    """The report of `remap.sim.results`, in a folder that is made if it is missing.
+
+    What writing raises passes through.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report(configuration, results), allow_nan=False) + "\n", encoding="utf-8")

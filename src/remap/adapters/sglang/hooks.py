@@ -72,9 +72,9 @@ class Adapter:
         first = geometry.blocks_for_pages(pages)  # all that is there: nothing is gained by leaving pages free
         if first < 2:
             raise InvalidState(
-                f"REMAP_CAPACITY is {settings.capacity} bytes, the weights take {weights * page_bytes} in whole pages, and a "
-                f"KV cache grows by {geometry.ranges * page_bytes}; nothing was attached; raise REMAP_CAPACITY, or lower "
-                "REMAP_PAGE_BYTES",
+                f"REMAP_CAPACITY is {settings.capacity} bytes, the weights take {weights * page_bytes} in whole pages, "
+                f"and a KV cache grows by {geometry.ranges * page_bytes}; nothing was attached; raise REMAP_CAPACITY, "
+                "or lower REMAP_PAGE_BYTES",
                 capacity=settings.capacity,
                 weights=weights * page_bytes,
             )
@@ -122,8 +122,8 @@ class Adapter:
         """Take the allocator over: from now on it has the ids that are usable, and no others."""
         if self.pool is None or allocator.get_kvcache() is not self.pool:
             raise InvalidState(
-                "SGLang's KV pool was built without asking for its buffers, so nothing of it lies in remap's memory; unset "
-                "REMAP_ENABLE to serve this model",
+                "SGLang's KV pool was built without asking for its buffers, so nothing of it lies in remap's memory; "
+                "unset REMAP_ENABLE to serve this model",
                 pool=type(allocator.get_kvcache()).__name__,
             )
         self.allocator = allocator
@@ -166,7 +166,8 @@ class Adapter:
             self.scheduler = scheduler
             self._publish()
         self._refused = False
-        # A prompt that is being prefilled in chunks was promised room for all of it: nothing of that may go home in between.
+        # A prompt that is being prefilled in chunks was promised room for all of it: nothing of that may go home in
+        # between.
         promised = -(-versions.promised(scheduler) // self.spec.block_tokens)
         wanted, self._wanted = max(promised, self._wanted), 0
         self._step(wanted, self._free(scheduler.tree_cache))
@@ -182,8 +183,8 @@ class Adapter:
         self._wanted = max(self._wanted, wanted)
         if self._refused and not urgent:
             return False
-        # Blocks come in groups of 2 x layers pages: whole groups are asked for, and what a change leaves of one is the start of
-        # the next change's.
+        # Blocks come in groups of 2 x layers pages: whole groups are asked for, and what a change leaves of one is the
+        # start of the next change's.
         whole = free - (-short // self._group) * self._group
         for _ in range(_TRIES):
             if free < wanted:
@@ -230,7 +231,8 @@ class Adapter:
         """A model that does not call its layers as modules runs past the hooks, which would be wrong tokens later on."""
         if self._unseen:
             raise InvalidState(
-                f"layers {sorted(self._unseen)} ran past their hooks in the first pass; unset REMAP_ENABLE to serve this model",
+                f"layers {sorted(self._unseen)} ran past their hooks in the first pass; unset REMAP_ENABLE to serve "
+                "this model",
                 layers=sorted(self._unseen),
             )
         for watch in self.watches:
@@ -239,7 +241,9 @@ class Adapter:
 
 
 def _controller(settings: Settings) -> Knobs:
-    """Without REMAP_RESERVE_BLOCKS nothing is kept free: SGLang's admission reserves by itself what running requests may need."""
+    """Without REMAP_RESERVE_BLOCKS nothing is kept free: SGLang's admission reserves by itself what running requests
+    may need.
+    """
     config = settings.controller()
     return replace(config, reserve_blocks=0) if config.reserve_blocks is None else config
 
@@ -346,8 +350,8 @@ def around_idle(original: Any, scheduler: Any) -> None:
 
 
 def around_evict(original: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> Any:
-    """Before anybody is retracted: `check_decode_capacity` asks here, the retract loop asks that, and prefills allocate behind
-    it. What could be evicted has been evicted when the original returns."""
+    """Before anybody is retracted: `check_decode_capacity` asks here, the retract loop asks that, and prefills allocate
+    behind it. What could be evicted has been evicted when the original returns."""
     result = original(allocator, tree_cache, num_tokens)
     adapter = _bound(allocator)
     if adapter is not None:

@@ -1,8 +1,9 @@
-"""All that depends on SGLang's version: where its sizes are kept, what its free lists look like, which settings are refused.
+"""All that depends on SGLang's version: where its sizes are kept, what its free lists look like, which settings are
+refused.
 
-Read in the source of 0.5.23. A newer version is served with a warning if every place of a hook is there and takes what it
-took, and refused otherwise: a hook on a method that has moved is skipped by SGLang with a log line, and half of the hooks would
-be worse than none.
+Read in the source of 0.5.23. A newer version is served with a warning if every place of a hook is there and takes what
+it took, and refused otherwise: a hook on a method that has moved is skipped by SGLang with a log line, and half of the
+hooks would be worse than none.
 """
 
 from __future__ import annotations
@@ -189,14 +190,15 @@ def check_pool(pool: Any, spec: Any) -> None:
     expected = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim, spec.block_tokens, spec.dtype)
     if type(pool).__name__ != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd" or found != expected:
         raise InvalidState(
-            f"SGLang builds a {type(pool).__name__} of layout {pool.kv_cache_layout!r} with (layers, heads, key and value sizes, "
-            f"page, dtype) = {found}, remap reserved {expected}; unset REMAP_ENABLE to serve this model",
+            f"SGLang builds a {type(pool).__name__} of layout {pool.kv_cache_layout!r} with (layers, heads, key and "
+            f"value sizes, page, dtype) = {found}, remap reserved {expected}; unset REMAP_ENABLE to serve this model",
             found=found,
             expected=expected,
         )
 
 
-# -- the free list: tensors of page ids, some of them waiting to be sorted in -------------------------------------------
+# -- the free list: tensors of page ids, some of them waiting to be sorted in
+# -------------------------------------------
 
 
 def append_free(allocator: Any, ids: list[int]) -> None:
@@ -227,9 +229,9 @@ def replace_free(allocator: Any, ids: list[int]) -> None:
 def set_sizes(runner: Any, scheduler: Any, tokens: int) -> None:
     """Every copy of max_total_num_tokens that is read while serving. tokens: what the allocator holds, free or in use.
 
-    Left alone: the allocator's `size` and `num_pages` and the pool's `size` (they bound the ids, and `clear` builds a list from
-    them), MemoryPoolConfig, max_req_len (a request must fit into what is there without remapping), and what is logged or exported
-    once at the start.
+    Left alone: the allocator's `size` and `num_pages` and the pool's `size` (they bound the ids, and `clear` builds a
+    list from them), MemoryPoolConfig, max_req_len (a request must fit into what is there without remapping), and what
+    is logged or exported once at the start.
     """
     runner.max_total_num_tokens = tokens
     if scheduler is None:
@@ -241,7 +243,9 @@ def set_sizes(runner: Any, scheduler: Any, tokens: int) -> None:
 
 
 def promised(scheduler: Any) -> int:
-    """Tokens that a request already admitted will allocate without asking whether there is room: the rest of its prompt."""
+    """Tokens that a request already admitted will allocate without asking whether there is room: the rest of its
+    prompt.
+    """
     request = scheduler.chunked_req
     return 0 if request is None else int(request.seqlen - request.prefix_len) + scheduler.page_size
 

@@ -7,9 +7,9 @@
     worker      weights and KV cache in one session; brackets each pass, whose layers wait through vLLM's own offloader interface
     internals   everything that depends on vLLM's version
 
-Settings: the environment variables of `remap.adapters.settings`, or the same names in lower case and without the prefix under
-`--additional-config '{"remap": {"slowdown": 0.05}}'`. Without REMAP_CAPACITY the capacity is what vLLM itself would use: its
-weights and the KV cache that it would have allocated.
+Settings: the environment variables of `remap.adapters.settings`, or the same names in lower case and without the prefix
+under `--additional-config '{"remap": {"slowdown": 0.05}}'`. Without REMAP_CAPACITY the capacity is what vLLM itself
+would use: its weights and the KV cache that it would have allocated.
 
 Importing this module imports no vLLM: it is loaded in every process of every vLLM that is installed beside it.
 """
@@ -31,8 +31,8 @@ WORKER, SCHEDULER = "remap.adapters.vllm.Worker", "remap.adapters.vllm.Scheduler
 
 
 def register() -> None:
-    """The entry point of `vllm.general_plugins`: called in each of vLLM's processes, more than once. Does nothing unless
-    REMAP_ENABLE is set; then every engine that is configured from here on uses our worker and our scheduler.
+    """The entry point of `vllm.general_plugins`: called in each of vLLM's processes, more than once. Does nothing
+    unless REMAP_ENABLE is set; then every engine that is configured from here on uses our worker and our scheduler.
 
     Raises InvalidState for a version of vLLM that this was not written for.
     """

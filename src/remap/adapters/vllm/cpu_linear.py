@@ -1,5 +1,5 @@
-"""On a CPU, vLLM packs the weights of its linear layers into memory of oneDNN's own, which no tensor shows and no page of ours
-holds.
+"""On a CPU, vLLM packs the weights of its linear layers into memory of oneDNN's own, which no tensor shows and no page
+of ours holds.
 
 Two ways to keep them where they are, by the setting REMAP_CPU_LINEAR:
 
@@ -25,10 +25,12 @@ __all__ = ["weights_left_in_place"]
 
 @contextmanager
 def weights_left_in_place(packed: bool) -> Iterator[None]:
-    """PATCH, on a CPU, while a model is loaded: vLLM's choice of a kernel for each linear layer, which would move its weights.
+    """PATCH, on a CPU, while a model is loaded: vLLM's choice of a kernel for each linear layer, which would move its
+    weights.
 
-    Layers whose weights vLLM itself leaves in place (an lm_head, tied or not) are left to it. Raises InvalidState for a layer
-    of 8-bit weights that oneDNN is to compute: it keeps the addresses of their scales, and other bytes would be there.
+    Layers whose weights vLLM itself leaves in place (an lm_head, tied or not) are left to it. Raises InvalidState for a
+    layer of 8-bit weights that oneDNN is to compute: it keeps the addresses of their scales, and other bytes would be
+    there.
     """
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as utils

@@ -1,7 +1,9 @@
-"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with TESTED.
+"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with
+TESTED.
 
-Extension points that are used as they are meant (elsewhere in this package): worker class, scheduler class, offloader, layouts
-that a worker supports, `collective_rpc`, plugins for statistics. What follows is the rest; each function says why it is needed.
+Extension points that are used as they are meant (elsewhere in this package): worker class, scheduler class, offloader,
+layouts that a worker supports, `collective_rpc`, plugins for statistics. What follows is the rest; each function says
+why it is needed.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ TOUCHED = (
     Touched("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
     Touched("prometheus_client.multiprocess", "MultiProcessCollector.collect", "self"),
 )
-"""What is used of vLLM's insides: looked for by `remap doctor --vllm`, and at the start of a version newer than TESTED."""
+"""What is used of vLLM's insides: looked for by `remap doctor --vllm`, and at the start of a version newer than TESTED.
+"""
 
 
 def installed_version() -> str | None:
@@ -82,7 +85,9 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """See `touched.admit`: raises InvalidState for a vLLM that cannot be entered, warns of one newer than the tested ones."""
+    """See `touched.admit`: raises InvalidState for a vLLM that cannot be entered, warns of one newer than the tested
+    ones.
+    """
     otherwise = f"install vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE"
     admit("vLLM", installed_version(), TESTED, TOUCHED, logger.warning, otherwise)
 
@@ -91,7 +96,10 @@ def check_version() -> None:
 
 
 def enter_without_flags(worker: str, scheduler: str) -> None:
-    """PATCH. Configurations name our worker and scheduler where the user named none: a plugin has no other say in that."""
+    """PATCH.
+
+    Configurations name our worker and scheduler where the user named none: a plugin has no other say in that.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config
@@ -111,8 +119,8 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
 
 
 def tell_schedulers_of_their_executor() -> None:
-    """PATCH. A scheduler is given no executor, and ours has to reach the ranks' memory. This method of the engine core is the
-    first one called when both exist; `bind(executor)` is called on schedulers that have it.
+    """PATCH. A scheduler is given no executor, and ours has to reach the ranks' memory. This method of the engine core
+    is the first one called when both exist; `bind(executor)` is called on schedulers that have it.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -136,10 +144,11 @@ def tell_schedulers_of_their_executor() -> None:
 
 
 def block_outermost(supported: Sequence[str]) -> list[str]:
-    """Of the KV layouts that all backends support, those in which a block's bytes of all layers lie together: growth is one run.
+    """Of the KV layouts that all backends support, those in which a block's bytes of all layers lie together: growth is
+    one run.
 
-    vLLM's CPU backend names only LBHNC, although its kernels take the stride between blocks from the tensor (tests compare
-    tokens): there the same order within a block, BLHNC, is offered.
+    vLLM's CPU backend names only LBHNC, although its kernels take the stride between blocks from the tensor (tests
+    compare tokens): there the same order within a block, BLHNC, is offered.
     """
     found = [name for name in supported if name.startswith("BL")]
     if not found and "LBHNC" in supported:
@@ -152,8 +161,8 @@ def block_outermost(supported: Sequence[str]) -> list[str]:
 
 @contextmanager
 def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
-    """vLLM allocates all of its KV cache with one `torch.zeros(nbytes, dtype=int8)`: inside this block that call is answered with
-    `memory`, a uint8 tensor of at least as many bytes. Raises InvalidState at the end if nobody asked."""
+    """vLLM allocates all of its KV cache with one `torch.zeros(nbytes, dtype=int8)`: inside this block that call is
+    answered with `memory`, a uint8 tensor of at least as many bytes. Raises InvalidState at the end if nobody asked."""
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -179,8 +188,8 @@ def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
 
 
 def own_rotary_tables(model: Any) -> None:
-    """Models of one process that rotate alike share one module for that, and vLLM keeps it for later ones: this model gets its
-    own, to go where the model goes."""
+    """Models of one process that rotate alike share one module for that, and vLLM keeps it for later ones: this model
+    gets its own, to go where the model goes."""
     copies: dict[int, Any] = {}
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -211,8 +220,8 @@ def can_rename_blocks(runner: Any) -> bool:
 
 
 def park(pool: Any, ids: Iterable[int]) -> list[int]:
-    """Take these blocks out of the pool's free queue, and what they cache out of the prefix cache. Returns those that were
-    free; the others stay with their requests (they leave the prefix cache too, so that nobody joins them)."""
+    """Take these blocks out of the pool's free queue, and what they cache out of the prefix cache. Returns those that
+    were free; the others stay with their requests (they leave the prefix cache too, so that nobody joins them)."""
     parked = []
     for block_id in ids:
         block = pool.blocks[block_id]
@@ -229,8 +238,8 @@ def unpark(pool: Any, ids: Iterable[int]) -> None:
 
 
 def exchange(pool: Any, used: int, free: int) -> None:
-    """The block that requests know as `used` has the id `free` from now on, and the other way round. Its place in the prefix
-    cache stays. `free` is in the free queue, `used` is not."""
+    """The block that requests know as `used` has the id `free` from now on, and the other way round. Its place in the
+    prefix cache stays. `free` is in the free queue, `used` is not."""
     mover, other = pool.blocks[used], pool.blocks[free]
     pool._maybe_evict_cached_block(other)
     tokens, hashes = mover.block_hash_num_tokens, pool._remove_cached_block_hashes(mover)
@@ -254,8 +263,8 @@ def blocks_held(scheduler: Any, request: Any) -> int:
 
 
 class Prefixes:
-    """Full blocks of prompts that waiting requests need not fill: they are in the prefix cache, or a request before them fills
-    them. For one step; nothing is touched: neither the order in which blocks are evicted nor vLLM's figures.
+    """Full blocks of prompts that waiting requests need not fill: they are in the prefix cache, or a request before
+    them fills them. For one step; nothing is touched: neither the order in which blocks are evicted nor vLLM's figures.
 
     Hashes are chained, so one that was met stands for all before it, and each is looked up once however many share it.
     """
@@ -312,8 +321,8 @@ class Prefixes:
 
 
 def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> None:
-    """`grow(request, new tokens)` is called where vLLM finds too few blocks, for running and for waiting requests, before it
-    preempts or stops admitting; if it returns True the allocation is tried once more."""
+    """`grow(request, new tokens)` is called where vLLM finds too few blocks, for running and for waiting requests,
+    before it preempts or stops admitting; if it returns True the allocation is tried once more."""
     manager = scheduler.kv_cache_manager
     original = manager.allocate_slots
 
@@ -339,8 +348,8 @@ _REPORTED = "_remap_reported"  # on a CacheConfig: what is reported instead of i
 
 
 def _report_first_blocks(core: Any) -> None:
-    """PATCH. vLLM's `cache_config_info` and its routers are told how many blocks there are, not how many there may be. The field
-    itself stays: workers of this process size what they allocate by it."""
+    """PATCH. vLLM's `cache_config_info` and its routers are told how many blocks there are, not how many there may be.
+    The field itself stays: workers of this process size what they allocate by it."""
     cache, there = core.vllm_config.cache_config, len(core.scheduler.remap.books.opened)
     share = there / cache.num_gpu_blocks
     # getattr: vLLM fills these in for some models only
@@ -382,8 +391,9 @@ def _answer_with_reported(cache_class: Any, core_class: Any) -> None:
 
 
 def collect_in_every_registry(collector: Any) -> None:
-    """PATCH. Where several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM and its web framework make
-    registries of their own, with nothing but prometheus_client's collector of files in them: ours answers with that one."""
+    """PATCH. Where several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM and its web framework
+    make registries of their own, with nothing but prometheus_client's collector of files in them: ours answers with
+    that one."""
     from prometheus_client.multiprocess import MultiProcessCollector
 
     original = MultiProcessCollector.collect
@@ -403,21 +413,23 @@ def collect_in_every_registry(collector: Any) -> None:
 
 
 def bytes_of_tokens(specs: dict[str, Any], tokens: int) -> int:
-    """Bytes of whole blocks of that many tokens, in all layers. specs: of each layer's KV cache, as the worker has them."""
+    """Bytes of whole blocks of that many tokens, in all layers. specs: of each layer's KV cache, as the worker has
+    them.
+    """
     return sum(-(-tokens // spec.block_size) * spec.page_size_bytes for spec in specs.values())
 
 
 def block_bytes(kv_cache_config: Any, layers: int) -> int:
-    """Bytes of one block in all layers. Raises InvalidState where blocks do not lie one behind the other, or cannot be divided
-    among the layers: several groups of layers with KV of different kinds."""
+    """Bytes of one block in all layers. Raises InvalidState where blocks do not lie one behind the other, or cannot be
+    divided among the layers: several groups of layers with KV of different kinds."""
     stride = {tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors}
     size = kv_cache_config.kv_cache_tensors[0].size
     bytes_each = stride.pop()
     if stride or bytes_each * kv_cache_config.num_blocks != size or bytes_each % (2 * layers):
         raise InvalidState(
             f"blocks of {bytes_each} bytes, {kv_cache_config.num_blocks} of them in {size} bytes, are not one behind "
-            f"the other or not the same for each of {layers} layers; nothing was moved; remap serves models whose layers all "
-            "have the same KV",
+            f"the other or not the same for each of {layers} layers; nothing was moved; remap serves models whose "
+            "layers all have the same KV",
             block_stride=bytes_each,
             blocks=kv_cache_config.num_blocks,
             size=size,
@@ -441,7 +453,8 @@ def refuse_whole_graphs(vllm_config: Any) -> None:
     )
     if mode != CUDAGraphMode.PIECEWISE or missing:
         raise InvalidState(
-            f"CUDA graphs are {mode}, split at {vllm_config.compilation_config.splitting_ops}; the engine was not started; give "
-            "--enforce-eager, or cudagraph_mode=PIECEWISE with vllm::wait_prefetch and vllm::start_prefetch among splitting_ops",
+            f"CUDA graphs are {mode}, split at {vllm_config.compilation_config.splitting_ops}; the engine was not "
+            "started; give --enforce-eager, or cudagraph_mode=PIECEWISE with vllm::wait_prefetch and "
+            "vllm::start_prefetch among splitting_ops",
             cudagraph_mode=str(mode),
         )

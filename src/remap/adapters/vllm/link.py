@@ -45,7 +45,9 @@ class Books:
 
 
 class Link:
-    """One engine's ranks, asked by its scheduler between steps. moved: blocks that were moved so that others could leave."""
+    """One engine's ranks, asked by its scheduler between steps. moved: blocks that were moved so that others could
+    leave.
+    """
 
     def __init__(self, executor: Any, books: Books) -> None:
         self._executor, self.books, self.moved = executor, books, 0

@@ -1,12 +1,13 @@
 """What remap does, at vLLM's /metrics.
 
-The engine's process writes some numbers into a small file after every pass, those that serve /metrics read them when they are
-asked. vLLM's own statistics have no place for a plugin's, and these are different processes. REMAP_METRICS_FILE names the file;
-whoever comes first (the one that serves) names it for those that it starts, and removes it; one that was killed leaves its file
-to the next that starts.
+The engine's process writes some numbers into a small file after every pass, those that serve /metrics read them when
+they are asked. vLLM's own statistics have no place for a plugin's, and these are different processes.
+REMAP_METRICS_FILE names the file; whoever comes first (the one that serves) names it for those that it starts, and
+removes it; one that was killed leaves its file to the next that starts.
 
-Each engine (data parallelism) has its place in the file, and one writer (rank 0, its engine's thread); any number of readers, no
-lock: every field is eight aligned bytes, and a reader may see fields of two passes that follow each other, never a torn one.
+Each engine (data parallelism) has its place in the file, and one writer (rank 0, its engine's thread); any number of
+readers, no lock: every field is eight aligned bytes, and a reader may see fields of two passes that follow each other,
+never a torn one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,10 @@ _FORMAT = struct.Struct(f"{len(FIELDS)}d")
 
 
 def file() -> Path:
-    """The file of this server. The first to ask names it, for itself and for the processes it starts, and removes it."""
+    """The file of this server.
+
+    The first to ask names it, for itself and for the processes it starts, and removes it.
+    """
     if VARIABLE not in os.environ:
         _sweep()
         path = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
@@ -116,7 +120,10 @@ def collect_everywhere() -> None:
 
 
 class RemapStats(StatLoggerBase):
-    """For the entry point `vllm.stat_logger_plugins`: made where vLLM serves /metrics. It only registers the collector."""
+    """For the entry point `vllm.stat_logger_plugins`: made where vLLM serves /metrics.
+
+    It only registers the collector.
+    """
 
     _registered = False
 

@@ -1,7 +1,8 @@
 """vLLM's offloader interface, answered by a tenant: layers wait for their weights and say when they are done with them.
 
-vLLM calls `wrap_modules` while it builds the model, and `_wait_for_layer(i)`, `_start_prefetch(i)` through two operators that its
-compiler keeps in order. Which layers are streamed may change between any two passes: the operators ask at run time.
+vLLM calls `wrap_modules` while it builds the model, and `_wait_for_layer(i)`, `_start_prefetch(i)` through two
+operators that its compiler keeps in order. Which layers are streamed may change between any two passes: the operators
+ask at run time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ __all__ = ["RemapOffloader"]
 
 
 class RemapOffloader(BaseOffloader):
-    """The decoder's layers of one worker. Outside of a pass (`entered`) nothing waits: before the weights have moved."""
+    """The decoder's layers of one worker.
+
+    Outside of a pass (`entered`) nothing waits: before the weights have moved.
+    """
 
     def __init__(self) -> None:
         self.layers: list[nn.Module] = []
@@ -30,7 +34,10 @@ class RemapOffloader(BaseOffloader):
 
     @contextmanager
     def entered(self, tenant: Any, phase: str, tokens: int) -> Iterator[None]:
-        """One pass of the tenant's. Raises InvalidState if it did not come by every layer: it has computed with other bytes."""
+        """One pass of the tenant's.
+
+        Raises InvalidState if it did not come by every layer: it has computed with other bytes.
+        """
         set_offloader(self)  # another engine of this process may have set its own
         with tenant.forward(phase, tokens):
             self._tenant, self._waited = tenant, 0
@@ -49,8 +56,8 @@ class RemapOffloader(BaseOffloader):
     def wrap_modules(self, modules_generator: Generator[nn.Module, None, None], prefix: str = "") -> list[nn.Module]:
         if self.layers:
             raise InvalidState(
-                "the model has a second stack of layers (a drafter, an encoder); remap streams one; nothing was attached; serve "
-                "without it, or without remap",
+                "the model has a second stack of layers (a drafter, an encoder); remap streams one; nothing was "
+                "attached; serve without it, or without remap",
                 layers=len(self.layers),
             )
         self.layers = list(modules_generator)

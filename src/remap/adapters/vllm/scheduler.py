@@ -41,7 +41,8 @@ class Scheduler(AsyncScheduler):
             if link.books.leaving:
                 link.leave(self._reserve)
             wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
-            # Between processes a question costs a round trip, which waits for the step under way: only where it may matter.
+            # Between processes a question costs a round trip, which waits for the step under way: only where it may
+            # matter.
             if link.group.ranks == 1 or link.group.target[0] or wanted + self._reserve > free:
                 link.step(wanted, free)
         return super().schedule(*args, **kwargs)
@@ -58,8 +59,8 @@ class Scheduler(AsyncScheduler):
         return 2 * len(self.running) + 1
 
     def _demand(self) -> int:
-        """Blocks that the next steps take from the free ones: of running requests what they lack, of waiting ones, as many as
-        have seats, all that is neither cached nor filled by one before them."""
+        """Blocks that the next steps take from the free ones: of running requests what they lack, of waiting ones, as
+        many as have seats, all that is neither cached nor filled by one before them."""
         prefixes = internals.Prefixes(self)
         wanted = 0
         for request in self.running:
@@ -85,8 +86,9 @@ class Scheduler(AsyncScheduler):
         return max(0, whole * len(self.kv_cache_config.kv_cache_groups) - internals.blocks_held(self, request))
 
     def _grow(self, request: Any, num_new_tokens: int) -> bool:
-        """vLLM lacks blocks for this request. Whether there are more now. If it is the only one, waiting longer or preempting it
-        would gain nothing, and it was accepted because it fits into the largest cache: then it gets that."""
+        """vLLM lacks blocks for this request. Whether there are more now. If it is the only one, waiting longer or
+        preempting it would gain nothing, and it was accepted because it fits into the largest cache: then it gets
+        that."""
         link = self.remap
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()

@@ -53,8 +53,9 @@ class RemapWorker:
         scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
         if not hasattr(scheduler, "bind"):
             raise InvalidState(
-                f"remap's worker needs remap's scheduler, which hands out only blocks that are there; this one is {scheduler}; "
-                "the engine was not started; give --scheduler-cls remap.adapters.vllm.Scheduler, or no --worker-cls",
+                "remap's worker needs remap's scheduler, which hands out only blocks that are there; this one is "
+                f"{scheduler}; the engine was not started; give --scheduler-cls remap.adapters.vllm.Scheduler, or no "
+                "--worker-cls",
                 scheduler=str(scheduler),
             )
         parallel = self.vllm_config.parallel_config
@@ -66,8 +67,8 @@ class RemapWorker:
         found = [name for name, used in unserved.items() if used]
         if found:
             raise InvalidState(
-                f"remap's vLLM adapter does not serve {' or '.join(found)} yet; the engine was not started; start it without, or "
-                "unset REMAP_ENABLE",
+                f"remap's vLLM adapter does not serve {' or '.join(found)} yet; the engine was not started; start it "
+                "without, or unset REMAP_ENABLE",
                 unserved=tuple(found),
             )
         internals.refuse_whole_graphs(self.vllm_config)
@@ -91,8 +92,8 @@ class RemapWorker:
         found = internals.block_outermost(layouts)
         if not found:
             raise InvalidState(
-                f"the attention backend reads only the KV layouts {', '.join(layouts)}, in which a block's layers lie apart; the "
-                "engine was not started; choose another attention backend",
+                f"the attention backend reads only the KV layouts {', '.join(layouts)}, in which a block's layers lie "
+                "apart; the engine was not started; choose another attention backend",
                 layouts=tuple(layouts),
             )
         return found
@@ -216,8 +217,8 @@ class RemapWorker:
         alone = self._remap_plain // block
         if first < alone and not settings.arena:
             logger.warning(
-                "remap: %d KV blocks now, %d without remap in the same memory: weights take whole pages of %d bytes, %d bytes "
-                "more than they have; a smaller REMAP_PAGE_BYTES takes fewer",
+                "remap: %d KV blocks now, %d without remap in the same memory: weights take whole pages of %d bytes, "
+                "%d bytes more than they have; a smaller REMAP_PAGE_BYTES takes fewer",
                 first,
                 alone,
                 page,
@@ -276,13 +277,14 @@ class RemapWorker:
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM's, at any time: it takes the model's state dict, which has the master copies of layers that are away
-        (`remap.model.guards`). Raises InvalidState for packed weights, which a vLLM without them would read as others."""
+        (`remap.model.guards`). Raises InvalidState for packed weights, which a vLLM without them would read as
+        others."""
         self._remap_as_loaded("save_sharded_state")
         super().save_sharded_state(*args, **kwargs)  # type: ignore[misc]
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's. Raises InvalidState while layers (its field) are away: it would write what the ring holds. And for packed
-        weights."""
+        """As vLLM's. Raises InvalidState while layers (its field) are away: it would write what the ring holds. And for
+        packed weights."""
         self._remap_as_loaded("save_tensorized_model")
         self._remap_all_home("save_tensorized_model")
         super().save_tensorized_model(*args, **kwargs)  # type: ignore[misc]
@@ -295,21 +297,25 @@ class RemapWorker:
     def _remap_as_loaded(self, call: str) -> None:
         if current_platform.is_cpu() and self._remap_read(1).cpu_linear == "packed":
             raise InvalidState(
-                f"{call} would write weights as REMAP_CPU_LINEAR=packed has put them in order, and a vLLM that loads them would "
-                "not know; nothing was written; save with REMAP_CPU_LINEAR=exact, or copy the folder that was loaded"
+                f"{call} would write weights as REMAP_CPU_LINEAR=packed has put them in order, and a vLLM that loads "
+                "them would not know; nothing was written; save with REMAP_CPU_LINEAR=exact, or copy the folder that "
+                "was loaded"
             )
 
     def _remap_all_home(self, call: str) -> None:
         away = () if self.remap_rank is None else tuple(sorted(self.remap_rank.tenant.away()))
         if away:
             raise InvalidState(
-                f"{call} reads weights where they lie, and layers {away} are streamed or loading; nothing was read or written; "
-                "call it while the engine is idle, or save_sharded_state, which has the bytes of all layers at any time",
+                f"{call} reads weights where they lie, and layers {away} are streamed or loading; nothing was read or "
+                "written; call it while the engine is idle, or save_sharded_state, which has the bytes of all layers "
+                "at any time",
                 layers=away,
             )
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidState: what is written would reach the layers that are in the arena now, and not their master copies."""
+        """Raises InvalidState: what is written would reach the layers that are in the arena now, and not their master
+        copies.
+        """
         raise InvalidState(
             "remap streams weights from copies that new weights do not reach, and keeps pages that neither sleep nor a "
             "checkpoint of the process knows; nothing changed; restart the engine, or serve without remap"
