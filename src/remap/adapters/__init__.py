@@ -1,3 +1,1 @@
-"""Adapters for engines that remap does not own. remap imports a module of this package only when it is asked for by
-name.
-"""
+"""Adapters for engines that remap does not own. A module of this package is imported only by its name."""

@@ -1,5 +1,4 @@
-"""Check that an engine has the names that an adapter uses and that they take the adapter's arguments, before any
-change.
+"""Check, before any change, that an engine has the names that an adapter uses and that they take its arguments.
 
 The check sees names and parameters only. It does not see the meaning of a function or the attributes of instances, so
 an adapter serves an unknown version that passes with a warning.

@@ -1,4 +1,4 @@
-"""One thing that `remap doctor` looked at, and how it reads files of the system."""
+"""The result of one check of `remap doctor`, and a reader of system files."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ __all__ = ["Check", "read_text"]
 
 @dataclass(frozen=True)
 class Check:
-    """level: "ok", "note" (works, could be better, or not needed here) or "bad" (does not work). found: what was seen.
-    fix: what to do about it, empty where there is nothing to do."""
+    """One check. what: its subject. found: the present state. fix: advice to the user, empty if there is nothing to do.
+
+    level: "ok", "note" (it works and could be better, or it is not needed here) or "bad" (it does not work).
+    """
 
     level: str
     what: str
@@ -20,7 +22,7 @@ class Check:
 
 
 def read_text(path: str) -> str | None:
-    """The file's text without surrounding space; None where it cannot be read."""
+    """The file's text without surrounding space; None if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What `remap doctor` looks at: what the host backend needs, what makes it faster, what the demo needs, and the GPU."""
+"""The checks of `remap doctor`: of the host backend and its speed, the GPU, and the packages and model of the demo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ PAGE_BYTES = 2 << 20
 
 
 def checks(seen: doctor_cuda.Seen) -> Iterator[Check]:
-    """All checks, the host's first. Opens a small arena for a moment; changes nothing. seen: what is there of CUDA."""
+    """All checks, the host's first.
+
+    Opens a small arena for a moment; changes nothing. seen: the state of CUDA (`look`).
+    """
     yield Check("ok", "python", f"{platform.python_version()} on {platform.system()} {platform.release()}")
     yield _arena()
     yield mappings(read_text("/proc/sys/vm/max_map_count"), read_text("/proc/meminfo"))
@@ -35,7 +38,7 @@ def checks(seen: doctor_cuda.Seen) -> Iterator[Check]:
 
 
 def report(seen: doctor_cuda.Seen, found: list[Check]) -> dict[str, Any]:
-    """What `remap doctor --json` prints: {"remap", "ok", "checks": [{level, what, found, fix}], "cuda"}, where "cuda"
+    """The report of `remap doctor --json`: {"remap", "ok", "checks": [{level, what, found, fix}], "cuda"}, where "cuda"
     has the probe as it came and the measured links, in bytes and seconds."""
     import remap
 
@@ -59,7 +62,7 @@ def _arena() -> Check:
 
 
 def mappings(limit: str | None, meminfo: str | None) -> Check:
-    """limit: what /proc/sys/vm/max_map_count says. A page of a host arena (or of the emulated driver) that is mapped on
+    """limit: text of /proc/sys/vm/max_map_count. A page of a host arena (or of the emulated driver) that is mapped on
     its own takes one kernel mapping, and every page has two views; a GPU's driver maps pages in the device's own
     tables."""
     what = "vm.max_map_count"
@@ -71,7 +74,9 @@ def mappings(limit: str | None, meminfo: str | None) -> Check:
     memory = next((int(row[1]) * 1024 for row in rows if row[:1] == ["MemTotal:"] and len(row) > 1), 0)
     if memory > reach:
         needed = -(-memory // PAGE_BYTES) * 2
-        fix = f"for an arena of all {show_size(memory)}: as root, `sysctl -w vm.max_map_count={needed}`; or larger page_bytes"
+        fix = (
+            f"for an arena of {show_size(memory)}: as root, `sysctl -w vm.max_map_count={needed}`; or larger page_bytes"
+        )
         return Check("note", what, found, fix)
     return Check("ok", what, found)
 
@@ -125,7 +130,7 @@ def _packages(gpu: bool) -> Iterator[Check]:
 def torch_build(version: str, cuda: str | None) -> Check:
     """torch beside a GPU. version, cuda: `torch.__version__` and `torch.version.cuda`, None in a build without CUDA."""
     if cuda is None:
-        fix = "models on a GPU need a build with CUDA (https://pytorch.org/get-started); without torch, attach_bytes works"
+        fix = "models on a GPU need a build with CUDA (https://pytorch.org/get-started); attach_bytes needs no torch"
         return Check("note", "torch", f"{version}, built without CUDA", fix)
     return Check("ok", "torch", f"{version}, built for CUDA {cuda}")
 

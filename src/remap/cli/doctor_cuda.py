@@ -1,5 +1,5 @@
-"""What `remap doctor` says about CUDA: `look` asks the driver, `checks` judges what it said (pure, tested with
-literals).
+"""The checks of CUDA: `look` asks the driver, and `checks` judges the answers. `checks` asks nothing itself, so
+literals test it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ __all__ = ["Seen", "checks", "look"]
 
 @dataclass(frozen=True)
 class Seen:
-    """What `look` found. probe: `_core.probe_cuda()`, or None with the error that it raised.
+    """The answers that `look` got.
 
-    The rest is by device index.
+    probe: `_core.probe_cuda()`; None if it raised `error`. The other mappings are by device index.
     """
 
     probe: Mapping[str, Any] | None = None
@@ -65,7 +65,7 @@ SETTINGS = ("REMAP_DEVICE", "REMAP_MODE", "REMAP_LIBCUDA", "REMAP_HOST_BUDGET", 
 def look() -> Seen:
     """Ask the driver, and copy a little on every device that can hold an arena.
 
-    Raises nothing: what fails is in the result.
+    Raises nothing: errors are in the result.
     """
     from remap import _core
 
@@ -91,9 +91,9 @@ def look() -> Seen:
 
 
 def checks(seen: Seen) -> Iterator[Check]:
-    """Judges what was seen.
+    """The checks of these answers.
 
-    A driver or device that is missing is a note, unless REMAP_DEVICE asks for CUDA: then it is bad.
+    A missing driver or device is a note, unless REMAP_DEVICE asks for CUDA: then it is bad.
     """
     wanted = seen.environment.get("REMAP_DEVICE", "").startswith("cuda")
     blocked = "bad" if wanted else "note"
@@ -223,13 +223,13 @@ def _budget(probe: Mapping[str, Any]) -> Check:
             f"{found}; the device holds {show_size(largest)}, and weights of more than the budget cannot be attached",
             "raise REMAP_HOST_BUDGET"
             if by_setting
-            else "raise the container's memory limit, free host memory, or set Session(host_budget=) or REMAP_HOST_BUDGET",
+            else "raise the container's memory limit, free host memory, or set host_budget= or REMAP_HOST_BUDGET",
         )
     return Check("ok", "page-locked memory", found)
 
 
 def _choice(seen: Seen) -> Check:
-    """What a session that names no device opens on."""
+    """The device of a session that names none."""
     what = "device of a session"
     chosen = seen.environment.get("REMAP_DEVICE") or "cpu"
     source = "REMAP_DEVICE" if seen.environment.get("REMAP_DEVICE") else "REMAP_DEVICE is not set"

@@ -1,4 +1,4 @@
-"""`remap doctor --vllm`: whether the vLLM that is installed here can be entered, and how."""
+"""`remap doctor --vllm`: checks whether the adapter works with the installed vLLM, and shows how to start it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLUGINS = (("vllm.general_plugins", "remap"), ("vllm.stat_logger_plugins", "rema
 
 
 def checks() -> Iterator[Check]:
-    """What is there of vLLM, what of it the adapter touches and whether that is as expected, and what to type.
+    """Check the installed vLLM, the names in it that the adapter uses, and the entry points; show the command line.
 
     Imports vLLM.
     """
@@ -75,10 +75,10 @@ def _platform() -> Iterator[Check]:
             "ok", "platform", "CPU: model runner V1, eager or compiled; REMAP_CPU_LINEAR: how linear layers compute"
         )
     else:
-        fix = "give --enforce-eager, or piecewise graphs split at remap's operators: vllm::wait_prefetch, vllm::start_prefetch"
+        fix = "give --enforce-eager, or piecewise graphs split at vllm::wait_prefetch and vllm::start_prefetch"
         yield Check(
             "note", "platform", f"{current_platform.device_type}: written against the interfaces, not proven", fix
         )
     if importlib.util.find_spec("torchvision") is not None and current_platform.is_cpu():
-        fix = "if models fail to load with 'operator torchvision::nms does not exist': pip uninstall torchvision torchaudio"
+        fix = "if models fail to load (operator torchvision::nms does not exist): pip uninstall torchvision torchaudio"
         yield Check("note", "torchvision", "installed beside a CPU vLLM", fix)

@@ -1,4 +1,4 @@
-"""`remap fit`: the table entry of a machine, of measurements of it (`remap.sim.fit`)."""
+"""`remap fit`: makes a machine's table entry from measurements of it (`remap.sim.fit`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["fit_command"]
 
 
 def fit_command(
-    measurements: Annotated[Path, typer.Argument(help="What `python -m bench.lab machine` wrote, in the repository.")],
-    name: Annotated[str, typer.Option(help="Of the machine, for --machine.")],
+    measurements: Annotated[Path, typer.Argument(help="The file that `python -m bench.lab machine` wrote.")],
+    name: Annotated[str, typer.Option(help="Name of the machine, for --machine.")],
     out: Annotated[Path, typer.Option(help="JSON file for the machine's table entry.")],
     like: Annotated[
         str | None, typer.Option(help="A known machine that gives what was not measured.", show_default="none")
     ] = None,
 ) -> None:
-    """Fit a machine's constants to measurements of it. The result is a table for `remap plan --tables`."""
+    """Fit a machine's constants to measurements of it, and write a table for `remap plan --tables`."""
     from remap.sim.fit import POOR_MISFIT, fit
 
     console = Console(soft_wrap=True)

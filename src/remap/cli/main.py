@@ -77,7 +77,7 @@ def demo(
         int, typer.Option(min=1, max=MOST_TENANTS, help="Models on the arena: SmolLM2, and others with random weights.")
     ] = 1,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Times that the three runs are made, in turns; then medians and ranges are told.")
+        int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")
     ] = 1,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
 ) -> None:
@@ -109,11 +109,9 @@ def _budget(text: str | None, tenants: int) -> int:
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
-    vllm: Annotated[
-        bool, typer.Option("--vllm", help="Also: whether the vLLM that is installed here can be entered.")
-    ] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Check the installed vLLM, too.")] = False,
 ) -> None:
-    """Check what this machine offers: host memory, GPUs and their driver, and what the demo lacks."""
+    """Check this machine: host memory, GPUs and their driver, and the packages and model of the demo."""
     import json
 
     from . import doctor as inspection

@@ -1,6 +1,6 @@
-"""Pages out of the templates beside this module, each in one file that asks the network for nothing.
+"""Pages from the templates beside this module, each in one file that loads nothing from the network.
 
-Whatever a template is given is escaped, but for what it calls safe.
+A page escapes every value, except those that its template marks as safe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["need_jinja", "render"]
 
 
 def need_jinja() -> Any:
-    """The module. Raises Missing where it is not installed."""
+    """Import the module. Raises Missing if it is not installed."""
     return needed("jinja2", "cli", "a page")
 
 

@@ -1,6 +1,6 @@
-"""`remap plan`: what remapping would do on a machine for a model, with the arithmetic.
+"""`remap plan`: the effect of remapping for a model on a machine, with the arithmetic.
 
-The numbers are `remap.sim.planning`'s.
+`remap.sim.planning` computes the numbers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """How much KV cache a model would gain on a machine, what is hidden, and what to set, with the arithmetic shown."""
+    """Show how much KV cache a model would gain on a machine, which layers are hidden, and which settings to use."""
     with exit_on_error():
         on, assumed = machine_of(machine, tables), []
         if others := namesakes(machine, tables):
@@ -83,7 +83,7 @@ def plan(
 
 
 def _model(name: str, tables: Path | None, dtype: str | None, assumed: list[str]) -> Model:
-    """By its name in a table, or from a config.json."""
+    """The model of this name in a table, or of this config.json."""
     if name.endswith(".json") or os.sep in name or Path(name).is_dir():
         found, notes = read_config(name, dtype)
         assumed.extend(notes)
@@ -93,7 +93,7 @@ def _model(name: str, tables: Path | None, dtype: str | None, assumed: list[str]
 
 
 def show(found: Plan, console: Console) -> None:
-    """Prints the plan: the answer first, then the tables, then the arithmetic and the sources."""
+    """Print the plan: first the answer, then the tables, then the arithmetic and the sources."""
 
     def say(text: str = "", style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False)
