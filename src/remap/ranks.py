@@ -173,7 +173,7 @@ class Rank:
 
     @contextmanager
     def _serving_on(self) -> Iterator[None]:
-        """Log errors other than ArenaBroken: a failed change has changed nothing, and the engine can preempt instead."""
+        """Log errors other than ArenaBroken: such a change has changed nothing, and the engine can preempt instead."""
         try:
             yield
         except ArenaBroken:

@@ -56,7 +56,7 @@ def enabled(environment: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One engine's settings: sizes in bytes, slowdown as a share, reserve_blocks in KV blocks; see the module's list."""
+    """One engine's settings: sizes in bytes, slowdown as a share, reserve_blocks in KV blocks. See the list above."""
 
     capacity: int
     slowdown: float = 0.02

@@ -130,7 +130,7 @@ def numbers(run: RunResult) -> dict[str, Any]:
 
 
 def to_json(result: DemoResult) -> dict[str, Any]:
-    """The contents of out/demo.json. tokens_identical: every request of remap has the tokens of the unconstrained run."""
+    """The contents of out/demo.json. tokens_identical: all requests of remap have the unconstrained run's tokens."""
     return {
         "model": result.model,
         "budget_bytes": result.budget_bytes,

@@ -234,8 +234,8 @@ def simulate(
     lengths: Annotated[
         str,
         typer.Option(
-            help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens; one for "
-            "all tenants, or one each: a,b."
+            help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens; one "
+            "for all tenants, or one each: a,b."
         ),
     ] = Options.lengths,
     rate: Annotated[

@@ -171,7 +171,7 @@ def _tenants(results: Sequence[PolicyResult]) -> list[str]:
 
 
 def kv_over_time(results: Sequence[PolicyResult]) -> Any:
-    """KV blocks, one row for each tenant and one column for each policy: usable blocks as a line, used ones as an area."""
+    """KV blocks, a row for each tenant and a column for each policy: usable blocks as a line, used ones as an area."""
     names = _tenants(results)
     width = max(WIDTH, 0.6 + 2.2 * len(results))
     figure, axes = _figure(len(names), len(results), 0.6 + 1.6 * len(names), width=width, sharex=True, sharey="row")

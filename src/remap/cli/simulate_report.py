@@ -84,7 +84,7 @@ one request's. Peaks: sums of the tenants'."""
 
 
 def change(before: float, after: float) -> str:
-    """The relative change: "-45 %", "+1.2 %", "x 12" from a factor of three on; empty if there is nothing to compare."""
+    """The relative change: "-45 %", "+1.2 %", "x 12" from a factor of three on; empty without a first value."""
     if not before or math.isnan(before) or math.isnan(after):
         return ""
     relative = after / before - 1.0

@@ -437,7 +437,7 @@ def collect_in_every_registry(collector: Any) -> None:
 
 
 def bytes_of_tokens(specs: dict[str, Any], tokens: int) -> int:
-    """Bytes of whole blocks of that many tokens, in all layers. specs: layer -> its KV cache's spec, from the worker."""
+    """Bytes of whole blocks of so many tokens, in all layers. specs: layer -> its KV cache's spec, from the worker."""
     return sum(-(-tokens // spec.block_size) * spec.page_size_bytes for spec in specs.values())
 
 

@@ -1,4 +1,4 @@
-"""The link between vLLM's scheduler and the ranks: it opens blocks, and makes blocks leave by draining or moving them."""
+"""The link between vLLM's scheduler and the ranks: it opens blocks, and lets blocks leave by draining or moving."""
 
 from __future__ import annotations
 
