@@ -81,7 +81,7 @@ def _shown(value: object) -> str:
 
 
 def show_size(size: int) -> str:
-    """The size in the largest binary unit that leaves at least one, with at most two decimals: 268435456 -> "256 MiB"."""
+    """The size in the largest binary unit that leaves at least one, with two decimals at most: 268435456: "256 MiB"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= _UNITS[unit]:
             return f"{size / _UNITS[unit]:.2f}".rstrip("0").rstrip(".") + f" {unit}"
