@@ -218,7 +218,7 @@ def test_without_a_driver_the_command_succeeds_and_explains(library: str, monkey
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     assert library in result.output.partition("note cuda driver: ")[2].partition("\n")[0]
-    for said in (f"REMAP_LIBCUDA={library} decides what is loaded", "host arena: opened 16 MiB in 8 pages"):
+    for said in (f"REMAP_LIBCUDA={library} names the library", "host arena: opened 16 MiB in 8 pages"):
         assert said in result.output
     monkeypatch.setenv("REMAP_DEVICE", "cuda:0")
     result = CliRunner().invoke(app, ["doctor", "--json"])

@@ -116,7 +116,7 @@ def _no_driver(seen: Seen, level: str) -> Check:
     library = seen.environment.get("REMAP_LIBCUDA", "")
     fields = seen.error.fields if seen.error is not None else {}
     if library:
-        fix = f"REMAP_LIBCUDA={library} decides what is loaded: unset it, or name a libcuda.so.1 that loads"
+        fix = f"REMAP_LIBCUDA={library} names the library: unset it, or name a libcuda.so.1 that loads"
     elif "needed" in fields:
         fix = "update NVIDIA's driver"
     elif "code" in fields:
@@ -214,7 +214,7 @@ def _budget(probe: Mapping[str, Any]) -> Check:
     budget, largest = probe["host_budget_bytes"], max(device["total_bytes"] for device in probe["devices"])
     limited_by = probe["host_limited_by"]
     by_setting = limited_by == "REMAP_HOST_BUDGET"
-    why = "as REMAP_HOST_BUDGET says" if by_setting else f"what the {limited_by} has to spare"
+    why = "as REMAP_HOST_BUDGET says" if by_setting else f"the free memory of the {limited_by}"
     found = f"{show_size(budget)} may be taken here now ({why})"
     if budget < largest:
         return Check(

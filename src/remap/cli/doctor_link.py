@@ -22,7 +22,7 @@ __all__ = ["Link", "check_link", "lane_rate", "measure_link", "read_slot"]
 LINK_BYTES = 32 << 20
 LINK_SECONDS = 0.2
 PATIENCE_S = 1.0
-# Below this share of what the slot's lanes carry, something is in the way of the copies.
+# If the rate is below this share of the rate of the slot's lanes, something slows the copies down.
 LINK_SHARE = 0.6
 SLOT_FILES = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
 
@@ -34,13 +34,15 @@ class Link:
     bytes: int
     to_device: float
     to_host: float
-    equal: bool  # what came back is what was sent
+    equal: bool  # the bytes came back as they were sent
 
 
 def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_SECONDS) -> Link:
-    """Copies `nbytes` (rounded up to the granularity) to one page of the backend and back, for about `seconds` and at
-    least once. Everything is given back. Raises DriverError, OutOfMemory (device full, or no page-locked memory) and
-    LimitExceeded."""
+    """Copy `nbytes` (rounded up to the granularity) to one page of the backend and back, at least once, for about
+    `seconds`.
+
+    Gives everything back. Raises DriverError, OutOfMemory (device full, or no page-locked memory) and LimitExceeded.
+    """
     from remap import _core
 
     with ExitStack() as undo:
@@ -88,15 +90,17 @@ def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_S
 
 
 def read_slot(domain: int, bus: int, device: int) -> dict[str, str]:
-    """What the kernel says about the PCI device's link, by file name; a file that cannot be read is left out."""
+    """File name -> the kernel's text about the PCI device's link, without files that cannot be read."""
     folder = f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/"
     read = {name: read_text(folder + name) for name in SLOT_FILES}
     return {name: text for name, text in read.items() if text is not None}
 
 
 def check_link(what: str, link: Link | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str) -> Check:
-    """slot: the kernel's files about the PCI device, read just after the copies, as an idle card lowers its speed. A
-    link below what the card can do, or rates far below what the lanes carry, are notes."""
+    """The check of a measured link. A link slower than the card's, or rates far below those of its lanes, are notes.
+
+    slot: the kernel's files about the PCI device, read just after the copies, because an idle card lowers its speed.
+    """
     if link is None or isinstance(link, (OutOfMemory, LimitExceeded)):
         why = "" if link is None else f": {link}"
         return Check(

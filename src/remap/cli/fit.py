@@ -21,7 +21,7 @@ def fit_command(
     name: Annotated[str, typer.Option(help="Name of the machine, for --machine.")],
     out: Annotated[Path, typer.Option(help="JSON file for the machine's table entry.")],
     like: Annotated[
-        str | None, typer.Option(help="A known machine that gives what was not measured.", show_default="none")
+        str | None, typer.Option(help="A known machine, for constants that were not measured.", show_default="none")
     ] = None,
 ) -> None:
     """Fit a machine's constants to measurements of it, and write a table for `remap plan --tables`."""

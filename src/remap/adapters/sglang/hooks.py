@@ -245,8 +245,9 @@ class Adapter:
 
 
 def _controller(settings: Settings) -> Knobs:
-    """Without REMAP_RESERVE_BLOCKS nothing is kept free: SGLang's admission reserves by itself what running requests
-    may need.
+    """The controller's settings; without REMAP_RESERVE_BLOCKS it keeps no blocks free.
+
+    SGLang's admission already reserves the tokens that running requests may need.
     """
     config = settings.controller()
     return replace(config, reserve_blocks=0) if config.reserve_blocks is None else config
@@ -260,7 +261,7 @@ _adapter: Adapter | None = None
 
 
 def configure(settings: Settings, applied: Callable[[str], bool]) -> None:
-    """What `around_alloc` attaches with. applied(target): whether SGLang has put that hook in."""
+    """Set the settings for `around_alloc`. applied(target): whether SGLang has put that hook in."""
     global _settings, _applied
     _settings, _applied = settings, applied
 
@@ -354,8 +355,11 @@ def around_idle(original: Any, scheduler: Any) -> None:
 
 
 def around_evict(original: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> Any:
-    """Before anybody is retracted: `check_decode_capacity` asks here, the retract loop asks that, and prefills allocate
-    behind it. What could be evicted has been evicted when the original returns."""
+    """Grow by the tokens that are missing after the original has evicted all that it can.
+
+    SGLang calls this before it retracts requests (through `check_decode_capacity` and the retract loop) and before
+    prefills.
+    """
     result = original(allocator, tree_cache, num_tokens)
     adapter = _bound(allocator)
     if adapter is not None:

@@ -245,7 +245,7 @@ class RemapWorker:
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
             return super().execute_dummy_batch()  # type: ignore[misc]
 
-    # -- what the scheduler asks for, between passes ---------------------------------------------------------------
+    # -- calls of the scheduler, between passes --------------------------------------------------------------------
 
     def remap_call(self, method: str, *args: Any) -> Any:
         """One call of this rank's `remap.ranks.Rank`."""
@@ -272,21 +272,26 @@ class RemapWorker:
         return asdict(self.remap_rank.session.snapshot())
 
     def remap_manifest(self) -> dict[str, Any]:
-        """What was moved where when the engine started."""
+        """The sizes of the arena and its parts when the engine started."""
         return dict(self._remap_manifest)
 
-    # -- what reads or writes all weights --------------------------------------------------------------------------
+    # -- calls that read or write all weights ----------------------------------------------------------------------
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, at any time: it takes the model's state dict, which has the master copies of layers that are away
-        (`remap.model.guards`). Raises InvalidState for packed weights, which a vLLM without them would read as
-        others."""
+        """As vLLM's, at any time: it reads the model's state dict, which has the master copies of layers that are away.
+
+        Raises InvalidState for packed weights, which a vLLM that loads them would not recognise. See
+        `remap.model.guards`.
+        """
         self._remap_as_loaded("save_sharded_state")
         super().save_sharded_state(*args, **kwargs)  # type: ignore[misc]
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's. Raises InvalidState while layers (its field) are away: it would write what the ring holds. And for
-        packed weights."""
+        """As vLLM's.
+
+        Raises InvalidState for packed weights, and (field layers) while layers are away: it would write the ring's
+        bytes.
+        """
         self._remap_as_loaded("save_tensorized_model")
         self._remap_all_home("save_tensorized_model")
         super().save_tensorized_model(*args, **kwargs)  # type: ignore[misc]
