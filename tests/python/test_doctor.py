@@ -68,7 +68,7 @@ MISSING = DriverError("cannot load libcuda.so.1: no such file", library="libcuda
     [
         (Seen(error=MISSING), "for device='cuda' only: install NVIDIA's driver"),
         (Seen(error=MISSING, device_files=True), "docker run --gpus all"),
-        (Seen(error=MISSING, environment={"REMAP_LIBCUDA": "/a/b.so"}), "REMAP_LIBCUDA=/a/b.so decides"),
+        (Seen(error=MISSING, environment={"REMAP_LIBCUDA": "/a/b.so"}), "REMAP_LIBCUDA=/a/b.so names"),
         (Seen(error=DriverError("cuInit: no device", call="cuInit", code=100)), "nvidia-smi"),
         (Seen(error=DriverError("too old", library="x.so", found=11020, needed=12000)), "update NVIDIA's driver"),
     ],
