@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from remap import _core
 from remap.cli import doctor, doctor_cuda, doctor_link
+from remap.cli.check import Check
 from remap.cli.doctor_cuda import Seen
 from remap.cli.doctor_link import Link
-from remap.cli.finding import Finding
 from remap.cli.main import app
 from remap.errors import DriverError, Error, InvalidArgument, LimitExceeded, OutOfMemory
 
@@ -37,17 +37,17 @@ def seen(device: Any = None, probe: Any = None, **changes: Any) -> Seen:
     return Seen(**{"probe": whole, "links": {0: GOOD_LINK}, "slots": {0: SLOT}, **changes})
 
 
-def by_subject(state: Seen) -> dict[str, Finding]:
-    found = list(doctor_cuda.findings(state))
-    assert len({finding.what for finding in found}) == len(found)
+def by_subject(state: Seen) -> dict[str, Check]:
+    found = list(doctor_cuda.checks(state))
+    assert len({check.what for check in found}) == len(found)
     # What is not as it should be says what to do about it.
-    assert all(finding.fix for finding in found if finding.level != "ok"), found
-    return {finding.what: finding for finding in found}
+    assert all(check.fix for check in found if check.level != "ok"), found
+    return {check.what: check for check in found}
 
 
 def test_a_good_machine_has_nothing_to_fix() -> None:
     found = by_subject(seen(environment={"REMAP_DEVICE": "cuda:0"}, kernel_module="NVRM version: 580.65.06"))
-    assert {finding.level for finding in found.values()} == {"ok"}
+    assert {check.level for check in found.values()} == {"ok"}
     assert found["cuda driver"].found == "libcuda.so.1, CUDA 13.0, NVRM version: 580.65.06"
     assert found["cuda:0"].found == "a device, compute capability 9.0, 80 GiB, 79 GiB free"
     assert found["cuda:0 pages"].found == "multiples of 2 MiB, 2 MiB recommended"
@@ -68,7 +68,7 @@ MISSING = DriverError("cannot load libcuda.so.1: no such file", library="libcuda
     [
         (Seen(error=MISSING), "for device='cuda' only: install NVIDIA's driver"),
         (Seen(error=MISSING, device_files=True), "docker run --gpus all"),
-        (Seen(error=MISSING, environment={"REMAP_LIBCUDA": "/a/b.so"}), "REMAP_LIBCUDA=/a/b.so decides"),
+        (Seen(error=MISSING, environment={"REMAP_LIBCUDA": "/a/b.so"}), "REMAP_LIBCUDA=/a/b.so names"),
         (Seen(error=DriverError("cuInit: no device", call="cuInit", code=100)), "nvidia-smi"),
         (Seen(error=DriverError("too old", library="x.so", found=11020, needed=12000)), "update NVIDIA's driver"),
     ],
@@ -78,7 +78,7 @@ def test_no_driver_is_a_note_with_the_way_out(state: Seen, advice: str) -> None:
     assert set(found) == {"cuda driver", SESSION}
     assert (found["cuda driver"].level, found["cuda driver"].found) == ("note", str(state.error))
     assert advice in found["cuda driver"].fix
-    assert found[SESSION] == Finding("ok", SESSION, "cpu (REMAP_DEVICE is not set)")
+    assert found[SESSION] == Check("ok", SESSION, "cpu (REMAP_DEVICE is not set)")
 
 
 SET_BUDGET = {"host_budget_bytes": 8 * GIB, "host_limited_by": "REMAP_HOST_BUDGET"}
@@ -128,9 +128,9 @@ JUDGED: list[tuple[Seen, str, str, str, str]] = [
 
 @pytest.mark.parametrize(("state", "subject", "level", "found", "fix"), JUDGED)
 def test_what_is_judged_how(state: Seen, subject: str, level: str, found: str, fix: str) -> None:
-    finding = by_subject(state)[subject]
-    assert finding.level == level
-    assert re.search(found, finding.found) and re.search(fix, finding.fix), finding
+    check = by_subject(state)[subject]
+    assert check.level == level
+    assert re.search(found, check.found) and re.search(fix, check.fix), check
 
 
 def test_what_does_not_concern_a_machine_is_not_said() -> None:
@@ -162,7 +162,7 @@ def test_what_does_not_concern_a_machine_is_not_said() -> None:
     ],
 )
 def test_the_link_is_judged_by_what_its_lanes_carry(link: Any, slot: dict[str, str], level: str, text: str) -> None:
-    found = doctor_link.link_finding("cuda:0 link", link, slot, emulated=False, blocked="bad")
+    found = doctor_link.check_link("cuda:0 link", link, slot, emulated=False, blocked="bad")
     assert (found.level, text in found.found) == (level, True), found
     assert bool(found.fix) == (level != "ok")
 
@@ -206,7 +206,7 @@ def test_memlock_huge_pages_and_torch_beside_a_gpu() -> None:
     never = doctor.huge_pages("always within_size advise [never] deny force")
     assert (never.level, never.found, "echo advise" in never.fix) == ("note", "never", True)
     assert doctor.huge_pages(None).level == "note"
-    assert doctor.torch_build("2.11.0+cu130", "13.0") == Finding("ok", "torch", "2.11.0+cu130, built for CUDA 13.0")
+    assert doctor.torch_build("2.11.0+cu130", "13.0") == Check("ok", "torch", "2.11.0+cu130, built for CUDA 13.0")
     without = doctor.torch_build("2.13.0+cpu", None)
     assert (without.level, "build with CUDA" in without.fix) == ("note", True)
 
@@ -218,14 +218,14 @@ def test_without_a_driver_the_command_succeeds_and_explains(library: str, monkey
     result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 0, result.output
     assert library in result.output.partition("note cuda driver: ")[2].partition("\n")[0]
-    for said in (f"REMAP_LIBCUDA={library} decides what is loaded", "host arena: opened 16 MiB in 8 pages"):
+    for said in (f"REMAP_LIBCUDA={library} names the library", "host arena: opened 16 MiB in 8 pages"):
         assert said in result.output
     monkeypatch.setenv("REMAP_DEVICE", "cuda:0")
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 1  # cuda was asked for
     report = json.loads(result.stdout)
-    assert set(report) == {"remap", "ok", "findings", "cuda"} and report["ok"] is False
-    assert {entry["what"] for entry in report["findings"] if entry["level"] == "bad"} == {"cuda driver", SESSION}
+    assert set(report) == {"remap", "ok", "checks", "cuda"} and report["ok"] is False
+    assert {entry["what"] for entry in report["checks"] if entry["level"] == "bad"} == {"cuda driver", SESSION}
     assert report["cuda"]["probe"] is None and report["cuda"]["error"]
     assert report["cuda"]["environment"] == {"REMAP_DEVICE": "cuda:0", "REMAP_LIBCUDA": library}
 
@@ -236,7 +236,7 @@ def test_the_emulated_device_is_probed_measured_and_left_as_it_was(emulated, mon
     result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
-    levels = {entry["what"]: entry["level"] for entry in report["findings"]}
+    levels = {entry["what"]: entry["level"] for entry in report["checks"]}
     assert "bad" not in levels.values()
     assert levels["cuda driver"] == "note"
     assert levels["cuda:0"] == levels["cuda:0 pages"] == levels["cuda:0 link"] == levels["device of a session"] == "ok"
@@ -256,6 +256,6 @@ def test_a_device_that_cannot_be_measured_says_why(emulated, monkeypatch, entry,
     emulated.arm(entry, 1, code)
     state = doctor_cuda.look()
     assert state.probe is not None
-    (link,) = (finding for finding in doctor_cuda.findings(state) if finding.what == "cuda:0 link")
+    (link,) = (check for check in doctor_cuda.checks(state) if check.what == "cuda:0 link")
     assert link.level == level
     assert entry in link.found

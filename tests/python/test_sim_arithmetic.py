@@ -12,8 +12,8 @@ import pytest
 from rich.console import Console
 
 import remap
+from remap.cli.errors import writable
 from remap.cli.simulate_report import tables
-from remap.cli.told import writable
 from remap.errors import InvalidArgument
 from remap.sim import running
 from remap.sim.hardware import Machine, Model, machine

@@ -19,7 +19,7 @@ import typer
 from typer.testing import CliRunner
 
 from reference.simulated_results import from_report
-from remap.cli import simulate_plots, told
+from remap.cli import errors, simulate_plots
 from remap.cli.simulate import Options, prepare, simulate
 from remap.cli.simulate_html import page
 from remap.cli.simulate_report import change, seconds, table_rows
@@ -196,14 +196,14 @@ def test_errors_while_running_are_told_without_a_traceback(monkeypatch) -> None:
 def test_without_a_package_the_page_is_refused_before_anything_runs(
     engine, monkeypatch, tmp_path, package, extra
 ) -> None:
-    real = told.import_module
+    real = errors.import_module
 
     def missing(name: str) -> Any:
         if name == package:
             raise ModuleNotFoundError(name=name)
         return real(name)
 
-    monkeypatch.setattr(told, "import_module", missing)
+    monkeypatch.setattr(errors, "import_module", missing)
     result = invoke("--html", str(tmp_path / "out.html"))
     assert result.exit_code == 2 and f"remap[{extra}]" in result.output
     assert not engine and not (tmp_path / "out.html").exists()
