@@ -29,8 +29,30 @@ from remap.sim.workload import Item
 BLOCK = 4  # tokens
 
 
-def first(pool_blocks: int, **options: Any) -> tuple[PrefillFirst, CountedPool]:
-    return PrefillFirst(block_tokens=BLOCK, **options), CountedPool(pool_blocks, BLOCK)
+class HostPool(CountedPool):
+    """With host memory for everybody. Counts the blocks that are copied."""
+
+    out = back = 0
+
+    def copy_out(self, ids: list[int]) -> list[int]:
+        self.out += len(ids)
+        return [-1] * len(ids)
+
+    def copy_in(self, host_ids: list[int], ids: list[int]) -> int:
+        assert len(host_ids) == len(ids)
+        self.back += len(ids)
+        return 0
+
+    def arrived(self, ticket: int) -> bool:
+        return True
+
+    def join(self, ticket: int | None = None) -> None: ...
+
+    def free_host(self, host_ids: list[int]) -> None: ...
+
+
+def first(pool_blocks: int, **options: Any) -> tuple[PrefillFirst, HostPool]:
+    return PrefillFirst(block_tokens=BLOCK, **options), HostPool(pool_blocks, BLOCK)
 
 
 def ask(scheduler: Any, *lengths: tuple[int, int]) -> list[Request]:
@@ -190,23 +212,21 @@ def test_every_pass_is_that_of_the_slow_model(requests, waits, blocks, most, bud
 def test_nothing_that_is_swapped_is_computed_twice(requests: list[tuple[int, int]], blocks: int, most: int) -> None:
     scheduler, pool = first(blocks, max_num_seqs=most, swap=True, watermark=0.05)
     everybody = ask(scheduler, *requests)
-    out = back = 0
     computed = dict.fromkeys(range(len(everybody)), 0)
     for _ in range(4000):
         batch = scheduler.schedule(pool)
-        out, back = out + batch.swapped_out, back + batch.swapped_in
-        assert out - back == sum(scheduler.swapped_blocks.values())
-        assert set(scheduler.swapped_blocks) == set(scheduler.swapped)
+        assert pool.out - pool.back == sum(len(one.host) for one in scheduler.swapped)
         assert pool.live_blocks == scheduler.used_blocks
         for one in batch.chunks:
             assert one.start == computed[one.sequence.order] and (one.decodes or one.start == 0)
             computed[one.sequence.order] += one.count
             assert len(one.sequence.blocks) == -(-one.sequence.length // BLOCK)
+            assert not one.sequence.host
         assert list(scheduler.swapped) == sorted(scheduler.swapped, key=lambda one: one.order)
         land(scheduler, pool, batch)
         if not scheduler.running and not scheduler.waiting and not scheduler.swapped:
             break
-    assert out == back and pool.live_blocks == 0
+    assert pool.out == pool.back and pool.live_blocks == 0
     assert all(computed[one.order] == one.end - 1 for one in everybody)  # the last token is never fed back
 
 
@@ -245,6 +265,7 @@ class Instant(Pass):
     """Passes that take no time; notes what each computes, as the runner above."""
 
     stall_s = 0.0
+    copied_bytes = 0
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock, None, None)  # type: ignore[arg-type]
@@ -307,16 +328,15 @@ def test_the_last_token_of_a_prompt_is_prefill_even_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "swap", "settings_given", "fields"),
+    ("kind", "settings_given", "fields"),
     [
-        ("fifo", False, {}, {"scheduler": "fifo"}),
-        ("chunked", True, {}, {"scheduler": "chunked"}),
-        ("chunked", False, {"budget": 3}, {"scheduling": {"budget": 3}}),
-        ("prefill-first", False, {"decode_cost": 3}, {"scheduling": {"decode_cost": 3}}),
-        ("chunked", False, {"decode_cost": -1}, {"decode_cost": -1}),
+        ("fifo", {}, {"scheduler": "fifo"}),
+        ("chunked", {"budget": 3}, {"scheduling": {"budget": 3}}),
+        ("prefill-first", {"decode_cost": 3}, {"scheduling": {"decode_cost": 3}}),
+        ("chunked", {"decode_cost": -1}, {"decode_cost": -1}),
     ],
 )
-def test_wrong_schedulers(kind: str, swap: bool, settings_given: dict[str, int], fields: dict[str, Any]) -> None:
+def test_wrong_schedulers(kind: str, settings_given: dict[str, int], fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        make_scheduling(kind, block_tokens=16, context=2048, swap=swap, **settings_given)
+        make_scheduling(kind, block_tokens=16, context=2048, **settings_given)
     assert caught.value.fields == fields
