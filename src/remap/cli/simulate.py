@@ -1,4 +1,4 @@
-"""`remap simulate`: serve the same requests under several policies in virtual time, and put them beside each other."""
+"""`remap simulate`: serves the same requests under several policies in virtual time, and compares them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
+from .errors import exit_on_error, writable
 from .simulate_report import tables, write_json
-from .told import errors_told, writable
 
 if TYPE_CHECKING:
     from remap.sim.results import PolicyResult, Targets
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Options", "Prepared", "prepare", "run", "simulate"]
 
 MOST_REQUESTS = 10_000_000
-"""More would be drawn for hours, and not fit in memory."""
+"""Drawing more requests would take hours, and they would not fit in memory."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says, with its names. rate: "4" (of all tenants together) or "3,1" (of each)."""
+    """The options of the command line, by name. rate: "4" (of all tenants together) or "3,1" (of each tenant)."""
 
     machine: str
     tenants: str
@@ -51,7 +51,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is checked before anything runs."""
+    """All inputs, checked before anything runs."""
 
     setup: Setup
     items: tuple[Item, ...]
@@ -80,8 +80,9 @@ def _rates(text: str) -> list[float]:
 
 
 def prepare(options: Options) -> Prepared:
-    """Look everything up and draw the requests. Raises InvalidArgument for the first thing that is wrong; of a name that is not
-    known it lists those that are.
+    """Look up all names and draw the requests.
+
+    Raises InvalidArgument for the first wrong option; for an unknown name it lists the known ones.
     """
     from remap.sim import hardware, loads, planning_checks, policies, serving
     from remap.sim.results import Targets
@@ -131,7 +132,7 @@ def prepare(options: Options) -> Prepared:
 
 
 def _notes(options: Options, prepared: Prepared) -> list[str]:
-    """What is taken for granted of the machine and the models, in sentences."""
+    """The assumptions about the machine and the models, in sentences."""
     from remap.sim.hardware import namesakes
     from remap.sim.planning_checks import fit_note
 
@@ -142,8 +143,8 @@ def _notes(options: Options, prepared: Prepared) -> list[str]:
         )
     found += fit_note(machine)
     found += [
-        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with small batches "
-        "its layers are faster than that"
+        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with "
+        "small batches its layers are faster than that"
         for tenant in prepared.setup.tenants
         if tenant.model.experts > 1
     ]
@@ -158,7 +159,7 @@ def _title(options: Options, setup: Setup, rates: Sequence[float]) -> str:
 
 
 def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dict[str, Any]:
-    """Everything that decides the result, so that the file stands alone."""
+    """All settings that decide the result, so that the file is complete."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -190,7 +191,7 @@ def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dic
 
 
 def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
-    """One result a policy, in their order, with a bar each on `progress`."""
+    """One result for each policy, in their order, each with a bar on `progress`."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -231,15 +232,15 @@ def simulate(
     arrivals: Annotated[
         str,
         typer.Option(
-            help="azure-code, azure-conv, poisson, bursty, bursty:CV:DUTY, burstgpt-like, or a CSV file with arrival_s; "
-            "one for all tenants, or one each: a,b."
+            help="azure-code, azure-conv, poisson, bursty, bursty:CV:DUTY, burstgpt-like, or a CSV file with "
+            "arrival_s; one for all tenants, or one each: a,b."
         ),
     ] = Options.arrivals,
     lengths: Annotated[
         str,
         typer.Option(
-            help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens; one for all "
-            "tenants, or one each: a,b."
+            help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens; one "
+            "for all tenants, or one each: a,b."
         ),
     ] = Options.lengths,
     rate: Annotated[
@@ -251,12 +252,12 @@ def simulate(
     policies: Annotated[
         str,
         typer.Option(
-            help="Such as recompute,swap,pie,static:10%,remap,remap:slices,ideal; the first is compared with."
+            help="Such as recompute,swap,pie,static:10%,remap,remap:slices,ideal; others are compared with the first."
         ),
     ] = Options.policies,
     sharing: Annotated[str, typer.Option(help="temporal, spatial or mig.")] = Options.sharing,
     scheduler: Annotated[str, typer.Option(help="prefill-first or chunked.")] = Options.scheduler,
-    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = Options.seed,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = Options.seed,
     quantum: Annotated[
         float, typer.Option(help="Seconds of a tenant's turn, under temporal sharing.")
     ] = Options.quantum,
@@ -273,7 +274,7 @@ def simulate(
         Path | None, typer.Option(help="Write a page with table and plots there; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Serve the same requests under several policies on a machine that need not be here, and compare them."""
+    """Serve the same requests under several policies on a simulated machine, and compare them."""
     options = Options(
         machine=machine,
         tenants=tenants,
@@ -291,7 +292,7 @@ def simulate(
         models_file=models_file,
         machines_file=machines_file,
     )
-    with errors_told():
+    with exit_on_error():
         if html is not None:
             from .simulate_html import need_packages
 

@@ -15,7 +15,7 @@ __all__ = ["need_packages", "page"]
 
 
 def need_packages() -> None:
-    """Raises told.Missing without matplotlib or jinja2."""
+    """Raises Missing without matplotlib or jinja2."""
     plots.need_matplotlib()
     need_jinja()
 
@@ -31,7 +31,7 @@ def _value(value: Any) -> str:
 
 
 def page(configuration: Mapping[str, Any], results: Sequence[PolicyResult], title: str) -> str:
-    """The whole HTML document. Raises told.Missing without matplotlib or jinja2, before anything is drawn."""
+    """The whole HTML document. Raises Missing without matplotlib or jinja2, before anything is drawn."""
     need_packages()
     pictures = [
         ("Time to first token", "From arrival, queueing included.", plots.ttft_cdf(results)),

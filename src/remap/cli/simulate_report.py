@@ -1,4 +1,7 @@
-"""What `remap simulate` says: the table of all policies beside each other, and the JSON file. Pure but for writing files."""
+"""The report of `remap simulate`: the table of all policies side by side, and the JSON file.
+
+Only `write` functions touch files; all others are pure.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +66,7 @@ def _small(value: float) -> str:
 
 @dataclass(frozen=True)
 class Metric:
-    """One row. key: the property of PolicyResult. compared: the change from the first policy is worth a percentage."""
+    """One row. key: the property of PolicyResult. compared: whether to show the change from the first policy."""
 
     key: str
     name: str
@@ -95,7 +98,7 @@ one request's. Goodput: requests that met both targets. Peaks: sums of the tenan
 
 
 def change(before: float, after: float) -> str:
-    """The relative change: "-45 %", "+1.2 %", "x 12" from three times on; nothing where there is nothing to compare."""
+    """The relative change: "-45 %", "+1.2 %", "x 12" from a factor of three on; empty without a first value."""
     if not before or math.isnan(before) or math.isnan(after):
         return ""
     relative = after / before - 1.0
@@ -109,7 +112,7 @@ def change(before: float, after: float) -> str:
 def table_rows(
     results: Sequence[PolicyResult], everybody: Sequence[PolicyResult] = ()
 ) -> list[tuple[str, list[str], list[str]]]:
-    """(name of the metric, value of each policy, its change from the first policy) for each metric.
+    """(name of the metric, value of each policy, its change from the first policy), for each metric.
 
     everybody: all results, if the table has some of them: "recompute" and "ideal" need not be in it.
     """
@@ -142,7 +145,7 @@ def notes(results: Sequence[PolicyResult]) -> list[str]:
 
 
 def tables(results: Sequence[PolicyResult], title: str, console: Console) -> list[Table]:
-    """As few tables as the console is wide enough for, each with the first policy, which the others are compared with."""
+    """As few tables as fit the console's width, each with the first policy, which the others are compared with."""
     shown = list(results[:1])
     made = [table(shown, title, results)]
     for result in results[1:]:
@@ -158,7 +161,7 @@ def tables(results: Sequence[PolicyResult], title: str, console: Console) -> lis
 
 
 def table(results: Sequence[PolicyResult], title: str, everybody: Sequence[PolicyResult] = ()) -> Table:
-    """For a terminal: a row a metric, a column a policy. everybody: see `table_rows`."""
+    """A table for a terminal: one row for each metric, one column for each policy. everybody: see `table_rows`."""
     from rich.table import Table
 
     made = Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
@@ -181,7 +184,7 @@ TENANT_HEAD = (
 
 
 def tenant_rows(result: PolicyResult) -> list[list[str]]:
-    """A row a tenant of one policy, with the columns of `TENANT_HEAD`."""
+    """One row for each tenant of a policy, with the columns of `TENANT_HEAD`."""
     return [_tenant(tenant) for tenant in result.tenants]
 
 
@@ -202,6 +205,9 @@ def _tenant(tenant: TenantResult) -> list[str]:
 
 
 def write_json(path: Path, configuration: Mapping[str, Any], results: Sequence[PolicyResult]) -> None:
-    """The report of `remap.sim.results`, in a folder that is made if it is missing. What writing raises passes through."""
+    """Write the report of `remap.sim.results` into a folder, which is made if it is missing.
+
+    Raises OSError if it cannot.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report(configuration, results), allow_nan=False) + "\n", encoding="utf-8")

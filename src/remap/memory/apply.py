@@ -34,7 +34,7 @@ from remap.memory.moves import compose_moves
 from remap.memory.plan import Plan, Point, TenantPages, plan_free_pages
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
-from remap.memory.streams import ComputeStream, Streams
+from remap.memory.streams import Streams
 from remap.nvtx import annotated
 
 __all__ = ["Changes"]
@@ -483,17 +483,6 @@ class Changes:
         self._decide(saved)
         self.tell()
 
-    def move_bytes(self, compute: ComputeStream, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) each: behind all work that the tenant has enqueued; at once if the host computes."""
-        stream = compute.current()
-        if not stream:
-            self.streams.copy(ranges)
-            return
-        # If one copy fails, the targets are free blocks again, and the engine's next write there comes behind the other
-        # copies.
-        for target, source, nbytes in ranges:
-            self.streams.backend.copy(stream, target, source, nbytes)
-
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def forget(self, tenant: TenantState) -> None:
@@ -522,6 +511,7 @@ class Changes:
         if tenant.detached:
             return
         prefetcher, pages = tenant.prefetcher, tenant.pages
+        tenant.kv.abandon()
         tenant.compute.wait()
         tenant.leaving = True
         # Noted while it is still known: some bytes of these layers are not at their addresses.

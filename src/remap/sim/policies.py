@@ -50,7 +50,7 @@ class Policy:
     controller: Mapping[str, Any] = field(default_factory=dict)
     static: float = 0.0
     pooled: float = 1.0
-    partial: bool | float = True
+    partial: bool | float | None = None
     swap: bool = False
     memory: int = 1
 
@@ -106,7 +106,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 _OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "pool": ("three quarters of every KV reservation are everybody's", {"pooled": 0.25}),
-        "swap": ("preempted requests keep their KV in host memory", {"swap": True, "partial": False}),
+        "swap": ("preempted requests keep their KV in host memory", {"swap": True}),
         "preempt": ("what lies in a waking tenant's pages is preempted, not streamed around", {"partial": False}),
     }
 )
