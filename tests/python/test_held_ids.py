@@ -17,8 +17,8 @@ def test_what_is_withdrawn_around_a_hole_is_told_without_the_hole() -> None:
     shape = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_tokens": 4, "dtype": "float32", "layout": "layer_major"}
     pool = BlockPool(KVGeometry(KVSpec(**shape, min_blocks=0, max_blocks=6), 128))  # two blocks a page
     pool.add_pages(range(6))
-    assert pool.withdraw([1]) == (2, 3)
-    assert pool.withdraw([0, 2, 3, 4, 5]) == (0, 1, 4, 5)
+    assert pool.drain([1]) == (2, 3)
+    assert pool.drain([0, 2, 3, 4, 5]) == (0, 1, 4, 5)
 
 
 class AnEngineWithAFreeList(RuleBasedStateMachine):
@@ -54,7 +54,7 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
             self.pool.add_pages([page])
             self.given.add(page)
         elif page in self.pool.open_ids():
-            self.pool.withdraw([page])
+            self.pool.drain([page])
         elif not self.pool.pending([page]):
             self.pool.remove_pages([page])
             self.given.discard(page)
@@ -62,7 +62,7 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
     @rule(page=st.integers(1, PAGES - 1))
     def withdrawal_is_undone(self, page: int) -> None:
         if page in self.given and page not in self.pool.open_ids():
-            self.pool.unwithdraw([page])
+            self.pool.cancel_drain([page])
 
     @rule(count=st.integers(1, 3))
     def use(self, count: int) -> None:

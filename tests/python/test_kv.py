@@ -175,10 +175,10 @@ def test_a_gift_that_bridges_owned_pages_counts_each_block_once(layout: str) -> 
     added = pool.add_pages([r + c for r in ranges for c in range(columns) if c != 1])
     assert list(added) == list(range(8))
     pool.check()
-    pool.withdraw([r + 1 for r in ranges])
-    pool.withdraw([r + c for r in ranges for c in range(columns) if c != 1])
-    assert pool.unwithdraw([r + 1 for r in ranges]) == ()
-    assert pool.unwithdraw([r + c for r in ranges for c in range(columns) if c != 1]) == tuple(range(8))
+    pool.drain([r + 1 for r in ranges])
+    pool.drain([r + c for r in ranges for c in range(columns) if c != 1])
+    assert pool.cancel_drain([r + 1 for r in ranges]) == ()
+    assert pool.cancel_drain([r + c for r in ranges for c in range(columns) if c != 1]) == tuple(range(8))
     pool.check()
 
 
@@ -196,7 +196,7 @@ def test_shrink_in_two_steps_with_compaction() -> None:
     pool = pool_of()
     ids = pool.allocate(12)
     pool.free(ids[1:9])  # 0, 9, 10, 11 are live
-    assert pool.withdraw(range(12, 16)) == (9, 10, 11)
+    assert pool.drain(range(12, 16)) == (9, 10, 11)
     assert (pool.free_blocks, pool.live_blocks, pool.withdrawn_blocks) == (8, 4, 3)
     assert pool.usable_blocks == 12
     with pytest.raises(InvalidState) as caught:
@@ -222,27 +222,27 @@ def test_withdrawn_pages_keep_new_neighbours_closed(layout: str) -> None:
     pool = pool_of(layout, pages=0)
     order = list(pool.geometry.giving_slots(0, pool.geometry.region_pages))
     pool.add_pages(order[:1])
-    pool.withdraw(order[:1])
+    pool.drain(order[:1])
     added = list(pool.add_pages(order[1:]))
     closed = [b for b in range(12) if order[0] in pool.geometry.slots_of_block(b)]
     assert closed
     assert added == [b for b in range(12) if b not in closed]
     assert (pool.usable_blocks, pool.withdrawn_blocks) == (12, len(closed))
     pool.check()
-    assert list(pool.unwithdraw(order[:1])) == closed
+    assert list(pool.cancel_drain(order[:1])) == closed
     assert pool.allocate(1) == [0]
     pool.check()
 
 
 BAD_SLOTS = [[-1], [16], [2, 2], range(14, 18)]
 BAD_CALLS = [  # of a pool of pages 0 to 7, of which 6 is withdrawn, and of six blocks, of which 0 and 1 are live
-    *((call, slots) for call in ("add_pages", "withdraw", "unwithdraw") for slots in BAD_SLOTS),
+    *((call, slots) for call in ("add_pages", "drain", "cancel_drain") for slots in BAD_SLOTS),
     *((call, slots) for call in ("remove_pages", "pending", "plan_moves") for slots in BAD_SLOTS),
     *(("free", ids) for ids in ([0, 0], [0, 5], [5], [99], [-1], [0, "1"], [True])),
     *(("commit_moves", moves) for moves in ([(0, 5), (0, 6)], [(0, 5), (1, 5)], [(0, 1)], [(5, 6)], [(0, 99)])),
     *(("add_pages", slots) for slots in ([7, 8], [6, 7])),
-    *(("withdraw", slots) for slots in ([7, 8], [6, 7])),
-    *(("unwithdraw", [0]), ("remove_pages", [7]), ("plan_moves", [7]), ("returned", [0])),
+    *(("drain", slots) for slots in ([7, 8], [6, 7])),
+    *(("cancel_drain", [0]), ("remove_pages", [7]), ("plan_moves", [7]), ("returned", [0])),
     *(("allocate", count) for count in (-1, 1.0, True, None)),
 ]  # fmt: skip
 
@@ -251,7 +251,7 @@ BAD_CALLS = [  # of a pool of pages 0 to 7, of which 6 is withdrawn, and of six 
 def test_bad_calls_change_nothing(call: str, argument: object) -> None:
     pool = pool_of(pages=8)
     pool.allocate(2)
-    pool.withdraw([6])
+    pool.drain([6])
     before = (pool.live_ids(), pool.open_ids(), pool.owned_slots(), pool.free_blocks, pool.withdrawn_blocks)
     with pytest.raises((InvalidArgument, InvalidState)):
         getattr(pool, call)(argument)
@@ -283,7 +283,7 @@ def test_errors_of_listeners_come_last_and_change_nothing() -> None:
     assert calls == ["first", "second"]
     assert pool.usable_blocks == 6
     with pytest.raises(RuntimeError, match="first"):
-        pool.withdraw([7])
+        pool.drain([7])
     assert pool.withdrawn_blocks == 1
     pool.remove_pages([7])  # nothing to tell: the blocks were withdrawn before
     assert calls == ["first", "second"] * 2
@@ -293,7 +293,7 @@ def test_errors_of_listeners_come_last_and_change_nothing() -> None:
 def test_a_listener_that_changes_the_pool_is_told_in_order() -> None:
     pool = pool_of(pages=4)
     log: list[tuple[list[int], list[int]]] = []
-    pool.subscribe(lambda added, withdrawn: pool.withdraw([4]) and None if 3 in added else None)
+    pool.subscribe(lambda added, withdrawn: pool.drain([4]) and None if 3 in added else None)
     pool.subscribe(lambda added, withdrawn: log.append((list(added), list(withdrawn))))
     pool.add_pages(range(4, 8))
     assert log == [([0, 1, 2], []), ([3, 4, 5], []), ([], [3])]
@@ -323,7 +323,7 @@ def test_an_external_engine_holds_the_blocks() -> None:
             call()
     with pytest.raises(InvalidState):
         pool.subscribe(print, external=True)
-    assert pool.withdraw(range(4, 8)) == (3, 4, 5)
+    assert pool.drain(range(4, 8)) == (3, 4, 5)
     assert (pool.live_blocks, pool.withdrawn_blocks) == (4, 3)
     assert pool.plan_moves(range(4, 8)) == []
     with pytest.raises(InvalidState) as caught:
@@ -332,7 +332,7 @@ def test_an_external_engine_holds_the_blocks() -> None:
     for bad in ([0], [3], [4, 4]):
         with pytest.raises(InvalidArgument):
             pool.returned(bad)
-    assert pool.unwithdraw([4, 5]) == (3,)
+    assert pool.cancel_drain([4, 5]) == (3,)
     busy.clear()
     pool.returned([4])
     pool.remove_pages([6, 7])

@@ -116,6 +116,21 @@ def test_bytes_come_back_into_any_blocks(layout: str, mode: str) -> None:
         assert kv.host.free_blocks == 6 and kv.copied_in_bytes == 3 * kv.spec.block_bytes
 
 
+def test_a_tenant_that_has_gone_copies_nothing() -> None:
+    session, tenant = session_of()
+    with session:
+        kv = tenant.kv
+        ids = kv.allocate(2)
+        hosts = kv.copy_out(ids)
+        seen = session.snapshot().tenants["m"]
+        assert (seen.host_blocks, seen.kv_out_bytes, seen.kv_in_bytes) == (2, 2 * kv.spec.block_bytes, 0)
+        kv.copy_in(hosts, ids)
+        session.detach("m")
+        for call in (lambda: kv.copy_out(ids), lambda: kv.copy_in(hosts, ids)):
+            with pytest.raises(remap.InvalidState):
+                call()
+
+
 def test_blocks_that_arrive_may_be_freed_and_moved_at_once() -> None:
     """Whatever takes a block away comes behind the copy into it."""
     session, tenant = session_of()

@@ -434,7 +434,7 @@ def give_back_unused(session: remap.Session, tenant: remap.Tenant) -> None:
     owned = state.slots_of([page for page in state.giving if owners[page] == _core.Owner.kv])
     slots = [slot for slot in owned if slot in pool.owned_slots()]
     pages = tuple(state.giving[tenant.kv.geometry.giving_index(slot)] for slot in slots)
-    pool.withdraw(slots)
+    pool.drain(slots)
     pool.remove_pages(slots)
     session._changes.apply_and_settle(state, plan_free_pages(state.pages, pages, give=False))
 

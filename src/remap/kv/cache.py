@@ -208,6 +208,7 @@ class KVCache:
         self._memory = _gone
 
     def _copy_out(self, ids: Sequence[int]) -> list[int]:
+        self._require_memory()
         self.pool.require_live(ids)
         hosts = self.host.allocate(len(ids))
         try:
@@ -226,6 +227,7 @@ class KVCache:
         self.pool.free(ids)
 
     def _copy_in(self, host_ids: Sequence[int], ids: Sequence[int]) -> int:
+        self._require_memory()
         hosts = self.host.checked(host_ids)
         self.pool.require_live(ids)
         if len(hosts) != len(ids):
@@ -240,6 +242,10 @@ class KVCache:
         )
         self.copied_in_bytes += len(ids) * self.spec.block_bytes
         return ticket
+
+    def _require_memory(self) -> None:
+        if self._memory is _gone:
+            _gone(0, 0)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.
