@@ -204,7 +204,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="deficit = blocks + headroom - view.free_blocks",
         replacement="deficit = blocks - view.free_blocks",
         breaks="Growing begins only when blocks are lacking, not when fewer than the low watermark are free.",
-        tests=("test_controller.py::test_headroom_makes_it_grow_early_but_is_not_unmet_demand",),
+        tests=("test_controller.py::test_what_it_grows_by",),
     ),
     Mutant(
         name="controller-shrinks-without-its-loss",
@@ -301,7 +301,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="        self._slots.restore(saved.slots)\n",
         replacement="",
         breaks="Undoing a change puts the blocks back, and not the pages that they lie on.",
-        tests=("test_slices.py::test_an_error_while_applying_leaves_everything_as_it_was",),
+        tests=("test_fault_sweep.py::test_every_call_fails[fewer slices-strict-once]",),
     ),
     Mutant(
         name="pool-pages-for-blocks-rounded-down",
@@ -326,9 +326,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="undo.append(partial(self._give_back, tenant, pages, moves[name], result))",
         replacement="pass",
         breaks="When bringing layers home fails, a holder does not get back the pages that it had given up (a lost undo).",
-        tests=(
-            "test_museum_calls.py::test_a_call_of_several_plans_that_raises_has_changed_nothing[activate-aliased-once]",
-        ),
+        tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
     ),
     Mutant(
         name="lending-page-promised-twice",
@@ -336,7 +334,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="                gone.update(free[:least])\n",
         replacement="",
         breaks="Two holders count on the same free page for the blocks that have to move.",
-        tests=("test_sharing_returns.py::test_two_holders_do_not_count_on_the_same_free_page",),
+        tests=("test_sharing_returns.py::test_who_is_in_the_way_of_an_activation_is_named_and_freeing_it_is_enough",),
     ),
     Mutant(
         name="lending-holder-inside-a-pass",
@@ -368,7 +366,7 @@ MUTANTS: tuple[Mutant, ...] = (
         text="tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed",
         replacement="tenant.reclaimed = tenant.reclaimed | reclaimed",
         breaks="Pages that came home for their layer count as waiting for it for ever (a claim that is not released).",
-        tests=("test_sharing_faults.py::test_every_call_fails[activate-aliased-once]",),
+        tests=("test_fault_sweep.py::test_every_call_fails[activate-aliased-once]",),
     ),
     Mutant(
         name="lending-one-willing-holder-is-enough",

@@ -135,7 +135,7 @@ def check_wheel(wheel: Path) -> None:
         print("a clean environment: imports, opens an arena, misses the driver readably")
         run([*pip, f"{wheel.resolve()}[cli]"])
         report = json.loads(run([environment / "bin" / "remap", "doctor", "--json"]))
-        print(f"remap doctor: {len(report['findings'])} findings, ok: {report['ok']}")
+        print(f"remap doctor: {len(report['checks'])} checks, ok: {report['ok']}")
         print(f"templates: {run([python, '-c', TEMPLATES_CHECK]).strip()}")
 
 

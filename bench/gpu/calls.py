@@ -68,8 +68,6 @@ def names(call: str) -> list[str]:
 CONFORMANCE = ("test_backend_contract.py", "test_backend_contract_streams.py")
 # By what a failure would cost; other files of that name come after them.
 FIRST = ("test_gpu_session.py", "test_gpu_streams.py", "test_gpu_memory.py", "test_gpu_threads.py", "test_gpu_torch.py")
-# It runs the measures on the emulated driver, as the call `measure` does.
-NOT_HERE = ("test_gpu_bench.py",)
 SANITIZED = ("test_gpu_streams.py", "test_gpu_memory.py")
 
 
@@ -87,7 +85,7 @@ def tasks(call: str, paths: steps.Paths, *, quick: bool, emulated: bool) -> Iter
 
 def device_files(*, emulated: bool) -> list[str]:
     """Files of tests/gpu in the order of the run. The suite's own tests need no GPU: they are left out where time is rented."""
-    there = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")} - set(NOT_HERE)
+    there = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     own = {name for name in there if name.startswith("test_bench_")}
     return [
         *(name for name in FIRST if name in there),

@@ -34,6 +34,7 @@ _VERSIONS = {
     "cuStreamBeginCapture": 10010,
     "cuStreamEndCapture": 10000,
     "cuGraphDestroy": 10000,
+    "cuLaunchHostFunc": 10000,
 }
 
 _PINNED, _DEVICE, _READ_WRITE, _NON_BLOCKING, _THREAD_LOCAL = 1, 1, 3, 1, 1
@@ -180,6 +181,11 @@ class Driver:
     def synchronize(self, stream: int) -> None:
         """Wait for all of a stream's work."""
         self._call("cuStreamSynchronize", ctypes.c_void_p(stream))
+
+    def host_function(self, stream: int, function: object, data: object) -> None:
+        """Call a function of C's when the stream gets there. Both have to live until then."""
+        address = ctypes.cast(function, ctypes.c_void_p)
+        self._call("cuLaunchHostFunc", ctypes.c_void_p(stream), address, ctypes.byref(data))
 
     def begin_capture(self, stream: int) -> None:
         """What is enqueued on the stream from now on is recorded, not run. Only this thread's calls can spoil it."""

@@ -5,6 +5,8 @@
     machine/      operators, copies and driver calls of this machine, for `remap fit`
     paper/        figures of Oneiros and Pie beside those of a simulation (docs/paper-vs-ours.md)
     headline.py   the simulated headline of the README, over several seeds
+    gap.py        what each policy gets of what memory is worth, over several seeds
+    seeds.py      what the two have in common
     twin/         the demo's runs on this machine against their simulation
     vllm/         stock vLLM against vLLM on remap
     ablations/    each choice of the controller against its alternatives

@@ -1,4 +1,4 @@
-"""The commands of `python -m bench.lab` and their options. They end as those of `remap` do: see `remap.cli.told`."""
+"""The commands of `python -m bench.lab` and their options. They end as those of `remap` do: see `remap.cli.errors`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from remap.cli.demo_config import default_config
-from remap.cli.told import EXIT_CODES, errors_told, writable
+from remap.cli.errors import EXIT_CODES, exit_on_error, writable
 from remap.sizes import parse_size
 
 __all__ = ["app"]
@@ -35,7 +35,7 @@ def machine(
     from .machine.measure import measure, need_torch, write
 
     console = Console(soft_wrap=True)
-    with errors_told():
+    with exit_on_error():
         writable(out)
         if threads is not None:
             need_torch(False).set_num_threads(threads)
@@ -68,7 +68,7 @@ def paper(
     from .paper.command import run_paper
     from .paper.runs import Settings
 
-    with errors_told():
+    with exit_on_error():
         # Other settings begin the file anew, so quick runs have one of their own.
         run_paper(
             only or [],
@@ -92,9 +92,27 @@ def headline(
     from .headline import RESULTS, run_headline
 
     path = results or RESULTS
-    with errors_told():
+    with exit_on_error():
         writable(path)
         typer.echo(run_headline(path, jobs=jobs, report_only=report_only))
+
+
+@app.command()
+def gap(
+    quick: Annotated[bool, typer.Option("--quick", help="Few requests, two seeds.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/gap.json")] = None,
+) -> None:
+    """How much of what memory is worth each policy gets, five seeds. What is in the file already is not run again."""
+    from .gap import QUICK, RESULTS, SETTINGS, run_gap
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/gap.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_gap(path, QUICK if quick else SETTINGS, jobs=jobs, report_only=report_only))
 
 
 @app.command()
@@ -102,7 +120,7 @@ def twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] = Path
     """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
     from .twin.compare import twin as run
 
-    with errors_told():
+    with exit_on_error():
         writable(out / "twin.json")
         run(default_config(), out, Console(soft_wrap=True))
 
@@ -125,7 +143,7 @@ def vllm(
     from .vllm.report import write
 
     console = Console(soft_wrap=True)
-    with errors_told():
+    with exit_on_error():
         need_vllm()
         writable(out / "vllm.json")
         settings = VllmBench(
@@ -147,6 +165,6 @@ def ablations(
     """Serve the same bursts in different ways: with and without remapping, and each choice of the design against others."""
     from .ablations.command import run_all
 
-    with errors_told():
+    with exit_on_error():
         writable(out / "ablations.json")
         run_all(only or [], out, Console(), quick=quick, seconds=seconds, runs=runs)

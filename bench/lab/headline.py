@@ -8,24 +8,20 @@ One seed at one rate says little: P99 of a few hundred requests in bursts is the
 
 from __future__ import annotations
 
-import json
-import statistics
-import sys
+import math
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from remap.errors import InvalidArgument
-
-from . import ROOT
+from . import ROOT, seeds
 from .paper.experiment_list import C1, C2
-from .paper.experiments import BASELINE, OURS, Panel
-from .paper.runs import Run, Settings, run_one, saturation
+from .paper.experiments import BASELINE, IDEAL, OURS, Panel
+from .paper.runs import Run, Settings, saturation
+from .seeds import AGAINST, GOODPUT, Column
 
 PANELS: tuple[Panel, ...] = (C1[1], C2[1])
 FACTORS = (0.5, 0.7, 0.85, 1.0)
+POLICIES = (BASELINE, OURS, IDEAL)
 SETTINGS = Settings(requests=2000, seeds=5)
 RESULTS = ROOT / "bench" / "results" / "headline.json"
 PAGE = """# Recompute and remap, simulated: five seeds of 2,000 requests
@@ -33,6 +29,9 @@ PAGE = """# Recompute and remap, simulated: five seeds of 2,000 requests
 Virtual time on a GH200 (`GH200-96GB`), bursts of the Azure code trace, ShareGPT lengths, models in turns of 1 s: C1 is OPT-13b,
 Llama-2-13b and Llama-3-8b, C2 is OPT-30b and OPT-6.7b. c is the rate that `recompute` is saturated at. Each figure is the
 median of n seeds, (lowest to highest). Made by `python -m bench.lab headline`; equal settings give equal figures.
+
+`ideal` is recompute with six times the memory. Gap closed: how far a policy comes from recompute (0 %) to ideal (100 %),
+each seed by itself; – where both are within 5 %. Goodput: requests with the first token within 2 s and TPOT of at most 0.2 s.
 
 {table}
 
@@ -42,17 +41,16 @@ model has its turn; the median time between tokens is up to a third longer. Toke
 far above c, what limits them is how fast requests come.
 """
 
-# Column of the table: (figure of a run, its title, what it is multiplied by).
 COLUMNS = (
-    ("preemptions", "preemptions", 1.0),
-    ("ttft_p50_s", "TTFT P50, s", 1.0),
-    ("ttft_p99_s", "TTFT P99, s", 1.0),
-    ("tbt_p50_s", "TBT P50, ms", 1e3),
-    ("tbt_p99_s", "TBT P99, ms", 1e3),
-    ("tokens_per_s", "tokens/s", 1.0),
+    Column("preemptions", "preemptions"),
+    Column("ttft_p50_s", "TTFT P50, s"),
+    Column("ttft_p99_s", "TTFT P99, s"),
+    Column("tbt_p50_s", "TBT P50, ms", 1e3),
+    Column("tbt_p99_s", "TBT P99, ms", 1e3),
+    Column("tokens_per_s", "tokens/s"),
+    GOODPUT,
+    *AGAINST,
 )
-
-Points = dict[str, dict[str, float]]
 
 
 def name_of(panel: Panel, factor: float, policy: str, seed: int) -> str:
@@ -61,24 +59,7 @@ def name_of(panel: Panel, factor: float, policy: str, seed: int) -> str:
 
 def read(path: Path, settings: Settings) -> dict[str, Any]:
     """What is stored for these settings; nothing for others. Raises InvalidArgument (field path) for a file of something else."""
-    if path.exists():
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            if data["settings"] == settings.to_json():
-                return {part: dict(data[part]) for part in ("settings", "c", "points")}
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise InvalidArgument(
-                f"{path} is not a result of `bench.lab headline` ({error!r}); nothing was run; name another file",
-                field="path",
-                value=str(path),
-            ) from error
-    return {"settings": settings.to_json(), "c": {}, "points": {}}
-
-
-def write(path: Path, data: Mapping[str, Any]) -> None:
-    new = path.with_suffix(".new")
-    new.write_text(json.dumps(data, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    new.replace(path)
+    return seeds.read(path, {"settings": settings.to_json(), "c": {}, "points": {}}, "headline")
 
 
 def run_missing(
@@ -89,50 +70,36 @@ def run_missing(
     panels: Sequence[Panel] = PANELS,
     factors: Sequence[float] = FACTORS,
 ) -> None:
-    """Run what `data` lacks, seed by seed, and write `path` after each run: a run that is stopped loses one point."""
-    c, points = data["c"], data["points"]
+    """Run what `data` lacks, seed by seed, and write `path` after each run."""
+    c = data["c"]
     for panel in panels:
         if panel.name not in c:
             c[panel.name] = saturation(panel, settings)[0]
-    runs = [
-        (name_of(panel, factor, policy, seed), Run(panel, policy, f"x{factor:g}", c[panel.name] * factor, seed))
+    runs = {
+        name_of(panel, factor, policy, seed): (
+            Run(panel, policy, f"x{factor:g}", c[panel.name] * factor, seed),
+            settings,
+        )
         for seed in range(settings.seeds)
         for panel in panels
         for factor in factors
-        for policy in (BASELINE, OURS)
-    ]
-    missing = [(name, run) for name, run in runs if name not in points]
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = [(name, pool.submit(run_one, run, settings)) for name, run in missing]
-        for name, future in futures:
-            points[name], _ = future.result()
-            write(path, data)
-            print(name, file=sys.stderr, flush=True)
-
-
-def _cell(values: Sequence[float], times: float) -> str:
-    """ "17.7 (1.9 to 22.0)": the median of the seeds and their range."""
-    middle, low, high = (f"{value * times:.3g}" for value in (statistics.median(values), min(values), max(values)))
-    if max(values) * times >= 1000:
-        middle, low, high = (f"{value * times:,.0f}" for value in (statistics.median(values), min(values), max(values)))
-    return middle if low == high else f"{middle} ({low} to {high})"
+        for policy in POLICIES
+    }
+    seeds.run_missing(data, runs, path, jobs)
 
 
 def table(data: Mapping[str, Any], panels: Sequence[Panel] = PANELS, factors: Sequence[float] = FACTORS) -> str:
     """Markdown: a line for each load, rate and policy. What was not run yet is left out; n says how many seeds a line has."""
-    out = ["| load | rate | policy | n | " + " | ".join(title for _, title, _ in COLUMNS) + " |"]
-    out.append("|---|---|---|---|" + "---|" * len(COLUMNS))
-    points: Points = data["points"]
+    lines = []
     for panel in panels:
         for factor in factors:
-            for policy in (BASELINE, OURS):
-                names = [name_of(panel, factor, policy, seed) for seed in range(data["settings"]["seeds"])]
-                seen = [points[name] for name in names if name in points]
-                if seen:
-                    cells = [_cell([one[figure] for one in seen], times) for figure, _, times in COLUMNS]
-                    rate = f"{factor:g} c = {seen[0]['rate']:.3g}/s"
-                    out.append(f"| {panel.name} | {rate} | {policy} | {len(seen)} | " + " | ".join(cells) + " |")
-    return "\n".join(out)
+            rate = f"{factor:g} c = {factor * data['c'].get(panel.name, math.nan):.3g}/s"
+            names = {
+                policy: [name_of(panel, factor, policy, seed) for seed in range(data["settings"]["seeds"])]
+                for policy in POLICIES
+            }
+            lines.append(seeds.Line((panel.name, rate), names))
+    return seeds.table(data["points"], ("load", "rate"), lines, COLUMNS)
 
 
 def run_headline(results: Path, *, jobs: int = 1, report_only: bool = False) -> str:

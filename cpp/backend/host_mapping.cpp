@@ -139,7 +139,7 @@ void HostMemory::set_access(std::byte* at, std::size_t bytes, Access access) {
 
 // ---- exchange --------------------------------------------------------------------------------------------------------
 void HostMemory::prepare_scratch(std::size_t bytes) {
-  // Room to place it as far from a page table's edge as the range that is parked there: only then are whole tables moved.
+  // Room for the range at the same distance from a page table's edge: only then does the kernel move whole tables.
   const std::size_t needed = bytes + kHugeBytes;
   if (scratch_bytes_ >= needed) return;
   const Address larger = address_of(reserve_addresses(needed, kHugeBytes, "exchange"));
@@ -184,30 +184,31 @@ void HostMemory::exchange(std::byte* a, std::byte* b, std::size_t bytes) {
   }
   const std::vector<Run> one_runs = table_.runs(one, bytes);
   const std::vector<Run> other_runs = table_.runs(other, bytes);
-  require_mappings(one_runs.size() + 6, "exchange");  // the parked side, and both ends of each range cut off their neighbours
+  // The scratch side, and both ends of each range, which are cut off their neighbours.
+  require_mappings(one_runs.size() + 6, "exchange");
   prepare_scratch(bytes);
-  const Address parked = scratch_ + one % kHugeBytes;
+  const Address scratch = scratch_ + one % kHugeBytes;
 
   std::vector<Move> moves;
   moves.reserve(3 * (bytes / page_bytes_));  // so that noting a move cannot fail after it was made
-  std::vector<Run> parked_runs = one_runs;
-  for (Run& run : parked_runs) run.address = run.address - one + parked;
+  std::vector<Run> scratch_runs = one_runs;
+  for (Run& run : scratch_runs) run.address = run.address - one + scratch;
   try {
-    move_runs(one_runs, one, parked, moves);
+    move_runs(one_runs, one, scratch, moves);
     move_runs(other_runs, other, one, moves);
-    move_runs(parked_runs, parked, other, moves);
+    move_runs(scratch_runs, scratch, other, moves);
   } catch (...) {  // an Error that could not be made, for want of memory, as well
     // Each place that a move left still shows what it showed, without page tables; moving back puts those in again.
     drop_ballast();
     for (auto move = moves.rbegin(); move != moves.rend(); ++move) {
       if (system_->move(pointer(move->to), move->bytes, pointer(move->from)) == MAP_FAILED) fail_broken("exchange", errno);
     }
-    (void)blank(parked, bytes);
+    (void)blank(scratch, bytes);
     make_ballast();
     throw;
   }
   // If this fails, a view is left at an address that nobody knows; the next exchange replaces it.
-  (void)blank(parked, bytes);
+  (void)blank(scratch, bytes);
   table_.exchange(one, other, bytes);
 }
 

@@ -114,7 +114,7 @@ class HostMemory {
   mapping::PageTable pages_;
   std::map<Address, HostRange> host_ranges_;
   std::size_t host_bytes_ = 0;
-  Address scratch_ = 0;  // where exchange parks one side; reserved once, grown when a larger exchange comes
+  Address scratch_ = 0;  // where exchange keeps one side meanwhile; reserved once, grown when a larger exchange comes
   std::size_t scratch_bytes_ = 0;
   std::byte* ballast_ = nullptr;  // see make_ballast()
 };

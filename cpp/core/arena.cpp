@@ -271,12 +271,12 @@ RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const
   try {
     fresh.home = home;
     fresh.target = home;
-    std::vector<Unclean> unclean;
+    std::vector<DirtyPage> dirty;
     for (std::size_t slot = 0; slot < home.size(); ++slot) {
-      if (is_unclean(home[slot], tenant)) unclean.push_back({id, slot_address(fresh.view, slot), home[slot], tenant});
+      if (is_dirty(home[slot], tenant)) dirty.push_back({id, slot_address(fresh.view, slot), home[slot], tenant});
     }
     Pointer(*this).map(fresh.view, 0, home);
-    cleanse(unclean);
+    zero_pages(dirty);
   } catch (...) {
     if (broken_) throw;
     try {
@@ -398,7 +398,7 @@ void Arena::prepare_view(RegionId layer_region, const std::vector<PageId>& pages
   }
   require_pages(pages);
   if (!backend_->can_exchange() || layer.view.shown == pages) return;
-  Pointer(*this).parked(layer, pages);
+  Pointer(*this).spare_view(layer, pages);
 }
 
 std::shared_ptr<Lease> Arena::hold(const std::byte* address, std::size_t bytes) {
@@ -455,11 +455,11 @@ void Arena::release_leftovers() {
 void Arena::release_region(Region& gone) {
   // Accounts after each release: if the backend throws, what is still mapped is still in the table and the call can be
   // repeated.
-  while (!gone.parked.empty()) {
-    View& view = gone.parked.back();
+  while (!gone.spare_views.empty()) {
+    View& view = gone.spare_views.back();
     Pointer(*this).unmap(view, 0, view.shown.size());
     backend_->release(view.address, gone.reserved_bytes);
-    gone.parked.pop_back();
+    gone.spare_views.pop_back();
   }
   Pointer(*this).unmap(gone.view, 0, gone.view.shown.size());
   give_back({gone.view.address, gone.reserved_bytes, gone.lease});
@@ -481,7 +481,7 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
     if (gone.tenant != tenant) continue;
     refuse_registered(id);
     views.emplace_back(&gone.view, gone.view.shown);
-    for (View& view : gone.parked) views.emplace_back(&view, view.shown);
+    for (View& view : gone.spare_views) views.emplace_back(&view, view.shown);
   }
   std::vector<PageId> pages;
   for (PageId id = 0; id < pages_.size(); ++id) {
@@ -510,7 +510,7 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
       ++at;
       continue;
     }
-    for (const View& view : gone.parked) discard({view.address, gone.reserved_bytes, {}});
+    for (const View& view : gone.spare_views) discard({view.address, gone.reserved_bytes, {}});
     discard({gone.view.address, gone.reserved_bytes, gone.lease});
     at = regions_.erase(at);
   }

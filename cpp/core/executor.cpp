@@ -63,8 +63,8 @@ Executor::Needs Executor::validate(const Plan& plan) {
                  {{"page", number(id)}, {"tenant", number(tenant)}});
         }
         const Page& page = arena.pages_[id];
-        const bool unclean = page.dirty != kNobody && page.dirty != after && move.to != Owner::kv;
-        if (after != kNobody && (unclean || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
+        const bool dirty = page.dirty != kNobody && page.dirty != after && move.to != Owner::kv;
+        if (after != kNobody && (dirty || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
         moved_[id] = {validation_, after, move.to};
       }
       if (strict && !move.pages.empty()) {
@@ -220,7 +220,7 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   Applied applied;
   undo_.clear();
   deferred_.clear();
-  unclean_.clear();
+  dirty_.clear();
   undo_.reserve(plan.steps.size() * 2);
   deferred_.reserve(plan.steps.size());
   arena.undecided_of_.clear();
@@ -314,7 +314,7 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
       }
     }
   }
-  if (gains) unclean_.reserve(unclean_.size() + step.pages.size());
+  if (gains) dirty_.reserve(dirty_.size() + step.pages.size());
   // validate() has seen that all of them belong to `from`, and to its tenant.
   const auto back = [&arena, owner = step.from, before = step.from == Owner::free ? kNobody : step.tenant](const auto& pages) {
     for (PageId id : pages) {
@@ -329,15 +329,15 @@ void Executor::set_owner(const SetOwner& step, Applied& applied) {
       page.tenant = after;
       if (after == kNobody) continue;
       if (page.dirty == kNobody) page.dirty = after;  // from now on it may write there; marked for nothing if undone
-      if (gains && page.dirty != after) unclean_.push_back({kv_id, arena.slot_address(kv->view, kv->slot_of[id]), id, after});
+      if (gains && page.dirty != after) dirty_.push_back({kv_id, arena.slot_address(kv->view, kv->slot_of[id]), id, after});
     }
   });
   applied.pages_moved += step.pages.size();
 }
 
-// The last thing of a plan: nothing can fail behind it but itself. The pages were nobody's when the plan began (validate), so
-// what it zeroes before it fails, or before a rollback, is missed by nobody; they go back to `free` marked as before or as
-// unknown (cleansing.cpp) and are zeroed again for whoever comes next.
+// The last thing of a plan: nothing else of the plan can fail after it. The pages were nobody's when the plan began (validate),
+// so nobody misses the bytes that it zeroes before it fails, or before a rollback. Such pages go back to `free`, marked as
+// before or as unknown (zeroing.cpp), and are zeroed again for the next tenant.
 void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied) {
   Arena& arena = *arena_;
   const bool frees = std::any_of(plan.steps.begin(), plan.steps.end(), [](const Step& step) {
@@ -345,23 +345,24 @@ void Executor::zero(const Plan& plan, const Ordering& ordering, Applied& applied
   });
   if (frees && ordering.after != 0) arena.gather(ordering.after);
   // A page may have moved on by a later step, or have been gained twice.
-  const auto moved_on = [&](const Unclean& each) {
+  const auto moved_on = [&](const DirtyPage& each) {
     return arena.pages_[each.page].owner != Owner::kv || arena.pages_[each.page].tenant != each.tenant;
   };
-  unclean_.erase(std::remove_if(unclean_.begin(), unclean_.end(), moved_on), unclean_.end());
-  std::sort(unclean_.begin(), unclean_.end(), [](const Unclean& a, const Unclean& b) { return a.at < b.at; });
-  const auto same = [](const Unclean& a, const Unclean& b) { return a.at == b.at; };
-  unclean_.erase(std::unique(unclean_.begin(), unclean_.end(), same), unclean_.end());
+  dirty_.erase(std::remove_if(dirty_.begin(), dirty_.end(), moved_on), dirty_.end());
+  std::sort(dirty_.begin(), dirty_.end(), [](const DirtyPage& a, const DirtyPage& b) { return a.at < b.at; });
+  const auto same = [](const DirtyPage& a, const DirtyPage& b) { return a.at == b.at; };
+  dirty_.erase(std::unique(dirty_.begin(), dirty_.end(), same), dirty_.end());
   if (ordering.zero_on == 0 || arena.options_.mode == Mode::strict) {
-    applied.zeroed_bytes = arena.cleanse(unclean_, ordering.after);
+    applied.zeroed_bytes = arena.zero_pages(dirty_, ordering.after);
     return;
   }
   std::vector<PageId> ids;
-  for (const Unclean& each : unclean_) ids.push_back(each.page);
+  for (const DirtyPage& each : dirty_) ids.push_back(each.page);
   const auto enqueued = std::make_shared<std::vector<PageId>>();
   // In front of the fills: some of them may be on their way when one fails.
-  change([&arena, enqueued, stream = ordering.zero_on](const auto&) { arena.undo_fills(stream, *enqueued); }, std::move(ids), [] {});
-  applied.zeroed_bytes = arena.cleanse_on(unclean_, ordering, *enqueued);
+  const auto back = [&arena, enqueued, stream = ordering.zero_on](const auto&) { arena.undo_fills(stream, *enqueued); };
+  change(back, std::move(ids), [] {});
+  applied.zeroed_bytes = arena.enqueue_zeroing(dirty_, ordering, *enqueued);
 }
 
 void Executor::point(const Point& step, Applied& applied) {

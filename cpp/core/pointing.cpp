@@ -6,8 +6,8 @@
 namespace remap {
 namespace {
 
-// Home and up to two ring buffers, less the one that is live: single and double buffering never rebuild a view.
-constexpr std::size_t kMaxParked = 3;
+// Enough for home and two ring buffers: single and double buffering never rebuild a view.
+constexpr std::size_t kMaxSpareViews = 3;
 
 // Pages that are unmapped and mapped between two moments at which the driver is free. kvcached measured about 63 us a page of
 // 2 MiB on an A100: 1 ms a piece.
@@ -103,39 +103,40 @@ void Pointer::unmap(View& view, std::size_t first_slot, std::size_t count) {
   }
 }
 
-View& Pointer::parked(Region& region, const std::vector<PageId>& pages) {
-  for (View& view : region.parked) {
+View& Pointer::spare_view(Region& region, const std::vector<PageId>& pages) {
+  for (View& view : region.spare_views) {
     if (view.shown == pages) return view;
   }
   Backend& backend = *arena_.backend_;
-  if (region.parked.size() < kMaxParked) {
+  if (region.spare_views.size() < kMaxSpareViews) {
     View fresh;
     fresh.shown.assign(region.view.shown.size(), kNoPage);
     write([&] {
-      region.parked.reserve(kMaxParked);
+      region.spare_views.reserve(kMaxSpareViews);
       arena_.make_room_to_discard(1);
     });
-    fresh.address = backend.reserve(region.reserved_bytes, arena_.options_.page_bytes);  // nothing but the backend fails from here
+    // From here on only the backend can fail.
+    fresh.address = backend.reserve(region.reserved_bytes, arena_.options_.page_bytes);
     try {
       map(fresh, 0, pages);
     } catch (...) {
       write([&] {
         // A broken arena may show pages there that nothing could unmap: then the view is kept, so that close() sees it.
         if (arena_.broken_) {
-          region.parked.push_back(std::move(fresh));
+          region.spare_views.push_back(std::move(fresh));
         } else {
           arena_.discard({fresh.address, region.reserved_bytes, {}});
         }
       });
       throw;
     }
-    write([&] { region.parked.push_back(std::move(fresh)); });
-    return region.parked.back();
+    write([&] { region.spare_views.push_back(std::move(fresh)); });
+    return region.spare_views.back();
   }
-  // All places are taken: the oldest one that does not show home is made over. Home is kept, reverting must stay cheap.
-  auto victim = std::find_if(region.parked.begin(), region.parked.end(),
+  // No place is left: rebuild the oldest spare view that does not show home. Home is kept, so that reverting stays cheap.
+  auto victim = std::find_if(region.spare_views.begin(), region.spare_views.end(),
                              [&](const View& view) { return view.shown != region.home; });
-  if (victim == region.parked.end()) victim = region.parked.begin();
+  if (victim == region.spare_views.end()) victim = region.spare_views.begin();
   slots(*victim, 0, pages);
   return *victim;
 }
@@ -146,7 +147,7 @@ void Pointer::layer(Region& region, const std::vector<PageId>& pages) {
     slots(region.view, 0, pages);
     return;
   }
-  View& other = parked(region, pages);
+  View& other = spare_view(region, pages);
   arena_.backend_->exchange(region.view.address, other.address, region.reserved_bytes);
   write([&] { std::swap(region.view.shown, other.shown); });
 }

@@ -19,14 +19,14 @@ class Pointer {
   enum class Tables { held, free };
   explicit Pointer(Arena& arena, Tables tables = Tables::held) : arena_(arena), tables_(tables) {}
 
-  // A layer's region, as a whole. With can_exchange(): one exchange with a parked view that shows `pages` already; the view
+  // A layer's region, as a whole. With can_exchange(): one exchange with a spare view that shows `pages` already; the view
   // is made first if there is none. Otherwise slots().
   void layer(Region& region, const std::vector<PageId>& pages);
   // Slots of a region; kNoPage leaves a slot empty. Those that change are unmapped and mapped in pieces of a few pages, each with
   // one set_access: a driver holds locks of its own meanwhile, for which kernel launches may have to wait.
   void slots(View& view, std::size_t first_slot, const std::vector<PageId>& pages);
-  // The parked view that shows `pages`, made if there is none.
-  View& parked(Region& region, const std::vector<PageId>& pages);
+  // The spare view that shows `pages`, made if there is none.
+  View& spare_view(Region& region, const std::vector<PageId>& pages);
   // Slots with nothing behind them show `pages`; kNoPage leaves one as it is.
   void map(View& view, std::size_t first_slot, const std::vector<PageId>& pages);
   // Nothing is behind these slots any more.

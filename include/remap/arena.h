@@ -82,7 +82,7 @@ inline constexpr TenantId kUnknownBytes = kNobody - 1;
 inline constexpr std::size_t kMaxSlots = std::size_t{1} << 24;
 
 // A page to be zeroed before `tenant` may see it, at an address where it is mapped.
-struct Unclean {
+struct DirtyPage {
   RegionId region = 0;
   std::byte* at = nullptr;
   PageId page = 0;
@@ -130,7 +130,7 @@ struct Region {
   std::vector<PageId> home;         // layer: its own pages
   std::vector<PageId> target;       // layer: what view shows, or will once the deferred step is done
   std::uint64_t targets = 0;        // layer: how often a plan, or its undoing, has set it
-  std::vector<View> parked;         // layer, where the backend can exchange: ready-made views to swap with
+  std::vector<View> spare_views;    // layer, where the backend can exchange: ready-made views to swap with
   bool pending = false;             // layer: a deferred step will make view show target
   std::vector<PageId> designated;   // kv: the page that stands at each slot whenever the slot is mapped
   std::vector<std::size_t> slot_of; // kv: its inverse, indexed by page; kNoSlot where there is none
@@ -227,9 +227,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // Two locks, always taken in this order, and who may do what:
   //   pointing_mutex_  whoever changes what an address shows: it is held through the driver's calls, which may take milliseconds.
   //   mutex_           the tables. The re-pointing worker holds it only to read what is wanted and to write down what it has done.
-  // What views there are and what they show (regions_, View::shown, parked, designated, slot_of, leftovers_) is written by holders
-  // of both, so a holder of either may read it. All other tables are mutex_'s alone. epoch_, broken_, closed_ and undecided_ are
-  // written under mutex_ and read without a lock: a step or a pass that only looks waits for nobody.
+  // Holders of both write the views and the pages that they show (regions_, View::shown, spare_views, designated, slot_of,
+  // leftovers_), so a holder of either may read them. All other tables are mutex_'s alone. epoch_, broken_, closed_ and
+  // undecided_ are written under mutex_ and read without a lock: a step or a pass that only looks waits for nobody.
   // Set-up calls and plans that map or unmap in apply() hold both until they return: a check, the change and the bookkeeping are
   // one step, and the time is their caller's own. Plans that call no driver (growing, in aliased mode) take mutex_ alone.
   struct Both {
@@ -246,7 +246,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   std::byte* slot_address(const View& view, std::size_t slot) const { return view.address + slot * options_.page_bytes; }
   const Region* kv_region_of(TenantId tenant) const;
   void release_region(Region& region);
-  // An empty reservation of a region or of a parked view. give_back throws; discard leaves what fails to close(), and needs
+  // An empty reservation of a region or of a spare view. give_back throws; discard leaves what fails to close(), and needs
   // room for that, made before.
   struct Leftover {
     std::byte* address = nullptr;
@@ -262,16 +262,18 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void refuse_registered(RegionId id) const;  // InvalidState if the region lies in a declared range
   [[noreturn]] void fail_broken(const char* what, const std::exception_ptr& why, const std::vector<PageId>& pages);
 
-  // ---- zeroing: cleansing.cpp; all pre: lock held --------------------------------------------------------------
-  bool is_unclean(PageId id, TenantId tenant) const;
+  // ---- zeroing: zeroing.cpp; all pre: lock held --------------------------------------------------------------
+  // Whether the page may hold bytes that are not `tenant`'s: it is zeroed before `tenant` sees it.
+  bool is_dirty(PageId id, TenantId tenant) const;
   void open_fills();
   void drop_fill_stream();
-  // Pages became free under this event: whoever is given them is zeroed behind it.
+  // Pages became free under this event: they are zeroed behind it before another tenant sees them.
   void gather(EventHandle after);
   // Zeroes pages (ascending by address) and waits for it, behind `after`. Returns the bytes written.
-  std::size_t cleanse(const std::vector<Unclean>& pages, EventHandle after = 0);
+  std::size_t zero_pages(const std::vector<DirtyPage>& pages, EventHandle after = 0);
   // The same by fills on ordering.zero_on, without waiting. `enqueued`: the pages whose fill is on its way, also on an error.
-  std::size_t cleanse_on(const std::vector<Unclean>& pages, const Ordering& ordering, std::vector<PageId>& enqueued);
+  std::size_t enqueue_zeroing(const std::vector<DirtyPage>& pages, const Ordering& ordering,
+                              std::vector<PageId>& enqueued);
   void undo_fills(StreamHandle zero_on, const std::vector<PageId>& enqueued);
 
   std::shared_ptr<Backend> backend_;

@@ -131,7 +131,7 @@ class Executor {
   std::shared_ptr<Arena> arena_;
   // Guarded by arena_->mutex_, the lock of the tables: the plan between apply() and commit() (Arena::undecided_).
   std::vector<Point> deferred_;
-  std::vector<Unclean> unclean_;  // what it has to zero
+  std::vector<DirtyPage> dirty_;  // the pages that it has to zero
   struct Undo {
     Back action;
     std::vector<PageId> pages;  // handed to the action; quarantined if it throws

@@ -45,7 +45,7 @@ def remap(
     selection: "uniform" (evenly spaced), "nested" (growing reloads nothing) or "slices": every layer streams the same
     number of its last pages, the fewest that free `layers` layers' worth (from all resident, or from other slices
     only).
-    drain: if an engine with its own allocator holds live blocks in pages that go back, withdraw those blocks; later
+    drain: if an engine with its own allocator holds live blocks in pages that go back, drain those blocks; later
     steps finish the change when the engine has returned them. All other live blocks there are moved; the report says
     where (`moved`).
 

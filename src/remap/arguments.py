@@ -1,4 +1,4 @@
-"""Whether what a caller has given to a session is of the kind that is expected: refused here, before anything is done."""
+"""Checks of the arguments of a session's methods: each raises InvalidArgument before the method changes anything."""
 
 from __future__ import annotations
 
@@ -22,11 +22,14 @@ __all__ = [
 ]
 
 ADDRESSES = 1 << 63
-"""Sizes and addresses are below this: the core's are 64-bit, and errors carry signed numbers."""
+"""Sizes and addresses are below this limit: the core's are 64-bit, and errors carry signed numbers."""
 
 
 def require(name: str, value: object, kinds: type | tuple[type, ...], expected: str) -> None:
-    """Raises InvalidArgument (fields field, value) unless `value` is an instance. A bool is an int only where bool is named."""
+    """Raises InvalidArgument (fields field, value) unless `value` is an instance of `kinds`.
+
+    A bool does not count as an int, unless `kinds` names bool or object.
+    """
     if isinstance(value, kinds):
         named = kinds if isinstance(kinds, tuple) else (kinds,)
         if not isinstance(value, bool) or bool in named or object in named:
@@ -37,7 +40,7 @@ def require(name: str, value: object, kinds: type | tuple[type, ...], expected: 
 
 
 def require_attach(name: object, priority: object, kv: object, config: object, active: object) -> None:
-    """What `Session.attach` and `attach_bytes` have in common."""
+    """Checks the arguments that `Session.attach` and `attach_bytes` share; raises as `require` does."""
     require("name", name, str, "the tenant's name, a str")
     require("priority", priority, int, "an int")
     require("kv", kv, KVSpec, "a KVSpec")
@@ -46,7 +49,7 @@ def require_attach(name: object, priority: object, kv: object, config: object, a
 
 
 def require_module(model: object) -> None:
-    """Raises InvalidArgument (fields field, value) for what is no torch module."""
+    """Raises InvalidArgument (fields field, value) unless `model` is a torch module."""
     from torch import nn
 
     require("model", model, nn.Module, "a torch module (attach_bytes takes plain buffers)")
@@ -55,7 +58,10 @@ def require_module(model: object) -> None:
 def require_options(
     layers: object, mutable: object, weights: object, names: object, extra: object, hooks: object
 ) -> None:
-    """What only `Session.attach` takes. `mutable` as one string is refused where the model's tensors are looked at."""
+    """Checks the arguments of `Session.attach` alone; raises as `require` does.
+
+    `pack.build` refuses one string as `mutable`.
+    """
     require("layers", layers, (Iterable, type(None)), "a list of modules, the path of one, or None")
     require("mutable", mutable, Sequence, "a sequence of patterns")
     require("extra_layers", extra, Iterable, "a sequence of modules or their paths")
@@ -69,7 +75,7 @@ def require_options(
 
 
 def require_range(address: object, nbytes: object) -> None:
-    """Raises InvalidArgument (fields field, value) unless both are numbers that an address space has."""
+    """Raises InvalidArgument (fields field, value) unless both are ints from 0 to ADDRESSES - 1."""
     for name, value in (("address", address), ("nbytes", nbytes)):
         require(name, value, int, "an int")
         if not 0 <= cast(int, value) < ADDRESSES:
@@ -77,11 +83,11 @@ def require_range(address: object, nbytes: object) -> None:
 
 
 def require_buffers(layers: object) -> list[memoryview]:
-    """Each layer as a view of its bytes. Raises InvalidArgument (fields field, value and, for one of them, layer)."""
+    """Each layer as a view of its bytes. Raises InvalidArgument (fields field, value and, for a bad layer, layer)."""
     if isinstance(layers, (str, bytes, bytearray, memoryview, Mapping)) or not isinstance(layers, Sequence):
         raise InvalidArgument(
-            f"layers must be a sequence of buffers, one a layer, got {_shown(layers)}; nothing was attached; put a single "
-            "layer into a list",
+            f"layers must be a sequence with one buffer for each layer, got {_shown(layers)}; nothing was attached; "
+            "put a single layer into a list",
             field="layers",
             value=layers,
         )
@@ -95,7 +101,8 @@ def require_buffers(layers: object) -> list[memoryview]:
             views.append(memoryview(layer).cast("B"))
         except (TypeError, ValueError, BufferError) as error:
             raise InvalidArgument(
-                f"layer {index} must be a contiguous buffer of bytes, got {_shown(layer)} ({error}); nothing was attached",
+                f"layer {index} must be a contiguous buffer of bytes, got {_shown(layer)} ({error}); nothing was "
+                "attached",
                 field="layers",
                 value=layer,
                 layer=index,
@@ -104,9 +111,9 @@ def require_buffers(layers: object) -> list[memoryview]:
 
 
 def require_demands(demand: Any) -> Mapping[str, Demand]:
-    """All of a step's demands, before any is met; a number of blocks is a Demand.
+    """A step's demands, all checked before one is met. A number of blocks becomes a Demand.
 
-    Raises InvalidArgument (fields field, value and, for one of them, tenant).
+    Raises InvalidArgument (fields field, value and, for one tenant's demand, tenant).
     """
     if demand is None:
         return {}
@@ -116,14 +123,14 @@ def require_demands(demand: Any) -> Mapping[str, Demand]:
             field="demand",
             value=demand,
         )
-    plain = {}  # numbers of blocks, as Demands
+    plain = {}  # the demands that were given as numbers of blocks
     for name, wanted in demand.items():
         if isinstance(wanted, Demand):
             continue
         if not is_count(wanted):
             raise InvalidArgument(
-                f"the demand of {name!r} must be a number of blocks, an int of at least 0, or a Demand, got {_shown(wanted)}; "
-                "nothing changed",
+                f"the demand of {name!r} must be a number of blocks, an int of at least 0, or a Demand, got "
+                f"{_shown(wanted)}; nothing changed",
                 field="demand",
                 value=wanted,
                 tenant=name,
@@ -133,6 +140,6 @@ def require_demands(demand: Any) -> Mapping[str, Demand]:
 
 
 def _shown(value: object) -> str:
-    """Its kind, and itself where that is short: a model's repr has thousands of lines."""
+    """The value if it is short, else its type: a model's repr has thousands of lines."""
     plain = value is None or isinstance(value, (bool, int, float, str))
     return repr(value)[:80] if plain else f"an object of type {type(value).__name__}"

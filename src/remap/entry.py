@@ -1,4 +1,4 @@
-"""`remap.attach`: the short way in, for models of transformers. Loads the adapter, and with it torch, when it is called."""
+"""`remap.attach`, for models of transformers. The call imports the adapter, and with it torch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ __all__ = ["attach"]
 
 
 def attach(model: Any, capacity: int | str | None = None, device: str | None = None, **options: Any) -> Attached:
-    """A transformers model's weights and KV cache in one arena: `with remap.attach(model, capacity="600MiB"): ...generate()`.
+    """Put a transformers model's weights and KV cache into one arena: `with remap.attach(model, capacity="600MiB"):
+    ...`.
 
-    See `remap.adapters.transformers.attach` for all options and errors; docs/transformers.md has a page about it.
+    `remap.adapters.transformers.attach` documents all options and errors; docs/transformers.md shows how to use it.
     """
     from .adapters.transformers import attach as attach_transformers
 

@@ -1,16 +1,18 @@
-"""One model on several ranks (tensor parallelism): one decision, the same change everywhere, or nowhere.
+"""One model on several ranks (tensor parallelism): rank 0 decides, and all ranks make the same change, or none does.
 
-    Group.step -> rank 0: session.step (decides, changes its arena) -> the others: follow -> all agree: the engine hears of it
-                                                                    -> one refuses: back on all; nobody hears of it
+    Group.step -> rank 0: Session.step decides and changes its arena
+               -> other ranks: follow -> all agree:   Group reports the change to the engine
+                                      -> one refuses: every rank goes back; the engine is not told
 
-Every rank has a session with one tenant of the same layout, so that the same (alpha, buffers) opens the same block ids. Rank 0's
-blocks belong to the engine's own allocator; the others have no books of blocks, they do as rank 0 did. `Group` lives where the
-scheduler is and reaches the ranks by whatever the engine has for that (a function `ask`), between passes and in the order of the
-steps. An engine with one rank uses the same two classes, and then nothing has to be followed.
+Every rank has a session with one tenant of the same layout, so the same (alpha, buffers) opens the same block ids. The
+engine's own allocator holds the blocks of rank 0; the other ranks keep no record of blocks and repeat the change of
+rank 0. `Group` lives in the scheduler's process and calls the ranks through a function `ask` that the engine provides,
+between passes and in the order of the steps. An engine with one rank uses the same two classes; no rank then has to
+follow.
 
-Two-phase in the sense that matters here: no rank's change is visible to the engine, which alone could use it, before all have
-made theirs; and each can be undone until then, because growing keeps every weight's master copy and shrinking only takes back
-blocks that the engine has returned.
+The change is made in two phases: the engine, the only user of the blocks, sees it after all ranks have made it. Until
+then each rank can undo it, because growing keeps every weight's master copy, and shrinking takes back only blocks that
+the engine has returned.
 """
 
 from __future__ import annotations
@@ -37,8 +39,11 @@ Runs = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Report:
-    """What rank 0 says after a change. open: the ids of the blocks that may be handed out, as ascending (first, stop) runs; all
-    others have to leave. target: (alpha, buffers). unmet: blocks of demand that no donor could meet."""
+    """Rank 0's state after a change.
+
+    open: the ids of the blocks that the engine may hand out, as ascending (first, stop) runs; all other blocks have to
+    leave. target: (alpha, buffers). unmet: blocks of demand that no donor could meet. reason: why rank 0 decided so.
+    """
 
     open: Runs
     target: tuple[int, int]
@@ -58,36 +63,42 @@ def runs(ids: Iterable[int]) -> Runs:
 
 
 def ids(found: Runs) -> set[int]:
-    """What `runs` was made of."""
+    """The ids in these runs: the inverse of `runs`."""
     return {each for first, stop in found for each in range(first, stop)}
 
 
 class Rank:
-    """One rank's tenant. Its methods are called between passes."""
+    """One rank's tenant. Call its methods between passes."""
 
     def __init__(self, session: Session, tenant: Tenant, rank: int) -> None:
         self.session, self.tenant, self.rank = session, tenant, rank
         self._left: Callable[[Report], Sequence[int]] | None = None
-        self._held: set[int] = set()  # withdrawn, and not returned by the engine yet
-        self._fresh: set[int] = set()  # opened by the change under way: the engine does not know of them
+        self._held: set[int] = set()  # drained; the engine has not returned them yet
+        self._fresh: set[int] = set()  # opened by the change under way; the engine does not know of them
         self._undoing = False
-        self._told = False  # other ids are open than before the step under way
+        self._told = False  # the step under way has changed the open ids
 
     def listen(self, left: Callable[[Report], Sequence[int]] | None) -> None:
-        """The engine has the blocks of rank 0 from now on; zeroes what is open. left(report): called whenever other ids are open,
-        answers with those that have left and are in no use. None: the engine is in another process and calls `returned`."""
+        """Hand the blocks of rank 0 to the engine's allocator, and zero the open ones.
+
+        left(report): `Rank` calls it whenever the open ids have changed; it returns the ids that have left and are not
+        in use. None: the engine is in another process and calls `returned`.
+        """
         self._left = left
         self.tenant.kv.subscribe(self._changed, external=self.rank == 0)
 
     def report(self, unmet: int = 0, reason: str = "") -> Report:
-        """How things are now."""
+        """The present state."""
         return Report(runs(self.tenant.kv.pool.open_ids()), self._target, unmet, reason)
 
     def step(self, blocks: int, free: int, anyway: bool = False) -> Report | None:
-        """Rank 0 decides (`Session.step`). None on the others, and where nothing has changed. anyway: nothing else can run until
-        there are so many blocks, so as many layers go as that takes, whatever it costs.
+        """Rank 0 decides (`Session.step`). Returns None on other ranks, and if nothing has changed.
 
-        A change that fails is logged, and the engine goes on with what there is. Raises ArenaBroken only."""
+        blocks: demand. free: blocks of the engine that are free. anyway: no request can run before there are so many
+        blocks, so remap as many layers as they take, at any cost.
+
+        Logs a change that fails; the engine then goes on with the blocks that it has. Raises ArenaBroken only.
+        """
         if self.rank:
             return None
         self._fresh.clear()
@@ -103,8 +114,10 @@ class Rank:
         return self.report(unmet, reason)
 
     def follow(self, target: tuple[int, int], opened: Runs) -> str:
-        """The same (alpha, buffers) as rank 0, and all that is open there is open here. "", or why not: then nothing has changed
-        here."""
+        """Go to rank 0's (alpha, buffers) and check that all ids that are open there are open here.
+
+        Returns "", or the reason why this rank cannot; then nothing has changed here.
+        """
         if not self.rank:
             return ""
         before = self._target
@@ -119,7 +132,7 @@ class Rank:
         return ""
 
     def back(self, target: tuple[int, int]) -> Report | None:
-        """As it was: another rank could not follow. Rank 0 reports."""
+        """Go back to `target`, because another rank could not follow. Rank 0 returns its report."""
         if self._target != tuple(target):
             self._undoing = True
             try:
@@ -129,7 +142,10 @@ class Rank:
         return None if self.rank else self.report()
 
     def home(self) -> Report | None:
-        """All layers come home, as soon as the blocks that lie in their pages have left. Rank 0 decides. Fails as `step` does."""
+        """Bring all layers home, as soon as the blocks that lie in their pages have left. Rank 0 decides.
+
+        Logs a change that fails, as `step` does.
+        """
         if self.rank or not self.tenant.remapped:
             return None
         self._fresh.clear()
@@ -138,23 +154,26 @@ class Rank:
         return self.report()
 
     def wake(self) -> None:
-        """The tenant serves passes again (`Session.activate`); what cannot come home at once is streamed until it can."""
+        """Let the tenant serve passes again (`Session.activate`).
+
+        A layer that cannot come home at once streams until it can.
+        """
         if not self.tenant.active:
             self.session.activate(self.tenant.name, partial=True)
 
     def sleep(self) -> None:
-        """The tenant serves no pass until `wake`: other tenants of its session may have its layers."""
+        """Stop serving passes until `wake`: other tenants of the session may use the pages of its layers."""
         self.session.deactivate(self.tenant.name)
 
     def returned(self, ids: Sequence[int]) -> None:
-        """Blocks that had to leave are in no use any more."""
+        """Take back blocks that had to leave and that the engine does not use any more."""
         if not self.rank:
             self._held.difference_update(ids)
             self.tenant.kv.returned(ids)
 
     @contextmanager
     def _serving_on(self) -> Iterator[None]:
-        """A change that fails has changed nothing: no reason to end an engine that can preempt instead."""
+        """Log errors other than ArenaBroken: such a change has changed nothing, and the engine can preempt instead."""
         try:
             yield
         except ArenaBroken:
@@ -163,12 +182,12 @@ class Rank:
             logger.warning("rank 0: %s; serving goes on with %s layers remapped", error, self.tenant.remapped)
 
     def _insist(self, blocks: int) -> int:
-        """Layer by layer, until there are so many more blocks. How many are lacking in the end."""
+        """Remap layer by layer until there are `blocks` more blocks. Returns how many are still missing."""
         enough = self.tenant.kv.usable_blocks + blocks
         while self.tenant.kv.usable_blocks < enough:
             try:
                 self._go((int(self.tenant.remapped) + 1, 1))
-            except InvalidArgument:  # that was the last one
+            except InvalidArgument:  # every layer is remapped
                 break
         return max(0, enough - self.tenant.kv.usable_blocks)
 
@@ -181,8 +200,9 @@ class Rank:
 
     def _changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
         self._told = True
-        # What is new holds weights, or old KV. Attention kernels multiply what lies behind a sequence's end by zero, so it has
-        # to be finite. What was withdrawn while in use and is open again holds its requests' KV: it stays.
+        # New blocks hold weights or old KV. Attention kernels multiply values behind a sequence's end by zero, so these
+        # values have to be finite. A block that was drained while in use and is open again holds its request's KV: keep
+        # it.
         self._zero(runs(block for block in added if block not in self._held))
         self._held.difference_update(added)
         if self.rank:
@@ -202,9 +222,10 @@ class Rank:
 
 
 class Group:
-    """All ranks, as the scheduler sees them. ask(method, *args): call that method of `Rank` on every rank, answers in order.
+    """All ranks of a model, for the scheduler. ask(method, *args): calls that method of `Rank` on every rank and
+    returns the answers in rank order.
 
-    Raises InvalidState (fields ranks, answers) unless every rank answers, and all start with the same blocks open.
+    Raises InvalidState (fields ranks, answers) unless every rank answers, and all of them have the same blocks open.
     """
 
     def __init__(self, ask: Callable[..., Sequence[Any]], ranks: int) -> None:
@@ -214,8 +235,9 @@ class Group:
         first = reports[0]
         if len(reports) != ranks or any(report.open != first.open for report in reports):
             raise InvalidState(
-                f"{len(reports)} of {ranks} ranks answered, with {[report.open for report in reports]} open: they have to "
-                "start alike; nothing was handed out; give every rank the same capacity",
+                f"{len(reports)} of {ranks} ranks answered, with the blocks {[report.open for report in reports]} "
+                "open; all ranks must answer, with the same blocks; nothing was handed out; give every rank the same "
+                "capacity",
                 ranks=ranks,
                 answers=len(reports),
             )
@@ -224,11 +246,14 @@ class Group:
         self.refusals = 0  # changes that a rank could not follow
 
     def step(self, blocks: int, free: int, anyway: bool = False) -> Report | None:
-        """`Session.step` for all ranks; see `Rank.step`. None if nothing has changed."""
+        """`Session.step` for all ranks; see `Rank.step`. Returns None if nothing has changed."""
         return self._agree(self._ask("step", blocks, free, anyway)[0])
 
     def home(self) -> Report | None:
-        """All layers come home on all ranks, as far as blocks have left."""
+        """Bring all layers home on all ranks, as soon as the blocks in their pages have left.
+
+        None if nothing has changed.
+        """
         return self._agree(self._ask("home")[0])
 
     def _agree(self, report: Report | None) -> Report | None:

@@ -49,6 +49,9 @@ class TenantSnapshot:
     free_blocks: int
     live_blocks: int
     withdrawn_blocks: int
+    host_blocks: int  # KVSpec.host_blocks that hold KV now
+    kv_out_bytes: int  # KV copied to host memory
+    kv_in_bytes: int  # and back
     reserve_blocks: int  # the low watermark L, as of the last step
     loading: tuple[int, ...]  # layers that a pass would have to look for: streamed, loading, or being re-pointed
     passes: int

@@ -21,13 +21,16 @@ _UNITS = {
     "TB": 10**12,
 }
 MOST_BYTES = 2**63 - 1
-"""The largest size: what the core counts in."""
+"""The largest size: the core counts bytes in 64 bits."""
 _TEXT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*")
 
 
 def parse_size(size: int | str, name: str = "size") -> int:
-    """Bytes. Raises InvalidArgument (field: name) for a negative, an unknown unit, a fraction of a byte, or more than
-    MOST_BYTES."""
+    """The size in bytes. name: of the argument, for error messages.
+
+    Raises InvalidArgument (fields name, value) for a negative size, an unknown unit, a fraction of a byte, or more than
+    MOST_BYTES.
+    """
     if isinstance(size, int) and not isinstance(size, bool):
         if size < 0:
             raise InvalidArgument(
@@ -52,7 +55,7 @@ def parse_size(size: int | str, name: str = "size") -> int:
     return _bounded(int(value), name, size)
 
 
-_LONG = 60  # characters of a number; more are not read, and not repeated in a message
+_LONG = 60  # characters; a longer number is neither read nor repeated in a message
 
 
 def _bounded(size: int, name: str, given: int | str) -> int:
@@ -63,8 +66,8 @@ def _bounded(size: int, name: str, given: int | str) -> int:
 
 def _too_large(name: str, given: int | str) -> InvalidArgument:
     return InvalidArgument(
-        f"{name} must be at most {MOST_BYTES} bytes ({show_size(MOST_BYTES)}), got {_shown(given)}; nothing changed; give a "
-        "smaller size",
+        f"{name} must be at most {MOST_BYTES} bytes ({show_size(MOST_BYTES)}), got {_shown(given)}; nothing changed; "
+        "give a smaller size",
         name=name,
         value=given,
     )
@@ -78,7 +81,7 @@ def _shown(value: object) -> str:
 
 
 def show_size(size: int) -> str:
-    """The size in the largest binary unit that leaves at least one, with two decimals at most: 268435456 -> "256 MiB"."""
+    """The size in the largest binary unit that leaves at least one, with two decimals at most: 268435456: "256 MiB"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if size >= _UNITS[unit]:
             return f"{size / _UNITS[unit]:.2f}".rstrip("0").rstrip(".") + f" {unit}"

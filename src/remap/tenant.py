@@ -216,6 +216,13 @@ class Tenant:
         """Pages of its layers that are free for other tenants, or are their KV."""
         return len(self._state.pages.lent)
 
+    @property
+    def reload_s(self) -> float:
+        """Seconds in which the link loads what it has lent."""
+        state = self._state
+        lent = len(state.pages.lent) * state.kv.geometry.page_bytes
+        return lent * state.timing.copy_seconds() / max(state.layer_bytes) if lent else 0.0
+
     def lends(self, layer: int) -> bool:
         """Whether other tenants have pages of this layer, or may take some, or it waits to come home from them."""
         return self._state.lends(layer)

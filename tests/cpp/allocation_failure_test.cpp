@@ -34,30 +34,14 @@ using namespace remap::testing;
 namespace {
 
 constexpr std::size_t kPage = HostArena::kPage;
-constexpr std::size_t kPages = 14;
 constexpr TenantId kOther = 2;
 
-// Layers of two pages (0 1, 2 3) and a KV region with places for 4 .. 7 and 2 3; pages 6 and 7 hold another tenant's bytes.
-struct World : HostArena {
-  RegionId one = 0, two = 0, ring = 0, kv = 0;
-
-  World(Mode mode, bool exchange) : HostArena(host(kPages, exchange), kPages, mode) {
-    one = add_layer("one", 2);
-    two = add_layer("two", 2);
-    ring = arena->add_ring_region(kTenant, 2);
-    kv = arena->add_kv_region(kTenant, 6);
-    arena->designate(kv, 0, {4, 5, 6, 7, 2, 3});
+// Pages 6 and 7 hold another tenant's bytes.
+struct World : TwoLayers {
+  World(Mode mode, bool exchange) : TwoLayers(mode, exchange, 14, {4, 5, 6, 7}) {
     const auto others = arena->take(2, Owner::params, kOther, {4, 5});
     std::memset(arena->address(arena->add_layer_region(kOther, "other", others)), 7, 2 * kPage);
     arena->remove_tenant(kOther);
-  }
-  Plan stream() const {
-    return plan({owner({0, 1}, Owner::params, Owner::ring), point(ring, {0, 1}, false), point(two, {0, 1}, true, 1),
-                 owner({2, 3}, Owner::params, Owner::kv), owner({4, 5, 6, 7}, Owner::free, Owner::kv)});
-  }
-  Plan back() const {
-    return plan({owner({4, 5, 6, 7}, Owner::kv, Owner::free), owner({2, 3}, Owner::kv, Owner::params),
-                 owner({0, 1}, Owner::ring, Owner::params), point(two, {2, 3}, true, 1)});
   }
 };
 

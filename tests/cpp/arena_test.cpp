@@ -35,138 +35,6 @@ struct World {
   bool empty() const { return remap::testing::empty(fault->usage()); }
 };
 
-TEST(makes_all_pages_at_once) {
-  World world;
-  CHECK(world.arena->total_pages() == kPages && world.arena->counts()[Owner::free] == kPages);
-  CHECK(world.fault->usage().page_bytes == kPages * kPage);
-  world.arena->check();
-  world.arena->close();
-  world.arena->close();  // idempotent
-  CHECK(world.empty() && world.arena->closed());
-  CHECK_ERROR(ErrorKind::invalid_state, world.arena->take(1, Owner::params, 0));
-  world.arena->check();
-}
-
-TEST(refuses_bad_sizes) {
-  HostOptions options;
-  options.capacity_bytes = 4 * kPage;
-  options.page_bytes = kPage;
-  const auto backend = make_host_backend(options);
-  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{4 * kPage, 0, Mode::aliased}));
-  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{4 * kPage, 1000, Mode::aliased}));
-  CHECK_ERROR(ErrorKind::invalid_argument, Arena(backend, ArenaOptions{kPage - 1, kPage, Mode::aliased}));
-  CHECK_ERROR(ErrorKind::out_of_memory, Arena(backend, ArenaOptions{5 * kPage, kPage, Mode::aliased}));
-  CHECK(backend->usage().page_bytes == 0);
-}
-
-// surogate#117: creating fails on page k > 0 and the pages before it leak.
-TEST(create_fails_on_page_k) {
-  HostOptions options;
-  options.capacity_bytes = kPages * kPage;
-  options.page_bytes = kPage;
-  for (std::size_t k = 1; k <= kPages; ++k) {
-    const auto fault = make_fault_backend(make_host_backend(options));
-    fault->arm(Call::create_page, k, true, ErrorKind::out_of_memory);
-    CHECK_ERROR(ErrorKind::out_of_memory, Arena(fault, ArenaOptions{kPages * kPage, kPage, Mode::aliased}));
-    CHECK(fault->usage().page_bytes == 0);
-  }
-}
-
-TEST(takes_lowest_pages_or_none) {
-  World world;
-  CHECK((world.arena->take(3, Owner::params, 4) == std::vector<PageId>{0, 1, 2}));
-  const std::uint64_t epoch = world.arena->epoch();
-  CHECK_ERROR(ErrorKind::out_of_memory, world.arena->take(kPages - 2, Owner::params, 4));
-  CHECK(world.arena->epoch() == epoch && world.arena->counts(4).total == 3 && world.arena->counts()[Owner::free] == kPages - 3);
-  world.arena->check();
-}
-
-TEST(layer_regions_are_writable_and_keep_their_address) {
-  for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    World world(mode);
-    const RegionId id = world.layer(1, 3);
-    std::byte* at = world.arena->address(id);
-    std::memset(at, 7, 3 * kPage);
-    CHECK(world.arena->region_bytes(id) == 3 * kPage && (world.arena->shown(id) == std::vector<PageId>{0, 1, 2}));
-    CHECK(world.arena->address(id) == at);
-    world.arena->prepare_view(id, {2, 1, 0});
-    world.arena->check();
-    CHECK(at[0] == std::byte{7} && at[3 * kPage - 1] == std::byte{7});
-  }
-}
-
-TEST(refuses_pages_that_are_not_the_tenants) {
-  World world;
-  const auto mine = world.arena->take(2, Owner::params, 1);
-  const Usage before = world.fault->usage();
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(2, "x", mine));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {0, 9}));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {kPages}));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_layer_region(1, "x", {}));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->add_kv_region(1, 0));
-  CHECK_ERROR(ErrorKind::invalid_argument, world.arena->address(55));
-  CHECK(same(before, world.fault->usage()));
-  world.arena->check();
-}
-
-TEST(a_kv_slot_is_designated_once) {
-  for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    World world(mode);
-    const RegionId kv = world.arena->add_kv_region(1, 4);
-    world.arena->designate(kv, 1, {5, 6});
-    CHECK(world.fault->usage().mapped_bytes == (mode == Mode::aliased ? 2 * kPage : 0));
-    const Usage before = world.fault->usage();
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 0, {5}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 2, {7}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 3, {8, 9}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 5, {}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->designate(kv, 3, {kPages}));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.arena->prepare_view(kv, {1, 2, 3, 4}));
-    CHECK(same(before, world.fault->usage()));
-    world.arena->check();
-  }
-}
-
-// Every backend call of a set-up fails once: the call has no effect and works when repeated, and the end is clean.
-TEST(set_up_fails_at_every_call) {
-  for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    for (std::uint64_t n = 1;; ++n) {
-      World world(mode);
-      const auto set_up = [&](TenantId tenant) {
-        const RegionId one = world.layer(tenant, 3);
-        const RegionId ring = world.arena->add_ring_region(tenant, 3);
-        world.arena->designate_ring(ring, 0, world.arena->shown(one));
-        const RegionId kv = world.arena->add_kv_region(tenant, 8);
-        world.arena->designate(kv, 0, {12, 10, 11});
-        const RegionId two = world.layer(tenant, 3);
-        world.arena->prepare_view(two, world.arena->shown(one));
-      };
-      world.fault->arm_any(n);
-      bool failed = false;
-      try {
-        set_up(1);
-      } catch (const Error& error) {
-        failed = true;
-        CHECK(error.kind() == ErrorKind::driver);
-        world.arena->check();
-        world.fault->disarm();
-        world.arena->remove_tenant(1, true);
-        CHECK(world.arena->counts()[Owner::free] == kPages && world.fault->usage().mapped_bytes == 0);
-        set_up(1);
-      }
-      world.fault->disarm();
-      world.arena->check();
-      world.arena->remove_tenant(1);
-      world.arena->close();
-      CHECK(world.empty());
-      if (!failed) {
-        CHECK(n > 10);
-        break;
-      }
-    }
-  }
-}
-
 TEST(removing_fails_whole_and_can_be_repeated) {
   for (std::uint64_t n = 1;; ++n) {
     World world;
@@ -195,34 +63,6 @@ TEST(removing_fails_whole_and_can_be_repeated) {
     CHECK(world.empty());
     if (!failed && n > 8) break;
   }
-}
-
-// pytorch#188008: mapping fails at slot k; the destructor then unmaps what never was mapped, and the process ends.
-TEST(map_fails_at_slot_k_then_destroy) {
-  for (std::uint64_t k = 1; k <= 4; ++k) {
-    World world(Mode::aliased);
-    const RegionId kv = world.arena->add_kv_region(1, 8);
-    world.fault->arm(Call::map, k, true);
-    try {
-      for (std::size_t slot = 0; slot < 8; slot += 2) world.arena->designate(kv, slot, {static_cast<PageId>(slot)});
-    } catch (const Error&) {
-      world.arena->check();
-    }
-    CHECK(world.fault->usage().mapped_bytes == (k - 1) * kPage);
-    world.fault->disarm();
-    world.arena.reset();
-    CHECK(world.empty());
-  }
-}
-
-TEST(another_tenants_bytes_are_zeroed) {
-  World world;
-  const RegionId first = world.layer(1, 4);
-  std::memset(world.arena->address(first), 0xA5, 4 * kPage);
-  world.arena->remove_tenant(1);
-  const RegionId second = world.layer(2, 4);
-  const std::byte* at = world.arena->address(second);
-  for (std::size_t i = 0; i < 4 * kPage; ++i) CHECK(at[i] == std::byte{0});
 }
 
 TEST(zeroing_that_fails_is_not_half_done) {
@@ -297,21 +137,6 @@ TEST(undoing_that_fails_breaks_the_arena) {
   world.arena->check();
   world.arena->close();
   CHECK(world.empty());
-}
-
-TEST(a_forked_child_is_refused_and_destroys_nothing) {
-  World world;
-  const RegionId id = world.layer(1, 1);
-  world.arena->address(id)[0] = std::byte{3};
-  const int status = in_child([&] {
-    CHECK_ERROR(ErrorKind::forked_process, world.arena->take(1, Owner::params, 1));
-    CHECK_ERROR(ErrorKind::forked_process, world.arena->counts());
-    CHECK_ERROR(ErrorKind::forked_process, world.arena->close());
-    world.arena.reset();
-  });
-  CHECK(ended_well(status));
-  CHECK(world.arena->address(id)[0] == std::byte{3});
-  world.arena->check();
 }
 
 // Attach and detach leave nothing: neither regions nor addresses. An id is never given to another region.
@@ -416,6 +241,8 @@ TEST(refuses_what_would_break_the_tables) {
     }
     CHECK(arena.take(1, Owner::kv, 1, {2, 3, 4, 5, 6, 7}) == std::vector<PageId>{9});  // 8 has a place
     CHECK_ERROR(ErrorKind::out_of_memory, arena.take(huge, Owner::params, 1));
+    CHECK_ERROR(ErrorKind::out_of_memory, arena.take(kPages - 3, Owner::params, 2, {12}));  // all that are free but one
+    CHECK_ERROR(bad, arena.take(1, Owner::params, 2, {kPages}));
     CHECK_ERROR(bad, arena.add_layer_region(1, "layer", {0, 0}));
     CHECK_ERROR(ErrorKind::invalid_state, arena.add_kv_region(1, 4));
     CHECK_ERROR(ErrorKind::limit_exceeded, arena.add_ring_region(1, huge));
@@ -429,7 +256,18 @@ TEST(refuses_what_would_break_the_tables) {
     CHECK_ERROR(bad, arena.designate_ring(layer, 0, {0}));
     CHECK_ERROR(bad, arena.prepare_view(layer, {0, kPages}));
     CHECK_ERROR(bad, arena.prepare_view(layer, {kNoPage, kNoPage}));
+    CHECK_ERROR(bad, arena.prepare_view(kv, {1, 2, 3, 4}));
+    CHECK_ERROR(bad, arena.designate(kv, 1, {8}));  // has a place
+    CHECK_ERROR(bad, arena.designate(kv, 0, {7}));  // taken
+    CHECK_ERROR(bad, arena.designate(kv, 3, {5, 6}));
+    CHECK_ERROR(bad, arena.designate(kv, 5, {}));
+    CHECK_ERROR(bad, arena.add_layer_region(1, "layer", {}));
+    CHECK_ERROR(bad, arena.add_kv_region(2, 0));
+    CHECK_ERROR(bad, arena.address(55));
     CHECK_ERROR(bad, Arena(nullptr, ArenaOptions{kPage, kPage, mode}));
+    for (const auto& [bytes, page] : {std::pair{4 * kPage, std::size_t{0}}, {4 * kPage, 1000}, {kPage - 1, kPage}}) {
+      CHECK_ERROR(bad, Arena(world.fault, ArenaOptions{bytes, page, mode}));
+    }
     CHECK(arena.epoch() == epoch + 1 && same(world.fault->usage(), before));
     arena.check();
   }

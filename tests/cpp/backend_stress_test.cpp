@@ -105,24 +105,6 @@ TEST(limits_hold_when_threads_race) {
   CHECK_ERROR(ErrorKind::limit_exceeded, backend->create_page(kPage));
 }
 
-TEST(several_streams_share_the_copy_threads) {
-  constexpr std::size_t kBytes = (3 << 20) + 5;
-  auto backend = make_host_backend({kPage, kPage, 3});
-  on_threads(4, [&](std::size_t thread) {
-    std::vector<std::byte> from(kBytes), to(kBytes);
-    const StreamHandle stream = backend->create_stream();
-    const EventHandle event = backend->create_event(true);
-    for (int round = 0; round < 12; ++round) {
-      std::fill(from.begin(), from.end(), static_cast<std::byte>(thread * 20 + static_cast<std::size_t>(round)));
-      backend->copy(stream, to.data(), from.data(), kBytes);
-      backend->record(event, stream);
-      CHECK(backend->synchronize(event, kForever));
-      CHECK(to == from);
-    }
-    backend->destroy_stream(stream);
-  });
-}
-
 // Streams wait for each other's events at random; whatever the pattern, everything ends.
 TEST(streams_that_wait_for_each_other_always_end) {
   auto backend = make_host_backend({kPage, kPage, 1});

@@ -64,18 +64,6 @@ CLEAN_TEST(missing_entry_points_are_named) {
   CHECK(mentions(error, "cuMemMap (10.2)") && mentions(error, "cuStreamGetCtx (9.2)") && !mentions(error, "cuDriverGetVersion"));
 }
 
-CLEAN_TEST(the_probe_lists_the_devices_and_opens_nothing) {
-  emulate(8 * kPage, 2);
-  const CudaProbe probe = probe_cuda(REMAP_EMULATED_DRIVER_PATH);
-  CHECK(probe.library == REMAP_EMULATED_DRIVER_PATH && probe.emulated && probe.driver_version == 13000);
-  CHECK(probe.host_budget_bytes > 0 && probe.devices.size() == 2);
-  const CudaDevice& device = probe.devices[1];
-  CHECK(device.index == 1 && !device.name.empty() && device.vmm && device.compute_major > 0);
-  CHECK(device.granularity == kPage && device.recommended_granularity >= kPage);
-  CHECK(device.total_bytes == 8 * kPage && device.free_bytes == 8 * kPage);
-  CHECK(live("contexts") == 0);
-}
-
 CLEAN_TEST(a_driver_without_devices_can_be_probed_and_not_opened) {
   emulate();
   arm("cuInit", 1, 100);

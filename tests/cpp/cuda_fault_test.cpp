@@ -142,23 +142,6 @@ CLEAN_TEST(every_entry_point_may_fail_at_every_call) {
   }
 }
 
-CLEAN_TEST(opening_may_fail_anywhere_and_leaves_nothing) {
-  emulate();
-  for (const char* name : {"cuInit", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetAttribute",
-                           "cuDeviceTotalMem", "cuDevicePrimaryCtxRetain", "cuMemGetAllocationGranularity"}) {
-    const std::uint64_t before = calls(name);
-    open_cuda().reset();
-    const std::uint64_t times = calls(name) - before;
-    CHECK(times > 0);
-    for (std::uint64_t nth = 1; nth <= times; ++nth) {
-      arm(name, nth, kUnknown);
-      const Error error = error_of([] { (void)open_cuda(); });
-      CHECK(error.kind() == ErrorKind::driver && *field(error, "call") == Error::Value{std::string(name)});
-      CHECK(live("contexts") == 0);
-    }
-  }
-}
-
 // map fails at page k, the pages before it are unmapped again, and if that fails too the arena is broken.
 CLEAN_TEST(what_cannot_be_undone_breaks_the_arena) {
   emulate();
@@ -208,25 +191,6 @@ CLEAN_TEST(access_in_use_is_given_back_or_the_arena_is_broken) {
   CHECK_ERROR(ErrorKind::driver, backend->set_access(shown.at, 3 * kPage, Access::read_write));
   CONTROL(remapEmulatedDisarm)();
   backend->destroy_stream(stream);
-  shown.release();
-}
-
-CLEAN_TEST(a_stream_that_cannot_be_waited_for_by_the_driver) {
-  emulate();
-  configure("h2d_bytes_per_s", 4 << 20);
-  const auto backend = open_cuda();
-  Shown shown(*backend, 1);
-  std::byte* host = backend->allocate_host(kPage);
-  const StreamHandle stream = backend->create_stream();
-  const EventHandle event = backend->create_event(true);
-  backend->copy(stream, shown.at, host, kPage);
-  backend->record(event, stream);
-  arm("cuEventSynchronize", 1, kUnknown);
-  CHECK_ERROR(ErrorKind::driver, backend->synchronize(event, std::chrono::nanoseconds::max()));
-  CHECK(backend->synchronize(event, std::chrono::nanoseconds::max()));
-  backend->destroy_event(event);
-  backend->destroy_stream(stream);
-  backend->free_host(host, kPage);
   shown.release();
 }
 

@@ -69,12 +69,6 @@ TEST(what_is_left_is_the_least_that_any_file_says) {
   }
 }
 
-TEST(lists_are_read) {
-  CHECK(parse_list("0-2,5\n") == (std::vector<int>{0, 1, 2, 5}));
-  CHECK(parse_list("3\n") == std::vector<int>{3});
-  CHECK(parse_list("\n").empty() && parse_list("").empty());
-}
-
 void write(const std::filesystem::path& root, const std::string& name, const std::string& text) {
   const auto path = root / name;
   std::filesystem::create_directories(path.parent_path());
@@ -114,12 +108,6 @@ TEST(the_files_of_all_levels_are_found) {
   std::filesystem::remove_all(root);
 }
 
-TEST(this_machine_has_something_left) {
-  const std::size_t budget = host_budget(read_host_limits()).bytes;
-  CHECK(budget > 0);
-  CHECK(budget < (std::size_t{1} << 50));
-}
-
 const char* const kMaps =
     "1000-3000 rw-p 00000000 00:00 0 \n"
     "3000-5000 r--p 00001000 fe:01 4711    /lib/some thing.so\n"
@@ -157,12 +145,6 @@ TEST(the_user_sets_a_budget_by_option_or_environment) {
   CHECK(std::string(to_string(LimitedBy::environment)) == "REMAP_HOST_BUDGET");
 }
 
-TEST(sizes_are_read) {
-  CHECK(parse_size("24GiB") == std::size_t{24} << 30 && parse_size(" 4096 ") == 4096 && parse_size("2.5 KB\n") == 2500);
-  CHECK(parse_size("1TB") == 1000000000000 && parse_size("3B") == 3 && parse_size("0.5KiB") == 512);
-  for (const char* wrong : {"", "x", "1.", ".5KB", "1.5", "1e3", "+3", "3 Bytes", "1 2"}) CHECK(parse_size(wrong) == 0);
-}
-
 // Shared memory is the process's own as private memory is: no page of it is in the file cache that could be given up.
 TEST(shared_memory_without_a_file_is_no_file) {
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
@@ -197,20 +179,6 @@ TEST(a_range_is_judged_by_the_mappings_under_it) {
   CHECK(!range_facts(kMaps, 0x8000, 0x10).readable);
   CHECK(!range_facts(kMaps, 0x9fff, 2).readable);
   CHECK(!range_facts(kMaps, 0x100, 0x10).readable);
-}
-
-TEST(what_is_in_memory_is_counted) {
-  const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-  void* place = mmap(nullptr, 8 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  CHECK(place != MAP_FAILED);
-  (void)madvise(place, 8 * page, MADV_NOHUGEPAGE);
-  auto* bytes = static_cast<volatile char*>(place);
-  const auto at = reinterpret_cast<std::uintptr_t>(place);
-  CHECK(resident_bytes(at, 8 * page) == 0);
-  bytes[0] = bytes[3 * page] = 1;
-  CHECK(resident_bytes(at, 8 * page) == 2 * page);
-  CHECK(resident_bytes(at + 5, 10) == 10);  // never more than was asked about
-  munmap(place, 8 * page);
 }
 
 }  // namespace

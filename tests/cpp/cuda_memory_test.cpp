@@ -17,18 +17,6 @@ using remap::StreamHandle;
 
 const auto kOsPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
 
-CLEAN_TEST(it_says_what_it_is) {
-  emulate(64 << 20, 2);
-  CudaOptions options;
-  options.device = 1;
-  const auto backend = open_cuda(options);
-  CHECK(backend->name() == std::string("cuda"));
-  CHECK(backend->device().kind == DeviceInfo::Kind::cuda && backend->device().index == 1);
-  CHECK(backend->device().host_addressable);  // emulated
-  CHECK(backend->granularity() == kPage && !backend->can_exchange() && !backend->new_pages_are_zero());
-  CHECK(same(backend->usage(), Usage{}));
-}
-
 CLEAN_TEST(options_that_the_device_cannot_do_are_refused_before_anything_is_opened) {
   emulate();
   for (const int device : {-1, 1, 100}) {
@@ -71,120 +59,17 @@ CLEAN_TEST(two_backends_share_the_primary_context) {
   shown.release();
 }
 
-CLEAN_TEST(pages_may_have_any_aligned_size) {
-  emulate();
-  const auto backend = open_cuda();
-  const PageHandle small = backend->create_page(kPage);
-  const PageHandle large = backend->create_page(4 * kPage);
-  CHECK(backend->usage().page_bytes == 5 * kPage);
-  std::byte* at = backend->reserve(8 * kPage, kPage);
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->map(at, &large, 1, kPage));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->map(at, &small, 1, 4 * kPage));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->create_page(kPage + 4096));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->create_page(0));
-  backend->map(at + kPage, &large, 1, 4 * kPage);
-  backend->map(at, &small, 1, kPage);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->map(at + 4 * kPage, &small, 1, kPage));  // inside the large one
-  CHECK_ERROR(ErrorKind::invalid_state, backend->unmap(at, 2 * kPage));                   // would cut it
-  CHECK_ERROR(ErrorKind::invalid_state, backend->set_access(at + kPage, kPage, Access::read));
-  backend->set_access(at, 5 * kPage, Access::read_write);
-  CHECK(backend->usage().mapped_bytes == 5 * kPage && backend->usage().mappings == 3);
-  std::memset(at, 1, 5 * kPage);
-  backend->populate(at, 3 * kPage);
-  backend->unmap(at, 5 * kPage);
-  backend->release(at, 8 * kPage);
-  backend->destroy_page(small);
-  backend->destroy_page(large);
-}
-
-CLEAN_TEST(one_driver_call_a_range) {
-  emulate();
-  const auto backend = open_cuda();
-  const Counted created("cuMemCreate");
-  const Counted mapped("cuMemMap");
-  const Counted access_set("cuMemSetAccess");
-  const Counted unmapped("cuMemUnmap");
-  Shown shown(*backend, 6);
-  CHECK(created == 6 && mapped == 6 && access_set == 1);
-  shown.release();
-  CHECK(unmapped == 1);
-}
-
-CLEAN_TEST(running_out_says_how_much_is_left) {
-  emulate(4 * kPage);
-  const auto backend = open_cuda();
-  std::vector<PageHandle> pages;
-  for (int i = 0; i < 3; ++i) pages.push_back(backend->create_page(kPage));
-  const Error error = error_of([&] { (void)backend->create_page(2 * kPage); });
-  CHECK(error.kind() == ErrorKind::out_of_memory);
-  CHECK(*field(error, "requested") == Error::Value{static_cast<std::int64_t>(2 * kPage)});
-  CHECK(*field(error, "free") == Error::Value{static_cast<std::int64_t>(kPage)});
-  CHECK(*field(error, "capacity") == Error::Value{static_cast<std::int64_t>(4 * kPage)});
-  CHECK(*field(error, "call") == Error::Value{std::string("cuMemCreate")});
-  CHECK(*field(error, "code") == Error::Value{std::int64_t{2}});
-  pages.push_back(backend->create_page(kPage));
-  for (const PageHandle page : pages) backend->destroy_page(page);
-}
-
-// On a device such a copy would end the context for the whole process; here it must not even reach the driver.
-CLEAN_TEST(a_copy_that_would_touch_nothing_is_refused) {
+CLEAN_TEST(what_is_mapped_stays_and_work_stays_in_its_region) {
   emulate();
   const auto backend = open_cuda();
   Shown shown(*backend, 2);
-  std::byte* bare = backend->reserve(4 * kPage, kPage);
-  std::byte* host = backend->allocate_host(kPage);
   const StreamHandle stream = backend->create_stream();
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, bare, host, 16));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, host, bare + 3 * kPage, 16));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->fill(stream, bare + 5, 0, 1));
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, shown.at + kPage, shown.at, kPage + 1));  // out of the region
-  CHECK_ERROR(ErrorKind::invalid_argument, backend->fill(stream, shown.at - 1, 0, 2));                     // into it
-  backend->set_access(shown.at + kPage, kPage, Access::read);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, shown.at + kPage - 4, host, 8));
-  CHECK_ERROR(ErrorKind::invalid_state, backend->fill(stream, shown.at, 0, 2 * kPage));
-  backend->set_access(shown.at + kPage, kPage, Access::none);
-  CHECK_ERROR(ErrorKind::invalid_state, backend->copy(stream, host, shown.at + kPage, 8));
-  for (const char* call : {"cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync", "cuMemcpyDtoDAsync", "cuMemcpyAsync", "cuMemsetD8Async"}) {
-    CHECK(calls(call) == 0);
-  }
-  backend->copy(stream, shown.at, host, 0);  // nothing to do is nothing to ask for
-  CHECK(calls("cuMemcpyHtoDAsync") + calls("cuMemcpyAsync") == 0);
+  CHECK_ERROR(ErrorKind::invalid_state, backend->release(shown.at, shown.bytes()));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->copy(stream, shown.at + kPage, shown.at, kPage + 1));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->fill(stream, shown.at - 1, 0, 2));
+  CHECK(calls("cuMemcpyDtoDAsync") + calls("cuMemsetD8Async") == 0);
   backend->destroy_stream(stream);
-  backend->free_host(host, kPage);
-  backend->release(bare, 4 * kPage);
   shown.release();
-}
-
-CLEAN_TEST(copies_go_the_way_that_their_addresses_say) {
-  emulate();
-  const auto backend = open_cuda();
-  Shown shown(*backend, 2);
-  std::byte* host = backend->allocate_host(kPage);
-  std::vector<std::byte> pageable(kPage, std::byte{9});
-  const StreamHandle stream = backend->create_stream();
-  std::memset(host, 5, kPage);
-  backend->copy(stream, shown.at, host, kPage);
-  backend->copy(stream, shown.at + kPage, shown.at, kPage / 2);
-  backend->copy(stream, shown.at + kPage + kPage / 2, pageable.data(), kPage / 2);
-  backend->copy(stream, host, shown.at + kPage, kPage);
-  backend->destroy_stream(stream);  // waits for it
-  CHECK(calls("cuMemcpyHtoDAsync") == 1 && calls("cuMemcpyDtoHAsync") == 1);
-  CHECK(calls("cuMemcpyDtoDAsync") == 1 && calls("cuMemcpyAsync") == 1);
-  CHECK(all_are(host, 5, kPage / 2) && all_are(host + kPage / 2, 9, kPage / 2));
-  backend->free_host(host, kPage);
-  shown.release();
-}
-
-CLEAN_TEST(host_memory_is_locked_and_no_larger_than_asked_for) {
-  emulate();
-  const auto backend = open_cuda();
-  const std::size_t bytes = (6 << 20) + 5;
-  std::byte* at = backend->allocate_host(bytes);
-  CHECK(reinterpret_cast<std::uintptr_t>(at) % (2 << 20) == 0);  // where a huge page can stand
-  CHECK(backend->usage().host_bytes == bytes && live("registrations") == 1);
-  std::memset(at, 3, bytes);
-  backend->free_host(at, bytes);
-  CHECK(live("registrations") == 0);
 }
 
 CLEAN_TEST(registering_needs_memory_that_is_there) {
@@ -251,22 +136,6 @@ CLEAN_TEST(without_a_budget_the_machine_is_one) {
   CHECK(by == "machine" || by == "cgroup");
   CHECK_ERROR(ErrorKind::invalid_argument, backend->allocate_host(~std::size_t{0}));
   CHECK(calls("cuMemHostRegister") == 0 && same(backend->usage(), Usage{}));
-}
-
-CLEAN_TEST(closing_gives_everything_back) {
-  emulate();
-  auto backend = open_cuda();
-  const Shown shown(*backend, 3);
-  (void)backend->create_page(kPage);
-  std::byte* alias = backend->reserve(4 * kPage, kPage);
-  backend->map(alias + kPage, &shown.pages[1], 1, kPage);
-  std::byte* host = backend->allocate_host(100);
-  std::vector<std::byte> own(100);
-  backend->register_host(own.data(), own.size());
-  const StreamHandle stream = backend->create_stream();
-  backend->record(backend->create_event(true), stream);
-  for (int i = 0; i < 100; ++i) backend->copy(stream, shown.at, host, 100);  // still running when it is closed
-  backend.reset();
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ constexpr std::chrono::seconds kWait{20};
 inline void arm(const char* name, std::uint64_t nth, int code, bool forever = false) {
   CONTROL(remapEmulatedArm)(name, nth, code, forever ? 1 : 0);
 }
-inline std::uint64_t calls(const char* name = nullptr) { return CONTROL(remapEmulatedCalls)(name); }
 // Calls of an entry point since this was made.
 class Counted {
  public:
@@ -31,7 +30,6 @@ class Counted {
   const char* name_;
   std::uint64_t before_;
 };
-inline std::uint64_t live(const char* kind) { return CONTROL(remapEmulatedLive)(kind); }
 
 // Makes the emulated machine anew.
 inline void emulate(std::size_t memory = 64 << 20, std::size_t devices = 1) {

@@ -1,5 +1,5 @@
 // Regions whose head is their home and whose tail is the ring: plans applied, undone and deferred, and what of a region is
-// touched. And the arena's calls that choose pages.
+// touched.
 #include <cstring>
 #include <memory>
 #include <numeric>
@@ -133,18 +133,6 @@ TEST(what_is_neither_head_nor_tail_is_refused) {
   CHECK(violated({4, 5, 10, 3}));  // another layer's home
   CHECK(violated({4, 5, 6, 7}));   // KV
   CHECK(!violated({4, 5, 6, 3}));
-}
-
-TEST(pages_are_taken_around_what_is_excluded) {
-  World world(Mode::aliased, true);
-  Arena& arena = *world.arena;
-  CHECK(arena.tenants() == (std::vector<TenantId>{1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, kNobody, kNobody}));
-  CHECK_ERROR(ErrorKind::out_of_memory, arena.take(2, Owner::params, 2, {12}));
-  CHECK_ERROR(ErrorKind::invalid_argument, arena.take(1, Owner::params, 2, {14}));
-  CHECK(arena.free_pages() == (std::vector<PageId>{12, 13}));
-  CHECK(arena.take(1, Owner::params, 2, {12, 0}) == std::vector<PageId>{13});
-  CHECK(arena.take(1, Owner::kv, 3) == std::vector<PageId>{12});
-  CHECK(arena.tenants()[13] == 2 && arena.tenants()[12] == 3);
 }
 
 }  // namespace

@@ -12,66 +12,6 @@ using World = remap::testing::PlanWorld;
 
 namespace {
 
-TEST(growing_in_aliased_mode_waits_for_nothing) {
-  World world;
-  world.write(world.a, world.arena->address(world.two), 7);
-  const std::uint64_t waited = world.device->waited;
-  const std::size_t calls = world.device->calls.size();
-  // The stream has not moved: home pages become KV, a region is left to the worker, and no call is made.
-  world.device->frozen = true;
-  world.apply({owner({0, 1}, Owner::params, Owner::ring, kA), point(world.two, {0, 1}, true, 1),
-               owner({2, 3}, Owner::params, Owner::kv, kA)},
-              {world.behind(world.a), world.a});
-  CHECK(world.device->calls.size() == calls && world.device->waited == waited);
-  world.device->frozen = false;
-  world.executor->commit(nullptr, world.behind(world.a));
-  world.executor->drain();
-  world.device->finish();
-}
-
-TEST(strict_mode_unmaps_behind_the_event) {
-  int seen = 0;
-  for (const bool said : {true, false}) {
-    World world(Mode::strict);
-    const bool wrong = violates([&] {
-      world.change({owner({6, 7}, Owner::free, Owner::kv, kA)}, {0, world.a});
-      world.device->finish();
-      world.read(world.a, world.slot(world.kv_a, 0), 0);
-      CHECK(world.device->step(world.a));  // has begun
-      world.change({owner({6}, Owner::kv, Owner::free, kA)}, {said ? world.behind(world.a) : 0, world.a});
-      world.device->finish();
-      world.arena->check();
-    });
-    CHECK(wrong == !said);
-    seen += wrong ? 1 : 0;
-  }
-  CHECK(seen == 1);
-}
-
-// aliased: a ring whose buffers change pages is unmapped at once, so its copies must have ended; where nothing was shown, or
-// what is shown stays, nothing is waited for.
-TEST(a_ring_moves_behind_the_event) {
-  World world;
-  const StreamHandle copies = world.device->create_stream();
-  const std::uint64_t waited = world.device->waited;
-  const std::vector<std::byte> master(2 * kPage, std::byte{6});
-  world.write(world.a, world.arena->address(world.two), 7);
-  world.apply({owner({0, 1}, Owner::params, Owner::ring, kA), point(world.ring, {0, 1}, false), point(world.one, {0, 1}, true)},
-              {world.behind(world.a), world.a});
-  CHECK(world.device->waited == waited);
-  world.executor->commit(nullptr);
-  world.executor->drain();
-  world.device->copy(copies, world.arena->address(world.ring), master.data(), master.size());
-  CHECK(world.device->step(copies));  // has begun
-  world.apply({owner({2, 3}, Owner::params, Owner::ring, kA), point(world.ring, {2, 3}, false), point(world.two, {2, 3}, true),
-               owner({0, 1}, Owner::ring, Owner::params, kA)},
-              {world.behind(copies), world.a});
-  CHECK(world.device->waited > waited);
-  world.executor->commit(nullptr);
-  world.executor->drain();
-  world.device->finish();
-}
-
 // A failed wait for the event fails the plan before anything is changed.
 TEST(an_event_that_fails_changes_nothing) {
   World world(Mode::strict);
@@ -213,53 +153,6 @@ TEST(a_rollback_behind_the_workers_back) {
     // Nobody will come to point it again, and its layer was released.
     CHECK((world.arena->shown(world.two) == std::vector<PageId>{0, 1}));
     world.arena->check();
-  }
-}
-
-// Each backend call of changes between two tenants fails once: undone, nobody's bytes touched, and the next try works. What
-// was made is given back at the end.
-TEST(every_call_fails_once) {
-  for (const Mode mode : {Mode::aliased, Mode::strict}) {
-    for (unsigned nth = 1;; ++nth) {
-      World world(mode, nth);
-      bool failed = false;
-      world.device->fail_any(nth);
-      const auto attempt = [&](const std::function<void()>& action) {
-        for (int tries = 0;; ++tries) {
-          try {
-            action();
-            return;
-          } catch (const Error& error) {
-            CHECK(error.kind() == ErrorKind::driver && tries == 0);
-            failed = true;
-            world.arena->check();
-          }
-        }
-      };
-      EventHandle after = 0;
-      attempt([&] { world.change({owner({6, 7, 8}, Owner::free, Owner::kv, kA)}, {0, world.a}); });
-      world.write(world.a, world.slot(world.kv_a, 1), 8);
-      attempt([&] { after = after != 0 ? after : world.device->create_event(true); });
-      attempt([&] { world.device->record(after, world.a); });
-      attempt([&] { world.change({owner({6, 8}, Owner::kv, Owner::free, kA)}, {after, world.a}); });
-      attempt([&] { world.change({owner({6, 8, 9}, Owner::free, Owner::kv, kB)}, {0, world.b}); });
-      world.read(world.b, world.slot(world.kv_b, 0), 0);
-      world.read(world.b, world.slot(world.kv_b, 2), 0);
-      world.read(world.a, world.slot(world.kv_a, 1), 8);
-      attempt([&] { world.device->record(after, world.b); });
-      attempt([&] { world.change({owner({6}, Owner::kv, Owner::free, kB)}, {after, world.b}); });
-      attempt([&] { world.change({owner({6}, Owner::free, Owner::kv, kA)}, {0, world.a}); });
-      world.read(world.a, world.slot(world.kv_a, 0), 0);
-      world.device->heal();
-      world.device->finish();
-      world.arena->check();
-      world.executor->stop();
-      world.arena->close();
-      world.device->destroy_event(after);
-      const Usage usage = world.device->usage();
-      CHECK(usage.events == 0 && usage.streams == 2 && usage.mapped_bytes == 0 && usage.page_bytes == 0);
-      if (!failed) break;
-    }
   }
 }
 

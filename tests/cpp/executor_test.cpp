@@ -14,27 +14,10 @@ namespace {
 
 constexpr std::size_t kPage = HostArena::kPage;
 
-// Two layers of two pages (0 1, 2 3), a ring region, and a KV region where pages 2 3 and the free 4 5 have places.
-struct World : HostArena {
-  RegionId one = 0, two = 0, ring = 0, kv = 0;
-
-  explicit World(Mode mode, bool exchange = true) : HostArena(host(8, exchange), 8, mode) {
-    one = add_layer("one", 2);
-    two = add_layer("two", 2);
-    ring = arena->add_ring_region(kTenant, 2);
-    kv = arena->add_kv_region(kTenant, 6);
-    arena->designate(kv, 0, {4, 5, 2, 3});
+struct World : TwoLayers {
+  explicit World(Mode mode, bool exchange = true) : TwoLayers(mode, exchange, 8, {4, 5}) {
     std::memset(arena->address(one), 1, 2 * kPage);
     std::memset(arena->address(two), 2, 2 * kPage);
-  }
-  // Both layers are streamed through layer one's pages; layer two's become KV, and so do the free ones.
-  Plan stream(bool deferred = true) const {
-    return plan({owner({0, 1}, Owner::params, Owner::ring), point(ring, {0, 1}, false), point(two, {0, 1}, deferred, 1),
-                 owner({2, 3}, Owner::params, Owner::kv), owner({4, 5}, Owner::free, Owner::kv)});
-  }
-  Plan back() const {
-    return plan({owner({4, 5}, Owner::kv, Owner::free), owner({2, 3}, Owner::kv, Owner::params),
-                 owner({0, 1}, Owner::ring, Owner::params), point(two, {2, 3}, true, 1)});
   }
   bool reads(RegionId region, int value) const {
     const std::byte* at = arena->address(region);
@@ -68,40 +51,6 @@ TEST(applies_and_goes_back) {
   });
 }
 
-TEST(refuses_before_any_backend_call) {
-  everywhere<World>([](World& world) {
-    const auto refused = [&](ErrorKind kind, std::vector<Step> steps, std::uint64_t late = 0) {
-      world.refuses(kind, {world.arena->epoch() - late, std::move(steps)});
-    };
-    const auto bad = ErrorKind::invalid_argument;
-    refused(ErrorKind::stale_plan, {owner({4}, Owner::free, Owner::kv)}, 1);
-    refused(bad, {owner({0}, Owner::free, Owner::kv)});
-    refused(bad, {owner({8}, Owner::free, Owner::kv)});
-    refused(bad, {owner({4, 4}, Owner::free, Owner::kv)});
-    refused(bad, {owner({0}, Owner::params, Owner::ring, 2)});
-    refused(bad, {owner({0}, Owner::params, Owner::quarantine)});
-    refused(bad, {owner({4}, Owner::free, Owner::kv), owner({4}, Owner::free, Owner::kv)});
-    refused(bad, {point(world.kv, {4}, false)});
-    refused(bad, {point(77, {4}, false)});
-    refused(bad, {point(world.two, {0}, true)});
-    refused(bad, {point(world.two, {0, kNoPage}, true)});
-    refused(bad, {point(world.two, {0, 8}, true)});
-    refused(bad, {point(world.ring, {0, 1, 2}, false)});
-    CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
-    CHECK_ERROR(ErrorKind::invalid_state, world.executor->rollback());
-  });
-}
-
-TEST(a_page_without_a_place_is_refused_and_undone) {
-  everywhere<World>([](World& world) {
-    const auto before = world.state();
-    Plan plan = world.stream();
-    plan.steps.push_back(owner({6}, Owner::free, Owner::kv));
-    CHECK_ERROR(ErrorKind::invalid_argument, world.executor->apply(plan));
-    CHECK(world.state() == before);
-  });
-}
-
 TEST(rolls_back) {
   everywhere<World>([](World& world) {
     const auto before = world.state();
@@ -109,49 +58,17 @@ TEST(rolls_back) {
     CHECK_ERROR(ErrorKind::invalid_state, world.executor->apply(world.stream()));
     world.executor->rollback();
     CHECK(world.state() == before && world.reads(world.one, 1) && world.reads(world.two, 2));
+    // Steps build on each other, so what was done last is undone first.
+    world.apply({owner({4, 5}, Owner::free, Owner::kv), owner({4}, Owner::kv, Owner::free)});
+    world.executor->rollback();
+    CHECK(world.state() == before && !world.executor->undecided());
     world.arena->check();
     world.executor->apply(world.stream());
     world.decide();
   });
 }
 
-// Steps build on each other, so what was done last is undone first.
-TEST(a_page_that_moves_twice_goes_all_the_way_back) {
-  everywhere<World>([](World& world) {
-    const auto before = world.state();
-    world.apply({owner({4, 5}, Owner::free, Owner::kv), owner({4}, Owner::kv, Owner::free)});
-    world.executor->rollback();
-    CHECK(world.state() == before);
-    world.arena->check();
-  });
-}
-
 TEST(every_call_fails) { every_call_of_a_plan_fails<World>(); }
-
-TEST(what_is_undecided_can_be_asked) {
-  everywhere<World>([](World& world) {
-    const auto observer = std::make_shared<Observer>();
-    CHECK(!world.executor->undecided());
-    world.executor->apply(world.stream());
-    CHECK(world.executor->undecided());
-    world.executor->rollback();
-    CHECK(!world.executor->undecided());
-    world.fault->arm_any(1);
-    try {
-      world.executor->apply(world.stream());
-      world.executor->rollback();
-    } catch (const Error&) {
-      CHECK(!world.executor->undecided());
-    }
-    world.fault->disarm();
-    world.executor->apply(world.stream());
-    // The epoch may move meanwhile: that says nothing about the plan.
-    world.arena->take(1, Owner::params, 2, {4, 5});
-    CHECK(world.executor->undecided());
-    world.executor->commit(observer);
-    CHECK(!world.executor->undecided());
-  });
-}
 
 // Undoing a plan needs the regions and pages that it names.
 TEST(a_tenant_of_an_undecided_plan_is_not_removed) {
@@ -172,21 +89,44 @@ TEST(a_tenant_of_an_undecided_plan_is_not_removed) {
   });
 }
 
-// What a layer shows when the plan is done must be its own home or its tenant's ring.
-TEST(a_plan_that_takes_pages_from_under_a_layer_is_refused) {
+TEST(what_cannot_be_is_refused_before_any_backend_call) {
   everywhere<World>([](World& world) {
-    const auto refused = [&](std::vector<Step> steps) {
-      world.refuses(ErrorKind::invalid_argument, world.plan(std::move(steps)));
+    const bool strict = world.arena->mode() == Mode::strict;
+    const std::vector<std::vector<Step>> bad{
+        {owner({0}, Owner::free, Owner::kv)},
+        {owner({8}, Owner::free, Owner::kv)},
+        {owner({4, 4}, Owner::free, Owner::kv)},
+        {owner({0}, Owner::params, Owner::ring, 2)},
+        {owner({0}, Owner::params, Owner::quarantine)},
+        {owner({4}, static_cast<Owner>(9), Owner::kv)},
+        {owner({4}, Owner::free, Owner::kv, kNobody)},
+        {owner({4}, Owner::free, Owner::kv, kUnknownBytes)},
+        {owner({4}, Owner::free, Owner::kv), owner({4}, Owner::free, Owner::kv)},
+        {point(world.kv, {4}, false)},
+        {point(77, {4}, false)},
+        {point(world.two, {0}, true)},
+        {point(world.two, {0, kNoPage}, true)},
+        {point(world.two, {0, 8}, true)},
+        {point(world.ring, {0, 1, 2}, false)},
+        // What a layer shows when the plan is done must be its own home or its tenant's ring.
+        {owner({2, 3}, Owner::params, Owner::kv)},
+        {owner({0}, Owner::params, Owner::free)},
+        {owner({0}, Owner::params, Owner::ring)},  // a ring's page before a page of the home
+        {point(world.two, {0, 1}, false)},
+        {owner({4, 5}, Owner::free, Owner::ring), point(world.two, {4, 3}, false)},
+        {point(world.ring, {4, 5}, false)},
     };
-    refused({owner({2, 3}, Owner::params, Owner::kv)});
-    refused({owner({0}, Owner::params, Owner::free)});
-    refused({owner({0}, Owner::params, Owner::ring)});  // a ring's page before a page of the home
-    refused({point(world.two, {0, 1}, false)});
-    refused({owner({4, 5}, Owner::free, Owner::ring), point(world.two, {4, 3}, false)});
-    refused({owner({4}, static_cast<Owner>(9), Owner::kv)});
-    refused({owner({4}, Owner::free, Owner::kv, kNobody)});
-    refused({owner({4}, Owner::free, Owner::kv, kUnknownBytes)});
-    if (world.arena->mode() == Mode::strict) refused({point(world.ring, {4, 5}, false)});
+    for (std::size_t i = 0; i + (strict ? 0 : 1) < bad.size(); ++i) {
+      world.refuses(ErrorKind::invalid_argument, world.plan(bad[i]));
+    }
+    world.refuses(ErrorKind::stale_plan, {world.arena->epoch() - 1, {owner({4}, Owner::free, Owner::kv)}});
+    CHECK_ERROR(ErrorKind::invalid_state, world.executor->commit(nullptr));
+    CHECK_ERROR(ErrorKind::invalid_state, world.executor->rollback());
+    const auto before = world.state();
+    Plan plan = world.stream();
+    plan.steps.push_back(owner({6}, Owner::free, Owner::kv));  // without a place: found late, and undone
+    CHECK_ERROR(ErrorKind::invalid_argument, world.executor->apply(plan));
+    CHECK(world.state() == before);
   });
 }
 
@@ -251,24 +191,6 @@ TEST(failures_are_asked_and_mended_by_tenant) {
   arena.check();
 }
 
-TEST(a_deferred_failure_is_told_and_tried_again) {
-  for (const bool exchange : {true, false}) {
-    World world(Mode::aliased, exchange);
-    const auto observer = std::make_shared<Observer>();
-    world.executor->apply(world.stream());
-    world.fault->arm(exchange ? Call::exchange : Call::unmap, 1, true);
-    world.decide(observer);
-    CHECK(observer->failed_count == 1 && observer->released_count == 0 && world.executor->failed_points() == 1);
-    CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}));
-    CHECK_ERROR(ErrorKind::driver, world.executor->retry_failed());
-    CHECK(world.executor->failed_points() == 1 && observer->failed_count == 2);
-    world.fault->disarm();
-    world.executor->retry_failed();
-    CHECK(world.executor->failed_points() == 0 && observer->released_count == 1 && world.reads(world.two, 1));
-    world.end();
-  }
-}
-
 // Without exchange a region is unmapped before it is mapped anew: if it can be mapped neither anew nor as before, nobody may
 // use it, which its layer is told; and the arena still closes.
 TEST(a_worker_that_cannot_undo_breaks_the_arena) {
@@ -296,22 +218,6 @@ TEST(a_retry_points_at_the_present_target) {
   world.executor->retry_failed();
   CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}) && world.reads(world.two, 2));
   world.arena->check();
-}
-
-TEST(forgets_what_a_tenant_leaves) {
-  World world(Mode::aliased);
-  world.executor->apply(world.stream());
-  world.fault->arm(Call::exchange, 1, true);
-  world.decide();
-  CHECK(world.executor->failed_points() == 1);
-  world.executor->forget(kTenant + 1);
-  CHECK(world.executor->failed_points() == 1);
-  world.executor->forget(kTenant);
-  CHECK(world.executor->failed_points() == 0);
-  world.fault->disarm();
-  world.arena->remove_tenant(kTenant);
-  world.arena->check();
-  CHECK(world.arena->counts()[Owner::free] == 8);
 }
 
 // A region in a declared range shows what it shows, whatever plan comes.

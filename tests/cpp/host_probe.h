@@ -1,4 +1,4 @@
-// What the tests of the host backend ask the kernel, and small helpers over Usage and Error.
+// What the tests of the host backend ask the kernel.
 #pragma once
 
 #include <cstdint>
@@ -24,13 +24,6 @@ inline std::size_t kernel_mappings(const std::byte* begin, std::size_t bytes) {
     if (start < low + bytes && end > low) ++count;
   }
   return count;
-}
-
-inline std::int64_t number(const Error& error, const std::string& name) {
-  for (const auto& one : error.fields()) {
-    if (one.first == name) return std::get<std::int64_t>(one.second);
-  }
-  throw std::logic_error("no field " + name);
 }
 
 inline Usage usage_of(const host::HostMemory& memory) {

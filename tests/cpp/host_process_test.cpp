@@ -1,8 +1,7 @@
 // The host backend as the operating system sees it: forked children, bounded memory, kernel limits, nothing left behind.
 #include <dirent.h>
-#include <sys/mman.h>
 
-#include <cerrno>
+#include <algorithm>
 #include <cstring>
 #include <fstream>
 #include <string>
@@ -10,6 +9,7 @@
 
 #include "child.h"
 #include "remap/backends.h"
+#include "usage.h"
 
 using namespace remap;
 using namespace remap::testing;
@@ -18,7 +18,6 @@ namespace {
 
 constexpr std::size_t kSmall = 4096;
 constexpr std::size_t kPage = std::size_t{2} << 20;
-constexpr auto kLong = std::chrono::seconds(60);
 
 std::size_t entries(const char* directory) {
   std::size_t count = 0;
@@ -86,26 +85,6 @@ TEST(a_forked_child_cannot_touch_the_arena) {
   }
 }
 
-TEST(a_forked_child_gets_an_error_and_can_exit) {
-  Mapped m(1, kPage);
-  const StreamHandle stream = m.backend->create_stream();
-  const EventHandle event = m.backend->create_event(true);
-  const int status = in_child([&] {
-    CHECK_ERROR(ErrorKind::forked_process, m.backend->reserve(kPage, kPage));
-    CHECK_ERROR(ErrorKind::forked_process, m.backend->unmap(m.at, kPage));
-    CHECK_ERROR(ErrorKind::forked_process, m.backend->fill(stream, m.at, 1, kPage));
-    CHECK_ERROR(ErrorKind::forked_process, m.backend->record(event, stream));
-    CHECK_ERROR(ErrorKind::forked_process, m.backend->synchronize(event, kLong));
-    CHECK_ERROR(ErrorKind::forked_process, m.backend->usage());
-    CHECK_ERROR(ErrorKind::forked_process, m.backend->destroy_stream(stream));
-    m.backend.reset();  // joins no thread that does not exist, unmaps nothing
-  });
-  CHECK(ended_well(status));
-  CHECK(m.at[kPage - 1] == std::byte{7});
-  m.backend->record(event, stream);
-  CHECK(m.backend->synchronize(event, kLong));
-}
-
 TEST(resident_memory_is_bounded_by_capacity) {
   constexpr std::size_t kCount = 8;
   Mapped m(kCount, kPage);
@@ -122,107 +101,44 @@ TEST(resident_memory_is_bounded_by_capacity) {
 
 TEST(a_destroyed_page_gives_its_memory_back) {
   Mapped m(8, kPage);
-  CHECK(resident_arena_bytes() == 8 * kPage);
   m.backend->unmap(m.at, 6 * kPage);
-  for (int i = 0; i < 6; ++i) m.backend->destroy_page(m.pages[static_cast<std::size_t>(i)]);
-  std::vector<PageHandle> fresh;
-  for (int i = 0; i < 6; ++i) fresh.push_back(m.backend->create_page(kPage));
-  m.backend->map(m.at, fresh.data(), 6, kPage);
+  for (std::size_t i = 0; i < 6; ++i) {
+    m.backend->destroy_page(m.pages[i]);
+    m.pages[i] = m.backend->create_page(kPage);
+  }
+  m.backend->map(m.at, m.pages.data(), 6, kPage);
   m.backend->set_access(m.at, 6 * kPage, Access::read);
   CHECK(resident_arena_bytes() == 2 * kPage);
 }
 
-// 4 KiB pages in descending order: no two merge, so each needs its own kernel mapping.
-TEST(the_mapping_limit_is_refused_before_anything_changes) {
-  std::ifstream file("/proc/sys/vm/max_map_count");
-  std::size_t max_map_count = 0;
-  CHECK(file >> max_map_count);
-  if (max_map_count > 200000) {
-    std::printf("      skipped: vm.max_map_count = %zu would take too long to reach\n", max_map_count);
-    return;
+TEST(exchange_of_large_pages_moves_populated_tables) {
+  auto backend = make_host_backend({8 * kPage, kPage, 1});
+  CHECK(backend->can_exchange());
+  std::byte* a = backend->reserve(4 * kPage, kPage);
+  std::byte* b = backend->reserve(4 * kPage, kPage);
+  std::vector<PageHandle> pages;
+  for (int i = 0; i < 8; ++i) pages.push_back(backend->create_page(kPage));
+  const PageHandle mixed[] = {pages[7], pages[2], pages[3], pages[0]};
+  backend->map(a, pages.data() + 4, 3, kPage);
+  backend->map(a + 3 * kPage, pages.data() + 1, 1, kPage);
+  backend->map(b, mixed, 4, kPage);
+  for (std::byte* at : {a, b}) {
+    backend->set_access(at, 4 * kPage, Access::read_write);
+    for (std::size_t i = 0; i < 4; ++i) std::memset(at + i * kPage, static_cast<int>(i + (at == b ? 16 : 1)), kPage);
   }
-  const std::size_t count = max_map_count / 2 + 2000;
-  auto backend = make_host_backend({count * kSmall, kSmall, 1});
-  std::vector<PageHandle> pages(count);
-  for (std::size_t i = count; i-- > 0;) pages[i] = backend->create_page(kSmall);
-  std::byte* a = backend->reserve(count * kSmall, kSmall);
-  std::byte* b = backend->reserve(count * kSmall, kSmall);
-  backend->map(a, pages.data(), count, kSmall);
   const Usage before = backend->usage();
-  CHECK(before.mappings >= count && before.mappings <= count + 2);
-  try {
-    backend->map(b, pages.data(), count, kSmall);
-    CHECK(false);
-  } catch (const Error& error) {
-    CHECK(error.kind() == ErrorKind::limit_exceeded);
-    CHECK(std::string(error.what()).find("vm.max_map_count") != std::string::npos);
-    std::size_t found = 0;
-    for (const auto& field : error.fields()) {
-      if (field.first == "mappings") found += std::get<std::int64_t>(field.second) == static_cast<std::int64_t>(before.mappings);
-      if (field.first == "max_map_count") found += std::get<std::int64_t>(field.second) == static_cast<std::int64_t>(max_map_count);
+  for (int round = 0; round < 3; ++round) {
+    backend->exchange(a, b, 4 * kPage);
+    for (std::size_t i = 0; i < 4; ++i) {
+      const auto one = static_cast<std::byte>(i + (round % 2 == 0 ? 16 : 1));
+      const auto other = static_cast<std::byte>(i + (round % 2 == 0 ? 1 : 16));
+      CHECK(std::all_of(a + i * kPage, a + (i + 1) * kPage, [&](std::byte value) { return value == one; }));
+      CHECK(std::all_of(b + i * kPage, b + (i + 1) * kPage, [&](std::byte value) { return value == other; }));
     }
-    CHECK(found == 2);
   }
-  CHECK(backend->usage().mappings == before.mappings && backend->usage().mapped_bytes == before.mapped_bytes);
-  // What is left can still be used, and giving mappings back makes room.
-  const std::size_t room = max_map_count - 1024 - before.mappings - 8;
-  backend->map(b, pages.data(), room, kSmall);
-  CHECK_ERROR(ErrorKind::limit_exceeded, (backend->map(b + (room + 1) * kSmall, pages.data(), 64, kSmall), 0));
-  backend->unmap(a, count * kSmall);
-  backend->map(b + (room + 1) * kSmall, pages.data(), 64, kSmall);
+  CHECK(same(before, backend->usage()));
+  CHECK_ERROR(ErrorKind::invalid_argument, backend->exchange(a, a + kPage, 2 * kPage));
 }
-
-#if !defined(__SANITIZE_THREAD__)  // TSan's own runtime ends the process when it gets no mapping
-// Others in the process use the mappings up, so that the kernel refuses what the backend's own count allows.
-TEST(a_kernel_refusal_is_undone) {
-  std::ifstream file("/proc/sys/vm/max_map_count");
-  std::size_t max_map_count = 0;
-  CHECK(file >> max_map_count);
-  if (max_map_count > 200000) {
-    std::printf("      skipped: vm.max_map_count = %zu would take too long to reach\n", max_map_count);
-    return;
-  }
-  auto backend = make_host_backend({256 * kSmall, kSmall, 1});
-  std::vector<PageHandle> pages(256);
-  for (std::size_t i = 256; i-- > 0;) pages[i] = backend->create_page(kSmall);
-  std::byte* at = backend->reserve(256 * kSmall, kSmall);
-  std::byte* held = backend->reserve(3 * kSmall, kSmall);
-  backend->map(held, pages.data(), 3, kSmall);
-  const Usage before = backend->usage();
-
-  const std::size_t filler_bytes = (max_map_count + 100) * kSmall;
-  void* filler = ::mmap(nullptr, filler_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  CHECK(filler != MAP_FAILED);
-  auto* first = static_cast<std::byte*>(filler);
-  std::size_t made = 1;
-  while (::mprotect(first + made * kSmall, kSmall, PROT_READ) == 0) made += 2;
-  const bool full = errno == ENOMEM;
-  bool given_back = true;
-  try {
-    backend->unmap(held + kSmall, kSmall);  // needs nothing new for long, but the kernel refuses even to replace by now
-  } catch (const Error&) {
-    given_back = false;
-  }
-  // Leave the process room for a hundred mappings: what a half-done map needs to be undone, and malloc.
-  CHECK(made > 400);
-  ::munmap(first, 100 * kSmall);
-
-  bool refused = false;  // and not arena_broken: undoing works with no mapping left
-  try {
-    backend->map(at, pages.data(), 256, kSmall);
-  } catch (const Error& error) {
-    refused = error.kind() == ErrorKind::limit_exceeded;
-  }
-  const Usage after = backend->usage();
-  ::munmap(filler, filler_bytes);
-  CHECK(full && refused);
-  CHECK(given_back);
-  CHECK(before.mapped_bytes == 3 * kSmall && after.mapped_bytes == 2 * kSmall && after.mappings == before.mappings);
-  CHECK(mappings_of("/memfd:remap") == 2);
-  backend->map(at, pages.data(), 256, kSmall);
-  CHECK(mappings_of("/memfd:remap") == 258);
-}
-#endif
 
 TEST(nothing_is_left_behind) {
   const auto cycle = [] {

@@ -104,53 +104,6 @@ TEST(copies_are_in_use_order) {
   }
 }
 
-TEST(looks_ahead_over_the_end_of_a_pass) {
-  Player player(4, 2);
-  player.pass();
-  CHECK((player.copied == std::vector<std::uint32_t>{0, 1, 2, 3, 0, 1}));
-}
-
-TEST(the_odd_wrap_does_not_overwrite_what_is_next) {
-  // m = 3, beta = 2: positions 2 and 0 follow each other in buffer 0.
-  Player player(3, 2);
-  player.schedule.begin_pass();
-  player.pump();
-  CHECK((player.copied == std::vector<std::uint32_t>{0, 1}));
-  CHECK(player.claim(0) == Claim::hit);
-  player.done(0);
-  CHECK(player.claim(1) == Claim::hit);
-  player.done(1);
-  CHECK((player.copied == std::vector<std::uint32_t>{0, 1, 2}));  // 0 must wait for 2's computation
-  CHECK(player.claim(2) == Claim::hit);
-  CHECK(player.copied.size() == 3);
-  player.done(2);
-  CHECK((player.copied == std::vector<std::uint32_t>{0, 1, 2, 0}));
-}
-
-TEST(leftovers_are_used) {
-  Player player(4, 4);
-  player.schedule.begin_pass();
-  player.pump();
-  player.claim(0);
-  player.pass();
-  CHECK(player.copied.size() == 4);
-}
-
-TEST(skipping_forward_and_going_back) {
-  Player player(6, 2);
-  player.schedule.begin_pass();
-  player.pump();
-  CHECK(player.claim(5) == Claim::miss);  // 0..4 are skipped
-  player.done(5);
-  CHECK(player.claim(3) == Claim::miss);  // an extra use takes the buffer from what was fetched
-  player.done(3);
-  player.schedule.end_pass();
-  player.pump();
-  player.misses = 0;
-  player.pass();
-  CHECK(player.misses == 0);
-}
-
 TEST(keeps_given_contents) {
   Player player(2, 2);
   player.bytes = {0, 1};

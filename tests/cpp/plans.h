@@ -124,6 +124,31 @@ struct HostArena {
   }
 };
 
+// Two layers of two pages (0 1, 2 3), a ring region, and a KV region where the free pages `loose` and 2 3 have places.
+struct TwoLayers : HostArena {
+  RegionId one = 0, two = 0, ring = 0, kv = 0;
+  std::vector<PageId> loose;
+
+  TwoLayers(Mode mode, bool exchange, std::size_t pages, std::vector<PageId> free)
+      : HostArena(host(pages, exchange), pages, mode), loose(std::move(free)) {
+    one = add_layer("one", 2);
+    two = add_layer("two", 2);
+    ring = arena->add_ring_region(kTenant, 2);
+    kv = arena->add_kv_region(kTenant, 6);
+    arena->designate(kv, 0, loose);
+    arena->designate(kv, loose.size(), {2, 3});
+  }
+  // Both layers are streamed through layer one's pages; layer two's become KV, and so do the free ones.
+  Plan stream(bool deferred = true) const {
+    return plan({owner({0, 1}, Owner::params, Owner::ring), point(ring, {0, 1}, false), point(two, {0, 1}, deferred, 1),
+                 owner({2, 3}, Owner::params, Owner::kv), owner(loose, Owner::free, Owner::kv)});
+  }
+  Plan back() const {
+    return plan({owner(loose, Owner::kv, Owner::free), owner({2, 3}, Owner::kv, Owner::params),
+                 owner({0, 1}, Owner::ring, Owner::params), point(two, {2, 3}, true, 1)});
+  }
+};
+
 // In both modes, with and without exchange.
 template <typename World, typename Body>
 void everywhere(Body&& body) {

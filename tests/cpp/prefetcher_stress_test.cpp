@@ -101,50 +101,6 @@ struct World {
   }
 };
 
-// Between passes, with nothing running, what is free is poisoned.
-TEST(host_passes_beside_observers_and_a_worker) {
-  World world(9);
-  std::mt19937_64 random(1);
-  Looking looking([&] {
-    static_cast<void>(world.prefetcher->stats());
-    static_cast<void>(world.prefetcher->ready(4));
-    static_cast<void>(world.prefetcher->in_pass());
-    static_cast<void>(world.prefetcher->unwaited());
-    world.prefetcher->drain();
-  });
-  for (int round = 0; round < 60; ++round) {
-    const StreamConfiguration next = world.next(random, true);
-    world.prefetcher->drain();
-    for (const LayerId layer : next.streamed) {
-      const auto head = static_cast<std::ptrdiff_t>(World::offset_of(next));
-      std::fill(world.regions[layer].begin() + head, world.regions[layer].end(), std::byte{0xDF});
-    }
-    world.configure(next);
-    Thread worker([&] {
-      for (const LayerId layer : next.held) world.prefetcher->released(layer);
-    });
-    for (int pass = 0; pass < 4; ++pass) {
-      const bool abandon = random() % 4 == 0;
-      world.prefetcher->begin_pass();
-      for (LayerId layer = 0; layer < world.masters.size(); ++layer) {
-        world.wait(layer);
-        world.read(layer);
-        if (abandon && layer == 5) break;
-        world.prefetcher->done(layer);
-      }
-      CHECK(abandon || world.prefetcher->unwaited().empty());
-      if (!abandon || pass == 3) world.prefetcher->end_pass();
-    }
-    worker.join();
-    if (round % 10 == 0) world.prefetcher->drain();
-  }
-  looking.stop();
-  const PrefetchStats stats = world.prefetcher->stats();
-  CHECK(stats.misses == 0);
-  CHECK(stats.copies > 0);
-  CHECK(stats.passes + stats.abandoned == 240);
-}
-
 // Passes on two streams in turn, begun there or with the stream named at every layer, several in flight; changes while
 // the streams are busy (other owners write at once to what they get), and a worker that releases regions behind the
 // change's event. Nothing blocks the engine but a held layer. The computation of a layer is a copy of what it sees.

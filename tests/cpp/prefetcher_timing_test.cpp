@@ -134,56 +134,14 @@ TEST(passes_in_flight_are_bounded) {
     world.pass_on(stream);
     world.backend->finish();
   }
-  CHECK(world.backend->usage().events == events);  // used again
-  CHECK(world.prefetcher->take_timings().size() == PassTimer::kPasses);  // nobody took them for long
-}
-
-TEST(passes_of_both_kinds) {
-  World world(3);
-  FakeBackend& backend = *world.backend;
-  const StreamHandle stream = backend.create_stream();
-  world.configure(world.configuration({0, 1, 2}, 2));
-  world.pass(0);
-  const std::vector<PassTiming> host = world.prefetcher->take_timings();  // known at once
-  CHECK(host.size() == 1 && host[0].pass == 1 && host[0].seconds == world.prefetcher->stats().last_pass_s);
-  world.prefetcher->begin_pass(stream);
-  for (LayerId layer = 0; layer < 3; ++layer) world.use_on(layer, stream);
-  for (int i = 0; i < 5000; ++i) backend.compute_write(stream, world.ring[3].data(), kBytes, kOther);
-  CHECK(world.prefetcher->end_pass() == 2);
-  // Outside the pass no stream means none: this thread waits, for copies that wait for the stream's readers.
-  CHECK(!world.prefetcher->wait(0, 0, kNow));
-  world.wait(0, 0);
-  world.prefetcher->done(0);
-  world.pass(0);
-  const std::vector<PassTiming> later = world.prefetcher->take_timings();
-  CHECK(later.size() == 1 && later[0].pass == 3);
-  const double last = world.prefetcher->stats().last_pass_s;
-  backend.finish();
-  const std::vector<PassTiming> earlier = world.prefetcher->take_timings();
-  CHECK(earlier.size() == 1 && earlier[0].pass == 2);
-  CHECK(world.prefetcher->stats().last_pass_s == last);  // of the newest pass, whichever became known last
-  CHECK(world.prefetcher->stats().passes == 3);
-}
-
-TEST(an_abandoned_pass_has_no_time) {
-  World world(3);
-  const StreamHandle stream = world.backend->create_stream();
-  world.configure(world.configuration({0, 1, 2}, 1));
-  world.pass_on(stream);
-  std::size_t events = 0;
-  for (int i = 0; i < 50; ++i) {
+  for (int pass = 0; pass < 50; ++pass) {
     world.prefetcher->begin_pass(stream);
     CHECK(world.prefetcher->wait(0));
-    world.compute(0, stream);  // left between wait and done
+    world.compute(0, stream);  // left between wait and done: such a pass has no time
     world.backend->random_steps(5);
-    if (i == 10) events = world.backend->usage().events;
-    if (i > 10) CHECK(world.backend->usage().events <= events + 4);
   }
-  CHECK(world.pass_on(stream) == 2);
-  world.backend->finish();
-  const std::vector<PassTiming> timings = world.prefetcher->take_timings();
-  CHECK(timings.size() == 2 && timings[0].pass == 1 && timings[1].pass == 2);
-  CHECK(world.prefetcher->stats().abandoned == 50);
+  CHECK(world.backend->usage().events <= events + 4);  // used again
+  CHECK(world.prefetcher->take_timings().size() == PassTimer::kPasses);  // nobody took them for long
 }
 
 }  // namespace

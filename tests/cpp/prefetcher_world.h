@@ -21,6 +21,10 @@ using Buffer = std::array<std::byte, kBytes>;
 
 inline constexpr std::chrono::nanoseconds kNow{0}, kBriefly{1};
 
+// Who reads: the calling thread, a stream named at every layer, or one on which the pass was begun.
+enum class Reader { host, named, begun };
+inline constexpr Reader kReaders[] = {Reader::host, Reader::named, Reader::begun};
+
 struct World {
   std::vector<std::size_t> sizes;
   std::vector<Buffer> masters, regions, ring;
@@ -163,6 +167,13 @@ struct World {
     const std::uint64_t number = prefetcher->end_pass();
     CHECK(backend->waited == before);
     return number;
+  }
+  // May block, if the copy stream has to be replaced.
+  void pass_by(Reader reader, StreamHandle stream) {
+    if (reader != Reader::begun) return pass(stream);
+    prefetcher->begin_pass(stream);
+    for (LayerId layer = 0; layer < masters.size(); ++layer) use_on(layer, stream);
+    prefetcher->end_pass();
   }
   std::vector<LayerId> copied() const {
     std::vector<LayerId> layers;

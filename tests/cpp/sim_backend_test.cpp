@@ -127,15 +127,6 @@ TEST(kernels_lose_what_copies_take) {
   }
 }
 
-TEST(inside_the_device_nothing_else_is_slowed) {
-  const SimOptions made = options();
-  sim::Links links(made);
-  CHECK(close(links.copy(SimRoute::inside_device, 2, 4'000'000), 3));
-  CHECK(links.busy(SimRoute::to_device).empty() && links.busy(SimRoute::to_host).empty());
-  CHECK(links.compute(2, 1) == 3);
-  CHECK(links.traffic(SimRoute::inside_device).copies == 1);
-}
-
 // Every thread has streams, events and a region of its own; all share the engines and the clock. Two of them are hosts.
 void threads_share_one_backend(bool backed) {
   constexpr std::size_t kThreads = 6, kRounds = 200, kPages = 4;

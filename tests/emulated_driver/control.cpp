@@ -36,7 +36,7 @@ CUresult look_up(const char* symbol, void** function, int version, std::uint64_t
   int offered = 0;
   {
     const Lock lock(e.mutex);
-    offered = e.settings.driver_version;
+    offered = static_cast<int>(e.settings.driver_version);
   }
   if (version > offered) return kInvalidValue;
   const EntryPoint* best = nullptr;

@@ -48,14 +48,10 @@ CUresult look_up(CUresult code, const char* ErrorText::* what, const char** text
   return *text != nullptr ? kSuccess : kInvalidValue;
 }
 
-bool known(const Emulator& e, CUdevice device) { return device >= 0 && device < e.settings.devices; }
+bool known(const Emulator& e, CUdevice device) { return device >= 0 && static_cast<std::uint64_t>(device) < e.settings.devices; }
 
 CUresult unknown(Emulator& e, const char* entry, CUdevice device) {
   return e.violate(kInvalidDevice, std::string(entry) + ": no device " + std::to_string(device));
-}
-
-CUresult no_place(Emulator& e, const char* entry) {
-  return e.violate(kInvalidValue, std::string(entry) + ": no place for the answer");
 }
 
 }  // namespace
@@ -71,8 +67,7 @@ CUresult cuInit(unsigned flags) {
 
 CUresult cuDriverGetVersion(int* version) {
   return serve("cuDriverGetVersion", kNothing, [&](Emulator& e, Lock&) {
-    if (version == nullptr) return no_place(e, "cuDriverGetVersion");
-    *version = e.settings.driver_version;
+    *version = static_cast<int>(e.settings.driver_version);
     return CUresult{kSuccess};
   });
 }
@@ -85,15 +80,13 @@ CUresult cuGetErrorString(CUresult code, const char** text) { return look_up(cod
 
 CUresult cuDeviceGetCount(int* count) {
   return serve("cuDeviceGetCount", kInit, [&](Emulator& e, Lock&) {
-    if (count == nullptr) return no_place(e, "cuDeviceGetCount");
-    *count = e.settings.devices;
+    *count = static_cast<int>(e.settings.devices);
     return CUresult{kSuccess};
   });
 }
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   return serve("cuDeviceGet", kInit, [&](Emulator& e, Lock&) {
-    if (device == nullptr) return no_place(e, "cuDeviceGet");
     if (!known(e, ordinal)) return CUresult{kInvalidDevice};  // asking is how one learns: no rule was broken
     *device = ordinal;
     return CUresult{kSuccess};
@@ -103,7 +96,6 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
 CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
   return serve("cuDeviceGetName", kInit, [&](Emulator& e, Lock&) {
     if (!known(e, device)) return unknown(e, "cuDeviceGetName", device);
-    if (name == nullptr || length <= 0) return no_place(e, "cuDeviceGetName");
     std::snprintf(name, static_cast<std::size_t>(length), "Emulated device %d", device);
     return CUresult{kSuccess};
   });
@@ -112,7 +104,6 @@ CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
 CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
   return serve("cuDeviceGetAttribute", kInit, [&](Emulator& e, Lock&) {
     if (!known(e, device)) return unknown(e, "cuDeviceGetAttribute", device);
-    if (value == nullptr || attribute <= 0) return no_place(e, "cuDeviceGetAttribute");
     *value = e.settings.attribute(attribute, device);
     return CUresult{kSuccess};
   });
@@ -121,17 +112,7 @@ CUresult cuDeviceGetAttribute(int* value, int attribute, CUdevice device) {
 CUresult cuDeviceTotalMem(std::size_t* bytes, CUdevice device) {
   return serve("cuDeviceTotalMem", kInit, [&](Emulator& e, Lock&) {
     if (!known(e, device)) return unknown(e, "cuDeviceTotalMem", device);
-    if (bytes == nullptr) return no_place(e, "cuDeviceTotalMem");
     *bytes = e.settings.memory_bytes;
-    return CUresult{kSuccess};
-  });
-}
-
-CUresult cuDeviceGetPCIBusId(char* text, int length, CUdevice device) {
-  return serve("cuDeviceGetPCIBusId", kInit, [&](Emulator& e, Lock&) {
-    if (!known(e, device)) return unknown(e, "cuDeviceGetPCIBusId", device);
-    if (text == nullptr || length <= 0) return no_place(e, "cuDeviceGetPCIBusId");
-    std::snprintf(text, static_cast<std::size_t>(length), "0000:%02x:00.0", 1 + device);
     return CUresult{kSuccess};
   });
 }
@@ -141,7 +122,6 @@ CUresult cuDeviceGetPCIBusId(char* text, int length, CUdevice device) {
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   return serve("cuDevicePrimaryCtxRetain", kInit | kUnsafe, [&](Emulator& e, Lock&) {
     if (!known(e, device)) return unknown(e, "cuDevicePrimaryCtxRetain", device);
-    if (context == nullptr) return no_place(e, "cuDevicePrimaryCtxRetain");
     *context = e.contexts.retain(device);
     return CUresult{kSuccess};
   });
@@ -175,21 +155,13 @@ CUresult cuCtxPopCurrent(CUcontext* context) {
   return serve("cuCtxPopCurrent", kInit, [&](Emulator& e, Lock&) { return e.contexts.pop(context); });
 }
 CUresult cuCtxGetCurrent(CUcontext* context) {
-  return serve("cuCtxGetCurrent", kInit, [&](Emulator& e, Lock&) {
-    if (context == nullptr) return no_place(e, "cuCtxGetCurrent");
+  return serve("cuCtxGetCurrent", kInit, [&](Emulator&, Lock&) {
     *context = Contexts::current();
     return CUresult{kSuccess};
   });
 }
 CUresult cuCtxSetCurrent(CUcontext context) {
   return serve("cuCtxSetCurrent", kInit, [&](Emulator& e, Lock&) { return e.contexts.set_current(context); });
-}
-CUresult cuCtxGetDevice(CUdevice* device) {
-  return serve("cuCtxGetDevice", kWithContext, [&](Emulator& e, Lock&) {
-    if (device == nullptr) return no_place(e, "cuCtxGetDevice");
-    *device = e.contexts.device_of(Contexts::current());
-    return CUresult{kSuccess};
-  });
 }
 
 }  // namespace remap::emulated::entry

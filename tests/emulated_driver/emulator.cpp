@@ -35,7 +35,7 @@ void spend(Lock& lock, std::uint64_t ns) {
   lock.lock();
 }
 
-MappingCall::MappingCall(Emulator& emulator, Lock& lock) : emulator_(emulator), exclusive_(emulator.settings.driver_lock) {
+MappingCall::MappingCall(Emulator& emulator, Lock& lock) : emulator_(emulator), exclusive_(emulator.settings.driver_lock != 0) {
   if (!exclusive_) return;
   emulator_.mapping_ended.wait(lock, [this] { return !emulator_.mapping; });
   emulator_.mapping = true;

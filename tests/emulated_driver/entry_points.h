@@ -15,14 +15,12 @@
   X(cuDeviceGetName, 2000, (char* name, int length, CUdevice device))                                                          \
   X(cuDeviceGetAttribute, 2000, (int* value, int attribute, CUdevice device))                                                  \
   X(cuDeviceTotalMem, 3020, (std::size_t * bytes, CUdevice device))                                                            \
-  X(cuDeviceGetPCIBusId, 4010, (char* text, int length, CUdevice device))                                                      \
   X(cuDevicePrimaryCtxRetain, 7000, (CUcontext * context, CUdevice device))                                                    \
   X(cuDevicePrimaryCtxRelease, 11000, (CUdevice device))                                                                       \
   X(cuCtxPushCurrent, 4000, (CUcontext context))                                                                               \
   X(cuCtxPopCurrent, 4000, (CUcontext * context))                                                                              \
   X(cuCtxGetCurrent, 4000, (CUcontext * context))                                                                              \
   X(cuCtxSetCurrent, 4000, (CUcontext context))                                                                                \
-  X(cuCtxGetDevice, 2000, (CUdevice * device))                                                                                 \
   X(cuMemGetInfo, 3020, (std::size_t * free_bytes, std::size_t * total_bytes))                                                 \
   X(cuMemGetAllocationGranularity, 10020, (std::size_t * bytes, const CUmemAllocationProp* properties, int option))            \
   X(cuMemAddressReserve, 10020,                                                                                                \
@@ -36,13 +34,8 @@
     (CUdeviceptr at, std::size_t bytes, std::size_t offset, CUmemGenericAllocationHandle page, unsigned long long flags))      \
   X(cuMemUnmap, 10020, (CUdeviceptr at, std::size_t bytes))                                                                    \
   X(cuMemSetAccess, 10020, (CUdeviceptr at, std::size_t bytes, const CUmemAccessDesc* descriptors, std::size_t count))         \
-  X(cuMemExportToShareableHandle, 10020,                                                                                       \
-    (void* shareable, CUmemGenericAllocationHandle page, int type, unsigned long long flags))                                  \
-  X(cuMemImportFromShareableHandle, 10020, (CUmemGenericAllocationHandle * page, void* shareable, int type))                   \
   X(cuMemHostRegister, 6050, (void* at, std::size_t bytes, unsigned flags))                                                    \
   X(cuMemHostUnregister, 4000, (void* at))                                                                                     \
-  X(cuPointerGetAttribute, 4000, (void* value, int attribute, CUdeviceptr at))                                                 \
-  X(cuStreamCreate, 2000, (CUstream * stream, unsigned flags))                                                                 \
   X(cuStreamCreateWithPriority, 5050, (CUstream * stream, unsigned flags, int priority))                                       \
   X(cuStreamDestroy, 4000, (CUstream stream))                                                                                  \
   X(cuStreamSynchronize, 2000, (CUstream stream))                                                                              \

@@ -133,7 +133,7 @@ CUresult Memory::set_access(CUdeviceptr at, std::size_t bytes, const CUmemAccess
         (each.flags != kAccessNone && each.flags != kAccessRead && each.flags != kAccessReadWrite)) {
       return journal_.violate(kInvalidValue, "cuMemSetAccess: access 0, 1 or 3 for a device expected");
     }
-    if (each.location.id < 0 || each.location.id >= settings_.devices) {
+    if (each.location.id < 0 || each.location.id >= static_cast<int>(settings_.devices)) {
       return journal_.violate(kInvalidDevice, "cuMemSetAccess: no device " + std::to_string(each.location.id));
     }
   }

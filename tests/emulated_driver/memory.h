@@ -28,8 +28,6 @@ class Memory {
                   unsigned long long flags);
   // Mappings keep the memory.
   CUresult release(CUmemGenericAllocationHandle page);
-  CUresult export_fd(void* shareable, CUmemGenericAllocationHandle page, int type, unsigned long long flags);
-  CUresult import_fd(CUmemGenericAllocationHandle* page, void* shareable, int type);
 
   CUresult map(CUdeviceptr at, std::size_t bytes, std::size_t offset, CUmemGenericAllocationHandle page,
                unsigned long long flags);
@@ -58,7 +56,6 @@ class Memory {
     std::size_t bytes = 0;
     int file = -1;
     std::size_t offset = 0;
-    bool exportable = false;  // has a file of its own
     Physical() = default;
     Physical(const Physical&) = delete;
     Physical& operator=(const Physical&) = delete;
@@ -73,8 +70,6 @@ class Memory {
 
   CUresult check_properties(const char* entry, const CUmemAllocationProp* properties);
   CUresult find_place(Physical& page);
-  CUresult own_file(Physical& page);
-  CUresult give_handle(CUmemGenericAllocationHandle* handle, std::shared_ptr<Physical> page);
   void give_back(const Physical& page) noexcept;
   const Mapping* mapping_at(CUdeviceptr at, CUdeviceptr* begin) const;
 

@@ -85,16 +85,6 @@ CUresult cuMemSetAccess(CUdeviceptr at, std::size_t bytes, const CUmemAccessDesc
   });
 }
 
-CUresult cuMemExportToShareableHandle(void* shareable, CUmemGenericAllocationHandle page, int type, unsigned long long flags) {
-  return serve("cuMemExportToShareableHandle", kUnsafeWithContext,
-               [&](Emulator& e, Lock&) { return e.memory.export_fd(shareable, page, type, flags); });
-}
-
-CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle* page, void* shareable, int type) {
-  return serve("cuMemImportFromShareableHandle", kUnsafeWithContext,
-               [&](Emulator& e, Lock&) { return e.memory.import_fd(page, shareable, type); });
-}
-
 CUresult cuMemHostRegister(void* at, std::size_t bytes, unsigned flags) {
   return serve("cuMemHostRegister", kUnsafeWithContext, [&](Emulator& e, Lock& lock) {
     const CUcontext context = Contexts::current();
@@ -115,19 +105,6 @@ CUresult cuMemHostUnregister(void* at) {
     if (bytes > 0) report_in_flight(e, "cuMemHostUnregister", begin, bytes);
     if (bytes > 0) e.streams.quiesce(lock, begin, bytes);
     return e.host.remove(at);
-  });
-}
-
-// Of the attributes only the type of memory is known here. Ordinary memory is an invalid value to the driver as well.
-CUresult cuPointerGetAttribute(void* value, int attribute, CUdeviceptr at) {
-  return serve("cuPointerGetAttribute", kWithContext, [&](Emulator& e, Lock&) {
-    if (value == nullptr || attribute != kPointerMemoryType) {
-      return e.violate(kInvalidValue, "cuPointerGetAttribute: attribute " + std::to_string(attribute));
-    }
-    const bool device = e.memory.mapped(at, 1);
-    if (!device && e.host.covering(at, 1) == nullptr) return CUresult{kInvalidValue};
-    *static_cast<unsigned*>(value) = device ? kMemoryTypeDevice : kMemoryTypeHost;
-    return CUresult{kSuccess};
   });
 }
 

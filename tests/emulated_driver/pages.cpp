@@ -1,7 +1,5 @@
-// Pages: physical memory, its handles, and handles that other processes may import.
-#include <fcntl.h>
+// Pages: physical memory and its handles.
 #include <sys/mman.h>
-#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -45,7 +43,7 @@ CUresult Memory::check_properties(const char* entry, const CUmemAllocationProp* 
     return journal_.violate(kInvalidValue, name + ": not a pinned allocation on a device");
   }
   const CUdevice device = properties->location.id;
-  if (device < 0 || device >= settings_.devices) {
+  if (device < 0 || device >= static_cast<int>(settings_.devices)) {
     return journal_.violate(kInvalidDevice, name + ": no device " + std::to_string(device));
   }
   const int types = properties->requestedHandleTypes;
@@ -80,20 +78,12 @@ CUresult Memory::create(CUmemGenericAllocationHandle* handle, std::size_t bytes,
   auto page = std::make_shared<Physical>();
   page->device = device;
   page->bytes = bytes;
-  page->exportable = properties->requestedHandleTypes != 0;
-  const CUresult failed = page->exportable ? own_file(*page) : find_place(*page);
-  if (failed != kSuccess) return failed;
-  return give_handle(handle, std::move(page));
-}
-
-CUresult Memory::own_file(Physical& page) {
-  const int file = new_file();
-  if (file < 0) return kOutOfMemory;
-  if (!extend(file, 0, page.bytes)) {
-    close(file);
-    return kOutOfMemory;
-  }
-  page.file = file;
+  if (const CUresult failed = find_place(*page); failed != kSuccess) return failed;
+  page->memory = this;
+  used_[device] += bytes;
+  ++pages_;
+  *handle = next_handle_++;
+  handles_.emplace(*handle, std::move(page));
   return kSuccess;
 }
 
@@ -114,24 +104,9 @@ CUresult Memory::find_place(Physical& page) {
   return kSuccess;
 }
 
-CUresult Memory::give_handle(CUmemGenericAllocationHandle* handle, std::shared_ptr<Physical> page) {
-  if (page->memory == nullptr) {
-    page->memory = this;
-    used_[page->device] += page->bytes;
-    ++pages_;
-  }
-  *handle = next_handle_++;
-  handles_.emplace(*handle, std::move(page));
-  return kSuccess;
-}
-
 void Memory::give_back(const Physical& page) noexcept {
   used_[page.device] -= page.bytes;
   --pages_;
-  if (page.exportable) {
-    close(page.file);
-    return;
-  }
   spare_[page.bytes].push_back(page.offset);
   if (--in_file_ > 0 || file_bytes_ < kWorthTrimming) return;
   if (ftruncate(file_, 0) != 0) return;
@@ -142,39 +117,6 @@ void Memory::give_back(const Physical& page) noexcept {
 CUresult Memory::release(CUmemGenericAllocationHandle handle) {
   if (handles_.erase(handle) == 0) return journal_.violate(kInvalidValue, "cuMemRelease: unknown or released handle");
   return kSuccess;
-}
-
-CUresult Memory::export_fd(void* shareable, CUmemGenericAllocationHandle handle, int type, unsigned long long flags) {
-  const auto page = handles_.find(handle);
-  if (shareable == nullptr || page == handles_.end() || type != kPosixFd || flags != 0 || !page->second->exportable) {
-    return journal_.violate(kInvalidValue, "cuMemExportToShareableHandle: unknown handle, or not made to be exported so");
-  }
-  const int copy = fcntl(page->second->file, F_DUPFD_CLOEXEC, 0);
-  if (copy < 0) return kOutOfMemory;
-  *static_cast<int*>(shareable) = copy;
-  return kSuccess;
-}
-
-CUresult Memory::import_fd(CUmemGenericAllocationHandle* handle, void* shareable, int type) {
-  const int given = static_cast<int>(reinterpret_cast<std::intptr_t>(shareable));
-  struct stat status {};
-  if (handle == nullptr || type != kPosixFd || fstat(given, &status) != 0 || status.st_size == 0) {
-    return journal_.violate(kInvalidValue, "cuMemImportFromShareableHandle: not an exported page");
-  }
-  for (const auto& entry : handles_) {
-    struct stat other {};
-    if (!entry.second->exportable || fstat(entry.second->file, &other) != 0) continue;
-    if (other.st_ino == status.st_ino && other.st_dev == status.st_dev) {
-      const std::shared_ptr<Physical> same = entry.second;
-      return give_handle(handle, same);
-    }
-  }
-  auto page = std::make_shared<Physical>();  // another process's
-  page->bytes = static_cast<std::size_t>(status.st_size);
-  page->exportable = true;
-  page->file = fcntl(given, F_DUPFD_CLOEXEC, 0);
-  if (page->file < 0) return kOutOfMemory;
-  return give_handle(handle, std::move(page));
 }
 
 std::size_t Memory::used_bytes(CUdevice device) const {

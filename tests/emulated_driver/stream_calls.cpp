@@ -4,9 +4,6 @@
 
 namespace remap::emulated::entry {
 
-CUresult cuStreamCreate(CUstream* stream, unsigned flags) {
-  return serve("cuStreamCreate", kUnsafeWithContext, [&](Emulator& e, Lock&) { return e.streams.create(stream, flags); });
-}
 // All priorities are one here.
 CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned flags, int) {
   return serve("cuStreamCreateWithPriority", kUnsafeWithContext,

@@ -166,7 +166,7 @@ CUresult Streams::check_access(const Stream& stream, const Operation& operation,
 
 void Streams::fail(Stream& stream, CUresult error) {
   stream.error = error;
-  if (emulator_.settings.lose_context) emulator_.contexts.lose(stream.context, error);
+  if (emulator_.settings.lose_context != 0) emulator_.contexts.lose(stream.context, error);
 }
 
 }  // namespace remap::emulated

@@ -157,13 +157,21 @@ def bench_command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "bench.gpu", *map(str, arguments)]
 
 
+def printed(command: list[str], *, expected: int = 0, **environment: str) -> str:
+    """What a process of its own prints, which finds what this one imports."""
+    found = {**emulated_environment(), **environment}
+    done = subprocess.run(command, cwd=ROOT, env=found, capture_output=True, text=True, timeout=270)
+    assert done.returncode == expected, done.stdout + done.stderr
+    return done.stdout.strip()
+
+
 def bench(*arguments: object, expected: int = 0) -> str:
     """The suite's command line from end to end; what it printed."""
-    done = subprocess.run(
-        bench_command(*arguments), cwd=ROOT, env=emulated_environment(), capture_output=True, text=True, timeout=270
-    )
-    assert done.returncode == expected, done.stdout + done.stderr
-    return done.stdout
+    return printed(bench_command(*arguments), expected=expected)
+
+
+def program(text: str, *arguments: str, **environment: str) -> str:
+    return printed([sys.executable, "-c", text, *arguments], **environment)
 
 
 def results_in(folder: Path) -> dict[str, Any]:

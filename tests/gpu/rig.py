@@ -93,8 +93,10 @@ class Reader:
         """Whether another pass has no room."""
         return len(self.wanted) + self.raw.layers > self.slots
 
-    def check(self) -> None:
-        """All that was read so far is the layers' bytes. The streams must be through."""
+    def end(self, marks: Any, stream: int) -> None:
+        """When the stream is through: all that was read so far is the layers' bytes."""
+        marks.wait(marks.mark(stream))
+        marks.reset()
         for index, layer in enumerate(self.wanted):
             at = self.address + index * self.nbytes
             seen = np.ctypeslib.as_array((ctypes.c_uint8 * self.nbytes).from_address(at))

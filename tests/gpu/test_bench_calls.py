@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from bench.gpu import calls, machine, registry, steps, suite
-from bench.gpu.record import Record
 from bench.gpu.table import Step
 from conftest import ROOT, bench, emulated_environment, results_in
 
@@ -57,7 +56,7 @@ def probe_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # -- what is in which call ---------------------------------------------------------------------------------------------
 
 
-def test_every_file_of_measures_is_in_one_call() -> None:
+def test_every_file_of_measures_is_in_one_call_and_what_convinces_most_comes_first() -> None:
     named = [module for modules in registry.ORDER.values() for module in modules]
     there = {path.stem for path in (ROOT / "bench/gpu/measures").glob("*.py")} - {"__init__"}
     assert len(named) == len(set(named))
@@ -65,59 +64,40 @@ def test_every_file_of_measures_is_in_one_call() -> None:
     assert set(registry.ORDER) == {call.name for call in calls.CALLS.values() if call.measures}
     with pytest.raises(ValueError, match="ORDER"):
         registry.place("no_such_file")
-
-
-def test_the_figures_that_convince_most_come_first() -> None:
-    names = [each.name for each in registry.all_measures() if each.call == "measure"]
+    names = [each.name for each in registry.all_measures()]
     headline = ["driver calls", "link", "link under load", "growth", "re-pointing", "session.step", "prefetch"]
-    places = [names.index(name) for name in headline]
-    assert places == sorted(places)
+    assert [name for name in names if name in headline] == headline
     assert names.index("overhead with nothing remapped") < names.index("pass against schedule.period")
     assert next(each.name for each in registry.all_measures() if each.call == "serve") == "sharing C1"
 
 
-def test_every_call_ends_before_ten_minutes_are_over() -> None:
-    for call in calls.CALLS.values():
-        for quick in (False, True):
-            limit = call.limit(quick=quick, emulated=False)
-            assert limit + LAST_S <= LONGEST_S
-            assert limit <= 480 or call.name == "serve"
-
-
-def _seconds(call: str, *, quick: bool, emulated: bool) -> list[float]:
-    """What the measures of a call say that they take."""
-    mine = [each for each in registry.all_measures() if each.call == call]
-    there = [each for each in mine if emulated or not quick or each.quick_s is not None]
-    return [each.seconds(quick=quick, emulated=emulated) for each in there]
-
-
 @pytest.mark.parametrize("quick", [False, True])
-def test_what_measures_reaches_its_end(quick: bool) -> None:
-    limit = calls.CALLS["measure"].limit(quick=quick, emulated=False)
-    assert sum(_seconds("measure", quick=quick, emulated=False)) + min(SPARE_S, 0.4 * limit) <= limit
+def test_every_call_ends_before_ten_minutes_are_over_and_reaches_its_end(quick: bool) -> None:
+    def limit(call: str, emulated: bool = False) -> float:
+        return calls.CALLS[call].limit(quick=quick, emulated=emulated)
 
+    def taken(call: str, emulated: bool = False) -> list[float]:
+        """What the measures of a call say that they take."""
+        mine = [each for each in registry.all_measures() if each.call == call]
+        there = [each for each in mine if emulated or not quick or each.quick_s is not None]
+        return [each.seconds(quick=quick, emulated=emulated) for each in there]
 
-def test_what_serves_fits_one_by_one_and_the_first_of_them_always() -> None:
-    """The same call again takes what was left out."""
-    for quick in (False, True):
-        limit = calls.CALLS["serve"].limit(quick=quick, emulated=False)
-        taken = _seconds("serve", quick=quick, emulated=False)
-        assert max(taken) + BUILT_S <= limit
-        assert taken[0] + SPARE_S <= limit
-
-
-def test_a_rehearsal_runs_everything() -> None:
-    for call in ("measure", "serve"):
-        limit = calls.CALLS[call].limit(quick=True, emulated=True)
-        assert sum(_seconds(call, quick=True, emulated=True)) <= limit
+    for call in calls.CALLS:
+        assert limit(call) + LAST_S <= LONGEST_S
+        assert limit(call) <= 480 or call == "serve"
+    assert sum(taken("measure")) + min(SPARE_S, 0.4 * limit("measure")) <= limit("measure")
+    # What serves fits one by one, and the first always: the same call again takes what was left out.
+    assert max(taken("serve")) + BUILT_S <= limit("serve")
+    assert taken("serve")[0] + SPARE_S <= limit("serve")
+    if quick:  # a rehearsal runs everything
+        assert all(sum(taken(call, emulated=True)) <= limit(call, emulated=True) for call in ("measure", "serve"))
 
 
 def test_every_file_of_tests_runs_in_a_process_of_its_own(paths: steps.Paths) -> None:
     for emulated in (False, True):
         named = [task.name for task in calls.tasks("build-and-check", paths, quick=False, emulated=emulated)]
         assert len(named) == len(set(named))
-        files = {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_gpu_*.py")}
-        assert files - set(named) == {"tests/gpu/test_gpu_bench.py"}
+        assert {f"tests/gpu/{path.name}" for path in (ROOT / "tests/gpu").glob("test_gpu_*.py")} <= set(named)
         assert ("tests/gpu/test_bench_calls.py" in named) is emulated
         assert {f"tests/python/{name}" for name in calls.CONFORMANCE} <= set(named)
         assert any("sanitizer" in name for name in named) is not emulated
@@ -146,46 +126,46 @@ def test_what_the_probe_finds(probe_source: Path, paths: steps.Paths, does: str,
 
 
 def test_a_probe_that_is_not_there_or_cannot_be_built(
-    tmp_path: Path, paths: steps.Paths, probe_source: Path, monkeypatch: pytest.MonkeyPatch
+    paths: steps.Paths, probe_source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def said(**environment: str) -> steps.Step | str:
+        return steps.probe(paths, seconds=120, environment=emulated_environment(**environment))
+
     probe_source.write_text("int main( {")
-    step = steps.probe(paths, seconds=120, environment=emulated_environment())
-    assert isinstance(step, Step)
-    assert not step.ok
-    assert "compiled" in step.summary
-    assert steps.probe(paths, seconds=9, environment=emulated_environment(CXX="no-such-compiler")) == (
-        "there is no C++ compiler (no-such-compiler)"
-    )
+    step = said()
+    assert isinstance(step, Step) and not step.ok and "compiled" in step.summary
+    assert said(CXX="no-such-compiler") == "there is no C++ compiler (no-such-compiler)"
     monkeypatch.setattr(steps, "PROBE", ROOT / "bench/gpu/none.cpp")
-    assert (
-        steps.probe(paths, seconds=9, environment=emulated_environment())
-        == "bench/gpu/none.cpp is not in this checkout"
-    )
+    assert said() == "bench/gpu/none.cpp is not in this checkout"
 
 
 def test_after_a_fault_sessions_are_strict_and_the_run_says_so(
     emulated_gpu: Any, probe_source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    environment = emulated_environment(PROBE_DOES="faults")
-    common: dict[str, Any] = {"quick": True, "emulated": True, "checkout": False, "out": tmp_path / "out"}
+    environment = emulated_environment()
+    out = tmp_path / "out"
+    growth = {"calls": ("measure",), "only": ("growth",)}
+
+    def run(does: str, **more: Any) -> int:
+        options = suite.Options(**{"quick": True, "emulated": True, "checkout": False, "out": out, **more})
+        return suite.run(options, {**environment, "PROBE_DOES": does})
+
+    def found() -> tuple[Any, ...]:
+        document = results_in(out)
+        values = {entry["name"]: entry["value"] for entry in document["results"]}
+        calls_first = values["backend calls before blocks are usable, most of any case"]
+        return document["mode"], document["strict_because"], calls_first > 0  # so it is when nothing is aliased
+
     said = "mode: strict, because of the probe: the probe says so"
-    assert suite.run(suite.Options(calls=("probe",), **common), environment) == 1
+    assert run("faults", calls=("probe",)) == 1
     assert said in capsys.readouterr().out
-    growth = suite.Options(calls=("measure",), only=("growth",), **common)
-    assert suite.run(growth, environment) == 0
+    assert run("faults", **growth) == 0
     assert said in capsys.readouterr().out
-    document = results_in(tmp_path / "out")
-    assert document["mode"] == "strict"
-    found = {entry["name"]: entry["value"] for entry in document["results"]}
-    assert found["backend calls before blocks are usable, most of any case"] > 0  # so it is when nothing is aliased
+    assert found() == ("strict", "probe: the probe says so", True)
     # A probe that finds nothing any more: what was measured in the other mode is measured again.
-    environment["PROBE_DOES"] = "well"
-    assert suite.run(suite.Options(calls=("probe",), again="failed", **common), environment) == 0
-    assert suite.run(growth, environment) == 0
-    document = results_in(tmp_path / "out")
-    assert (document["mode"], document["strict_because"]) == ("aliased", None)
-    found = {entry["name"]: entry["value"] for entry in document["results"]}
-    assert found["backend calls before blocks are usable, most of any case"] == 0
+    assert run("well", calls=("probe",), again="failed") == 0
+    assert run("well", **growth) == 0
+    assert found() == ("aliased", None, False)
 
 
 # -- compute-sanitizer -------------------------------------------------------------------------------------------------
@@ -245,44 +225,23 @@ def test_results_come_along_to_an_empty_folder_and_of_another_driver_are_refused
     assert "nothing matches" in bench(*nothing, expected=2)
 
 
-def test_the_host_budget_reaches_the_children(tmp_path: Path) -> None:
+def test_the_host_budget_reaches_the_children(paths: steps.Paths) -> None:
     options = suite.Options(calls=("measure",), quick=True, emulated=True, checkout=False, host_budget="3GiB")
-    paths = steps.Paths(tmp_path, tmp_path)
     assert suite._environment(options, {}, paths)["REMAP_HOST_BUDGET"] == "3GiB"
-
-
-def test_which_engines_were_found_and_ran_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    versions = {"torch": "2.11.0", "vllm": "0.32.0", "flashinfer-python": "0.7.0"}
-    monkeypatch.setattr(machine, "versions", lambda: versions)
-    found = machine.engines()
-    assert (found["torch"], found["flashinfer"], found["sglang"]) == ("2.11.0", "0.7.0", None)
-    record = Record(tmp_path, tmp_path, emulated=False)
-    record.facts = {
-        "mode": "aliased",
-        "strict_because": None,
-        "packages": {name: {"ran": [], "version": at} for name, at in found.items()},
-    }
-    record.facts["packages"]["torch"]["ran"] = ["graphs", "decode attention"]
-    lines = "\n".join(suite._notes(record))
-    assert "found, and parts that ran with it: torch 2.11.0 (2)" in lines
-    assert "found, not used: flashinfer 0.7.0, vllm 0.32.0" in lines
-    assert "not found: triton, transformers, sglang" in lines
 
 
 def test_an_adapter_that_cannot_be_tried_says_why(monkeypatch: pytest.MonkeyPatch, paths: steps.Paths) -> None:
     monkeypatch.setattr(machine, "versions", lambda: {"sglang": "0.5.23"})
+    assert machine.engines()["sglang"] == "0.5.23"
     tasks = {task.name: task for task in calls.tasks("serve", paths, quick=False, emulated=False)}
     assert tasks["vllm adapter"].run(10, {}) == "vllm is not installed"
     assert tasks["sglang adapter"].run(10, {}) == "sglang 0.5.23 is installed; this suite has nothing that enters it"
 
 
 def test_the_sources_digest_changes_with_the_library_alone(tmp_path: Path) -> None:
-    (tmp_path / "src").mkdir()
-    (tmp_path / "bench").mkdir()
-    file = tmp_path / "src" / "a.py"
-    file.write_text("1")
-    first = suite.sources_digest(tmp_path)
-    (tmp_path / "bench" / "b.py").write_text("2")
-    assert suite.sources_digest(tmp_path) == first
-    file.write_text("3")
-    assert suite.sources_digest(tmp_path) != first
+    seen = []
+    for name, text in (("src", "1"), ("bench", "2"), ("src", "3")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "a.py").write_text(text)
+        seen.append(suite.sources_digest(tmp_path))
+    assert seen[0] == seen[1] != seen[2]

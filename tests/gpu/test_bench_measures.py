@@ -1,92 +1,171 @@
-"""The GPU suite's measures with tiny sizes, and what of them needs torch on a GPU, on CPU tensors over the emulated device."""
+"""The GPU suite's measures with tiny sizes: each runs, on the emulated driver and, where it computes with torch on a GPU, on the
+test double of torch.cuda. Nothing is measured; what they count and compare is right.
+"""
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from bench.gpu import registry
 from bench.gpu.context import MIB, Skip
+from bench.gpu.registry import Wrong
 from bench.gpu.results import Figure
 from conftest import needs
 from rig import obvious_kernels, tiny_case
 
 import remap
 
+MEASURES = {each.name: each for each in registry.all_measures()}
+# Not here: they need packages of others, or have sizes that only a GPU can do.
+ELSEWHERE = {name for name in MEASURES if name.startswith(("beside ", "long turns", "link under load"))}
+# Without torch the processor's copies are what computes; with it, kernels on the double.
+BOTH_WAYS = {
+    "re-pointing beside kernels",
+    "re-pointing between passes",
+    "calls beside re-pointing",
+    "overhead with nothing remapped",
+    "a decode step attached at alpha 0",
+    "serving",
+    "reload of a 13B model",
+    "continuous batching at fixed rates",
+}
+SLOW = {"sharing C1", "sharing C2", "continuous batching at fixed rates"}
 
-def figures_of(body: Any, context: Any) -> dict[str, Figure]:
-    """What a measure yields, by name."""
-    return {each.name: each for each in body(context)}
+
+def ways() -> Iterator[Any]:
+    for name, each in MEASURES.items():
+        marks = [pytest.mark.slow] if name in SLOW else []
+        double = "torch-cuda" in each.needs
+        for on_double in {double, double or name in BOTH_WAYS} if name not in ELSEWHERE else ():
+            yield pytest.param(name, on_double, marks=marks, id=f"{name}{', on the double' * on_double}")
+
+
+def on_cpu() -> Any:
+    needs("torch")
+    from cuda_on_cpu import cuda_on_cpu
+
+    return cuda_on_cpu()
+
+
+def run(body: Callable[[Any], Iterator[Figure]], context: Any, *, double: bool = False) -> dict[str, Figure]:
+    """All that it yields until it ends or skips the rest, by name."""
+    found: dict[str, Figure] = {}
+    with on_cpu() if double else nullcontext(), suppress(Skip):
+        for figure in body(context):
+            found[figure.name] = figure
+    assert found, "it was skipped before it measured anything"
+    return found
+
+
+def made_small(monkeypatch: pytest.MonkeyPatch, small: Any) -> None:
+    """What a measure takes for a GPU, as small as on the emulated driver."""
+    from bench.gpu.measures import attention, attention_layouts, continuous_batching, decode_step, serving
+
+    step = decode_step._shape(small, on_gpu=False)
+    batching = replace(continuous_batching.choose(small, on_gpu=False), rates=(10.0,))
+    for module, name, value in (
+        (attention, "SHAPES", (attention.Shape("tiny", 4, 2, 3, 40),)),
+        (attention, "kernels_for", obvious_kernels),
+        (attention_layouts, "kernels_for", obvious_kernels),
+        (attention_layouts, "CASES", (tiny_case(attention_layouts),)),
+        (decode_step, "_shape", lambda ctx, on_gpu: step),
+        (continuous_batching, "choose", lambda ctx, on_gpu: batching),
+        (serving, "choose", lambda ctx: serving.TINY),
+    ):
+        monkeypatch.setattr(module, name, value)
+
+
+# What is looked at beside targets that are exact: a part of a figure's name, and what is so of one figure that has it.
+EXPECTED: dict[str, list[tuple[str, Callable[[Figure], bool]]]] = {
+    "re-pointing beside kernels": [
+        ("wrong bytes read beside re-pointing", lambda each: each.n > 0 and each.detail["regions"] >= 16)
+    ],
+    "re-pointing between passes": [("between which layers moved", lambda each: each.n >= each.detail["changes"] > 0)],
+    "session.step": [("backend calls of such steps", lambda each: each.value == 0)],
+    "growth": [("backend calls before blocks are usable, most of any case", lambda each: each.value == 0)],
+    "calls beside re-pointing": [("calls made while the worker was at work, pages of 2 MiB", lambda each: each.exact)],
+    "small copies beside layers": [
+        (f"whole layers, {title}", lambda each: (each.target, each.at_least) == (0.97, True))
+        for title in ("whole layers", "1 MiB pieces")
+    ],
+    "decode attention by layout": [("block-major / plain tensor", lambda each: each.n > 0)],
+    "a decode step attached at alpha 0": [("attached, longer by", lambda each: "control_percent" in each.detail)],
+    "reload of an idle model": [("reload of 16 layers of 2 MiB, share of the link", lambda each: each.n == 2)],
+    "reload of a 13B model": [("40 of OPT-13b's 40 layers, share of the link", lambda each: each.n == 2)],
+    "serving": [("answers as the baseline's", lambda each: each.value == each.n > 0)],
+    "continuous batching at fixed rates": [
+        ("answers as stock's", lambda each: each.value == each.n > 0),
+        *((f", {side}, goodput", lambda each: each.detail["runs"] >= 1) for side in ("stock", "remap")),
+    ],
+    "continuous batching at fixed rates, on the double": [
+        (", stock, its own settings, goodput", lambda each: each.detail["runs"] >= 1)
+    ],
+    **{
+        name: [
+            ("layers of one model that were KV at once", lambda each: bool(each.value)),
+            ("remap, first token, P99", lambda each: each.n > 0),
+        ]
+        for name in ("sharing C1", "sharing C2")
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "double"), list(ways()))
+def test_it_runs_and_counts_right(small: Any, monkeypatch: pytest.MonkeyPatch, name: str, double: bool) -> None:
+    each = MEASURES[name]
+    needs(*(package for package in each.needs if package in ("torch", "transformers")))
+    if double:
+        needs("torch", "transformers")
+        made_small(monkeypatch, small)
+    small.until = time.monotonic() + (3.0 if each.emulated_s < 3.0 else each.emulated_s + 7.0)
+    found = run(each.body, small, double=double)
+    for figure in found.values():
+        if figure.exact and figure.target is not None:
+            assert figure.met, figure
+    for part, holds in (*EXPECTED.get(name, ()), *(EXPECTED.get(f"{name}, on the double", ()) if double else ())):
+        mine = [figure for title, figure in found.items() if part in title]
+        assert mine and all(map(holds, mine)), (part, mine)
 
 
 # -- reading layers ----------------------------------------------------------------------------------------------------
 
 
-def _readings(raw: Any, marks: Any, context: Any) -> Iterator[Any]:
-    from bench.gpu.reading import CopyReading, KernelReading
-
-    yield KernelReading(raw, None)
-    with context.buffers(host=2 * raw.layer_bytes) as (_, host):
-        yield CopyReading(raw, marks, raw.handle, host, 2)
-
-
 def test_readings_count_words_that_are_not_the_master_copys(emulated_gpu: Any, context: Any, raw: Any) -> None:
     needs("torch")
+    from bench.gpu.reading import CopyReading, KernelReading
+
     tenant, marks = raw
     layer, at = 3, remap.advanced.layer_address(tenant.session, "raw", 3)
-    for what in _readings(tenant, marks, context):
-        for each in range(tenant.layers):
-            what.read(each)
-        assert (what.wrong(), what.reads) == (0, tenant.layers), what.kind
-        word = int(tenant.masters[layer][0]) ^ 0xFF
-        tenant.backend.fill(tenant.handle, at, word, 1)
-        marks.wait(marks.mark(tenant.handle))
-        marks.reset()
-        what.read(layer)
-        assert what.wrong() == 1, what.kind
-        tenant.backend.fill(tenant.handle, at, word ^ 0xFF, 1)
-        marks.wait(marks.mark(tenant.handle))
-        marks.reset()
-        what.read(layer)
-        assert what.wrong() == 1, what.kind
+    with context.buffers(host=2 * tenant.layer_bytes) as (_, host):
+        for what in (KernelReading(tenant, None), CopyReading(tenant, marks, tenant.handle, host, 2)):
+            for each in range(tenant.layers):
+                what.read(each)
+            assert (what.wrong(), what.reads) == (0, tenant.layers), what.kind
+            for flipped in (0xFF, 0):
+                tenant.backend.fill(tenant.handle, at, int(tenant.masters[layer][0]) ^ flipped, 1)
+                marks.wait(marks.mark(tenant.handle))
+                marks.reset()
+                what.read(layer)
+                assert what.wrong() == 1, what.kind
 
 
 def test_what_goes_wrong_in_the_background_is_raised_at_its_end(raw: Any) -> None:
     from bench.gpu.measures.beside_kernels import Background
 
-    tenant, marks = raw
-
     def read(layer: int) -> None:
         raise ValueError("no such layer")
 
-    background = Background(SimpleNamespace(read=read), tenant.layers, marks, tenant.handle)
+    background = Background(SimpleNamespace(read=read), raw[0].layers, raw[1], raw[0].handle)
     with pytest.raises(ValueError, match="no such layer"):
         background.end()
-
-
-def test_layers_are_read_while_their_neighbours_are_repointed(small: Any) -> None:
-    from bench.gpu.measures import beside_kernels
-
-    found = figures_of(beside_kernels.beside_kernels, small)
-    wrong = found["wrong bytes read beside re-pointing"]
-    assert (wrong.value, wrong.target, wrong.exact) == (0, 0, True)
-    assert wrong.n > 0
-    assert wrong.detail["regions"] >= 4 * beside_kernels.LAYERS
-
-
-def test_passes_read_right_bytes_whatever_moves_between_them(small: Any) -> None:
-    from bench.gpu.measures import beside_kernels
-
-    found = figures_of(beside_kernels.between_passes, small)
-    wrong = found["wrong bytes read by passes between which layers moved"]
-    assert wrong.value == 0
-    assert wrong.n == beside_kernels.LAYERS * wrong.detail["changes"]
-
-
-# -- calls and copies beside the worker --------------------------------------------------------------------------------
 
 
 def test_calls_are_told_apart_by_whether_the_worker_was_at_work(small: Any) -> None:
@@ -96,102 +175,50 @@ def test_calls_are_told_apart_by_whether_the_worker_was_at_work(small: Any) -> N
 
     with device_tenant(small, 2, 2 * MIB, spare_bytes=mover_bytes(4, 2 * MIB, 2 * MIB)) as (raw, marks):
         mover = Mover(raw, 4, 2 * MIB)
-        at_work = False
         calls = Calls(raw, SimpleNamespace(at_work=False), marks, lambda: None)  # type: ignore[arg-type]
-        calls.rounds(5, while_busy=False)
-        assert {len(each) for each in calls.idle.values()} == {5}
-        assert not any(calls.busy.values())
-        calls._mover = SimpleNamespace(at_work=True)  # type: ignore[assignment]
-        calls.rounds(5, while_busy=True)
-        assert {len(each) for each in calls.busy.values()} == {5}
-        calls._mover = SimpleNamespace(at_work=at_work)  # type: ignore[assignment]
-        calls.rounds(5, while_busy=True)  # ends at once: the worker is idle
-        assert {len(each) for each in calls.idle.values()} == {6}
+        seen = []
+        for at_work, while_busy in ((False, False), (True, True), (False, True)):  # the last ends at once: it is idle
+            calls._mover = SimpleNamespace(at_work=at_work)  # type: ignore[assignment]
+            calls.rounds(5, while_busy=while_busy)
+            seen.append([{len(each) for each in kind.values()} for kind in (calls.idle, calls.busy)])
+        assert seen == [[{5}, {0}], [{5}, {5}], [{6}, {5}]]
         for _ in range(3):
             mover.begin()
             raw.run()
         mover.go_home()
-        assert not mover.at_work
-        assert mover.regions == 4 * 4
+        assert (mover.at_work, mover.regions) == (False, 4 * 4)
         raw.verify(marks)
-
-
-def test_calls_beside_repointing_are_counted(small: Any) -> None:
-    from bench.gpu.measures.step_latency import calls_beside_repointing
-
-    found = figures_of(calls_beside_repointing, small)
-    assert found["calls made while the worker was at work, pages of 2 MiB"].exact
-
-
-def test_small_copies_are_measured_with_whole_layers_and_with_pieces(small: Any) -> None:
-    from bench.gpu.measures import small_copies as module
-
-    found = figures_of(module.small_copies, small)
-    for title in ("whole layers", "1 MiB pieces"):
-        rate = found[f"prefetch, share of plain copies of whole layers, {title}"]
-        assert (rate.target, rate.at_least) == (0.97, True)
 
 
 # -- attention by layout -----------------------------------------------------------------------------------------------
 
 
-class HostReplays:
-    """A stand-in for `attention.Replays` on CPU tensors: no graph, and the host's clock."""
-
-    def record(self, piece: Any) -> Any:
-        piece()
-        return piece
-
-    def seconds(self, replay: Any) -> float:
-        begun = time.perf_counter()
-        replay()
-        return time.perf_counter() - begun
-
-
-def test_layouts_are_compared_over_the_same_pages(small: Any) -> None:
+def test_views_are_the_tensors_of_a_session_with_that_layout(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("torch")
     import torch
     from bench.gpu.measures import attention_layouts as layouts
-
-    case = tiny_case(layouts)
-    assert (case.blocks, case.shape.sequences) == (256, 256 // 3)
-    taken = layouts.one_case(small, case, "cpu", HostReplays(), obvious_kernels, True, 3, 0.1)["obvious"]
-    assert tuple(taken) == layouts.SIDES
-    assert {len(samples) for samples in taken.values()} == {2}
-    names = {each.name.rpartition(", ")[2]: each for each in layouts.figures(case, "obvious", taken)}
-    assert {"block-major / plain tensor", "layer-major / plain tensor"} < set(names)
-    del taken["plain tensor"]
-    assert any("block-major / layer-major" in each.name for each in layouts.figures(case, "obvious", taken))
-    assert torch.get_default_dtype() is torch.float32
-
-
-def test_views_are_the_tensors_of_a_session_with_that_layout(small: Any) -> None:
-    needs("torch")
-    import torch
-    from bench.gpu.measures import attention_layouts as layouts
-
-    import remap
+    from bench.gpu.tenants import make_masters
 
     case = tiny_case(layouts)
     spec = case.model.spec(case.blocks, "layer_major")
     with remap.Session("64MiB", device="cuda:0") as session:
-        from bench.gpu.tenants import make_masters
-
         tenant = session.attach_bytes(make_masters(3, 2 * MIB), name="kv", kv=spec)
         mine = layouts.views(torch.empty_like(tenant.kv.memory), spec, 2 * MIB, "layer_major")
         for theirs, ours in zip(tenant.kv.tensors, mine):
             assert (theirs.shape, theirs.stride()) == (ours.shape, ours.stride())
     with pytest.raises(Skip, match="layer_major"):
         layouts.views(torch.empty(MIB, dtype=torch.uint8), spec, 2 * MIB, "layer_major")
+    monkeypatch.setattr(layouts, "CASES", (layouts.Case(layouts.LLAMA_3_8B, 8 * layouts.GB, 2 * MIB),))
+    with pytest.raises(Skip, match="too large for this device: Llama-3-8b, 8 GB of KV"), on_cpu():
+        list(layouts.attention_layouts(small))
 
 
 def test_the_caches_that_are_measured_are_of_the_sizes_that_they_say() -> None:
     from bench.gpu.measures import attention_layouts as layouts
 
     for case in layouts.CASES:
-        nbytes = case.blocks * case.model.spec(1).block_bytes
-        assert 0.85 * case.nbytes < nbytes <= case.nbytes
         spec = case.model.spec(case.blocks)
+        assert 0.85 * case.nbytes < case.blocks * spec.block_bytes <= case.nbytes
         # A layer's keys fill whole pages, so the layer-major region is no longer than the block-major one.
         assert case.blocks * spec.chunk_bytes % case.page_bytes == 0
         assert case.shape.sequences * case.shape.tokens == case.blocks * layouts.BLOCK_TOKENS
@@ -200,23 +227,11 @@ def test_the_caches_that_are_measured_are_of_the_sizes_that_they_say() -> None:
 # -- beside others: stock transformers, torch_memory_saver -------------------------------------------------------------
 
 
-def test_a_step_attached_is_compared_with_the_same_model_as_it_comes(small: Any) -> None:
-    needs("torch", "transformers")
-    from bench.gpu.measures.decode_step import decode_step
-
-    small.until = time.monotonic() + 20
-    found = figures_of(decode_step, small)
-    longer = next(each for name, each in found.items() if name.endswith("attached, longer by"))
-    assert longer.n >= 3
-    assert "control_percent" in longer.detail
-
-
 def test_a_side_that_computes_other_logits_is_found(small: Any) -> None:
     needs("torch", "transformers")
     import torch
     from bench.gpu.measures import decode_step as steps
     from bench.gpu.models import make_model
-    from bench.gpu.registry import Wrong
 
     shape, dtype = steps._shape(small, on_gpu=False)
     models = {"stock": make_model(shape, "cpu", dtype), "attached": make_model(shape, "cpu", dtype, seed=1)}
@@ -225,25 +240,32 @@ def test_a_side_that_computes_other_logits_is_found(small: Any) -> None:
         steps.steps_in_turn(small, torch, clock, models, steps.Batch(2, 8, 8), "cpu", 0.5)
 
 
-def test_a_large_model_is_reloaded_as_a_small_one_is(small: Any) -> None:
-    from bench.gpu.measures.reload import reload, reload_13b
+def test_models_are_chosen_by_what_fits(small: Any) -> None:
+    needs("torch", "transformers")
+    from bench.gpu.measures import continuous_batching as batching
+    from bench.gpu.measures import decode_step as steps
 
-    small.until = time.monotonic() + 6
-    figures = list(reload(small))
-    assert figures[0].name == "reload of 16 layers of 2 MiB, share of the link"
-    with pytest.raises(Skip, match="torch_memory_saver: needs torch on a GPU"):
-        figures.extend(reload_13b(small))
-    assert figures[3].name == "reload of 40 of OPT-13b's 40 layers, share of the link"
-    assert {each.n for each in figures} == {2}
+    def layers(choose: Any, free_gib: int, host_gib: int) -> int:
+        gib = SimpleNamespace(free_bytes=free_gib << 30, host_budget=host_gib << 30)
+        chosen = choose(SimpleNamespace(pick=lambda full, quick, emulated: full, **vars(gib)), on_gpu=True)
+        return (chosen[0] if choose is steps._shape else chosen.shape).layers
+
+    assert (layers(steps._shape, 76, 100), layers(steps._shape, 40, 100)) == (32, 16)
+    assert (layers(batching.choose, 76, 100), layers(batching.choose, 76, 10)) == (32, 16)
+    for choose in (steps._shape, batching.choose):
+        with pytest.raises(Skip):
+            layers(choose, 4, 100)
 
 
 class FakeSaver:
     """torch_memory_saver's calls on CPU tensors: pause() loses their bytes, resume() brings back what it kept."""
 
-    def __init__(self, *, loses: bool) -> None:
-        self.loses = loses
-        self.kept: list[tuple[Any, Any]] = []
+    hook_mode = ""
+
+    def __init__(self, *, loses: bool = False) -> None:
+        self.loses, self.calls = loses, []
         self.made: list[Any] = []
+        self.kept: list[Any] = []
 
     @contextmanager
     def region(self, *, enable_cpu_backup: bool) -> Iterator[None]:
@@ -263,25 +285,34 @@ class FakeSaver:
             torch.full = real
 
     def pause(self) -> None:
-        self.kept = [(tensor, tensor.clone()) for tensor in self.made]
+        self.calls.append("pause")
+        self.kept = [tensor.clone() for tensor in self.made]
         for tensor in self.made:
             tensor.fill_(-1)
 
     def resume(self) -> None:
-        if not self.loses:
-            for tensor, kept in self.kept:
-                tensor.copy_(kept)
+        self.calls.append("resume")
+        for tensor, kept in zip(self.made, self.kept if not self.loses else ()):
+            tensor.copy_(kept)
 
 
-def test_what_torch_memory_saver_brings_back_is_compared(small: Any) -> None:
+def test_what_torch_memory_saver_brings_back_is_compared(small: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     needs("torch")
     import torch
-    from bench.gpu.measures.reload import saver_seconds
-    from bench.gpu.registry import Wrong
+    from bench.gpu.measures import reload
 
-    assert len(saver_seconds(small, torch, FakeSaver(loses=False), "cpu", 1 << 20, 4, 0.5)) == 3
+    assert len(reload.saver_seconds(small, torch, FakeSaver(), "cpu", 1 << 20, 4, 0.5)) == 3
     with pytest.raises(Wrong, match="other bytes"):
-        saver_seconds(small, torch, FakeSaver(loses=True), "cpu", 1 << 20, 4, 0.5)
+        reload.saver_seconds(small, torch, FakeSaver(loses=True), "cpu", 1 << 20, 4, 0.5)
+    with pytest.raises(Skip, match="torch_memory_saver: needs torch on a GPU"):
+        list(reload.reload_13b(small))
+    module = ModuleType("torch_memory_saver")
+    module.torch_memory_saver = saver = FakeSaver()  # type: ignore[attr-defined]
+    module.__spec__ = importlib.machinery.ModuleSpec("torch_memory_saver", None)
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", module)
+    names = list(run(reload.reload_13b, small, double=True))
+    assert names[-1] == "reload of 40 of OPT-13b's 40 layers, torch_memory_saver / remap"
+    assert (saver.calls[:2], saver.hook_mode) == (["pause", "resume"], "torch")
 
 
 # -- transformers' continuous batching ---------------------------------------------------------------------------------
@@ -295,48 +326,33 @@ class FakeManager:
         self.now = 100.0
         self.ready: list[Any] = []
         self.cancelled: list[str] = []
+        self.is_running = lambda: True
+        self.cancel_request = self.cancelled.append
 
     def add_request(self, ids: list[int], *, request_id: str, max_new_tokens: int, **more: Any) -> None:
         assert more == {"record_timestamps": True, "eos_token_id": -1}
-        times = [self.now + 0.25 + 0.05 * token for token in range(max_new_tokens)]
-        if request_id != self.hangs:
-            error = "no room" if request_id == self.fails else None
-            tokens = list(range(max_new_tokens))
-            self.ready.append(
-                SimpleNamespace(
-                    request_id=request_id,
-                    generated_tokens=tokens,
-                    timestamps=times,
-                    error=error,
-                    is_finished=lambda: True,
-                )
-            )
+        done = SimpleNamespace(
+            request_id=request_id,
+            generated_tokens=list(range(max_new_tokens)),
+            timestamps=[self.now + 0.25 + 0.05 * token for token in range(max_new_tokens)],
+            error="no room" if request_id == self.fails else None,
+            is_finished=lambda: True,
+        )
+        self.ready += [done] if request_id != self.hangs else []
 
     def get_result(self, timeout: float) -> Any:
         self.now += timeout
         return self.ready.pop(0) if self.ready else None
-
-    def is_running(self) -> bool:
-        return True
-
-    def cancel_request(self, name: str) -> None:
-        self.cancelled.append(name)
-
-
-def _asked(*names: str) -> list[Any]:
-    from bench.gpu.measures.continuous_batching import Request
-
-    return [Request(name, 0.01 * index, (5, 6), 3) for index, name in enumerate(names)]
 
 
 def test_requests_are_timed_from_their_arrival_and_late_ones_count() -> None:
     needs("torch")
     from bench.gpu.measures import continuous_batching as batching
 
+    asked = [batching.Request(name, 0.01 * index, (5, 6), 3) for index, name in enumerate("abc")]
     manager = FakeManager(hangs="b")
-    run = batching.serve(manager, _asked("a", "b", "c"), 0.3, lambda: manager.now)
-    assert (run.good, run.unfinished, manager.cancelled) == (2, 1, ["b"])
-    assert set(run.answers) == {"a", "c"}
+    run = batching.serve(manager, asked, 0.3, lambda: manager.now)
+    assert (run.good, run.unfinished, manager.cancelled, set(run.answers)) == (2, 1, ["b"], {"a", "c"})
     assert run.first_s == pytest.approx([0.25, 0.25], abs=0.003)
     assert run.token_s == pytest.approx([0.05, 0.05])
     assert run.late_s == pytest.approx([0.29], abs=0.003)
@@ -344,31 +360,8 @@ def test_requests_are_timed_from_their_arrival_and_late_ones_count() -> None:
     assert found["b, answers as stock's"].value == 2
     assert found["b, remap, goodput (us: first token)"].detail["runs"] == 2
     assert found["b, stock, first token, P99"].n == 3
-
-
-def test_a_request_that_fails_is_no_figure() -> None:
-    needs("torch")
-    from bench.gpu.measures import continuous_batching as batching
-    from bench.gpu.registry import Wrong
-
     with pytest.raises(Wrong, match="request a: no room"):
-        batching.serve(FakeManager(fails="a"), _asked("a"), 0.3)
-
-
-@pytest.mark.slow
-def test_continuous_batching_is_served_by_both_sides(small: Any) -> None:
-    needs("torch", "transformers")
-    from bench.gpu.measures.continuous_batching import continuous_batching
-
-    small.until = time.monotonic() + 12
-    found = figures_of(continuous_batching, small)
-    same = found["continuous batching, Llama-3-8b, 20 requests/s, answers as stock's"]
-    assert same.value == same.n > 0
-    for side in ("stock", "remap"):
-        assert (
-            found[f"continuous batching, Llama-3-8b, 20 requests/s, {side}, goodput (us: first token)"].detail["runs"]
-            >= 1
-        )
+        batching.serve(FakeManager(fails="a"), asked[:1], 0.3)
 
 
 # -- what the hand remaps ----------------------------------------------------------------------------------------------

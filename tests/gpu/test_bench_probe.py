@@ -16,26 +16,26 @@ import pytest
 from conftest import ROOT
 
 PARTS = ["device", "calls", "aliases", "edits", "end"]
-CALLS = {
-    "reserve",
-    "create",
-    "map",
-    "set_access",
-    "unmap",
-    "release",
-    "free of addresses",
-    "map of a run",
-    "set_access of a run",
-    "unmap of a run",
-}
+EACH = {"reserve", "create", "map", "set_access", "unmap", "release", "free of addresses"}
+CALLS = EACH | {f"{call} of a run" for call in ("map", "set_access", "unmap")}
 
 
 def _compile(source: str, target: Path, *flags: str) -> Path:
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("there is no c++")
-    warnings = ("-Wall", "-Wextra", "-Werror")
-    command = [compiler, "-O2", "-std=c++17", *warnings, *flags, str(ROOT / source), "-o", str(target)]
+    command = [
+        compiler,
+        "-O2",
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        *flags,
+        str(ROOT / source),
+        "-o",
+        str(target),
+    ]
     done = subprocess.run([*command, "-ldl", "-lpthread"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return target
@@ -54,21 +54,24 @@ def kernel_driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _compile("tests/gpu/kernel_driver.cpp", folder / "libkernels.so", "-shared", "-fPIC")
 
 
-def _run(probe: Path, out: Path, *flags: str, **environment: str) -> tuple[int, list[dict[str, Any]]]:
-    known = {"REMAP_EMULATED_DRIVER": os.environ.get("REMAP_LIBCUDA", ""), **os.environ, **environment}
-    done = subprocess.run([probe, "--out", out, "--quick", *flags], env=known, timeout=120, check=False)
-    return done.returncode, [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+@pytest.fixture
+def run(probe: Path, tmp_path: Path) -> Any:
+    """Runs it to its end: the exit status, and its lines."""
+
+    def lines_of(**environment: str) -> tuple[int, list[dict[str, Any]]]:
+        out = tmp_path / "lines"
+        out.unlink(missing_ok=True)  # it appends
+        known = {"REMAP_EMULATED_DRIVER": os.environ.get("REMAP_LIBCUDA", ""), **os.environ, **environment}
+        done = subprocess.run([probe, "--out", out, "--quick"], env=known, timeout=120, check=False)
+        return done.returncode, [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+
+    return lines_of
 
 
 @pytest.fixture
-def driver(emulated_gpu: Any) -> dict[str, str]:
-    """The emulated driver, which runs no kernels: copies stand in."""
-    return {"REMAP_LIBCUDA": os.environ["REMAP_LIBCUDA"]}
-
-
-@pytest.fixture
-def with_kernels(driver: dict[str, str], kernel_driver: Path) -> dict[str, str]:
-    return {"REMAP_LIBCUDA": str(kernel_driver), "REMAP_EMULATED_DRIVER": driver["REMAP_LIBCUDA"]}
+def with_kernels(emulated_gpu: Any, kernel_driver: Path) -> dict[str, str]:
+    """Without this the emulated driver runs no kernels: copies stand in."""
+    return {"REMAP_LIBCUDA": str(kernel_driver), "REMAP_EMULATED_DRIVER": os.environ["REMAP_LIBCUDA"]}
 
 
 def _check(lines: list[dict[str, Any]], *, kernels: bool) -> None:
@@ -81,31 +84,30 @@ def _check(lines: list[dict[str, Any]], *, kernels: bool) -> None:
         at_size = {line["call"]: line for line in by_part["calls"] if line["page_bytes"] == mib << 20}
         assert set(at_size) == CALLS
         for line in at_size.values():
-            assert line["n"] >= 3
-            assert 0 < line["median_us"] <= line["p99_us"] <= line["max_us"]
+            assert line["n"] >= 3 and 0 < line["median_us"] <= line["p99_us"] <= line["max_us"]
     assert {line["case"] for line in by_part["aliases"]} == {"the same stream", "another stream, behind an event"}
     assert {(line["kernels"], line["wrong"]) for line in by_part["aliases"]} == {(kernels, 0)}
     assert len(by_part["edits"]) == 3
     for line in by_part["edits"]:
-        assert 0 < line["edits"] <= line["asked"]
-        assert line["launches"] >= 4
-        assert line["sweeps"] > 0
+        assert 0 < line["edits"] <= line["asked"] and line["launches"] >= 4 and line["sweeps"] > 0
         assert (line["kernels"], line["wrong_beside"], line["wrong_behind"]) == (kernels, 0, 0)
     assert by_part["end"][0]["ok"] is True
 
 
-def test_copies_stand_in_where_no_kernel_can_run(driver: dict[str, str], probe: Path, tmp_path: Path) -> None:
-    status, lines = _run(probe, tmp_path / "lines", **driver)
+def test_copies_stand_in_where_no_kernel_can_run(emulated_gpu: Any, run: Any) -> None:
+    status, lines = run()
     assert status == 0, lines
     _check(lines, kernels=False)
     assert lines[0]["instead"] == "copies, checked on the host"
     assert "runs no device code" in lines[0]["why"]
 
 
-def test_every_part_runs_with_kernels(with_kernels: dict[str, str], probe: Path, tmp_path: Path) -> None:
-    status, lines = _run(probe, tmp_path / "lines", **with_kernels)
-    assert status == 0, lines
-    _check(lines, kernels=True)
+def test_every_part_runs_with_kernels_and_with_copies_where_they_are_refused(with_kernels: Any, run: Any) -> None:
+    for fault, kernels in (("", True), ("refuse-ptx", False)):
+        status, lines = run(**with_kernels, REMAP_KERNEL_FAULT=fault)
+        assert status == 0, lines
+        _check(lines, kernels=kernels)
+    assert lines[0]["why"] == "cuModuleLoadData returned 218"
 
 
 @pytest.mark.parametrize(
@@ -117,9 +119,9 @@ def test_every_part_runs_with_kernels(with_kernels: dict[str, str], probe: Path,
     ],
 )
 def test_a_fault_beside_a_reader_is_told_and_the_other_parts_run(
-    with_kernels: dict[str, str], probe: Path, tmp_path: Path, how: str, why: str
+    with_kernels: Any, run: Any, how: str, why: str
 ) -> None:
-    status, lines = _run(probe, tmp_path / "lines", **with_kernels, REMAP_KERNEL_FAULT=how)
+    status, lines = run(**with_kernels, REMAP_KERNEL_FAULT=how)
     assert status == 3, lines
     faults = {line["fault"]: line["why"] for line in lines if "fault" in line}
     assert set(faults) <= {"edits", "edits-long-kernels", "edits-large-pages"}
@@ -128,24 +130,14 @@ def test_a_fault_beside_a_reader_is_told_and_the_other_parts_run(
     assert lines[-1]["ok"] is False
 
 
-def test_a_driver_that_refuses_the_kernels_is_probed_with_copies(
-    with_kernels: dict[str, str], probe: Path, tmp_path: Path
-) -> None:
-    status, lines = _run(probe, tmp_path / "lines", **with_kernels, REMAP_KERNEL_FAULT="refuse-ptx")
-    assert status == 0
-    assert lines[0]["why"] == "cuModuleLoadData returned 218"
-    _check(lines, kernels=False)
-
-
-def test_without_a_driver_it_says_that_it_could_not_run(probe: Path, tmp_path: Path) -> None:
-    status, lines = _run(probe, tmp_path / "lines", REMAP_LIBCUDA=str(tmp_path / "none.so"))
-    assert status == 2
+def test_without_a_driver_it_says_that_it_could_not_run(run: Any, tmp_path: Path) -> None:
+    status, lines = run(REMAP_LIBCUDA=str(tmp_path / "none.so"))
+    assert (status, lines[-1]["probe"], lines[-1]["ok"], lines[-1]["ran"]) == (2, "end", False, 0)
     assert "no driver" in lines[0]["why"]
-    assert (lines[-1]["probe"], lines[-1]["ok"], lines[-1]["ran"]) == ("end", False, 0)
 
 
-def test_a_device_with_too_little_memory_is_no_fault(driver: dict[str, str], probe: Path, tmp_path: Path) -> None:
-    status, lines = _run(probe, tmp_path / "lines", **driver, REMAP_EMULATED_MEMORY=str(100 << 20))
+def test_a_device_with_too_little_memory_is_no_fault(emulated_gpu: Any, run: Any) -> None:
+    status, lines = run(REMAP_EMULATED_MEMORY=str(100 << 20))
     assert status == 0, lines
     skipped = [line for line in lines if "skipped" in line]
     assert {line["page_bytes"] for line in skipped if line["probe"] == "calls"} == {32 << 20, 64 << 20}

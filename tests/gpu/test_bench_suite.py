@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bench.gpu import results, suite, table
-from bench.gpu.budget import Budget
+from bench.gpu.context import Skip
 from bench.gpu.record import Record
+from bench.gpu.registry import Measure
 from bench.gpu.workers import Workers
 
 WORKER = """
@@ -48,10 +51,9 @@ def record(tmp_path: Path) -> Record:
     return Record(tmp_path, tmp_path / "logs", emulated=False)
 
 
-@pytest.fixture
-def workers(record: Record) -> Workers:
-    """Workers that obey the script above."""
-    return Workers(record, "measure", {}, {}, [], command=[sys.executable, "-c", WORKER])
+def _workers(record: Record, script: str = WORKER) -> Workers:
+    """Workers that obey the script."""
+    return Workers(record, "measure", {}, {}, [], command=[sys.executable, "-c", script])
 
 
 def _by_state(record: Record) -> dict[str, list[str]]:
@@ -61,9 +63,9 @@ def _by_state(record: Record) -> dict[str, list[str]]:
     return found
 
 
-def test_the_others_run_after_a_measure_that_raises_dies_or_hangs(workers: Workers, record: Record) -> None:
+def test_the_others_run_after_a_measure_that_raises_dies_or_hangs(record: Record) -> None:
     names = ["good", "raises", "dies", "unable", "half", "hangs", "last"]
-    workers.run(names, time.monotonic() + 60)
+    _workers(record).run(names, time.monotonic() + 60)
     assert _by_state(record) == {
         "ok": ["good", "half", "last"],
         "failed": ["raises", "dies", "hangs"],
@@ -82,45 +84,26 @@ def test_workers_go_on_behind_the_report_of_a_run_that_was_killed(record: Record
     """Half a line at the end of it is nobody's."""
     record.logs.mkdir()
     (record.logs / "measure.jsonl").write_text('{"kind": "end", "measure": "earlier", "seconds": 1.0}\n{"kind": "be')
-    Workers(record, "measure", {}, {}, [], command=[sys.executable, "-c", WORKER]).run(["good"], time.monotonic() + 60)
+    _workers(record).run(["good"], time.monotonic() + 60)
     assert _by_state(record) == {"ok": ["good"]}
 
 
 def test_a_worker_that_cannot_start_is_tried_once(record: Record) -> None:
-    workers = Workers(
-        record, "measure", {}, {}, [], command=[sys.executable, "-c", "import sys; sys.exit('no such module')"]
-    )
-    workers.run(["a", "b"], time.monotonic() + 60)
+    _workers(record, "import sys; sys.exit('no such module')").run(["a", "b"], time.monotonic() + 60)
     assert list(record.parts) == ["worker"]
     assert "no such module" in record.parts["worker"].summary
 
 
-def test_when_time_is_over_the_rest_is_named(workers: Workers, record: Record) -> None:
-    workers.run(["good", "last"], time.monotonic() - 1)
+def test_when_time_is_over_the_rest_is_named(record: Record) -> None:
+    _workers(record).run(["good", "last"], time.monotonic() - 1)
     assert _by_state(record) == {"skipped": ["good", "last"]}
 
 
-def test_a_budget_is_counted_from_its_beginning() -> None:
-    now = 10.0
-    budget = Budget(100, clock=lambda: now)
-    now = 60.0
-    assert (budget.spent, budget.left, budget.deadline) == (50.0, 50.0, 110.0)
-    now = 120.0
-    assert budget.left == -10.0
-
-
-def _report(**more: Any) -> table.Report:
-    given: dict[str, Any] = {
-        "title": "a GPU",
-        "emulated": False,
-        "steps": [],
-        "figures": [],
-        "errors": [],
-        "skipped": [],
-        "seconds": 1.0,
-        "written": "wrote x",
-    }
-    return table.Report(**{**given, **more})
+def _render(**more: Any) -> str:
+    none: dict[str, Any] = {name: [] for name in ("steps", "figures", "errors", "skipped")}
+    return table.render(
+        table.Report(**{"title": "a GPU", "emulated": False, "seconds": 1.0, "written": "wrote x", **none, **more})
+    )
 
 
 def _figures(number: int, **more: Any) -> list[results.Figure]:
@@ -133,16 +116,12 @@ def test_the_table_never_takes_more_than_sixty_lines() -> None:
     skipped = [(f"other {index}", f"reason {index}") for index in range(30)]
     figures = [*_figures(100), *_figures(7, target=1.0)]
     notes = ["something to note " * 20] * 4
-    text = table.render(_report(steps=steps, errors=errors, skipped=skipped, figures=figures, notes=notes))
-    lines = text.splitlines()
+    lines = _render(steps=steps, errors=errors, skipped=skipped, figures=figures, notes=notes).splitlines()
     assert len(lines) <= table.MOST_LINES
     assert max(map(len, lines)) <= 150
     assert sum("<= 1 us" in line and " NO " in line for line in lines) == 7
     assert "0 of 7 targets met, 20 failures, 30 skipped" in lines[-1]
-
-
-def test_a_short_run_shows_every_figure() -> None:
-    text = table.render(_report(figures=_figures(5)))
+    text = _render(figures=_figures(5))
     assert text.count("1234 us") + text.count("1235 us") == 5
     assert "more figures" not in text
 
@@ -151,7 +130,7 @@ def test_the_emulated_driver_has_no_speeds() -> None:
     """Neither in the table nor, as values, in the JSON; counts stay. Read back, both are what they were."""
     speed = results.figure("a speed", 777.5, "GB/s", [0.000777], target=1.0, at_least=True, shown=False, GBps=777.5)
     calls = results.count("calls", 3, "calls", n=5, target=0)
-    text = table.render(_report(emulated=True, figures=[results.figure("a speed", 777.5, "GB/s", [0.000777]), calls]))
+    text = _render(emulated=True, figures=[results.figure("a speed", 777.5, "GB/s", [0.000777]), calls])
     assert "777" not in text
     assert "no GPU was involved" in text
     assert "0 of 1 targets met" in text
@@ -194,24 +173,19 @@ def test_without_a_driver_there_is_a_table_and_a_failure(tmp_path: Path, capsys:
     assert list(document["calls"]) == ["measure"]  # the next one would find no more
 
 
-def test_a_measure_that_cannot_do_all_of_it_keeps_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("figures", [0, 1])
+def test_a_measure_that_cannot_do_all_of_it_keeps_what_it_has(figures: int) -> None:
     """Without one figure it is skipped, with one it is done in part."""
-    for figures in (0, 1):
-        report = tmp_path / f"{figures}.jsonl"
-        code = (
-            "import sys\nfrom types import SimpleNamespace as Space\nfrom bench.gpu import worker, results\n"
-            "from bench.gpu.context import Skip\nfrom bench.gpu.registry import Measure\n"
-            "def body(ctx):\n"
-            f"    for _ in range({figures}):\n        yield results.count('calls', 1, 'calls', n=1)\n"
-            "    raise Skip('too large')\n"
-            "one = Measure('one', body, (), 1.0, 1.0, 1.0, 'measure', 0)\n"
-            "ctx = Space(emulated=True, quick=True, until=0.0, driver=Space(violations=list))\n"
-            f"with open({str(report)!r}, 'w') as file:\n"
-            "    assert worker._run(one, ctx, float('inf'), file)\n"
-        )
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
-        entries = [json.loads(line) for line in report.read_text().splitlines()]
-        kinds = [entry["kind"] for entry in entries]
-        assert kinds == (["begin", "figure", "end"] if figures else ["begin", "skip"])
-        assert entries[-1]["rest" if figures else "reason"] == "too large"
+    from bench.gpu import worker
+
+    def body(context: Any) -> Iterator[results.Figure]:
+        yield from [results.count("calls", 1, "calls", n=1)] * figures
+        raise Skip("too large")
+
+    one = Measure("one", body, (), 1.0, 1.0, 1.0, "measure", 0)
+    context: Any = SimpleNamespace(emulated=True, quick=True, until=0.0, driver=SimpleNamespace(violations=list))
+    report = StringIO()
+    assert worker._run(one, context, float("inf"), report)
+    entries = [json.loads(line) for line in report.getvalue().splitlines()]
+    assert [entry["kind"] for entry in entries] == (["begin", "figure", "end"] if figures else ["begin", "skip"])
+    assert entries[-1]["rest" if figures else "reason"] == "too large"

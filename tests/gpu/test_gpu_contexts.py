@@ -2,56 +2,30 @@
 
 from __future__ import annotations
 
-import gc
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
-
-
-def _holders(library: str) -> int:
-    """How many hold the context, as the emulated driver counts them."""
-    from emulated import Emulated
-
-    return Emulated(Path(library)).live().get("contexts", 0)
-
-
-def test_it_is_held_for_as_long_as_it_is_said(emulated_gpu: Any) -> None:
-    from bench.gpu.driver import Driver
-
-    gc.collect()  # backends of other tests that are still to go
-    library = os.environ["REMAP_LIBCUDA"]
-    before = _holders(library)
-    assert before >= 1  # the fixture `gpu`
-    with Driver().held():
-        assert _holders(library) == before + 1
-    assert _holders(library) == before
-
+from conftest import program
 
 CONFORMANCE = """
+import os
+from pathlib import Path
+
 import contract
 from emulated import Emulated
+
 assert contract.ON_GPU
 for _ in range(2):
     backend = contract.cuda()
     del backend
-    print(contract.PAGE, Emulated(__import__("pathlib").Path(__import__("os").environ["REMAP_LIBCUDA"])).live())
+    print(contract.PAGE, Emulated(Path(os.environ["REMAP_LIBCUDA"])).live())
 """
 
 
 def test_it_outlives_every_backend_of_the_conformance_suite(emulated_gpu: Any) -> None:
     """As on a GPU, with the emulated one in its place."""
-    search = os.pathsep.join([str(ROOT / "tests" / "python"), *sys.path])
-    environment = {**os.environ, "REMAP_TEST_CUDA": "1", "PYTHONPATH": search}
-    done = subprocess.run(
-        [sys.executable, "-c", CONFORMANCE], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [f"{2 << 20} {{'contexts': 1}}"] * 2
+    assert program(CONFORMANCE, REMAP_TEST_CUDA="1").splitlines() == [f"{2 << 20} {{'contexts': 1}}"] * 2
 
 
 def test_masters_of_the_benchmarks_count_as_memory_that_is_there(gpu: Any) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from bench.gpu.machine import gpu_state
+from bench.gpu.tenants import device_tenant
 
 import remap
 
@@ -22,15 +24,11 @@ def _used(context: Any) -> int:
 
 def _warm(context: Any) -> None:
     """A session once: what the context keeps for good is not the next one's."""
-    from bench.gpu.tenants import device_tenant
-
     with device_tenant(context, 2, 2 << 20) as (tenant, marks):
         tenant.verify(marks)
 
 
 def test_the_driver_counts_no_more_than_the_capacity(context: Any) -> None:
-    from bench.gpu.tenants import device_tenant
-
     _warm(context)
     before = _used(context)
     # On a GPU large enough for the slack to be small beside it.
@@ -46,8 +44,6 @@ def test_the_driver_counts_no_more_than_the_capacity(context: Any) -> None:
 
 
 def test_closing_gives_all_memory_back(context: Any) -> None:
-    from bench.gpu.tenants import device_tenant
-
     _warm(context)
     before = _used(context)
     for _ in range(3):
@@ -61,7 +57,6 @@ def test_closing_gives_all_memory_back(context: Any) -> None:
 
 def test_torchs_memory_is_not_touched(real_gpu: Any, context: Any) -> None:
     import torch
-    from bench.gpu.tenants import device_tenant
 
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
@@ -72,9 +67,6 @@ def test_torchs_memory_is_not_touched(real_gpu: Any, context: Any) -> None:
 
 
 def test_nvidia_smi_sees_the_capacity_and_no_more(real_gpu: Any, context: Any) -> None:
-    from bench.gpu.machine import gpu_state
-    from bench.gpu.tenants import device_tenant
-
     before = gpu_state(context.probe["pcie"]).get("memory_used_mib")
     if not isinstance(before, float):
         pytest.skip("nvidia-smi does not say how much memory is used")
@@ -87,27 +79,22 @@ def test_nvidia_smi_sees_the_capacity_and_no_more(real_gpu: Any, context: Any) -
 
 def test_a_registered_layer_stays_where_it_is(raw: Any) -> None:
     tenant, marks = raw
-    address = remap.advanced.layer_address(tenant.session, "raw", 2)
-    remap.advanced.declare_registered(tenant.session, address, LAYER_BYTES)
-    assert 2 in tenant.tenant.pinned
-    remap.advanced.remap(tenant.session, "raw", 5, 2)
+    session = tenant.session
+
+    def address(layer: int) -> int:
+        return remap.advanced.layer_address(session, "raw", layer)
+
+    remap.advanced.declare_registered(session, address(2), LAYER_BYTES)
+    assert tenant.tenant.pinned == (2,)
+    remap.advanced.remap(session, "raw", 5, 2)
     assert 2 not in tenant.tenant.streamed
     with pytest.raises(remap.InvalidArgument):
-        remap.advanced.remap(tenant.session, "raw", 6, 2)  # that would take all eight
+        remap.advanced.remap(session, "raw", 6, 2)  # that would take all eight
     tenant.verify(marks)
     with pytest.raises(remap.InvalidState):
-        tenant.session.detach("raw")
-    remap.advanced.withdraw_registered(tenant.session, address, LAYER_BYTES)
-    remap.advanced.remap(tenant.session, "raw", 0)
-
-
-def test_a_streamed_layer_cannot_be_registered(raw: Any) -> None:
-    tenant, marks = raw
-    remap.advanced.remap(tenant.session, "raw", 4, 2)
-    streamed = tenant.tenant.streamed[0]
-    with pytest.raises(remap.InvalidState):
-        remap.advanced.declare_registered(
-            tenant.session, remap.advanced.layer_address(tenant.session, "raw", streamed), 1
-        )
+        session.detach("raw")
+    remap.advanced.withdraw_registered(session, address(2), LAYER_BYTES)
+    with pytest.raises(remap.InvalidState):  # a streamed one cannot be
+        remap.advanced.declare_registered(session, address(tenant.tenant.streamed[0]), 1)
     assert tenant.tenant.pinned == ()
-    tenant.verify(marks)
+    remap.advanced.remap(session, "raw", 0)

@@ -42,14 +42,10 @@ def test_changes_between_passes_that_nobody_waited_for(raw: Any) -> None:
         for _ in range(30):
             one_pass(tenant, reader, tenant.stream, tenant.handle)
             if reader.full:
-                marks.wait(marks.mark(tenant.handle))
-                marks.reset()
-                reader.check()
-            buffers = rng.choice((1, 2))
-            selection = rng.choice(("uniform", "nested"))
+                reader.end(marks, tenant.handle)
+            buffers, selection = rng.choice((1, 2)), rng.choice(("uniform", "nested"))
             remap.advanced.remap(tenant.session, "raw", rng.randrange(tenant.layers - buffers + 1), buffers, selection)
-        marks.wait(marks.mark(tenant.handle))
-        reader.check()
+        reader.end(marks, tenant.handle)
         remap.advanced.check(tenant.session)
 
 
@@ -75,14 +71,12 @@ def test_kv_blocks_keep_their_bytes_when_layers_return(gpu: Any, models: Any) ->
         remap.advanced.remap(rig.session, "m", 3, 1)
         kv = rig.tenant.kv
         ids = kv.allocate(kv.free_blocks)
-        keep = ids[-5:]
         kv.free(ids[:-5])
-        for number, block in enumerate(keep):
+        for number, block in enumerate(ids[-5:]):
             for tensor in kv.tensors:
                 tensor[:, block] = float(number + 1)
-        report = remap.advanced.remap(rig.session, "m", 0)
-        moved = report.moved.get("m", {})
-        for number, block in enumerate(keep):
+        moved = remap.advanced.remap(rig.session, "m", 0).moved.get("m", {})
+        for number, block in enumerate(ids[-5:]):
             for tensor in kv.tensors:
                 assert bool((tensor[:, moved.get(block, block)] == number + 1).all())
         rig.check()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from bench.gpu.tenants import device_tenant
+from conftest import program
 from rig import Reader, one_pass
 
 import remap
@@ -18,56 +18,35 @@ import remap
 PASSES = 12
 
 
-def _serve(context: Any, seed: int, failures: list[BaseException]) -> None:
-    """A session of this thread's own: opened, changed and closed here."""
-    from bench.gpu.tenants import device_tenant
-
-    try:
-        rng = random.Random(seed)
-        with device_tenant(context, 6, 2 << 20) as (tenant, marks), Reader(tenant, PASSES * 6) as reader:
-            for _ in range(PASSES):
-                one_pass(tenant, reader, tenant.stream, tenant.handle)
-                remap.advanced.remap(tenant.session, "raw", rng.randrange(5), 1)
-            marks.wait(marks.mark(tenant.handle))
-            reader.check()
-            remap.advanced.check(tenant.session)
-    except BaseException as error:  # noqa: BLE001 - carried to the test's own thread
-        failures.append(error)
+def _on_threads(*bodies: Callable[[], None]) -> None:
+    """Each on a thread of its own; what one raises is raised here."""
+    with ThreadPoolExecutor(len(bodies)) as threads:
+        for each in [threads.submit(body) for body in bodies]:
+            each.result(120)
 
 
-def _join(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a thread hangs"
+def _use(tenant: Any, marks: Any, seed: int) -> None:
+    rng = random.Random(seed)
+    with Reader(tenant, PASSES * tenant.layers) as reader:
+        for _ in range(PASSES):
+            remap.advanced.remap(tenant.session, "raw", rng.randrange(5), 1)
+            one_pass(tenant, reader, tenant.stream, tenant.handle)
+        reader.end(marks, tenant.handle)
+        remap.advanced.check(tenant.session)
 
 
 def test_two_threads_with_a_session_each(context: Any) -> None:
-    failures: list[BaseException] = []
-    _join([threading.Thread(target=_serve, args=(context, seed, failures)) for seed in (1, 2)])
-    assert failures == []
+    def serve(seed: int) -> None:
+        """A session of this thread's own: opened, changed and closed here."""
+        with device_tenant(context, 6, 2 << 20) as (tenant, marks):
+            _use(tenant, marks, seed)
+
+    _on_threads(partial(serve, 1), partial(serve, 2))
 
 
 def test_a_session_is_used_from_a_thread_without_a_context(raw: Any) -> None:
     """Opened on one thread; passes and changes on another, which has never made a CUDA call."""
-    tenant, marks = raw
-    failures: list[BaseException] = []
-
-    def use() -> None:
-        try:
-            with Reader(tenant, 3 * tenant.layers) as reader:
-                for alpha in (4, 2, 0):
-                    remap.advanced.remap(tenant.session, "raw", alpha, 1)
-                    one_pass(tenant, reader, tenant.stream, tenant.handle)
-                marks.wait(marks.mark(tenant.handle))
-                reader.check()
-        except BaseException as error:  # noqa: BLE001 - carried to the test's own thread
-            failures.append(error)
-
-    _join([threading.Thread(target=use)])
-    assert failures == []
-    marks.reset()
+    _on_threads(partial(_use, *raw, 3))
 
 
 SECOND_DEVICE = """
@@ -114,11 +93,7 @@ else:
 
 
 def test_another_device_from_another_thread(gpu: Any) -> None:
-    environment = {**os.environ, "REMAP_EMULATED_DEVICES": "2"}
-    done = subprocess.run(
-        [sys.executable, "-c", SECOND_DEVICE], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    if "one device" in done.stdout:
+    said = program(SECOND_DEVICE, REMAP_EMULATED_DEVICES="2")
+    if said == "one device":
         pytest.skip("there is one GPU")
-    assert done.stdout.strip() == f"second device {[True] * 4}"
+    assert said == f"second device {[True] * 4}"

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import program
 from rig import Rig
 
 import remap
 
 SCRIPT = """
 import sys
-sys.path[:0] = ["tests/python", "tests/gpu"]
 from types import SimpleNamespace
 import models
 import remap
@@ -38,28 +34,24 @@ print("bit-identical")
 """
 
 
-def _run(gpu: Any, **environment: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, gpu.torch],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "bit-identical" in done.stdout
+ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("settings", ["", "expandable_segments:True"])
-def test_beside_the_caching_allocator(real_gpu: Any, models: Any, settings: str) -> None:
-    _run(real_gpu, **({"PYTORCH_ALLOC_CONF": settings, "PYTORCH_CUDA_ALLOC_CONF": settings} if settings else {}))
-
-
-@pytest.mark.slow
-def test_with_nvtx_ranges(gpu: Any, models: Any) -> None:
-    _run(gpu, REMAP_NVTX="1")
+@pytest.mark.parametrize(
+    ("device", "settings"),
+    [
+        ("real_gpu", {}),
+        ("real_gpu", dict.fromkeys(ALLOCATORS, "expandable_segments:True")),
+        ("gpu", {"REMAP_NVTX": "1"}),
+    ],
+    ids=["the caching allocator", "expandable segments", "NVTX ranges"],
+)
+def test_in_a_process_of_its_own_beside(
+    request: pytest.FixtureRequest, models: Any, device: str, settings: dict[str, str]
+) -> None:
+    gpu = request.getfixturevalue(device)
+    assert program(SCRIPT, gpu.torch, **settings) == "bit-identical"
 
 
 def test_graphs_stay_valid_over_every_change(real_gpu: Any, context: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -104,14 +104,14 @@ BACKENDS: dict[str, Callable[[], Any]] = {
 BOUNDED = set(BACKENDS) - ({"cuda"} if ON_GPU else set())
 
 
-@contextmanager
-def refused(backend: Any, kind: type[Exception]) -> Iterator[None]:
-    """The body raises `kind` and changes nothing."""
-    before = backend.usage()
-    with pytest.raises(kind) as caught:
-        yield
-    assert type(caught.value) is kind
-    assert backend.usage() == before
+def refuses(backend: Any, kind: type[Exception], call: str, *arguments: tuple[Any, ...]) -> None:
+    """Each of these calls raises `kind` and changes nothing."""
+    for each in arguments:
+        before = backend.usage()
+        with pytest.raises(kind) as caught:
+            getattr(backend, call)(*each)
+        assert type(caught.value) is kind, each
+        assert backend.usage() == before, each
 
 
 @contextmanager
@@ -133,14 +133,20 @@ def pages(backend: Any, count: int, page_bytes: int = PAGE) -> Iterator[list[int
 def shown(backend: Any, handles: list[int], at: int | None = None, page_bytes: int = PAGE) -> Iterator[int]:
     """`handles` behind a region of their own (or at `at`), readable and writable."""
     bytes_ = len(handles) * page_bytes
-    own = at is None
-    at = backend.reserve(bytes_, PAGE) if at is None else at
-    backend.map(at, handles, page_bytes)
-    backend.set_access(at, bytes_, Access.read_write)
-    yield at
-    backend.unmap(at, bytes_)
-    if own:
-        backend.release(at, bytes_)
+    with region(backend, bytes_ // PAGE) if at is None else nullcontext(at) as place:
+        backend.map(place, handles, page_bytes)
+        backend.set_access(place, bytes_, Access.read_write)
+        yield place
+        backend.unmap(place, bytes_)
+
+
+@contextmanager
+def written(backend: Any, count: int, *, where: int | None = None) -> Iterator[tuple[list[int], int]]:
+    """Pages, and where they are shown: all bytes of the n-th are n + 1."""
+    with pages(backend, count) as handles, shown(backend, handles, where) as at:
+        for index in range(count):
+            poke(backend, at + index * PAGE, index + 1)
+        yield handles, at
 
 
 @contextmanager
@@ -173,8 +179,7 @@ def poke(backend: Any, at: int, value: int, count: int = PAGE) -> None:
         return
     with stream_and_event(backend) as (stream, event):
         backend.fill(stream, at, value, count)
-        backend.record(event, stream)
-        finished(backend, event)
+        finished(backend, event, stream)
 
 
 def read(backend: Any, at: int, count: int) -> bytes:
@@ -183,8 +188,7 @@ def read(backend: Any, at: int, count: int) -> bytes:
         return ctypes.string_at(at, count)
     with host_memory(backend, count) as to, stream_and_event(backend) as (stream, event):
         backend.copy(stream, to, at, count)
-        backend.record(event, stream)
-        finished(backend, event)
+        finished(backend, event, stream)
         return ctypes.string_at(to, count)
 
 
@@ -193,5 +197,15 @@ def peek(backend: Any, at: int, count: int = PAGE) -> set[int]:
     return set(read(backend, at, count))
 
 
-def finished(backend: Any, event: int) -> None:
+def each_page(backend: Any, at: int, count: int) -> list[int]:
+    """The one value that each of these pages has."""
+    found = [peek(backend, at + index * PAGE) for index in range(count)]
+    assert all(len(values) == 1 for values in found), found
+    return [value for values in found for value in values]
+
+
+def finished(backend: Any, event: int, stream: int | None = None) -> None:
+    """Recorded behind what the stream has to do, if one is named."""
+    if stream is not None:
+        backend.record(event, stream)
     assert backend.synchronize(event, WAIT_S), "the event did not complete"

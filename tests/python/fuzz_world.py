@@ -1,6 +1,6 @@
 """A fuzzer of whole sessions: random tenants do whatever they may, and a slow, obvious model looks at everything.
 
-    python fuzz_world.py [--seconds S] [--seed N] [--kinds plain,faults,interrupts,threads,forks] [--keep-going]
+    python fuzz_world.py [--seconds S] [--seed N] [--kinds plain,faults,interrupts,modes] [--walks N]
     python fuzz_world.py --replay 'JSON'
 
 A walk is a setting and a list of operations, both made from a seed before anything runs, so that a failure can be
@@ -8,10 +8,10 @@ replayed and made smaller by leaving operations out. Each walk runs in a forked 
 like any other.
 
 What is looked at after every operation: the books; every live block's tag; that no block is lost or moves untold; that
-a block which is new to a tenant shows nobody else's bytes (tenants have byte values of their own); min_blocks;
-addresses; that a call which raised changed nothing; that it raised only what it may. In passes: every byte of every
-layer, while all free blocks hold something else. In the end everybody comes home, leaves, and the backend has
-everything back.
+a block which is new to a tenant shows nobody else's bytes (tenants have byte values of their own); min_blocks; who has
+lent what to whom; addresses; that a call which raised changed nothing; that it raised only what it may; of the kind
+"modes", that an aliased and a strict session do the same. In passes: every byte of every layer, while all free blocks
+hold something else. In the end everybody comes home, leaves, and the backend has everything back.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ import re
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import interrupts
-from arena_worlds import make_backend, set_times, times_of
+import sharing_worlds
+from arena_worlds import External, make_backend, session_on, set_times, times_of
 
 import remap
 from remap import _core
@@ -45,7 +44,6 @@ from remap.errors import (
     ArenaBroken,
     DriverError,
     Error,
-    ForkedProcess,
     InvalidArgument,
     InvalidState,
     LimitExceeded,
@@ -53,7 +51,8 @@ from remap.errors import (
     OutOfMemory,
 )
 
-KINDS = ("plain", "faults", "interrupts", "threads", "forks")
+MODES = ("aliased", "strict")
+KINDS = ("plain", "faults", "interrupts", "modes")
 NAMES = ("t0", "t1", "t2", "t3")
 RANGES, SHARE = 8, 31  # byte values: 8 ranges of 31, a tenant has one of them
 TURNS = 120
@@ -117,7 +116,7 @@ def make_tenant(rng: random.Random, page: int) -> dict[str, Any]:
             "block_tokens": rng.choice([1, 4, 16]),
             "dtype": dtype,
             "min_blocks": least,
-            "max_blocks": least + rng.choice([1, 5, 40, 200]),
+            "max_blocks": least + rng.choice([1, 5, 40, 200, 200, 800]),
             "layout": rng.choice(["block_major", "block_major", "layer_major"]),
         },
         "priority": rng.choice([0, 0, 1, 5]),
@@ -149,23 +148,15 @@ def pages_of(tenant: dict[str, Any], page: int) -> int:
 def make_op(rng: random.Random, kind: str, page: int) -> Op:
     name, other = rng.sample(NAMES, 2)
     share = rng.choice([0.0, 0.3, 0.7, 1.0, rng.random()])
+    kinds = ["uniform", "nested", "slices"]
     ops: list[tuple[float, Callable[[], Op]]] = [
         (5, lambda: ["step", {each: rng.choice([0, 0, 2, 7, 20, 60]) for each in NAMES if rng.random() < 0.6}]),
         (1, lambda: ["quiet", rng.randint(1, 10)]),
-        (
-            4,
-            lambda: [
-                "remap",
-                name,
-                share,
-                rng.choice([1, 2]),
-                rng.choice(["uniform", "nested", "slices"]),
-                rng.random() < 0.1,
-            ],
-        ),
+        (4, lambda: ["remap", name, share, rng.choice([1, 2]), rng.choice(kinds), rng.random() < 0.1]),
         (3, lambda: ["lend", name, share, rng.choice([1, 2]), rng.choice([None, other, other])]),
         (4, lambda: ["activate", name, rng.random() < 0.2, rng.choice([False, False, True, 0.5])]),
         (2, lambda: ["deactivate", name]),
+        (3, lambda: ["crowd", name, share, rng.randint(1, 4), rng.random() < 0.7]),
         (5, lambda: ["allocate", name, share]),
         (4, lambda: ["free", name, rng.choice([1, 1, 2, 3]), rng.randint(0, 2)]),
         (4, lambda: ["forward", name]),
@@ -183,83 +174,58 @@ def make_op(rng: random.Random, kind: str, page: int) -> Op:
         ops.append((1, lambda: ["copy_fault", rng.randint(1, 4)]))
     if kind == "interrupts":
         ops.append((8, lambda: ["interrupt", int(rng.random() ** 2 * 700)]))
-    if kind == "threads":
-        ops.append((4, lambda: ["burst", [make_op(rng, "plain", page) for _ in range(3)]]))
-    if kind == "forks":
-        ops.append((0.5, lambda: ["fork"]))
     return rng.choices([make for _, make in ops], [weight for weight, _ in ops])[0]()
 
 
 # -- the engines -------------------------------------------------------------------------------------------------------
 
 
-class Engine:
+class Engine(sharing_worlds.Engine):
     """One tenant, and what its engine knows: its live blocks and the byte that each is full of."""
 
     def __init__(self, world: World, name: str, made: dict[str, Any], number: int) -> None:
-        self.world, self.name = world, name
+        self.session, self.name = world.session, name
         self.base = 1 + number % RANGES * SHARE
         self.data = [self._bytes(index, nbytes) for index, nbytes in enumerate(made["layers"])]
-        spec = remap.KVSpec(**made["kv"])
         config = remap.advanced.Knobs(**made["config"]) if "config" in made else None
+        more = {"priority": made["priority"], "active": made["active"], "config": config}
         with with_head(made["headed"]):
-            self.tenant = world.session.attach_bytes(
-                self.data, name=name, priority=made["priority"], kv=spec, config=config, active=made["active"]
-            )
+            self.tenant = self.session.attach_bytes(self.data, name=name, kv=remap.KVSpec(**made["kv"]), **more)
         compute, copy = made["times"]
         set_times(self.tenant, times_of(len(self.data), compute, copy), copy_s=copy)
+        arena = self.session._arena
+        self.homes = {
+            page
+            for page, number in enumerate(arena.tenants())
+            if number == self.tenant.number and arena.owners()[page].name == "params"
+        }
         self.addresses = self.addresses_now()
         self.held: dict[int, int] = {}
-        self.fresh: set[int] = (
-            set()
-        )  # seen as the tenant's own since it got them: checked once, when they are first written
         self._next = 0
-        self.external = made.get("external")
-        self.free_ids: set[int] = set()
-        self.leaving: set[int] = set()
-        if self.external:
-            self.kv.subscribe(self.listen, external=True)
+        self.external: External | None = None
+        if made.get("external"):
+            self.external = External(self.tenant, made["external"] == "prompt")
+            self.external.used = self.held
 
     def _bytes(self, layer: int, nbytes: int) -> bytes:
         chunk = bytes(self.base + (layer * 5 + at // 64) % SHARE for at in range(64 * SHARE))
         return (chunk * (nbytes // len(chunk) + 1))[:nbytes]
 
-    @property
-    def kv(self) -> Any:
-        return self.tenant.kv
-
     def addresses_now(self) -> list[int]:
-        session = self.world.session
-        return [
-            *(remap.advanced.layer_address(session, self.name, index) for index in range(len(self.data))),
-            self.kv.address,
-        ]
-
-    # -- an allocator of its own ------------------------------------------------------------------------------------
-
-    def listen(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
-        self.leaving -= set(added)
-        self.free_ids |= set(added) - set(self.held)
-        self.free_ids -= set(withdrawn)
-        self.leaving |= set(withdrawn)
-        if self.external == "prompt":
-            self.give_back()
-
-    def give_back(self) -> None:
-        back = sorted(self.leaving - set(self.held))
-        self.leaving -= set(back)
-        if back:
-            self.kv.returned(back)
-
-    # -- blocks -----------------------------------------------------------------------------------------------------
+        layers = [remap.advanced.layer_address(self.session, self.name, index) for index in range(len(self.data))]
+        return [*layers, self.kv.address]
 
     def room(self) -> int:
-        return len(self.free_ids) if self.external else self.kv.free_blocks
+        return len(self.external.free) if self.external else self.kv.free_blocks
+
+    def places(self) -> int:
+        """Bytes of blocks that it could hold more."""
+        return 0 if self.external else (self.kv.max_blocks - self.kv.usable_blocks) * self.kv.spec.block_bytes
 
     def allocate(self, count: int) -> None:
         if self.external:
-            ids = sorted(self.free_ids)[:count]
-            self.free_ids -= set(ids)
+            ids = sorted(self.external.free)[:count]
+            self.external.free -= set(ids)
         else:
             ids = self.kv.allocate(count)
             expect(len(ids) == count, f"{count} blocks were asked for, {ids} came")
@@ -269,14 +235,13 @@ class Engine:
             self.write(block, self.base + self._next)
             self.held[block] = self.base + self._next
 
-    def free(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self.held[block]
-        if not self.external:
-            self.kv.free(blocks)
-            return
-        self.free_ids |= set(blocks) - self.leaving
-        self.give_back()
+    def free(self, blocks: Any = None) -> None:
+        if self.external:
+            self.external.finish(list(self.held if blocks is None else blocks))
+            if self.external.leaving - set(self.held):
+                self.external.give_back()
+        else:
+            super().free(blocks)
 
     def ranges(self, block: int) -> list[tuple[int, int]]:
         return [(self.kv.address + at, nbytes) for at, nbytes in self.kv.geometry.byte_ranges_of_block(block)]
@@ -292,35 +257,16 @@ class Engine:
             ctypes.memset(at, value, nbytes)
 
     def check(self) -> None:
-        pool = self.kv.pool
-        if self.external:
-            known = self.free_ids | (set(self.held) - self.leaving)
-            expect(known == set(pool.open_ids()), f"{self.name}'s own allocator and the pool mean different blocks")
-        else:
-            expect(set(pool.live_ids()) == set(self.held), f"{self.name}: live blocks are not those of the engine")
-        for block, value in self.held.items():
-            for at, nbytes in self.ranges(block):
-                got = ctypes.string_at(at, nbytes)
-                expect(got == bytes([value]) * nbytes, f"a live block of {self.name} has changed")
+        super().check()
         expect(self.addresses_now() == self.addresses, f"an address of {self.name} has changed")
         usable = self.kv.usable_blocks
         expect(usable >= self.kv.spec.min_blocks, f"{self.name} has lost blocks that were promised")
 
     def poison(self) -> None:
         """Free blocks get bytes: a layer that still shows them reads wrong."""
-        pool = self.kv.pool
-        for block in set(pool.open_ids()) - set(self.held):
+        for block in set(self.kv.pool.open_ids()) - set(self.held):
             self.foreign(block)
             self.write(block, self.base)
-
-    def serve(self) -> None:
-        session = self.world.session
-        with self.tenant.forward():
-            for layer, expected in enumerate(self.data):
-                self.tenant.wait(layer)
-                got = ctypes.string_at(remap.advanced.layer_address(session, self.name, layer), len(expected))
-                self.tenant.done(layer)
-                expect(got == expected, f"a layer of {self.name} reads wrong bytes in a pass")
 
 
 @contextlib.contextmanager
@@ -349,17 +295,11 @@ class World:
 
     def __init__(self, walk: dict[str, Any]) -> None:
         self.kind = walk["kind"]
-        self.tolerated = tuple(getattr(remap, name) for name in walk.get("tolerated", ()))
         self.now = 1.0
         capacity = walk["pages"] * walk["page"]
         self.backend = _core.make_fault_backend(make_backend(capacity, walk["page"]))
-        self.session = remap.Session(
-            capacity,
-            page_bytes=walk["page"],
-            mode=walk["mode"],
-            platform=remap.advanced.Platform(backend=self.backend),
-            config=remap.advanced.Knobs(**walk["config"]),
-        )
+        config = remap.advanced.Knobs(**walk["config"])
+        self.session = session_on(self.backend, capacity, walk["page"], walk["mode"], config)
         self.session.clock = self.session._offers._clock = self.session._passes._clock = lambda: self.now
         self.engines: dict[str, Engine] = {}
         self.declared: list[tuple[int, int]] = []
@@ -369,45 +309,26 @@ class World:
         self.aftermath = 0  # calls that may still report a failure injected before
         self.ended = False
 
-    # -- looking ----------------------------------------------------------------------------------------------------
-
-    def seen(self) -> dict[str, Any]:
-        """What a call that raised must leave as it was."""
-        snapshot, arena = self.session.snapshot(), self.session._arena
-        return {
-            "owners": [owner.name for owner in arena.owners()],
-            "tenants": {
-                name: (
-                    each.streamed,
-                    each.buffers,
-                    str(each.pages),
-                    (each.usable_blocks, each.free_blocks, each.withdrawn_blocks),
-                    (each.lent_pages, dict(each.lent_to), each.borrowed_pages),
-                    each.active,
-                    each.pinned,
-                    # What an engine with its own allocator has returned of a change that drains, it is given and asked for again
-                    # if another change is tried in between and fails: it holds that until then.
-                    () if (pool := self.session._tenants[name].kv.pool).external else pool.live_ids(),
-                    pool.owned_slots(),
-                )
-                for name, each in snapshot.tenants.items()
-            },
-        }
-
     def check(self) -> None:
         remap.advanced.check(self.session)
         pages = self.session.snapshot().pages
         expect(pages.free + pages.params + pages.kv + pages.ring == pages.total, f"pages are lost: {pages}")
         expect(set(self.session._tenants) == set(self.engines), "a tenant is attached that nobody knows, or is gone")
-        for engine in self.engines.values():
+        owners, of = [owner.name for owner in self.session._arena.owners()], self.session._arena.tenants()
+        seen = self.session.snapshot().tenants
+        for name, engine in self.engines.items():
             engine.check()
+            for other, its in self.engines.items():
+                lent = sum(owners[page] == "kv" and of[page] == its.tenant.number for page in engine.homes)
+                told = 0 if other == name else seen[name].lent_to.get(other, 0)
+                expect(other == name or lent == told, f"{name} has lent {lent} pages to {other}, and says {told}")
 
     def tell(self, report: Any) -> Any:
         for name, moved in (getattr(report, "moved", None) or {}).items():
             engine = self.engines[name]
             olds = set(moved) - set(engine.held)
             expect(not olds, f"{name} is told that blocks moved which it does not hold")
-            engine.held = {moved.get(block, block): value for block, value in engine.held.items()}
+            engine.patch(moved)
         return report
 
     # -- one call ---------------------------------------------------------------------------------------------------
@@ -415,7 +336,7 @@ class World:
     def call(self, act: Callable[[], Any], *may_raise: type[Error], partly: bool = False) -> Any:
         """What it returns, told to the engines; the error if it may raise that, and has changed nothing (partly: may
         have, and the next report tells what moved); KeyboardInterrupt if it was interrupted."""
-        before = self.seen()
+        before = sharing_worlds.seen(self.session)
         arm, self.fault = self.fault, None
         at, self.at = self.at, -1
         if arm is not None:
@@ -440,10 +361,6 @@ class World:
             return error
         if error is None:
             return self.tell(result)
-        if isinstance(error, self.tolerated):
-            with contextlib.suppress(*self.tolerated):
-                self.tell(self.session.step())
-            return error
         injected = isinstance(error, (DriverError, OutOfMemory)) and "injected" in str(error)
         if injected and arm is None:  # what failed in the background is told later, and heals
             self.aftermath -= 1
@@ -454,8 +371,9 @@ class World:
             if injected:
                 self.tell_moves()
         else:
-            after = self.seen()
-            expect(after == before, f"a call raised {type(error).__name__} and changed {difference(before, after)}")
+            after = sharing_worlds.seen(self.session)
+            changed = [key for key in {**before, **after} if before.get(key) != after.get(key)]
+            expect(not changed, f"a call raised {type(error).__name__} and changed {changed}")
         _forget(error)
         return error
 
@@ -567,7 +485,7 @@ class World:
         for name, blocks in demand.items():
             engine = self.engines.get(name)
             if engine is not None and engine.tenant.active:
-                wanted[name] = remap.Demand(blocks, free=len(engine.free_ids) if engine.external else None)
+                wanted[name] = remap.Demand(blocks, free=len(engine.external.free) if engine.external else None)
         report = self.call(lambda: self.session.step(wanted), partly=True)
         if isinstance(report, remap.StepReport) and not self.ended:
             for name, demanded in wanted.items():
@@ -644,6 +562,22 @@ class World:
         if engine is not None:
             engine.free(sorted(engine.held)[offset % every :: every])
 
+    def op_crowd(self, name: str, share: float, keep: int, back: bool) -> None:
+        """Where coming home is hardest: an idle tenant has lent, and the holder's live blocks are the highest that it has."""
+        names = sorted(self.engines, key=lambda each: self.engines[each].places())
+        if len(names) < 2:
+            return
+        other, name = names[-1], names[NAMES.index(name) % (len(names) - 1)]
+        self.engines[name].free()
+        self.engines[other].free()
+        self.op_deactivate(name)
+        self.op_lend(name, share, 1, other)
+        if not self.ended:
+            self.op_allocate(other, 1.0)
+            self.engines[other].free(sorted(self.engines[other].held)[:-keep])
+            if back:
+                self.op_activate(name, False, False)
+
     def op_forward(self, name: str) -> None:
         engine = self.engines.get(name)
         if engine is None:
@@ -709,104 +643,6 @@ class World:
     def op_interrupt(self, at: int) -> None:
         self.at = at
 
-    def op_fork(self) -> None:
-        """A child finds every call refused, and its parent goes on."""
-        session = self.session
-        calls: dict[str, Callable[[], Any]] = {
-            "step": session.step,
-            "snapshot": session.snapshot,
-            "settle": partial(remap.advanced.settle, session),
-            "close": session.close,
-            "remap": lambda: remap.advanced.remap(session, "t0", 0),
-            "detach": lambda: session.detach("t0"),
-            "activate": lambda: session.activate("t0"),
-            "check": partial(remap.advanced.check, session),
-        }
-        if self.engines:
-            tenant = next(iter(self.engines.values())).tenant
-            calls |= {
-                "forward": lambda: tenant.forward().__enter__(),
-                "wait": lambda: tenant.wait(0),
-                "done": lambda: tenant.done(0),
-                "streaming": lambda: tenant.streaming,
-                "allocate": lambda: tenant.kv.allocate(0),
-                "free": lambda: tenant.kv.free([]),
-                "layer_address": lambda: remap.advanced.layer_address(session, tenant.name, 0),
-            }
-        child = os.fork()
-        if child == 0:
-            signal.alarm(HANG_S // 3)
-            for index, call in enumerate(calls.values()):
-                try:
-                    call()
-                except ForkedProcess:
-                    continue
-                except BaseException:  # noqa: BLE001  anything else is the finding
-                    pass
-                os._exit(1 + index)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        code = os.waitstatus_to_exitcode(status)
-        call = "" if code == 0 else [*calls][code - 1] if code > 0 else f"signal {-code}"
-        expect(code == 0, f"a forked child was not refused: {call}")
-
-    def op_burst(self, ops: list[Op]) -> None:
-        """Everybody serves on a thread of his own, while this one does something else."""
-        problems: list[BaseException] = []
-        done = threading.Event()
-
-        def serve(engine: Engine) -> None:
-            try:
-                while not done.is_set():
-                    with contextlib.suppress(InvalidState):
-                        engine.serve()
-            except BaseException as error:  # noqa: BLE001  whatever it is, it is the finding
-                problems.append(error)
-
-        sys.setswitchinterval(1e-6)
-        threads = [threading.Thread(target=serve, args=(engine,)) for engine in self.engines.values()]
-        for thread in threads:
-            thread.start()
-        try:
-            for name, *rest in ops:
-                for _ in range(3):
-                    act = self._beside(name, rest)
-                    if act is not None:
-                        try:
-                            self.tell(act())
-                        except InvalidState as error:
-                            if "tenant" not in error.fields:
-                                raise
-                        except (OutOfBlocks, InvalidArgument):
-                            pass
-        finally:
-            done.set()
-            for thread in threads:
-                thread.join()
-            sys.setswitchinterval(5e-3)
-        if problems:
-            raise problems[0]
-
-    def _beside(self, name: str, rest: list[Any]) -> Callable[[], Any] | None:
-        """What an operation calls, without all that looks at it."""
-        session = self.session
-        if name == "step":
-            wanted = {each: remap.Demand(n) for each, n in rest[0].items() if each in self.engines}
-            return lambda: session.step(wanted)
-        if name in ("remap", "lend", "activate", "deactivate") and rest[0] in self.engines:
-            if name == "activate":
-                return lambda: session.activate(rest[0], alone=rest[1], partial=rest[2])
-            if name == "deactivate":
-                return lambda: session.deactivate(rest[0])
-            tenant = self.engines[rest[0]].tenant
-            buffers = rest[2] if name == "remap" else tenant.buffers or rest[2]
-            layers = round(rest[1] * max(0, len(tenant._state.order) - buffers))
-            if name == "remap":
-                return lambda: remap.advanced.remap(session, rest[0], layers, buffers, rest[3])
-            to = rest[3] if rest[3] in self.engines else None
-            return lambda: remap.advanced.lend(session, rest[0], layers, buffers, to=to)
-        return session.snapshot if name == "settle" else None
-
     def owner_of(self, each: tuple[int, int]) -> str:
         return next((name for name, engine in self.engines.items() if each[0] in engine.addresses), "")
 
@@ -819,8 +655,9 @@ class World:
             self.op_withdraw()
         self.op_settle()
         for engine in self.engines.values():
-            engine.external = "prompt" if engine.external else None
-            engine.free(list(engine.held))
+            if engine.external:
+                engine.external.prompt = True
+            engine.free()
         for name in self.engines:
             self.op_activate(name, False, False)
             expect(self.engines[name].tenant.active, f"{name} cannot be activated in the end")
@@ -850,17 +687,6 @@ class World:
         self.ended = True
 
 
-def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
-    found = []
-    for name in sorted({*before["tenants"], *after["tenants"]}):
-        one, other = before["tenants"].get(name), after["tenants"].get(name)
-        if one is None or other is None:
-            found.append(f"{name} {'is gone' if other is None else 'has come'}")
-        else:
-            found += [f"{name}: {a} -> {b}" for a, b in zip(one, other) if a != b]
-    return "; ".join(found) or "who owns which page"
-
-
 def _forget(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
@@ -884,19 +710,21 @@ def run(walk: dict[str, Any], progress: Callable[[int], None] = lambda at: None)
     at = -1
     try:
         try:
-            world = World(walk)
+            worlds = [
+                World({**walk, "mode": mode}) for mode in MODES if mode == walk["mode"] or walk["kind"] == "modes"
+            ]
         except InvalidArgument:
             if walk["page"] & (walk["page"] - 1):  # a session may refuse such pages, or works with them
                 return None
             raise
         for at, op in enumerate([*walk["ops"], None]):
             progress(at)
-            if op is None:
-                world.end()
-            else:
-                world.do(op)
-            if world.ended:
+            for world in worlds:
+                world.end() if op is None else world.do(op)
+            if worlds[0].ended:
                 return None
+            first, last = (sharing_worlds.seen(world.session) for world in (worlds[0], worlds[-1]))
+            expect(first == last, f"the modes differ in {[key for key in first if first[key] != last.get(key)]}")
     except BaseException as error:  # noqa: BLE001  whatever it is, it is the finding
         places = traceback.extract_tb(error.__traceback__)
         last = next((each for each in reversed(places) if each.filename.startswith(interrupts.PACKAGE)), places[-1])
@@ -942,62 +770,20 @@ def smaller(walk: dict[str, Any], failure: Failure, seconds: float = 60.0) -> tu
     until = time.monotonic() + seconds
     best = {**walk, "ops": walk["ops"][: failure.at + 1]}
     found = isolated(best)
-    if found is None or found.signature != failure.signature:  # not always the same: threads
+    if found is None or found.signature != failure.signature:  # not always the same: threads of the core
         return walk, failure
     piece = max(1, len(best["ops"]) // 2)
-    while piece and time.monotonic() < until:
+    while piece:
         first, shrunk = 0, False
         while first < len(best["ops"]) and time.monotonic() < until:
             ops = best["ops"][:first] + best["ops"][first + piece :]
-            candidate = {**best, "ops": ops}
-            again = isolated(candidate)
+            again = isolated({**best, "ops": ops})
             if again is not None and again.signature == failure.signature:
-                best, found, shrunk = {**candidate, "ops": ops[: again.at + 1]}, again, True
+                best, found, shrunk = {**best, "ops": ops[: again.at + 1]}, again, True
             else:
                 first += piece
         piece = piece if shrunk and piece == 1 else piece // 2
-    shrunk = True
-    while shrunk and time.monotonic() < until:
-        shrunk = False
-        for candidate in simpler(best):
-            if time.monotonic() > until:
-                break
-            again = isolated(candidate)
-            if again is not None and again.signature == failure.signature:
-                best, found, shrunk = candidate, again, True
-                break
     return best, found
-
-
-def simpler(walk: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Walks of the same operations with one thing plainer: a setting left out, a tenant's layer, what is special of it."""
-    for key in walk["config"]:
-        yield {**walk, "config": {each: value for each, value in walk["config"].items() if each != key}}
-    for at, op in enumerate(walk["ops"]):
-        if op[0] != "attach":
-            continue
-        made = op[2]
-        plainer = [{each: value for each, value in made.items() if each != key} for key in ("config", "external")]
-        if "config" in made:
-            for key in made["config"]:
-                kept = {each: value for each, value in made["config"].items() if each != key}
-                plainer.append({**made, "config": kept})
-        plainer += [{**made, key: value} for key, value in (("priority", 0), ("active", True), ("times", [1.0, 0.1]))]
-        plainer.append({**made, "kv": {**made["kv"], "layout": "block_major"}})
-        if made["kv"]["layers"] > 1:
-            for layer in range(made["kv"]["layers"]):
-                layers = made["layers"][:layer] + made["layers"][layer + 1 :]
-                plainer.append({**made, "layers": layers, "kv": {**made["kv"], "layers": made["kv"]["layers"] - 1}})
-        for each in plainer:
-            if each != made:
-                yield {**walk, "ops": [*walk["ops"][:at], ["attach", op[1], each], *walk["ops"][at + 1 :]]}
-
-
-def show(walk: dict[str, Any], failure: Failure, seed: str) -> str:
-    return (
-        f"seed {seed}, {walk['kind']}: {failure.signature}\n{failure.what.strip()}\n"
-        f"python tests/python/fuzz_world.py --replay '{json.dumps(walk)}'\n"
-    )
 
 
 def main() -> None:
@@ -1005,12 +791,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--seed", default="")
     parser.add_argument("--kinds", default=",".join(KINDS))
-    parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--walks", type=int, default=1 << 60)
-    parser.add_argument("--shrink", type=float, default=30.0, help="seconds for making one failure smaller")
-    parser.add_argument("--keep-going", action="store_true", help="report each kind of failure once, and go on")
-    parser.add_argument("--tolerate", default="", help="names of errors that any call may raise: to see what they hide")
-    parser.add_argument("--without", default="", help="operations to leave out, or odd_pages: to see what they hide")
     parser.add_argument("--replay")
     options = parser.parse_args()
     if options.replay:
@@ -1018,30 +799,19 @@ def main() -> None:
         sys.stdout.write(f"{failure.signature}\n{failure.what}\n" if failure else "all is right\n")
         sys.exit(failure is not None)
     until = time.monotonic() + options.seconds
-    known: dict[str, int] = {}
     walks = 0
-    kinds, without = options.kinds.split(","), options.without.split(",")
+    kinds = options.kinds.split(",")
     while time.monotonic() < until and walks < options.walks:
         seed = f"{options.seed}{walks}"
-        walk = make_walk(seed, kinds[walks % len(kinds)], options.turns)
-        walk["ops"] = [op for op in walk["ops"] if op[0] not in without]
-        walk["tolerated"] = [name for name in options.tolerate.split(",") if name]
+        walk = make_walk(seed, kinds[walks % len(kinds)])
         walks += 1
-        if "odd_pages" in without and walk["page"] & (walk["page"] - 1):
-            continue
         failure = isolated(walk)
-        if failure is None:
-            continue
-        if failure.signature not in known:
-            sys.stdout.write(show(*smaller(walk, failure, options.shrink), seed) + "\n")
-            sys.stdout.flush()
-        known[failure.signature] = known.get(failure.signature, 0) + 1
-        if not options.keep_going:
-            break
-    sys.stdout.write(f"{walks} walks, {sum(known.values())} failures of {len(known)} kinds\n")
-    for signature, count in sorted(known.items(), key=lambda each: -each[1]):
-        sys.stdout.write(f"{count:6} {signature}\n")
-    sys.exit(bool(known))
+        if failure is not None:
+            walk, failure = smaller(walk, failure)
+            replay = f"python tests/python/fuzz_world.py --replay '{json.dumps(walk)}'"
+            sys.stdout.write(f"seed {seed}, {walk['kind']}: {failure.signature}\n{failure.what.strip()}\n{replay}\n")
+            sys.exit(1)
+    sys.stdout.write(f"{walks} walks, no failure\n")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""KeyboardInterrupt at every point of every public call, one a run in a fresh world; afterwards everything must work.
+"""KeyboardInterrupt at every point of a change (test_fault_sweep.py has them), one a run; afterwards everything must work.
 
     points = "lines"     before every line of the package that the call comes to
              "signals"   wherever CPython would really raise it: at a function's start, after a call, at a backward jump
-             "opcodes"   before every instruction
 
 A `finally` or the end of a `with` begins outside of what it closes: no signal can arrive there (nothing is looked at in
 between), and no code could defend itself. So points that another handler covers than the instruction before are left
@@ -13,46 +12,41 @@ seen is what was before the call or what is after it; the next report tells what
 layer its bytes in passes of every tenant, every free block can be used; the same call has its full effect; all other
 calls work; close gives everything back.
 
-    python interrupts.py CALL MODE [POINTS] [--only SITUATION] [--at K] [--budget N] [--all]
+    python interrupts.py CASE MODE POINTS BUDGET
 
-runs one call's situations and prints one JSON line for each finding. `sweep` runs that as a process of its own, since a
-finding may be a crash.
+tries so many points of one case at most (0: all), and prints one JSON line for each finding.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import ctypes
 import dis
 import faulthandler
+import functools
 import gc
 import json
 import os
 import random
 import re
-import subprocess
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
-from arena_worlds import make_backend, make_layers, make_spec, session_on, set_times, times_of
+import subprocesses
+from sharing_worlds import Faulty
+from test_fault_sweep import CASES_BETWEEN, INTERRUPTED, Case
 
 import remap
-from remap import _core
-from remap.errors import Error, InvalidArgument, OutOfBlocks
+from remap.errors import Error
 
-PAGE = 4096
+CASES = {case.name: case for case in (*CASES_BETWEEN, *INTERRUPTED)}
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
-MODES = ("aliased", "strict")
-POINTS = ("lines", "signals", "opcodes")
 PATIENCE_S = 10.0
-POISON, TAG = 0xDF, 0xCC
 # Files whose functions change nothing but what they return.
 PURE = re.compile(
     r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|moves|plan|view)|config|report|sizes)"
@@ -62,15 +56,12 @@ PURE = re.compile(
 # -- the interrupt -----------------------------------------------------------------------------------------------------
 
 _CHECKS = {"CALL", "CALL_FUNCTION_EX", "RESUME"}  # CPython looks for signals there, and at backward jumps
-_known: dict[tuple[CodeType, str], frozenset[int]] = {}
 
 
+@functools.cache
 def points_of(code: CodeType, points: str) -> frozenset[int]:
     """Offsets of the instructions before which an interrupt may come."""
-    known = _known.get((code, points))
-    if known is None:
-        known = _known[code, points] = frozenset(_points_of(code, points))
-    return known
+    return frozenset(_points_of(code, points))
 
 
 def _points_of(code: CodeType, points: str) -> Iterator[int]:
@@ -160,659 +151,6 @@ def _forget_frames(error: BaseException | None) -> None:
         error = error.__context__
 
 
-# -- the world ---------------------------------------------------------------------------------------------------------
-
-# Returns are worth it, nothing is kept in reserve: what a step does is known.
-CONFIG: dict[str, Any] = {
-    "reserve_blocks": 0,
-    "hysteresis_blocks": 0,
-    "min_idle": 0.0,
-    "map_s": 0.0,
-    "contention": 9.0,
-    "dwell": 1,
-    "reload_s": 1e9,
-    "reversion": False,
-}
-
-
-def spec(layers: int, min_blocks: int = 2, max_blocks: int = 120) -> remap.KVSpec:
-    return make_spec(layers, dim=16, tokens=4, min_blocks=min_blocks, max_blocks=max_blocks)
-
-
-class Engine:
-    """Keeps a known byte in every block that it holds."""
-
-    def __init__(self, session: remap.Session, name: str, layers: int, pages: int, tag: int, **options: Any) -> None:
-        self.session, self.name, self.tag = session, name, tag
-        self.data = make_layers([pages] * layers, tag, PAGE)
-        self.tenant = session.attach_bytes(self.data, name=name, kv=options.pop("kv", None) or spec(layers), **options)
-        set_times(self.tenant, times_of(layers, 1.0, 0.1), copy_s=0.1)
-        self.held: dict[int, int] = {}
-        self.external: External | None = None
-
-    @property
-    def kv(self) -> Any:
-        return self.tenant.kv
-
-    def ranges(self, block: int) -> list[tuple[int, int]]:
-        return [(self.kv.address + at, nbytes) for at, nbytes in self.kv.geometry.byte_ranges_of_block(block)]
-
-    def write(self, block: int, value: int) -> None:
-        for at, nbytes in self.ranges(block):
-            ctypes.memset(at, value, nbytes)
-
-    def verify(self, block: int, value: int) -> None:
-        for at, nbytes in self.ranges(block):
-            got = ctypes.string_at(at, nbytes)
-            assert got == bytes([value]) * nbytes, f"block {block} of {self.name} has changed: {set(got)}, not {value}"
-
-    def hold(self, count: int, *, top: bool = False) -> None:
-        """More live blocks; top: the highest usable ones, so that a shrink has to move them."""
-        ids = self.kv.allocate(self.kv.free_blocks if top else count)
-        self.kv.free(ids[: len(ids) - count])
-        for block in ids[len(ids) - count :]:
-            self.held[block] = (self.tag * 50 + block) % 200 + 1
-            self.write(block, self.held[block])
-
-    def drop(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            del self.held[block]
-        self.kv.free(blocks)
-
-    def serve(self) -> None:
-        with self.tenant.forward():
-            for layer, expected in enumerate(self.data):
-                self.tenant.wait(layer)
-                got = ctypes.string_at(remap.advanced.layer_address(self.session, self.name, layer), len(expected))
-                self.tenant.done(layer)
-                assert got == expected, f"layer {layer} of {self.name} reads {got[:4]!r}, not {expected[:4]!r}"
-
-
-class External:
-    """An engine's own allocator: withdrawn ids that are free go back at once, others when `finish` frees them."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.free: set[int] = set()
-        self.used: dict[int, int] = {}
-        self.leaving: set[int] = set()
-        engine.external = self
-
-    def __call__(self, added: Sequence[int], withdrawn: Sequence[int]) -> None:
-        self.leaving -= set(added)
-        self.free |= set(added) - set(self.used)
-        self.free -= set(withdrawn)
-        self.leaving |= set(withdrawn)
-        self.give_back()
-
-    def give_back(self) -> None:
-        back = sorted(self.leaving - set(self.used))
-        self.leaving -= set(back)
-        if back:
-            self.engine.kv.returned(back)
-
-    def use(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            self.free.discard(block)
-            self.used[block] = (self.engine.tag * 50 + block) % 200 + 1
-            self.engine.write(block, self.used[block])
-
-    def check(self) -> None:
-        pool = self.engine.kv.pool
-        known = self.free | (set(self.used) - self.leaving)
-        assert known == set(pool.open_ids()), (
-            f"the engine of {self.engine.name} knows blocks {sorted(known)}, the pool's are {list(pool.open_ids())}"
-        )
-        assert self.leaving == set(pool.live_ids()) - set(pool.open_ids()), "what is being withdrawn is not agreed on"
-        for block, value in self.used.items():
-            self.engine.verify(block, value)
-
-
-class World:
-    """Tenants "a" and "b", six layers of two pages and five of two, and some free pages."""
-
-    def __init__(self, mode: str, spare: int = 4, **config: Any) -> None:
-        self.mode = mode
-        total = 6 * 2 + 5 * 2 + 2 + 2 + spare
-        self.backend = _core.make_fault_backend(make_backend(total * PAGE, PAGE))
-        settings = remap.advanced.Knobs(**{**CONFIG, **config})
-        self.session = session_on(self.backend, total * PAGE, page_bytes=PAGE, mode=mode, config=settings)
-        self.engines: dict[str, Engine] = {}
-        for tag, (name, layers) in enumerate((("a", 6), ("b", 5)), 1):
-            self.attach(name, layers, 2, tag)
-        for engine in self.engines.values():
-            engine.serve()
-
-    @property
-    def a(self) -> Engine:
-        return self.engines["a"]
-
-    @property
-    def b(self) -> Engine:
-        return self.engines["b"]
-
-    def attach(self, name: str, layers: int = 3, pages: int = 1, tag: int = 3, **options: Any) -> None:
-        self.engines[name] = Engine(self.session, name, layers, pages, tag, **options)
-
-    def tell(self, report: Any) -> Any:
-        for name, moved in getattr(report, "moved", {}).items():
-            engine = self.engines[name]
-            engine.held = {moved.get(block, block): value for block, value in engine.held.items()}
-        return report
-
-    def step(self, **demand: int) -> Any:
-        free = {name: len(e.external.free) for name, e in self.engines.items() if e.external is not None}
-        return self.tell(self.session.step({name: remap.Demand(n, free=free.get(name)) for name, n in demand.items()}))
-
-    def remap(self, name: str, layers: float, buffers: int = 1, kind: str = "nested", **more: Any) -> Any:
-        return self.tell(remap.advanced.remap(self.session, name, layers, buffers, kind, **more))
-
-    def lend(self, name: str, layers: int, to: str | None = None) -> Any:
-        return self.tell(remap.advanced.lend(self.session, name, layers, to=to))
-
-    def activate(self, name: str, **options: Any) -> Any:
-        return self.tell(self.session.activate(name, **options))
-
-    # -- looking ---------------------------------------------------------------------------------------------------
-
-    def seen(self) -> dict[str, Any]:
-        """What a caller sees, and what a call may change only as a whole. No epoch: nobody computes with it."""
-        snapshot = self.session.snapshot()
-        return {
-            name: {
-                "streamed": each.streamed,
-                "buffers": each.buffers,
-                "pages": str(each.pages),
-                "lent": (each.lent_pages, dict(each.lent_to), each.borrowed_pages),
-                "blocks": (each.usable_blocks, each.free_blocks, each.live_blocks, each.withdrawn_blocks),
-                "active": each.active,
-                "pinned": each.pinned,
-            }
-            for name, each in snapshot.tenants.items()
-        } | {"free": snapshot.pages.free, "unsettled": remap.advanced.unsettled(self.session)}
-
-    def check(self) -> None:
-        """The books agree, and every live block has its tag."""
-        remap.advanced.check(self.session)
-        pages = self.session.snapshot().pages
-        assert pages.free + pages.params + pages.kv + pages.ring == pages.total, f"pages are lost: {pages}"
-        for engine in self.engines.values():
-            if engine.external is not None and engine.kv.pool.external:
-                engine.external.check()
-                continue
-            live = set(engine.kv.pool.live_ids())
-            assert live == set(engine.held), (
-                f"{engine.name} holds blocks {sorted(engine.held)}, the pool's live ones are {sorted(live)}"
-            )
-            for block, value in engine.held.items():
-                engine.verify(block, value)
-
-    def use(self) -> None:
-        """All free blocks are written and read, so that a layer which still shows them reads wrong; then passes."""
-        for engine in self.engines.values():
-            if engine.external is not None:
-                for block in engine.external.free:
-                    engine.write(block, POISON)
-            else:
-                ids = engine.kv.allocate(engine.kv.free_blocks)
-                for block in ids:
-                    engine.write(block, POISON)
-                for block in ids:
-                    engine.verify(block, POISON)
-                engine.kv.free(ids)
-        for engine in self.engines.values():
-            # Taking it out may have been tried: it serves no more then (Session.detach).
-            if engine.tenant.active and not engine.tenant._state.leaving:
-                engine.serve()
-        self.check()
-
-    def everything_else(self) -> None:
-        """All other calls, once each: they work, whatever came before."""
-        session = self.session
-        remap.advanced.settle(session)
-        for engine in self.engines.values():
-            if engine.external is not None:
-                engine.external.used.clear()
-                engine.external.free |= set(engine.kv.pool.open_ids())
-                engine.external.give_back()
-            else:
-                engine.drop(list(engine.held))
-        for name in self.engines:
-            report = self.activate(name)
-            if not report.activated and any(e.external for e in self.engines.values()):
-                remap.advanced.remap(self.session, name, 0)
-                report = self.activate(name)
-            assert report.activated, report
-            self.use()
-        for name in self.engines:
-            self.remap(name, 0)
-            seen = session.snapshot().tenants[name]
-            assert not seen.streamed and not seen.lent_pages, seen
-        self.use()
-        if "a" in self.engines and "b" in self.engines:
-            free = [self.engines[name].external is None for name in ("a", "b")]
-            self.remap("a", 2, 1, "uniform")
-            assert self.a.tenant.remapped == 2
-            self.lend("b", 2, to="a")
-            assert self.b.tenant.remapped == 2
-            if free[0]:
-                self.a.hold(3, top=True)
-            self.use()
-            self.lend("b", 0)
-            assert self.b.tenant.lent_pages == 0
-            self.use()
-            if free[0]:
-                self.step(a=self.a.kv.free_blocks + 1)
-                self.use()
-                self.a.drop(list(self.a.held))
-            self.step()
-            self.remap("a", 0)
-        last = sorted(self.engines)[-1]
-        session.detach(last)
-        del self.engines[last]
-        self.attach("later", 2, 1, 5)
-        self.use()
-
-    def close(self) -> None:
-        self.session.close()
-        usage = self.backend.usage()
-        assert set(usage.values()) == {0}, f"kept: { ({name: held for name, held in usage.items() if held}) }"
-
-
-# -- the calls ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Case:
-    """call: one public call; what it returns tells what moved. plans: it makes several plans one after the other, and
-    an interrupt may leave the state after any of them. again(world): the same call once more (by default `call`).
-    effect(world): that it has had its effect then (by default what is seen is what an uninterrupted call leaves)."""
-
-    name: str
-    prepare: Callable[[World], Any]
-    call: Callable[[World], Any]
-    plans: bool = False
-    again: Callable[[World], Any] | None = None
-    effect: Callable[[World], bool] | None = None
-    world: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class Quiet:
-    """Prepares by `prepare`, then as many quiet steps as leave the next one to do it. Looked for once a mode."""
-
-    ready: Callable[[World], Any]
-    happened: Callable[[World], bool]
-    options: dict[str, Any] = field(default_factory=dict)
-    demand: dict[str, int] = field(default_factory=dict)
-    steps: dict[str, int] = field(default_factory=dict)
-
-    def __call__(self, world: World) -> None:
-        if world.mode not in self.steps:
-            twin = World(world.mode, **self.options)
-            self.ready(twin)
-            for count in range(60):
-                twin.step(**self.demand)
-                if self.happened(twin):
-                    self.steps[world.mode] = count
-                    break
-            else:
-                raise AssertionError("quiet steps do not lead there")
-            twin.close()
-        self.ready(world)
-        for _ in range(self.steps[world.mode]):
-            world.step(**self.demand)
-
-
-def lent_to_a(world: World, layers: int = 2, hold: int = 0) -> None:
-    world.session.deactivate("b")
-    world.lend("b", layers, to="a")
-    if hold:
-        world.a.hold(hold, top=True)
-
-
-def unsettled(world: World) -> None:
-    """A change whose settling has failed once."""
-    remap.advanced.settle(world.session)
-    world.backend.arm(_core.Call.create_event if world.mode == "strict" else _core.Call.exchange, 1)
-    with contextlib.suppress(Error):
-        world.remap("a", 2)
-    world.session._executor.drain()
-    world.backend.disarm()
-
-
-def dirty(world: World) -> None:
-    """All free pages have been another tenant's KV."""
-    world.attach("old", 2, 1, 7, kv=spec(2, 1, 40))
-    old = world.engines["old"]
-    world.step(old=8)
-    old.hold(old.kv.free_blocks)
-    world.session.detach("old")
-    del world.engines["old"]
-
-
-def external(world: World, name: str = "a", use: Sequence[int] = ()) -> External:
-    made = External(world.engines[name])
-    made.engine.kv.subscribe(made, external=True)
-    made.use(use)
-    return made
-
-
-def detach(name: str) -> Callable[[World], Any]:
-    def act(world: World) -> None:
-        world.session.detach(name)
-        world.engines.pop(name, None)
-
-    return act
-
-
-def detach_again(name: str) -> Callable[[World], Any]:
-    def act(world: World) -> None:
-        if name in world.session._tenants:
-            world.session.detach(name)
-        else:
-            with contextlib.suppress(InvalidArgument):
-                world.session.detach(name)
-                raise AssertionError("a tenant that is gone was detached")
-        world.engines.pop(name, None)
-
-    return act
-
-
-def attach_again(name: str, **options: Any) -> Callable[[World], Any]:
-    """After an interrupt the caller has no tenant: either the name is free, or detaching makes it so."""
-
-    def act(world: World) -> None:
-        if name in world.session._tenants:
-            world.session.detach(name)
-        world.attach(name, **options)
-
-    return act
-
-
-def too_large(world: World) -> None:
-    try:
-        world.session.attach_bytes(make_layers([9] * 9, 9, PAGE), name="c", kv=spec(9))
-    except remap.OutOfMemory:
-        return
-    raise AssertionError("it fits?")
-
-
-def allocate(world: World) -> None:
-    world.a.held.update(dict.fromkeys(world.a.kv.allocate(3), TAG))
-
-
-def allocated(world: World) -> None:
-    """Writes what was allocated. If the caller never saw the ids, it finds them in the pool."""
-    for block in set(world.a.kv.pool.live_ids()).difference(world.a.held):
-        world.a.held[block] = TAG
-    for block, value in world.a.held.items():
-        if value == TAG:
-            world.a.write(block, TAG)
-
-
-def free(world: World) -> None:
-    world.a.kv.free(sorted(world.a.held)[:3])
-
-
-def freed(world: World) -> None:
-    live = set(world.a.kv.pool.live_ids())
-    world.a.held = {block: value for block, value in world.a.held.items() if block in live}
-
-
-def begin_return(world: World) -> None:
-    """An external engine with blocks in what is to go, all of them done with by now."""
-    world.remap("a", 3)
-    made = external(world)
-    made.use(sorted(made.free)[-3:])
-    world.remap("a", 0, drain=True)
-    made.used.clear()
-
-
-def give_back(world: World) -> None:
-    made = world.a.external
-    assert made is not None
-    back = sorted(made.leaving)
-    made.engine.kv.returned(back)
-    made.leaving -= set(back)
-
-
-def returned_again(world: World) -> None:
-    made = world.a.external
-    assert made is not None
-    pool = made.engine.kv.pool
-    made.leaving = set(pool.live_ids()) - set(pool.open_ids())
-    if made.leaving:
-        give_back(world)
-
-
-def subscribe(world: World) -> None:
-    made = world.a.external or External(world.a)
-    made.engine.kv.subscribe(made, external=True)
-
-
-def subscribe_again(world: World) -> None:
-    if not world.a.kv.pool.external:
-        subscribe(world)
-
-
-def one_pass(name: str) -> Callable[[World], Any]:
-    return lambda world: world.engines[name].serve()
-
-
-def address_of(world: World) -> tuple[int, int]:
-    return remap.advanced.layer_address(world.session, "a", 1), 100
-
-
-def nothing(world: World) -> None:
-    pass
-
-
-def enough(name: str, blocks: int) -> Callable[[World], bool]:
-    return lambda world: world.engines[name].kv.free_blocks >= blocks
-
-
-def top(world: World, layers: int, hold: int, kind: str = "nested", buffers: int = 1) -> None:
-    world.remap("a", layers, buffers, kind)
-    world.a.hold(hold, top=True)
-
-
-NO_SPARE: dict[str, Any] = {"spare": 0}
-HOMEWARDS: dict[str, Any] = {"spare": 0, "reversion": True}
-
-CASES: dict[str, list[Case]] = {
-    "step": [
-        Case("nothing", nothing, lambda w: w.step(a=1), effect=enough("a", 1)),
-        Case("free pages", nothing, lambda w: w.step(a=4), effect=enough("a", 4)),
-        Case("own layers", nothing, lambda w: w.step(a=5), True, effect=enough("a", 5), world=NO_SPARE),
-        Case(
-            "own layers come home",
-            Quiet(lambda w: w.remap("a", 3), lambda w: w.a.tenant.remapped < 3, HOMEWARDS, {"a": 0}),
-            lambda w: w.step(a=0), effect=lambda w: w.a.tenant.remapped < 3, world=HOMEWARDS,
-        ),
-        Case(
-            "own layers come home with moves",
-            Quiet(lambda w: top(w, 3, 2), lambda w: w.a.tenant.remapped < 3, HOMEWARDS, {"a": 0}),
-            lambda w: w.step(a=0), effect=lambda w: w.a.tenant.remapped < 3, world=HOMEWARDS,
-        ),
-        Case("an idle tenant lends", lambda w: w.session.deactivate("b"), lambda w: w.step(a=6), True,
-             effect=enough("a", 6), world=NO_SPARE),
-        Case("two demands", nothing, lambda w: w.step(a=4, b=4), True, effect=enough("b", 4), world=NO_SPARE),
-        Case("unused KV of another", lambda w: (w.step(b=8), w.step(b=0), w.session.deactivate("b")),
-             lambda w: w.step(a=4), True, effect=enough("a", 4)),
-        Case(
-            "lent layers come home",
-            Quiet(lambda w: lent_to_a(w, 2), lambda w: w.b.tenant.remapped < 2, HOMEWARDS, {"a": 0}),
-            lambda w: w.step(a=0), True, effect=lambda w: w.b.tenant.remapped < 2, world=HOMEWARDS,
-        ),
-        Case(
-            "lent layers come home with moves",
-            Quiet(lambda w: lent_to_a(w, 2, 1), lambda w: w.b.tenant.remapped < 2, HOMEWARDS, {"a": 0}),
-            lambda w: w.step(a=0), True, effect=lambda w: w.b.tenant.remapped < 2, world=HOMEWARDS,
-        ),
-        Case("uniform", lambda w: top(w, 1, 2, "uniform"), lambda w: w.step(a=6), True, effect=enough("a", 6),
-             world={"spare": 0, "selection": "uniform"}),
-        Case("slices", nothing, lambda w: w.step(a=4), True, effect=enough("a", 4),
-             world={"spare": 0, "selection": "slices"}),
-    ],
-    "remap": [
-        Case("up", nothing, lambda w: w.remap("a", 2)),
-        Case("further up", lambda w: w.remap("a", 1), lambda w: w.remap("a", 3)),
-        Case("down", lambda w: w.remap("a", 3), lambda w: w.remap("a", 1)),
-        Case("to nothing", lambda w: w.remap("a", 3, 2), lambda w: w.remap("a", 0)),
-        Case("down with moves", lambda w: top(w, 4, 3), lambda w: w.remap("a", 1)),
-        Case("uniform to uniform", lambda w: w.remap("a", 1, 1, "uniform"), lambda w: w.remap("a", 2, 1, "uniform")),
-        Case("uniform to uniform with moves", lambda w: (w.remap("a", 1, 1, "uniform"), w.a.hold(w.a.kv.free_blocks)),
-             lambda w: w.remap("a", 2, 1, "uniform"), True, world=NO_SPARE),
-        Case("one buffer to two", lambda w: w.remap("a", 2, 1), lambda w: w.remap("a", 2, 2)),
-        Case("two buffers to one", lambda w: w.remap("a", 2, 2), lambda w: w.remap("a", 2, 1)),
-        Case("slices up", nothing, lambda w: w.remap("a", 2, 1, "slices")),
-        Case("slices down with moves", lambda w: top(w, 2, 2, "slices"), lambda w: w.remap("a", 0, 1, "slices")),
-        Case("refused", lambda w: (w.remap("a", 3), w.a.hold(w.a.kv.free_blocks)), lambda w: refused(w)),
-        Case("while another is unsettled", unsettled, lambda w: w.remap("b", 2)),
-    ],
-    "lend": [
-        Case("free", nothing, lambda w: w.lend("b", 2)),
-        Case("to another", nothing, lambda w: w.lend("b", 2, to="a"), True),
-        Case("more to another", lambda w: w.lend("b", 1, to="a"), lambda w: w.lend("b", 3, to="a"), True),
-        Case("an inactive one's", lambda w: w.session.deactivate("b"), lambda w: w.lend("b", 2, to="a"), True),
-        Case("home", lambda w: w.lend("b", 2, to="a"), lambda w: w.lend("b", 0), True),
-        Case("home from free", lambda w: w.lend("b", 2), lambda w: w.lend("b", 0), True),
-        Case("home with moves", lambda w: lent_to_a(w, 2, 2), lambda w: w.lend("b", 0), True),
-        Case("partly home", lambda w: lent_to_a(w, 3, 1), lambda w: w.lend("b", 1), True),
-    ],
-    "activate": [
-        Case("nothing was lent", lambda w: w.session.deactivate("b"), lambda w: w.activate("b")),
-        Case("alone", lambda w: w.session.deactivate("b"), lambda w: w.activate("b", alone=True), True),
-        Case("lent to nobody", lambda w: (w.session.deactivate("b"), w.lend("b", 2)), lambda w: w.activate("b"), True),
-        Case("lent", lent_to_a, lambda w: w.activate("b"), True),
-        Case("lent, with moves", lambda w: lent_to_a(w, 2, 2), lambda w: w.activate("b"), True),
-        Case("lent, alone", lent_to_a, lambda w: w.activate("b", alone=True), True),
-        Case("refused", lambda w: (lent_to_a(w, 3), w.a.hold(w.a.kv.free_blocks)), lambda w: w.activate("b"),
-             world=NO_SPARE),
-        Case("partial", lambda w: (lent_to_a(w, 3), w.a.hold(w.a.kv.free_blocks - 3)),
-             lambda w: w.activate("b", partial=True), True, world=NO_SPARE),
-        Case("partial, nothing comes home", lambda w: (lent_to_a(w, 3), w.a.hold(w.a.kv.free_blocks)),
-             lambda w: w.activate("b", partial=True), True, world=NO_SPARE),
-    ],
-    "deactivate": [
-        Case("plain", nothing, lambda w: w.session.deactivate("a")),
-        Case("streaming", lambda w: w.remap("a", 2), lambda w: w.session.deactivate("a")),
-        Case("draining", lambda w: draining(w), lambda w: w.session.deactivate("a")),
-    ],
-    "settle": [
-        Case("nothing", nothing, lambda w: remap.advanced.settle(w.session)),
-        Case("a fresh change", lambda w: w.remap("a", 2), lambda w: remap.advanced.settle(w.session)),
-        Case(
-            "a failed one",
-            unsettled,
-            lambda w: remap.advanced.settle(w.session),
-            effect=lambda w: not remap.advanced.unsettled(w.session),
-        ),
-    ],
-    "forward": [
-        Case("resident", nothing, one_pass("a")),
-        Case("streaming", lambda w: w.remap("a", 2), one_pass("a")),
-        Case("streaming, later", lambda w: (w.remap("a", 2), w.a.serve(), w.a.serve()), one_pass("a")),
-        Case("loading", lambda w: (w.remap("a", 3), w.a.serve(), w.remap("a", 0)), one_pass("a")),
-        Case("unsettled", unsettled, one_pass("a"), plans=True),
-    ],
-    "attach": [
-        Case("fits", nothing, lambda w: w.attach("c", 2, 1), again=attach_again("c", layers=2, pages=1)),
-        Case("with zeroing", dirty, lambda w: w.attach("c", 2, 1), again=attach_again("c", layers=2, pages=1)),
-        Case("beside lent pages", lambda w: (w.session.deactivate("b"), w.lend("b", 1)), lambda w: w.attach("c", 2, 1),
-             again=attach_again("c", layers=2, pages=1)),
-        Case("inactive, in slices", nothing,
-             lambda w: w.attach("c", 2, 1, active=False, config=remap.advanced.Knobs(selection="slices")),
-             again=attach_again("c", layers=2, pages=1, active=False,
-                                config=remap.advanced.Knobs(selection="slices"))),
-        Case("refused", nothing, too_large),
-    ],
-    "detach": [
-        Case("resident", nothing, detach("b"), again=detach_again("b")),
-        Case("streaming", lambda w: (w.remap("b", 2), w.b.serve()), detach("b"), again=detach_again("b")),
-        Case("holding what is lent", lent_to_a, detach("a"), again=detach_again("a")),
-        Case("having lent", lent_to_a, detach("b"), again=detach_again("b")),
-        Case("unsettled", unsettled, detach("a"), again=detach_again("a")),
-    ],
-    "look": [
-        Case("snapshot", lent_to_a, lambda w: w.session.snapshot() and None),
-        Case("check", lent_to_a, lambda w: remap.advanced.check(w.session)),
-        Case("layer_address", nothing, lambda w: remap.advanced.layer_address(w.session, "a", 1) and None),
-    ],
-    "registered": [
-        Case("declare", nothing, lambda w: remap.advanced.declare_registered(w.session, *address_of(w)),
-             again=lambda w: declare_again(w)),
-        Case("withdraw", lambda w: remap.advanced.declare_registered(w.session, *address_of(w)),
-             lambda w: remap.advanced.withdraw_registered(w.session, *address_of(w)), again=lambda w: withdraw_again(w)),
-    ],
-    "close": [
-        Case("resident", nothing, lambda w: w.session.close()),
-        Case("streaming and lent", lambda w: (lent_to_a(w), w.remap("a", 2), w.a.serve()), lambda w: w.session.close()),
-        Case("unsettled", unsettled, lambda w: w.session.close()),
-    ],
-    "kv": [
-        Case("allocate", lambda w: (w.step(a=5), w.a.hold(1)), allocate, again=nothing),
-        Case("free", lambda w: (w.step(a=8), w.a.hold(6)), free, again=nothing),
-        Case("subscribe", lambda w: w.step(a=4), subscribe, again=subscribe_again),
-        Case("returned", begin_return, give_back, again=returned_again),
-    ],
-    "external": [
-        Case("takes free pages", external, lambda w: w.step(a=8), effect=lambda w: len(w.a.external.free) >= 6, plans=True),
-        Case("takes layers", external, lambda w: w.step(a=8), True, effect=lambda w: len(w.a.external.free) >= 4,
-             world=NO_SPARE),
-        Case("an idle one's layers", lambda w: (external(w), w.session.deactivate("b")), lambda w: w.step(a=12), True,
-             effect=lambda w: len(w.a.external.free) >= 6, world=NO_SPARE),
-        Case("gives layers back", lambda w: (w.remap("a", 3), external(w)), lambda w: w.remap("a", 1)),
-        Case("has to drain", lambda w: (w.remap("a", 3), use_top(external(w), 2)),
-             lambda w: w.remap("a", 0, drain=True)),
-        Case("refuses", lambda w: (w.remap("a", 3), use_top(external(w), 2)), lambda w: refused(w)),
-        Case("what was lent to it comes home", lambda w: (lent_to_a(w), external(w)), lambda w: w.activate("b"), True),
-        Case("what was lent to it stays", lambda w: (lent_to_a(w), use_top(external(w), 2)), lambda w: w.activate("b")),
-        Case("its unused KV", lambda w: (w.step(b=8), w.step(b=0), external(w, "b"), w.session.deactivate("b")),
-             lambda w: w.step(a=4), True, effect=enough("a", 3)),
-        Case("drained", lambda w: drained(w), lambda w: w.step(a=0), effect=lambda w: w.a.tenant.remapped == 0,
-             world={"reversion": True}),
-    ],
-}  # fmt: skip
-
-
-def refused(world: World) -> None:
-    try:
-        world.remap("a", 0)
-    except OutOfBlocks:
-        return
-    raise AssertionError("there is room?")
-
-
-def use_top(made: External, count: int) -> None:
-    made.use(sorted(made.free)[-count:])
-
-
-def draining(world: World) -> None:
-    world.remap("a", 3)
-    use_top(external(world), 2)
-    world.remap("a", 0, drain=True)
-
-
-def drained(world: World) -> None:
-    draining(world)
-    made = world.a.external
-    assert made is not None
-    made.used.clear()
-    made.give_back()
-
-
-def declare_again(world: World) -> None:
-    if not world.session._arena.registered():
-        remap.advanced.declare_registered(world.session, *address_of(world))
-
-
-def withdraw_again(world: World) -> None:
-    if world.session._arena.registered():
-        remap.advanced.withdraw_registered(world.session, *address_of(world))
-
-
 # -- one run -----------------------------------------------------------------------------------------------------------
 
 
@@ -839,12 +177,31 @@ def within(seconds: float, act: Callable[[], None]) -> str:
     return problem[0]
 
 
+def outline(session: remap.Session) -> dict[str, Any]:
+    """What a caller sees, and what a call may change only as a whole. No epoch: nobody computes with it."""
+    if session.closed:
+        return {}
+    snapshot = session.snapshot()
+    return {
+        name: {
+            "streamed": each.streamed,
+            "buffers": each.buffers,
+            "pages": str(each.pages),
+            "lent": (each.lent_pages, dict(each.lent_to), each.borrowed_pages),
+            "blocks": (each.usable_blocks, each.free_blocks, each.live_blocks, each.withdrawn_blocks),
+            "active": each.active,
+            "pinned": each.pinned,
+        }
+        for name, each in snapshot.tenants.items()
+    } | {"free": snapshot.pages.free, "unsettled": remap.advanced.unsettled(session)}
+
+
 @dataclass
 class Reference:
     """What an uninterrupted run shows."""
 
     before: dict[str, Any]
-    after: dict[str, Any] | None  # None: the session is closed
+    after: dict[str, Any]
     points: list[str]  # where each point is
 
     def distinct(self) -> list[int]:
@@ -856,50 +213,69 @@ class Reference:
         return sorted({*first.values(), *last.values()})
 
 
-def reference(case: Case, mode: str, points: str) -> Reference:
-    world = World(mode, **case.world)
+def prepared(case: Case, mode: str) -> Faulty:
+    world = case.world(mode)
     case.prepare(world)
-    before = world.seen()
-    interrupt, _, error = interrupted(lambda: case.call(world), -1, points)
-    if error is not None:
-        raise AssertionError(f"{case.name}: the call itself raises {error!r}")
-    after = None if world.session.closed else world.seen()
-    problem = within(PATIENCE_S, lambda: afterwards(case, world, after, after))
-    if problem:
-        raise AssertionError(f"{case.name}, not interrupted at all: {problem}")
+    return world
+
+
+def reference(case: Case, mode: str, points: str) -> Reference:
+    world = prepared(case, mode)
+    before = outline(world.session)
+    interrupt, _, error = interrupted(lambda: case.change(world), -1, points)
+    after = outline(world.session)
+    problem = f"{error!r}" if error else within(PATIENCE_S, lambda: afterwards(case, world, after))
+    assert not problem, f"{case.name}, not interrupted at all: {problem}"
     return Reference(before, after, interrupt.seen)
 
 
-def afterwards(case: Case, world: World, after: dict[str, Any] | None, seen: dict[str, Any] | None) -> None:
+def afterwards(case: Case, world: Faulty, after: dict[str, Any]) -> None:
     """Carry on: whatever there is to do with the session, with every byte looked at."""
-    session = world.session
-    if after is None:
-        session.close()
+    session, engines = world.session, world.engines
+    if not after:
         world.close()
         return
     remap.advanced.check(session)
-    if case.name in ("allocate", "free"):
-        (allocated if case.name == "allocate" else freed)(world)
-    for name in set(world.engines).difference(session._tenants):
-        del world.engines[name]
-    if case.again is returned_again:
-        made = world.a.external
-        assert made is not None
-        made.leaving = set(made.engine.kv.pool.live_ids()) - set(made.engine.kv.pool.open_ids())
-    strangers = set(session._tenants).difference(world.engines)
-    if not strangers:
-        world.tell(session.step())
-        world.check()
-        world.use()
-    (case.again or case.call)(world)
-    now = world.seen()
-    if case.effect is not None:
-        assert case.effect(world), f"made again, the call has not its effect: {now}"
-    elif case.again is None and case.name != "refused":
-        assert _settled(now) == _settled(after), f"made again, the call leaves {_difference(after, now)}"
-    world.use()
-    world.everything_else()
+    for name in {*session._tenants, *engines}:  # who was attached without being told, or is half gone, is detached
+        if name in session._tenants and (name not in engines or engines[name].tenant._state.leaving):
+            session.detach(name)
+        if name not in session._tenants:
+            engines.pop(name, None)
+    for engine in engines.values() if case.name in ("allocate", "free") else ():
+        live = set(engine.kv.pool.live_ids())  # who never saw the ids finds them in the pool
+        engine.kv.free(live.difference(engine.held))
+        for block in set(engine.held).difference(live):
+            del engine.held[block]
+    world.tell(session.step())
+    use(world)
+    gone_or_come = ("detach" in case.name or case.name == "attach") and len(engines) != len(world.SIZES)
+    if case.name not in ("allocate", "free") and not gone_or_come:
+        case.change(world)
+        now = outline(session)
+        assert case.plans or _settled(now) == _settled(after), f"made again, the call leaves {_difference(after, now)}"
+        use(world)
+    remap.advanced.settle(session)
+    for engine in engines.values():
+        if engine.external is not None:
+            engine.external.finish(list(engine.external.used))
+        else:
+            engine.free()
+    for name in engines:
+        assert any(world.tell(session.activate(name)).activated for _ in range(2)), name
+        world.remap(name, 0)
+        assert not engines[name].tenant.streamed and not engines[name].tenant.lent_pages
+    use(world)
+    world.detach("b") if "b" in engines else None
+    world.attach("later", [1, 1], 5)
+    use(world)
     world.close()
+
+
+def use(world: Faulty) -> None:
+    """All free blocks are written and read, so that a layer which still shows them reads wrong; then passes."""
+    for engine in world.engines.values():
+        engine.poison()
+    world.check()
 
 
 def _settled(seen: dict[str, Any]) -> dict[str, Any]:
@@ -917,64 +293,55 @@ def _difference(expected: dict[str, Any], got: dict[str, Any]) -> str:
     return "; ".join(found)
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What broke. kind: "wrong" (a failure), "swallowed", or "between" (neither before nor after, of several plans)."""
+class Finding(NamedTuple):
+    """What broke. kind: "wrong" (a failure), "swallowed", or "between" (neither before nor after, of several plans). place: the
+    situation and the line that was interrupted."""
 
-    call: str
-    case: str
-    mode: str
-    points: str
-    at: int
-    where: str
     kind: str
+    place: str
     what: str
 
-    def __str__(self) -> str:
-        case = f"{self.call}, {self.case!r}, {self.mode}, {self.points} {self.at}"
-        return f"{case}: interrupted at {self.where}: {self.what}"
 
-
-def try_at(call: str, case: Case, mode: str, points: str, at: int, known: Reference) -> tuple[bool, list[Finding]]:
-    """(whether the interrupt came, what broke)."""
-    world = World(mode, **case.world)
-    case.prepare(world)
-    interrupt, _, error = interrupted(lambda: case.call(world), at, points)
-    if not interrupt.where:
+def try_at(case: Case, mode: str, points: str, at: int, known: Reference) -> list[Finding]:
+    """What broke."""
+    world = prepared(case, mode)
+    interrupt, _, error = interrupted(lambda: case.change(world), at, points)
+    if not interrupt.where:  # the core's threads were faster this time, and the call had fewer points
         world.close()
-        return False, []
-    say(f"# {interrupt.where}")
+        return []
+    say(f"# {case.name}, {mode}, {points} {at}: {interrupt.where}")
     found: list[Finding] = []
 
     def note(kind: str, what: str) -> None:
-        found.append(Finding(call, case.name, mode, points, at, interrupt.where, kind, what))
+        what = f"{case.name}, {mode}, {points} {at}: interrupted at {interrupt.where}: {what}"
+        found.append(Finding(kind, f"{case.name}: {interrupt.where.split(' < ')[0]}", what))
 
     if error is None:
         note("swallowed", "the interrupt was swallowed")
-    seen: list[dict[str, Any] | None] = [None]
+    seen: list[dict[str, Any]] = [{}]
 
     def look() -> None:
         try:
-            seen[0] = None if world.session.closed else world.seen()
+            seen[0] = outline(world.session)
         except Error:
-            if known.after is not None:
+            if known.after:
                 raise  # closing may have begun: then it is refused, or it is seen
 
     problem = within(PATIENCE_S, look)
     if problem:
         note("wrong", f"looking: {problem}")
         if problem.startswith("deadlock"):
-            return True, found
-    elif known.after is not None and _settled(seen[0] or {}) not in (_settled(known.before), _settled(known.after)):
-        to_before, to_after = _difference(known.before, seen[0] or {}), _difference(known.after, seen[0] or {})
+            return found
+    elif known.after and _settled(seen[0]) not in (_settled(known.before), _settled(known.after)):
+        to_before, to_after = _difference(known.before, seen[0]), _difference(known.after, seen[0])
         note("between" if case.plans else "wrong", f"neither before ({to_before}) nor after ({to_after})")
-    problem = within(PATIENCE_S, lambda: afterwards(case, world, known.after, seen[0]))
+    problem = within(PATIENCE_S, lambda: afterwards(case, world, known.after))
     if problem:
         note("wrong", f"afterwards: {problem}")
         with contextlib.suppress(BaseException):
             if not problem.startswith("deadlock"):
                 world.session.close()
-    return True, found
+    return found
 
 
 def say(line: str) -> None:
@@ -982,90 +349,33 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("call", choices=[*CASES])
-    parser.add_argument("mode", choices=MODES)
-    parser.add_argument("points", choices=POINTS, nargs="?", default="lines")
-    parser.add_argument("--only")
-    parser.add_argument("--at", type=int, default=-1)
-    parser.add_argument("--budget", type=int, default=0, help="so many points of each situation at most; 0: all")
-    parser.add_argument(
-        "--all", action="store_true", help="not only the first and the last time that a place is come to"
-    )
-    parser.add_argument("--skip", default="", help="JSON: situation -> the first point to try")
-    options = parser.parse_args()
+def main(names: Sequence[str], mode: str, points: str, budget: int) -> None:
     faulthandler.enable()
     gc.disable()
-    skip = json.loads(options.skip) if options.skip else {}
-    stuck: set[str] = set()
-    for case in CASES[options.call]:
-        if (options.only and case.name != options.only) or skip.get(case.name) == "done":
-            continue
-        say(f"@ {json.dumps([case.name, -1])}")
-        known = reference(case, options.mode, options.points)
-        chosen = list(range(len(known.points))) if options.all else known.distinct()
-        if options.budget and len(chosen) > options.budget:
-            chosen = sorted(random.Random(f"{case.name}{options.mode}").sample(chosen, options.budget))
-        if options.at >= 0:
-            chosen = [options.at]
+    for case in (CASES[name] for name in names):
+        known = reference(case, mode, points)
+        chosen = known.distinct()
+        if budget and len(chosen) > budget:
+            chosen = sorted(random.Random(f"{case.name}{mode}").sample(chosen, budget))
         for at in chosen:
-            if at < skip.get(case.name, 0) or (known.points[at : at + 1] and known.points[at].split(" < ")[0] in stuck):
-                continue
-            say(f"@ {json.dumps([case.name, at])}")
-            came, found = try_at(options.call, case, options.mode, options.points, at, known)
-            if any("deadlock" in each.what for each in found):
-                stuck.add(found[0].where.split(" < ")[0])  # it takes long to find out, and will be the same again
-            for each in found:
-                say(f"! {json.dumps(vars(each))}")
-            if not came:
-                break
-            if at % 50 == 0:
-                gc.collect()
-        say(f"= {json.dumps([case.name, len(chosen), len(known.points)])}")
+            for each in try_at(case, mode, points, at, known):
+                say(f"! {json.dumps(each)}")
+        gc.collect()
     sys.stdout.flush()
     os._exit(0)  # threads that hang are among the findings
 
 
-# -- all of one call's -------------------------------------------------------------------------------------------------
-
-
-def sweep(call: str, mode: str, points: str, budget: int, *, timeout_s: float = 3600.0) -> tuple[list[Finding], int]:
-    """(what broke, how many interrupts were tried), in processes of their own: after a crash the next one goes on."""
-    findings: list[Finding] = []
-    tried = 0
-    skip: dict[str, Any] = {}
-    here = Path(__file__).resolve()
-    paths = [str(here.parent), str(here.parent.parent), *(path for path in sys.path if path)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    while True:
-        done = subprocess.run(
-            [sys.executable, str(here), call, mode, points, "--budget", str(budget), "--skip", json.dumps(skip)],
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=environment,
-            check=False,
-        )
-        case, at, where = "", -1, ""
-        for line in done.stdout.splitlines():
-            kind, _, rest = line.partition(" ")
-            if kind == "@":
-                (case, at), where = json.loads(rest), ""
-                tried += at >= 0
-            elif kind == "#":
-                where = rest
-            elif kind == "!":
-                findings.append(Finding(**json.loads(rest)))
-            elif kind == "=":
-                skip[json.loads(rest)[0]] = "done"
-        if done.returncode == 0:
-            return findings, tried
-        last = [line for line in done.stderr.splitlines() if line.strip()]
-        what = f"exit code {done.returncode}: {' | '.join(last[:3] if done.returncode < 0 else last[-3:])[:600]}"
-        findings.append(Finding(call, case, mode, points, at, where, "wrong", what))
-        skip[case] = at + 1 if at >= 0 else "done"
+def sweep(names: Sequence[str], mode: str, points: str, budget: int) -> tuple[list[Finding], int]:
+    """(what broke, how many interrupts were tried) of some cases, in a process of their own: a finding may be a crash."""
+    program = f"import interrupts; interrupts.main({[*names]!r}, {mode!r}, {points!r}, {budget})"
+    done = subprocesses.run(program, timeout_s=3600.0)
+    lines = done.stdout.splitlines()
+    findings = [Finding(*json.loads(line[2:])) for line in lines if line.startswith("! ")]
+    tried = [line for line in lines if line.startswith("# ")]
+    if done.returncode != 0:
+        findings.append(Finding("wrong", "", f"exit code {done.returncode} behind {tried[-1:]}: {done.stderr[-2000:]}"))
+    return findings, len(tried)
 
 
 if __name__ == "__main__":
-    main()
+    main([sys.argv[1]], *sys.argv[2:4], int(sys.argv[4]))

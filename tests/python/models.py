@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -107,6 +108,15 @@ def addresses_of(model: Any) -> dict[str, int]:
 def bytes_of(model: Any) -> dict[str, torch.Tensor]:
     """A copy of each parameter and buffer."""
     return {name: tensor.detach().clone() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def save_weights(model: Any, folder: Path, name: str = "model") -> Path:
+    """The model's state in a safetensors file."""
+    from safetensors.torch import save_file
+
+    path = folder / f"{name}.safetensors"
+    save_file({key: tensor.detach().clone() for key, tensor in model.state_dict().items()}, path)
+    return path
 
 
 def state_of(session: remap.Session) -> remap.Snapshot:

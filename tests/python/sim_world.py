@@ -13,6 +13,7 @@ from typing import Any
 
 from bench.lab.twin.calibrated import MeasuredPass, Recording
 
+import remap
 from remap import _core
 from remap.sim.hardware import Model
 
@@ -104,3 +105,8 @@ def recording(passes: tuple[MeasuredPass, ...] = ()) -> Recording:
         copy_bytes_per_s=4e9,
         scheduling={"max_num_seqs": 8, "max_batch_tokens": 128, "chunk_align": 32, "decode_cost": 3},
     )
+
+
+def kv_spec(layers: int, heads: int, size: int, tokens: int, least: int, most: int) -> remap.KVSpec:
+    shape = {"layers": layers, "kv_heads": heads, "head_dim": size, "block_tokens": tokens, "dtype": "bfloat16"}
+    return remap.KVSpec(**shape, min_blocks=least, max_blocks=most)  # type: ignore[arg-type]

@@ -11,7 +11,18 @@ import os
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, session_on, write_block
+from arena_worlds import (
+    PAGE,
+    forward,
+    make_backend,
+    make_layers,
+    make_spec,
+    read_block,
+    session_on,
+    set_times,
+    times_of,
+    write_block,
+)
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -26,20 +37,26 @@ TOTAL = 40
 NAMES = ("a", "b")
 SHAPES = {"a": (6, 2), "b": (4, 1)}  # layers, pages of each
 MODES = ("aliased", "strict")
-EXAMPLES = int(os.environ.get("REMAP_ARENA_EXAMPLES", "25"))
+EXAMPLES = int(os.environ.get("REMAP_ARENA_EXAMPLES", "30"))
+
+
+def seen_of(report: Any) -> dict[str, Any]:
+    return {
+        "moved": {name: dict(moved) for name, moved in report.moved.items()},
+        "added": dict(report.added_blocks),
+        "remapped": dict(report.remapped),
+    }
 
 
 class ArenaMachine(RuleBasedStateMachine):
-    layout = "block_major"
-
-    @initialize(second=st.booleans())
-    def start(self, second: bool) -> None:
+    @initialize(second=st.booleans(), layout=st.sampled_from(("block_major", "layer_major")))
+    def start(self, second: bool, layout: str) -> None:
+        self.layout = layout
         self.backends = {mode: make_backend(TOTAL * PAGE) for mode in MODES}
-        # Each tenant for itself: what goes from one to another is test_lending.py's and test_sharing_stateful.py's.
-        config = remap.advanced.Knobs(lends=False)
+        # Each tenant for itself: what goes from one to another is test_lending.py's and the fuzzer's.
+        config = remap.advanced.Knobs(lends=False, selection="nested")
         self.sessions = {
-            mode: session_on(self.backends[mode], TOTAL * PAGE, page_bytes=PAGE, mode=mode, config=config)
-            for mode in MODES
+            mode: session_on(backend, TOTAL * PAGE, mode=mode, config=config) for mode, backend in self.backends.items()
         }
         self.model = ArenaModel(TOTAL)
         self.tenants: dict[str, dict[str, Any]] = {}
@@ -61,15 +78,18 @@ class ArenaMachine(RuleBasedStateMachine):
         for mode, session in self.sessions.items():
             tenant = session.attach_bytes(layers, name=name, kv=make_spec(count, max_blocks=400, layout=self.layout))
             self.tenants.setdefault(name, {})[mode] = tenant
-            self.addresses[name, mode] = [remap.advanced.layer_address(session, name, i) for i in range(count)] + [
-                tenant.kv.address
-            ]
+            self.addresses[name, mode] = self.addresses_of(mode, name)
+            set_times(tenant, times_of(count, 1.0, 0.4))  # both decide alike
             for block in self.free_of(tenant):
                 # Promise 6: what another tenant left there is gone. (Its first reader sees zeroes.)
                 assert read_block(tenant, block) == {0}
         base = self.sessions["strict"].snapshot().tenants[name].pages.kv
         self.model.tenants[name] = TenantModel(pages, layers, base)
         self.poison()
+
+    def addresses_of(self, mode: str, name: str) -> list[int]:
+        tenant, session = self.tenants[name][mode], self.sessions[mode]
+        return [*(remap.advanced.layer_address(session, name, i) for i in range(tenant.layers)), tenant.kv.address]
 
     def free_of(self, tenant: Any) -> list[int]:
         ids = tenant.kv.allocate(tenant.kv.free_blocks)
@@ -126,9 +146,7 @@ class ArenaMachine(RuleBasedStateMachine):
         model = self.model.tenants[name]
         try:
             report = self.both(
-                lambda mode: self.visible_report(
-                    remap.advanced.remap(self.sessions[mode], name, layers, buffers, selection)
-                )
+                lambda mode: seen_of(remap.advanced.remap(self.sessions[mode], name, layers, buffers, selection))
             )
         except InvalidArgument:
             assert layers and layers + buffers > len(model.layers)
@@ -138,14 +156,6 @@ class ArenaMachine(RuleBasedStateMachine):
             return
         model.remap(layers, buffers, report["moved"].get(name, {}))
         self.poison()
-
-    @staticmethod
-    def visible_report(report: Any) -> dict[str, Any]:
-        return {
-            "moved": {name: dict(moved) for name, moved in report.moved.items()},
-            "added": dict(report.added_blocks),
-            "remapped": dict(report.remapped),
-        }
 
     @rule(name=st.sampled_from(NAMES), count=st.integers(1, 12))
     def allocate(self, name: str, count: int) -> None:
@@ -196,36 +206,13 @@ class ArenaMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES), blocks=st.integers(0, 60))
     def step(self, name: str, blocks: int) -> None:
-        """The controller's decision rests on measured times, so the modes may differ: their decisions are taken back."""
+        """The controller's decision: how much of it are layers is seen, everything else follows."""
         if name not in self.tenants:
             return
-        for mode, session in self.sessions.items():
-            moved = session.step({name: remap.Demand(blocks=blocks)}).moved.get(name, {})
-            tenant = self.tenants[name][mode]
-            remap.advanced.check(session)
-            for old, new in moved.items():
-                assert read_block(tenant, new) == {self.model.tenants[name].blocks[old]}
-            for block in self.free_of(tenant):
-                write_block(tenant, block, POISON)
-            forward(session, tenant, self.model.tenants[name].layers)
-        self.resync(name)
-
-    def resync(self, name: str) -> None:
-        """After steps: blocks back into the model's ids by starting over, and the model's base from what is the case."""
-        for mode, tenant in self.tenants[name].items():
-            tenant.kv.free(tenant.kv.pool.live_ids())
-            remap.advanced.remap(self.sessions[mode], name, 0)
-        counts = {mode: self.sessions[mode].snapshot().tenants[name].pages.kv for mode in MODES}
-        self.model.tenants[name].blocks.clear()
-        if counts["aliased"] != counts["strict"]:  # one took free pages that the other did not: detach and attach both
-            for session in self.sessions.values():
-                session.detach(name)
-            del self.tenants[name], self.model.tenants[name]
-            if self.fits(name):
-                self.attach(name)
-            return
-        model = self.model.tenants[name]
-        model.base_kv_pages, model.remapped, model.buffers = counts["strict"], 0, 0
+        report = self.both(lambda mode: seen_of(self.sessions[mode].step({name: remap.Demand(blocks=blocks)})))
+        model, seen = self.model.tenants[name], self.sessions["strict"].snapshot().tenants[name]
+        model.remap(seen.remapped, seen.buffers, report["moved"].get(name, {}))
+        model.base_kv_pages = seen.pages.kv - seen.remapped * model.layer_pages
         self.poison()
 
     @rule()
@@ -263,11 +250,7 @@ class ArenaMachine(RuleBasedStateMachine):
                 assert tenant.kv.pool.live_ids() == tuple(sorted(model.blocks))
                 for block, value in model.blocks.items():
                     assert read_block(tenant, block) == {value}, f"{mode}: block {block} of {name}"
-                session = self.sessions[mode]
-                now = [remap.advanced.layer_address(session, name, i) for i in range(tenant.layers)] + [
-                    tenant.kv.address
-                ]
-                assert now == self.addresses[name, mode]
+                assert self.addresses_of(mode, name) == self.addresses[name, mode]
 
     def teardown(self) -> None:
         for mode, session in getattr(self, "sessions", {}).items():
@@ -277,16 +260,8 @@ class ArenaMachine(RuleBasedStateMachine):
             assert usage["page_bytes"] == usage["reserved_bytes"] == usage["mapped_bytes"] == 0
 
 
-class LayerMajorMachine(ArenaMachine):
-    layout = "layer_major"
-
-
 ArenaMachine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=20, deadline=None)
-LayerMajorMachine.TestCase.settings = settings(
-    max_examples=max(1, EXAMPLES // 3), stateful_step_count=15, deadline=None
-)
 TestArena = ArenaMachine.TestCase
-TestArenaLayerMajor = LayerMajorMachine.TestCase
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from arena_worlds import PAGE
-from sharing_worlds import Shared, make_layers, spec
+from arena_worlds import PAGE, make_layers
+from sharing_worlds import Shared, spec
 
 import remap
 from remap import InvalidArgument, LimitExceeded
 
-SHAPES = {"a": (4, 2), "m": (4, 2)}
+SIZES = {"a": [2] * 4, "m": [2] * 4}
 
 
 @pytest.fixture
 def shared():
-    with Shared(SHAPES, spare=4) as made:
+    with Shared(SIZES, spare=4) as made:
         yield made
         made.check()
 
@@ -175,6 +175,13 @@ NAMED = {
     "layer_address": ("layer", lambda session, kv: remap.advanced.layer_address(session, "a", "0")),
     "lend": ("name", lambda session, kv: remap.advanced.lend(session, "a", 1, to=["m"])),
     "activate": ("name", lambda session, kv: session.activate({})),
+    **{
+        f"activate, {share}": (
+            "partial",
+            lambda session, kv, share=share: session.activate("a", alone=True, partial=share),
+        )
+        for share in (-0.1, float("nan"), float("inf"), "0.5", None)
+    },
     "activate, alone": ("alone", lambda session, kv: session.activate("a", alone="no")),
     "remap": ("drain", lambda session, kv: remap.advanced.remap(session, "a", 0, drain="no")),
     "settle": ("name", lambda session, kv: remap.advanced.settle(session, ["a"])),

@@ -16,41 +16,45 @@ import remap
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from models import (  # noqa: E402
-    KINDS,
-    LAYERS,
-    Rig,
-    addresses_of,
-    bytes_of,
-    generate,
-    ids_for,
-    kv_spec,
-    logits_of,
-    make,
-    state_of,
-)
+from models import KINDS, LAYERS, Rig, addresses_of, bytes_of, generate, ids_for, kv_spec, logits_of, make, state_of  # noqa: E402
 
 MODES = ("aliased", "strict")
 PAGES = {"aliased": 16384, "strict": 65536}
 EVERY = [(alpha, beta) for beta in (1, 2) for alpha in range(LAYERS - beta + 1)]
 
 
+def uneven():
+    """The ring's buffers are as large as the largest layer; smaller layers use a part of one."""
+    model, generator = make("llama"), torch.Generator().manual_seed(0)
+    for index, width in ((0, 33), (2, 300), (5, 90)):
+        for name, (rows, columns) in {"gate": (width, 64), "up": (width, 64), "down": (64, width)}.items():
+            linear = torch.nn.Linear(columns, rows, bias=False)
+            linear.weight.data = torch.randn(rows, columns, generator=generator) * 0.1
+            setattr(model.model.layers[index].mlp, f"{name}_proj", linear)
+    return model
+
+
+MAKERS = {kind: lambda kind=kind: make(kind) for kind in KINDS}
+MAKERS |= {f"qwen3-{dtype}": lambda dtype=dtype: make("qwen3", dtype=dtype) for dtype in (torch.bfloat16, torch.half)}
+MAKERS["uneven"] = uneven
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", MAKERS)
 def test_every_alpha_and_both_betas(kind, mode):
-    model = make(kind)
-    ids = ids_for(2, 9)
+    model, ids = MAKERS[kind](), ids_for(2, 9)
     expected = logits_of(model, ids)
+    assert torch.isfinite(expected).all()
     tokens, scores = generate(model, ids)
     before = bytes_of(model)
     with Rig(model, mode=mode, page_bytes=PAGES[mode]) as rig:
         start = rig.kv.usable_blocks
         for selection in ("uniform", "nested"):
-            for alpha, beta in EVERY:
+            for alpha, beta in EVERY if kind != "uneven" else ((4, 1), (3, 1), (5, 1), (0, 1), (4, 1)):
                 rig.remap(alpha, beta, selection)
                 assert rig.tenant.remapped == alpha
                 assert len(rig.tenant.streamed) == (alpha + beta if alpha else 0)
-                assert (rig.kv.usable_blocks > start) == (alpha > 0)
+                assert (rig.kv.usable_blocks > start) == (alpha > 0) or kind == "uneven"
                 for _ in range(2):  # the first pass after a change, and one in the steady state
                     assert torch.equal(logits_of(model, ids), expected), (selection, alpha, beta)
                 rig.check()
@@ -62,38 +66,27 @@ def test_every_alpha_and_both_betas(kind, mode):
     assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["llama-odd", "qwen3", "opt"])
-@pytest.mark.parametrize("seed", range(2))
-def test_alpha_changes_at_random_between_passes(kind, mode, seed):
-    """Down as well as up, any selection, several changes without a pass between, passes of different batches."""
-    rng = random.Random(f"{kind}{mode}{seed}")
-    model = make(kind, seed)
-    batches = [ids_for(rng.randint(1, 3), rng.randint(1, 12), number) for number in range(3)]
-    expected = [logits_of(model, ids) for ids in batches]
-    kv = kv_spec(model, layout=rng.choice(["block_major", "layer_major"]))
-    with Rig(model, mode=mode, page_bytes=rng.choice([16384, 65536]), spare=rng.randint(0, 3), kv=kv) as rig:
-        for _ in range(30):
-            alpha, beta = rng.choice(EVERY)
-            rig.remap(alpha, beta, rng.choice(["uniform", "nested"]))
-            for _ in range(rng.choice([0, 0, 1, 2])):
-                number = rng.randrange(len(batches))
-                assert torch.equal(logits_of(model, batches[number]), expected[number])
-                rig.check()
-
-
 @pytest.mark.parametrize("layout", ["block_major", "layer_major"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt-odd"])
+@pytest.mark.parametrize("kind", ["llama-odd", "qwen3", "opt-odd"])
 def test_kv_is_written_into_pages_that_were_weights(kind, mode, layout):
-    """Grow, fill the new pages with KV, shrink (live blocks move), and so on: neither KV nor weights are ever damaged."""
+    """Grow, fill the new pages with KV, shrink (live blocks move), and so on: neither KV nor weights are ever damaged.
+
+    Down as well as up, any selection, several changes without a pass between, passes of different batches.
+    """
     rng = random.Random(f"{kind}{mode}{layout}")
-    model = make(kind)
-    ids = ids_for(2, 7)
-    expected = logits_of(model, ids)
+    model = make(kind, rng.randrange(3))
+    batches = [ids_for(rng.randint(1, 3), rng.randint(1, 12), number) for number in range(3)]
+    expected = [logits_of(model, ids) for ids in batches]
     moves = refused = 0
+
+    def right():
+        number = rng.randrange(len(batches))
+        assert torch.equal(logits_of(model, batches[number]), expected[number])
+        rig.check()
+
     with Rig(model, mode=mode, kv=kv_spec(model, layout=layout), spare=1) as rig:
-        for number in range(24):
+        for number in range(30):
             before, report = state_of(rig.session), None
             with contextlib.suppress(remap.OutOfBlocks):
                 report = rig.remap(*rng.choice(EVERY), rng.choice(["uniform", "nested"]))
@@ -102,28 +95,25 @@ def test_kv_is_written_into_pages_that_were_weights(kind, mode, layout):
                 refused += 1
                 rig.check()
                 assert state_of(rig.session) == before
-            assert torch.equal(logits_of(model, ids), expected)
-            rig.check()
-            full = number % 4 == 3  # then most shrinks must be refused
+            if rng.random() < 0.7:
+                right()
+            full = number % 3 == 2  # then most shrinks must be refused
             if rig.kv.free_blocks:
                 rig.fill_blocks(rig.kv.free_blocks if full else rng.randint(1, rig.kv.free_blocks), rng)
             if rig.live and not full:
                 rig.free_blocks(rng.randint(0, len(rig.live)), rng)
-            assert torch.equal(logits_of(model, ids), expected)
-            rig.check()
-        rig.kv.free(list(rig.live))
-        rig.live.clear()
+            right()
+        rig.drop(rig.live)
         rig.remap(0)
         remap.advanced.settle(rig.session)
-        assert torch.equal(logits_of(model, ids), expected)
+        right()
     assert moves > 0
     assert refused > 0
 
 
 @pytest.mark.parametrize("alpha", [0, 3])
 def test_an_abandoned_pass_does_no_harm(alpha):
-    model = make("llama")
-    ids = ids_for(2, 5)
+    model, ids = make("llama"), ids_for(2, 5)
     expected = logits_of(model, ids)
 
     def fail(*args):
@@ -146,56 +136,11 @@ def test_an_abandoned_pass_does_no_harm(alpha):
 @pytest.mark.parametrize("mode", MODES)
 def test_close_puts_the_model_back_onto_ordinary_memory(alpha, mode):
     """In the middle of anything: copies in flight, layers streamed, never a pass since the change."""
-    model = make("qwen2")
-    ids = ids_for(2, 6)
-    expected = logits_of(model, ids)
-    before, values = addresses_of(model), bytes_of(model)
-    rig = Rig(model, mode=mode)
-    inside = addresses_of(model)
-    assert all(inside[name] != address for name, address in before.items())
-    logits_of(model, ids)
-    rig.remap(alpha, 1)
-    rig.hooks.remove()
-    rig.session.close()
+    model, ids = make("qwen2"), ids_for(2, 6)
+    expected, before, values = logits_of(model, ids), addresses_of(model), bytes_of(model)
+    with Rig(model, mode=mode) as rig:
+        assert set(addresses_of(model).values()).isdisjoint(before.values())
+        logits_of(model, ids)
+        rig.remap(alpha, 1)
     assert all(torch.equal(value, values[name]) for name, value in bytes_of(model).items())
     assert torch.equal(logits_of(model, ids), expected)
-    assert torch.equal(logits_of(model, ids), expected)
-
-
-def test_layers_of_different_sizes():
-    """The ring's buffers are as large as the largest layer; smaller layers use a part of one."""
-    model = make("llama")
-    for index, width in ((0, 33), (2, 300), (5, 90)):
-        mlp = model.model.layers[index].mlp
-        generator = torch.Generator().manual_seed(index)
-        for name, (rows, columns) in {
-            "gate_proj": (width, 64),
-            "up_proj": (width, 64),
-            "down_proj": (64, width),
-        }.items():
-            linear = torch.nn.Linear(columns, rows, bias=False)
-            linear.weight.data = torch.randn(rows, columns, generator=generator) * 0.1
-            setattr(mlp, name, linear)
-    ids = ids_for(2, 7)
-    expected = logits_of(model, ids)
-    for mode in MODES:
-        with Rig(model, mode=mode) as rig:
-            for selection in ("uniform", "nested"):
-                for alpha in (4, 3, 5, 0, 4):
-                    rig.remap(alpha, 1, selection)
-                    assert torch.equal(logits_of(model, ids), expected)
-                    rig.check()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype):
-    model = make("qwen3", dtype=dtype)
-    ids = ids_for(2, 7)
-    expected = logits_of(model, ids)
-    assert torch.isfinite(expected).all()
-    with Rig(model, page_bytes=8192) as rig:
-        rng = random.Random(0)
-        for alpha, beta in rng.sample(EVERY, len(EVERY)):
-            rig.remap(alpha, beta)
-            assert torch.equal(logits_of(model, ids), expected)
-            rig.check()

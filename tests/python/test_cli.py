@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,56 +21,43 @@ from remap.sizes import MOST_BYTES, parse_size
 
 LONG = "1" * 400
 LONGER = "1" * 6000  # Python refuses to read or print an int of so many digits
-DEEP = "[" * 100_000
 
 
 def run(*arguments: str) -> Any:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "120"})
 
 
-def test_help_says_what_the_exit_codes_mean() -> None:
-    found = run("--help")
-    assert found.exit_code == 0
-    for text in ("0 done", "1 it ran", "2 nothing was done"):
-        assert text in found.output.replace("\n", " "), text
-
-
-def test_the_version() -> None:
+def test_python_dash_m_remap() -> None:
+    done = subprocess.run([sys.executable, "-m", "remap", "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert all(text in said for text in ("remap [OPTIONS] COMMAND", "0 done", "1 it ran", "2 nothing was done"))
     found = run("--version")
     assert (found.exit_code, found.output.strip()) == (0, f"remap {version('remap')}")
 
 
-def test_python_dash_m_remap() -> None:
-    done = subprocess.run([sys.executable, "-m", "remap", "--help"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "remap [OPTIONS] COMMAND" in done.stdout
+PLAN = ("plan", "--machine", "GH200", "--model", "OPT-13b")
+SIMULATE = ("simulate", "--machine", "GH200", "--tenants")
+FIT = ("--name", "x", "--out", "x.json")
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("demo", "--budget", "12 apples"),
-        ("demo", "--budget", f"{LONG}B"),
-        ("fit", "/nowhere/m.json", "--name", "x", "--out", "x.json"),
-        ("plan", "--machine", "GH200", "--model", "OPT-13b", "--memory", f"{LONG}B"),
-        ("plan", "--machine", "GH200", "--model", "OPT-13b", "--memory", f"{LONG}%"),
-        ("plan", "--machine", "GH200", "--model", "OPT-13b", "--context", LONG),
-        ("simulate", "--machine", "nobody", "--tenants", "C1"),
-        ("simulate", "--machine", "GH200", "--tenants", "C1", "--requests", LONG),
-        ("simulate", "--machine", "GH200", "--tenants", f"OPT-13b:{LONG}B"),
-        ("simulate", "--machine", "GH200", "--tenants", f"OPT-13b:{LONG}%"),
-        ("simulate", "--machine", "GH200", "--tenants", "C1", "--rate", LONG),
-        ("simulate", "--machine", "GH200", "--tenants", "C1", "--quantum", LONG),
-        ("simulate", "--machine", "GH200", "--tenants", "C1", "--lengths", f"fixed:{LONG}:1"),
-        ("simulate", "--machine", "GH200", "--tenants", "C1", "--seed", LONGER),
-        ("simulate", "--machine", "GH200", "--tenants", "C1", "--json", "/dev/null/x.json"),
-        ("demo", "--requests", LONG),
-        ("nonsense",),
-        ("plan", "--nonsense"),
+        *(("demo", "--budget", "12 apples"), ("demo", "--budget", f"{LONG}B"), ("demo", "--requests", LONG)),
+        *((*PLAN, "--memory", f"{LONG}B"), (*PLAN, "--memory", f"{LONG}%"), (*PLAN, "--context", LONG)),
+        *((*SIMULATE, tenants) for tenants in ("nobody", f"OPT-13b:{LONG}B", f"OPT-13b:{LONG}%")),
+        *((*SIMULATE, "C1", option, LONG) for option in ("--requests", "--rate", "--quantum")),
+        *((*SIMULATE, "C1", "--lengths", f"fixed:{LONG}:1"), (*SIMULATE, "C1", "--seed", LONGER)),
+        *((*SIMULATE, "C1", "--json", "/dev/null/x.json"), ("fit", "/nowhere/m.json", *FIT)),
+        *(("fit", "DEEP", *FIT), (*PLAN, "--tables", "DEEP"), (*SIMULATE, "C1", "--machines-file", "DEEP")),
+        *(("nonsense",), ("plan", "--nonsense")),
     ],
 )
 def test_what_cannot_be_is_refused_with_2_and_without_a_traceback(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    found = run(*arguments)
+    deep = tmp_path / "deep.json"  # JSON too deep to read
+    deep.write_text("[" * 100_000)
+    found = run(*(str(deep) if each == "DEEP" else each for each in arguments))
     assert found.exit_code == 2, found.output
     assert isinstance(found.exception, SystemExit) and "Traceback" not in found.output
     assert len(found.output) < 2000
@@ -89,52 +76,21 @@ def test_sizes_of_many_digits_are_refused(size: Any) -> None:
 
 def test_sizes_are_exact() -> None:
     assert parse_size("9007199254740993B") == 9007199254740993, "2**53 + 1 is no float"
-    assert parse_size("0.1KB") == 100
-    assert parse_size(MOST_BYTES) == MOST_BYTES
-
-
-def test_numbers_beyond_a_float_are_refused_by_their_field() -> None:
-    with pytest.raises(InvalidArgument) as caught:
-        machine("x", {"machines": {"x": {"like": "H200", "figures": {"flops": 10**400}}}})
-    assert caught.value.field == "flops"
-    with pytest.raises(InvalidArgument) as caught:
-        Knobs(slowdown=10**400)
-    assert caught.value.field == "slowdown"
-
-
-def test_json_too_deep_to_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "deep.json").write_text(DEEP)
-    deep = str(tmp_path / "deep.json")
-    for arguments in (
-        ("fit", deep, "--name", "x", "--out", str(tmp_path / "x.json")),
-        ("plan", "--machine", "GH200", "--model", "OPT-13b", "--tables", deep),
-        ("simulate", "--machine", "GH200", "--tenants", "C1", "--machines-file", deep),
-    ):
-        found = run(*arguments)
-        assert found.exit_code == 2 and isinstance(found.exception, SystemExit), (arguments, found.output)
-
-
-def test_results_go_into_a_folder_that_is_made(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "folder" / "out.json"
-    found = run(
-        *("simulate", "--machine", "GH200", "--tenants", "OPT-13b:40%", "--requests", "2", "--policies", "recompute"),
-        *("--lengths", "fixed:8:2", "--json", str(path)),
-    )
-    assert found.exit_code == 0, found.output
-    assert json.loads(path.read_text())
+    assert parse_size("0.1KB") == 100 and parse_size(MOST_BYTES) == MOST_BYTES
+    # Numbers beyond a float are refused by their field.
+    table = {"machines": {"x": {"like": "H200", "figures": {"flops": 10**400}}}}
+    for field, call in (("flops", lambda: machine("x", table)), ("slowdown", lambda: Knobs(slowdown=10**400))):
+        with pytest.raises(InvalidArgument) as caught:
+            call()
+        assert caught.value.field == field
 
 
 def test_a_budget_that_holds_no_request_is_refused_before_anything_is_served() -> None:
-    class Request:
-        max_kv_tokens = 100
+    def room(budget: int) -> None:
+        config = demo_config.DemoConfig(budget_bytes=budget)
+        demo_run._room(config, (100 << 20) // config.page_bytes, 1 << 20, [SimpleNamespace(max_kv_tokens=100)])  # type: ignore[list-item]
 
-    config = demo_config.DemoConfig(budget_bytes=100 << 20)
     with pytest.raises(InvalidArgument) as caught:
-        demo_run._room(config, (100 << 20) // config.page_bytes, 1 << 20, [Request()])  # type: ignore[list-item]
+        room(100 << 20)
     assert caught.value.needed > 100 << 20
-    demo_run._room(
-        demo_config.DemoConfig(budget_bytes=caught.value.needed),
-        (100 << 20) // config.page_bytes,
-        1 << 20,
-        [Request()],  # type: ignore[list-item]
-    )
+    room(caught.value.needed)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -28,6 +29,10 @@ from remap.errors import ArenaBroken, DriverError, Error
 CODES = {OUT_OF_MEMORY: remap.OutOfMemory, LAUNCH_FAILED: DriverError, NOT_PERMITTED: DriverError, 1: DriverError}
 
 
+Fault = tuple[str, int, int, bool]  # entry point, which call, code, for ever
+both_modes = pytest.mark.parametrize("mode", ["aliased", "strict"])
+
+
 class DriverWorld(World):
     """A session with tenant "m" on the emulated driver."""
 
@@ -41,9 +46,9 @@ class DriverWorld(World):
         self.live = {}
 
 
-def prepared(driver: Emulated, case: Case, mode: str) -> DriverWorld:
+def prepared(driver: Emulated, prepare: Callable[[World], object], mode: str) -> DriverWorld:
     world = DriverWorld(driver, mode)
-    case.prepare(world)
+    prepare(world)
     world.settle()
     for name, tenant in world.tenants.items():
         forward(world.session, tenant, world.layers[name])
@@ -59,32 +64,25 @@ def counted(driver: Emulated, body: Callable[[], object]) -> dict[str, int]:
     return {name: count for name, count in made.items() if count}
 
 
-def calls_of(driver: Emulated, case: Case, mode: str) -> dict[str, int]:
-    """The calls that the case's change makes, and its worker behind it."""
-    world = prepared(driver, case, mode)
-
-    def whole() -> None:
-        case.change(world)
-        world.session._executor.drain()
-
-    made = counted(driver, whole)
-    world.works()
-    world.close()
-    return made
-
-
-def faults(made: dict[str, int]) -> Iterator[tuple[str, int, int, bool]]:
-    """(entry point, which call, code, for ever): the first, a middle and the last call, and all of them."""
-    codes = list(CODES)
-    turn = 0
+def faults(made: dict[str, int]) -> Iterator[Fault]:
+    """The first, a middle and the last call of each entry point, and all of them."""
+    codes = itertools.cycle(CODES)
     for name, count in made.items():
         if name == "cuDevicePrimaryCtxRelease":
             continue  # the backend's destructor: it can tell nobody, and asking again might take what is another's
         for nth in sorted({1, (count + 1) // 2, count}):
-            turn += 1
-            yield name, nth, codes[turn % len(codes)], False
-        turn += 1
-        yield name, 1, codes[turn % len(codes)], True
+            yield name, nth, next(codes), False
+        yield name, 1, next(codes), True
+
+
+def failing(driver: Emulated, fault: Fault, body: Callable[[], object]) -> Error | None:
+    """What `body` raises: an error of the fault's kind, or that the arena is broken."""
+    name, nth, code, forever = fault
+    driver.arm(name, nth, code, forever=forever)
+    raised = attempt(body)
+    driver.disarm()
+    assert raised is None or type(raised) in (CODES[code], ArenaBroken), f"{fault}: {raised!r}"
+    return raised
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,119 +94,88 @@ def young_heap() -> Iterator[None]:
     gc.unfreeze()
 
 
-def left_alone(driver: Emulated, what: str) -> None:
+def left_alone(driver: Emulated, what: object, besides: dict[str, int] | None = None) -> None:
     """The driver has nothing left of it, and no rule was broken."""
-    if driver.live():
+    if driver.live() != (besides or {}):
         gc.collect()  # a session that a failed call left in a cycle
     assert driver.violations() == [], what
-    assert driver.live() == {}, what
+    assert driver.live() == (besides or {}), what
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@both_modes
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_entry_point_fails_in_a_change(emulated: Emulated, case: Case, mode: str) -> None:
-    for name, nth, code, forever in faults(calls_of(emulated, case, mode)):
-        what = f"{name}, call {nth}{' and all later ones' if forever else ''}, code {code}"
-        fails_and_recovers(emulated, case, mode, (name, nth, code, forever), what)
-        left_alone(emulated, what)
+    def change(world: World) -> None:
+        case.change(world)
+        world.session._executor.drain()  # what the worker does is a part of the change: it meets the fault, too
+
+    world = prepared(emulated, case.prepare, mode)
+    made = counted(emulated, partial(change, world))
+    world.works()
+    world.close()
+    del world
+    for fault in faults(made):
+        fails_and_recovers(emulated, case, mode, fault)
+        left_alone(emulated, fault)
 
 
-def fails_and_recovers(driver: Emulated, case: Case, mode: str, fault: tuple[str, int, int, bool], what: str) -> None:
-    name, nth, code, forever = fault
-    world = prepared(driver, case, mode)
+def fails_and_recovers(driver: Emulated, case: Case, mode: str, fault: Fault) -> None:
+    world = prepared(driver, case.prepare, mode)
     before = visible(world.session)
-    driver.arm(name, nth, code, forever=forever)
-    raised = attempt(lambda: case.change(world))
-    world.session._executor.drain()  # what the worker does is a part of the change: it meets the fault, too
-    driver.disarm()
+
+    def change() -> None:
+        try:
+            case.change(world)
+        finally:
+            world.session._executor.drain()
+
+    raised = failing(driver, fault, change)
     if world.session._arena.broken:
         # Re-pointing unmaps before it maps. If mapping fails for ever, so does undoing that: maybe later, in the worker.
-        assert isinstance(raised, (ArenaBroken, CODES[code])) or (raised is None and forever), what
+        assert raised is not None or fault[3], fault
         broken_as_promised(world)
     elif raised is None:  # only what may fail later failed: it shows in a pass, and a later pass tries it again
         remap.advanced.check(world.session)
         serve_again(world)
     else:
-        assert type(raised) is CODES[code], f"{what}: {raised!r}"
-        assert (raised.call, raised.code) == (name, code), what
+        assert (raised.call, raised.code) == (fault[0], fault[2]), fault
         after = visible(world.session)
         if case.name == "detach":  # a tenant that is leaving serves no more; leaving can be tried again
-            assert after["owners"] == before["owners"], what
+            assert after["owners"] == before["owners"], fault
         else:
             if case.name.startswith("attach"):  # pages were taken and given back: only the epoch tells
                 after["epoch"] = before["epoch"]
-            assert after == before, what
+            assert after == before, fault
             remap.advanced.check(world.session)
             world.works()
         case.change(world)
         world.works()
-    world.close(silent_failure=raised is None or forever)
+    world.close(silent_failure=raised is None or fault[3])
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@both_modes
 def test_every_entry_point_fails_while_a_session_opens(emulated: Emulated, mode: str) -> None:
     opened: list[remap.Session] = []
 
     def open_one() -> None:
         backend = _core.make_cuda_backend(library=emulated.path)
-        opened.append(
-            remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=remap.advanced.Platform(backend=backend))
-        )
+        platform = remap.advanced.Platform(backend=backend)
+        opened.append(remap.Session(CAPACITY, page_bytes=PAGE, mode=mode, platform=platform))
 
     made = counted(emulated, open_one)
     opened.pop().close()
     assert made["cuMemCreate"] == CAPACITY // PAGE
     refused = set()
-    for name, nth, code, forever in faults(made):
-        what = f"{name}, call {nth}, code {code}"
-        emulated.arm(name, nth, code, forever=forever)
-        raised = attempt(open_one)
-        emulated.disarm()
-        if raised is None:
+    for fault in faults(made):
+        if failing(emulated, fault, open_one) is None:
             opened.pop().close()
         else:
-            assert type(raised) is CODES[code], f"{what}: {raised!r}"
-            assert raised.code == code, what
-            refused.add(name)
-        raised = None
-        left_alone(emulated, what)
+            refused.add(fault[0])
+        left_alone(emulated, fault)
         open_one()
         opened.pop().close()
-        left_alone(emulated, what)
+        left_alone(emulated, fault)
     assert {"cuInit", "cuDevicePrimaryCtxRetain", "cuDeviceGetAttribute", "cuMemCreate", "cuCtxPushCurrent"} <= refused
-
-
-STREAMING = Case("", lambda world: world.remap(3, 2), lambda world: passes(world))
-
-
-def passes(world: World) -> None:
-    for _ in range(2):
-        forward(world.session, world.m, world.layers["m"])
-    world.settle()
-
-
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-def test_every_entry_point_fails_in_passes(emulated: Emulated, mode: str) -> None:
-    """A pass that fails says so, the next one reads every byte right."""
-    made = calls_of(emulated, STREAMING, mode)
-    assert {"cuMemcpyHtoDAsync", "cuEventRecord", "cuEventQuery"} <= set(made)
-    surfaced = set()
-    for name, nth, code, forever in faults(made):
-        what = f"{name}, call {nth}, code {code}"
-        world = prepared(emulated, STREAMING, mode)
-        before = visible(world.session)
-        emulated.arm(name, nth, code, forever=forever)
-        raised = attempt(lambda: passes(world))  # noqa: B023  called at once
-        emulated.disarm()
-        if raised is not None:
-            assert type(raised) is CODES[code], f"{what}: {raised!r}"
-            surfaced.add(name)
-        assert visible(world.session) == before, what
-        serve_again(world)
-        world.close(silent_failure=True)
-        world = raised = None
-        left_alone(emulated, what)
-    assert {"cuMemcpyHtoDAsync", "cuEventRecord"} <= surfaced
 
 
 class Reader:
@@ -216,8 +183,7 @@ class Reader:
 
     def __init__(self, world: World, engine: Driver, stream: int) -> None:
         self.world, self.engine, self.stream = world, engine, stream
-        self.buffers: list[tuple[int, int]] = []
-        self.reads: list[tuple[int, bytes]] = []
+        self.reads: list[tuple[int, int, bytes]] = []  # where, bytes there, what has to be there
 
     def passes(self) -> None:
         world = self.world
@@ -225,105 +191,115 @@ class Reader:
             with world.m.forward(stream=self.stream):
                 for layer, expected in enumerate(world.layers["m"]):
                     world.m.wait(layer)
-                    to = world.fault.allocate_host(len(expected))
-                    self.buffers.append((to, len(expected)))
-                    world.fault.copy(
-                        self.stream, to, remap.advanced.layer_address(world.session, "m", layer), len(expected)
-                    )
-                    self.reads.append((to, expected))
+                    at, nbytes = remap.advanced.layer_address(world.session, "m", layer), len(expected)
+                    to = world.fault.allocate_host(nbytes)
+                    self.reads.append((to, nbytes, b""))
+                    world.fault.copy(self.stream, to, at, nbytes)
+                    self.reads[-1] = (to, nbytes, expected)
                     world.m.done(layer)
 
     def check(self) -> None:
         """Every read behind a wait that came back, also in a pass that failed later."""
         self.engine.synchronize(self.stream)
-        for to, expected in self.reads:
+        for to, nbytes, expected in self.reads:
             assert ctypes.string_at(to, len(expected)) == expected
-        for buffer in self.buffers:
-            self.world.fault.free_host(*buffer)
+            self.world.fault.free_host(to, nbytes)
         self.reads.clear()
-        self.buffers.clear()
 
 
-# The engine's own part of a pass above.
-ENGINES = {"cuMemHostRegister", "cuMemcpyDtoHAsync"}
+class HostReader(Reader):
+    """Reads on its own thread."""
+
+    def passes(self) -> None:
+        for _ in range(2):
+            forward(self.world.session, self.world.m, self.world.layers["m"])
+        self.world.settle()
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-def test_every_entry_point_fails_in_passes_on_a_stream(emulated: Emulated, mode: str) -> None:
-    emulated.configure(granularity=PAGE, memory=1 << 30, jitter_us=100)  # the device is behind
+@both_modes
+@pytest.mark.parametrize(
+    ("reads", "engines", "needed"),
+    [
+        (HostReader, set(), {"cuMemcpyHtoDAsync", "cuEventRecord"}),
+        # Without the engine's own part of a pass.
+        (
+            Reader,
+            {"cuMemHostRegister", "cuMemcpyDtoHAsync"},
+            {"cuStreamWaitEvent", "cuEventRecord", "cuStreamIsCapturing"},
+        ),
+    ],
+    ids=["host", "stream"],
+)
+def test_every_entry_point_fails_in_passes(
+    emulated: Emulated, mode: str, reads: type[Reader], engines: set[str], needed: set[str]
+) -> None:
+    """A pass that fails says so, a later one reads every byte right."""
+    if reads is Reader:
+        emulated.configure(granularity=PAGE, memory=1 << 30, jitter_us=100)  # the device is behind
     engine = Driver(emulated.path)
     with engine.stream() as stream:
-        world = prepared(emulated, STREAMING, mode)
-        reader = Reader(world, engine, stream)
+        idle = emulated.live()
+
+        def begun() -> Reader:
+            return reads(prepared(emulated, lambda world: world.remap(3, 2), mode), engine, stream)
+
+        reader = begun()
         made = counted(emulated, reader.passes)
         reader.check()
-        world.close()
-        world = reader = None
-        assert {"cuStreamWaitEvent", "cuEventRecord", "cuStreamIsCapturing"} <= set(made)
+        reader.world.close()
+        reader = None
         surfaced = set()
-        for name, nth, code, forever in faults({name: made[name] for name in set(made) - ENGINES}):
-            what = f"{name}, call {nth}, code {code}"
-            world = prepared(emulated, STREAMING, mode)
-            before = visible(world.session)
-            reader = Reader(world, engine, stream)
-            emulated.arm(name, nth, code, forever=forever)
-            raised = attempt(reader.passes)
-            emulated.disarm()
-            if raised is not None:
-                assert type(raised) is CODES[code], f"{what}: {raised!r}"
-                surfaced.add(name)
-            for _ in range(3):  # what was put off may still have to say so
-                raised = attempt(reader.passes)
-                if raised is None:
-                    break
-            assert raised is None, f"{what}: {raised!r}"
+        for fault in faults({name: made[name] for name in set(made) - engines}):
+            reader = begun()
+            before = visible(reader.world.session)
+            if failing(emulated, fault, reader.passes) is not None:
+                surfaced.add(fault[0])
+            # What was put off may still have to say so.
+            assert any(attempt(reader.passes) is None for _ in range(3)), fault
             reader.check()
-            assert visible(world.session) == before, what
-            serve_again(world)
-            world.close(silent_failure=True)
-            world = reader = raised = None
-            assert emulated.violations() == [], what
-        assert {"cuStreamWaitEvent", "cuEventRecord", "cuStreamIsCapturing"} <= surfaced
+            assert visible(reader.world.session) == before, fault
+            serve_again(reader.world)
+            reader.world.close(silent_failure=True)
+            reader = None
+            left_alone(emulated, fault, besides=idle)
+        assert needed <= surfaced
     engine.close()
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@both_modes
 def test_every_entry_point_fails_while_a_session_closes(emulated: Emulated, mode: str) -> None:
     """close says what failed and can be called again, or has succeeded."""
-    case = Case("", lambda world: (world.remap(3, 2), world.attach()), lambda world: None)
-    world = prepared(emulated, case, mode)
-    made = counted(emulated, world.session.close)
-    del world
+
+    def begun() -> DriverWorld:
+        return prepared(emulated, lambda world: (world.remap(3, 2), world.attach()), mode)
+
+    made = counted(emulated, begun().session.close)
     assert {"cuMemUnmap", "cuMemAddressFree", "cuMemRelease", "cuMemHostUnregister", "cuStreamDestroy"} <= set(made)
-    for name, nth, code, forever in faults(made):
-        what = f"{name}, call {nth}, code {code}"
-        world = prepared(emulated, case, mode)
-        emulated.arm(name, nth, code, forever=forever)
-        raised = attempt(world.session.close)
-        emulated.disarm()
-        assert raised is None or isinstance(raised, (CODES[code], ArenaBroken)), f"{what}: {raised!r}"
-        assert world.session.closed == (raised is None), what
+    for fault in faults(made):
+        world = begun()
+        raised = failing(emulated, fault, world.session.close)
+        assert world.session.closed == (raised is None), fault
         world.close(silent_failure=True)
         del world, raised
-        left_alone(emulated, what)
+        left_alone(emulated, fault)
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@both_modes
 def test_a_session_that_is_dropped_gives_everything_back(emulated: Emulated, mode: str) -> None:
     """Without close, in the middle of things."""
     for prepare in (case.prepare for case in CASES):
-        world = prepared(emulated, Case("", prepare, lambda world: None), mode)
+        world = prepared(emulated, prepare, mode)
         world.remap(3)
         del world
         left_alone(emulated, "dropped")
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@both_modes
 @pytest.mark.parametrize("nth", range(1, 9))
 def test_a_copy_that_fails_while_it_runs_surfaces_and_no_wrong_byte_is_read(
     emulated: Emulated, mode: str, nth: int
 ) -> None:
-    world = prepared(emulated, Case("", lambda w: w.remap(2, 2), lambda w: None), mode)
+    world = prepared(emulated, lambda w: w.remap(2, 2), mode)
     emulated.arm("run:cuMemcpyHtoDAsync", nth, LAUNCH_FAILED)
     failures = 0
     for _ in range(6):
@@ -337,10 +313,10 @@ def test_a_copy_that_fails_while_it_runs_surfaces_and_no_wrong_byte_is_read(
     world.close()
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@both_modes
 def test_a_lost_context_is_told_by_every_call_and_hangs_none(emulated: Emulated, mode: str) -> None:
     """What a failing copy does on a device. Nothing can heal it in this process: calls say so, and the process can end."""
-    world = prepared(emulated, Case("", lambda w: (w.remap(2, 2), w.hold(3)), lambda w: None), mode)
+    world = prepared(emulated, lambda w: (w.remap(2, 2), w.hold(3)), mode)
     emulated.change(lose_context=1)
     emulated.arm("run:cuMemcpyHtoDAsync", 1, LAUNCH_FAILED)
     calls: list[Callable[[], Any]] = [

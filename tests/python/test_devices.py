@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from arena_worlds import PAGE
+from subprocesses import expect_ok
 
 import remap
 from remap import _core, nvtx
@@ -15,140 +16,115 @@ from remap.memory import device as devices
 from remap.memory.device import Device, DeviceName
 
 
-@pytest.mark.parametrize(
-    ("text", "name", "shown"),
-    [
-        ("cpu", DeviceName("cpu"), "cpu"),
-        ("cuda", DeviceName("cuda", 0), "cuda:0"),
-        ("cuda:0", DeviceName("cuda", 0), "cuda:0"),
-        ("cuda:11", DeviceName("cuda", 11), "cuda:11"),
-    ],
-)
-def test_names(text, name, shown):
-    assert devices.parse(text) == name
-    assert str(name) == shown
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "gpu", "cuda:", "cuda:-1", "cuda:01", "cuda:1.0", "cuda: 1", "CUDA", "cpu:0", "cuda:0 ", 0, None, ["cpu"]],
-)
-def test_what_is_no_name_is_refused(text):
-    with pytest.raises(InvalidArgument) as caught:
-        devices.parse(text)
-    assert caught.value.device == text
-
-
-def test_the_environment_names_the_default(monkeypatch):
-    monkeypatch.delenv("REMAP_DEVICE", raising=False)
-    assert devices.default_name() == "cpu"
-    monkeypatch.setenv("REMAP_DEVICE", "")
-    assert devices.default_name() == "cpu"
-    monkeypatch.setenv("REMAP_DEVICE", "cuda:3")
-    assert devices.default_name() == "cuda:3"
-    monkeypatch.setenv("REMAP_DEVICE", "nonsense")
-    with pytest.raises(InvalidArgument):
-        remap.Session(PAGE, page_bytes=PAGE)
-    monkeypatch.setenv("REMAP_DEVICE", "cpu")
-    with remap.Session(PAGE, page_bytes=PAGE) as session:
-        assert session.device == "cpu"
-
-
-def test_the_environment_names_the_default_mode(monkeypatch):
-    seen = []
-    for given in (None, "", "strict"):
-        if given is None:
-            monkeypatch.delenv("REMAP_MODE", raising=False)
-        else:
-            monkeypatch.setenv("REMAP_MODE", given)
-        with remap.Session(PAGE, "cpu", page_bytes=PAGE) as session:
-            seen.append(session._arena.mode.name)
-    assert seen == ["aliased", "aliased", "strict"]
-    with remap.Session(PAGE, "cpu", page_bytes=PAGE, mode="aliased") as session:
-        assert session._arena.mode.name == "aliased"
-    monkeypatch.setenv("REMAP_MODE", "fast")
-    with pytest.raises(InvalidArgument) as caught:
-        remap.Session(PAGE, "cpu", page_bytes=PAGE)
-    assert caught.value.fields == {"mode": "fast"}
-
-
-@pytest.mark.parametrize(
-    "option",
-    [
-        {"platform": remap.advanced.Platform(shareable="posix_fd")},
-        {"platform": remap.advanced.Platform(gpu_direct_rdma=True)},
-        {"host_budget": "1GiB"},
-    ],
-    ids=["shareable", "gpu_direct_rdma", "host_budget"],
-)
-def test_options_of_cuda_are_refused_on_the_cpu(option, request):
-    with pytest.raises(InvalidArgument) as caught:
-        remap.Session(PAGE, "cpu", page_bytes=PAGE, **option)
-    assert caught.value.device == "cpu"
-    assert request.node.callspec.id in str(caught.value)
-
-
-def test_a_host_budget_of_nothing_makes_no_sense_anywhere():
-    for device in ("cpu", "cuda:0"):
+def test_names():
+    names = {text: devices.parse(text) for text in ("cpu", "cuda", "cuda:0", "cuda:11")}
+    assert list(names.values()) == [DeviceName("cpu"), *(DeviceName("cuda", index) for index in (0, 0, 11))]
+    assert list(map(str, names.values())) == ["cpu", "cuda:0", "cuda:0", "cuda:11"]
+    for text in (
+        "",
+        "gpu",
+        "cuda:",
+        "cuda:-1",
+        "cuda:01",
+        "cuda:1.0",
+        "cuda: 1",
+        "CUDA",
+        "cpu:0",
+        "cuda:0 ",
+        0,
+        None,
+        ["cpu"],
+    ):
         with pytest.raises(InvalidArgument) as caught:
-            remap.Session(PAGE, device, page_bytes=PAGE, host_budget=0)
-        assert caught.value.fields == {"host_budget": 0}
+            devices.parse(text)
+        assert caught.value.device == text
+
+
+def test_the_environment_names_the_defaults(monkeypatch):
+    monkeypatch.delenv("REMAP_DEVICE", raising=False)
+    monkeypatch.delenv("REMAP_MODE", raising=False)
+    seen = [devices.default_name()]
+    for given in ("", "cuda:3", "cpu"):
+        monkeypatch.setenv("REMAP_DEVICE", given)
+        seen.append(devices.default_name())
+    assert seen == ["cpu", "cpu", "cuda:3", "cpu"]
+    for given, asked, mode in (
+        (None, None, "aliased"),
+        ("", None, "aliased"),
+        ("strict",) * 3,
+        ("strict", "aliased", "aliased"),
+    ):
+        if given is not None:
+            monkeypatch.setenv("REMAP_MODE", given)
+        with remap.Session(PAGE, page_bytes=PAGE, mode=asked) as session:
+            assert (session.device, session._arena.mode.name) == ("cpu", mode)
+    for name, field, wrong in (("REMAP_MODE", "mode", "fast"), ("REMAP_DEVICE", "device", "nonsense")):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(InvalidArgument) as caught:
+            remap.Session(PAGE, page_bytes=PAGE)
+        assert caught.value.fields == {field: wrong}
+        monkeypatch.delenv(name)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "fields", "word"),
+    [
+        ("cpu", {"platform": remap.advanced.Platform(shareable="posix_fd")}, {"device": "cpu"}, "shareable"),
+        ("cpu", {"platform": remap.advanced.Platform(gpu_direct_rdma=True)}, {"device": "cpu"}, "gpu_direct_rdma"),
+        ("cpu", {"host_budget": "1GiB"}, {"device": "cpu"}, "host_budget"),
+        ("cpu", {"host_budget": 0}, {"host_budget": 0}, ""),
+        ("cuda:0", {"host_budget": 0}, {"host_budget": 0}, ""),
+        (
+            "cuda",
+            {"platform": remap.advanced.Platform(backend=_core.make_host_backend(PAGE, PAGE, 1))},
+            {"device": "cuda", "backend": "cpu"},
+            "",
+        ),
+    ],
+    ids=["shareable", "gpu_direct_rdma", "host_budget", "nothing", "nothing-cuda", "other backend"],
+)
+def test_options_that_a_device_does_not_have_are_refused(device, options, fields, word):
+    with pytest.raises(InvalidArgument, match=word or None) as caught:
+        remap.Session(PAGE, device, page_bytes=PAGE, **options)
+    assert fields.items() <= caught.value.fields.items()
 
 
 def test_a_ready_backend_says_which_device_it_is(monkeypatch):
     monkeypatch.setenv("REMAP_DEVICE", "cuda:0")  # not asked: the backend is there already
     for device in (None, "cpu"):
-        backend = _core.make_host_backend(PAGE, PAGE, 1)
-        with remap.Session(PAGE, device, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:
+        platform = remap.advanced.Platform(backend=_core.make_host_backend(PAGE, PAGE, 1))
+        with remap.Session(PAGE, device, page_bytes=PAGE, platform=platform) as session:
             assert session.device == "cpu"
-    with pytest.raises(InvalidArgument) as caught:
-        remap.Session(
-            PAGE,
-            "cuda",
-            page_bytes=PAGE,
-            platform=remap.advanced.Platform(backend=_core.make_host_backend(PAGE, PAGE, 1)),
-        )
-    assert caught.value.fields == {"device": "cuda", "backend": "cpu"}
 
 
 # --- what only a GPU does, as far as it can be asked without one ------------------------------------------------------
 
 
-def gpu(index=1):
-    """The device of a backend whose memory the processor cannot reach."""
-    return Device(SimpleNamespace(device_kind="cuda", device_index=index, host_addressable=False))
+def gpu(index=1, *, emulated=False):
+    """The device of a backend whose memory the processor cannot reach, unless the device is emulated."""
+    return Device(SimpleNamespace(device_kind="cuda", device_index=index, host_addressable=emulated))
 
 
 def test_where_tensors_and_models_go():
-    assert gpu().torch_device == "cuda:1"
-    assert Device(_core.make_host_backend(PAGE, PAGE, 1)).torch_device == "cpu"
-    emulated = SimpleNamespace(device_kind="cuda", device_index=0, host_addressable=True)
-    assert (Device(emulated).torch_device, str(Device(emulated).name)) == ("cpu", "cuda:0")
+    host = Device(_core.make_host_backend(PAGE, PAGE, 1))
+    assert [each.torch_device for each in (gpu(), gpu(0, emulated=True), host)] == ["cuda:1", "cpu", "cpu"]
+    assert str(gpu(0, emulated=True).name) == "cuda:0"
+    assert host.default_stream() is gpu(0, emulated=True).default_stream() is None  # the processor computes
 
 
 def test_the_default_stream_is_torchs_current_one_on_that_device(monkeypatch):
-    asked = []
-
     def current_stream(index):
-        asked.append(index)
         return SimpleNamespace(cuda_stream=0x1000 + index)
 
     ready = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: True, current_stream=current_stream))
     idle = SimpleNamespace(cuda=SimpleNamespace(is_initialized=lambda: False))
     monkeypatch.setitem(sys.modules, "torch", ready)
     assert gpu(3).default_stream().cuda_stream == 0x1003
-    assert asked == [3]
     monkeypatch.setitem(sys.modules, "torch", idle)
     assert gpu(3).default_stream() == 1
     monkeypatch.delitem(sys.modules, "torch")
     assert gpu(3).default_stream() == 1
     assert "torch" not in sys.modules  # asking has not loaded it
-
-
-def test_where_the_processor_computes_there_is_no_default_stream():
-    assert Device(_core.make_host_backend(PAGE, PAGE, 1)).default_stream() is None
-    emulated = SimpleNamespace(device_kind="cuda", device_index=0, host_addressable=True)
-    assert Device(emulated).default_stream() is None
 
 
 # --- profiler ranges --------------------------------------------------------------------------------------------------
@@ -170,50 +146,36 @@ class Recorder:
         self.calls.append("pop")
 
 
-def test_ranges_are_off_unless_asked_for(monkeypatch):
-    monkeypatch.setitem(sys.modules, "nvtx", Recorder())
-    push, pop = nvtx.load(False)
-    push("a")
-    pop()
-    assert sys.modules["nvtx"].calls == []
-
-    def function():
-        return 3
-
-    assert nvtx.annotated("a")(function) is function  # as the module was imported here: without the variable
-
-
-def test_ranges_go_to_the_first_library_that_works(monkeypatch):
-    first, second = Recorder(), Recorder(RuntimeError("NVTX functions not installed"))
-    monkeypatch.setitem(sys.modules, "nvtx", first)
-    push, pop = nvtx.load(True)
-    push("a")
-    pop()
+def test_ranges_go_to_the_first_library_that_works_if_they_are_asked_for(monkeypatch):
+    first = Recorder()
+    for asked in (False, True):
+        monkeypatch.setitem(sys.modules, "nvtx", first)
+        assert first.calls == []
+        push, pop = nvtx.load(asked)
+        push("a")
+        pop()
     assert first.calls[-2:] == ["a", "pop"]
-    monkeypatch.setitem(sys.modules, "nvtx", second)  # and torch here has no CUDA, or is not there
-    monkeypatch.setitem(sys.modules, "torch.cuda.nvtx", None)
+    monkeypatch.setitem(sys.modules, "nvtx", Recorder(RuntimeError("NVTX functions not installed")))
+    monkeypatch.setitem(sys.modules, "torch.cuda.nvtx", None)  # torch here has no CUDA, or is not there
     assert nvtx.load(True) == nvtx.load(False)
 
 
 def test_a_range_ends_when_its_function_raises(monkeypatch):
-    recorder = Recorder()
-    monkeypatch.setattr(nvtx, "push", recorder.push_range)
-    monkeypatch.setattr(nvtx, "pop", recorder.pop_range)
-
-    @nvtx.annotated("remap.test")
     def function(value):
         recorder.calls.append(value)
         raise KeyError(value)
 
+    assert nvtx.annotated("a")(function) is function  # as the module was imported here: without the variable
+    recorder = Recorder()
+    monkeypatch.setattr(nvtx, "push", recorder.push_range)
+    monkeypatch.setattr(nvtx, "pop", recorder.pop_range)
     with pytest.raises(KeyError):
-        function("inside")
+        nvtx.annotated("remap.test")(function)("inside")
     assert recorder.calls == ["remap.test", "inside", "pop"]
 
 
 def test_a_session_marks_its_steps_and_passes():
     """In a process of its own: the library is chosen when the package is imported."""
-    from subprocesses import expect_ok
-
     expect_ok("""
 import os, sys, types
 calls = []

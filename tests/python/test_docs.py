@@ -1,14 +1,16 @@
-"""Pages under docs/: the lines of code that they quote are there, and what they link to exists."""
+"""The README and docs/: the example runs, quoted lines of code are there, and what is linked to exists."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/cpp/README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "examples/cpp/README.md"]
 
 
 def test_the_lines_that_the_adoption_page_quotes_are_in_the_reference_engine() -> None:
@@ -25,3 +27,11 @@ def test_the_lines_that_the_adoption_page_quotes_are_in_the_reference_engine() -
 def test_every_file_that_a_page_links_to_exists(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
         assert (page.parent / target).exists(), target
+
+
+def test_the_readmes_example_runs_and_tokens_are_identical() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "tokens identical: True" in done.stdout
+    assert re.search(r"^\d+ blocks usable, streaming layers \(.+\)$", done.stdout, re.MULTILINE)

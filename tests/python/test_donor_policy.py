@@ -36,29 +36,6 @@ def names(found: list[Candidate]) -> str:
     return "".join(c.name for c in found)
 
 
-# -- rank --------------------------------------------------------------------------------------------------------------
-
-
-def test_each_policy() -> None:
-    found = [
-        candidate("a", order=0, priority=1, last_use=5, next_use_s=30.0),
-        candidate("b", order=1, priority=0, last_use=2, next_use_s=10.0),
-        candidate("c", order=2, priority=0, last_use=9, next_use_s=10.0),
-        candidate("d", order=3, priority=0, last_use=1, next_use_s=None),
-        candidate("e", order=4, priority=-1, last_use=99, next_use_s=None, active=True),
-    ]
-    expected: dict[str, str] = {
-        "priority": "dcbae",  # of equal priority the unknown is farthest; then equally far, c was used last
-        "expected_next_use": "dacbe",
-        "mru": "cabde",
-        "lru": "dbace",
-    }
-    for policy, order in expected.items():
-        assert names(rank(found, policy)) == order
-        assert names(rank(reversed(found), policy)) == order
-    assert names(found) == "abcde"
-
-
 @given(CANDIDATES, st.sampled_from(POLICIES), st.randoms(use_true_random=False))
 def test_what_every_ranking_keeps_to(found: list[Candidate], policy: str, random: object) -> None:
     ranked = rank(found, policy)
@@ -80,9 +57,6 @@ def test_what_every_ranking_keeps_to(found: list[Candidate], policy: str, random
             assert first.next_use_s is None or (second.next_use_s is not None and first.next_use_s >= second.next_use_s)
 
 
-# -- the next use ------------------------------------------------------------------------------------------------------
-
-
 def test_one_tenants_rhythm() -> None:
     uses = NextUse(smoothing=0.5)
     assert uses.expected_s("a", 0.0) is None
@@ -93,24 +67,29 @@ def test_one_tenants_rhythm() -> None:
     assert uses.expected_s("a", 30.25) is None  # away for more than four intervals
     uses.activated("a", 22.0)
     assert uses.expected_s("a", 22.0) == 6.0  # 4 and 8, at one half
-    assert NextUse(stale=math.inf).expected_s("a", 0.0) is None
-
-
-def test_clocks_that_jump_back() -> None:
-    uses = NextUse()
-    for now in (0.0, 4.0):
-        uses.activated("a", now)
-    assert uses.expected_s("a", -100.0) == 4.0  # nothing has passed
+    # A clock that jumps back: nothing has passed, the average is what it was, from the new time on.
+    assert uses.expected_s("a", -100.0) == 6.0
     uses.activated("a", -50.0)
-    assert uses.expected_s("a", -49.0) == 3.0  # the average is what it was, from the new time on
-    uses.activated("a", -42.0)
-    assert uses.expected_s("a", -42.0) == 5.0  # 4 and 8, at a quarter
+    assert uses.expected_s("a", -49.0) == 5.0
     once = NextUse()
-    once.activated("a", 5.0)
-    once.activated("a", 3.0)
-    assert once.expected_s("a", 3.0) is None  # no interval yet
-    once.activated("a", 4.0)
-    assert once.expected_s("a", 4.0) == 1.0
+    for now, expected in ((5.0, None), (3.0, None), (4.0, 1.0)):
+        once.activated("a", now)
+        assert once.expected_s("a", now) == expected
+
+
+def test_each_policy_and_who_has_been_idle() -> None:
+    rows = (("a", 1, 5, 30.0), ("b", 0, 2, 10.0), ("c", 0, 9, 10.0), ("d", 0, 1, None), ("e", -1, 99, None))
+    found = [
+        candidate(name, order=at, priority=priority, last_use=use, next_use_s=next_use, active=name == "e")
+        for at, (name, priority, use, next_use) in enumerate(rows)
+    ]
+    # Of equal priority the unknown is farthest; then equally far, c was used last.
+    for policy, order in {"priority": "dcbae", "expected_next_use": "dacbe", "mru": "cabde", "lru": "dbace"}.items():
+        assert names(rank(found, policy)) == order == names(rank(reversed(found), policy))
+    waits = ((1.0, 1.0, 1.0), (1.01, 1.0, 1.0), (3.9, 2.0, 2.0), (4.1, 2.0, 2.0), (1e-9, 1e9, 0.0), (0.0, 1.0, 0.0))
+    may = [may_donate(candidate(idle_s=idle, reload_s=reload), min_idle=least) for idle, reload, least in waits]
+    assert may == [False, True, False, True, True, False]
+    assert may_donate(candidate(active=True, idle_s=0.0, reload_s=9.0))
 
 
 def test_a_cycle_by_hand() -> None:
@@ -163,9 +142,7 @@ GAPS = st.lists(st.floats(0.125, 1000.0), min_size=40, max_size=40)
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 5), GAPS, st.floats(0.0, 500.0), st.sampled_from([0.25, 1.0]))
-def test_in_a_cycle_the_farthest_is_the_most_recently_used(
-    tenants: int, extra: int, gaps: list[float], elapsed: float, smoothing: float
-) -> None:
+def test_in_a_cycle_the_farthest_is_the_most_recently_used(tenants, extra, gaps, elapsed, smoothing) -> None:
     """However irregular the times: the two policies rank alike."""
     uses, now, last_use = NextUse(smoothing, stale=math.inf), 0.0, {}
     for turn in range(2 * tenants + extra):
@@ -187,20 +164,6 @@ def test_in_a_cycle_the_farthest_is_the_most_recently_used(
     inactive = [replace(c, active=False) for c in found]
     assert rank(inactive, "expected_next_use") == rank(inactive, "mru")
     assert rank(inactive, "mru")[0].name == str(current)
-
-
-@given(st.lists(st.tuples(st.sampled_from("abcd"), st.floats(-1e6, 1e6)), max_size=40), st.floats(-1e6, 1e6))
-def test_expectations_are_never_negative(activations: list[tuple[str, float]], now: float) -> None:
-    uses = NextUse()
-    for name, when in activations:
-        uses.activated(name, when)
-    for name in "abcd":
-        expected = uses.expected_s(name, now)
-        assert expected is None or 0 <= expected < math.inf
-        assert expected == uses.expected_s(name, now)  # asking changes nothing
-
-
-# -- Belady ------------------------------------------------------------------------------------------------------------
 
 
 def reloads(trace: tuple[int, ...], room: int, policy: str) -> int:
@@ -245,24 +208,3 @@ def test_mru_is_optimal_for_a_cycle_and_lru_is_not(tenants: int, length: int) ->
         assert reloads(trace, room, "lru") == length - room >= best  # every use but the first ones
         if room > 1 and length > tenants:
             assert reloads(trace, room, "lru") > best
-
-
-def test_off_the_cycle_mru_is_not_optimal() -> None:
-    trace = (0, 1, 2, 1, 2, 1, 2, 1, 2, 1, 2)  # tenant 0 never comes back
-    assert fewest_reloads(trace, 2) == 1
-    assert reloads(trace, 2, "mru") == 10 - 1
-    assert reloads(trace, 2, "lru") == 1
-    assert reloads(trace, 2, "expected_next_use") == 3  # two of them before it has seen tenants 1 and 2 come back
-
-
-# -- the minimum idleness ----------------------------------------------------------------------------------------------
-
-
-def test_a_donor_has_to_have_been_idle() -> None:
-    assert not may_donate(candidate(idle_s=1.0, reload_s=1.0))
-    assert may_donate(candidate(idle_s=1.01, reload_s=1.0))
-    assert not may_donate(candidate(idle_s=3.9, reload_s=2.0), min_idle=2.0)
-    assert may_donate(candidate(idle_s=4.1, reload_s=2.0), min_idle=2.0)
-    assert may_donate(candidate(idle_s=1e-9, reload_s=1e9), min_idle=0.0)
-    assert not may_donate(candidate(idle_s=0.0, reload_s=1.0), min_idle=0.0)
-    assert may_donate(candidate(active=True, idle_s=0.0, reload_s=9.0))

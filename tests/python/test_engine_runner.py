@@ -4,6 +4,7 @@ preemption.
 
 from __future__ import annotations
 
+import copy
 import itertools
 
 import pytest
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from fakes import FakeKV, FakeSession, FakeTenant  # noqa: E402
+from fakes import FakeKV, FakeTenant  # noqa: E402
+from models import kv_spec  # noqa: E402
 
 from remap.engine import LLMEngine, ModelRunner, Request, SamplingParams  # noqa: E402
 from remap.engine.attention import AttentionBatch, decode_first  # noqa: E402
@@ -24,42 +26,22 @@ from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
 
 LAYERS, VOCAB = 3, 97
 COMMON = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 6,
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 6,
     "max_position_embeddings": 128,
-}
+}  # fmt: skip
 GATED = {**COMMON, "intermediate_size": 80, "num_key_value_heads": 2}
-
-
-def _opt(**more):
-    return transformers.OPTForCausalLM(
-        transformers.OPTConfig(**{**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1, **more})
-    )
-
-
-MAKERS = {
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**GATED, tie_word_embeddings=True)),
-    "llama-bias-rope": lambda: transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            **GATED,
-            attention_bias=True,
-            mlp_bias=True,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-        )
-    ),
-    "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GATED)),
-    "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GATED, head_dim=16)),
-    "opt": lambda: _opt(),
-    "opt-post-norm-projected": lambda: _opt(do_layer_norm_before=False, word_embed_proj_dim=32),
+OPT = {**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1}
+ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+KINDS = {
+    "llama": ("Llama", {**GATED, "tie_word_embeddings": True}),
+    "llama-bias-rope": ("Llama", {**GATED, "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}),
+    "qwen2": ("Qwen2", GATED),
+    "qwen3": ("Qwen3", {**GATED, "head_dim": 16}),
+    "opt": ("OPT", OPT),
+    "opt-post-norm-projected": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 }
 _MODELS: dict[str, object] = {}
 
@@ -68,7 +50,8 @@ def make_model(kind):
     """Random weights, large enough that greedy tokens vary; one instance a kind (nothing here writes to it)."""
     if kind not in _MODELS:
         torch.manual_seed(3)
-        model = MAKERS[kind]().eval()
+        family, shape = KINDS[kind]
+        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape)).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.12) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -77,12 +60,9 @@ def make_model(kind):
 
 
 def make_tenant(model, blocks=64, **more):
-    config = model.config
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return FakeTenant(
-        LAYERS, FakeKV(layers=LAYERS, kv_heads=heads, head_dim=head_dim, blocks=blocks, dtype=model.dtype, **more)
-    )
+    spec = kv_spec(model)
+    shape = {"kv_heads": spec.kv_heads, "head_dim": spec.head_dim, "dtype": model.dtype}
+    return FakeTenant(LAYERS, FakeKV(layers=LAYERS, blocks=blocks, **shape, **more))
 
 
 def prompts(count, seed=0, low=1, high=40):
@@ -115,7 +95,7 @@ def tokens_of(result):
     return {id: output.tokens for id, output in result.outputs.items()}
 
 
-@pytest.fixture(params=list(MAKERS))
+@pytest.fixture(params=list(KINDS))
 def model(request):
     return make_model(request.param)
 
@@ -126,25 +106,33 @@ def runner(request):
     return request.param
 
 
-def test_logits_equal_transformers(model):
-    """Mixed passes: whole prompts, chunks over a prefix, and single tokens of sequences of unlike lengths, in one
-    batch.
-    """
-    tenant = make_tenant(model)
-    runner = ModelRunner(model, tenant)
-    sequences = [Sequence.of(Request(str(index), prompt), index) for index, prompt in enumerate(prompts(6, low=9))]
-    for sequence in sequences:
+def sequences_for(tenant, texts):
+    """Sequences with blocks for all of their tokens."""
+    made = [Sequence.of(Request(str(index), prompt), index) for index, prompt in enumerate(texts)]
+    for sequence in made:
         sequence.blocks = tenant.kv.allocate(-(-len(sequence.tokens) // 4))
-    done = [0] * 6
-    sizes = iter([3, 5, 1, 8, 2, 7, 4, 1, 1, 6, 9, 2, 1, 1, 30] * 40)
-    seen = 0
-    while any(count < len(sequence.tokens) for count, sequence in zip(done, sequences, strict=True)):
+    return made
+
+
+def chunked(sequences, count_of):
+    """Chunks, pass by pass, until all tokens are done; count_of(sequence, done): how many tokens of it are next."""
+    done = dict.fromkeys(range(len(sequences)), 0)
+    while any(done[index] < len(sequence.tokens) for index, sequence in enumerate(sequences)):
         chunks = []
         for index, sequence in enumerate(sequences):
-            count = min(next(sizes), len(sequence.tokens) - done[index])
-            if count:
+            if count := min(count_of(sequence, done[index]), len(sequence.tokens) - done[index]):
                 chunks.append(Chunk(sequence, done[index], count))
                 done[index] += count
+        yield chunks
+
+
+def test_logits_equal_transformers(model):
+    """Mixed passes: whole prompts, chunks over a prefix, and single tokens of sequences of unlike lengths, in one batch."""
+    tenant = make_tenant(model)
+    runner = ModelRunner(model, tenant)
+    sizes = itertools.cycle([3, 5, 1, 8, 2, 7, 4, 1, 1, 6, 9, 2, 1, 1, 30])
+    seen = 0
+    for chunks in chunked(sequences_for(tenant, prompts(6, low=9)), lambda sequence, done: next(sizes)):
         samplers, logits = runner.forward(chunks)
         assert len(samplers) == sum(chunk.samples for chunk in chunks)
         for chunk, row in zip(samplers, logits, strict=True):
@@ -174,36 +162,15 @@ def test_greedy_tokens_equal_transformers(model, blocks, runner):
         assert {phase for phase, _ in tenant.passes} == {"decode", "mixed", "prefill"}
 
 
-def test_a_growing_and_moving_pool_changes_no_token():
-    model = make_model("llama")
-    requests = requests_for(8, seed=2)
-    plain = LLMEngine(model, make_tenant(model, blocks=120)).run(requests)
-    tenant = make_tenant(model, blocks=8, max_blocks=120)
-    session = FakeSession(tenant, move_every=3)
-    grown = LLMEngine(model, tenant, session=session, max_batch_tokens=48).run(requests)
-    assert grown.metrics.preemptions == 0
-    assert tokens_of(grown) == tokens_of(plain)
-    summary = grown.metrics.summary()
-    assert summary["kv_blocks_start"] == 8 < summary["kv_blocks_peak"]
-    assert summary["layers_remapped_peak"] == session.grown > 0
-    assert len(session.demands) == summary["steps"] == len(grown.metrics.timeline)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_same_batch_gives_the_same_bits_wherever_the_blocks_lie(dtype):
-    model = MAKERS["qwen3"]().eval().to(dtype)
-    rows = []
+    model, rows = copy.deepcopy(make_model("qwen3")).to(dtype), []
     for seed in range(2):
         tenant = make_tenant(model)
         tenant.kv.free_ids = tenant.kv.free_ids[seed:] + tenant.kv.free_ids[:seed]
-        runner = ModelRunner(model, tenant)
-        sequences = [Sequence.of(Request(str(index), prompt), index) for index, prompt in enumerate(prompts(5))]
-        chunks = []
-        for sequence in sequences:
-            sequence.blocks = tenant.kv.allocate(-(-len(sequence.tokens) // 4))
-            chunks.append(Chunk(sequence, 0, len(sequence.tokens)))
-        rows.append(runner.forward(chunks)[1])
-    assert torch.equal(rows[0], rows[1])
+        chunks = [Chunk(sequence, 0, len(sequence.tokens)) for sequence in sequences_for(tenant, prompts(5))]
+        rows.append(ModelRunner(model, tenant).forward(chunks)[1])
+    assert torch.equal(*rows)
     assert torch.isfinite(rows[0]).all()
 
 
@@ -211,7 +178,8 @@ def _shapes(chunks):
     """Of every token, the shape of the attention call that computes it: (rows of the call, its own row, keys)."""
     batch = AttentionBatch(decode_first(chunks), 4, torch.float32)
     shapes = {}
-    for chunk, row in zip(decode_first(chunks), _first_rows(chunks), strict=True):
+    first_rows = itertools.accumulate((chunk.count for chunk in decode_first(chunks)[:-1]), initial=0)
+    for chunk, row in zip(decode_first(chunks), first_rows, strict=True):
         for token in range(chunk.count):
             for group in batch.groups:
                 if group.first <= row + token < group.last:
@@ -220,10 +188,6 @@ def _shapes(chunks):
                 if tile.first <= row + token < tile.last:
                     shapes[chunk.sequence.order, chunk.start + token] = (*tile.bias.shape, row + token - tile.first)
     return shapes
-
-
-def _first_rows(chunks):
-    return itertools.accumulate((chunk.count for chunk in decode_first(chunks)[:-1]), initial=0)
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 9)), min_size=1, max_size=5), st.lists(st.integers(1, 5)))
@@ -242,17 +206,13 @@ def test_attention_shapes_depend_on_the_sequence_alone(sizes, cuts):
         for token in range(prompt, len(sequence.tokens)):
             alone |= _shapes([Chunk(sequence, token, 1)])
     steps = itertools.cycle([*cuts, 2])
+
+    def count_of(sequence, done):
+        left = len(sequence.request.prompt) - done
+        return min(left, 32 * next(steps)) if left > 0 else 1
+
     together = {}
-    done = [0] * len(sequences)
-    while any(count < len(sequence.tokens) for count, sequence in zip(done, sequences, strict=True)):
-        chunks = []
-        for index, sequence in enumerate(sequences):
-            prompt = len(sequence.request.prompt)
-            left = prompt - done[index]
-            count = min(left, 32 * next(steps)) if left > 0 else min(1, len(sequence.tokens) - done[index])
-            if count:
-                chunks.append(Chunk(sequence, done[index], count))
-                done[index] += count
+    for chunks in chunked(sequences, count_of):
         together |= _shapes(chunks)
     assert together == alone
 
@@ -265,14 +225,10 @@ def test_seeded_sampling_ignores_batch_preemption_and_runner():
     roomy = LLMEngine(model, make_tenant(model, blocks=64)).run(requests)
     tight = LLMEngine(model, make_tenant(model, blocks=10), max_num_seqs=3, max_batch_tokens=16).run(requests)
     assert tight.metrics.preemptions > 0
-    assert (
-        tokens_of(roomy)
-        == tokens_of(tight)
-        == tokens_of(LLMEngine(model, make_tenant(model), runner="gpu").run(requests))
-    )
-    other = LLMEngine(model, make_tenant(model)).run(
-        [Request("r0", requests[0].prompt, SamplingParams(max_tokens=12, temperature=0.9, seed=99))]
-    )
+    recorded = LLMEngine(model, make_tenant(model), runner="gpu").run(requests)
+    assert tokens_of(roomy) == tokens_of(tight) == tokens_of(recorded)
+    again = Request("r0", requests[0].prompt, SamplingParams(max_tokens=12, temperature=0.9, seed=99))
+    other = LLMEngine(model, make_tenant(model)).run([again])
     assert other.outputs["r0"].tokens != roomy.outputs["r0"].tokens
     assert roomy.outputs["r1"].tokens != reference_tokens(model, requests[1].prompt, 12)
 
@@ -326,37 +282,30 @@ def test_a_layer_that_raises_leaves_every_request_where_it_was(streaming, runner
     assert outputs == expected_tokens(model, requests)
 
 
-@pytest.mark.parametrize("heads", [(7, 8), (3, 4)])
-def test_kv_of_another_shape_is_refused(heads):
-    kv = FakeKV(layers=LAYERS, kv_heads=heads[0], head_dim=heads[1], blocks=4)
-    with pytest.raises(InvalidArgument) as caught:
-        ModelRunner(make_model("llama"), FakeTenant(LAYERS, kv))
-    assert caught.value.got == (LAYERS, *heads, torch.float32)
-
-
 def test_refusals_change_nothing():
     model = make_model("llama")
     tenant = make_tenant(model, blocks=4)
     engine = LLMEngine(model, tenant)
-    with pytest.raises(InvalidArgument) as caught:
-        engine.add_request(Request("long", (1,) * 10, SamplingParams(max_tokens=8)))
-    assert (caught.value.needed, caught.value.limit) == (5, 4)
-    with pytest.raises(InvalidArgument) as caught:
-        engine.add_request(Request("longer", (1,) * 120, SamplingParams(max_tokens=10)))
-    assert (caught.value.needed, caught.value.limit) == (129, 128)
+    for prompt, tokens, needed, limit in ((10, 8, 5, 4), (120, 10, 129, 128)):
+        with pytest.raises(InvalidArgument) as caught:
+            engine.add_request(Request("long", (1,) * prompt, SamplingParams(max_tokens=tokens)))
+        assert (caught.value.needed, caught.value.limit) == (needed, limit)
     assert not engine.unfinished
     engine.add_request(Request("fits", (1,) * 10, SamplingParams(max_tokens=7)))
-    with pytest.raises(InvalidArgument):
-        engine.add_request(Request("fits", (1,)))
-    with pytest.raises(InvalidArgument):
-        engine.abort("unknown")
+    for call, argument in ((engine.add_request, Request("fits", (1,))), (engine.abort, "unknown")):
+        with pytest.raises(InvalidArgument):
+            call(argument)
     engine.step()
     assert engine.abort("fits").finish_reason == "abort"
     assert tenant.kv.free_blocks == 4
-    with pytest.raises(InvalidArgument):
-        ModelRunner(make_model("opt"), tenant)
-    with pytest.raises(InvalidArgument):
-        ModelRunner(torch.nn.Linear(2, 2), tenant)
+    for other in (make_model("opt"), torch.nn.Linear(2, 2)):
+        with pytest.raises(InvalidArgument):
+            ModelRunner(other, tenant)
+    for heads in ((7, 8), (3, 4)):
+        kv = FakeKV(layers=LAYERS, kv_heads=heads[0], head_dim=heads[1], blocks=4)
+        with pytest.raises(InvalidArgument) as caught:
+            ModelRunner(model, FakeTenant(LAYERS, kv))
+        assert caught.value.got == (LAYERS, *heads, torch.float32)
 
 
 def test_a_pool_that_shrank_under_a_lone_request_is_an_error_not_a_loop():
@@ -374,24 +323,11 @@ def test_a_pool_that_shrank_under_a_lone_request_is_an_error_not_a_loop():
 
 
 def test_arrivals_are_respected_on_the_engines_clock():
-    model = make_model("llama")
-    now = [0.0]
-
-    def clock():
-        now[0] += 0.001
-        return now[0]
-
-    def sleep(seconds):
-        now[0] += seconds
-
-    engine = LLMEngine(model, make_tenant(model), clock=clock, sleep=sleep)
-    requests = [
-        Request("late", (1, 2), SamplingParams(max_tokens=2), arrival_s=5.0),
-        Request("now", (3,), SamplingParams(max_tokens=3)),
-    ]
-    result = engine.run(requests)
+    model, now, slept = make_model("llama"), itertools.count(), []  # each look takes a thousandth of a second
+    engine = LLMEngine(model, make_tenant(model), clock=lambda: next(now) * 1e-3 + sum(slept), sleep=slept.append)
+    late = Request("late", (1, 2), SamplingParams(max_tokens=2), arrival_s=5.0)
+    result = engine.run([late, Request("now", (3,), SamplingParams(max_tokens=3))])
     assert list(result.outputs) == ["now", "late"]
     assert result.metrics.duration_s > 5.0
-    assert len(result.metrics.ttft_s) == 2
     assert max(result.metrics.ttft_s) < 0.1
-    assert len(result.metrics.tbt_s) == 3
+    assert (len(result.metrics.ttft_s), len(result.metrics.tbt_s)) == (2, 3)

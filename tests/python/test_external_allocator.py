@@ -9,71 +9,54 @@ from byte_world import PLAIN, World, times_of
 import remap
 
 
-def test_an_external_allocator_is_told_and_a_shrink_waits_for_it():
+@pytest.fixture
+def world():
     config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
-    with World(config, times=times_of(1.0, 0.01)) as world:
-        engine = External(world.tenant)
-        assert engine.calls == [((0, 1, 2, 3), ())]
-        with pytest.raises(remap.InvalidState):
-            world.kv.allocate(1)
-        report = world.step(10, free=4)
-        assert report.added_blocks == {"m": 6}
-        assert report.unmet_blocks == {}
-        assert engine.calls[-1] == (tuple(range(4, 10)), ())
-        engine.use(sorted(engine.free))
-        world.forward()
-        low, high = list(range(4)), list(range(4, 10))
-        engine.finish(low)
-        for _ in range(4):  # too few are free
-            world.step(0, free=len(engine.free))
-        assert world.tenant.remapped == 2
-        engine.finish(high[:2])
-        world.step(0, free=len(engine.free))  # the last three are withdrawn, and in use
-        withdrawn = engine.calls[-1][1]
-        assert withdrawn == (7, 8, 9)
-        assert world.tenant.remapped == 2
-        assert world.session.snapshot().tenants["m"].withdrawn_blocks == 3
-        world.forward()
-        engine.finish([7, 8])
-        assert not world.step(0, free=len(engine.free)).changed
-        assert world.tenant.remapped == 2
-        engine.finish([9])
-        assert world.step(0, free=len(engine.free)).changed  # a layer came home: nothing was added, nothing moved
-        assert world.tenant.remapped == 1
-        assert world.kv.usable_blocks == 7
-        world.forward()
+    with World(config, times=times_of(1.0, 0.01)) as made:
+        made.engine = External(made.tenant)
+        report = made.step(10, free=4)
+        assert (report.added_blocks, report.unmet_blocks) == ({"m": 6}, {})
+        made.engine.use(sorted(made.engine.free))
+        yield made
+        made.forward()
 
 
-def test_demand_during_a_drain_takes_the_blocks_back():
-    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
-    with World(config, times=times_of(1.0, 0.01)) as world:
-        engine = External(world.tenant)
-        world.step(10, free=4)
-        engine.use(sorted(engine.free))
-        engine.finish(range(6))
-        world.step(0, free=6)
-        assert engine.calls[-1][1] == (7, 8, 9)
-        assert engine.leaving == {7, 8, 9}
-        report = world.step(8, free=len(engine.free))
-        assert engine.leaving == set()
-        assert world.session.snapshot().tenants["m"].withdrawn_blocks == 0
-        assert world.tenant.remapped >= 2
-        assert report.unmet_blocks == {}
-        assert len(engine.free) >= 8
-        engine.finish([6, 7, 8, 9])
-        world.forward()
+def withdrawn(world):
+    return world.session.snapshot().tenants["m"].withdrawn_blocks
 
 
-def test_a_change_by_hand_cancels_a_drain():
-    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
-    with World(config, times=times_of(1.0, 0.01)) as world:
-        engine = External(world.tenant)
-        world.step(10, free=4)
-        engine.use(sorted(engine.free))
-        engine.finish(range(6))
-        world.step(0, free=6)
-        assert engine.leaving == {7, 8, 9}
-        remap.advanced.remap(world.session, "m", 3, 1, "nested")
-        assert engine.leaving == set()
-        assert (world.kv.usable_blocks, world.session.snapshot().tenants["m"].withdrawn_blocks) == (13, 0)
-        world.forward()
+def test_an_external_allocator_is_told_and_a_shrink_waits_for_it(world):
+    engine = world.engine
+    assert engine.calls == [((0, 1, 2, 3), ()), (tuple(range(4, 10)), ())]
+    with pytest.raises(remap.InvalidState):
+        world.kv.allocate(1)
+    world.forward()
+    engine.finish(range(4))
+    for _ in range(4):  # too few are free
+        world.step(0, free=len(engine.free))
+    assert world.tenant.remapped == 2
+    engine.finish([4, 5])
+    world.step(0, free=len(engine.free))  # the last three are withdrawn, and in use
+    assert engine.calls[-1][1] == (7, 8, 9)
+    assert (world.tenant.remapped, withdrawn(world)) == (2, 3)
+    world.forward()
+    engine.finish([7, 8])
+    assert not world.step(0, free=len(engine.free)).changed
+    assert world.tenant.remapped == 2
+    engine.finish([9])
+    assert world.step(0, free=len(engine.free)).changed  # a layer came home: nothing was added, nothing moved
+    assert (world.tenant.remapped, world.kv.usable_blocks) == (1, 7)
+
+
+def test_demand_during_a_drain_or_a_change_by_hand_takes_the_blocks_back(world):
+    engine = world.engine
+    engine.finish(range(6))
+    world.step(0, free=6)
+    assert engine.leaving == {7, 8, 9}
+    assert world.step(8, free=len(engine.free)).unmet_blocks == {}
+    assert (engine.leaving, withdrawn(world)) == (set(), 0)
+    assert world.tenant.remapped >= 2 and len(engine.free) >= 8
+    world.forward()
+    world.step(0, free=len(engine.free))
+    remap.advanced.remap(world.session, "m", 3, 1, "nested")
+    assert (engine.leaving, withdrawn(world), world.kv.usable_blocks) == (set(), 0, 13)

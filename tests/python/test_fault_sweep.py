@@ -1,4 +1,4 @@
-"""Every backend call of a set of plans fails, once or for ever (promise 1: a failed call changes nothing, or ArenaBroken).
+"""Every backend call of a set of changes fails, once or for ever (promise 1: a failed call changes nothing, or ArenaBroken).
 
 One case is a session brought into some state and one change of it. A first run counts the backend calls of that change;
 then the change runs once more for every call number, with that call failing. Afterwards the session is as it was before
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from arena_worlds import (
     PAGE,
+    External,
     forward,
     make_backend,
     make_layers,
@@ -23,24 +24,24 @@ from arena_worlds import (
     visible,
     write_block,
 )
+from sharing_worlds import Faulty, attempt, seen
 
 import remap
 from remap import _core
-from remap.errors import ArenaBroken, DriverError, Error, InvalidState
-from remap.memory.plan import plan_free_pages
-from remap.memory.view import free_pages_of
+from remap.errors import ArenaBroken, DriverError, InvalidState
 
 CAPACITY = 44 * PAGE
 SIZES = [3, 2, 3, 3, 2, 3]
-SECOND = [2, 2, 2]
 KINDS = {
     "driver": (_core.ErrorKind.driver, DriverError),
     "out_of_memory": (_core.ErrorKind.out_of_memory, remap.OutOfMemory),
 }
+MODES = pytest.mark.parametrize("mode", ["aliased", "strict"])
+OFTEN = pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
 
 
 class World:
-    """A session with tenant "m" behind a fault decorator."""
+    """A session with tenant "m" behind a fault decorator (test_cuda_faults.py has it on the emulated driver)."""
 
     def __init__(self, mode: str) -> None:
         self.fault = _core.make_fault_backend(make_backend(CAPACITY))
@@ -70,23 +71,8 @@ class World:
         moved = remap.advanced.remap(self.session, "m", layers, buffers, selection).moved.get("m", {})
         self.live = {moved.get(block, block): value for block, value in self.live.items()}
 
-    def free_pages(self, give: bool) -> None:
-        session, tenant, state = self.session, self.m, self.m._state
-        if give:
-            chosen = free_pages_of(session._changes, state)[:5]
-        else:
-            chosen = tuple(p for p in state.giving if session._arena.owners()[p] == _core.Owner.kv)[-3:]
-            tenant.kv.pool.withdraw(state.slots_of(chosen))
-            tenant.kv.pool.remove_pages(state.slots_of(chosen))
-        try:
-            session._changes.apply_and_settle(state, plan_free_pages(state.pages, chosen, give=give))
-        except Error:
-            if not give:
-                tenant.kv.pool.add_pages(state.slots_of(chosen))
-            raise
-
     def attach(self) -> None:
-        layers = make_layers(SECOND, 2)
+        layers = make_layers([2, 2, 2], 2)
         self.tenants["b"] = self.session.attach_bytes(layers, name="b", kv=make_spec(3, max_blocks=220))
         self.layers["b"] = layers
 
@@ -117,9 +103,14 @@ class World:
 @dataclass(frozen=True)
 class Case:
     name: str
-    prepare: Callable[[World], None]
-    change: Callable[[World], None]
-    new_views: bool = False  # whether regions come to show pages that attach has prepared no view of
+    prepare: Callable[[Any], Any]
+    change: Callable[[Any], Any]
+    world: Callable[[str], Any] = World
+    plans: bool = False  # several, one after the other: an interrupt may leave the state after any of them
+
+
+def nothing(world: Any) -> None:
+    pass
 
 
 def used_by_another(world: World) -> None:
@@ -132,124 +123,231 @@ def used_by_another(world: World) -> None:
 
 
 CASES = [
-    Case("grow from nothing", lambda w: None, lambda w: w.remap(2)),
+    Case("grow from nothing", nothing, lambda w: w.remap(2)),
     Case("grow further", lambda w: w.remap(1, 1, "nested"), lambda w: w.remap(3, 1, "nested")),
     Case("shrink", lambda w: w.remap(4, 1, "nested"), lambda w: w.remap(2, 1, "nested")),
     Case("shrink to nothing", lambda w: w.remap(3, 2), lambda w: w.remap(0)),
     Case("shrink with moves", lambda w: (w.remap(4), w.hold(2)), lambda w: w.remap(1)),
-    Case("one buffer to two", lambda w: w.remap(2, 1), lambda w: w.remap(2, 2), new_views=True),
+    # Museum: a half-done allocation leaks when the pool runs out (kvcached#364).
+    Case("one buffer to two", lambda w: w.remap(2, 1), lambda w: w.remap(3, 2)),
     Case("two buffers to one", lambda w: w.remap(3, 2), lambda w: w.remap(3, 1)),
     Case("uniform to another uniform", lambda w: w.remap(1, 1), lambda w: w.remap(2, 1)),
-    Case("free pages in", lambda w: None, lambda w: w.free_pages(True)),
-    Case("free pages out", lambda w: w.free_pages(True), lambda w: w.free_pages(False)),
-    Case("attach", lambda w: None, lambda w: w.attach()),
+    Case("attach", nothing, lambda w: w.attach()),
     Case("attach with zeroing", used_by_another, lambda w: w.attach()),
     Case("detach", lambda w: (w.attach(), w.remap(2)), lambda w: w.detach("b")),
 ]
 
+# -- between tenants -----------------------------------------------------------------------------------------------------
 
-def prepared(case: Case, mode: str) -> World:
-    world = World(mode)
+
+def crowded(world: Faulty) -> None:
+    """b sleeps; a and c have its layers, and live blocks in them that have room elsewhere."""
+    world.session.deactivate("b")
+    world.lend("b", 3, to="a")
+    world.lend("b", 5, to="c")
+    world.engines["a"].fill(14)
+    world.engines["c"].fill(14)
+
+
+def short_of_room(world: Faulty) -> None:
+    """As `crowded`, where a's blocks can move only into pages that are free now."""
+    crowded(world)
+    world.engines["a"].fill()
+    world.detach("c")
+
+
+def full(layers: float, buffers: int, selection: str, name: str = "a", leave: int = 0) -> Callable[[Faulty], None]:
+    """Layers are away and their KV is full: before these can come home, pages have to be gained for the blocks in them."""
+
+    def prepare(world: Faulty) -> None:
+        world.remap(name, layers, buffers, selection)
+        world.engines[name].fill(leave)
+
+    return prepare
+
+
+def wanting(world: Faulty) -> None:
+    """b and c sleep, c with unused blocks, and a has none left."""
+    world.step(c=20)
+    for name in ("b", "c"):
+        world.session.deactivate(name)
+    world.engines["a"].fill()
+
+
+def returning(world: Faulty) -> None:
+    """All can spare what they have of b: the next step brings a layer home."""
+    world.session.deactivate("b")
+    world.lend("b", 4, to="a")
+    world.engines["a"].fill(14)
+
+
+def asleep(world: Faulty) -> None:
+    world.session.deactivate("b")
+
+
+# Museum: `activate`, `lend(..., 0)` and `remap(..., 0)` raised "Nothing changed" when a later plan failed, and the holder had
+# lost 16 of 21 blocks; `lend(a, n, to=b)` raised and a had lent.
+CASES_BETWEEN = [
+    Case(name, prepare, change, Faulty, plans=True)
+    for name, prepare, change in (
+        ("activate", crowded, lambda w: w.tell(w.session.activate("b"))),
+        ("activate alone", crowded, lambda w: w.tell(w.session.activate("b", alone=True))),
+        ("activate, into free pages", short_of_room, lambda w: w.tell(w.session.activate("b"))),
+        ("bring home", crowded, lambda w: w.lend("b", 0)),
+        ("bring some home", crowded, lambda w: w.lend("b", 3)),
+        ("remap a lender to nothing", crowded, lambda w: w.remap("b", 0)),
+        ("remap a lender", crowded, lambda w: w.remap("b", 2, 2, "nested")),
+        ("lend to", asleep, lambda w: w.lend("b", 4, to="a")),
+        ("lend more to", crowded, lambda w: w.lend("b", 6, to="a")),
+        ("lend as well as stream", full(2, 2, "nested", leave=9), lambda w: w.lend("a", 3, to="c")),
+        ("other layers", full(2, 1, "uniform"), lambda w: w.remap("a", 3, 1, "uniform")),
+        ("more buffers", full(1, 1, "nested"), lambda w: w.remap("a", 3, 2, "nested")),
+        ("fewer buffers", full(3, 2, "nested", leave=2), lambda w: w.remap("a", 2, 1, "nested")),
+        ("fewer slices", full(2.5, 2, "slices", "b", 6), lambda w: w.remap("b", 1, 1, "slices")),
+        ("detach the lender", crowded, lambda w: w.detach("b")),
+        ("detach a holder", crowded, lambda w: w.detach("a")),
+        ("a step takes free pages", nothing, lambda w: w.step(a=8)),
+        ("a step for one", wanting, lambda w: w.step(a=60)),
+        ("a step for three", nothing, lambda w: w.step(a=40, b=40, c=40)),
+        ("a step brings a layer home", returning, lambda w: w.step(a=0)),
+    )
+]
+
+
+def external(world: Faulty, *, use: int = 0) -> External:
+    """a's engine has its own allocator, which uses the highest blocks."""
+    made = world.engines["a"].external = External(world.engines["a"].tenant)
+    made.use(sorted(made.free)[len(made.free) - use :])
+    return made
+
+
+def draining(world: Faulty) -> None:
+    world.remap("a", 3, 1, "nested")
+    external(world, use=2)
+    world.remap("a", 0, drain=True)
+
+
+def unsettled(world: Faulty) -> None:
+    """A change whose settling has failed once."""
+    remap.advanced.settle(world.session)
+    world.fault.arm(_core.Call.create_event if world.mode == "strict" else _core.Call.exchange, 1)
+    attempt(lambda: world.remap("a", 2, 1, "nested"))
+    world.session._executor.drain()
+    world.fault.disarm()
+
+
+def address(world: Faulty) -> tuple[int, int]:
+    return remap.advanced.layer_address(world.session, "a", 1), 100
+
+
+# What cannot fail for want of the backend, or not usefully: interrupted only (test_interrupts.py).
+INTERRUPTED = [
+    Case(name, prepare, change, Faulty, plans)
+    for name, prepare, change, plans in (
+        ("up", nothing, lambda w: w.remap("a", 2, 1, "nested"), False),
+        ("down", lambda w: w.remap("a", 3, 1, "nested"), lambda w: w.remap("a", 1, 1, "nested"), False),
+        ("slices up", nothing, lambda w: w.remap("a", 2, 1, "slices"), False),
+        ("attach", nothing, lambda w: w.attach("d", [1, 1], 7), False),
+        ("settle what has failed", unsettled, lambda w: remap.advanced.settle(w.session), True),
+        ("a pass behind what has failed", unsettled, lambda w: w.engines["a"].serve(), True),
+        ("remap behind what has failed", unsettled, lambda w: w.remap("c", 1), True),
+        ("deactivate", lambda w: w.remap("a", 2), lambda w: w.session.deactivate("a"), False),
+        ("deactivate while it drains", draining, lambda w: w.session.deactivate("a"), False),
+        ("activate in part", crowded, lambda w: w.tell(w.session.activate("b", partial=True)), True),
+        ("settle", lambda w: w.remap("a", 2), lambda w: remap.advanced.settle(w.session), False),
+        ("a pass that streams", lambda w: w.remap("a", 2), lambda w: w.engines["a"].serve(), False),
+        ("a pass that loads", lambda w: (w.remap("a", 3), w.remap("a", 0)), lambda w: w.engines["a"].serve(), False),
+        ("snapshot", asleep, lambda w: w.session.snapshot() and None, False),
+        ("check", asleep, lambda w: remap.advanced.check(w.session), False),
+        ("allocate", lambda w: w.step(a=6), lambda w: w.engines["a"].allocate(3), False),
+        ("free", lambda w: (w.step(a=8), w.engines["a"].allocate(6)), lambda w: w.engines["a"].free(), False),
+        ("close", lambda w: (crowded(w), w.remap("a", 2)), lambda w: w.session.close(), False),
+        ("an allocator takes pages", external, lambda w: w.step(a=20), True),
+        ("an allocator gives layers back", lambda w: (w.remap("a", 3, 1, "nested"), external(w)),
+         lambda w: w.remap("a", 1, 1, "nested"), False),
+        ("an allocator has to drain", lambda w: (w.remap("a", 3, 1, "nested"), external(w, use=2)),
+         lambda w: w.remap("a", 0, drain=True), False),
+        ("what was lent to an allocator comes home", lambda w: (asleep(w), w.lend("b", 3, to="a"), external(w)),
+         lambda w: w.tell(w.session.activate("b")), True),
+        ("declare and withdraw", nothing, lambda w: (
+            remap.advanced.declare_registered(w.session, *address(w)),
+            remap.advanced.withdraw_registered(w.session, *address(w))), True),
+    )
+]  # fmt: skip
+
+
+def prepared(case: Case, mode: str) -> Any:
+    world = case.world(mode)
     case.prepare(world)
     world.settle()
-    for name, tenant in world.tenants.items():
-        forward(world.session, tenant, world.layers[name])
+    world.works()
     world.settle()
     return world
 
 
-def calls_of(case: Case, mode: str) -> int:
-    world = prepared(case, mode)
-    before = world.fault.calls()
-    case.change(world)
-    calls = world.fault.calls() - before
-    world.works()
-    world.close()
-    return int(calls)
-
-
-def may_break_later(world: World, forever: bool, new_views: bool = False) -> bool:
-    """Without exchange re-pointing unmaps before it maps, and a new view takes more than one call. If calls fail for ever, so
-    does undoing that: in the worker."""
-    return forever and (new_views or not world.fault.can_exchange)
-
-
-def broken_as_promised(world: World) -> None:
+def broken_as_promised(world: Any) -> None:
     snapshot = world.session.snapshot()
     assert snapshot.pages.quarantine > 0
-    assert snapshot.pages.total == CAPACITY // PAGE
-    with pytest.raises(ArenaBroken) as caught:
-        remap.advanced.remap(world.session, "m", 1)
-    assert caught.value.quarantined_pages == snapshot.pages.quarantine
+    assert sum(vars(snapshot.pages).values()) == 2 * snapshot.pages.total
+    for refused in (lambda: remap.advanced.remap(world.session, next(iter(snapshot.tenants)), 1), world.session.step):
+        with pytest.raises(ArenaBroken) as caught:
+            refused()
+        assert caught.value.quarantined_pages == snapshot.pages.quarantine
     remap.advanced.check(world.session)
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@OFTEN
+@MODES
+@pytest.mark.parametrize("case", [*CASES, *CASES_BETWEEN], ids=lambda case: case.name)
 def test_every_call_fails(case: Case, mode: str, forever: bool) -> None:
-    total = calls_of(case, mode)
+    world = prepared(case, mode)
+    before, calls = seen(world.session), world.fault.calls()
+    case.change(world)
+    calls = world.fault.calls() - calls
+    assert seen(world.session) != before, "the change is to do something"
+    world.works()
+    world.close()
     # Long runs of like calls (one page after the other) need not fail one by one.
-    step = max(1, total // 40)
-    for nth in range(1, total + 1, step):
+    for nth in range(1, calls + 1, max(1, calls // (40 if case.world is World else 12))):
         kind, error = KINDS["out_of_memory" if nth % 2 else "driver"]
         world = prepared(case, mode)
-        before = visible(world.session)
+        before = seen(world.session)
         world.fault.arm_any(nth, forever, kind)
-        raised = attempt(lambda: case.change(world))  # noqa: B023  called at once
+        reports: list[Any] = []
+        raised = attempt(lambda: reports.append(case.change(world)))  # noqa: B023  called at once
         world.session._executor.drain()  # what the worker does is a part of the change: it meets the fault, too
         world.fault.disarm()
         if world.session._arena.broken:
-            assert isinstance(raised, (ArenaBroken, error)) or may_break_later(world, forever, case.new_views), (
-                f"call {nth}: {raised!r}"
-            )
+            # Without exchange re-pointing unmaps before it maps; if calls fail for ever, so does undoing that: in the worker.
+            assert isinstance(raised, (ArenaBroken, error)) or forever, f"call {nth}: {raised!r}"
             broken_as_promised(world)
         elif raised is None:  # only what may fail later failed: it shows in a pass, and a later pass tries it again
-            remap.advanced.check(world.session)
+            # What one failure stops is taken back, but for what a step has done for others.
+            early = "ended early" in str(getattr(reports[0], "reason", ""))
+            assert forever or "step" in case.name or not early, f"call {nth}: {reports[0]}"
             serve_again(world)
         else:
             assert type(raised) is error, f"call {nth}: {raised!r}"
-            after = visible(world.session)
-            if case.name == "detach":  # a tenant that is leaving serves no more; leaving can be tried again
-                assert after["owners"] == before["owners"]
+            if "detach" in case.name:  # a tenant that is leaving serves no more; leaving can be tried again
+                assert seen(world.session)["owners"] == before["owners"]
             else:
-                if case.name.startswith("attach"):  # pages were taken and given back: only the epoch tells
-                    after["epoch"] = before["epoch"]
-                assert after == before, f"call {nth}: {raised}"
-                remap.advanced.check(world.session)
-                world.works()
+                assert seen(world.session) == before, f"call {nth}: {raised}"
+                serve_again(world)
             case.change(world)
             world.works()
         world.close(silent_failure=forever)
 
 
-def attempt(change: Callable[[], None]) -> Error | None:
-    """The library's error, if there is one; without its frames, which would keep alive what is released."""
-    try:
-        change()
-    except Error as error:
-        seen: BaseException | None = error
-        while seen is not None:
-            seen.__traceback__ = None
-            seen = seen.__context__
-        return error
-    return None
-
-
-def serve_again(world: World) -> None:
+def serve_again(world: Any) -> None:
     """A pass may report what had been deferred; after that everything works."""
-    for name, tenant in world.tenants.items():
-        for _ in range(4):
-            error = attempt(lambda: forward(world.session, tenant, world.layers[name]))  # noqa: B023  called at once
-            assert not isinstance(error, InvalidState), error
-            if error is None:
-                break
-        else:
-            pytest.fail("the failure does not heal")
-    world.works()
+    for last in (False, False, False, True):
+        error = attempt(world.works)
+        assert error is None or not (last or isinstance(error, InvalidState)), error
+        if error is None:
+            return
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@MODES
 def test_opening_a_session_fails_on_page_k_and_leaks_nothing(mode: str) -> None:
     """Museum: create fails on plane p > 0, earlier planes leak (surogate#117)."""
     for nth in range(1, CAPACITY // PAGE + 1, 3):
@@ -262,7 +360,7 @@ def test_opening_a_session_fails_on_page_k_and_leaks_nothing(mode: str) -> None:
         session_on(fault, CAPACITY, page_bytes=PAGE, mode=mode).close()
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@MODES
 def test_map_fails_at_slot_k_then_destroy(mode: str) -> None:
     """Museum: a destructor unmaps a tail that was never mapped and terminates (pytorch#188008)."""
     probe = World(mode)
@@ -281,38 +379,11 @@ def test_map_fails_at_slot_k_then_destroy(mode: str) -> None:
         assert usage["page_bytes"] == usage["mapped_bytes"] == usage["reserved_bytes"] == 0
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-def test_half_done_growth_with_persistent_out_of_memory_gives_everything_back(mode: str) -> None:
-    """Museum: a half-done allocation leaks when the pool runs out (kvcached#364)."""
-    world = prepared(Case("", lambda w: w.remap(1), lambda w: None), mode)
-    before = visible(world.session)
-    for kind in (_core.Call.map, _core.Call.reserve, _core.Call.create_page):
-        world.fault.arm(kind, 1, True, _core.ErrorKind.out_of_memory)
-        for _ in range(3):
-            try:
-                world.remap(3, 2)
-            except (remap.OutOfMemory, ArenaBroken):
-                continue
-            world.fault.disarm()
-            world.remap(1)
-            world.settle()
-        world.fault.disarm()
-        if world.session._arena.broken:
-            broken_as_promised(world)
-            break
-        world.remap(1)
-        world.settle()
-        after = visible(world.session)
-        assert (after["owners"], after["tenants"]) == (before["owners"], before["tenants"])
-        world.works()
-    world.close()
-
-
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@MODES
 def test_an_asynchronous_copy_failure_surfaces_in_wait_and_heals(mode: str) -> None:
     surfaced = 0
     for nth in range(1, 9):
-        world = prepared(Case("", lambda w: w.remap(2, 2), lambda w: None), mode)
+        world = prepared(Case("", lambda w: w.remap(2, 2), nothing), mode)
         world.fault.fail_async_copy(nth)
         failures = 0
         for _ in range(6):
@@ -329,9 +400,9 @@ def test_an_asynchronous_copy_failure_surfaces_in_wait_and_heals(mode: str) -> N
     assert surfaced > 0
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
+@MODES
 def test_a_move_of_live_blocks_that_fails_while_it_runs_changes_nothing(mode: str) -> None:
-    world = prepared(Case("", lambda w: (w.remap(4), w.hold(12)), lambda w: None), mode)
+    world = prepared(Case("", lambda w: (w.remap(4), w.hold(12)), nothing), mode)
     before = visible(world.session)
     for nth in range(1, 4):
         world.fault.fail_async_copy(nth)
@@ -345,16 +416,16 @@ def test_a_move_of_live_blocks_that_fails_while_it_runs_changes_nothing(mode: st
     world.close()
 
 
-@pytest.mark.parametrize("forever", [False, True], ids=["once", "forever"])
+@OFTEN
 @pytest.mark.parametrize("call", ["exchange", "map", "set_access", "reserve"])
 def test_failed_deferred_repointing_surfaces_and_is_tried_again(call: str, forever: bool) -> None:
-    world = prepared(Case("", lambda w: None, lambda w: None), "aliased")
+    world = prepared(Case("", nothing, nothing), "aliased")
     world.fault.arm(getattr(_core.Call, call), 1, forever)
     world.remap(3, 1)  # bookkeeping only: cannot fail by these
     assert world.m.remapped == 3
     world.session._executor.drain()
     if world.session._arena.broken:
-        assert may_break_later(world, forever)
+        assert forever and not world.fault.can_exchange
         broken_as_promised(world)
         world.close()
         return
@@ -372,7 +443,7 @@ def test_failed_deferred_repointing_surfaces_and_is_tried_again(call: str, forev
 
 @pytest.mark.parametrize("call", ["exchange", "unmap", "copy", "record", "create_event", "create_stream"])
 def test_close_after_a_failed_close_finishes(call: str) -> None:
-    world = prepared(Case("", lambda w: w.remap(3, 2), lambda w: None), "aliased")
+    world = prepared(Case("", lambda w: w.remap(3, 2), nothing), "aliased")
     world.fault.arm(getattr(_core.Call, call), 2, True)
     error = attempt(world.session.close)
     assert error is None or type(error) is DriverError

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 from subprocesses import expect_ok, run
 
@@ -20,10 +22,22 @@ remap.advanced.remap(session, "m", 3)
 forward(session, tenant, layers)
 """
 
-CHILD = """
+# What a forked child does, and how the parent hears of it.
+FORKED = """
 child = os.fork()
 if child == 0:
-    calls = [
+    {child}
+    sys.exit(0)  # the ordinary end: destructors run, nothing hangs or crashes
+_, status = os.waitpid(child, 0)
+{after}
+assert os.waitstatus_to_exitcode(status) == 0, status
+forward(session, tenant, layers)  # the parent is as it was
+remap.advanced.remap(session, "m", 0)
+forward(session, tenant, layers)
+remap.advanced.check(session)
+"""
+REFUSED = """
+    for call in (
         lambda: session.snapshot(),
         lambda: session.step({"m": remap.Demand(blocks=4)}),
         lambda: remap.advanced.remap(session, "m", 1),
@@ -34,30 +48,22 @@ if child == 0:
         lambda: remap.advanced.layer_address(session, "m", 0),
         lambda: tenant.forward().__enter__(),
         lambda: session.close(),
-    ]
-    for call in calls:
+    ):
         try:
             call()
         except ForkedProcess as error:
             assert "spawn" in str(error)
         else:
             os._exit(3)
-    sys.exit(0)  # the ordinary end: destructors run, nothing hangs or crashes
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 0, status
-forward(session, tenant, layers)  # the parent is as it was
-remap.advanced.remap(session, "m", 0)
-forward(session, tenant, layers)
-remap.advanced.check(session)
 """
-
-
-def test_a_forked_child_is_refused_and_ends_well() -> None:
-    expect_ok(SESSION + CHILD)
-
-
-def test_a_child_forked_while_another_thread_holds_the_lock_is_refused_too() -> None:
-    program = """
+OWN = """
+    with remap.Session(40 * PAGE, page_bytes=PAGE) as own:
+        mine = own.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=200))
+        remap.advanced.remap(own, "m", 2, 2)
+        forward(own, mine, layers)
+    del session, tenant
+"""
+LOCKED = """
 entered, leave = threading.Event(), threading.Event()
 def hold():
     entered.set()
@@ -65,35 +71,16 @@ def hold():
 thread = threading.Thread(target=session._lock.run, args=(hold,))
 thread.start()
 entered.wait()
-child = os.fork()
-if child == 0:
-    try:
-        session.snapshot()
-    except ForkedProcess:
-        os._exit(0)
-    os._exit(3)
-_, status = os.waitpid(child, 0)
-leave.set()
-thread.join()
-assert os.waitstatus_to_exitcode(status) == 0, status
 """
-    expect_ok(SESSION + program)
 
 
-def test_a_child_can_open_a_session_of_its_own() -> None:
-    program = """
-child = os.fork()
-if child == 0:
-    with remap.Session(40 * PAGE, page_bytes=PAGE) as own:
-        mine = own.attach_bytes(layers, name="m", kv=make_spec(6, max_blocks=200))
-        remap.advanced.remap(own, "m", 2, 2)
-        forward(own, mine, layers)
-    del session, tenant
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-assert os.waitstatus_to_exitcode(status) == 0, status
-"""
-    expect_ok(SESSION + program)
+@pytest.mark.parametrize(
+    ("before", "child", "after"),
+    [("", REFUSED, ""), (LOCKED, REFUSED, "leave.set(); thread.join()"), ("", OWN, "")],
+    ids=["refused", "refused while another thread holds the lock", "with a session of its own"],
+)
+def test_a_forked_child_is_refused_and_ends_well(before: str, child: str, after: str) -> None:
+    expect_ok(SESSION + before + FORKED.format(child=child, after=after))
 
 
 BLOCKED = """
@@ -115,32 +102,30 @@ os._exit(5)
 """
 
 
-@pytest.mark.parametrize("what", ["copy", "held", "event"])
-def test_an_interrupt_ends_a_blocked_wait(what: str) -> None:
-    ring = "[tenant._state.ring_address], 2 * PAGE"
-    if what == "copy":  # the copies stand behind the event
-        block = (
-            f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [], event, True)\n"
-            "tenant._state.prefetcher.begin_pass()"
-        )
-        wait = "tenant.wait(tenant.streamed[0])"
-    elif what == "held":  # the layer's region is being re-pointed, behind the event
-        block = f"tenant._state.prefetcher.configure(tenant.streamed, {ring}, [tenant.streamed[0]])\n"
-        block += "tenant._state.prefetcher.begin_pass()"
-        wait = "tenant.wait(tenant.streamed[0])"
-    else:
-        block, wait = "", "backend.synchronize(event, 3600.0)"
-    done = run(SESSION + BLOCKED.format(block=block, wait=wait), timeout_s=30)
-    assert done.returncode == 0, (done.returncode, done.stderr)
+PASS = """
+prefetcher = tenant._state.prefetcher
+prefetcher.configure(tenant.streamed, [tenant._state.ring_address], 2 * PAGE, {behind})
+prefetcher.begin_pass()
+"""
+HELD = PASS.format(behind="[tenant.streamed[0]]")  # the layer's region is being re-pointed
+
+
+@pytest.mark.parametrize(
+    ("block", "wait"),
+    [
+        (PASS.format(behind="[], event, True"), "tenant.wait(tenant.streamed[0])"),  # copies stand behind the event
+        (HELD, "tenant.wait(tenant.streamed[0])"),
+        ("", "backend.synchronize(event, 3600.0)"),
+    ],
+    ids=["copy", "held", "event"],
+)
+def test_an_interrupt_ends_a_blocked_wait(block: str, wait: str) -> None:
+    expect_ok(SESSION + BLOCKED.format(block=block, wait=wait), timeout_s=30)
 
 
 def test_a_blocked_wait_lets_other_threads_run() -> None:
     """Museum: a worker needs the GIL that its waiter holds (kvcached#371)."""
     program = """
-prefetcher = tenant._state.prefetcher
-first = tenant.streamed[0]
-prefetcher.configure(tenant.streamed, [tenant._state.ring_address], 2 * PAGE, [first])
-prefetcher.begin_pass()
 ticks = []
 def tick():
     for _ in range(50):
@@ -153,18 +138,15 @@ def tick():
     os._exit(0 if len(ticks) == 50 else 3)
 waited = threading.Event()
 threading.Timer(0.2, tick).start()
-tenant.wait(first)
+tenant.wait(tenant.streamed[0])
 waited.set()
 os._exit(4)
 """
-    done = run(SESSION + program, timeout_s=30)
-    assert done.returncode == 0, (done.returncode, done.stderr)
+    expect_ok(SESSION + HELD + program, timeout_s=30)
 
 
 def test_the_harness_notices_a_deadlock() -> None:
-    """A deliberate deadlock, so that the timeouts above are known to work."""
-    import subprocess
-
+    """A deliberate one, so that the timeouts above are known to work."""
     with pytest.raises(subprocess.TimeoutExpired):
         run("import threading\nlock = threading.Lock()\nlock.acquire()\nlock.acquire()", timeout_s=2)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import fuzz_world
@@ -14,24 +11,17 @@ import pytest
 from subprocesses import run
 
 MINUTES = float(os.environ.get("REMAP_FUZZ") or 0)
-WALKS = 12
+WALKS = 20
 SEED = f"{int(time.time())}-" if MINUTES else ""
 
 
 @pytest.mark.parametrize("kind", fuzz_world.KINDS)
 def test_random_walks_find_nothing(kind: str) -> None:
     seconds = MINUTES * 60 / len(fuzz_world.KINDS)
-    amount = ["--seconds", str(seconds), "--keep-going"] if MINUTES else ["--seconds", "1e9", "--walks", str(WALKS)]
-    here = Path(fuzz_world.__file__).resolve()
-    paths = [str(here.parent), str(here.parent.parent), *(path for path in sys.path if path)]
-    done = subprocess.run(
-        [sys.executable, str(here), "--kinds", kind, "--seed", SEED, *amount],
-        capture_output=True,
-        text=True,
-        timeout=seconds + 600,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    amount = ["--seconds", str(seconds)] if MINUTES else ["--seconds", "1e9", "--walks", str(WALKS)]
+    arguments = ["fuzz_world.py", "--kinds", kind, "--seed", SEED, *amount]
+    program = f"import fuzz_world, sys; sys.argv = {arguments!r}; fuzz_world.main()"
+    done = run(program, timeout_s=seconds + 600)
     assert done.returncode == 0, f"seed {SEED!r}\n{done.stdout}\n{done.stderr}"
 
 
@@ -74,8 +64,6 @@ FOUND: dict[str, tuple[str, int, int, dict[str, Any], list[Any]]] = {
             ["step", {"t1": 7}],
         ],
     ),
-    # A forked child may wait for a layer, and reads memory that is not there.
-    "a forked child waits": ("aliased", 4096, 9, {}, [["attach", "t0", tenant([8192, 4096], [1, 8, 4])], ["fork"]]),
     # A backend call fails for t2; t3, whose turn comes after it, is not in the report at all.
     "a step that ends early is silent about those behind": (
         "aliased",
@@ -125,10 +113,8 @@ import fuzz_world, remap.kv.cache
 remap.kv.cache.KVCache.move = lambda self, pairs: None
 for number in range(100):
     walk = fuzz_world.make_walk(f"planted{number}", "plain")
-    walk["ops"] = [op for op in walk["ops"] if op[0] != "bad_attach"]
-    walk["tolerated"] = ["InvalidArgument"]
     found = fuzz_world.isolated(walk)
-    if found is not None and "a live block of # has changed" in found.signature:
+    if found is not None and ": block # has changed" in found.signature:
         break
 else:
     raise SystemExit("not found")

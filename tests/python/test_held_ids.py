@@ -9,53 +9,16 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from remap.adapters.held_ids import HeldIds
 from remap.kv.pool import BlockPool, KVGeometry, KVSpec
 
-
-def test_new_ids_are_handed_over_and_reserved_ones_are_not():
-    held = HeldIds(reserved=[0], limit=6)
-    assert held.changed(range(8), ()) == [1, 2, 3, 4, 5]
-    assert held.held == 5
-
-
-def test_an_id_in_use_leaves_when_it_is_free():
-    held = HeldIds()
-    held.changed([1, 2, 3], ())
-    assert held.changed((), [2, 3]) == []
-    assert held.leave([3]) == [3]
-    assert (held.held, held.leaving) == (2, {2})
-    assert held.leave([1]) == []
-    assert held.leave([2, 1]) == [2]
-    assert (held.held, held.leaving) == (1, frozenset())
-
-
-def test_an_id_that_comes_back_before_it_left_is_not_handed_over_twice():
-    held = HeldIds()
-    held.changed([1, 2], ())
-    held.changed((), [1, 2])
-    held.leave([2])
-    assert held.changed([1, 2], ()) == [2]
-    assert (held.held, held.leaving) == (2, frozenset())
-
-
-def test_ids_without_a_row_are_declined_once():
-    held = HeldIds(reserved=[0], limit=3)
-    held.changed(range(5), ())
-    held.changed((), [2, 3, 4])
-    assert held.declined() == [3, 4]
-    assert held.declined() == []
-    assert held.leaving == {2}
-
-
-def test_restart_gives_back_what_was_leaving():
-    held = HeldIds(reserved=[0])
-    held.changed(range(5), ())
-    held.changed((), [3])
-    given: list[int] = []
-    assert held.restart([0, 1, 2, 4], given.extend) == [1, 2, 4]
-    assert given == [3]
-    assert (held.held, held.leaving) == (3, frozenset())
-
-
 PAGES = 6
+
+
+def test_what_is_withdrawn_around_a_hole_is_told_without_the_hole() -> None:
+    """Layers first: blocks 2 and 3 are closed already, in the keys' page; then all other pages go at once."""
+    shape = {"layers": 1, "kv_heads": 1, "head_dim": 4, "block_tokens": 4, "dtype": "float32", "layout": "layer_major"}
+    pool = BlockPool(KVGeometry(KVSpec(**shape, min_blocks=0, max_blocks=6), 128))  # two blocks a page
+    pool.add_pages(range(6))
+    assert pool.drain([1]) == (2, 3)
+    assert pool.drain([0, 2, 3, 4, 5]) == (0, 1, 4, 5)
 
 
 class AnEngineWithAFreeList(RuleBasedStateMachine):
@@ -91,7 +54,7 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
             self.pool.add_pages([page])
             self.given.add(page)
         elif page in self.pool.open_ids():
-            self.pool.withdraw([page])
+            self.pool.drain([page])
         elif not self.pool.pending([page]):
             self.pool.remove_pages([page])
             self.given.discard(page)
@@ -99,7 +62,7 @@ class AnEngineWithAFreeList(RuleBasedStateMachine):
     @rule(page=st.integers(1, PAGES - 1))
     def withdrawal_is_undone(self, page: int) -> None:
         if page in self.given and page not in self.pool.open_ids():
-            self.pool.unwithdraw([page])
+            self.pool.cancel_drain([page])
 
     @rule(count=st.integers(1, 3))
     def use(self, count: int) -> None:

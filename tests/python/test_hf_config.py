@@ -15,16 +15,9 @@ from remap.errors import InvalidArgument
 from remap.sim.hardware import Model, model
 from remap.sim.hf_config import FAMILIES, read_config
 
-BASE = {
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 3,
-    "intermediate_size": 96,
-    "vocab_size": 128,
-    "max_position_embeddings": 256,
-    "dtype": "bfloat16",
-}
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 96, "vocab_size": 128}
+BASE = {**HEADS, **SIZES, "max_position_embeddings": 256, "dtype": "bfloat16"}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 CONFIGS: list[dict[str, Any]] = [
     {"model_type": "llama"},
@@ -73,35 +66,26 @@ def test_bytes_are_those_of_the_modules(values: dict[str, Any], tmp_path: Path) 
     assert found.kv_bytes_per_token_layer == 2 * found.kv_heads * found.head_dim * 2
 
 
+def sized(hidden: int, heads: int, layers: int, vocab: int, context: int, **more: Any) -> dict[str, Any]:
+    size = {"hidden_size": hidden, "num_attention_heads": heads, "num_hidden_layers": layers, "vocab_size": vocab}
+    return {**size, "max_position_embeddings": context, "torch_dtype": "float16", **more}
+
+
+LLAMA = {"model_type": "llama", "num_key_value_heads": 8, "intermediate_size": 14336}
+QWEN = {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+QWEN |= {"moe_intermediate_size": 768, "num_key_value_heads": 4}
+
+
 @pytest.mark.parametrize(
     ("name", "values"),
     [
-        (
-            "Llama-3-8b",
-            {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32}
-            | {
-                "model_type": "llama",
-                "intermediate_size": 14336,
-                "vocab_size": 128256,
-                "max_position_embeddings": 8192,
-            },
-        ),
-        (
-            "Qwen3-30B-A3B",
-            {"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48}
-            | {"model_type": "qwen3_moe", "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
-            | {"moe_intermediate_size": 768, "vocab_size": 151936, "max_position_embeddings": 40960},
-        ),
-        (
-            "OPT-13b",
-            {"hidden_size": 5120, "num_attention_heads": 40, "num_hidden_layers": 40, "model_type": "opt"}
-            | {"ffn_dim": 20480, "vocab_size": 50272, "max_position_embeddings": 2048},
-        ),
+        ("Llama-3-8b", sized(4096, 32, 32, 128256, 8192, **LLAMA)),
+        ("Qwen3-30B-A3B", sized(2048, 32, 48, 151936, 40960, **QWEN)),
+        ("OPT-13b", sized(5120, 40, 40, 50272, 2048, model_type="opt", ffn_dim=20480)),
     ],
 )
 def test_a_config_and_the_table_agree(name: str, values: dict[str, Any], tmp_path: Path) -> None:
-    found, _ = read_config(write(tmp_path / name, {**values, "torch_dtype": "float16"}))
-    assert found == model(name)
+    assert read_config(write(tmp_path / name, values))[0] == model(name)
 
 
 def test_dtypes_and_windows(tmp_path: Path) -> None:
@@ -120,28 +104,22 @@ def test_dtypes_and_windows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "values"),
+    ("field", "of", "values"),
     [
-        ("model", {"model_type": "gemma2"}),
-        ("model", {"model_type": "mamba"}),
-        ("model", {"model_type": None}),
-        ("model", {"model_type": ["llama"]}),
-        ("hidden_size", {"model_type": "llama", "hidden_size": None}),
-        ("hidden_size", {"model_type": "llama", "hidden_size": "64"}),
-        ("num_hidden_layers", {"model_type": "llama", "num_hidden_layers": 0}),
-        ("num_hidden_layers", {"model_type": "llama", "num_hidden_layers": 10**50}),
-        ("num_attention_heads", {"model_type": "llama", "num_attention_heads": True}),
-        ("tie_word_embeddings", {"model_type": "llama", "tie_word_embeddings": "yes"}),
-        ("dtype", {"model_type": "llama", "dtype": "float64"}),
-        ("dtype", {"model_type": "llama", "dtype": ["bfloat16"]}),
-        ("model", {"model_type": "llama", "quantization_config": {"quant_method": "awq"}}),
-        ("num_local_experts", {"model_type": "mixtral"}),
-        ("decoder_sparse_step", {"model_type": "qwen3_moe", "num_experts": 4, **EXPERTS, "decoder_sparse_step": 2}),
-        ("do_layer_norm_before", {"model_type": "opt", "ffn_dim": 96, "do_layer_norm_before": False}),
+        *(("model", wrong, {}) for wrong in ("gemma2", "mamba", None, ["llama"])),
+        *(("hidden_size", "llama", {"hidden_size": wrong}) for wrong in (None, "64")),
+        *(("num_hidden_layers", "llama", {"num_hidden_layers": wrong}) for wrong in (0, 10**50)),
+        ("num_attention_heads", "llama", {"num_attention_heads": True}),
+        ("tie_word_embeddings", "llama", {"tie_word_embeddings": "yes"}),
+        *(("dtype", "llama", {"dtype": wrong}) for wrong in ("float64", ["bfloat16"])),
+        ("model", "llama", {"quantization_config": {"quant_method": "awq"}}),
+        ("num_local_experts", "mixtral", {}),
+        ("decoder_sparse_step", "qwen3_moe", {"num_experts": 4, **EXPERTS, "decoder_sparse_step": 2}),
+        ("do_layer_norm_before", "opt", {"ffn_dim": 96, "do_layer_norm_before": False}),
     ],
 )
-def test_what_is_not_counted_is_refused_by_its_name(field: str, values: dict[str, Any], tmp_path: Path) -> None:
-    refused(field, write(tmp_path / "m", {**BASE, **values}))
+def test_what_is_not_counted_is_refused_by_its_name(field: str, of: Any, values: Any, tmp_path: Path) -> None:
+    refused(field, write(tmp_path / "m", {**BASE, "model_type": of, **values}))
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:

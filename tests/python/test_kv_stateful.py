@@ -74,15 +74,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.hold(added)
 
     @rule(data=st.data())
-    def withdraw(self, data: st.DataObject) -> None:
+    def drain(self, data: st.DataObject) -> None:
         slots = self.pick(data, self.model.owned - self.model.withdrawn)
-        assert list(self.pool.withdraw(slots)) == self.model.withdraw(slots)
+        assert list(self.pool.drain(slots)) == self.model.drain(slots)
 
     @rule(data=st.data())
-    def unwithdraw(self, data: st.DataObject) -> None:
+    def cancel_drain(self, data: st.DataObject) -> None:
         slots = self.pick(data, self.model.withdrawn)
-        added = self.model.unwithdraw(slots)
-        assert list(self.pool.unwithdraw(slots)) == added
+        added = self.model.cancel_drain(slots)
+        assert list(self.pool.cancel_drain(slots)) == added
         self.hold(added)
 
     @rule(data=st.data())

@@ -20,89 +20,59 @@ def limited(**limits: int) -> Any:
     return _core.make_limit_backend(_core.make_host_backend(16 * PAGE, PAGE, 1), **limits)
 
 
-def map_one(backend: Any) -> Callable[[], None]:
-    page = backend.create_page(PAGE)
-
-    def make() -> Callable[[], None]:
-        at = backend.reserve(PAGE, PAGE)
-        try:
-            backend.map(at, [page], PAGE)
-        except BaseException:
-            backend.release(at, PAGE)
-            raise
-
-        def give_back() -> None:
-            backend.unmap(at, PAGE)
-            backend.release(at, PAGE)
-
-        return give_back
-
-    return make  # type: ignore[return-value]
+def mapping(backend: Any) -> int:
+    at: int = backend.reserve(PAGE, PAGE)
+    try:
+        backend.map(at, [backend.create_page(PAGE)], PAGE)
+    except BaseException:
+        backend.release(at, PAGE)
+        raise
+    return at
 
 
-def taker(backend: Any, kind: str) -> Callable[[], Callable[[], None]]:
-    """A function that takes one unit of `kind` and returns how to give it back."""
-
-    def take(make: Callable[[], int], drop: Callable[[int], None]) -> Callable[[], Callable[[], None]]:
-        def one() -> Callable[[], None]:
-            handle = make()
-            return lambda: drop(handle)
-
-        return one
-
-    return {
-        "page_bytes": take(lambda: backend.create_page(PAGE), backend.destroy_page),
-        "reserved_bytes": take(lambda: backend.reserve(PAGE, PAGE), lambda at: backend.release(at, PAGE)),
-        "host_bytes": take(lambda: backend.allocate_host(PAGE), lambda at: backend.free_host(at, PAGE)),
-        "streams": take(backend.create_stream, backend.destroy_stream),
-        "events": take(backend.create_event, backend.destroy_event),
-        "mappings": map_one(backend) if kind == "mappings" else None,
-    }[kind]  # type: ignore[return-value]
+def unmapping(backend: Any, at: int) -> None:
+    backend.unmap(at, PAGE)
+    backend.release(at, PAGE)
 
 
-UNIT = {"page_bytes": PAGE, "reserved_bytes": PAGE, "host_bytes": PAGE, "streams": 1, "events": 1, "mappings": 1}
+# kind: what a unit is, how one is taken and given back
+KINDS: dict[str, tuple[int, Callable[[Any], int], Callable[[Any, int], None]]] = {
+    "page_bytes": (PAGE, lambda b: b.create_page(PAGE), lambda b, page: b.destroy_page(page)),
+    "reserved_bytes": (PAGE, lambda b: b.reserve(PAGE, PAGE), lambda b, at: b.release(at, PAGE)),
+    "host_bytes": (PAGE, lambda b: b.allocate_host(PAGE), lambda b, at: b.free_host(at, PAGE)),
+    "streams": (1, lambda b: b.create_stream(), lambda b, stream: b.destroy_stream(stream)),
+    "events": (1, lambda b: b.create_event(), lambda b, event: b.destroy_event(event)),
+    "mappings": (1, mapping, unmapping),
+}
 
 
-@pytest.mark.parametrize("kind", list(UNIT))
-@pytest.mark.parametrize("limit_units", [N - 1, N, N + 1])
-def test_n_units_against_a_limit_around_n(kind: str, limit_units: int) -> None:
-    backend = limited(**{kind: limit_units * UNIT[kind]})
-    take = taker(backend, kind)
-    held = [take() for _ in range(min(N, limit_units))]
-    before = backend.usage()
-    if limit_units < N:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("limit", [N - 1, N, N + 1])
+def test_n_units_against_a_limit_around_n(kind: str, limit: int) -> None:
+    unit, take, give_back = KINDS[kind]
+    backend = limited(**{kind: limit * unit})
+    held = [take(backend) for _ in range(limit)]
+    for _ in range(2):  # what is given back can be taken again, and no more than that
+        before = backend.usage()
         with pytest.raises(LimitExceeded) as caught:
-            take()
-        error = caught.value
-        assert error.limit_name == kind
-        assert error.limit == error.used == limit_units * UNIT[kind]
-        assert error.requested == UNIT[kind]
-        assert backend.usage() == before
-    held.pop()()  # what is given back can be taken again, and no more than that
-    held.append(take())
-    for _ in range(limit_units - len(held)):
-        held.append(take())
-    with pytest.raises(LimitExceeded):
-        take()
-    for give_back in held:
-        give_back()
+            take(backend)
+        assert (caught.value.limit_name, caught.value.requested) == (kind, unit)
+        assert caught.value.limit == caught.value.used == limit * unit
+        assert kind == "mappings" or backend.usage() == before
+        give_back(backend, held.pop())
+        held.append(take(backend))
+    for handle in held:
+        give_back(backend, handle)
     assert backend.usage()["reserved_bytes"] == backend.usage()["mapped_bytes"] == 0
 
 
-@pytest.mark.parametrize("kind", ["page_bytes", "reserved_bytes", "host_bytes"])
-def test_sizes_that_overflow_are_refused(kind: str) -> None:
-    backend = limited(**{kind: 2 * PAGE})
-    call = {
-        "page_bytes": lambda: backend.create_page((1 << 64) - PAGE),
-        "reserved_bytes": lambda: backend.reserve((1 << 64) - PAGE, PAGE),
-        "host_bytes": lambda: backend.allocate_host((1 << 64) - 1),
-    }[kind]
-    with pytest.raises(LimitExceeded):
-        call()
+def test_sizes_that_overflow_are_refused_and_a_call_that_fails_gives_its_count_back() -> None:
+    backend = limited(page_bytes=2 * PAGE, reserved_bytes=2 * PAGE, host_bytes=2 * PAGE)
+    huge = (1 << 64) - PAGE
+    for call in (backend.create_page, lambda size: backend.reserve(size, PAGE), backend.allocate_host):
+        with pytest.raises(LimitExceeded):
+            call(huge)
     assert set(backend.usage().values()) == {0}
-
-
-def test_a_call_that_fails_gives_its_count_back() -> None:
     fault = _core.make_fault_backend(_core.make_host_backend(16 * PAGE, PAGE, 1))
     backend = _core.make_limit_backend(fault, page_bytes=PAGE)
     for _ in range(5):

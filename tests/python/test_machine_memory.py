@@ -2,64 +2,60 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from subprocesses import expect_ok
 
 import remap
 from remap.memory.machine_memory import memory_bound, require_memory
 
 GIB = 1 << 30
-MEMINFO = "MemTotal:       {total} kB\nMemFree:        100 kB\nSwapTotal:      {swap} kB\n"
-
-
-def _root(tmp_path: Path, *, total: int = 24 * GIB, swap: int = 0, **files: str) -> str:
-    given = {"proc/meminfo": MEMINFO.format(total=total // 1024, swap=swap // 1024), **files}
-    for name, text in given.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return str(tmp_path)
-
-
-def test_the_machine_bounds_memory_and_swap(tmp_path):
-    bound = memory_bound(_root(tmp_path, swap=2 * GIB))
-    assert (bound.nbytes, bound.limited_by) == (26 * GIB, "machine")
-
-
-@pytest.mark.parametrize("unlimited", ["max\n", "9223372036854771712\n", ""])
-def test_a_group_without_a_limit_bounds_nothing(tmp_path, unlimited):
-    v1, v2 = "sys/fs/cgroup/memory/a/memory.limit_in_bytes", "sys/fs/cgroup/a/memory.max"
-    root = _root(tmp_path, **{"proc/self/cgroup": "4:cpu,memory:/a\n0::/a\n", v1: unlimited, v2: unlimited})
-    assert memory_bound(root).limited_by == "machine"
+MEMINFO = f"MemTotal:       {24 * GIB // 1024} kB\nMemFree:        100 kB\nSwapTotal:      {GIB // 1024} kB\n"
 
 
 @pytest.mark.parametrize(
-    ("cgroup", "files", "expected"),
+    ("cgroup", "files", "expected", "limited_by"),
     [
-        ("0::/a/b\n", {"a/b/memory.max": 4 * GIB}, 5 * GIB),  # and the machine's swap
-        ("0::/a/b\n", {"a/b/memory.max": 4 * GIB, "a/b/memory.swap.max": 0}, 4 * GIB),
-        ("0::/a/b\n", {"a/b/memory.max": 4 * GIB, "a/memory.max": 2 * GIB, "a/memory.swap.max": 0}, 2 * GIB),
-        ("0::/host/only\n", {"memory.max": 3 * GIB, "memory.swap.max": 0}, 3 * GIB),
-        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": 3 * GIB}, 4 * GIB),
+        ("", {}, 25 * GIB, "machine"),
+        *(
+            (
+                "4:cpu,memory:/a\n0::/a\n",
+                {"memory/a/memory.limit_in_bytes": none, "a/memory.max": none},
+                25 * GIB,
+                "machine",
+            )
+            for none in ("max", "9223372036854771712", "")
+        ),
+        ("0::/a/b\n", {"a/b/memory.max": 4 * GIB}, 5 * GIB, "cgroup"),  # and the machine's swap
+        ("0::/a/b\n", {"a/b/memory.max": 4 * GIB, "a/b/memory.swap.max": 0}, 4 * GIB, "cgroup"),
+        (
+            "0::/a/b\n",
+            {"a/b/memory.max": 4 * GIB, "a/memory.max": 2 * GIB, "a/memory.swap.max": 0},
+            2 * GIB,
+            "cgroup",
+        ),
+        ("0::/host/only\n", {"memory.max": 3 * GIB, "memory.swap.max": 0}, 3 * GIB, "cgroup"),
+        ("4:memory:/a\n", {"memory/a/memory.limit_in_bytes": 3 * GIB}, 4 * GIB, "cgroup"),
         (
             "4:memory:/a\n",
             {"memory/a/memory.limit_in_bytes": 3 * GIB, "memory/a/memory.memsw.limit_in_bytes": 3 * GIB},
             3 * GIB,
+            "cgroup",
         ),
     ],
 )
-def test_the_tightest_group_bounds(tmp_path, cgroup, files, expected):
-    files = {f"sys/fs/cgroup/{name}": f"{value}\n" for name, value in files.items()}
-    root = _root(tmp_path, swap=GIB, **{"proc/self/cgroup": cgroup}, **files)
+def test_the_tightest_group_or_the_machine_bounds(tmp_path, cgroup, files, expected, limited_by):
+    given = {f"sys/fs/cgroup/{name}": f"{value}\n" for name, value in files.items()}
+    for name, text in {"proc/meminfo": MEMINFO, "proc/self/cgroup": cgroup, **given}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    root = str(tmp_path)
     bound = memory_bound(root)
-    assert (bound.nbytes, bound.limited_by) == (expected, "cgroup")
+    assert (bound.nbytes, bound.limited_by) == (expected, limited_by)
     require_memory(expected, root)
     with pytest.raises(remap.OutOfMemory) as caught:
         require_memory(expected + 1, root)
-    assert caught.value.fields == {"requested": expected + 1, "limit": expected, "limited_by": "cgroup"}
+    assert caught.value.fields == {"requested": expected + 1, "limit": expected, "limited_by": limited_by}
 
 
 # In a process of its own with little memory to grow into: a table of 900 TiB of pages would take gigabytes.
@@ -79,7 +75,7 @@ for size, page in (("10TiB", "2MiB"), ("900TiB", "2MiB"), ("900TiB", "4KiB"), (1
 
 
 def test_capacities_that_no_machine_holds():
-    subprocess.run([sys.executable, "-c", REFUSED], check=True, timeout=120)
+    expect_ok(REFUSED, timeout_s=120)
 
 
 def test_a_session_about_as_large_as_the_memory_opens():

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, write_block
+from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, read_block, session_on, write_block
 from hypothesis import given
 from hypothesis import strategies as st
 from sharing_worlds import set_times, times_of
@@ -36,18 +36,12 @@ class World:
         self, count: int, *, local: bool = False, mode: str = "aliased", extra: Sequence[int] = (), **config: Any
     ) -> None:
         self.faults, self.ranks, self.layers = [], [], make_layers([2] * LAYERS, 1)
+        settings = remap.advanced.Knobs(**{**EAGER.__dict__, **config})
         for rank in range(count):
             more = extra[rank] if extra else 0
             capacity = CAPACITY + more * PAGE
             self.faults.append(_core.make_fault_backend(make_backend(capacity)))
-            settings = remap.advanced.Knobs(**{**EAGER.__dict__, **config})
-            session = remap.Session(
-                capacity,
-                page_bytes=PAGE,
-                mode=mode,
-                platform=remap.advanced.Platform(backend=self.faults[-1]),
-                config=settings,
-            )
+            session = session_on(self.faults[-1], capacity, mode=mode, config=settings)
             kv = make_spec(LAYERS, min_blocks=FIRST + 2 * more)
             self.ranks.append(Rank(session, session.attach_bytes(self.layers, name="m", kv=kv), rank))
             set_times(self.ranks[-1], times_of(LAYERS, 1.0, 0.1))
@@ -55,6 +49,8 @@ class World:
         self.group = Group(self.ask, count)
         self.opened = ids(self.group.opened)
         self.ask("listen", self.heard if local else None)
+        if not extra:
+            self.use(FIRST)
 
     def ask(self, method: str, *args: Any) -> list[Any]:
         return [getattr(rank, method)(*args) for rank in self.ranks]
@@ -111,6 +107,20 @@ class World:
             forward(rank.session, rank.tenant, self.layers)
         assert ids(self.ranks[0].report().open) == self.opened == ids(self.group.opened)
 
+    def at_start(self) -> bool:
+        return self.group.target == (0, 0) and len(self.opened) == FIRST
+
+    def home(self) -> None:
+        """All comes home; a remote engine has returned the last blocks only at the second time."""
+        for _ in range(2):
+            self.take(self.group.home())
+        assert self.at_start()
+        self.check()
+
+    def pin(self, rank: int, layer: int) -> None:
+        session = self.ranks[rank].session
+        remap.advanced.declare_registered(session, remap.advanced.layer_address(session, "m", layer), 64)
+
     def close(self) -> None:
         for fault, rank in zip(self.faults, self.ranks):
             fault.disarm()
@@ -141,7 +151,6 @@ def test_runs_and_ids_are_inverse(found: set[int]) -> None:
 @pytest.mark.parametrize(("count", "local"), [(1, True), (1, False), (3, False)])
 def test_all_grow_and_shrink_alike(worlds: Any, count: int, local: bool) -> None:
     world = worlds(count, local=local)
-    world.use(FIRST)
     grown = world.step(6)
     assert grown is not None and grown.target[0] >= 2 and len(world.free) >= 6
     world.check()
@@ -153,16 +162,12 @@ def test_all_grow_and_shrink_alike(worlds: Any, count: int, local: bool) -> None
     assert [report for report in reports if report is not None]
     assert 0 < world.group.target[0] < grown.target[0]
     world.check()
-    world.take(world.group.home())
-    world.take(world.group.home())  # a remote engine has returned the last blocks only now
-    assert world.group.target == (0, 0) and len(world.opened) == FIRST
-    world.check()
+    world.home()
 
 
 @pytest.mark.parametrize("local", [True, False])
 def test_what_is_in_use_stays_and_keeps_its_bytes_when_it_is_needed_again(worlds: Any, local: bool) -> None:
     world = worlds(1, local=local)
-    world.use(FIRST)
     world.step(8)
     high = world.use(2)
     world.take(world.group.home())
@@ -173,17 +178,13 @@ def test_what_is_in_use_stays_and_keeps_its_bytes_when_it_is_needed_again(worlds
     assert set(high) <= world.opened and not world.leaving
     world.check()  # not zeroed
     world.finish(high)
-    world.take(world.group.home())
-    world.take(world.group.home())
-    assert world.group.target == (0, 0)
-    world.check()
+    world.home()
 
 
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
 @pytest.mark.parametrize("busy", [1, 2])
 def test_a_rank_that_refuses_leaves_all_as_they_were(worlds: Any, mode: str, busy: int) -> None:
     world = worlds(3, mode=mode)
-    world.use(FIRST)
     world.step(2)
     world.use(2)
     before = world.group.target, set(world.opened)
@@ -203,12 +204,11 @@ def test_a_rank_that_refuses_leaves_all_as_they_were(worlds: Any, mode: str, bus
 
 def test_a_rank_whose_driver_fails_leaves_all_as_they_were(worlds: Any) -> None:
     world = worlds(3, mode="strict")  # here growing makes calls that can fail
-    world.use(FIRST)
     world.faults[1].arm_any(1, True, _core.ErrorKind.driver)
     world.step(4)
     world.faults[1].disarm()
     assert world.group.refusals == 1
-    assert world.group.target == (0, 0) and len(world.opened) == FIRST
+    assert world.at_start()
     world.check()
     world.step(4)
     assert world.group.target[0] > 0
@@ -219,12 +219,11 @@ def test_a_rank_whose_driver_fails_leaves_all_as_they_were(worlds: Any) -> None:
 @pytest.mark.parametrize("anyway", [False, True])
 def test_rank_0_whose_driver_fails_serves_on(worlds: Any, caplog: Any, count: int, anyway: bool) -> None:
     world = worlds(count, mode="strict", local=count == 1)
-    world.use(FIRST)
     world.faults[0].arm_any(1, True, _core.ErrorKind.driver)
     assert world.step(4, anyway=anyway) is None
     world.faults[0].disarm()
     assert "serving goes on with 0 layers" in caplog.text
-    assert world.group.target == (0, 0) and len(world.opened) == FIRST
+    assert world.at_start()
     world.check()
     world.step(4)
     grown = world.group.target
@@ -235,20 +234,14 @@ def test_rank_0_whose_driver_fails_serves_on(worlds: Any, caplog: Any, count: in
     world.faults[0].disarm()
     assert world.group.target == grown
     world.check()
-    world.take(world.group.home())
-    world.take(world.group.home())
-    assert world.group.target[0] == 0
-    world.check()
+    world.home()
 
 
 def test_a_rank_cannot_have_what_rank_0_has(worlds: Any) -> None:
     """Rank 1 may stream fewer layers: there is no growing beyond that, and no block that only rank 0 has."""
     world = worlds(2)
-    world.use(FIRST)
-    address = remap.advanced.layer_address(world.ranks[1].session, "m", LAYERS - 1)
     for layer in range(3, LAYERS):
-        address = remap.advanced.layer_address(world.ranks[1].session, "m", layer)
-        remap.advanced.declare_registered(world.ranks[1].session, address, 64)
+        world.pin(1, layer)
     for _ in range(3):
         world.step(20)
         world.check()
@@ -258,14 +251,10 @@ def test_a_rank_cannot_have_what_rank_0_has(worlds: Any) -> None:
 def test_a_rank_whose_layers_lie_elsewhere_refuses(worlds: Any) -> None:
     """Rank 1 can give as many layers, but not the same ones: its blocks would be others than the engine hands out."""
     world = worlds(2)
-    world.use(FIRST)
-    first = remap.schedule.nested(LAYERS)[0]
-    remap.advanced.declare_registered(
-        world.ranks[1].session, remap.advanced.layer_address(world.ranks[1].session, "m", first), 64
-    )
+    world.pin(1, remap.schedule.nested(LAYERS)[0])
     world.step(3)
     assert world.group.refusals == 1
-    assert world.group.target == (0, 0) and len(world.opened) == FIRST
+    assert world.at_start()
     world.check()
 
 
@@ -283,7 +272,6 @@ def test_the_only_request_gets_what_it_takes(worlds: Any) -> None:
     """Its engine was started with the promise of all that there could be: no slowdown is a reason to let it wait for ever."""
     world = worlds(2, slowdown=0.0)
     set_times(world.ranks[0], times_of(LAYERS, 0.1, 10.0))
-    world.use(FIRST)
     world.step(12)
     assert len(world.free) < 12
     world.check()

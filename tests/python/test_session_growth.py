@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 
 import pytest
 from byte_world import HIDDEN, LAYER, PAGE, PLAIN, N, World, spec, times_of
@@ -177,48 +176,6 @@ def test_demand_that_swings_within_the_hysteresis_changes_nothing():
         assert world.tenant.remapped == 3
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_random_demand_keeps_every_promise(seed):
-    """Allocate and free at random; every byte of every layer is compared in every pass."""
-    rng = random.Random(seed)
-    # L fixed: what it remembers of the busy half would keep the quiet one, a sixth of its window, from giving back.
-    config = remap.advanced.Knobs(
-        slowdown=rng.choice([0.1, 10.0]), contention=rng.choice([0.5, 1e3]), dwell=2, reserve_blocks=rng.choice([0, 4])
-    )
-    mode, times = rng.choice(["aliased", "strict"]), times_of(1.0, rng.choice([0.3, 1.2]))
-    with World(config, times=times, spare=rng.randint(0, 8), mode=mode) as world:
-        live, levels, moved = [], [], 0
-        for number in range(80):
-            wanted = rng.choice([0, 1, 6, 14]) if number % 40 < 20 else 0
-            report = world.step(wanted)
-            moves = report.moved.get("m", {})
-            live = [moves.get(block, block) for block in live]
-            moved += len(moves)
-            live += world.kv.allocate(min(wanted, world.kv.free_blocks))
-            rng.shuffle(live)
-            gone = rng.randint(0, len(live)) if rng.random() < 0.4 else 0
-            world.kv.free([live.pop() for _ in range(gone)])
-            assert sorted(live) == list(world.kv.pool.live_ids())
-            levels.append(world.tenant.remapped)
-            if rng.random() < 0.6:
-                world.forward()
-        assert max(levels) > 0
-        assert levels[-1] < max(levels)
-
-
-def test_live_blocks_move_out_of_the_pages_that_go_back():
-    config = remap.advanced.Knobs(**PLAIN, contention=1e9, dwell=1)
-    with World(config, times=times_of(1.0, 0.01)) as world:
-        world.step(4 + 6)
-        ids = world.kv.allocate(10)
-        world.kv.free(ids[:-3])
-        report = world.step(0)
-        assert set(report.moved["m"]) == set(ids[-3:])
-        assert sorted(report.moved["m"].values()) == list(world.kv.pool.live_ids())
-        assert max(report.moved["m"].values()) < 7
-        world.forward()
-
-
 @pytest.mark.parametrize("mode", ["aliased", "strict"])
 @pytest.mark.parametrize("alpha", [1, 3, 6])
 def test_another_set_of_the_same_size_needs_no_free_block(alpha, mode):
@@ -266,24 +223,6 @@ def test_no_backend_call_between_demand_and_usable_blocks(external):
             assert sum(count for count, _ in heard) == world.kv.usable_blocks - before > 0
             assert {seen - calls for _, seen in heard} == {0}
             world.forward()
-
-
-def test_strict_mode_grows_by_the_same_steps():
-    reports = []
-    for mode in ("aliased", "strict"):
-        with World(times=HIDDEN, spare=2, mode=mode) as world:
-            reports.append([world.step(blocks).added_blocks for blocks in (5, 9, 20, 22)])
-            world.forward()
-    assert reports[0] == reports[1]
-
-
-def test_a_report_says_what_and_why():
-    with World(times=HIDDEN) as world:
-        report = world.step(8)
-        assert report.epoch == world.session.snapshot().epoch > 0
-        assert "8 blocks wanted" in report.reason["m"]
-        assert report.predicted_stall_s == {"m": 0.0}
-        assert report.moved == {}
 
 
 def test_a_bound_is_forgotten_when_other_layers_may_stream():

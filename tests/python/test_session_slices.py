@@ -2,51 +2,56 @@
 
 from __future__ import annotations
 
-import random
+from typing import Any
 
 import pytest
-from arena_worlds import PAGE, make_layers
-from sharing_worlds import Engine, set_times, spec, times_of
+from arena_worlds import PAGE, SHORT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharing_worlds import Shared, set_times, times_of
 
 import remap
+from remap import _core
+from remap.errors import InvalidArgument
+from remap.policy.slices import slices_alpha, slices_freed, tail_for
 
 LAYERS, PAGES = 8, 4
+MODES = pytest.mark.parametrize("mode", ["aliased", "strict"])
 
 
-def world(mode: str = "aliased", **config: object) -> tuple[remap.Session, Engine]:
-    settings = remap.advanced.Knobs(selection="slices", reserve_blocks=0, hysteresis_blocks=0, **config)  # type: ignore[arg-type]
-    total = LAYERS * PAGES + 4
-    session = remap.Session(total * PAGE, page_bytes=PAGE, mode=mode, config=settings)
-    kv = spec(LAYERS, min_blocks=2)
-    engine = Engine(session, "m", LAYERS, PAGES, 1, kv=kv)
-    return session, engine
+def world_of(mode: str = "aliased", around: Any = lambda backend: backend, spare: int = 2, **config: Any) -> Shared:
+    """One tenant "m", whose blocks are pages."""
+    knobs = remap.advanced.Knobs(selection="slices", reserve_blocks=0, hysteresis_blocks=0, **config)
+    return Shared({"m": [PAGES] * LAYERS}, spare=spare, mode=mode, config=knobs, around=around)
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-def test_by_hand_alpha_is_a_fraction_and_every_layer_reads_right(mode: str) -> None:
-    session, engine = world(mode)
-    with session:
-        usable = engine.tenant.kv.usable_blocks
-        for alpha in (0.5, 1.5, 3, 4.5, 2.0, 0.5, 0):
-            report = remap.advanced.remap(session, "m", alpha, 2, "slices")
-            engine.patch(report.moved.get("m", {}))
-            assert engine.tenant.remapped >= alpha and engine.tenant.remapped - alpha < (LAYERS - 2) / PAGES + 1e-9
-            assert engine.tenant.kv.usable_blocks >= usable
-            if not engine.held:
-                engine.allocate(2)  # they lie in the lowest blocks, which stay
-            engine.serve()
-            engine.check()
-            remap.advanced.check(session)
-        assert engine.tenant.streamed == ()
-        assert session.snapshot().tenants["m"].selection == ""
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 3), st.floats(0, 9))
+def test_tail_for_is_the_smallest_that_is_enough(sizes: list[int], buffers: int, alpha: float) -> None:
+    enough = [k for k in range(max(sizes) + 1) if slices_freed(k, sizes, buffers) >= alpha * max(sizes) - 1e-9]
+    if enough:
+        assert tail_for(sizes, alpha, buffers) == enough[0]
+        return
+    with pytest.raises(InvalidArgument) as refused:
+        tail_for(sizes, alpha, buffers)
+    best = max(slices_alpha(k, sizes, buffers) for k in range(max(sizes) + 1))
+    assert refused.value.fields["maximum"] == pytest.approx(best)
 
 
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-def test_whole_layers_become_slices_and_back_under_live_blocks(mode: str) -> None:
-    session, engine = world(mode)
-    with session:
-        engine.allocate(2)
+@pytest.mark.parametrize("alpha", [-0.5, float("nan"), float("inf")])
+def test_alpha_must_be_a_number(alpha: float) -> None:
+    with pytest.raises(InvalidArgument):
+        tail_for([4] * 4, alpha, 1)
+
+
+@MODES
+def test_by_hand_alpha_is_a_fraction_and_whole_layers_become_slices_and_back(mode: str) -> None:
+    with world_of(mode) as world:
+        m = world.engines["m"]
+        usable = m.kv.usable_blocks
+        m.fill()  # the lowest blocks, which stay
         for layers, buffers, selection, told in [
+            *((alpha, 2, "slices", None) for alpha in (0.5, 1.5, 3, 4.5, 2.0, 0.5, 0)),
             (2, 1, "nested", 2),
             (1, 2, "slices", 1.5),
             (3, 2, "uniform", 3),
@@ -55,74 +60,118 @@ def test_whole_layers_become_slices_and_back_under_live_blocks(mode: str) -> Non
             (0.5, 1, "slices", 1.75),
             (0, 1, "uniform", 0),
         ]:
-            report = remap.advanced.remap(session, "m", layers, buffers, selection)
-            engine.patch(report.moved.get("m", {}))
-            snapshot = session.snapshot().tenants["m"]
-            assert (snapshot.remapped, snapshot.selection) == (told, selection if layers else "")
-            remap.advanced.check(session)
-            engine.serve()
-            engine.check()
+            world.remap("m", layers, buffers, selection)
+            seen = world.session.snapshot().tenants["m"]
+            assert 0 <= seen.remapped - layers < (LAYERS - buffers) / PAGES + 1e-9 and seen.usable_blocks >= usable
+            assert (seen.remapped, seen.selection) == (
+                seen.remapped if told is None else told,
+                selection if layers else "",
+            )
+            world.check()
+        assert m.tenant.streamed == ()
 
 
 def test_slices_cannot_be_lent_layer_by_layer() -> None:
-    session, engine = world()
-    with session:
-        remap.advanced.remap(session, "m", 1, 2, "slices")
-        before = engine.tenant._state.pages
-        report = remap.advanced.lend(session, "m", 3)
-        assert engine.tenant._state.pages == before and "0 pages" in report.reason["m"]
-        engine.serve()
+    with world_of() as world:
+        world.remap("m", 1, 2, "slices")
+        before = world.owners()
+        assert "0 pages" in world.lend("m", 3).reason["m"] and world.owners() == before
+        world.check()
 
 
 def test_the_controller_grows_in_pages_of_every_layer_up_to_the_exact_bound_and_back() -> None:
     # Copies take 2.5 times the computation of a layer: whole layers would allow alpha + 2 <= 8 / 2.5, one layer. Slices of k of
     # 4 pages copy k / 4 of 8 layers: 20 k / 4 <= 8 allows k = 1, which frees (8 - 2) / 4 = 1.5 layers.
-    session, engine = world(slowdown=0.0, contention=1e9, dwell=1)
-    with session:
-        set_times(engine, times_of(LAYERS, 1.0, 2.5))
-        report = session.step({"m": remap.Demand(blocks=200)})
-        assert engine.tenant._state.pages.depth == 1 and engine.tenant.remapped == 1.5
+    with world_of(slowdown=0.0, contention=1e9, dwell=1) as world:
+        m = world.engines["m"]
+        set_times(m, times_of(LAYERS, 1.0, 2.5))
+        report = world.step(m=200)
+        assert m.tenant.remapped == 1.5
         assert report.unmet_blocks["m"] > 0 and report.predicted_stall_s["m"] == 0.0
         assert "pages of every layer" in report.reason["m"]
-        engine.serve()
-        set_times(engine, times_of(LAYERS, 1.0, 1.0))  # and k = 4 with these
-        session.step({"m": remap.Demand(blocks=200)})
-        assert engine.tenant._state.pages.depth == 4
-        engine.allocate(engine.tenant.kv.free_blocks)
-        engine.serve()
-        engine.check()
-        engine.free(list(engine.held))
+        m.serve()
+        set_times(m, times_of(LAYERS, 1.0, 1.0))  # and k = 4 with these
+        world.step(m=200)
+        assert m.tenant.remapped == LAYERS - 2 or m.tenant.remapped == LAYERS - 1
+        m.fill()
+        world.check()
+        m.free()
         for _ in range(8):
-            engine.patch(session.step({"m": remap.Demand(blocks=0)}).moved.get("m", {}))
-            engine.serve()
-        assert engine.tenant.streamed == ()
-
-
-@pytest.mark.parametrize("mode", ["aliased", "strict"])
-def test_random_demand_in_slices(mode: str) -> None:
-    rng = random.Random(mode)
-    session, engine = world(mode, slowdown=10.0, contention=1e3, dwell=2)
-    with session:
-        set_times(engine, times_of(LAYERS, 1.0, 0.5))
-        seen = set()
-        for turn in range(80):
-            wanted = rng.choice([0, 2, 9]) if turn % 40 < 20 else 0
-            engine.patch(session.step({"m": remap.Demand(blocks=wanted)}).moved.get("m", {}))
-            remap.advanced.check(session)
-            seen.add(engine.tenant._state.pages.depth)
-            engine.allocate(min(wanted, engine.tenant.kv.free_blocks))
-            if engine.held and rng.random() < 0.5:
-                engine.free(rng.sample(sorted(engine.held), rng.randint(1, len(engine.held))))
-            engine.check()
-            engine.serve()
-        assert len(seen) > 2
+            world.step(m=0)
+            m.serve()
+        assert m.tenant.streamed == ()
 
 
 def test_a_cap_in_layers_holds_in_slices() -> None:
-    session, engine = world(slowdown=10.0, max_layers=2)
-    with session:
-        set_times(engine, times_of(LAYERS, 1.0, 0.1))
-        session.step({"m": remap.Demand(blocks=300)})
-        assert 1 <= engine.tenant.remapped <= 3  # the tail that frees two layers' worth is the largest
-        assert make_layers([PAGES] * LAYERS, 1) == engine.data
-        engine.serve()
+    with world_of(slowdown=10.0, max_layers=2) as world:
+        set_times(world.engines["m"], times_of(LAYERS, 1.0, 0.1))
+        world.step(m=300)
+        assert 1 <= world.engines["m"].tenant.remapped <= 3  # the tail that frees two layers' worth is the largest
+        world.check()
+
+
+def test_a_pass_copies_the_tails_only_and_changes_load_what_comes_home() -> None:
+    with world_of() as world:
+        m = world.engines["m"]
+
+        def copied() -> int:
+            return int(world.session.snapshot().tenants["m"].copied_bytes)
+
+        world.remap("m", 3.5, 1, "slices")  # two pages of each layer
+        for _ in range(3):
+            m.serve()
+        before = copied()
+        m.serve()
+        assert copied() - before == 8 * (2 * PAGE - SHORT)  # the last page is not full
+        before = copied()
+        world.remap("m", 1.75, 1, "slices")
+        remap.advanced.settle(world.session)
+        m.tenant._state.prefetcher.drain()
+        assert copied() - before == 8 * PAGE + PAGE - SHORT  # one page of each layer, and the first tail into the ring
+        m.serve()
+        assert not any(m.tenant.ready(layer) for layer in range(LAYERS))
+        world.remap("m", 0)
+        m.serve()
+        assert all(m.tenant.ready(layer) for layer in range(LAYERS))
+
+
+def test_growing_makes_no_call_before_the_blocks_are_usable() -> None:
+    """Aliased mode: nothing is mapped or unmapped for the ring, whose region shows its pages from the start."""
+    with world_of(around=_core.make_trace_backend) as world:
+
+        def maps() -> int:
+            names = ("map", "unmap", "exchange", "reserve")
+            return sum(world.backend.count(getattr(_core.Call, name)) for name in names)
+
+        heard: list[tuple[int, int]] = []
+        world.engines["m"].kv.subscribe(lambda added, withdrawn: heard.append((len(added), maps())))
+        for alpha in (1.5, 3, 4.5):
+            remap.advanced.settle(world.session)
+            heard.clear()
+            before = maps()
+            world.remap("m", alpha, 2, "slices")
+            assert heard == [(6, before)]
+            world.check()
+
+
+@MODES
+@pytest.mark.parametrize("kind", ["llama", "llama-odd", "opt"])
+def test_a_model_computes_the_same_bits(kind: str, mode: str) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    import models
+
+    model = models.make(kind)
+    ids = models.ids_for(2, 9)
+    expected = models.logits_of(model, ids)
+    tokens, scores = models.generate(model, ids)
+    with models.Rig(model, mode=mode, page_bytes=16384, spare=1) as rig:
+        for alpha, buffers in [(0.3, 1), (1, 1), (4, 1), (3, 2), (0.3, 2), (0, 1), (2, 1), (0.5, 1), (2.5, 1)]:
+            remap.advanced.remap(rig.session, "m", alpha, buffers, "slices")
+            rig.check()
+            for _ in range(2):
+                assert torch.equal(models.logits_of(model, ids), expected), (alpha, buffers)
+            rig.check()
+        got, rows = models.generate(model, ids)
+        assert torch.equal(got, tokens) and torch.equal(rows, scores)
+    assert torch.equal(models.logits_of(model, ids), expected)

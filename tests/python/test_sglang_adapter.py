@@ -81,23 +81,14 @@ class Tree:
         return len(self.ids)
 
 
-def runner_of(page_size: int = 1, **arguments: Any) -> Any:
-    model = models.make("llama")
-    config = SimpleNamespace(head_dim=16, v_head_dim=16, get_num_kv_heads=lambda tp: 2)
+def runner_of(page_size: int = 1) -> Any:
     return SimpleNamespace(
-        model=model,
-        model_config=config,
-        server_args=SimpleNamespace(tp_size=1, **arguments),
-        use_mla_backend=False,
-        is_hybrid_swa=False,
-        is_draft_worker=False,
-        kv_cache_dtype=torch.float32,
-        layer_info=SimpleNamespace(num_effective_layers=LAYERS),
-        page_size=page_size,
-        device="cpu",
-        gpu_id=0,
-        max_total_num_tokens=0,
-    )
+        model=models.make("llama"),
+        model_config=SimpleNamespace(head_dim=16, v_head_dim=16, get_num_kv_heads=lambda tp: 2),
+        layer_info=SimpleNamespace(num_effective_layers=LAYERS), server_args=SimpleNamespace(tp_size=1),
+        use_mla_backend=False, is_hybrid_swa=False, is_draft_worker=False, kv_cache_dtype=torch.float32, page_size=page_size,
+        device="cpu", gpu_id=0, max_total_num_tokens=0,
+    )  # fmt: skip
 
 
 class World:
@@ -106,15 +97,13 @@ class World:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, page_size: int = 1, capacity: int = 1600 << 10, **more: Any
     ) -> None:
-        monkeypatch.setattr(hooks, "_adapter", None)
-        monkeypatch.setattr(hooks, "_settings", None)
-        monkeypatch.setattr(hooks, "_applied", None)
+        for name in ("_adapter", "_settings", "_applied"):
+            monkeypatch.setattr(hooks, name, None)
         # A reload of these small layers costs next to nothing beside mapping them; here it is paid for at once.
         config = remap.advanced.Knobs(slowdown=1000.0, reserve_blocks=0, contention=1e9, dwell=1)
         monkeypatch.setattr(hooks, "_controller", lambda settings: config)
-        hooks.configure(
-            Settings(capacity=capacity, page_bytes=PAGE, slowdown=1000.0, **more), applied=lambda target: True
-        )
+        settings = Settings(capacity=capacity, page_bytes=PAGE, slowdown=1000.0, **more)
+        hooks.configure(settings, applied=lambda target: True)
         self.runner = runner_of(page_size)
         hooks.around_alloc(self.allocate, self.runner)
         adapter = hooks.current()
@@ -200,8 +189,7 @@ def test_the_pool_lies_in_the_arena_and_its_rows_are_the_ids(world: World):
     assert len(pool.k_buffer) == len(pool.v_buffer) == LAYERS
     for layer, (keys, values) in enumerate(zip(pool.k_buffer, pool.v_buffer)):
         assert keys.shape == values.shape == (rows, 2, 16)
-        assert keys.is_contiguous()
-        assert values.is_contiguous()
+        assert keys.is_contiguous() and values.is_contiguous()
         tensor = world.tenant.kv.tensors[layer]
         block = world.allocator.free_pages[-1].item()
         assert keys[block].data_ptr() == tensor[0, block].data_ptr()
@@ -211,27 +199,20 @@ def test_the_pool_lies_in_the_arena_and_its_rows_are_the_ids(world: World):
     assert pool.k_buffer[0][0].eq(0).all()  # padding is there, though it is nobody's
 
 
-def test_all_that_fits_beside_the_weights_is_usable_at_once_and_no_more(world: World):
-    snapshot = world.adapter.session.snapshot()
-    assert snapshot.pages.free < 2 * LAYERS  # less than one group
-    assert world.adapter.tokens < world.adapter.most_tokens
-    world.iterate()
-    assert world.tenant.remapped == 0
-
-
 def test_what_is_short_after_eviction_is_grown_by_and_tokens_stay_the_same(world: World):
+    assert (
+        world.adapter.session.snapshot().pages.free < 2 * LAYERS
+    )  # less than one group: all that fits is usable at once
+    assert world.adapter.tokens < world.adapter.most_tokens
     expected = world.forward()
     world.iterate()
+    world.evict(world.allocator.available_size())
+    assert world.tenant.remapped == 0  # nothing is short
     before = world.fill(1)
     assert world.allocator.available_size() >= 1
     assert world.adapter.tokens > before
     assert world.tenant.remapped >= 1
     assert torch.equal(world.forward(), expected)
-
-
-def test_nothing_grows_where_nothing_is_short(world: World):
-    world.evict(world.allocator.available_size())
-    assert world.tenant.remapped == 0
 
 
 def test_layers_come_home_when_what_they_gave_is_free(world: World):
@@ -292,20 +273,17 @@ def test_a_flush_gives_every_usable_id_back_and_no_other(world: World):
     assert world.allocator.available_size() == world.adapter.tokens < world.adapter.most_tokens
 
 
-def test_pages_of_several_tokens(monkeypatch: pytest.MonkeyPatch):
-    world = World(monkeypatch, page_size=8)
+@pytest.mark.parametrize(("options", "short"), [({"page_size": 8}, 9), ({"max_tokens": 200}, 10_000)])
+def test_pages_of_several_tokens_and_no_more_tokens_than_asked_for(
+    monkeypatch: pytest.MonkeyPatch, options: Any, short: int
+):
+    world = World(monkeypatch, **options)
     world.forward()
-    world.fill(9)
-    assert world.allocator.available_size() >= 16
-    world.adapter.session.close()
-
-
-def test_most_tokens_is_what_was_asked_for(monkeypatch: pytest.MonkeyPatch):
-    world = World(monkeypatch, max_tokens=200)
-    assert world.adapter.most_tokens == 200
-    world.forward()
-    world.fill(10_000)
-    assert world.adapter.tokens == 200
+    world.fill(short)
+    if most := options.get("max_tokens"):
+        assert world.adapter.tokens == world.adapter.most_tokens == most
+    else:
+        assert world.allocator.available_size() >= 16
     world.adapter.session.close()
 
 
@@ -352,11 +330,9 @@ def test_a_request_that_can_never_fit_is_refused_once_an_iteration(world: World)
 
 def test_room_for_more_is_made_only_if_more_are_waiting(world: World):
     world.forward()
-    no = SimpleNamespace(name="NO_TOKEN")
-    yes = SimpleNamespace(name="CONTINUE")
-    adder = SimpleNamespace(
-        memory_budget=Budget(world, offset=world.adapter.tokens), can_run_list=[1], waiting_queue_len=1
-    )
+    no, yes = SimpleNamespace(name="NO_TOKEN"), SimpleNamespace(name="CONTINUE")
+    budget = Budget(world, offset=world.adapter.tokens)
+    adder = SimpleNamespace(memory_budget=budget, can_run_list=[1], waiting_queue_len=1)
 
     def state(adder: Any) -> Any:
         return yes if adder.memory_budget.remaining_total > 0 else no
@@ -371,24 +347,25 @@ def test_room_for_more_is_made_only_if_more_are_waiting(world: World):
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 
-def test_arguments_that_do_not_go_together_with_it_are_named():
-    versions.check_arguments(SimpleNamespace(tp_size=1, speculative_algorithm=None))
+def config(decode: str, as_dict: bool) -> Any:
+    parts = {"decode": {"backend": decode}, "prefill": {"backend": "disabled"}}
+    return parts if as_dict else SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
+
+
+@pytest.mark.parametrize("as_dict", [True, False])
+def test_arguments_that_do_not_go_together_with_it_are_named(as_dict: bool):
+    for good in (
+        {"tp_size": 1, "speculative_algorithm": None},
+        {"cuda_graph_config": config("disabled", as_dict)},
+        {"cuda_graph_config": config("full", as_dict), "disable_cuda_graph": True},
+    ):
+        versions.check_arguments(SimpleNamespace(**good))
     for name, value in (("tp_size", 2), ("speculative_algorithm", "EAGLE"), ("enable_memory_saver", True)):
         with pytest.raises(remap.InvalidState) as caught:
             versions.check_arguments(SimpleNamespace(**{name: value}))
         assert (caught.value.argument, caught.value.value) == (name, value)
-
-
-@pytest.mark.parametrize("as_dict", [True, False])
-def test_graphs_are_refused_unless_they_are_off(as_dict: bool):
-    def config(decode: str) -> Any:
-        parts = {"decode": {"backend": decode}, "prefill": {"backend": "disabled"}}
-        return parts if as_dict else SimpleNamespace(**{name: SimpleNamespace(**part) for name, part in parts.items()})
-
-    versions.check_arguments(SimpleNamespace(cuda_graph_config=config("disabled")))
-    versions.check_arguments(SimpleNamespace(cuda_graph_config=config("full"), disable_cuda_graph=True))
     with pytest.raises(remap.InvalidState) as caught:
-        versions.check_arguments(SimpleNamespace(cuda_graph_config=config("full"), disable_cuda_graph=False))
+        versions.check_arguments(SimpleNamespace(cuda_graph_config=config("full", as_dict), disable_cuda_graph=False))
     assert caught.value.argument == "cuda_graph_config.decode"
 
 
@@ -415,13 +392,9 @@ def test_a_hook_that_was_not_applied_is_an_error(monkeypatch: pytest.MonkeyPatch
     assert caught.value.missing == [gone]
 
 
-def test_a_pool_that_did_not_ask_for_its_buffers_is_an_error(monkeypatch: pytest.MonkeyPatch, world: World):
-    other = Allocator(SimpleNamespace(size=8, page_size=1))
+def test_a_pool_of_another_shape_or_that_did_not_ask_for_its_buffers_is_an_error(world: World):
     with pytest.raises(remap.InvalidState):
-        world.adapter.bind(other)
-
-
-def test_a_pool_of_another_shape_is_an_error(world: World):
+        world.adapter.bind(Allocator(SimpleNamespace(size=8, page_size=1)))
     for wrong in ({"head_num": 4}, {"store_dtype": torch.bfloat16}, {"kv_cache_layout": "hnd"}):
         with pytest.raises(remap.InvalidState):
             MHATokenToKVPool(32, 1, **wrong)

@@ -26,7 +26,7 @@ PLAIN: dict[str, Any] = {
 
 def world_of(pages: dict[str, int], *, spare: int = 0, **config: Any) -> Shared:
     settings = remap.advanced.Knobs(**{**PLAIN, **config})
-    world = Shared({name: (N, count) for name, count in pages.items()}, spare=spare, config=settings)
+    world = Shared({name: [count] * N for name, count in pages.items()}, spare=spare, config=settings)
     for engine in world.engines.values():
         set_times(engine, times_of(N, 1.0, 0.1))
     return world
@@ -37,7 +37,7 @@ def test_a_holder_whose_blocks_are_in_use_keeps_them_and_no_step_raises(prompt: 
     with world_of({"h": 1, "i": 2}) as world:
         h = External(world.engines["h"].tenant, prompt)
         world.session.deactivate("i")
-        remap.advanced.lend(world.session, "i", 3, to="h")
+        world.lend("i", 3, to="h")
         highest = max(h.free)
         h.use([highest])
         for _ in range(6):  # enough are free, but not those
@@ -60,12 +60,12 @@ def test_activation_names_the_blocks_in_use_and_succeeds_when_they_are_free(prom
     with world_of({"h": 1, "i": 2}) as world:
         h = External(world.engines["h"].tenant, prompt)
         world.session.deactivate("i")
-        remap.advanced.lend(world.session, "i", 3, to="h")
+        world.lend("i", 3, to="h")
         h.use(sorted(h.free)[-4:])
-        owners = world.session._arena.owners()
+        owners = world.owners()
         report = world.session.activate("i")
         assert not report.activated and set(h.used) <= set(report.preempt["h"])
-        assert world.session._arena.owners() == owners
+        assert world.owners() == owners
         h.check()
         partial = world.session.activate("i", partial=True)
         assert partial.activated and partial.streamed
@@ -90,7 +90,7 @@ def test_unused_blocks_of_such_an_engine_are_taken_as_far_as_it_returns_them(pro
         if not active:
             world.session.deactivate("e")
         demands = {"e": e.demand(1)} if active else {}
-        world.engines["r"].allocate(world.engines["r"].tenant.kv.free_blocks)
+        world.engines["r"].fill()
         world.session.step(demands)
         report = world.session.step({**demands, "r": remap.Demand(4)})
         e.check()
@@ -117,9 +117,9 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
             world.session.step({"e": e.demand(0)})
         assert e.tenant._state.draining
         remapped = e.tenant.remapped
-        remap.advanced.lend(world.session, "e", remapped + 2, to="h")
+        world.lend("e", remapped + 2, to="h")
         h = world.engines["h"]
-        h.allocate(h.tenant.kv.free_blocks)
+        h.fill()
         e.check()
         for _ in range(4):
             world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
@@ -128,7 +128,7 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
         e.finish(list(e.used))
         for turn in range(60):
             if turn == 6:
-                h.free(list(h.held))
+                h.free()
             world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
             e.check()
             world.check()
@@ -138,16 +138,16 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
 def test_a_drain_goes_on_by_the_way_it_began_while_layers_are_lent() -> None:
     with world_of({"e": 2, "h": 1}, reversion=True) as world:
         e, h = External(world.engines["e"].tenant), world.engines["h"]
-        remap.advanced.lend(world.session, "e", 2, to="h")
-        h.allocate(h.tenant.kv.free_blocks)
-        remap.advanced.remap(world.session, "e", 4, 1, "nested")  # two lent, two its own
+        world.lend("e", 2, to="h")
+        h.fill()
+        world.remap("e", 4, 1, "nested")  # two lent, two its own
         e.use(sorted(e.free))
         e.finish(sorted(e.used)[:-1])
         for _ in range(3):
             world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
             e.check()
         e.finish(list(e.used))
-        h.free(list(h.held))
+        h.free()
         for _ in range(60):
             world.session.step({"e": e.demand(0), "h": remap.Demand(0)})
             e.check()

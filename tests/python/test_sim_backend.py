@@ -1,46 +1,51 @@
-"""The sim backend without bytes behind its pages: its times against arithmetic by hand, and its threads (see sim_world.py)."""
+"""The sim backend without bytes behind its pages: its times by hand, its threads, its books and refusals (sim_world.py).
+
+What the backend contract demands, test_backend_contract*.py test on it with bytes.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from pathlib import Path
 
 import pytest
-from sim_world import PAGE, World, on_a_thread
+from sim_world import PAGE, ROOM, UNIT, World, on_a_thread
 
 from remap import _core
 from remap.errors import InvalidArgument, InvalidState, OutOfMemory
 
-# -- copies ------------------------------------------------------------------------------------------------------------
 
-
-def test_one_copy_at_a_time_in_the_order_of_enqueuing() -> None:
+def test_one_copy_at_a_time_and_direction_in_the_order_of_enqueuing() -> None:
     world = World(copy_setup_s=0.25)
     first, second = world.stream(), world.stream()
-    assert world.down(first, 1) == 1.25
-    assert world.down(second, 2) == 1.25 + 2.25
-    assert world.down(first, 1) == 3.5 + 1.25
+    assert [world.down(first, 1), world.down(second, 2), world.down(first, 1)] == [1.25, 3.5, 4.75]
+    assert world.up(world.stream(), 1) == 2.25
     assert world.backend.now == 0.0  # nobody waited
-    assert world.backend.traffic() == {
-        "h2d": {"copies": 3, "bytes": 4 * PAGE, "busy_s": 4.75},
-        "d2h": {"copies": 0, "bytes": 0, "busy_s": 0.0},
-        "d2d": {"copies": 0, "bytes": 0, "busy_s": 0.0},
-    }
-
-
-def test_each_direction_has_an_engine_of_its_own() -> None:
-    world = World()
-    assert world.down(world.stream(), 2) == 2.0
-    assert world.up(world.stream(), 1) == 2.0
-    assert world.backend.traffic()["d2h"] == {"copies": 1, "bytes": PAGE, "busy_s": 2.0}
-
-
-def test_a_copy_starts_no_earlier_than_the_host_enqueues_it() -> None:
+    none = {"copies": 0, "bytes": 0, "busy_s": 0.0}
+    down, up = ({"copies": n, "bytes": size * PAGE, "busy_s": s} for n, size, s in ((3, 4, 4.75), (1, 1, 2.25)))
+    assert world.backend.traffic() == {"h2d": down, "d2h": up, "d2d": none}
+    # Inside the device the link is not used; host to host goes by the engine to the device.
+    world = World(copy_setup_s=9.0)
+    stream, backend = world.stream(), world.backend
+    backend.copy(stream, world.at, world.at + 8 * PAGE, 4 * PAGE)
+    assert backend.stream_end(stream) == 1.0
+    backend.fill(stream, world.at, 0, 4 * PAGE)
+    assert backend.stream_end(stream) == 1.5
+    backend.copy(world.stream(), world.host, world.host + PAGE, PAGE)
+    assert world.down(world.stream(), 1) == 20.0
+    assert [backend.traffic()[way]["copies"] for way in ("d2d", "h2d")] == [1, 2]
+    # No earlier than the host enqueues it; and destroying a stream waits for it.
     world = World()
     world.backend.advance(3.0)
     stream = world.stream()
     assert world.down(stream, 1) == 4.0
     world.backend.advance(0.5)
     assert world.down(stream, 1) == 5.0
+    world.backend.destroy_stream(stream)
+    assert world.backend.now == 5.0
+    with pytest.raises(InvalidArgument):
+        world.backend.finish(stream)
 
 
 def test_a_copy_that_waits_does_not_keep_others_back() -> None:
@@ -51,12 +56,8 @@ def test_a_copy_that_waits_does_not_keep_others_back() -> None:
     assert world.down(world.stream(), 3) == 5.0  # and exactly right for this one
     assert world.down(world.stream(), 1) == 11.0
     assert world.down(world.stream(after=5.5), 0) == 5.5  # nothing to move, nothing to wait for
-
-
-def test_a_gap_is_filled_with_the_setup_time_too() -> None:
-    world = World(copy_setup_s=0.5)
-    assert world.down(world.stream(after=3.0), 1) == 4.5
-    assert world.down(world.stream(), 2.75) == 7.75
+    world = World(copy_setup_s=0.5)  # a gap is filled with the set-up time too
+    assert [world.down(world.stream(after=3.0), 1), world.down(world.stream(), 2.75)] == [4.5, 7.75]
     assert world.down(world.stream(), 2.5) == 3.0
 
 
@@ -69,46 +70,10 @@ def test_both_directions_at_once_are_slower() -> None:
     world.down(world.stream(after=2.0), 2)
     assert world.up(world.stream(), 2) == 2.0 + 2.0 + 1.0  # 1 page, half a page, half a page
     assert world.up(world.stream(after=20.0), 1) == 22.0
-
-
-def test_while_it_is_set_up_a_copy_does_not_slow_the_other_direction() -> None:
-    world = World(duplex=0.5, copy_setup_s=1.0)
-    assert world.down(world.stream(), 1) == 2.0
-    assert world.up(world.stream(after=0.0), 0.25) == 2.0  # from 1 to 2, at half of its rate
-    world = World(duplex=0.5, copy_setup_s=1.0)
-    assert world.down(world.stream(after=1.0), 1) == 3.0
-    assert world.up(world.stream(), 0.5) == 2.0  # from 1 to 2, while the other one is only set up
-
-
-def test_inside_the_device_the_link_is_not_used() -> None:
-    world = World(copy_setup_s=9.0)
-    stream, backend = world.stream(), world.backend
-    backend.copy(stream, world.at, world.at + 8 * PAGE, 4 * PAGE)
-    assert backend.stream_end(stream) == 1.0
-    backend.fill(stream, world.at, 0, 4 * PAGE)
-    assert backend.stream_end(stream) == 1.5
-    assert world.down(world.stream(), 1) == 10.0
-    assert backend.traffic()["d2d"] == {"copies": 1, "bytes": 4 * PAGE, "busy_s": 1.0}
-
-
-def test_host_memory_to_host_memory_goes_by_the_engine_to_the_device() -> None:
-    world = World()
-    stream = world.stream()
-    world.backend.copy(stream, world.host, world.host + PAGE, PAGE)
-    assert world.backend.stream_end(stream) == 1.0
-    assert world.backend.traffic()["h2d"]["copies"] == 1
-
-
-# -- kernels -----------------------------------------------------------------------------------------------------------
-
-
-def test_a_kernel_takes_its_time() -> None:
-    world = World()
-    stream = world.stream()
-    assert world.backend.compute(stream, 2.0) == 2.0
-    assert world.backend.compute(stream, 0.0) == 2.0
-    world.backend.advance(3.0)
-    assert world.backend.compute(stream, 0.5) == 3.5
+    for down, end, pages in ((0.0, 2.0, 0.25), (1.0, 3.0, 0.5)):  # while it is set up it does not slow the other
+        world = World(duplex=0.5, copy_setup_s=1.0)
+        assert world.down(world.stream(after=down), 1) == end
+        assert world.up(world.stream(), pages) == 2.0  # from 1 to 2
 
 
 def test_copies_take_their_share_of_the_devices_memory_from_kernels() -> None:
@@ -119,6 +84,9 @@ def test_copies_take_their_share_of_the_devices_memory_from_kernels() -> None:
     assert world.backend.compute(world.stream(), 4.0) == 2.0 + (4.0 - 13 / 16 - 7 / 8)
     assert world.backend.compute(world.stream(after=1.5), 0.25) == 1.5 + 0.25 / (7 / 8)  # over before the copy is
     assert world.backend.compute(world.stream(after=2.0), 1.0) == 3.0
+    alone = World(contention=False)
+    alone.down(alone.stream(), 2)
+    assert alone.backend.compute(alone.stream(), 4.0) == 4.0
 
 
 def test_the_setup_of_a_copy_and_later_copies_leave_kernels_alone() -> None:
@@ -129,15 +97,6 @@ def test_the_setup_of_a_copy_and_later_copies_leave_kernels_alone() -> None:
     assert world.backend.compute(kernels, 7 / 8) == 2.0
     world.down(world.stream(), 1)
     assert world.backend.stream_end(kernels) == 2.0
-
-
-def test_without_contention_kernels_are_alone() -> None:
-    world = World(contention=False)
-    world.down(world.stream(), 2)
-    assert world.backend.compute(world.stream(), 4.0) == 4.0
-
-
-# -- the host's time ---------------------------------------------------------------------------------------------------
 
 
 def test_driver_calls_take_the_callers_time() -> None:
@@ -159,11 +118,14 @@ def test_waiting_moves_the_host_and_only_as_far_as_the_timeout() -> None:
     world.down(stream, 8)
     event = world.event(stream)
     assert not backend.query(event)
-    assert backend.synchronize(event, 0.0) is False and backend.now == 0.0
-    assert backend.synchronize(event, 2.5) is False and backend.now == 2.5
-    assert backend.synchronize(event, -1.0) is False and backend.now == 2.5
-    assert backend.synchronize(event, 5.5) is True and backend.now == 8.0
-    assert backend.synchronize(event, 5.5) is True and backend.now == 8.0
+    for timeout, done, now in (
+        (0.0, False, 0.0),
+        (2.5, False, 2.5),
+        (-1.0, False, 2.5),
+        (5.5, True, 8.0),
+        (5.5, True, 8.0),
+    ):
+        assert (backend.synchronize(event, timeout), backend.now) == (done, now)
     world.down(stream, 1)
     assert backend.synchronize(world.event(stream), math.inf) is True and backend.now == 9.0
     assert backend.synchronize(backend.create_event(), 1e300) is True and backend.now == 9.0
@@ -190,34 +152,17 @@ def test_events_stand_for_a_moment() -> None:
 
 def test_time_goes_forward_only() -> None:
     world = World()
-    backend = world.backend
+    backend, stream = world.backend, world.stream()
     backend.advance_to(2.0)
     backend.advance_to(1.0)
-    assert backend.now == 2.0
+    calls = (backend.advance, backend.advance_to, partial(backend.compute, stream), partial(backend.hold, stream))
     for wrong in (-1.0, math.nan, math.inf):
-        stream = world.stream()
-        for call in (
-            backend.advance,
-            backend.advance_to,
-            lambda s: backend.compute(stream, s),  # noqa: B023  called at once
-            lambda s: backend.hold(stream, s),  # noqa: B023
-        ):
+        for call in calls:
             with pytest.raises(InvalidArgument):
                 call(wrong)
     assert backend.now == 2.0
-
-
-def test_destroying_a_stream_waits_for_it() -> None:
-    world = World()
-    stream = world.stream()
-    world.down(stream, 3)
-    world.backend.destroy_stream(stream)
-    assert world.backend.now == 3.0
-    with pytest.raises(InvalidArgument):
-        world.backend.finish(stream)
-
-
-# -- threads -----------------------------------------------------------------------------------------------------------
+    on_a_thread(lambda: backend.advance(2.0))  # whoever makes time pass is the host
+    assert backend.now == 4.0
 
 
 def test_another_thread_is_on_a_clock_of_its_own() -> None:
@@ -266,19 +211,6 @@ def test_what_another_thread_enqueues_starts_in_its_time_and_what_it_maps_is_the
     assert world.down(world.stream(), 1) == 6.0
 
 
-def test_whoever_makes_time_pass_is_the_host() -> None:
-    world = World()
-    on_a_thread(lambda: world.backend.advance(2.0))
-    assert world.backend.now == 2.0
-    stream = world.stream()
-    world.down(stream, 1)
-    on_a_thread(lambda: world.backend.finish(stream))
-    assert world.backend.now == 3.0
-
-
-# -- again and again ------------------------------------------------------------------------------------------------------
-
-
 def test_the_same_calls_give_the_same_bits() -> None:
     def run() -> tuple[float, ...]:
         world = World(duplex=0.7, copy_setup_s=1e-3, map_s=0.1)
@@ -295,3 +227,74 @@ def test_the_same_calls_give_the_same_bits() -> None:
         return (world.backend.now, *ends)
 
     assert run() == run()
+
+
+def test_pages_are_bounded_by_the_capacity_and_may_differ_in_size() -> None:
+    backend = _core.make_sim_backend(capacity_bytes=10 * PAGE, granularity=PAGE, **UNIT)
+    small, large = backend.create_page(PAGE), backend.create_page(8 * PAGE)
+    with pytest.raises(OutOfMemory) as full:
+        backend.create_page(2 * PAGE)
+    assert (full.value.requested, full.value.free, full.value.capacity) == (2 * PAGE, PAGE, 10 * PAGE)
+    at = backend.reserve(9 * PAGE, PAGE)
+    with pytest.raises(InvalidArgument):
+        backend.map(at, [small, large], PAGE)
+    backend.map(at, [large], 8 * PAGE)
+    with pytest.raises(InvalidState):
+        backend.unmap(at, PAGE)
+    with pytest.raises(InvalidState):
+        backend.destroy_page(large)
+    backend.unmap(at, 8 * PAGE)
+    backend.destroy_page(large)
+    assert backend.create_page(2 * PAGE) != large
+    assert not backend.can_exchange and not backend.new_pages_are_zero and backend.granularity == PAGE
+
+
+def test_copies_are_refused_where_nothing_is_accessible() -> None:
+    world = World()
+    backend, stream = world.backend, world.stream()
+    world.down(stream, 2)
+    backend.unmap(world.at, PAGE)
+    for call in (
+        lambda: world.down(stream, 1),
+        lambda: world.up(stream, 1),
+        lambda: backend.fill(stream, world.at, 0, 8),
+    ):
+        with pytest.raises(InvalidState):
+            call()
+    backend.set_access(world.at + PAGE, PAGE, _core.Access.read)
+    with pytest.raises(InvalidState):
+        backend.copy(stream, world.at + PAGE, world.host, PAGE)
+    backend.copy(stream, world.host, world.at + PAGE, PAGE)
+    assert backend.stream_end(stream) == 4.0  # what was refused took no time
+
+
+def test_nobody_can_touch_what_has_no_bytes() -> None:
+    world = World()
+    wanted = {world.at: ROOM * PAGE, world.host: ROOM * PAGE}
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, access = line.split()[:2]
+        first, last = (int(part, 16) for part in span.split("-"))
+        for at in list(wanted):
+            if first <= at < last:
+                assert access.startswith("---"), line
+                del wanted[at]
+    assert not wanted
+
+
+WRONG = {
+    "capacity_bytes": (PAGE - 1,),
+    "granularity": (3 * PAGE, 512),
+    "h2d_bytes_per_s": (0.0,),
+    "d2h_bytes_per_s": (math.inf,),
+    "hbm_bytes_per_s": (math.nan, 1.5 * PAGE),  # no more than the link moves: kernels would stand still
+    "duplex": (0.0, 1.5),
+    "copy_setup_s": (-1.0,),
+    "map_s": (math.nan,),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG for value in WRONG[field]])
+def test_what_is_no_device_is_refused(field: str, value: float) -> None:
+    with pytest.raises(InvalidArgument) as refused:
+        _core.make_sim_backend(**{"capacity_bytes": ROOM * PAGE, "granularity": PAGE, **UNIT, field: value})
+    assert refused.value.field == field

@@ -10,20 +10,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
+from sim_world import kv_spec
 
 import remap
 from remap import _core
+from remap.advanced import Platform
 from remap.engine.scheduler import Chunk
 from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.slices import slices_period
 from remap.sim.engine import SimEngine
-from remap.sim.hardware import machine, model
 from remap.sim.masters import masters
 from remap.sim.passes import SessionPass
 from remap.sim.scheduling import PrefillFirst
@@ -34,21 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "reference"))
 from stall_closed_form import stall_uniform
 
 PAGE = 2 << 20
+LINK = {"h2d_bytes_per_s": PAGE, "d2h_bytes_per_s": PAGE, "hbm_bytes_per_s": 1024 * PAGE}
 REPEAT = 12  # passes: a (max, +) matrix of up to 3 rows repeats itself after 1, 2 or 3 of them
 SETTLED = 24
 TIE = 2000  # passes that suffice when two cycles of the schedule take nearly the same time
-
-
-def kv_spec(layers: int, heads: int, size: int, tokens: int, least: int, most: int) -> remap.KVSpec:
-    return remap.KVSpec(
-        layers=layers,
-        kv_heads=heads,
-        head_dim=size,
-        block_tokens=tokens,
-        dtype="bfloat16",
-        min_blocks=least,
-        max_blocks=most,
-    )
 
 
 class World:
@@ -57,16 +47,8 @@ class World:
     def __init__(self, pages: Sequence[int], compute_s: Sequence[float], gap_s: float = 0.0) -> None:
         self.pages, self.compute_s, self.gap_s = list(pages), list(compute_s), gap_s
         spare = 4 + sum(pages)
-        self.backend = _core.make_sim_backend(
-            capacity_bytes=(sum(pages) + spare) * PAGE,
-            h2d_bytes_per_s=PAGE,
-            d2h_bytes_per_s=PAGE,
-            hbm_bytes_per_s=1024 * PAGE,
-            contention=False,
-        )
-        self.session = remap.Session(
-            (sum(pages) + spare) * PAGE, platform=remap.advanced.Platform(backend=self.backend)
-        )
+        self.backend = _core.make_sim_backend(capacity_bytes=(sum(pages) + spare) * PAGE, contention=False, **LINK)
+        self.session = remap.Session((sum(pages) + spare) * PAGE, platform=Platform(backend=self.backend))
         tokens = PAGE // (len(pages) * 2 * 64 * 2) or 1
         spec = kv_spec(len(pages), 1, 64, tokens, 2, 2 * sum(pages) + 8)
         self.tenant = self.session.attach_bytes(masters([each * PAGE for each in pages]), kv=spec)
@@ -122,15 +104,12 @@ def expected_period(world: World, buffers: int) -> float:
     )
 
 
-# -- closed forms ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("n", "alpha"), [(8, 1), (8, 3), (9, 2), (12, 3), (12, 5), (13, 4), (40, 9)])
 @pytest.mark.parametrize("ratio", [0.5, 1.0, 2.0, 4.0, 8.0])
 @pytest.mark.parametrize("buffers", [1, 2])
 def test_equal_layers_take_the_closed_form(n: int, alpha: int, ratio: float, buffers: int) -> None:
     """ratio: copying a layer to computing it. One buffer: any n and m. Two: m even; with fixed slots an odd m waits for longer at
-    the end of the pass, see the next test."""
+    the end of the pass, which `schedule.period` knows."""
     transfer = 4
     compute = transfer / ratio
     with World([transfer] * n, [compute] * n) as world:
@@ -141,58 +120,39 @@ def test_equal_layers_take_the_closed_form(n: int, alpha: int, ratio: float, buf
         world.expect(exact)
         if buffers == 1 or m % 2 == 0:
             assert exact == pytest.approx(n * compute + stall_uniform(n, compute, transfer, alpha, buffers), rel=1e-9)
-        if n % m == 0 and (buffers == 1 or m % 2 == 0):  # uniform spacing: the table's max of three terms
-            thirds = max(n * compute, m * transfer, m / buffers * (compute + transfer))
-            assert exact == pytest.approx(thirds, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("ratio", "alpha", "stalls"), [(2.0, 12, (0, 0)), (4.0, 9, (10, 4)), (8.0, 6, (23, 24)), (4.0, 20, (65, 48))]
-)
-def test_the_table_of_stalls(ratio: float, alpha: int, stalls: tuple[int, int]) -> None:
-    """Stall in computations of a layer, n = 40, with one buffer and with two. Rotating slots: for an odd m the fixed ones of the
-    library wait for 0 to 4 more, and `schedule.period` says how long."""
-    for buffers, stall in zip((1, 2), stalls):
-        with World([8] * 40, [8 / ratio] * 40) as world:
-            remap.advanced.remap(world.session, "model", layers=alpha, buffers=buffers)
-            exact = expected_period(world, buffers)
-            world.expect(exact)
-            beyond = exact / (8 / ratio) - 40 - stall
-            assert beyond == pytest.approx(0.0, abs=1e-9) or (buffers == 2 and alpha % 2 and 0 < beyond <= 4)
 
 
 def test_a_pass_of_the_simulator_is_the_same_pass() -> None:
-    """`SessionPass`, which skips wait and done where nothing is streamed, and times from a roofline's two methods."""
-
-    class Constant:
-        def layer_s(self, *batch: int) -> float:
-            return 2.0
-
-        def ends_s(self, tokens: int, rows: int) -> float:
-            return 5.0
-
-    class Shape:
-        layers = 12
-
+    """`SessionPass`, which skips wait and done where nothing is streamed, and times from a roofline's two methods; and
+    `SimEngine`, with the gap: a steady decode of one row that never ends, so the context grows and costs nothing."""
+    cost = SimpleNamespace(layer_s=lambda *batch: 2.0, ends_s=lambda tokens, rows: 5.0)
     with World([8] * 12, [2.0] * 12) as world:
         remap.advanced.remap(world.session, "model", layers=2, buffers=2)
-        passes = SessionPass(world.backend, world.tenant, Constant(), Shape())  # type: ignore[arg-type]
+        passes = SessionPass(world.backend, world.tenant, cost, SimpleNamespace(layers=12))  # type: ignore[arg-type]
         row = [Chunk(Request(0, 7, 2), 7, 1)]
         ends, stalls = [], []
         for _ in range(SETTLED + REPEAT):
             ends.append(passes.start(row))
             world.backend.advance_to(ends[-1])
             stalls.append(passes.stall_s)
-        exact = schedule.period(
-            [2.0] * 11 + [7.0], [8.0] * 12, world.tenant.streamed, 2
-        )  # the head behind the last layer
+        # The head is behind the last layer.
+        exact = schedule.period([2.0] * 11 + [7.0], [8.0] * 12, world.tenant.streamed, 2)
         assert (ends[-1] - ends[-1 - REPEAT]) / REPEAT == pytest.approx(exact, rel=1e-9)
         assert exact > 12 * 2.0 + 5.0
         assert passes.compute_s == pytest.approx((SETTLED + REPEAT) * 29.0, rel=1e-12)
         assert (stalls[-1] - stalls[-1 - REPEAT]) / REPEAT == pytest.approx(exact - 29.0, rel=1e-9)
+        scheduler = PrefillFirst(block_tokens=world.tenant.kv.block_tokens)
+        gap = {"session": None, "gap_s": 5.0, "most_blocks": 8, "context": 1000}
+        engine = SimEngine(world.tenant, scheduler, passes, world.backend, **gap)  # type: ignore[arg-type]
+        engine.add_request(Item("model", 0.0, 4, 100), arrived_s=0.0)
+        times = []
+        for _ in range(40):
+            engine.advance()
+            times.append(world.backend.now)
+        computing, copying = [5.0, *[2.0] * 11, 7.0], [0.0, *[8.0] * 12]
+        exact = schedule.period(computing, copying, [layer + 1 for layer in world.tenant.streamed], 2)
+        assert times[-1] - times[-1 - REPEAT] == pytest.approx(REPEAT * exact, rel=1e-9)
 
-
-# -- anything ----------------------------------------------------------------------------------------------------------
 
 layers_of = st.integers(3, 10).flatmap(
     lambda n: st.tuples(
@@ -206,9 +166,7 @@ layers_of = st.integers(3, 10).flatmap(
 
 @given(layers_of, st.sampled_from(["uniform", "nested"]), st.sampled_from([0, 0, 1, 5, 30]))
 @settings(max_examples=120, deadline=None)
-def test_any_layers_take_the_period_of_the_schedule(
-    drawn: tuple[list[int], list[int], int, int], selection: str, gap: int
-) -> None:
+def test_any_layers_take_the_period_of_the_schedule(drawn, selection, gap) -> None:
     pages, compute, alpha, buffers = drawn
     n = len(pages)
     buffers = min(buffers, n - alpha)
@@ -240,84 +198,10 @@ def test_slices_of_any_layers_take_their_period(drawn: tuple[list[int], list[int
         world.expect(exact)
 
 
-@pytest.mark.parametrize("tail_layers", [1, 2.5, 4])
-def test_slices_of_equal_layers(tail_layers: float) -> None:
-    """Traffic alpha n / (n - 2): the stall is what of it the computation does not hide."""
+def test_slices_of_equal_layers() -> None:
+    """Traffic alpha n / (n - 2): the stall is what of it the computation does not hide. Asked for in parts of a layer too."""
     n, pages, compute = 12, 20, 3.0
-    with World([pages] * n, [compute] * n) as world:
-        remap.advanced.remap(world.session, "model", layers=tail_layers, buffers=2, selection="slices")
-        alpha = world.tenant.remapped
-        world.expect(max(n * compute, alpha * n / (n - 2) * pages))
-
-
-# -- the gap between passes --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("gap", [0.0, 1.0, 7.0, 30.0, 100.0])
-def test_copies_go_on_in_the_gap_between_passes(gap: float) -> None:
-    """n = 8, one buffer, layers 0 and 4: a copy of 20 s each behind W = 3 computations of 2 s. The gap is in the window of layer
-    0 alone, and shortens its wait: of 2 x (20 - 6) s of stall the first half goes with the gap."""
-    with World([20] * 8, [2.0] * 8, gap) as world:
-        remap.advanced.remap(world.session, "model", layers=1, buffers=1)
-        assert world.tenant.streamed == (0, 4)
-        stall = max(0.0, 14.0 - gap) + 14.0
-        assert expected_period(world, 1) == pytest.approx(16.0 + gap + stall, rel=1e-12)
-        world.expect(16.0 + gap + stall)
-
-
-def test_the_gap_of_a_simulated_engine() -> None:
-    """As `SimEngine.advance` makes it: a steady decode of one row that never ends, so the context grows and costs nothing."""
-
-    class Flat:
-        def layer_s(self, *batch: int) -> float:
-            return 2.0
-
-        def ends_s(self, tokens: int, rows: int) -> float:
-            return 0.0
-
-    class Shape:
-        layers = 8
-
-    with World([20] * 8, [2.0] * 8) as world:
-        remap.advanced.remap(world.session, "model", layers=1, buffers=1)
-        passes = SessionPass(world.backend, world.tenant, Flat(), Shape())  # type: ignore[arg-type]
-        scheduler = PrefillFirst(block_tokens=world.tenant.kv.block_tokens)
-        engine = SimEngine(
-            world.tenant, scheduler, passes, world.backend, session=None, gap_s=5.0, most_blocks=8, context=1000
-        )
-        engine.add_request(Item("model", 0.0, 4, 100), arrived_s=0.0)
-        times = []
-        for _ in range(40):
-            engine.advance()
-            times.append(world.backend.now)
-        assert times[-1] - times[-13] == pytest.approx(12 * (16.0 + 5.0 + 9.0 + 14.0), rel=1e-9)
-
-
-def test_a_named_model_on_a_named_machine_without_what_the_theory_leaves_out() -> None:
-    """OPT-13b on a GH200, as in the papers: Eq. 5 with two buffers, m even."""
-    gh200, opt = machine("GH200-96GB"), model("OPT-13b")
-    made = _core.make_sim_backend(
-        capacity_bytes=48 << 30,
-        h2d_bytes_per_s=gh200.h2d_bytes_per_s,
-        d2h_bytes_per_s=gh200.d2h_bytes_per_s,
-        hbm_bytes_per_s=gh200.hbm_bytes_per_s,
-        contention=False,
-    )
-    with remap.Session(48 << 30, platform=remap.advanced.Platform(backend=made)) as session:
-        spec = kv_spec(40, opt.kv_heads, opt.head_dim, 16, 500, 6000)
-        tenant = session.attach_bytes(masters([opt.layer_bytes] * opt.layers), kv=spec)
-        remap.advanced.remap(session, "model", layers=14, buffers=2)
-        stream, transfer = made.create_stream(), opt.layer_bytes / gh200.h2d_bytes_per_s
-        ends: list[Any] = []
-        for _ in range(SETTLED + REPEAT):
-            with tenant.forward(stream=stream):
-                for layer in range(40):
-                    tenant.wait(layer)
-                    made.compute(stream, transfer / 4.0)
-                    tenant.done(layer)
-            ends.append(made.stream_end(stream))
-            made.advance_to(ends[-1])
-        period = (ends[-1] - ends[-1 - REPEAT]) / REPEAT
-        assert period == pytest.approx(
-            40 * transfer / 4.0 + 24 * transfer / 4.0, rel=1e-9
-        )  # 24: the table, alpha 14, r 4
+    for asked in (2.5, 4):
+        with World([pages] * n, [compute] * n) as world:
+            remap.advanced.remap(world.session, "model", layers=asked, buffers=2, selection="slices")
+            world.expect(max(n * compute, world.tenant.remapped * n / (n - 2) * pages))

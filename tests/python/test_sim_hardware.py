@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import pickle
 from importlib import resources
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from remap.errors import InvalidArgument
-from remap.sim.hardware import Machine, Model, machine, machines, model, models, namesakes
+from remap.sim.hardware import Machine, machine, machines, model, models, namesakes
 
 MACHINES = (
     *("GH200-96GB", "GB200", "B200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "RTX-4090", "L40S"),
@@ -30,9 +31,9 @@ PARAMETERS = {
     "Llama-2-70b": 68_976_648_192,
     "Llama-3-8b": 8_030_261_248,
     "Llama-3.1-70B": 70_553_706_496,
+    "Mixtral-8x7B": 46_702_792_704,
     "Qwen2.5-14B": 14_770_033_664,
     "Qwen2.5-72B": 72_706_203_648,
-    "Mixtral-8x7B": 46_702_792_704,
     "Qwen3-4B": 4_022_468_096,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-14B": 14_768_307_200,
@@ -40,6 +41,9 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
 }
+
+
+NAN = math.nan
 
 
 def refused(field: str, call: Any, *arguments: Any, **named: Any) -> InvalidArgument:
@@ -69,18 +73,21 @@ def test_every_figure_of_a_machine_has_a_source_and_a_grade(name: str) -> None:
     for source in found.sources.values():
         grade, _, text = source.partition(": ")
         assert grade in "PSLDVA" and len(text) > 3
+    for thing in (found, model("Mixtral")):  # can be hashed, copied and sent to another process
+        assert pickle.loads(pickle.dumps(thing)) == thing == copy.deepcopy(thing)
+        assert hash(thing) == hash(copy.deepcopy(thing))
 
 
-@pytest.mark.parametrize("kind", ["machines", "models"])
-def test_grades_are_explained_and_entries_have_sources(kind: str) -> None:
-    table = json.loads((resources.files("remap.sim") / "tables" / f"{kind}.json").read_text(encoding="utf-8"))
-    for entry in table[kind].values():
-        figures = (
-            [entry] if kind == "models" else [*entry["figures"].values(), *entry["also"].values(), entry["roofline"]]
-        )
-        for figure in figures:
-            assert figure["grade"] in table["grades"]
-            assert figure["source"]
+def test_grades_are_explained_and_entries_have_sources() -> None:
+    for kind in ("machines", "models"):
+        table = json.loads((resources.files("remap.sim") / "tables" / f"{kind}.json").read_text(encoding="utf-8"))
+        for entry in table[kind].values():
+            parts = (
+                [entry]
+                if kind == "models"
+                else [*entry["figures"].values(), *entry["also"].values(), entry["roofline"]]
+            )
+            assert all(part["grade"] in table["grades"] and part["source"] for part in parts)
 
 
 @pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
@@ -99,19 +106,11 @@ def test_kv_bytes_are_the_published_ones() -> None:
     assert model("Llama-3-8b").layer_bytes // model("Llama-3-8b").kv_bytes_per_token == 3328
 
 
-@pytest.mark.parametrize(
-    ("asked", "found"),
-    [
-        *(("h200", "H200-SXM"), ("GH200", "GH200-96GB"), ("a100", "A100-80GB-SXM"), ("H100", "H100-SXM")),
-        *(("4090", "RTX-4090"), (" gh200-96gb ", "GH200-96GB"), ("mi3", "MI300X"), ("h100-p", "H100-PCIe")),
-    ],
-)
-def test_machines_are_found_by_alias_and_by_a_unique_beginning(asked: str, found: str) -> None:
-    assert machine(asked).name == found
-
-
-def test_a_name_that_could_mean_another_machine_says_which() -> None:
-    assert namesakes("H100") == ("H100-PCIe",) == namesakes(" h100 ")
+def test_machines_are_found_by_alias_and_by_a_unique_beginning() -> None:
+    asked = {"h200": "H200-SXM", "GH200": "GH200-96GB", "a100": "A100-80GB-SXM", "H100": "H100-SXM", "4090": "RTX-4090"}
+    asked |= {" gh200-96gb ": "GH200-96GB", "mi3": "MI300X", "h100-p": "H100-PCIe"}
+    assert {name: machine(name).name for name in asked} == asked
+    assert namesakes("H100") == ("H100-PCIe",) == namesakes(" h100 ")  # a name that could mean another machine
     for clear in ("H100-SXM", "H100-PCIe", "h100-p", "H200", "B200", "GH200", "4090"):
         assert namesakes(clear) == (), clear
 
@@ -159,68 +158,59 @@ def test_a_users_table_adds_and_overrides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "table"),
+    ("field", "entry"),
     [
-        ("machines", {"machines": []}),
-        ("machines.x", {"machines": {"x": 3}}),
-        ("machines.3", {"machines": {3: {}}}),
-        ("x.aliases", {"machines": {"x": {"like": "H200", "aliases": 7}}}),
-        ("x.aliases", {"machines": {"x": {"like": "H200", "aliases": [7]}}}),
-        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": float("nan")}}}}),
-        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": float("inf")}}}}),
-        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": None}}}}),
-        ("x.figures", {"machines": {"x": {"link": "l"}}}),
-        ("x.hbm_bytes", {"machines": {"x": {"figures": {}, "roofline": {}}}}),
-        ("x.like", {"machines": {"x": {"like": 3}}}),
-        ("machine", {"machines": {"x": {"like": "nobody"}}}),
-        ("x.figures", {"machines": {"x": {"like": "H200", "figures": {"warp": 9}}}}),
-        ("x.figures", {"machines": {"x": {"like": "H200", "figures": 9}}}),
-        ("x.roofline", {"machines": {"x": {"like": "H200", "roofline": {"warp": 9}}}}),
-        ("x.flops", {"machines": {"x": {"like": "H200", "figures": {"flops": {"source": "?"}}}}}),
-        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": "many"}}}}),
-        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": 0}}}}),
-        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": float("nan")}}}}),
-        ("flops", {"machines": {"x": {"like": "H200", "figures": {"flops": True}}}}),
-        ("duplex", {"machines": {"x": {"like": "H200", "figures": {"duplex": 1.5}}}}),
-        ("copy_setup_s", {"machines": {"x": {"like": "H200", "figures": {"copy_setup_s": -1}}}}),
-        ("hbm_bytes", {"machines": {"x": {"like": "H200", "figures": {"hbm_bytes": 1.5}}}}),
-        ("roofline.p", {"machines": {"x": {"like": "H200", "roofline": {"p": 0.5}}}}),
-        ("roofline.eff_bw", {"machines": {"x": {"like": "H200", "roofline": {"eff_bw": 0}}}}),
-        ("link", {"machines": {"x": {"like": "H200", "link": ""}}}),
+        *(("machines.x", 3), ("machine", {"like": "nobody"}), ("x.like", {"like": 3}), ("x.figures", {"link": "l"})),
+        *(("x.aliases", {"like": "H200", "aliases": wrong}) for wrong in (7, [7])),
+        ("x.hbm_bytes", {"figures": {}, "roofline": {}}),
+        *(("x.figures", {"like": "H200", "figures": wrong}) for wrong in ({"warp": 9}, 9)),
+        *(("hbm_bytes", {"like": "H200", "figures": {"hbm_bytes": wrong}}) for wrong in (NAN, math.inf, None, 1.5)),
+        *(("flops", {"like": "H200", "figures": {"flops": wrong}}) for wrong in ("many", 0, NAN, True)),
+        ("x.flops", {"like": "H200", "figures": {"flops": {"source": "?"}}}),
+        *(
+            (name, {"like": "H200", "figures": {name: wrong}})
+            for name, wrong in (("duplex", 1.5), ("copy_setup_s", -1))
+        ),
+        *(
+            (f"roofline.{name}", {"like": "H200", "roofline": {name: wrong}})
+            for name, wrong in (("p", 0.5), ("eff_bw", 0))
+        ),
+        *(("x.roofline", {"like": "H200", "roofline": {"warp": 9}}), ("link", {"like": "H200", "link": ""})),
     ],
 )
-def test_a_malformed_machine_is_refused_by_its_field(field: str, table: Any) -> None:
-    refused(field, machine, "x", table)
+def test_a_malformed_machine_is_refused_by_its_field(field: str, entry: Any) -> None:
+    refused(field, machine, "x", {"machines": {"x": entry}})
 
 
 @pytest.mark.parametrize(
-    ("field", "entry"),
+    ("field", "like", "changes"),
     [
-        ("x.layers", {}),
-        ("x", {"like": "OPT-13b", "wheels": 4}),
-        ("layers", {"like": "OPT-13b", "layers": 0}),
-        ("kv_heads", {"like": "OPT-13b", "kv_heads": 2.5}),
-        ("linear_ops", {"like": "OPT-13b", "linear_ops": "qkv"}),
-        ("linear_ops", {"like": "OPT-13b", "linear_ops": []}),
-        ("linear_ops", {"like": "OPT-13b", "linear_ops": [["qkv", 3]]}),
-        ("linear_ops", {"like": "OPT-13b", "linear_ops": [["a", 3, 3], ["a", 3, 3]]}),
-        ("linear_ops", {"like": "OPT-13b", "linear_ops": [3]}),
-        ("head", {"like": "OPT-13b", "head": [1]}),
-        ("head", {"like": "OPT-13b", "head": 7}),
-        ("expert_ops", {"like": "OPT-13b", "expert_ops": ["nobody"]}),
-        ("active_experts", {"like": "OPT-13b", "active_experts": 2}),
+        *(
+            ("x", "OPT-13b", {"wheels": 4}),
+            ("layers", "OPT-13b", {"layers": 0}),
+            ("kv_heads", "OPT-13b", {"kv_heads": 2.5}),
+        ),
+        *(
+            ("linear_ops", "OPT-13b", {"linear_ops": wrong})
+            for wrong in ("qkv", [], [["qkv", 3]], [["a", 3, 3]] * 2, [3])
+        ),
+        *(("head", "OPT-13b", {"head": wrong}) for wrong in ([1], 7)),
+        *(("expert_ops", "OPT-13b", {"expert_ops": ["nobody"]}), ("active_experts", "OPT-13b", {"active_experts": 2})),
         # Sizes of two models in one: what was left out came from the model that the entry is like.
-        ("x.layer_bytes", {"like": "Mixtral-8x7B", "layers": 48, "experts": 128, "active_experts": 8}),
-        ("x.layer_bytes", {"like": "OPT-13b", "matrix_bytes": 1}),
-        ("x.linear_ops", {"like": "Mixtral-8x7B", "layers": 48, "hidden": 2048}),
-        ("x.linear_ops", {"like": "Llama-3-8b", "kv_heads": 4}),
+        ("x.layer_bytes", "Mixtral-8x7B", {"layers": 48, "experts": 128, "active_experts": 8}),
+        ("x.layer_bytes", "OPT-13b", {"matrix_bytes": 1}),
+        ("x.linear_ops", "Mixtral-8x7B", {"layers": 48, "hidden": 2048}),
+        ("x.linear_ops", "Llama-3-8b", {"kv_heads": 4}),
     ],
 )
-def test_a_malformed_model_is_refused_by_its_field(field: str, entry: Any) -> None:
-    refused(field, model, "x", {"models": {"x": entry}})
+def test_a_malformed_model_is_refused_by_its_field(field: str, like: str, changes: Any) -> None:
+    refused(field, model, "x", {"models": {"x": {"like": like, **changes}}})
 
 
 def test_unreadable_tables_are_refused(tmp_path: Path) -> None:
+    refused("machines", machine, "x", {"machines": []})
+    refused("machines.3", machine, "x", {"machines": {3: {}}})
+    refused("x.layers", model, "x", {"models": {"x": {}}})
     refused("extra", machine, "H200", tmp_path / "missing.json")
     for text in ("{", "[]", '{"something": 1}'):
         (tmp_path / "bad.json").write_text(text)
@@ -240,10 +230,3 @@ def test_with_changes_figures_and_says_so() -> None:
     refused("roofline.p", base.with_, p=0)
     with pytest.raises(dataclasses.FrozenInstanceError):
         base.flops = 1.0  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("thing", [machine("GH200"), model("Mixtral")])
-def test_entries_can_be_hashed_copied_and_sent_to_another_process(thing: Machine | Model) -> None:
-    assert pickle.loads(pickle.dumps(thing)) == thing == copy.deepcopy(thing)
-    assert hash(thing) == hash(copy.deepcopy(thing))
-    assert dataclasses.asdict(thing)["name"] == thing.name

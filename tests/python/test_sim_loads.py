@@ -1,17 +1,17 @@
 """Arrivals and lengths by name: the statistics of what they are named after, exact counts and rates, files, refusals.
 
-The figures of the traces and data sets are facts about them (see `remap.sim.loads` and `workload`). What compares with the files
-themselves is skipped where they are not: REMAP_TRACES names their folder.
+The figures of the traces and data sets are facts about them (see `remap.sim.loads` and `workload`).
 """
 
 from __future__ import annotations
 
 import gzip
 import math
-import os
 import random
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -21,20 +21,7 @@ from remap.errors import InvalidArgument
 from remap.sim.lengths import Quantiles, Uniform
 from remap.sim.loads import ALPACA_PAPER, ARRIVALS, BURSTGPT, LENGTHS, LONG, SHAREGPT_PAPER, SHORT, load
 from remap.sim.results import percentile
-from remap.sim.workload import AZURE_CODE, Arrivals, Lengths, Lognormal, summary
-
-DATA = os.environ.get("REMAP_TRACES", "")
-
-
-def data(name: str) -> str:
-    """The path of a trace file; skips the test where it is not."""
-    path = Path(DATA) / f"{name}.csv.gz"
-    if not DATA or not path.exists():
-        pytest.skip(f"the data file {path.name} is not here; REMAP_TRACES names the folder with the trace files")
-    return str(path)
-
-
-# -- arrivals -----------------------------------------------------------------------------------------------------------
+from remap.sim.workload import ALPACA, AZURE_CODE, Arrivals, Lengths, Lognormal, generate
 
 
 def windows(times: list[float], width: float) -> list[int]:
@@ -45,119 +32,30 @@ def windows(times: list[float], width: float) -> list[int]:
     return counts
 
 
-def dispersion(counts: list[int]) -> float:
-    return statistics.pvariance(counts) / statistics.fmean(counts)
-
-
-def empty(counts: list[int]) -> float:
-    return counts.count(0) / len(counts)
-
-
 def gap_variation(times: list[float]) -> float:
     gaps = [b - a for a, b in zip(times, times[1:])]
     return statistics.pstdev(gaps) / statistics.fmean(gaps)
 
 
-@pytest.fixture(scope="module")
-def code() -> list[float]:
-    """58 times the length of the trace: what remains is the generator's, not the draw's."""
-    return list(AZURE_CODE.times(58 * 3436.0, random.Random(11)))
+# Of a window of so many seconds: dispersion and its tolerance, share of empty windows and its tolerance.
+CODE = {1: (13.18, 0.1, 0.734, 0.02), 10: (71.3, 0.15, 0.561, 0.05), 60: (160.5, 0.2, 0.207, 0.04)}
+WEEK = {1: (9.8, 0.15, 0.22, 0.04), 10: (65.5, 0.2, 0.05, 0.03)}
 
 
-def test_azure_code_has_the_statistics_of_the_trace(code) -> None:
-    """Azure LLM inference trace 2023, code: 8819 arrivals in 3436 s."""
-    assert len(code) / (58 * 3436.0) == pytest.approx(2.567, rel=0.07)
-    assert gap_variation(code) == pytest.approx(13.15, rel=0.05)
-    seconds, tens, minutes = (windows(code, width) for width in (1.0, 10.0, 60.0))
-    assert dispersion(seconds) == pytest.approx(13.18, rel=0.1)
-    assert statistics.pstdev(seconds) / statistics.fmean(seconds) == pytest.approx(2.266, rel=0.1)
-    assert empty(seconds) == pytest.approx(0.734, abs=0.02)
-    assert dispersion(tens) == pytest.approx(71.3, rel=0.15)
-    assert statistics.pstdev(tens) / statistics.fmean(tens) == pytest.approx(1.668, rel=0.1)
-    assert empty(tens) == pytest.approx(0.561, abs=0.05)
-    assert dispersion(minutes) == pytest.approx(160.5, rel=0.2)
-    assert empty(minutes) == pytest.approx(0.207, abs=0.04)
-
-
-def test_parts_of_azure_code_as_long_as_the_trace_have_its_peaks_and_silences(code) -> None:
-    peaks, heights, silences = [], [], []
-    for part in range(58):
-        times = [time - part * 3436.0 for time in code if part * 3436.0 <= time < (part + 1) * 3436.0]
-        seconds, tens = windows(times, 1.0), windows(times, 10.0)
-        peaks.append(max(seconds) / statistics.fmean(seconds))
-        heights.append(max(tens) / statistics.fmean(tens))
-        silences.append(max(b - a for a, b in zip(times, times[1:])))
-    for seen, of_trace in ((peaks, 26.1), (heights, 12.76), (silences, 217.2)):
-        assert statistics.median(seen) == pytest.approx(of_trace, rel=0.25)
-        assert min(seen) < of_trace < max(seen)
-
-
-def test_burstgpt_like_has_the_statistics_of_its_first_week() -> None:
-    """Compressed 300 times: 18,883 arrivals in 2016 s."""
-    times = list(BURSTGPT.times(60_000.0, random.Random(1)))
-    seconds, tens = windows(times, 1.0), windows(times, 10.0)
-    assert len(times) / 60_000.0 == pytest.approx(9.368, rel=0.05)
-    assert gap_variation(times) == pytest.approx(5.83, rel=0.1)
-    assert dispersion(seconds) == pytest.approx(9.8, rel=0.15)
-    assert empty(seconds) == pytest.approx(0.22, abs=0.04)
-    assert dispersion(tens) == pytest.approx(65.5, rel=0.2)
-    assert empty(tens) == pytest.approx(0.05, abs=0.03)
-
-
+# Azure LLM inference trace 2023, code: 8819 arrivals in 3436 s. BurstGPT, first week, 300 times as fast: 18,883 in 2016 s.
 @pytest.mark.parametrize(
-    ("name", "pattern", "shorten"), [("azure_code", AZURE_CODE, 1), ("burstgpt_week1_recon", BURSTGPT, 300)]
+    ("pattern", "rate", "cv", "by_width"), [(AZURE_CODE, 2.567, 13.15, CODE), (BURSTGPT, 9.368, 5.83, WEEK)]
 )
-def test_the_figures_above_are_those_of_the_files(name, pattern, shorten) -> None:
-    with gzip.open(data(name), "rt") as stream:
-        next(stream)
-        times = sorted(float(line.split(",")[0]) / shorten for line in stream)
-    times = [time - times[0] for time in times]
-    assert (len(times) - 1) / times[-1] == pytest.approx(pattern.rate, rel=0.001)
-    assert gap_variation(times) == pytest.approx(pattern.cv, rel=0.001)
-    of_file = [dispersion(windows(times, width)) for width in (1.0, 10.0)]
-    assert of_file == pytest.approx({"azure_code": [13.18, 71.3]}.get(name, [9.8, 65.5]), rel=0.01)
-
-
-@settings(max_examples=60, deadline=None)
-@given(
-    cv=st.floats(1.01, 20.0),
-    duty=st.floats(0.05, 0.9),
-    spread=st.floats(0.01, 3.0),
-    spells=st.floats(1.0, 20.0),
-)
-def test_spells_keep_the_variation_of_the_gaps(cv, duty, spread, spells) -> None:
-    """The wait for the next arrival from any moment, from the process's own equations: with the rates of two states put into
-    them numerically, cv^2 = 2 rate R - 1."""
-    arrivals = Arrivals(1.0, cv, duty, spread, spells)
-    off, on = 1 / arrivals.silence_s, 1 / arrivals.burst_s
-    sigma = math.sqrt(math.log1p(spread * spread))
-    normal = statistics.NormalDist()
-    # Quadrature by the midpoints of 4001 equal shares.
-    rates = [math.exp(sigma * normal.inv_cdf((k + 0.5) / 4001) - sigma * sigma / 2) / duty for k in range(4001)]
-    # From a fresh spell: an arrival, a new spell, or the end of the burst and then a fresh spell, whichever is first. Iterated
-    # to its fixed point as a linear equation wait = known + factor * wait.
-    known = statistics.fmean((1 + on / off) / (rate + spells * on) for rate in rates)
-    factor = statistics.fmean(spells * on / (rate + spells * on) for rate in rates)
-    wait_on = known / (1 - factor)
-    wait = wait_on + (1 - duty) / off
-    assert math.sqrt(2 * wait - 1) == pytest.approx(cv, rel=0.02 + 0.03 * (spread > 1.5))
-
-
-def test_spells_of_one_rate_are_the_plain_process() -> None:
-    plain, same = Arrivals(2.0, 5.0, 0.3), Arrivals(2.0, 5.0, 0.3, spread=1e-6, spells=4.0)
-    assert same.burst_s == pytest.approx(plain.burst_s, rel=1e-4)
-    assert same.silence_s == pytest.approx(plain.silence_s, rel=1e-4)
-
-
-@pytest.mark.parametrize(("cv", "spread", "spells"), [(4.0, 0.85, 8.0), (3.0, 1.5, 1.0)])
-def test_drawn_spells_have_the_mean_and_the_variation(cv, spread, spells) -> None:
-    times = list(Arrivals(20.0, cv, 0.3, spread, spells).times(20_000.0, random.Random(4)))
-    assert len(times) / 20_000.0 == pytest.approx(20.0, rel=0.05)
-    assert gap_variation(times) == pytest.approx(cv, rel=0.06)
-    assert times == sorted(times)
-
-
-# -- lengths ------------------------------------------------------------------------------------------------------------
+def test_patterns_have_the_statistics_of_the_traces(pattern, rate, cv, by_width) -> None:
+    """Drawn for many times the length of the trace: what remains is the generator's, not the draw's."""
+    span = 500_000 / rate
+    times = list(pattern.times(span, random.Random(11)))
+    assert len(times) / span == pytest.approx(rate, rel=0.07)
+    assert gap_variation(times) == pytest.approx(cv, rel=0.1)
+    for width, (dispersion, off, empty, by) in by_width.items():
+        counts = windows(times, float(width))
+        assert statistics.pvariance(counts) / statistics.fmean(counts) == pytest.approx(dispersion, rel=off)
+        assert counts.count(0) / len(counts) == pytest.approx(empty, abs=by)
 
 
 def drawn(lengths: Lengths, count: int = 40_000) -> tuple[list[int], list[int]]:
@@ -184,20 +82,6 @@ def test_lengths_are_those_of_the_papers_data_sets(lengths, prompt, output, most
     # The closed form, without what the cut of the sum takes (1.4 % of ShareGPT's prompts' mean).
     assert lengths.prompt.cut_mean == pytest.approx(prompt[0], rel=0.015)
     assert lengths.output.cut_mean == pytest.approx(output[0], rel=0.005)
-
-
-@pytest.mark.parametrize(
-    ("name", "lengths"), [("sharegpt_paper_means", SHAREGPT_PAPER), ("alpaca_paper_means", ALPACA_PAPER)]
-)
-def test_quantiles_of_lengths_are_those_of_the_files(name, lengths) -> None:
-    with gzip.open(data(name), "rt") as stream:
-        next(stream)
-        rows = [tuple(map(int, line.split(","))) for line in stream]
-    for ours, column in ((lengths.prompt, 0), (lengths.output, 1)):
-        theirs = [row[column] for row in rows]
-        assert ours.cut_mean == pytest.approx(statistics.fmean(theirs), rel=0.015)
-        for share in (0.1, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99):
-            assert ours.at(share) == pytest.approx(percentile(theirs, share), rel=0.08, abs=0.6)
 
 
 def test_long_and_short_requests_are_oneiros() -> None:
@@ -250,9 +134,6 @@ def test_a_request_that_is_too_long_loses_of_its_prompt() -> None:
     assert (half.prompt, half.output.most, half.total) == (Uniform(2, 4), 32, 50)
 
 
-# -- requests of named loads ----------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     rates=st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4),
@@ -275,38 +156,16 @@ def test_there_are_exactly_as_many_requests_in_exactly_that_time(rates, requests
 
 
 def test_the_seed_and_the_rate() -> None:
-    one, other = (load(["a", "b"], requests=500, rate=2.0, seed=seed) for seed in (1, 2))
-    assert [item.time_s for item in one] != [item.time_s for item in other]
-    assert [item.prompt_tokens for item in one] != [item.prompt_tokens for item in other]
-    fast = load(["a", "b"], requests=500, rate=8.0, seed=1)
-    assert [item.time_s * 4 for item in fast] == pytest.approx([item.time_s for item in one])
-    assert [(i.tenant, i.prompt_tokens, i.output_tokens) for i in fast] == [
-        (i.tenant, i.prompt_tokens, i.output_tokens) for i in one
-    ]
-    # The same pattern with other lengths.
-    assert [i.time_s for i in load(["a", "b"], requests=500, rate=2.0, seed=1, lengths="alpaca")] == [
-        i.time_s for i in one
-    ]
-    assert abs(summary(one).rate - 2.0) < 0.1
+    def drawn_with(rate: float = 2.0, **changed: Any) -> tuple[list[float], list[int]]:
+        items = load(["a", "b"], requests=500, rate=rate, **{"seed": 1, **changed})
+        return [item.time_s for item in items], [item.prompt_tokens for item in items]
 
-
-def test_each_tenant_has_its_own_load() -> None:
-    items = load(
-        ["a", "b"], requests=600, rate=(4.0, 2.0), arrivals=("poisson", "bursty:6:0.2"), lengths=("fixed:7:3", "long")
-    )
-    a, b = ([item for item in items if item.tenant == name] for name in "ab")
-    assert (len(a), len(b)) == (400, 200)
-    assert {(item.prompt_tokens, item.output_tokens) for item in a} == {(7, 3)}
-    assert min(item.prompt_tokens for item in b) >= 1256
-    assert summary(a).cv == pytest.approx(1.0, abs=0.15)
-    assert summary(b).cv > 3
-
-
-def test_the_context_of_a_model_bounds_its_requests() -> None:
-    items = load(["a", "b"], requests=2000, rate=1.0, context={"a": 512})
-    longest = {name: max(i.prompt_tokens + i.output_tokens for i in items if i.tenant == name) for name in "ab"}
-    assert longest["a"] == 512 and 1024 < longest["b"] <= 2047
-    assert all(item.prompt_tokens >= 1 and item.output_tokens >= 1 for item in items)
+    times, prompts = drawn_with()
+    other_times, other_prompts = drawn_with(seed=2)
+    assert times != other_times and prompts != other_prompts
+    fast_times, fast_prompts = drawn_with(rate=8.0)
+    assert [time * 4 for time in fast_times] == pytest.approx(times) and fast_prompts == prompts
+    assert drawn_with(lengths="alpaca")[0] == times  # the same pattern with other lengths
 
 
 def write(path: Path, text: str) -> str:
@@ -331,10 +190,7 @@ def test_a_file_is_replayed_and_goes_round(tmp_path, name) -> None:
     # Gaps 1, 1, 2, then the mean gap 4/3, 1, and 1 to the one that is not there any more: 22/3 in all, in 2 seconds.
     expected = [time * 2.0 / (22 / 3) for time in (0, 1, 2, 4, 4 + 4 / 3, 4 + 4 / 3 + 1)]
     assert [item.time_s for item in items] == pytest.approx(expected)
-
-
-def test_tenants_of_one_file_begin_at_different_rows(tmp_path) -> None:
-    path = write(tmp_path / "t.csv", TRACE)
+    # Tenants of one file begin at different rows.
     items = load(
         ["a", "b", "c"], requests=12, rate=3.0, arrivals=(path, "poisson", path), lengths=(path, "alpaca", path)
     )
@@ -345,78 +201,43 @@ def test_tenants_of_one_file_begin_at_different_rows(tmp_path) -> None:
 def test_lengths_of_another_file_are_shuffled_and_all_used(tmp_path) -> None:
     rows = "".join(f"{number},{number + 100}\n" for number in range(1, 41))
     path = write(tmp_path / "l.csv", "input_tokens,output_tokens\n" + rows)
-    pairs = [
-        [(i.prompt_tokens, i.output_tokens) for i in load(["a"], requests=80, rate=1.0, lengths=path, seed=seed)]
-        for seed in (1, 2)
-    ]
-    assert sorted(pairs[0][:40]) == sorted(pairs[0][40:]) == [(n, n + 100) for n in range(1, 41)]
-    assert pairs[0][:40] != pairs[0][40:] and pairs[0] != pairs[1]
-    cut = load(["a"], requests=40, rate=1.0, lengths=path, context={"a": 120})
-    assert max(i.prompt_tokens + i.output_tokens for i in cut) == 120
 
+    def pairs(requests: int, **named: Any) -> list[tuple[int, int]]:
+        items = load(["a"], requests=requests, rate=1.0, lengths=path, **named)
+        return [(item.prompt_tokens, item.output_tokens) for item in items]
 
-def test_real_traces_at_a_rate() -> None:
-    items = load(
-        ["a", "b"],
-        requests=8819 * 2,
-        rate=10.0,
-        arrivals=data("azure_code"),
-        lengths=data("sharegpt_paper_means"),
-        seed=3,
-    )
-    for name in "ab":
-        mine = [item for item in items if item.tenant == name]
-        assert len(mine) == 8819
-        seen = summary(mine)
-        assert seen.rate == pytest.approx(5.0, rel=0.05)
-        assert seen.cv == pytest.approx(13.15, rel=0.03)
-        assert seen.mean_prompt == pytest.approx(161.31, rel=0.03)
-        assert seen.mean_output == pytest.approx(337.99, rel=0.03)
-    # They do not burst together.
-    a, b = (windows([i.time_s for i in items if i.tenant == name], 1.0) for name in "ab")
-    assert abs(statistics.correlation(a[:1500], b[:1500])) < 0.2
+    one, other = pairs(80, seed=1), pairs(80, seed=2)
+    assert sorted(one[:40]) == sorted(one[40:]) == [(n, n + 100) for n in range(1, 41)]
+    assert one[:40] != one[40:] and one != other
+    assert max(map(sum, pairs(40, context={"a": 120}))) == 120
 
 
 @pytest.mark.parametrize(
-    ("change", "field", "says"),
+    ("field", "value", "says"),
     [
-        ({"arrivals": "azure"}, "arrivals", "azure-code"),
-        ({"arrivals": "bursty:x"}, "arrivals", "bursty:CV:DUTY"),
-        ({"arrivals": "bursty:4:0.5:1"}, "arrivals", "bursty:CV:DUTY"),
-        ({"arrivals": "bursty:-4"}, "cv", "above 0"),
-        ({"arrivals": ("poisson",) * 3}, "arrivals", "3 values for 2 tenants"),
-        ({"arrivals": "/nowhere/t.csv"}, "arrivals", "/nowhere/t.csv"),
-        ({"lengths": "shareGPT"}, "lengths", "sharegpt"),
-        ({"lengths": "fixed:3"}, "lengths", "fixed:IN:OUT"),
-        ({"lengths": "fixed:0:3"}, "lengths", "fixed:IN:OUT"),
-        ({"lengths": "fixed:1.5:3"}, "lengths", "fixed:IN:OUT"),
-        ({"lengths": "/nowhere/l.csv.gz"}, "lengths", "/nowhere/l.csv.gz"),
-        ({"rate": 0.0}, "rate", "above 0"),
-        ({"rate": (1.0, 2.0, 3.0)}, "rate", "3 values for 2 tenants"),
-        ({"rate": (1.0, math.inf)}, "rate", "above 0"),
-        ({"requests": 1}, "requests", "at least one a tenant"),
-        ({"tenants": ()}, "tenants", "at least one"),
-        ({"tenants": ("a", "a")}, "tenants", "each once"),
+        *(("arrivals", value, "bursty:CV:DUTY") for value in ("bursty:x", "bursty:4:0.5:1")),
+        *(("arrivals", "azure", "azure-code"), ("arrivals", ("poisson",) * 3, "3 values for 2 tenants")),
+        *(("lengths", value, "fixed:IN:OUT") for value in ("fixed:3", "fixed:0:3", "fixed:1.5:3")),
+        *(("lengths", "shareGPT", "sharegpt"), ("lengths", "/nowhere/l.csv.gz", "/nowhere/l.csv.gz")),
+        *(("rate", 0.0, "above 0"), ("rate", (1.0, 2.0, 3.0), "3 values"), ("rate", (1.0, math.inf), "above 0")),
+        *(("rate", 1e-300, "larger rate"), ("requests", 1, "at least one a tenant"), ("tenants", (), "at least one")),
+        *(("tenants", ("a", "a"), "each once"), ("arrivals", "/nowhere/t.csv", "/nowhere/t.csv")),
     ],
 )
-def test_refusals_name_what_is_known(change, field, says) -> None:
-    arguments = {"tenants": ("a", "b"), "requests": 10, "rate": 1.0, **change}
+def test_refusals_name_what_is_known(field: str, value: Any, says: str) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        load(**arguments)
-    assert caught.value.field == field
-    assert says in str(caught.value)
+        load(**{"tenants": ("a", "b"), "requests": 10, "rate": 1.0, field: value})
+    assert caught.value.field == field and says in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["", "arrival\n1\n", "arrival_s,input_tokens,output_tokens\n", "arrival_s,input_tokens,output_tokens\nx,y,z\n",
-     "arrival_s,input_tokens,output_tokens\nnan,nan,nan\n", "arrival_s,input_tokens,output_tokens\n1\n"],
-)  # fmt: skip
+HEAD = "arrival_s,input_tokens,output_tokens\n"
+
+
+@pytest.mark.parametrize("text", ["", "arrival\n1\n", HEAD, f"{HEAD}x,y,z\n", f"{HEAD}nan,nan,nan\n", f"{HEAD}1\n"])
 def test_files_without_what_is_needed(tmp_path, text) -> None:
     path = write(tmp_path / "bad.csv", text)
-    for field in ("arrivals", "lengths"):
-        if field == "arrivals" and text.endswith("s\n1\n"):
-            continue  # a row with an arrival alone has what arrivals need
+    # A row with an arrival alone has what arrivals need.
+    for field in ("lengths",) if text.endswith("s\n1\n") else ("arrivals", "lengths"):
         with pytest.raises(InvalidArgument) as caught:
             load(["a"], requests=2, rate=1.0, **{field: path})
         assert caught.value.field == field
@@ -426,24 +247,29 @@ def test_files_without_what_is_needed(tmp_path, text) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "field"),
+    ("field", "make"),
     [
-        (lambda: Quantiles((0.0,), (1,)), "shares"),
-        (lambda: Quantiles((0.0, 0.5), (1, 2)), "shares"),
-        (lambda: Quantiles((0.0, 0.5, 0.5, 1.0), (1, 2, 3, 4)), "shares"),
-        (lambda: Quantiles((0.0, 1.0), (2, 1)), "tokens"),
-        (lambda: Quantiles((0.0, 1.0), (0, 1)), "tokens"),
-        (lambda: Quantiles((0.0, 1.0), (1, math.inf)), "tokens"),
-        (lambda: Quantiles((0.0, 1.0), (1, 2, 3)), "tokens"),
-        (lambda: Quantiles((0.0, 1.0), (1, 2), least=3, most=2), "least"),
-        (lambda: Uniform(0, 4), "least"),
-        (lambda: Uniform(5, 4), "least"),
-        (lambda: Lengths(Uniform(1, 4), Uniform(1, 4), total=1), "total"),
-        (lambda: Arrivals(1.0, 2.0, spread=-1.0), "spread"),
-        (lambda: Arrivals(1.0, 2.0, spells=0.5), "spells"),
+        ("shares", lambda: Quantiles((0.0,), (1,))),
+        ("shares", lambda: Quantiles((0.0, 0.5), (1, 2))),
+        ("shares", lambda: Quantiles((0.0, 0.5, 0.5, 1.0), (1, 2, 3, 4))),
+        *(("tokens", lambda t=t: Quantiles((0.0, 1.0), t)) for t in ((2, 1), (0, 1), (1, math.inf), (1, 2, 3))),
+        ("least", lambda: Quantiles((0.0, 1.0), (1, 2), least=3, most=2)),
+        ("least", lambda: Uniform(0, 4)),
+        ("least", lambda: Uniform(5, 4)),
+        ("total", lambda: Lengths(Uniform(1, 4), Uniform(1, 4), total=1)),
+        *(("rate", lambda r=r: Arrivals(r)) for r in (0.0, math.inf)),
+        *(("cv", lambda cv=cv: Arrivals(1.0, cv=cv)) for cv in (-1.0, math.nan)),
+        ("duty", lambda: Arrivals(1.0, duty=1.0)),
+        ("spread", lambda: Arrivals(1.0, 2.0, spread=-1.0)),
+        ("spells", lambda: Arrivals(1.0, 2.0, spells=0.5)),
+        ("mean", lambda: Lognormal(0.0, 1.0)),
+        ("sigma", lambda: Lognormal(5.0, -1.0)),
+        *(("least", lambda k=k, m=m: Lognormal(5.0, 1.0, least=k, most=m)) for k, m in ((9, 8), (0, 8))),
+        ("factor", lambda: ALPACA.scaled(0.0)),
+        ("seconds", lambda: generate([], 0.0)),
     ],
 )
-def test_distributions_refuse_what_makes_no_sense(make, field) -> None:
+def test_distributions_refuse_what_makes_no_sense(field: str, make: Callable[[], object]) -> None:
     with pytest.raises(InvalidArgument) as caught:
         make()
     assert caught.value.field == field

@@ -46,19 +46,12 @@ def link(copy_in: float = 1.0, copy_out: float = 1.0, **changes: Any) -> Machine
     )
 
 
-class Fixed:
-    def __init__(self, layer: float, ends_s: float = 0.0) -> None:
-        self.layer, self.ends = layer, ends_s
-
-    def layer_s(self, *batch: int) -> float:
-        return self.layer
-
-    def ends_s(self, tokens: int, rows: int) -> float:
-        return self.ends
+def fixed(layer: float, ends_s: float = 0.0) -> Any:
+    return SimpleNamespace(layer_s=lambda *batch: layer, ends_s=lambda tokens, rows: ends_s)
 
 
-def pie_pass(layers: int, on: Machine, cost: Fixed | None = None, used: int = 1, swapped: int = 0) -> PiePass:
-    return PiePass(SimpleNamespace(now=100.0), on, tiny(layers), cost or Fixed(1.0), lambda: used, lambda: swapped)
+def pie_pass(layers: int, on: Machine, cost: Any = None, used: int = 1, swapped: int = 0) -> PiePass:
+    return PiePass(SimpleNamespace(now=100.0), on, tiny(layers), cost or fixed(1.0), lambda: used, lambda: swapped)
 
 
 def protocol(layers: int, swapped: int, compute: int, copy_in: int, copy_out: int) -> float:
@@ -71,9 +64,6 @@ def protocol(layers: int, swapped: int, compute: int, copy_in: int, copy_out: in
 def closed(layers: int, swapped: int, compute: int, copy_in: int, copy_out: int) -> float:
     passes = pie_pass(layers, link(copy_in, copy_out))
     return passes.times(float(compute), 0.0, 1, swapped).pass_s
-
-
-# -- the pipeline ------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_of_the_paper() -> None:
@@ -117,56 +107,43 @@ def test_copies_as_unequal_as_a_gh200s(drawn: tuple[int, int, int, int]) -> None
     assert copy_in / copy_out * formula * (1 - 1e-12) <= exact <= formula * n / (n - 1) * 1.06
 
 
-def test_nothing_in_host_memory_costs_nothing() -> None:
-    passes = pie_pass(12, link(5.0, 7.0))
-    times = passes.times(2.0, 3.0, 100, 0)
-    assert (times.compute_s, times.copies_s, times.pass_s, times.stall_s) == (27.0, 0.0, 27.0, 0.0)
-    assert protocol(12, 0, 2, 5, 7) == 24
-
-
-def test_more_than_all_layers_are_never_copied() -> None:
-    times = pie_pass(8, link(1.0, 2.0)).times(1.0, 0.0, 10, 7)
-    assert times.copies_s == 8 * 2.0 * 10
-
-
 def test_set_up_times_duplex_and_contention() -> None:
     """Copies of 10 tokens: 6 layers x (0.5 + 10 / 0.8) = 78 s. The link takes 1/4 of the memory's bandwidth from the computation
     while both directions run: of 60 s of computation 3/4 x 78 = 58.5 are done beside them."""
     per_token = tiny(4).kv_bytes_per_token_layer
     on = link(1.0, 1.0).with_(duplex=0.8, copy_setup_s=0.5, hbm_bytes_per_s=6.4 * per_token)
     times = pie_pass(12, on).times(5.0, 0.0, 10, 4)
-    assert times.copies_s == pytest.approx(6 * (0.5 + 12.5))
-    assert times.compute_s == pytest.approx(60.0 + 78.0 / 4)
-    assert times.pass_s == pytest.approx(79.5) and times.stall_s == 0.0
+    assert (times.copies_s, times.compute_s) == pytest.approx((6 * (0.5 + 12.5), 60.0 + 78.0 / 4))
+    assert (times.pass_s, times.stall_s) == (pytest.approx(79.5), 0.0)
     short = pie_pass(12, on).times(1.0, 0.0, 10, 4)  # 12 s of computation end before the copies: slowed all the time
-    assert short.compute_s == pytest.approx(12.0 / 0.75) and short.stall_s == pytest.approx(78.0 - 16.0)
+    assert (short.compute_s, short.stall_s) == pytest.approx((12.0 / 0.75, 78.0 - 16.0))
+    # Nothing in host memory costs nothing, and more than all layers are never copied.
+    none = pie_pass(12, link(5.0, 7.0)).times(2.0, 3.0, 100, 0)
+    assert (none.compute_s, none.copies_s, none.pass_s, none.stall_s) == (27.0, 0.0, 27.0, 0.0)
+    assert protocol(12, 0, 2, 5, 7) == 24
+    assert pie_pass(8, link(1.0, 2.0)).times(1.0, 0.0, 10, 7).copies_s == 8 * 2.0 * 10
 
 
 def test_what_a_pass_counts() -> None:
-    passes = pie_pass(8, link(1.0, 1.0), Fixed(1.0, 2.0), used=10, swapped=2)
-    rows = [Chunk(Request(0, 9, 5), 9, 1)]
-    assert passes.start(rows) == pytest.approx(100.0 + 40.0)  # 4 layers, 10 s each
+    passes = pie_pass(8, link(1.0, 1.0), fixed(1.0, 2.0), used=10, swapped=2)
+    assert passes.start([Chunk(Request(0, 9, 5), 9, 1)]) == pytest.approx(100.0 + 40.0)  # 4 layers, 10 s each
     assert (passes.compute_s, passes.stall_s) == pytest.approx((10.0, 30.0))
     assert passes.copied_bytes == 2 * 4 * 10 * tiny(8).kv_bytes_per_token_layer
     assert passes.last.pass_s == pytest.approx(40.0)
     passes.slow = 2.0
-    assert passes.start([Chunk(Request(1, 3, 5), 0, 3)]) == pytest.approx(
-        100.0 + 20.0
-    )  # its own 3 tokens: 12 s, in the shade of 2 x 10
+    # Its own 3 tokens: 12 s, in the shade of 2 x 10.
+    assert passes.start([Chunk(Request(1, 3, 5), 0, 3)]) == pytest.approx(100.0 + 20.0)
     assert passes.last.pass_s == pytest.approx(40.0)  # of passes that decode
 
 
 @given(st.integers(1, 30), st.integers(1, 60), st.integers(0, 10), st.sampled_from([0.0, 0.02, 0.5]))
 def test_what_is_hidden_is_hidden(tokens: int, layer: int, most: int, slack: float) -> None:
-    passes = pie_pass(12, link(0.5, 1.0), Fixed(float(layer)), used=tokens, swapped=0)
+    passes = pie_pass(12, link(0.5, 1.0), fixed(float(layer)), used=tokens, swapped=0)
     passes.start([Chunk(Request(0, 9, 5), 9, 1)])
     found = passes.hidden(tokens, most, slack)
     bound = 12 * layer * (1 + slack) * (1 + 1e-12)
     fits = [m for m in range(1, most + 1) if (m + 2) * tokens <= bound]
     assert found == max(fits, default=0)
-
-
-# -- the pool ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_pool_expands_and_gives_nothing_back_that_is_in_use() -> None:
@@ -190,21 +167,12 @@ def test_a_fixed_expansion_is_the_nearest_one(expansion: float, swapped: int) ->
         assert abs(40 / (40 - swapped) - expansion) <= abs(40 / (40 - m) - expansion)
 
 
-# -- adaptive expansion ------------------------------------------------------------------------------------------------
-
-
 def saturated(layers: int, link_bytes_per_s: float) -> Setup:
     """Decoding is bound by the weights, so a larger batch is more tokens a second; the link decides how far that goes."""
-    on = machine("GH200-96GB").with_(
-        hbm_bytes=4 << 30,
-        hbm_bytes_per_s=200e9,
-        flops=1e14,
-        h2d_bytes_per_s=link_bytes_per_s,
-        d2h_bytes_per_s=link_bytes_per_s,
-        iteration_gap_s=1e-4,
-    )
-    kv = 64 * 16 * layers * tiny(layers).kv_bytes_per_token_layer
-    memory = layers * 16 * MIB + kv
+    both = dict.fromkeys(("h2d_bytes_per_s", "d2h_bytes_per_s"), link_bytes_per_s)
+    device = {"hbm_bytes": 4 << 30, "hbm_bytes_per_s": 200e9, "flops": 1e14, "iteration_gap_s": 1e-4}
+    on = machine("GH200-96GB").with_(**device, **both)
+    memory = layers * 16 * MIB + 64 * 16 * layers * tiny(layers).kv_bytes_per_token_layer
     return Setup(on, (TenantSetup("t", tiny(layers, context=2048), memory),), "spatial", activation_bytes=0)
 
 

@@ -12,14 +12,12 @@ from typer.testing import CliRunner
 
 from remap.adapters.settings import Settings
 from remap.cli.plan import plan as command
-from remap.config import Knobs
 from remap.errors import InvalidArgument
 from remap.policy import schedule
-from remap.policy.slices import slices_freed, slices_period
-from remap.sim import planning
+from remap.policy.slices import slices_period
 from remap.sim.hardware import machine, model
 from remap.sim.model_variants import in_dtype, least_rows, sharded
-from remap.sim.planning import MAX_REQUESTS, PAGE_BYTES, balance, kv_tokens, limit, memory_of, plan
+from remap.sim.planning import balance, kv_tokens, limit, memory_of, plan
 from remap.sim.roofline import Roofline, prefill_pairs
 
 GH200 = machine("GH200")
@@ -90,40 +88,9 @@ def test_capacities_and_limits_of_the_papers_shares(
     assert ours.rows == rows_of(name, kv, ours.remapped, context)
     assert ours.slices > paper, "slices copy only what they free, and two slots of them"
     assert ours.speedup > 1.1 or ours.rows == before
-
-
-def test_the_balance_is_the_largest_without_a_stall() -> None:
-    """By brute force, with the schedule's own period: every alpha, both selections, one and two buffers."""
-    found = model("OPT-13b")
-    roof = Roofline(GH200, found)
-    kv, n = 11_855, found.layers
-    free = [0]
-    for alpha in range(1, n - 2):
-        rows = rows_of("OPT-13b", kv, alpha, 512)
-        layer_s, copy_s = roof.layer_s(0, 0, rows, rows * 512), GH200.copy_s(found.layer_bytes)
-        for buffers in (1, 2):
-            for chosen in (schedule.uniform(n, alpha, buffers), schedule.nested(n)[: alpha + buffers]):
-                if schedule.stall(layer_s, copy_s, chosen, buffers, layers=n) == 0:
-                    free.append(alpha)
-    assert balance(roof, kv, 512).remapped == max(free) == 6
-
-
-def test_slices_in_the_balance_stall_for_nothing_and_more_would() -> None:
-    found = model("OPT-13b")
-    roof = Roofline(GH200, found)
-    ours = balance(roof, 11_855, 512)
-    pages = -(-found.layer_bytes // PAGE_BYTES)
-    tail = round(ours.slices * pages / (found.layers - 2))
-
-    def stall(tail: int) -> float:
-        freed = slices_freed(tail, [pages] * found.layers, 2) / pages
-        rows = rows_of("OPT-13b", 11_855, freed, 512)
-        copy_s = GH200.copy_s(tail * PAGE_BYTES)
-        return schedule.stall(roof.layer_s(0, 0, rows, rows * 512), copy_s, range(found.layers), 2, layers=found.layers)
-
-    assert slices_freed(tail, [pages] * found.layers, 2) / pages == ours.slices
-    assert stall(tail) == 0 < stall(tail + 1)
-    assert 8 < ours.slices < 9
+    # Behind the link of an H100 SXM nothing is hidden, by Eq. 5 nor by ours; slices free a layer or so.
+    slow = balance(Roofline(GH200.with_(h2d_bytes_per_s=machine("H100-SXM").h2d_bytes_per_s), found), kv, context)
+    assert (slow.remapped, slow.rows) == (0, before) and 0 < slow.slices < 2
 
 
 @pytest.mark.parametrize(("name", "on", "short", "long"), HIDDEN)
@@ -151,35 +118,6 @@ def test_layers_hidden_by_a_prefill(name: str, on: str, short: int, long: int) -
         assert (late == 0) == (hidden >= n // 2)
 
 
-def test_throughput_at_and_past_the_limit() -> None:
-    """OPT-13b at 35 %, 512 tokens: another's figures for max(n T_c, (alpha + 2) T_T) + 1 ms, relative to alpha = 0.
-
-    Past the limit ours are better where one buffer is: it copies alpha + 1 layers, (alpha + 1) (T_T + T_c) a pass, which over
-    a slow link is less than (alpha + 2) T_T.
-    """
-    expected = {
-        419e9: {2: 1.09, 4: 1.18, 6: 1.26, 8: 1.23, 15: 0.96, 20: 0.88},
-        55e9: {2: 0.31, 4: 0.23, 6: 0.20, 8: 0.17, 15: 0.13, 20: 0.12},
-    }
-    found = model("OPT-13b")
-    for link, curve in expected.items():
-        where = GH200.with_(h2d_bytes_per_s=link)
-        roof = Roofline(where, found)
-        ours = {each.remapped: each for each in planning._what_if(roof, 11_855, 512, [0, *curve])}
-        assert ours[0].speedup == 1 and ours[0].stall_s == 0
-        base = 23 / (40 * roof.layer_s(0, 0, 23, 23 * 512) + 1e-3)
-        assert ours[0].iteration_s == pytest.approx(13e-3, rel=0.03)
-        for alpha, speedup in curve.items():
-            rows = rows_of("OPT-13b", 11_855, alpha, 512)
-            assert ours[alpha].rows == rows
-            layer_s, copy_s = roof.layer_s(0, 0, rows, rows * 512), found.layer_bytes / link
-            double = max(40 * layer_s, (alpha + 2) * copy_s)
-            assert rows / (double + 1e-3) / base == pytest.approx(speedup, abs=0.006)
-            best = min(double, max(40 * layer_s, (alpha + 1) * (copy_s + layer_s)))
-            assert ours[alpha].speedup == pytest.approx(rows / (best + 1e-3) / base, abs=0.02)
-            assert (ours[alpha].stall_s > 0) == (link < 1e11 or alpha > 6)
-
-
 def any_share(layer_s: float, copy_s: float, n: int) -> float:
     """The most layers' worth that slices of n equal layers free through two slots without a stall, if any share is possible."""
     low, high = 0.0, 1.0
@@ -192,16 +130,15 @@ def any_share(layer_s: float, copy_s: float, n: int) -> float:
 
 def test_limits_agree_with_the_schedule() -> None:
     roof = Roofline(GH200, model("Llama-3-8b"))
+    n = roof.model.layers
     for rows in (1, 16, 128):
         found = limit(roof, rows, 512, kv_tokens=30_000)
-        n = roof.model.layers
-        by_kind = {
-            "uniform": schedule.max_remapped(found.layer_s, found.copy_s, layers=n),
-            "nested": schedule.max_remapped(
-                found.layer_s, found.copy_s, layers=n, select=lambda n, a, b: schedule.nested(n)[: a + b]
-            ),
-        }
-        assert (found.remapped, found.buffers) == by_kind[found.selection] == max(by_kind.values())
+        uniform = schedule.max_remapped(found.layer_s, found.copy_s, layers=n)
+        nested = schedule.max_remapped(
+            found.layer_s, found.copy_s, layers=n, select=lambda n, a, b: schedule.nested(n)[: a + b]
+        )
+        by_kind = {"uniform": uniform, "nested": nested}
+        assert (found.remapped, found.buffers) == by_kind[found.selection] == max(uniform, nested)
         assert found.fits == (rows * 512 <= 30_000 + max(found.remapped, found.slices) * 3328.125)
         assert abs(found.paper - found.remapped) <= 2
         continuous = any_share(found.layer_s, found.copy_s, n)
@@ -210,36 +147,35 @@ def test_limits_agree_with_the_schedule() -> None:
 
 
 @pytest.mark.parametrize(
-    ("on", "what", "memory", "active", "selection_set"),
+    ("on", "what", "memory", "selection_set"),
     [
-        *(("GH200", "OPT-13b", "35%", True, "slices"), ("GH200", "Llama-3-8b", "20%", True, "slices")),
-        *(("H100", "OPT-13b", "40%", False, None), ("H200", "llama-3-8b", "16%", False, None)),
-        *(("A100", "OPT-13b", "40%", False, None), ("4090", "Llama-2-7b", None, False, None)),
+        *(("GH200", "OPT-13b", "35%", "slices"), ("GH200", "Llama-3-8b", "20%", "slices")),
+        *(("H100", "OPT-13b", "40%", None), ("H200", "llama-3-8b", "16%", None), ("A100", "OPT-13b", "40%", None)),
         # More requests than run at once have room already, on any link.
-        *(("H200", "llama-3-8b", "90%", False, None), ("GH200", "llama-3-8b", "90%", False, None)),
+        *(
+            ("4090", "Llama-2-7b", None, None),
+            ("H200", "llama-3-8b", "90%", None),
+            ("GH200", "llama-3-8b", "90%", None),
+        ),
     ],
 )
-def test_the_advice(on: str, what: str, memory: str | None, active: bool, selection_set: str | None) -> None:
-    where = machine(on)
+def test_the_advice(on: str, what: str, memory: str | None, selection_set: str | None) -> None:
     # As large a machine as donors beside it need: what is asked here is the advice.
     donors = [model("OPT-6.7b"), model("OPT-13b")]
+    where, active = machine(on), selection_set is not None
     bytes_of = memory_of(memory, where)
     where = where.with_(hbm_bytes=where.hbm_bytes + sum(donor.weight_bytes for donor in donors))
     found = plan(where, model(what), memory_bytes=bytes_of, donors=donors)
-    assert found.advice.active is active
-    assert found.advice.donors
+    assert found.advice.active is active and found.advice.donors
+    assert all(setting.reason for setting in found.advice.settings)
     values = {setting.name: setting.value for setting in found.advice.settings}
     assert values.get("selection") == selection_set
     assert values["slowdown"] == (0.02 if active else 0.0)
-    assert values["min_idle"] == (1.0 if on == "GH200" else 4.0)
-    assert values["policy"] == "expected_next_use"
-    assert values["contention"] == pytest.approx(
-        where.h2d_bytes_per_s / (where.hbm_bytes_per_s * where.roofline.eff_bw), abs=1e-4
-    )
-    config = found.advice.config()
-    assert isinstance(config, Knobs)
-    assert config.reload_s == pytest.approx(max(donor.reload.late_s[0][1] for donor in found.donors), abs=1e-3)
-    assert all(setting.reason for setting in found.advice.settings)
+    assert values["min_idle"] == (1.0 if on == "GH200" else 4.0) and values["policy"] == "expected_next_use"
+    share = where.h2d_bytes_per_s / (where.hbm_bytes_per_s * where.roofline.eff_bw)
+    assert values["contention"] == pytest.approx(share, abs=1e-4)
+    late = max(donor.reload.late_s[0][1] for donor in found.donors)
+    assert found.advice.config().reload_s == pytest.approx(late, abs=1e-3)
 
 
 # By an independent calculation, rounded: KV tokens for the taker from half of each donor's layers.
@@ -253,9 +189,7 @@ HALVES = [
 
 
 @pytest.mark.parametrize(("name", "share", "donors", "tokens"), HALVES)
-def test_donors_give_what_half_of_their_layers_hold(
-    name: str, share: str, donors: tuple[str, ...], tokens: int
-) -> None:
+def test_donors_give_what_half_of_their_layers_hold(name: str, share: str, donors: Any, tokens: int) -> None:
     found = plan(GH200, model(name), memory_bytes=memory_of(share, GH200), donors=[model(each) for each in donors])
     assert tokens - len(donors) <= sum(donor.tokens_half for donor in found.donors) <= tokens, "each rounded down"
     assert [donor.layers_half for donor in found.donors] == [model(each).layers // 2 for each in donors]
@@ -264,33 +198,15 @@ def test_donors_give_what_half_of_their_layers_hold(
         assert donor.reload.all_s == pytest.approx(donor.reload.layers * donor.reload.layer_s)
 
 
-@pytest.mark.parametrize(("name", "share", "tokens", "per_layer", "context", "before", "paper", "after"), SHARES)
-def test_over_pcie_no_whole_layer_is_hidden(
-    name: str, share: str, tokens: int, per_layer: int, context: int, before: int, paper: int, after: int
-) -> None:
-    """The same shares behind the link of an H100 SXM: nothing by Eq. 5, nothing by ours; slices free a layer or so."""
-    slow = GH200.with_(h2d_bytes_per_s=machine("H100-SXM").h2d_bytes_per_s)
-    found = balance(Roofline(slow, model(name)), kv_tokens(model(name), memory_of(share, GH200)), context)
-    assert (found.remapped, found.rows) == (0, before)
-    assert 0 < found.slices < 2
-
-
 def test_the_arithmetic_is_shown_with_its_numbers() -> None:
     found = plan(GH200, model("OPT-13b"), memory_bytes=memory_of("35%", GH200), donors=[model("Llama-3-8b")])
     steps = {step.what: step for step in found.steps}
     kv = steps["KV cache without remapping"]
     assert kv.value == found.kv_tokens == 11_855
     assert all(part in kv.numbers for part in ("35.92 GB", "25.71 GB", "0.50 GB", "819,200", "11,855"))
-    assert steps["ratio R of memory to link"].value == pytest.approx(4000 / 419)
     assert steps["loading the whole model back"].value == found.reload.all_s
     assert steps["KV cache from half of Llama-3-8b, idle"].value == found.donors[0].tokens_half
     assert all(step.formula and step.numbers for step in found.steps)
-
-
-def test_a_mixture_of_experts_is_told_that_its_layers_are_large() -> None:
-    found = plan(GH200, model("Mixtral"), memory_bytes=GH200.hbm_bytes)
-    assert any("experts" in text for text in found.advice.why)
-    assert found.balance.rows == MAX_REQUESTS
 
 
 def test_no_request_before_and_some_after() -> None:
@@ -298,33 +214,9 @@ def test_no_request_before_and_some_after() -> None:
     memory = model("OPT-13b").weight_bytes + 500_000_000 + 300 * 819_200
     found = plan(GH200, model("OPT-13b"), memory_bytes=memory, context=512)
     assert (found.balance.rows_before, found.kv_tokens) == (0, 300)
-    assert found.balance.rows > 0 and found.balance.speedup == math.inf
-    assert found.advice.active
-    assert found.as_dict()["balance"]["speedup"] is None
-    assert "inf" not in " ".join(found.advice.why)
+    assert found.balance.rows > 0 and found.balance.speedup == math.inf and found.advice.active
+    assert found.as_dict()["balance"]["speedup"] is None and "inf" not in " ".join(found.advice.why)
 
-
-@pytest.mark.parametrize("text", ["0%", "101%", "x%", "-1%", "nan%", "24 apples", -1, 1.5])
-def test_bad_memory_is_refused(text: Any) -> None:
-    with pytest.raises(InvalidArgument):
-        memory_of(text, GH200)
-
-
-def test_memory_is_a_share_or_a_size() -> None:
-    assert memory_of("50%", GH200) == GH200.hbm_bytes // 2
-    assert memory_of("24GiB", GH200) == 24 << 30
-    assert memory_of(None, GH200) == int(0.9 * GH200.hbm_bytes)
-
-
-def test_what_cannot_be_planned_is_refused() -> None:
-    error = refused("memory", plan, machine("4090"), model("OPT-13b"))
-    assert error.needed > machine("4090").hbm_bytes
-    refused("context", plan, GH200, model("OPT-13b"), context=2049)
-    refused("context", plan, GH200, model("OPT-13b"), context=0)
-    refused("batch", plan, GH200, model("OPT-13b"), batch=0)
-
-
-# ---------------------------------------------------------------------------------------------- the command
 
 app = typer.Typer()
 app.command()(command)
@@ -335,34 +227,21 @@ def run(*arguments: str) -> Any:
 
 
 def test_the_command_prints_answer_tables_settings_and_arithmetic() -> None:
-    found = run(
-        "--machine", "GH200", "--model", "opt-13b", "--memory", "35%", "--batch", "24", "--donors", "llama-3-8b"
-    )
+    asked = ("--machine", "GH200", "--model", "opt-13b", "--memory", "35%", "--batch", "24", "--donors", "llama-3-8b")
+    found = run(*asked)
     assert found.exit_code == 0, found.output
-    for text in (
-        "11,855 tokens",
-        "6 whole layers",
-        "8.33 layers",
-        "selection='slices'",
-        "REMAP_SELECTION=slices",
-        "35.92 GB",
-        "P: Pie Fig 1",
-        "8,520",
-    ):
+    settings = ("selection='slices'", "REMAP_SELECTION=slices")
+    for text in ("11,855 tokens", "6 whole layers", "8.33 layers", *settings, "35.92 GB", "P: Pie Fig 1", "8,520"):
         assert text in found.output, text
-    plain = [line for line in found.output.splitlines() if "│ " in line and " 24 " in line]
-    assert plain, "the batch that was asked for has a row"
-
-
-def test_the_command_prints_json() -> None:
-    found = run("--machine", "h200", "--model", "Llama-3-8b", "--memory", "24GiB", "--json")
-    assert found.exit_code == 0, found.output
-    read = json.loads(found.output)
-    assert read["machine"]["name"] == "H200-SXM"
-    assert read["memory_bytes"] == 24 << 30
-    assert read["advice"]["active"] is False
-    assert read["machine"]["sources"]["h2d_bytes_per_s"].startswith("A")
+    assert any("│ " in line and " 24 " in line for line in found.output.splitlines()), "the batch that was asked for"
+    # Layers free of stalls beside "does not pay here" read as two answers: what is hidden stands in the verdict.
+    verdicts = [line for line in found.output.splitlines() if line.startswith(("Stream active", "Do not stream"))]
+    assert len(verdicts) == 1 and "Free of stalls" not in found.output
+    read = json.loads(run("--machine", "h200", "--model", "Llama-3-8b", "--memory", "24GiB", "--json").output)
+    assert (read["machine"]["name"], read["memory_bytes"], read["advice"]["active"]) == ("H200-SXM", 24 << 30, False)
     assert [each["rows"] for each in read["limits"] if each["context"] == 512] == [1, 4, 16, 64, 128, 256]
+    for name, told in (("H100", True), ("H100-SXM", False)):  # a name of two machines
+        assert ("H100-PCIe" in run("--machine", name, "--model", "OPT-13b").output) == told
 
 
 @pytest.mark.parametrize(
@@ -390,13 +269,16 @@ def test_the_command_refuses_with_a_message(arguments: tuple[str, ...], text: st
     assert "Traceback" not in found.output
 
 
-# ---------------------------------------------------------------------------------------------- it fits, and is one answer
-
-
 def test_memory_and_donors_must_fit_on_the_device() -> None:
     h100, opt, llama = machine("H100"), model("OPT-13b"), model("Llama-3-8b")
-    error = refused("memory", plan, h100, opt, memory_bytes=h100.hbm_bytes + 1)
-    assert (error.value, error.available) == (h100.hbm_bytes + 1, h100.hbm_bytes)
+    assert (memory_of("50%", GH200), memory_of("24GiB", GH200)) == (GH200.hbm_bytes // 2, 24 << 30)
+    for bad in ("0%", "101%", "x%", "nan%", "24 apples", -1, 1.5):
+        with pytest.raises(InvalidArgument):
+            memory_of(bad, GH200)
+    assert refused("memory", plan, machine("4090"), opt).needed > machine("4090").hbm_bytes
+    for field, value in (("context", 2049), ("context", 0), ("batch", 0), ("max_requests", 0)):
+        refused(field, plan, GH200, opt, **{field: value})
+    assert refused("memory", plan, h100, opt, memory_bytes=h100.hbm_bytes + 1).available == h100.hbm_bytes
     room = h100.hbm_bytes - opt.weight_bytes
     error = refused("donors", plan, h100, llama, memory_bytes=room + 1, donors=[opt])
     assert error.available == opt.weight_bytes - 1
@@ -408,18 +290,15 @@ def test_memory_and_donors_must_fit_on_the_device() -> None:
     refused("memory", plan, machine("4090"), model("Llama-2-7b"), donors=[opt])
 
 
-@pytest.mark.parametrize(("on", "what", "memory"), [("GH200", "OPT-13b", "35%"), ("H100", "OPT-13b", "40%")])
-def test_adapters_accept_every_setting_that_is_advised(on: str, what: str, memory: str) -> None:
-    where = machine(on)
-    found = plan(
-        where, model(what), memory_bytes=memory_of(memory, where), donors=[model("OPT-6.7b"), model("Llama-3-8b")]
-    )
+def test_adapters_accept_every_setting_that_is_advised() -> None:
+    memory, donors = memory_of("35%", GH200), [model("OPT-6.7b"), model("Llama-3-8b")]
+    found = plan(GH200, model("OPT-13b"), memory_bytes=memory, donors=donors)
     assert {setting.name for setting in found.advice.settings} >= {"contention", "map_s", "reload_s", "policy"}
     settings = Settings.read(found.environment())
     assert settings is not None
     assert settings.controller() == found.advice.config()
     assert settings.capacity == found.memory_bytes - found.activation_bytes
-    assert settings.link == where.h2d_bytes_per_s
+    assert settings.link == GH200.h2d_bytes_per_s
     assert found.as_dict()["environment"] == found.environment()
 
 
@@ -428,30 +307,6 @@ def test_the_most_requests_are_a_setting_and_named_where_they_limit() -> None:
     few, many = (plan(GH200, model("Llama-3-8b"), memory_bytes=memory, max_requests=most) for most in (64, 512))
     assert few.balance.rows == 64 and "--max-requests 64 was the limit" in few.advice.why[0]
     assert many.balance.rows > 64 and not any("--max-requests" in text for text in many.advice.why)
-    refused("max_requests", plan, GH200, model("Llama-3-8b"), max_requests=0)
-
-
-@pytest.mark.parametrize("memory", ["20%", "21%", "25%", "40%", "90%"])
-@pytest.mark.parametrize("most", [8, 64, 256])
-def test_the_answer_says_one_thing(memory: str, most: int) -> None:
-    """Layers free of stalls beside "does not pay here" read as two answers: what is hidden stands in the verdict."""
-    found = run(
-        *("--machine", "GH200", "--model", "Llama-3-8b", "--memory", memory, "--max-requests", str(most)),
-    )
-    assert found.exit_code == 0, found.output
-    verdicts = [line for line in found.output.splitlines() if line.startswith(("Stream active", "Do not stream"))]
-    assert len(verdicts) == 1
-    assert "Free of stalls" not in found.output and "does not pay" not in found.output
-    read = json.loads(run(*("--machine", "GH200", "--model", "Llama-3-8b", "--memory", memory), "--json").output)
-    assert read["assumed"] == []
-
-
-def test_a_name_of_two_machines_is_told() -> None:
-    assert "H100-PCIe" in run("--machine", "H100", "--model", "OPT-13b").output
-    assert "H100-PCIe" not in run("--machine", "H100-SXM", "--model", "OPT-13b").output
-
-
-# ---------------------------------------------------------------------------------------------- dtypes, devices, experts
 
 
 def test_fp8_halves_the_matrices_and_nothing_else() -> None:

@@ -16,7 +16,7 @@ from remap.engine.request import Request as RealRequest
 from remap.engine.request import SamplingParams, State
 from remap.engine.request import Sequence as RealSequence
 from remap.engine.scheduler import Schedule, Scheduler
-from remap.errors import InvalidArgument, OutOfBlocks
+from remap.errors import InvalidArgument
 from remap.sim.clock import VirtualClock
 from remap.sim.engine import SimEngine
 from remap.sim.passes import Pass
@@ -29,8 +29,30 @@ from remap.sim.workload import Item
 BLOCK = 4  # tokens
 
 
-def first(pool_blocks: int, **options: Any) -> tuple[PrefillFirst, CountedPool]:
-    return PrefillFirst(block_tokens=BLOCK, **options), CountedPool(pool_blocks, BLOCK)
+class HostPool(CountedPool):
+    """With host memory for everybody. Counts the blocks that are copied."""
+
+    out = back = 0
+
+    def copy_out(self, ids: list[int]) -> list[int]:
+        self.out += len(ids)
+        return [-1] * len(ids)
+
+    def copy_in(self, host_ids: list[int], ids: list[int]) -> int:
+        assert len(host_ids) == len(ids)
+        self.back += len(ids)
+        return 0
+
+    def arrived(self, ticket: int) -> bool:
+        return True
+
+    def join(self, ticket: int | None = None) -> None: ...
+
+    def free_host(self, host_ids: list[int]) -> None: ...
+
+
+def first(pool_blocks: int, **options: Any) -> tuple[PrefillFirst, HostPool]:
+    return PrefillFirst(block_tokens=BLOCK, **options), HostPool(pool_blocks, BLOCK)
 
 
 def ask(scheduler: Any, *lengths: tuple[int, int]) -> list[Request]:
@@ -64,96 +86,12 @@ def step(scheduler: Any, pool: CountedPool) -> tuple[list[tuple[int, int]], list
     return seen
 
 
-# -- V0, by hand -------------------------------------------------------------------------------------------------------
-
-
-def test_whole_prompts_come_before_decoding_as_many_as_the_budget_takes() -> None:
-    scheduler, pool = first(100, max_batch_tokens=16, watermark=0.0)
-    ask(scheduler, (8, 4), (8, 4), (5, 4), (12, 2))
-    assert step(scheduler, pool) == ([(0, 8), (1, 8)], [])  # 16 tokens
-    assert step(scheduler, pool) == ([(2, 5)], [])  # 5 + 12 are too many; whoever waits goes before who decodes
-    assert step(scheduler, pool) == ([(3, 12)], [])
-    assert step(scheduler, pool) == ([], [0, 1, 2, 3])  # the last one has its two tokens
-    assert step(scheduler, pool) == ([], [0, 1, 2])
-    assert step(scheduler, pool) == ([], [0, 1, 2])
-    assert pool.live_blocks == 0 and not scheduler.running
-
-
-def test_the_head_of_the_queue_is_not_overtaken() -> None:
-    scheduler, pool = first(6, watermark=0.0)
-    ask(scheduler, (8, 9), (20, 4), (4, 4))
-    assert step(scheduler, pool) == ([(0, 8)], [])
-    assert step(scheduler, pool) == ([], [0])  # 5 blocks do not fit beside 2; that one more would is of no use
-    assert [one.order for one in scheduler.waiting] == [1, 2]
-
-
-@pytest.mark.parametrize(("blocks", "admitted"), [(102, True), (101, False)])
-def test_an_admission_leaves_the_watermark_free(blocks: int, admitted: bool) -> None:
-    """100 blocks for the two, and 1 % of the pool, rounded down: 1 block."""
-    scheduler, pool = first(blocks)
-    ask(scheduler, (200, 4), (204, 4))
-    assert step(scheduler, pool)[0] == ([(0, 200), (1, 204)] if admitted else [(0, 200)])
-
-
-def test_alone_a_prompt_may_have_the_watermark_too() -> None:
-    """Else it would wait for ever: nothing that could end makes room for it."""
-    scheduler, pool = first(100)
-    ask(scheduler, (400, 1))
-    assert step(scheduler, pool) == ([(0, 400)], [])
-
-
-def test_no_more_sequences_than_allowed() -> None:
-    scheduler, pool = first(100, max_num_seqs=2)
-    ask(scheduler, (4, 2), (4, 3), (4, 2))
-    assert step(scheduler, pool) == ([(0, 4), (1, 4)], [])
-    assert step(scheduler, pool) == ([], [0, 1])
-    assert step(scheduler, pool) == ([(2, 4)], [])
-
-
-def test_the_latest_is_preempted_and_comes_first_again_with_all_its_tokens() -> None:
-    scheduler, pool = first(5, watermark=0.0)
-    a, b, c = ask(scheduler, (8, 6), (7, 6), (4, 6))
-    assert step(scheduler, pool) == ([(0, 8), (1, 7), (2, 4)], [])  # all five blocks
-    # 0 has 9 tokens and needs a third block: 2 goes, which has 5; 1 writes its eighth token into its second block.
-    assert step(scheduler, pool) == ([], [0, 1])
-    assert (c.preemptions, c.blocks, c.computed, c.high_water) == (1, [], 0, 4)
-    assert [one.order for one in scheduler.waiting] == [2] and c.state is State.WAITING
-    # Now 1 needs a third block, and nobody is later than itself. (2 needs two blocks, none is free.)
-    assert step(scheduler, pool) == ([], [0])
-    assert [one.order for one in scheduler.waiting] == [1, 2]
-    # 1 has 7 + 2 tokens, three blocks: 3 + 3 > 5. It waits until 0 is done.
-    for _ in range(3):
-        assert step(scheduler, pool) == ([], [0])
-    assert pool.live_blocks == 0
-    assert step(scheduler, pool) == ([(1, 9), (2, 5)], [])  # what they had generated is computed again
-    assert (a.preemptions, b.preemptions) == (0, 1)
-
-
-def test_swapped_sequences_come_back_oldest_first_before_anything_new() -> None:
-    scheduler, pool = first(5, watermark=0.0, swap=True)
-    _, b, c = ask(scheduler, (8, 6), (7, 6), (4, 6))
-    step(scheduler, pool)
-    batch = scheduler.schedule(pool)
-    assert (batch.preempted, batch.swapped_out, batch.swapped_in) == ((c,), 1, 0)
-    land(scheduler, pool, batch)
-    assert (scheduler.swapped_blocks, c.computed, c.high_water, list(scheduler.swapped)) == ({c: 1}, 4, 4, [c])
-    batch = scheduler.schedule(pool)
-    assert (batch.preempted, batch.swapped_out, shape(batch)) == ((b,), 2, ([], [0]))
-    land(scheduler, pool, batch)
-    assert [one.order for one in scheduler.swapped] == [1, 2]
-    scheduler.add(Request(3, 4, 2))
-    for _ in range(3):
-        assert step(scheduler, pool) == ([], [0])  # 3 would fit, but whoever was swapped out goes before it
-    batch = scheduler.schedule(pool)
-    assert shape(batch) == ([], [1, 2])
-    assert batch.swapped_in == 3  # two blocks and one; each needs one more now, which comes with nothing in it
-    assert (len(b.blocks), len(c.blocks)) == (3, 2) and Work.of(batch.chunks).decode_context == 9 + 5
-    land(scheduler, pool, batch)
-    assert step(scheduler, pool) == ([], [1, 2])  # 3 needs a block, none is free
-    assert not scheduler.swapped and (b.high_water, c.high_water) == (10, 6)
-
-
-def test_the_session_may_take_anybody_who_comes_back_in_the_place_of_his_age() -> None:
+def test_the_session_may_take_anybody_who_comes_back_in_the_place_of_their_age() -> None:
+    """The watermark of 1 %, rounded down, is left free by who comes beside others, not by who comes alone."""
+    for blocks, expected in ((102, [(0, 200), (1, 204)]), (101, [(0, 200)])):
+        scheduler, pool = first(blocks)
+        ask(scheduler, (200, 4), (204, 4))
+        assert step(scheduler, pool)[0] == expected
     scheduler, pool = first(100)
     one, two, three = ask(scheduler, (8, 9), (8, 9), (8, 9))
     step(scheduler, pool)
@@ -165,6 +103,11 @@ def test_the_session_may_take_anybody_who_comes_back_in_the_place_of_his_age() -
     assert scheduler.running == [one, two, three]  # the latest is still the last
 
 
+def test_settings_of_a_scheduler_reach_it() -> None:
+    few = make_scheduling("prefill-first", block_tokens=16, context=100, max_num_seqs=3, max_batch_tokens=500)
+    assert isinstance(few, PrefillFirst) and (few.max_num_seqs, few.max_batch_tokens) == (3, 500)
+
+
 def test_relocated_blocks() -> None:
     scheduler, pool = first(10)
     (one,) = ask(scheduler, (12, 4))
@@ -172,9 +115,6 @@ def test_relocated_blocks() -> None:
     one.blocks = [3, 7, 1]
     scheduler.relocate({7: 2, 5: 9})
     assert one.blocks == [3, 2, 1]
-
-
-# -- V0, anything ------------------------------------------------------------------------------------------------------
 
 
 class SlowModel:
@@ -229,9 +169,7 @@ gaps = st.lists(st.integers(0, 6), min_size=12, max_size=12)  # passes between t
 
 @given(lengths, gaps, st.integers(11, 30), st.integers(1, 6), st.sampled_from([44, 60]), st.sampled_from([0.0, 0.1]))
 @settings(max_examples=150, deadline=None)
-def test_every_pass_is_that_of_the_slow_model(
-    requests: list[tuple[int, int]], waits: list[int], blocks: int, most: int, budget: int, watermark: float
-) -> None:
+def test_every_pass_is_that_of_the_slow_model(requests, waits, blocks, most, budget, watermark) -> None:
     scheduler, pool = first(blocks, max_num_seqs=most, max_batch_tokens=budget, watermark=watermark)
     slow = SlowModel(blocks, budget, most, int(watermark * blocks))
     recomputed = preempted = 0
@@ -274,41 +212,36 @@ def test_every_pass_is_that_of_the_slow_model(
 def test_nothing_that_is_swapped_is_computed_twice(requests: list[tuple[int, int]], blocks: int, most: int) -> None:
     scheduler, pool = first(blocks, max_num_seqs=most, swap=True, watermark=0.05)
     everybody = ask(scheduler, *requests)
-    out = back = 0
     computed = dict.fromkeys(range(len(everybody)), 0)
     for _ in range(4000):
         batch = scheduler.schedule(pool)
-        out, back = out + batch.swapped_out, back + batch.swapped_in
-        assert out - back == sum(scheduler.swapped_blocks.values())
-        assert set(scheduler.swapped_blocks) == set(scheduler.swapped)
+        assert pool.out - pool.back == sum(len(one.host) for one in scheduler.swapped)
         assert pool.live_blocks == scheduler.used_blocks
         for one in batch.chunks:
             assert one.start == computed[one.sequence.order] and (one.decodes or one.start == 0)
             computed[one.sequence.order] += one.count
             assert len(one.sequence.blocks) == -(-one.sequence.length // BLOCK)
+            assert not one.sequence.host
         assert list(scheduler.swapped) == sorted(scheduler.swapped, key=lambda one: one.order)
         land(scheduler, pool, batch)
         if not scheduler.running and not scheduler.waiting and not scheduler.swapped:
             break
-    assert out == back and pool.live_blocks == 0
+    assert pool.out == pool.back and pool.live_blocks == 0
     assert all(computed[one.order] == one.end - 1 for one in everybody)  # the last token is never fed back
 
 
-# -- demand ------------------------------------------------------------------------------------------------------------
-
-
-def test_demand_counts_who_was_swapped_out_first() -> None:
+def test_swapped_sequences_come_back_before_anything_new_and_are_demanded_first() -> None:
     scheduler, pool = first(5, watermark=0.0, swap=True, max_num_seqs=2)
-    ask(scheduler, (8, 6), (7, 6), (40, 6))
+    ask(scheduler, (8, 6), (7, 6), (4, 2))
     for _ in range(3):
         step(scheduler, pool)
     assert [one.order for one in scheduler.swapped] == [1]
     # 0: 3 blocks for 11 tokens, one ahead; 1: 9 tokens, 3 blocks and one; 2 could not run besides.
     assert scheduler.running[0].length == 11 and scheduler.swapped[0].length == 9
     assert scheduler.demand() == 1 + (3 + 1)
-
-
-# -- chunks ------------------------------------------------------------------------------------------------------------
+    seen = [step(scheduler, pool) for _ in range(5)]
+    assert seen[:3] == [([], [0])] * 3  # 2 would fit, but whoever was swapped out goes before it
+    assert seen[3] == ([], [1]) and seen[4] == ([(2, 4)], [])
 
 
 class Values(Engine):
@@ -332,6 +265,7 @@ class Instant(Pass):
     """Passes that take no time; notes what each computes, as the runner above."""
 
     stall_s = 0.0
+    copied_bytes = 0
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock, None, None)  # type: ignore[arg-type]
@@ -351,9 +285,7 @@ class Instant(Pass):
     st.sampled_from([{}, {"decode_cost": 3}, {"chunk_align": 8}, {"max_num_seqs": 2}, {"max_batch_tokens": 70}]),
 )
 @settings(max_examples=100, deadline=None)
-def test_lengths_are_served_as_values_are(
-    requests: list[tuple[int, int, int]], blocks: int, given_settings: dict[str, int]
-) -> None:
+def test_lengths_are_served_as_values_are(requests, blocks, given_settings) -> None:
     """The same requests at the same steps: the same batches, preemptions and recomputed tokens, pass by pass."""
     options = {"max_num_seqs": 4, "max_batch_tokens": 32, "chunk_align": 4, "decode_cost": 0, **given_settings}
     clock, pool = VirtualClock(), CountedPool(blocks, BLOCK)
@@ -384,8 +316,7 @@ def test_lengths_are_served_as_values_are(
 
 
 def test_the_last_token_of_a_prompt_is_prefill_even_alone() -> None:
-    scheduler = Scheduler(block_tokens=BLOCK, max_batch_tokens=4, chunk_align=4)
-    pool = CountedPool(20, BLOCK)
+    scheduler, pool = Scheduler(block_tokens=BLOCK, max_batch_tokens=4, chunk_align=4), CountedPool(20, BLOCK)
     ask(scheduler, (5, 3))
     shapes = []
     for _ in range(3):
@@ -396,66 +327,16 @@ def test_the_last_token_of_a_prompt_is_prefill_even_alone() -> None:
     assert shapes == [(4, 10, 0, 0, "prefill"), (1, 5, 0, 0, "prefill"), (0, 0, 1, 6, "decode")]
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def test_schedulers_by_name() -> None:
-    plain = make_scheduling("prefill-first", block_tokens=16, context=8192)
-    assert isinstance(plain, PrefillFirst)
-    assert (plain.max_batch_tokens, plain.max_num_seqs, plain.watermark, plain.swap) == (8192, 256, 0.01, False)
-    assert make_scheduling("prefill-first", block_tokens=16, context=100, swap=True).swap  # type: ignore[attr-defined]
-    few = make_scheduling("prefill-first", block_tokens=16, context=100, max_num_seqs=3, max_batch_tokens=500)
-    assert isinstance(few, PrefillFirst) and (few.max_num_seqs, few.max_batch_tokens) == (3, 500)
-    chunked = make_scheduling("chunked", block_tokens=16, context=8192, decode_cost=2)
-    assert not isinstance(chunked, PrefillFirst) and chunked.max_num_seqs == 256
-    assert (chunked.max_batch_tokens, chunked.decode_cost, chunked.chunk_align) == (2048, 2, 1)
-
-
 @pytest.mark.parametrize(
-    ("kind", "swap", "settings_given", "fields"),
+    ("kind", "settings_given", "fields"),
     [
-        ("fifo", False, {}, {"scheduler": "fifo"}),
-        ("chunked", True, {}, {"scheduler": "chunked"}),
-        ("chunked", False, {"budget": 3}, {"scheduling": {"budget": 3}}),
-        ("prefill-first", False, {"decode_cost": 3}, {"scheduling": {"decode_cost": 3}}),
-        ("chunked", False, {"decode_cost": -1}, {"decode_cost": -1}),
+        ("fifo", {}, {"scheduler": "fifo"}),
+        ("chunked", {"budget": 3}, {"scheduling": {"budget": 3}}),
+        ("prefill-first", {"decode_cost": 3}, {"scheduling": {"decode_cost": 3}}),
+        ("chunked", {"decode_cost": -1}, {"decode_cost": -1}),
     ],
 )
-def test_wrong_schedulers(kind: str, swap: bool, settings_given: dict[str, int], fields: dict[str, Any]) -> None:
+def test_wrong_schedulers(kind: str, settings_given: dict[str, int], fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        make_scheduling(kind, block_tokens=16, context=2048, swap=swap, **settings_given)
+        make_scheduling(kind, block_tokens=16, context=2048, **settings_given)
     assert caught.value.fields == fields
-
-
-def test_a_pool_gives_all_or_nothing() -> None:
-    pool = CountedPool(3, BLOCK)
-    held = pool.allocate(2)
-    with pytest.raises(OutOfBlocks) as caught:
-        pool.allocate(2)
-    assert caught.value.fields == {"requested": 2, "free": 1, "usable": 3} and pool.live_blocks == 2
-    pool.free(held)
-    assert pool.free_blocks == 3
-
-
-def test_a_sequence_of_lengths_is_one_of_values_without_them() -> None:
-    real = RealSequence.of(RealRequest("4", (1, 2, 3), SamplingParams(max_tokens=2)), 4, 1.5)
-    ours = Request(4, 3, 2, 1.5)
-    for _ in range(3):
-        for name in (
-            "id",
-            "order",
-            "length",
-            "prompt_tokens",
-            "generated",
-            "arrived_s",
-            "first_s",
-            "last_s",
-            "computed",
-        ):
-            assert getattr(ours, name) == getattr(real, name), name
-        for name in ("high_water", "blocks", "preemptions", "state"):
-            assert getattr(ours, name) == getattr(real, name), name
-        assert ours.append(7) == real.append(7)
-    assert (ours.output("length").id, ours.output("length").tokens) == ("4", ())
-    with pytest.raises(AttributeError):
-        _ = ours.tokens

@@ -13,17 +13,15 @@ import time
 from typing import Any
 
 import pytest
+from sim_world import kv_spec
 
 import remap
 from remap import _core
 from remap.errors import DriverError, InvalidArgument, OutOfMemory
-from remap.memory.device import simulated
-from remap.policy import schedule
 from remap.sim.hardware import machine
 from remap.sim.masters import masters
 
 MIB = 1 << 20
-OPT_13B = 629_278_720  # bytes of a layer
 SMALL = 16 * MIB
 
 
@@ -33,28 +31,13 @@ def backend(**options: Any) -> Any:
     return _core.make_sim_backend(**{"capacity_bytes": 96 << 30, **fast, **options})
 
 
-def large(made: Any) -> tuple[remap.Session, Any]:
-    """40 layers of 600 MiB and KV: 24 GiB of weights of which no byte exists."""
-    session = remap.Session("36GiB", platform=remap.advanced.Platform(backend=made))
-    kv = remap.KVSpec(
-        layers=40, kv_heads=40, head_dim=128, block_tokens=16, dtype="bfloat16", min_blocks=700, max_blocks=3000
-    )
-    return session, session.attach_bytes(masters([OPT_13B] * 40), kv=kv)
-
-
-def small(made: Any, layers: int = 8, **options: Any) -> tuple[remap.Session, Any]:
+def small(made: Any, layers: int = 8) -> tuple[remap.Session, Any]:
     """A few layers of 8 pages; a block of KV is a page in all."""
-    session = remap.Session(layers * SMALL + 8 * 2 * MIB, platform=remap.advanced.Platform(backend=made), **options)
-    kv = remap.KVSpec(
-        layers=layers,
-        kv_heads=1,
-        head_dim=64,
-        block_tokens=2 * MIB // (layers * 2 * 64 * 2),
-        dtype="bfloat16",
-        min_blocks=4,
-        max_blocks=16 + 8 * layers,
+    session = remap.Session(layers * SMALL + 8 * 2 * MIB, platform=remap.advanced.Platform(backend=made))
+    tokens = 2 * MIB // (layers * 2 * 64 * 2)
+    return session, session.attach_bytes(
+        masters([SMALL] * layers), kv=kv_spec(layers, 1, 64, tokens, 4, 16 + 8 * layers)
     )
-    return session, session.attach_bytes(masters([SMALL] * layers), kv=kv)
 
 
 def one_pass(made: Any, tenant: Any, stream: int, compute_s: float) -> float:
@@ -67,31 +50,6 @@ def one_pass(made: Any, tenant: Any, stream: int, compute_s: float) -> float:
             tenant.done(layer)
     made.finish(stream)
     return float(made.now - begin)
-
-
-# -- passes ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("compute_s", [1e-3, 2e-4])
-@pytest.mark.parametrize("buffers", [1, 2])
-@pytest.mark.parametrize("alpha", [4, 7])
-def test_passes_take_the_period_of_the_schedule(alpha: int, buffers: int, compute_s: float) -> None:
-    made = backend()
-    session, tenant = large(made)
-    with session:
-        stream = made.create_stream()
-        assert one_pass(made, tenant, stream, compute_s) == pytest.approx(40 * compute_s, rel=1e-9)
-        remap.advanced.remap(session, "model", layers=alpha, buffers=buffers)
-        assert len(tenant.streamed) == alpha + buffers
-        for _ in range(12):  # into the steady state
-            taken = one_pass(made, tenant, stream, compute_s)
-        transfer_s = OPT_13B / 400e9
-        expected = schedule.period([compute_s] * 40, [transfer_s] * 40, tenant.streamed, buffers)
-        assert taken == pytest.approx(expected, rel=1e-9)
-        stall = expected - 40 * compute_s
-        assert tenant._state.prefetcher.stats().last_pass_stall_s == pytest.approx(stall, rel=1e-9, abs=1e-12)
-        assert (stall > 1e-9) == (compute_s < 1e-3)  # 1 ms hides them all
-        remap.advanced.check(session)
 
 
 def test_a_pass_on_another_stream_begins_behind_the_former_one() -> None:
@@ -114,6 +72,8 @@ def test_growing_and_shrinking_by_steps() -> None:
     made = backend(create_page_s=2e-4, map_s=1e-6, set_access_s=4e-5, unmap_s=3e-5, copy_setup_s=1e-5)
     session, tenant = small(made)
     with session:
+        # It has not been idle while it was attached: copying its weights takes longer than the reload of one layer.
+        assert tenant._state.last_pass_s == session.clock() == made.now > 0.0
         stream = made.create_stream()
         for _ in range(8):
             one_pass(made, tenant, stream, 1e-3)  # a copy takes 52 us: much hides behind 8 ms
@@ -125,8 +85,7 @@ def test_growing_and_shrinking_by_steps() -> None:
         assert made.now == now  # growing waits for nobody
         for _ in range(4):
             one_pass(made, tenant, stream, 1e-3)
-        grown = tenant.kv.usable_blocks
-        assert grown >= before + 12
+        assert tenant.kv.usable_blocks >= before + 12
         tenant.kv.free(held)
         for _ in range(400):
             session.step({"model": remap.Demand(blocks=0)})
@@ -137,25 +96,6 @@ def test_growing_and_shrinking_by_steps() -> None:
         remap.advanced.check(session)
         # Once the layers are home a pass costs what it did.
         assert one_pass(made, tenant, stream, 1e-3) == pytest.approx(8e-3, rel=1e-9)
-
-
-def test_the_same_calls_give_the_same_bits() -> None:
-    def run() -> list[float]:
-        made = simulated(machine("GH200-96GB"))
-        session, tenant = small(made)
-        times = []
-        with session:
-            stream = made.create_stream()
-            for turn in range(60):
-                demand = remap.Demand(blocks=30 if 5 <= turn < 25 else 0)
-                session.step({"model": demand})
-                times += [one_pass(made, tenant, stream, 1e-3 if turn % 3 else 1e-4), float(tenant.remapped)]
-            times += [made.now, made.traffic()["h2d"]["busy_s"], float(tenant._state.prefetcher.stats().copies)]
-        return times
-
-    first, second = run(), run()
-    assert first == second
-    assert max(first[1:120:2]) > 0.0  # it has grown
 
 
 def test_re_pointing_is_done_beside_the_host_and_the_pass_waits_where_it_needs_it() -> None:
@@ -187,52 +127,28 @@ def test_re_pointing_is_done_beside_the_host_and_the_pass_waits_where_it_needs_i
         assert made.now >= shown
 
 
-# -- what a simulated device is ----------------------------------------------------------------------------------------
-
-
 def test_a_named_machine() -> None:
-    with remap.Session("1GiB", device="sim:GH200-96GB") as session:
-        assert session.device == "sim:GH200-96GB"
-        assert session.clock() == session._backend.now == pytest.approx(512 * machine("GH200-96GB").create_page_s)
-        session._backend.advance(5.0)
-        assert session.clock() > 5.0
+    def on(backend: Any) -> Any:
+        return remap.advanced.Platform(backend=backend)
+
+    gh200 = "sim:GH200-96GB"
+    with remap.Session("1GiB", device=gh200) as session:
+        assert session.device == gh200
+        assert session.clock() == pytest.approx(512 * machine("GH200-96GB").create_page_s)
     for wrong in ("sim:none-such", "sim:", "sim", "sim: GH200-96GB"):
         with pytest.raises(InvalidArgument):
             remap.Session("1GiB", device=wrong)
     with pytest.raises(InvalidArgument) as option:
-        remap.Session("1GiB", device="sim:GH200-96GB", platform=remap.advanced.Platform(gpu_direct_rdma=True))
-    assert option.value.device == "sim:GH200-96GB"
+        remap.Session("1GiB", device=gh200, platform=remap.advanced.Platform(gpu_direct_rdma=True))
+    assert option.value.device == gh200
     with pytest.raises(OutOfMemory):
-        remap.Session("200GiB", device="sim:GH200-96GB")
+        remap.Session("200GiB", device=gh200)
     with pytest.raises(InvalidArgument):
-        remap.Session("1GiB", device="sim:GH200-96GB", platform=remap.advanced.Platform(backend=backend()))
-    with remap.Session("1GiB", device="sim:custom", platform=remap.advanced.Platform(backend=backend())) as session:
+        remap.Session("1GiB", device=gh200, platform=on(backend()))
+    with remap.Session("1GiB", device="sim:custom", platform=on(backend())) as session:
         assert session.device == "sim:custom"
-
-
-def test_elsewhere_time_is_real() -> None:
     with remap.Session("2MiB") as session:
-        assert session.clock is time.monotonic
-
-
-def test_idle_times_are_virtual() -> None:
-    made = backend()
-    session, tenant = small(made)
-    with session:
-        begin = made.now
-        one_pass(made, tenant, made.create_stream(), 1e-3)
-        assert tenant._state.last_pass_s == begin  # when the engine had enqueued it, as on a GPU
-        made.advance_to(100.0)
-        assert session.clock() == 100.0
-
-
-def test_a_tenant_has_not_been_idle_while_it_was_attached() -> None:
-    """Copying its weights takes longer than the reload of one layer, which it must have been idle for before it gives."""
-    made = backend()
-    session, tenant = small(made)
-    with session:
-        assert made.now > 0.0
-        assert tenant._state.last_pass_s == session.clock()
+        assert session.clock is time.monotonic  # elsewhere time is real
 
 
 def test_there_are_no_tensors_over_memory_without_bytes_and_no_pass_without_a_stream() -> None:
@@ -277,10 +193,7 @@ def test_backed_memory_has_the_bytes_of_every_layer_in_every_pass() -> None:
     made = backend(capacity_bytes=64 << 20, granularity=64 << 10, backed=True)
     contents = [bytes([layer + 1]) * (200_000 + layer) for layer in range(8)]
     with remap.Session("4MiB", platform=remap.advanced.Platform(backend=made), page_bytes="64KiB") as session:
-        kv = remap.KVSpec(
-            layers=8, kv_heads=1, head_dim=64, block_tokens=16, dtype="bfloat16", min_blocks=4, max_blocks=200
-        )
-        tenant = session.attach_bytes(contents, kv=kv)
+        tenant = session.attach_bytes(contents, kv=kv_spec(8, 1, 64, 16, 4, 200))
         stream = made.create_stream()
         for layers, buffers in ((0, 1), (3, 1), (4, 2), (1, 1), (0, 1)):
             remap.advanced.remap(session, "model", layers=layers, buffers=buffers)
@@ -289,16 +202,11 @@ def test_backed_memory_has_the_bytes_of_every_layer_in_every_pass() -> None:
                     for layer, content in enumerate(contents):
                         tenant.wait(layer)
                         made.compute(stream, 1e-4)
-                        assert (
-                            ctypes.string_at(remap.advanced.layer_address(session, "model", layer), len(content))
-                            == content
-                        )
+                        at = remap.advanced.layer_address(session, "model", layer)
+                        assert ctypes.string_at(at, len(content)) == content
                         tenant.done(layer)
                 made.finish(stream)
         assert tenant.kv.tensors[0].shape[1] == 200
-
-
-# -- no memory -----------------------------------------------------------------------------------------------------------
 
 
 def test_master_copies_without_bytes() -> None:

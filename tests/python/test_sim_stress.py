@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import remap
+from remap.sim import serving
 from remap.sim.hardware import Machine, Model, machine
 from remap.sim.policies import ABLATIONS, find
 from remap.sim.results import PolicyResult
@@ -29,6 +32,7 @@ POLICIES = (
     *("remap:pool+preempt", "remap:pool+slices+eager-reversion", "remap:uncapped+dwell=1", "remap:pooled=0.1+partial=0.3"),
     *("remap:slices+uncapped+pool", "remap:reload_s=10+min_idle=0", "remap:max_layers=1", "remap:auto+single+pool+preempt"),
     *(f"remap:{name}" for name in ABLATIONS),
+    "ideal",
 )  # fmt: skip
 
 
@@ -74,14 +78,16 @@ class Draw:
 
 def _machine(rng: random.Random) -> Machine:
     link = rng.choice((1e8, 2e9, 45e9))
-    return machine("GH200-96GB").with_(
-        name="drawn",
-        hbm_bytes_per_s=max(100e9, 3 * link),
-        flops=rng.choice((5e11, 5e12, 1e15)),
-        h2d_bytes_per_s=link,
-        d2h_bytes_per_s=link * rng.choice((0.5, 1.0)),
-        iteration_gap_s=rng.choice((0.0, 1e-6, 0.001, 0.1)),
-    )
+    figures = {
+        "hbm_bytes_per_s": max(100e9, 3 * link),
+        "flops": rng.choice((5e11, 5e12, 1e15)),
+        "h2d_bytes_per_s": link,
+    }
+    figures |= {
+        "d2h_bytes_per_s": link * rng.choice((0.5, 1.0)),
+        "iteration_gap_s": rng.choice((0.0, 1e-6, 0.001, 0.1)),
+    }
+    return machine("GH200-96GB").with_(name="drawn", **figures)
 
 
 def _model(rng: random.Random, name: str, least: int) -> Model:
@@ -105,22 +111,13 @@ def _model(rng: random.Random, name: str, least: int) -> Model:
 
 
 def _items(rng: random.Random, names: tuple[str, ...], most: int) -> tuple[Item, ...]:
-    span = rng.choice((0.0, 0.5, 5.0, 50.0))
-    mean = rng.choice((5, 50, 300))
-    return tuple(
-        sorted(
-            (
-                Item(
-                    rng.choice(names),
-                    round(rng.uniform(0.0, span), 3),
-                    max(1, int(rng.expovariate(1 / mean))),
-                    max(1, int(rng.expovariate(2 / mean))),
-                )
-                for _ in range(rng.randint(1, most))
-            ),
-            key=lambda item: item.time_s,
-        )
-    )
+    span, mean = rng.choice((0.0, 0.5, 5.0, 50.0)), rng.choice((5, 50, 300))
+
+    def item() -> Item:
+        name, at = rng.choice(names), round(rng.uniform(0.0, span), 3)
+        return Item(name, at, max(1, int(rng.expovariate(1 / mean))), max(1, int(rng.expovariate(2 / mean))))
+
+    return tuple(sorted((item() for _ in range(rng.randint(1, most))), key=lambda item: item.time_s))
 
 
 def asked(setup: Setup, item: Item) -> int:
@@ -129,36 +126,32 @@ def asked(setup: Setup, item: Item) -> int:
     return min(item.output_tokens, max(1, context - min(item.prompt_tokens, max(1, context - 1))))
 
 
-def watch(monkeypatch: pytest.MonkeyPatch) -> list[World]:
-    """All worlds from now on are looked at after their run, before they close."""
-    import remap.sim.serving as serving
-
+@contextmanager
+def watched(patch: pytest.MonkeyPatch) -> Iterator[list[World]]:
+    """All worlds made within are looked at after their run, before they close."""
     worlds: list[World] = []
-    make = serving.make_world
+    make, close = serving.make_world, World.close
 
     def made(setup: Setup, policy: Any) -> World:
-        world = make(setup, policy)
-        close = world.close
+        worlds.append(make(setup, policy))
+        return worlds[-1]
 
-        def checked() -> None:
-            try:
-                if sys.exc_info()[0] is not None:
-                    return  # it did not end: that is what is told
-                if world.session is not None:
-                    remap.advanced.check(world.session)
-                for engine in world.engines.values():
-                    kv, scheduler = engine.tenant.kv, engine.scheduler
-                    assert kv.live_blocks == scheduler.used_blocks == 0, (kv.live_blocks, scheduler.used_blocks)
-                    assert not scheduler.running and not scheduler.waiting and not getattr(scheduler, "swapped", ())
-            finally:
-                close()
+    def checked(world: World) -> None:
+        try:
+            if sys.exc_info()[0] is not None:
+                return  # it did not end: that is what is told
+            if world.session is not None:
+                remap.advanced.check(world.session)
+            for engine in world.engines.values():
+                kv, scheduler = engine.tenant.kv, engine.scheduler
+                assert kv.live_blocks == scheduler.used_blocks == 0, (kv.live_blocks, scheduler.used_blocks)
+                assert not scheduler.running and not scheduler.waiting and not getattr(scheduler, "swapped", ())
+        finally:
+            close(world)
 
-        world.close = checked
-        worlds.append(world)
-        return world
-
-    monkeypatch.setattr(serving, "make_world", made)
-    return worlds
+    patch.setattr(serving, "make_world", made)
+    patch.setattr(World, "close", checked)
+    yield worlds
 
 
 def served(draw: Draw) -> PolicyResult:
@@ -193,7 +186,6 @@ def served(draw: Draw) -> PolicyResult:
 @given(number=st.integers(0, 2**32))
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_is_drawn_is_served(number: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        worlds = watch(patch)
+    with pytest.MonkeyPatch.context() as patch, watched(patch) as worlds:
         served(Draw.of(random.Random(number)))
         assert worlds

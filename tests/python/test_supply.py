@@ -154,26 +154,6 @@ def test_a_costly_increment_does_not_hide_the_cheap_one_behind_it() -> None:
     assert choose(5, [parity, quotes("b", "active", (5, 0.5))]).taken == (Portion("b", 1, 5, "active"),)
 
 
-def test_one_donor_that_finishes_cheaply_beats_the_best_ratio() -> None:
-    small, large = quotes("a", "active", (9, 0.5), (9, 4.0)), quotes("b", "active", (10, 1.0))
-    assert choose(10, [small, large]) == Supply((Portion("b", 1, 10, "active"),), 0, 1.0)
-    assert choose(9, [small, large]) == Supply((Portion("a", 1, 9, "active"),), 0, 0.5)
-    # And a mixture, where it is best: 0.5 + 1 rather than 4.5 from a alone.
-    assert choose(19, [small, large]).stall_s == 1.5
-
-
-def test_layers_that_became_superfluous_are_dropped() -> None:
-    tiny, huge = quotes("a", "inactive", (1, 0.0)), quotes("b", "active", (50, 3.0))
-    assert choose(10, [tiny, huge]).taken == (Portion("b", 1, 50, "active"),)
-    # Not only the last of a kind: the first inactive donor's single block once the second gives nine.
-    assert choose(9, [tiny, quotes("b", "inactive", (9, 0.0))]).taken == (Portion("b", 1, 9, "inactive"),)
-    pages = quotes("c", "idle_kv", (3, 0.0), (3, 0.0))
-    assert choose(8, [pages, quotes("b", "inactive", (4, 0.0))]).taken == (
-        Portion("c", 2, 4, "idle_kv"),
-        Portion("b", 1, 4, "inactive"),
-    )
-
-
 def test_the_costliest_superfluous_increment_is_dropped() -> None:
     # The last donor has to be asked, and then one of the first two is not needed: b, the dearer.
     lines = {"a": (3, 1.0), "b": (3, 1.125), "c": (9, 4.0), "d": (20, 40.0)}

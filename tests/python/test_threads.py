@@ -1,8 +1,5 @@
 """Engines on threads of their own with one session, and a manager who changes everything: no byte is ever wrong.
 
-    engine    step with some demand, allocate and free, passes that look at every byte of every layer and live block
-    manager   activate, deactivate, lend, remap, settle, snapshot, attach and detach
-
 Two ways of using the library:
 
     "tables"   Engines hold blocks between passes. Whoever makes a call that may move blocks does so under one lock of
@@ -12,8 +9,7 @@ Two ways of using the library:
     "bare"     Nobody locks anything: an engine's blocks live inside of one pass.
 
 A call may be refused with InvalidState (field tenant: inside a pass, inactive), and, by hand, for want of blocks or
-pages.
-Each run is a process of its own, which a crash ends and a time limit a hang.
+pages. Each run is a process of its own, which a crash ends and a time limit a hang.
 """
 
 from __future__ import annotations
@@ -31,29 +27,35 @@ from functools import partial
 from typing import Any
 
 import pytest
-from arena_worlds import make_backend, make_spec, session_on, set_times, times_of
+from arena_worlds import forward, make_backend, read_block, session_on, set_times, times_of, write_block
+from sharing_worlds import EAGER, Engine
 from subprocesses import expect_ok
 
 import remap
 from remap.errors import InvalidArgument, InvalidState, OutOfBlocks, OutOfMemory
 
 PAGE = 4096
-SHAPES = {"a": (6, 2), "b": (5, 2), "c": (4, 1)}  # layers, pages of each
-SHARE = 60  # byte values of each tenant: its layers and its blocks have no others
+SIZES: dict[str, list[int]] = {"a": [2] * 6, "b": [2] * 5, "c": [1] * 4}
+SHARE = 60  # byte values of each tenant's blocks: it has no others
 TURNS = 200
 LIMIT_S = 120.0
 FUZZ = bool(os.environ.get("REMAP_FUZZ"))
 
 
-def attach(session: remap.Session, name: str, tag: int, layers: int, pages: int) -> tuple[Any, list[bytes]]:
+def own_bytes(tag: int) -> range:
+    return range(1 + tag * SHARE, 1 + (tag + 1) * SHARE)
+
+
+def attach(session: remap.Session, name: str, sizes: list[int], tag: int) -> Engine:
     """A tenant whose layers consist of bytes of its own."""
+    own = own_bytes(tag)
     data = [
-        bytes(1 + tag * SHARE + (7 * layer + at // 64) % SHARE for at in range(pages * PAGE - 100))
-        for layer in range(layers)
+        bytes(own[(7 * layer + at // 64) % SHARE] for at in range(pages * PAGE - 100))
+        for layer, pages in enumerate(sizes)
     ]
-    tenant = session.attach_bytes(data, name=name, kv=make_spec(layers, dim=16, tokens=4, min_blocks=2, max_blocks=120))
-    set_times(tenant, times_of(layers, 1.0, 0.1), copy_s=0.1)
-    return tenant, data
+    engine = Engine(session, name, sizes, tag, page_bytes=PAGE, data=data)
+    set_times(engine.tenant, times_of(len(sizes), 1.0, 0.1), copy_s=0.1)
+    return engine
 
 
 class Refused(Exception):
@@ -72,28 +74,19 @@ def may_be_refused(call: Callable[[], Any], *for_want_of: type[remap.Error]) -> 
         raise Refused from error
 
 
-class Block:
-    """One live block in an engine's table. value: the byte that it is full of; 0 before it was written."""
+class Actor:
+    """An engine on its thread. Its blocks (`held`) that it has not written yet have the value 0."""
 
-    def __init__(self, number: int) -> None:
-        self.number, self.value = number, 0
-
-
-class Engine:
-    def __init__(self, world: World, name: str, tag: int) -> None:
-        self.world, self.name, self.tag = world, name, tag
-        self.rng = random.Random(f"{world.seed}{name}")
-        self.tenant, self.data = attach(world.session, name, tag, *SHAPES[name])
-        self.table: list[Block] = []
+    def __init__(self, world: World, engine: Engine, tag: int) -> None:
+        self.world, self.engine, self.tag, self.name = world, engine, tag, engine.name
+        self.tenant, self.kv = engine.tenant, engine.kv
+        self.rng = random.Random(f"{world.seed}{engine.name}")
         self._next = 0
 
-    # -- a turn ----------------------------------------------------------------------------------------------------
-
     def turn(self) -> None:
-        world, rng = self.world, self.rng
         acts = [self.step, self.step, self.serve, self.serve, self.serve]
-        acts += [self.allocate, self.allocate, self.free] if world.tables else [self.touch]
-        for act in rng.sample(acts, len(acts)):
+        acts += [self.allocate, self.allocate, self.free] if self.world.tables else [self.touch]
+        for act in self.rng.sample(acts, len(acts)):
             with contextlib.suppress(Refused):
                 act()
 
@@ -103,113 +96,83 @@ class Engine:
 
     def allocate(self) -> None:
         count = self.rng.randint(1, 4)
-        may_be_refused(lambda: self.tenant.kv.allocate(count), OutOfBlocks)
+        may_be_refused(lambda: self.kv.allocate(count), OutOfBlocks)
         self.reconcile(new=count)
 
     def free(self) -> None:
         # Under the lock: a block that moves between a look at its number and its freeing would be another's by then.
         with self.world.lock:
-            blocks = self.rng.sample(self.table, min(len(self.table), self.rng.randint(1, 4)))
-            self.tenant.kv.free([block.number for block in blocks])
-            self.reconcile(gone=len(blocks))
+            blocks = self.rng.sample(sorted(self.engine.held), min(len(self.engine.held), self.rng.randint(1, 4)))
+            self.engine.free(blocks)
+            self.reconcile()
 
-    def reconcile(self, new: int = 0, gone: int = 0) -> None:
+    def reconcile(self, new: int = 0) -> None:
         """The table is that of the pool. Nobody else allocates or frees these blocks; under the lock nothing moves."""
         with self.world.lock:
-            live = set(self.tenant.kv.pool.live_ids())
-            known = {block.number for block in self.table}
-            assert (len(live - known), len(known - live)) == (new, gone), (
-                f"{self.name}: {sorted(live)} are live, the table has {sorted(known)}; allocated {new}, freed {gone}"
-            )
-            self.table = [block for block in self.table if block.number in live]
-            self.table += [Block(number) for number in sorted(live - known)]
+            live, known = set(self.kv.pool.live_ids()), set(self.engine.held)
+            assert known <= live and len(live - known) == new, f"{self.name}: {live} are live, not {known} and {new}"
+            self.engine.held.update(dict.fromkeys(live - known, 0))
 
     def touch(self) -> None:
         """Allocates outside of a pass; others may move these blocks until they are free again."""
-        may_be_refused(lambda: self.tenant.kv.allocate(self.rng.randint(1, 4)), OutOfBlocks)
-        self.free_all()
-
-    def free_all(self) -> None:
-        while live := self.tenant.kv.pool.live_ids():
+        may_be_refused(lambda: self.kv.allocate(self.rng.randint(1, 4)), OutOfBlocks)
+        while live := self.kv.pool.live_ids():
             try:
-                self.tenant.kv.free(live)
+                self.kv.free(live)
             except InvalidArgument as error:
                 if "block" not in error.fields:
                     raise
 
-    # -- passes ----------------------------------------------------------------------------------------------------
-
     def serve(self) -> None:
-        session, rng = self.world.session, self.rng
-        bracket = self.tenant.forward()
-        may_be_refused(bracket.__enter__)
-        error: BaseException | None = None
-        try:
+        tenant, held = self.tenant, self.engine.held
+        with contextlib.ExitStack() as stack:
+            may_be_refused(lambda: stack.enter_context(tenant.forward()))
             if self.world.tables:
                 with self.world.lock:  # who has moved something lets go when the tables are patched
-                    table = [(block, block.number) for block in self.table]
+                    table = dict(held)
             else:
-                number = min(self.tenant.kv.free_blocks, rng.randint(0, 5))
-                try:
-                    table = [(Block(number), number) for number in self.tenant.kv.allocate(number)]
-                except OutOfBlocks as refused:
-                    raise AssertionError(f"{self.name}: its free blocks went away inside of its pass") from refused
-            for block, number in table:
-                if block.value:
-                    self.verify(block, number)
-                else:
-                    self.write(block, number)
-            for layer, expected in enumerate(self.data):
-                self.tenant.wait(layer)
-                got = ctypes.string_at(remap.advanced.layer_address(session, self.name, layer), len(expected))
-                self.tenant.done(layer)
-                if got != expected:
-                    wrong = sum(map(int.__ne__, got, expected))
-                    raise AssertionError(f"{wrong} bytes of layer {layer} of {self.name} are wrong: {set(got)}")
-            for block, number in table:
-                assert block.number == number, f"block {number} of {self.name} moved inside of its pass"
-                self.verify(block, number)
-            if self.world.tables:
-                table = rng.sample(table, min(len(table), rng.randint(0, 2)))
-            self.tenant.kv.free([number for _, number in table])
+                table = dict.fromkeys(self.kv.allocate(min(self.kv.free_blocks, self.rng.randint(0, 5))), 0)
+            for block, value in table.items():
+                table[block] = value or self.write(block)
+            for layer, expected in enumerate(self.engine.data):
+                tenant.wait(layer)
+                address = remap.advanced.layer_address(self.world.session, self.name, layer)
+                got = ctypes.string_at(address, len(expected))
+                tenant.done(layer)
+                assert got == expected, f"layer {layer} of {self.name} is wrong: {set(got)}"
+            for block, value in table.items():
+                assert read_block(tenant, block) == {value}, f"block {block} of {self.name} does not hold {value}"
+            if not self.world.tables:
+                self.kv.free(list(table))
+                return
             with self.world.lock:
-                gone = {id(block) for block, _ in table}
-                self.table = [block for block in self.table if id(block) not in gone]
-        except BaseException as raised:
-            error = raised
-            raise
-        finally:
-            bracket.__exit__(type(error) if error else None, error, None)
+                assert all(block in held for block in table), f"blocks of {self.name} moved inside of its pass"
+                held.update(table)
+            gone = self.rng.sample(sorted(table), min(len(table), self.rng.randint(0, 2)))
+            self.kv.free(gone)
+            with self.world.lock:
+                for block in gone:
+                    del held[block]
 
-    def ranges(self, number: int) -> list[tuple[int, int]]:
-        kv = self.tenant.kv
-        return [(kv.address + at, nbytes) for at, nbytes in kv.geometry.byte_ranges_of_block(number)]
-
-    def write(self, block: Block, number: int) -> None:
-        own = {0, *range(1 + self.tag * SHARE, 1 + (self.tag + 1) * SHARE)}
+    def write(self, block: int) -> int:
         self._next += 1
-        value = 1 + self.tag * SHARE + self._next % SHARE
-        for at, nbytes in self.ranges(number):
-            others = set(ctypes.string_at(at, nbytes)) - own
-            assert not others, f"block {number}, new to {self.name}, shows another tenant's bytes {others}"
-            ctypes.memset(at, value, nbytes)
-        block.value = value
-
-    def verify(self, block: Block, number: int) -> None:
-        for at, nbytes in self.ranges(number):
-            got = set(ctypes.string_at(at, nbytes))
-            assert got == {block.value}, f"block {number} of {self.name} holds {got}, not {block.value}"
+        value = own_bytes(self.tag)[self._next % SHARE]
+        others = read_block(self.tenant, block) - {0, *own_bytes(self.tag)}
+        assert not others, f"block {block}, new to {self.name}, shows bytes {others}"
+        write_block(self.tenant, block, value)
+        return value
 
 
 class Manager:
+    name = "manager"
+
     def __init__(self, world: World) -> None:
         self.world, self.rng = world, random.Random(f"{world.seed}manager")
-        self.guests = 0
 
     def turn(self) -> None:
         world, rng, session = self.world, self.rng, self.world.session
-        name, other = rng.sample(sorted(SHAPES), 2)
-        layers = rng.randint(0, SHAPES[name][0] - 2)
+        name, other = rng.sample(sorted(SIZES), 2)
+        layers = rng.randint(0, len(SIZES[name]) - 2)
         calls: list[Callable[[], Any]] = [
             lambda: session.activate(name, alone=rng.random() < 0.2, partial=rng.random() < 0.5),
             lambda: session.activate(name, partial=True),
@@ -225,38 +188,23 @@ class Manager:
 
     def guest(self) -> None:
         """A fourth tenant comes, serves, and goes."""
-        session = self.world.session
-        self.guests += 1
-        tenant, data = attach(session, "guest", 3, 2, 1)
+        guest = attach(self.world.session, "guest", [1, 1], 3)
         try:
-            ids = tenant.kv.allocate(2)
-            for number in ids:
-                for at, nbytes in tenant.kv.geometry.byte_ranges_of_block(number):
-                    seen = set(ctypes.string_at(tenant.kv.address + at, nbytes))
-                    assert seen == {0}, f"block {number} of a new tenant shows {seen}"
-            with tenant.forward():
-                for layer, expected in enumerate(data):
-                    tenant.wait(layer)
-                    assert (
-                        ctypes.string_at(remap.advanced.layer_address(session, "guest", layer), len(expected))
-                        == expected
-                    )
-                    tenant.done(layer)
+            for block in guest.kv.allocate(2):
+                assert read_block(guest.tenant, block) == {0}, f"block {block} of a new tenant is not empty"
+            forward(self.world.session, guest.tenant, guest.data)
         finally:
-            session.detach("guest")
+            self.world.session.detach("guest")
 
 
 class World:
     def __init__(self, mode: str, seed: int, tables: bool) -> None:
         self.seed, self.tables = seed, tables
         self.lock = threading.RLock()  # the application's
-        total = sum(layers * pages for layers, pages in SHAPES.values()) + 6 + 5
-        self.backend = make_backend(total * PAGE, PAGE)
-        config = remap.advanced.Knobs(
-            reserve_blocks=0, hysteresis_blocks=0, min_idle=0.0, map_s=0.0, contention=9.0, dwell=1, ttft_s=1e9
-        )
-        self.session = session_on(self.backend, total * PAGE, page_bytes=PAGE, mode=mode, config=config)
-        self.engines = {name: Engine(self, name, tag) for tag, name in enumerate(SHAPES)}
+        capacity = (sum(map(sum, SIZES.values())) + 6 + 5) * PAGE
+        self.backend = make_backend(capacity, PAGE)
+        self.session = session_on(self.backend, capacity, PAGE, mode, remap.advanced.Knobs(**EAGER))
+        self.engines = {name: attach(self.session, name, sizes, tag) for tag, (name, sizes) in enumerate(SIZES.items())}
         self.problems: list[str] = []
 
     def moving(self, call: Callable[[], Any], *for_want_of: type[remap.Error]) -> None:
@@ -264,42 +212,37 @@ class World:
         with self.lock if self.tables else contextlib.nullcontext():
             report = may_be_refused(call, *for_want_of)
             for name, moved in (getattr(report, "moved", None) or {}).items() if self.tables else ():
-                for block in self.engines[name].table:
-                    block.number = moved.get(block.number, block.number)
+                self.engines[name].patch(moved)
+
+    def live(self, actor: Any, start: threading.Barrier, turns: int) -> None:
+        start.wait()
+        try:
+            for _ in range(turns):
+                actor.turn()
+                if self.problems:
+                    return
+        except BaseException:  # noqa: BLE001  whatever it is, it is the finding
+            self.problems.append(f"{actor.name}: {traceback.format_exc()}")
 
     def run(self, turns: int) -> None:
         """Raises AssertionError with all that went wrong on any thread."""
-        actors = [*self.engines.values(), Manager(self)]
+        actors = [*(Actor(self, engine, tag) for tag, engine in enumerate(self.engines.values())), Manager(self)]
         start = threading.Barrier(len(actors))
-
-        def live(actor: Any) -> None:
-            start.wait()
-            try:
-                for _ in range(turns):
-                    actor.turn()
-                    if self.problems:
-                        return
-            except BaseException:  # noqa: BLE001  whatever it is, it is the finding
-                self.problems.append(f"{getattr(actor, 'name', 'manager')}: {traceback.format_exc()}")
-
-        threads = [threading.Thread(target=live, args=(actor,)) for actor in actors]
+        threads = [threading.Thread(target=self.live, args=(actor, start, turns)) for actor in actors]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if self.problems:
-            raise AssertionError("\n".join(self.problems))
+        assert not self.problems, "\n".join(self.problems)
         remap.advanced.check(self.session)
         pages = self.session.snapshot().pages
         assert pages.free + pages.params + pages.kv + pages.ring == pages.total
         for engine in self.engines.values():
             if self.tables:
-                engine.reconcile()
-            engine.tenant.kv.free(engine.tenant.kv.pool.live_ids())
-            engine.table.clear()
+                assert set(engine.held) == set(engine.kv.pool.live_ids())
+            engine.kv.free(engine.kv.pool.live_ids())
         for name, engine in self.engines.items():
-            report = self.session.activate(name)
-            assert report.activated, report
+            assert self.session.activate(name).activated
             engine.serve()
         remap.advanced.check(self.session)
         self.session.close()
@@ -333,7 +276,7 @@ for seed in range(20):
     try:
         test_threads.play("aliased", seed, True)
     except AssertionError as error:
-        assert "holds" in str(error), error
+        assert "does not hold" in str(error), error
         break
 else:
     raise SystemExit("not found")

@@ -26,7 +26,11 @@ GREEDY = {"max_new_tokens": LONG, "do_sample": False}
 BRIEF = {"max_new_tokens": SHORT, "do_sample": False}
 
 
-WAYS = {
+LOOKUP = {"max_new_tokens": 200, "do_sample": False, "prompt_lookup_num_tokens": 3}
+ASSISTED = {"max_new_tokens": 200, "do_sample": False, "assistant_model": 2}
+WAYS = {  # assisted decoding crops
+    "lookup": LOOKUP,
+    "assistant": ASSISTED,
     "greedy": GREEDY,
     "sampled": {"max_new_tokens": LONG, "do_sample": True, "temperature": 1.3, "top_k": 20},
     "beams": {"max_new_tokens": 24, "do_sample": False, "num_beams": 3},
@@ -51,29 +55,21 @@ def _goes_on(model, text, cache, tokens):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_are_the_bare_models_while_layers_go_and_come(way):
-    model, given = llama(), prompts(3, 9, padded=4)
-    expected, brief = _generate(model, given, **WAYS[way]), _generate(model, given, **BRIEF)
+    model, how = llama(), dict(WAYS[way])
+    given = prompts(3, 9, padded=4) if how["max_new_tokens"] < 200 else prompts(1, 12)
+    if layers := how.get("assistant_model"):
+        how["assistant_model"] = llama(layers=layers)
+    expected, brief = _generate(model, given, **how), _generate(model, given, **BRIEF)
     # Beams share what they have in common: less room makes as much pressure.
     with watched(model, spare=32 if "beams" in way else 52) as rig:
         assert rig.tenant.remapped == 0
-        assert torch.equal(_generate(model, given, **WAYS[way]), expected)
+        assert torch.equal(_generate(model, given, **how), expected)
         rig.assert_moved()
         rig.assert_home(lambda: model.generate(**given, **BRIEF))
         # Once more, from where the first one left it.
         assert torch.equal(_generate(model, given, **BRIEF), brief)
-        assert torch.equal(_generate(model, given, **WAYS[way]), expected)
-    assert torch.equal(_generate(model, given, **WAYS[way]), expected), "the model came back changed"
-
-
-@pytest.mark.parametrize("how", ["lookup", "assistant"])
-def test_assisted_decoding_crops(how):
-    model, given = llama(), prompts(1, 12)
-    helper = {"prompt_lookup_num_tokens": 3} if how == "lookup" else {"assistant_model": llama(seed=0, layers=2)}
-    more = {"max_new_tokens": 200, "do_sample": False}
-    expected = model.generate(**given, **more, **helper)
-    with watched(model) as rig:
-        assert torch.equal(model.generate(**given, **more, **helper), expected)
-        rig.assert_moved()
+        assert torch.equal(_generate(model, given, **how), expected)
+    assert torch.equal(_generate(model, given, **how), expected), "the model came back changed"
 
 
 def test_logits_and_keys_are_bit_identical_to_those_of_a_dynamic_cache():
@@ -92,27 +88,6 @@ def test_logits_and_keys_are_bit_identical_to_those_of_a_dynamic_cache():
         del got, layer
         rig.attached.step()
         assert rig.attached.snapshot.live_blocks == 0
-
-
-def test_a_conversation_goes_on_in_one_cache_between_others():
-    """Two caches live at once, each goes on where it was, though blocks move and layers come and go in between."""
-    model = llama()
-    first, second = prompts(2, 7, seed=1), prompts(3, 5, seed=2)
-
-    def turns(cache_of):
-        caches = [cache_of(), cache_of()]
-        texts = [first["input_ids"], second["input_ids"]]
-        for _ in range(3):
-            for which in (0, 1):
-                texts[which] = _goes_on(model, texts[which], caches[which], 12)
-        return texts
-
-    expected = turns(lambda: DynamicCache(config=model.config))
-    with watched(model) as rig:
-        got = turns(rig.attached.cache)
-        assert all(torch.equal(one, other) for one, other in zip(got, expected))
-        rig.assert_moved()
-        rig.assert_home(lambda: model.generate(**first, **BRIEF))
 
 
 def test_blocks_move_when_layers_come_home_under_a_live_cache():
@@ -165,10 +140,8 @@ def test_crop_select_repeat_and_reset_are_those_of_a_dynamic_cache():
         passed(torch.arange(20, 28).view(4, 2))
         both(lambda each: each.reorder_cache(torch.tensor([1, 1, 0, 2])))
         passed(torch.arange(30, 34).view(4, 1))
-        reference.crop(
-            5 - reference.get_seq_length()
-        )  # "keep 5" is what transformers no longer takes since 5.23, and we do
-        cache.crop(5)
+        reference.crop(5 - reference.get_seq_length())
+        cache.crop(5)  # "keep 5": transformers no longer takes it since 5.23, and we do
         passed(torch.arange(40, 60).view(4, 5))
         assert [layer.get_seq_length() for layer in cache.layers] == [10] * 6
         for layer, other in zip(cache.layers, reference.layers):
@@ -188,36 +161,26 @@ def test_the_first_call_of_all_may_need_many_layers():
         rig.assert_moved(3)
 
 
-def test_out_of_blocks_changes_nothing_and_the_cache_goes_on():
+@pytest.mark.parametrize("error", [OutOfBlocks, RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_fails_leaves_the_cache_as_it_was_and_it_goes_on(error):
     model, given = llama(), prompts(2, 6)
     expected = model.generate(**given, **GREEDY)
     with watched(model) as rig:
         cache = rig.attached.cache()
         start = model.generate(**given, **BRIEF, past_key_values=cache)
         live = rig.attached.snapshot.live_blocks
-        with torch.no_grad(), pytest.raises(OutOfBlocks) as failed:
-            model(prompts(2, 2000)["input_ids"], past_key_values=cache)
-        after = rig.attached.snapshot
-        assert (failed.value.requested, failed.value.free) == (2 * 500, after.free_blocks)
-        assert after.live_blocks == live and cache.get_seq_length() == 8
-        assert torch.equal(_goes_on(model, start, cache, LONG - SHORT), expected)
-
-
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_pass_that_fails_leaves_the_cache_as_it_was(error):
-    model, given = llama(), prompts(2, 6)
-    expected = model.generate(**given, **GREEDY)
-    with watched(model) as rig:
-        cache = rig.attached.cache()
-        start = model.generate(**given, **BRIEF, past_key_values=cache)
 
         def fail(*args):
             raise error("stop")
 
         hook = model.model.layers[3].mlp.register_forward_pre_hook(fail)
-        with torch.no_grad(), pytest.raises(error):
-            model(prompts(2, 11)["input_ids"], past_key_values=cache)
+        with torch.no_grad(), pytest.raises(error) as failed:
+            model(prompts(2, 2000 if error is OutOfBlocks else 11)["input_ids"], past_key_values=cache)
         hook.remove()
+        if error is OutOfBlocks:
+            after = rig.attached.snapshot
+            assert (failed.value.requested, failed.value.free) == (2 * 500, after.free_blocks)
+            assert after.live_blocks == live
         assert [layer.get_seq_length() for layer in cache.layers] == [8] * 6
         assert torch.equal(_goes_on(model, start, cache, LONG - SHORT), expected)
 
@@ -280,14 +243,14 @@ def test_a_cache_by_hand_and_calls_without_one():
 def test_what_is_refused_changes_nothing():
     model, given = llama(), prompts(2, 6)
     tensors = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
-    with pytest.raises(InvalidArgument):
-        remap.attach(model)
-    with pytest.raises(InvalidArgument):
-        remap.attach(model, "64MiB", min_tokens=-1)
-    with pytest.raises(OutOfMemory):
-        remap.attach(model, 2 * PAGE, session_options={"page_bytes": PAGE})
-    with pytest.raises(InvalidArgument):
-        remap.attach(torch.nn.Sequential(torch.nn.Linear(3, 3)), "64MiB", implicit=False, layers="0")
+    for refused, arguments, options in (
+        (InvalidArgument, (model,), {}),
+        (InvalidArgument, (model, "64MiB"), {"min_tokens": -1}),
+        (OutOfMemory, (model, 2 * PAGE), {"session_options": {"page_bytes": PAGE}}),
+        (InvalidArgument, (torch.nn.Sequential(torch.nn.Linear(3, 3)), "64MiB"), {"implicit": False, "layers": "0"}),
+    ):
+        with pytest.raises(refused):
+            remap.attach(*arguments, **options)
     assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == tensors
     assert "forward" not in model.__dict__
     with watched(model) as rig:
@@ -350,10 +313,8 @@ def test_smollm2_answers_as_before_under_pressure():
         "Count to thirty.",
         "Who was Ada Lovelace?",
     ]
-    texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": chat}], add_generation_prompt=True, tokenize=False)
-        for chat in chats
-    ] * 4
+    chats = [[{"role": "user", "content": chat}] for chat in chats]
+    texts = 4 * [tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False) for chat in chats]
     tokenizer.padding_side = "left"
     given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
     given.pop("token_type_ids", None)

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from attached_models import llama, prompts, watched  # noqa: E402
-from test_transformers_families import FAMILIES, one_thread, randomised  # noqa: E402, F401  (the fixture: for every test)
+from test_transformers_families import make, one_thread  # noqa: E402, F401  (the fixture: for every test)
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING  # noqa: E402
 
 from remap.errors import InvalidArgument  # noqa: E402
@@ -18,7 +18,7 @@ from remap.errors import InvalidArgument  # noqa: E402
 TOKENS = 40
 
 
-def _texts(count=6):
+def _texts(count):
     return [prompts(1, 5 + 3 * index, seed=index)["input_ids"][0].tolist() for index in range(count)]
 
 
@@ -39,8 +39,7 @@ def _batch(model, texts, how, tokens=TOKENS):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "opt"])
 def test_tokens_are_those_of_each_prompt_alone_under_pressure(family):
-    torch.manual_seed(0)
-    model, texts = randomised(FAMILIES[family](transformers)), _texts()
+    model, texts = make(family), _texts(6)
     expected = [_alone(model, text) for text in texts]
     with watched(model, spare=60) as rig:
         got = _batch(model, texts, rig.attached.continuous_batching(max_batch_tokens=32))
@@ -100,7 +99,6 @@ def test_what_a_paged_cache_lays_out_otherwise_is_refused():
         rig.attached.continuous_batching()
         assert len(SCHEDULER_MAPPING) == len(before) + 1
     assert before == SCHEDULER_MAPPING
-    sliding = randomised(FAMILIES["gemma3"](transformers))
-    with watched(sliding) as rig, pytest.raises(InvalidArgument) as refused:
+    with watched(make("gemma3")) as rig, pytest.raises(InvalidArgument) as refused:
         rig.attached.continuous_batching()
     assert set(refused.value.windows) == {16, None}

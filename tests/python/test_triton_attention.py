@@ -12,32 +12,21 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("triton")
+for package in ("torch", "transformers", "triton"):
+    pytest.importorskip(package)
 
 HERE = Path(__file__).resolve().parent
 
 
-def run_file(name, folder, **environment):
-    paths = [str(HERE), str(HERE.parent), *(path for path in sys.path if path)]
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "more"), [("triton_cases.py", {"TRITON_INTERPRET": "1"}), ("triton_builds.py", {})])
+def test_kernels(name, more, tmp_path):
+    paths = os.pathsep.join([str(HERE), str(HERE.parent), *(path for path in sys.path if path)])
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    inherited |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder)}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(HERE / name)]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=600, check=False, cwd=HERE, env=inherited | environment
-    )
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(HERE / name)],
+        env={**inherited, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(tmp_path), **more},
+        cwd=HERE, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_kernels_in_the_interpreter(tmp_path):
-    output = run_file("triton_cases.py", tmp_path, TRITON_INTERPRET="1")
-    assert "skipped" not in output
-
-
-@pytest.mark.slow
-def test_kernels_compiled(tmp_path):
-    output = run_file("triton_builds.py", tmp_path)
-    assert "skipped" not in output
+    assert "skipped" not in done.stdout

@@ -14,13 +14,11 @@ pytest.importorskip("transformers")
 from models import (  # noqa: E402
     LAYERS,
     Served,
-    free_ids,
     generate,
     kv_spec,
     logits_of,
     make,
     minimum_bytes,
-    raw_block,
 )
 
 PAGE = 16384
@@ -127,67 +125,6 @@ def test_one_is_detached_and_the_other_goes_on(layers, mode):
         with pytest.raises(remap.InvalidState):
             one.tenant.forward().__enter__()
         other.whole()
-
-
-def test_pages_of_one_that_left_are_reused_and_read_zero():
-    rng = random.Random(1)
-    with session_for(["llama", "llama"]) as session:
-        one, other = served(session, "llama", "a"), served(session, "llama", "bb")
-        other.remap(5)
-        other.fill_blocks(other.kv.free_blocks, rng)  # no page of it reads zero
-        one.whole()
-        other.whole()
-        other.hooks.remove()
-        session.detach("bb")
-        third = served(session, "llama", "ccc")  # in the same pages: there are no others
-        assert session.snapshot().pages.free == 0
-        for block in free_ids(third.kv):
-            assert not raw_block(third.kv, block).any(), block
-        third.whole()
-        third.remap(5)
-        one.remap(5)
-        for each in (one, third):
-            each.fill_blocks(each.kv.free_blocks, rng)
-        for each in (one, third):
-            each.whole()
-
-
-def test_free_pages_change_hands_and_read_zero():
-    """The first one takes the free pages for KV and leaves; the second one's KV grows into the very same pages."""
-    rng = random.Random(2)
-    with session_for(["llama", "opt"], spare=8) as session:
-        one, other = served(session, "llama", "a"), served(session, "opt", "bb")
-        free = session.snapshot().pages.free
-        assert free >= 8
-        session.step({"a": remap.Demand(blocks=one.kv.free_blocks + 6)})
-        one.fill_blocks(one.kv.free_blocks, rng)
-        left = session.snapshot().pages.free
-        assert left < free
-        one.hooks.remove()
-        session.detach("a")
-        before = set(other.kv.pool.open_ids())
-        session.step({"bb": remap.Demand(blocks=other.kv.free_blocks + 6)})
-        assert other.tenant.remapped == 0
-        fresh = sorted(set(other.kv.pool.open_ids()) - before)
-        assert len(fresh) >= 6
-        for block in fresh:
-            first = raw_block(other.kv, block)
-            assert not first.any(), block
-        other.fill_blocks(other.kv.free_blocks, rng)
-        other.whole()
-
-
-def test_close_with_two_tenants_restores_both():
-    session = session_for(["llama", "opt-odd"])
-    pair = [served(session, "llama", "a"), served(session, "opt-odd", "bb")]
-    pair[0].remap(3)
-    pair[1].remap(5)
-    for each in pair:
-        each.whole()
-        each.hooks.remove()
-    session.close()
-    for each in pair:
-        each.right()
 
 
 def test_a_second_attach_that_fails_leaves_the_first_alone():

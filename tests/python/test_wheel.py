@@ -24,9 +24,7 @@ checks = load_tool("wheel_check")
 
 @pytest.fixture
 def elftools() -> None:
-    pytest.importorskip(
-        "elftools", reason="pyelftools is not installed (it comes with auditwheel: pip install 'remap[dev]')"
-    )
+    pytest.importorskip("elftools", reason="pyelftools comes with auditwheel: pip install 'remap[dev]'")
 
 
 @pytest.mark.usefixtures("elftools")
@@ -52,10 +50,8 @@ def test_auditwheel_calls_a_wheel_of_it_manylinux(tmp_path: Path) -> None:
     wheel = tmp_path / f"remap-0-{tag}-{tag}-linux_{checks.os.uname().machine}.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.write(MODULE, f"remap/{MODULE.name}")
-        archive.writestr(
-            "remap-0.dist-info/WHEEL",
-            f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-linux_x86_64\n",
-        )
+        about = f"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: false\nTag: {tag}-{tag}-linux_x86_64\n"
+        archive.writestr("remap-0.dist-info/WHEEL", about)
         archive.writestr("remap-0.dist-info/METADATA", "Metadata-Version: 2.1\nName: remap\nVersion: 0\n")
         archive.writestr("remap-0.dist-info/RECORD", f"remap/{MODULE.name},,\n")  # auditwheel looks at what is listed
     assert checks.platform_tag(wheel).startswith("manylinux_")
@@ -69,31 +65,19 @@ def test_it_has_every_file_of_the_sources() -> None:
     assert [str(path) for path in sorted(wanted) if not (MODULE.parent / path).is_file()] == []
 
 
+def run(program: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"],
+        capture_output=True, text=True, timeout=60, env=checks.clean_environment(),
+    )  # fmt: skip
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_it_imports_and_works_where_there_is_no_driver() -> None:
-    program = checks.installed_check()
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=checks.clean_environment(),
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-
-
-def test_the_check_notices_a_foreign_library() -> None:
-    program = "import ctypes.util\nctypes.CDLL('libm.so.6')\n" + checks.installed_check().replace(
-        "libcudart", "libm.so"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env=checks.clean_environment(),
-    )
-    assert done.returncode == 1
-    assert "importing remap loaded ['libm.so.6']" in done.stderr
+    check = checks.installed_check()
+    assert run(check) == (0, "")
+    code, said = run("import ctypes.util\nctypes.CDLL('libm.so.6')\n" + check.replace("libcudart", "libm.so"))
+    assert code == 1 and "importing remap loaded ['libm.so.6']" in said
 
 
 @pytest.mark.parametrize("library", ["/nonexistent/libcuda.so.1", "libm.so.6"], ids=["missing", "not CUDA"])

@@ -11,7 +11,7 @@ import remap
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from models import LAYERS, Rig, addresses_of, bytes_of, generate, ids_for, kv_spec, layers_of, logits_of, make  # noqa: E402
+from models import LAYERS, Rig, bytes_of, generate, ids_for, layers_of, logits_of, make, save_weights  # noqa: E402
 from torch import nn  # noqa: E402
 
 from remap import InvalidArgument, InvalidState  # noqa: E402
@@ -43,7 +43,7 @@ class Stack(nn.Module):
     def __init__(self, kinds):
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList([Layer(kind) for kind in kinds])
+        self.layers = nn.ModuleList(map(Layer, kinds))
 
     def forward(self, x):
         for layer in self.layers:
@@ -54,10 +54,9 @@ class Stack(nn.Module):
 class Pair:
     """A bare model and its twin in a session; `forward` runs both and compares everything. A context manager."""
 
-    def __init__(self, kinds, prepare=None, **attach):
-        self.bare = Stack(kinds)
-        if prepare is not None:
-            prepare(self.bare)
+    def __init__(self, *kinds, prepare=lambda model: None, **attach):
+        self.bare = Stack(kinds or [""] * LAYERS)
+        prepare(self.bare)
         self.model = copy.deepcopy(self.bare)
         self.session = remap.Session(100 * PAGE, page_bytes=PAGE)
         self.tenant = self.session.attach(self.model, kv=KV, name="m", hooks=False, **attach)
@@ -71,89 +70,77 @@ class Pair:
         self.hooks.remove()
         self.session.close()
         if error[0] is None:
-            for _ in range(2):
-                self.forward()
+            self.forward(2)
             assert all(torch.equal(value, bytes_of(self.bare)[name]) for name, value in bytes_of(self.model).items())
 
     @torch.no_grad()
-    def forward(self):
-        self.passes += 1
-        x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(self.passes))
-        assert torch.equal(self.model(x), self.bare(x)), f"pass {self.passes}"
-        if not self.session.closed:
-            remap.advanced.check(self.session)
+    def forward(self, times=1):
+        for _ in range(times):
+            self.passes += 1
+            x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(self.passes))
+            assert torch.equal(self.model(x), self.bare(x)), f"pass {self.passes}"
+            if not self.session.closed:
+                remap.advanced.check(self.session)
+
+    def remap(self, *how, passes=2):
+        remap.advanced.remap(self.session, "m", *how)
+        self.forward(passes)
+
+    def refused(self, layers):
+        with pytest.raises(InvalidArgument) as caught:
+            remap.advanced.remap(self.session, "m", layers)
+        return caught.value
 
 
 def test_a_layer_with_a_counter_is_found_named_and_kept():
-    with Pair(["", "", "step", "", "", ""]) as pair:
+    with Pair("", "", "step", "", "", "") as pair:
         pair.forward()
-        for alpha, beta in ((1, 1), (4, 1), (3, 2), (0, 1), (2, 1)):
+        for alpha, beta in ((1, 1), (4, 1), (3, 2), (0, 1), (2, 1), (4, 1)):
             for selection in ("uniform", "nested"):
-                remap.advanced.remap(pair.session, "m", alpha, beta, selection)
+                pair.remap(alpha, beta, selection)
                 assert 2 not in pair.tenant.streamed
-                pair.forward()
-                pair.forward()
-        remap.advanced.remap(pair.session, "m", 4)
-        pair.forward()
-        assert pair.tenant.pinned == (2,)
+        assert pair.tenant.pinned == pair.session.snapshot().tenants["m"].pinned == (2,)
         assert pair.tenant.written == {2: ["layers.2.step"]}
-        assert pair.session.snapshot().tenants["m"].pinned == (2,)
-        with pytest.raises(InvalidArgument) as caught:
-            remap.advanced.remap(pair.session, "m", 5)
-        assert (caught.value.streamable, caught.value.maximum) == (5, 4)
-        assert pair.tenant.remapped == 4
+        error = pair.refused(5)
+        assert (error.streamable, error.maximum, pair.tenant.remapped) == (5, 4, 4)
         assert int(pair.model.layers[2].step) == pair.passes
 
 
 def test_mutable_keeps_only_that_tensor_resident():
-    with Pair(["", "", "step", "", "", "step"], mutable=["*.step"]) as pair:
+    with Pair("", "", "step", "", "", "step", mutable=["*.step"]) as pair:
         pair.forward()
-        for alpha, beta in ((5, 1), (4, 2), (1, 1)):
-            remap.advanced.remap(pair.session, "m", alpha, beta)
-            for _ in range(3):
-                pair.forward()
-        remap.advanced.remap(pair.session, "m", 5)
+        for how in ((5, 1), (4, 2), (1, 1), (5, 1)):
+            pair.remap(*how)
         assert set(pair.tenant.streamed) == set(range(LAYERS))
-        assert pair.tenant.pinned == ()
-        assert pair.tenant.written == {}
+        assert (pair.tenant.pinned, pair.tenant.written) == ((), {})
 
 
 def test_batch_norm_in_training_streams_beside_its_statistics():
     """Its kernel does not announce its writes; the statistics are known by name."""
-    with Pair(["norm"] * LAYERS) as pair:
+    with Pair(*["norm"] * LAYERS) as pair:
         for alpha in (5, 2, 0, 3):
-            remap.advanced.remap(pair.session, "m", alpha)
-            for _ in range(2):
-                pair.forward()
+            pair.remap(alpha)
         assert pair.tenant.pinned == ()
         assert int(pair.model.layers[0].norm.num_batches_tracked) == pair.passes
 
 
 def test_nothing_is_left_to_stream():
-    with Pair(["step"] * LAYERS) as pair:
+    with Pair(*["step"] * LAYERS) as pair:
         pair.forward()
-        with pytest.raises(InvalidArgument) as caught:
-            remap.advanced.remap(pair.session, "m", 1)
-        assert caught.value.pinned == list(range(5)) or caught.value.pinned == list(range(LAYERS))
+        assert pair.refused(1).pinned in (list(range(5)), list(range(LAYERS)))
         assert pair.tenant.remapped == 0
-        pair.forward()
         report = pair.session.step({"m": remap.Demand(blocks=500)})
-        assert report.remapped["m"] == 0
-        assert report.unmet_blocks["m"] > 0
-        pair.forward()
+        assert report.remapped["m"] == 0 < report.unmet_blocks["m"]
 
 
 def test_the_controller_skips_written_layers():
-    config = remap.advanced.Knobs(slowdown=1e6)
-    with Pair(["", "step", "", "", "step", ""], config=config) as pair:
+    with Pair("", "step", "", "", "step", "", config=remap.advanced.Knobs(slowdown=1e6)) as pair:
         pair.forward()
-        report = pair.session.step({"m": remap.Demand(blocks=pair.tenant.kv.max_blocks)})
-        assert set(pair.tenant.written) == {1, 4}
-        assert pair.tenant.streamed == (0, 2, 3, 5)
-        assert report.remapped == {"m": 3}
-        assert report.unmet_blocks == {"m": pair.tenant.kv.max_blocks - pair.tenant.kv.free_blocks}
-        for _ in range(3):
-            pair.forward()
+        most = pair.tenant.kv.max_blocks
+        report = pair.session.step({"m": remap.Demand(blocks=most)})
+        assert (set(pair.tenant.written), pair.tenant.streamed) == ({1, 4}, (0, 2, 3, 5))
+        assert (report.remapped, report.unmet_blocks) == ({"m": 3}, {"m": most - pair.tenant.kv.free_blocks})
+        pair.forward(3)
 
 
 def test_a_write_into_a_streamed_layer_is_an_error_not_a_wrong_result():
@@ -167,22 +154,20 @@ def test_a_write_into_a_streamed_layer_is_an_error_not_a_wrong_result():
         assert caught.value.written == {1: ["layers.1.step"]}
         assert not tenant.in_pass
         remap.advanced.check(session)
+        with pytest.raises(InvalidArgument):  # KV layers and model layers are told apart
+            session.attach(Stack([""] * 3), kv=KV)
 
 
 def test_weights_changed_between_passes_stay_changed():
     """A resident layer that is written (fine-tuning, a LoRA merge) is never replaced by its old bytes."""
-    with Pair([""] * LAYERS) as pair:
+    with Pair() as pair:
         pair.forward()
         for each in (pair.model, pair.bare):
             with torch.no_grad():
                 each.layers[3].first.weight.mul_(1.5)
         for alpha in (0, 4, 2, 0):
-            remap.advanced.remap(pair.session, "m", alpha)
-            pair.forward()
+            pair.remap(alpha)
         assert pair.tenant.written == {3: ["layers.3.first.weight"]}
-
-
-# --- shared memory ------------------------------------------------------------------------------------------------
 
 
 def share_between_layers(model):
@@ -206,88 +191,44 @@ def view_of_one_another(model):
 
 @pytest.mark.parametrize("prepare", [share_between_layers, share_everything, tie_to_the_outside, view_of_one_another])
 def test_shared_tensors_stay_resident_and_shared(prepare):
-    with Pair([""] * LAYERS, prepare) as pair:
+    with Pair(prepare=prepare) as pair:
         most = LAYERS - len(pair.tenant.pinned) - 1
         assert most == (3 if prepare is share_everything else 5)
         for alpha in (most, 1, most, 0, 2):
-            remap.advanced.remap(pair.session, "m", alpha)
-            for _ in range(2):
-                pair.forward()
+            pair.remap(alpha)
+        layers = pair.model.layers
         if prepare is share_between_layers:
-            assert pair.model.layers[4].first.weight is pair.model.layers[1].first.weight
+            assert layers[4].first.weight is layers[1].first.weight
         if prepare is tie_to_the_outside:
-            assert pair.model.layers[2].first.weight.data_ptr() == pair.model.outside.weight.data_ptr()
+            assert layers[2].first.weight.data_ptr() == pair.model.outside.weight.data_ptr()
 
 
-def test_tied_embeddings():
-    model = make("llama-odd")
-    assert model.lm_head.weight is model.model.embed_tokens.weight
-    ids = ids_for(2, 6)
-    expected, tokens = logits_of(model, ids), generate(model, ids)[0]
-    with Rig(model) as rig:
-        rig.remap(5)
-        assert torch.equal(logits_of(model, ids), expected)
-        assert torch.equal(generate(model, ids)[0], tokens)
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
-
-
-# --- the weights file as master copy ------------------------------------------------------------------------------
-
-
-def save(model, folder):
-    from safetensors.torch import save_file
-
-    path = folder / "model.safetensors"
-    save_file({name: tensor.detach().clone() for name, tensor in model.state_dict().items()}, path)
-    return path
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt", "changed", "llama-odd"])
 def test_the_weights_file_is_the_master_copy(kind, tmp_path):
+    """Of a layer that was changed since it was saved it is not; llama-odd has no file, and ties its head to its embedding."""
     pytest.importorskip("safetensors")
-    model = make(kind)
-    path = save(model, tmp_path)
-    ids = ids_for(2, 8)
-    expected, before = logits_of(model, ids), bytes_of(model)
+    model, ids = make("llama" if kind == "changed" else kind), ids_for(2, 8)
+    path = None if kind == "llama-odd" else save_weights(model, tmp_path)
+    if kind == "changed":
+        path = str(tmp_path)  # the folder
+        with torch.no_grad():
+            layers_of(model)[3].mlp.up_proj.weight[5, 7] += 1
+    expected, tokens, before = logits_of(model, ids), generate(model, ids)[0], bytes_of(model)
     with Rig(model, weights=path) as rig:
         master = rig.tenant._state.source.keep_alive[0]
-        if rig.session.device == "cpu":
-            assert master.memory_bytes == 0, master.reason  # no second copy of anything
-            assert {master.range(layer).source for layer in range(LAYERS)} == {"file"}
-        else:
-            assert "page-locked" in master.reason
-            assert {master.range(layer).source for layer in range(LAYERS)} == {"memory"}
+        kept = {layer for layer in range(LAYERS) if master.range(layer).source == "memory"}
+        if rig.session.device != "cpu":
+            assert path is None or ("page-locked" in master.reason and len(kept) == LAYERS)
+        elif path is not None:  # no second copy of anything else
+            assert kept == ({3} if kind == "changed" else set())
+            assert (master.memory_bytes > 0) == ("layer 3" in master.reason) == (kind == "changed")
         for alpha, beta in ((5, 1), (2, 2), (0, 1), (4, 2), (1, 1)):
             rig.remap(alpha, beta)
             for _ in range(2):
                 assert torch.equal(logits_of(model, ids), expected)
             rig.check()
+        assert torch.equal(generate(model, ids)[0], tokens)
     assert all(torch.equal(value, before[name]) for name, value in bytes_of(model).items())
-
-
-def test_layers_that_differ_from_the_file_are_kept_in_memory(tmp_path):
-    """The folder is given instead of the file, and one layer was changed since it was saved."""
-    pytest.importorskip("safetensors")
-    model = make("llama")
-    save(model, tmp_path)
-    with torch.no_grad():
-        layers_of(model)[3].mlp.up_proj.weight[5, 7] += 1
-    ids = ids_for(2, 8)
-    expected = logits_of(model, ids)
-    with Rig(model, weights=str(tmp_path)) as rig:
-        master = rig.tenant._state.source.keep_alive[0]
-        if rig.session.device == "cpu":
-            assert [master.range(layer).source == "memory" for layer in range(LAYERS)] == [
-                layer == 3 for layer in range(LAYERS)
-            ]
-            assert "layer 3" in master.reason
-        rig.remap(5)
-        assert torch.equal(logits_of(model, ids), expected)
-        assert addresses_of(model) == rig.addresses
-
-
-def test_kv_layers_and_model_layers_are_told_apart():
-    model = Stack([""] * 3)
-    with remap.Session(100 * PAGE, page_bytes=PAGE) as session, pytest.raises(InvalidArgument):
-        session.attach(model, kv=kv_spec(make("opt")))
+    assert (model.get_output_embeddings().weight is model.get_input_embeddings().weight) == (
+        kind in ("llama-odd", "opt")
+    )

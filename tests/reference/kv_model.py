@@ -60,12 +60,12 @@ class KVModel:
         self.owned |= set(slots)
         return [b for b in self.open() if b not in before]
 
-    def withdraw(self, slots: Iterable[int]) -> list[int]:
+    def drain(self, slots: Iterable[int]) -> list[int]:
         before = self.open()
         self.withdrawn |= set(slots)
         return [b for b in before if self.pages[b] & self.withdrawn]
 
-    def unwithdraw(self, slots: Iterable[int]) -> list[int]:
+    def cancel_drain(self, slots: Iterable[int]) -> list[int]:
         before = set(self.open())
         self.withdrawn -= set(slots)
         return [b for b in self.open() if b not in before]

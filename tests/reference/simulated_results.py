@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from remap.sim.results import PolicyResult, Sample, TenantResult
+from remap.sim.results import PolicyResult, Sample, Targets, TenantResult
 
 
 def from_json(data: Mapping[str, Any]) -> PolicyResult:
@@ -20,6 +20,7 @@ def from_json(data: Mapping[str, Any]) -> PolicyResult:
         wall_s=data["wall_s"],
         iterations=data["iterations"],
         decisions=data["decisions"],
+        targets=Targets(**data["targets"]),
     )
 
 

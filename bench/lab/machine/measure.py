@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from remap.cli.told import Missing
+from remap.cli.errors import Missing
 from remap.errors import InvalidArgument
 
 from .operators import Operators, Sizes, flops_of
@@ -73,7 +73,7 @@ def measure(
     """Measurements of this machine in the form that `remap.sim.fit` takes. device: "cpu" or "cuda:N"; dtype: a name of
     torch's, by default bfloat16 on CUDA and float32 on the CPU.
 
-    Raises InvalidArgument (field) for a bad device or dtype, told.Missing without torch or its CUDA, DriverError where a
+    Raises InvalidArgument (field) for a bad device or dtype, Missing without torch or its CUDA, DriverError where a
     result is wrong or a device does not answer.
     """
     from remap.memory import device as devices
@@ -119,7 +119,7 @@ def measure(
 
 
 def need_torch(cuda: bool) -> Any:
-    """torch. Raises told.Missing where it is not installed, or does not reach the GPU that is asked for."""
+    """torch. Raises Missing where it is not installed, or does not reach the GPU that is asked for."""
     try:
         import torch
     except ImportError as error:

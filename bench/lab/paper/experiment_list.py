@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from .experiments import (
     BASELINE,
+    IDEAL,
     OURS,
     PAPERS_OWN,
     SATURATED,
@@ -25,7 +26,7 @@ MANY = 3.0
 """Alpaca's answers are six times as short as ShareGPT's: a run needs more of them, or it is all beginning and end."""
 
 _TBT, _TTFT, _RATE = "tbt_p99_reduction", "ttft_p99_reduction", "throughput_gain"
-_TPOT = "tpot_p99_reduction"
+_TPOT, _GOOD = "tpot_p99_reduction", "goodput_gain"
 _AZURE = "Arrivals of the Azure code trace, rescaled; request rates are not stated."
 _TURNS = "Turns of 1 s (the paper: round robin, no length of a turn), equal rates."
 _OWN_LRU = f"{PAPERS_OWN}+lru"
@@ -308,7 +309,7 @@ _LIST = (
             Reckoning("pie-13", "rate", tests=("pie",), how="gain_begins", panels=(PIE_30[0].name,)),
             Reckoning("pie-14", "rate", tests=("pie",), how="gain_begins", panels=(PIE_30[1].name,)),
         ),
-        comparisons=(Comparison(OURS, "pie", (_TBT, _TTFT, _RATE, "preemptions_cut")),),
+        comparisons=(Comparison(OURS, "pie", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
         stated="OPT-30B, KV of 3 GB, Alpaca and ShareGPT, Poisson arrivals, rates on the axis.",
         assumed="A gain begins at 5 %.",
     ),
@@ -337,7 +338,16 @@ _BEYOND = (
         title="Models that lend each other layers and KV, against every model for itself",
         panels=(*C1, *C2),
         policies=(BASELINE, OURS, "remap:self"),
-        comparisons=(Comparison(OURS, "remap:self", (_TBT, _TTFT, _RATE, "preemptions_cut")),),
+        comparisons=(Comparison(OURS, "remap:self", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
+        factors=_SOME,
+        group="beyond",
+    ),
+    Experiment(
+        id="beyond-ideal",
+        figure="remap",
+        title="What memory is worth: recompute with six times as much, and how far the others come",
+        panels=(C1[1], C2[1]),
+        policies=(BASELINE, PAPERS_OWN, OURS, IDEAL),
         factors=_SOME,
         group="beyond",
     ),
@@ -347,7 +357,7 @@ _BEYOND = (
         title="Turns of 1 s, 0.1 s and 0.02 s: how much of the time between tokens is waiting for one's turn",
         panels=(C1[1], *TURNS),
         policies=(BASELINE, OURS),
-        comparisons=(Comparison(OURS, BASELINE, (_TBT, _TPOT, _TTFT, _RATE, "preemptions_cut")),),
+        comparisons=(Comparison(OURS, BASELINE, (_TBT, _TPOT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
         factors=_SOME,
         group="beyond",
     ),
@@ -357,7 +367,7 @@ _BEYOND = (
         title="Idle models whose next first token may be 0.1 s late, against none that may be late",
         panels=(*C1, *C2),
         policies=(BASELINE, OURS, "remap:reload_s=0"),
-        comparisons=(Comparison(OURS, "remap:reload_s=0", (_TBT, _TPOT, _TTFT, _RATE, "preemptions_cut")),),
+        comparisons=(Comparison(OURS, "remap:reload_s=0", (_TBT, _TPOT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
         factors=_SOME,
         group="beyond",
     ),
@@ -368,7 +378,7 @@ _BEYOND = (
         panels=(ALONE, ALONE_CHAT),
         policies=(BASELINE, "remap:uniform", "remap:nested", "remap:slices", "remap:auto"),
         comparisons=tuple(
-            Comparison(test, "remap:uniform", (_TBT, _TTFT, _RATE, "stall_cut"))
+            Comparison(test, "remap:uniform", (_TBT, _TTFT, _RATE, _GOOD, "stall_cut"))
             for test in ("remap:slices", "remap:nested", "remap:auto")
         ),
         factors=_SOME,
@@ -380,7 +390,9 @@ _BEYOND = (
         title="Growth bounded by the stall that it would cause, against growth as asked",
         panels=(ALONE, ALONE_CHAT),
         policies=(BASELINE, OURS, "remap:uncapped"),
-        comparisons=(Comparison(OURS, "remap:uncapped", (_TBT, "tbt_p50_reduction", _TTFT, _RATE, "stall_cut")),),
+        comparisons=(
+            Comparison(OURS, "remap:uncapped", (_TBT, "tbt_p50_reduction", _TTFT, _RATE, _GOOD, "stall_cut")),
+        ),
         factors=_SOME,
         group="beyond",
     ),
@@ -402,7 +414,7 @@ _BEYOND = (
         title="Three quarters of the KV reservations as a pool, against reservations of one's own",
         panels=(C1[1], C2[1]),
         policies=(BASELINE, OURS, "remap:pool"),
-        comparisons=(Comparison("remap:pool", OURS, (_TBT, _TTFT, _RATE, "preemptions_cut")),),
+        comparisons=(Comparison("remap:pool", OURS, (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
         factors=_SOME,
         group="beyond",
     ),
@@ -412,7 +424,7 @@ _BEYOND = (
         title="A waking model streams around what lies in its pages, against preempting it",
         panels=C1,
         policies=(BASELINE, OURS, "remap:preempt"),
-        comparisons=(Comparison(OURS, "remap:preempt", (_TBT, _TTFT, _RATE, "preemptions_cut", "stall_cut")),),
+        comparisons=(Comparison(OURS, "remap:preempt", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut", "stall_cut")),),
         factors=_SOME,
         group="beyond",
     ),

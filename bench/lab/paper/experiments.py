@@ -25,6 +25,7 @@ from remap.sim.serving import Setup, TenantSetup, tenants
 __all__ = [
     "BASELINE",
     "FACTORS",
+    "IDEAL",
     "LOWEST",
     "OURS",
     "PAPERS_OWN",
@@ -44,6 +45,8 @@ BASELINE = "recompute"
 OURS = "remap"
 PAPERS_OWN = "remap:oneiros"
 """Evenly spaced layers, the most recently used donor first, two buffers: what Oneiros describes."""
+IDEAL = "ideal"
+"""`BASELINE` with six times the memory."""
 
 FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0)
 """Request rates, as shares of the saturation rate. Bursts fill the memory far below it."""

@@ -55,6 +55,7 @@ POINT = (
     "layers_remapped_peak",
     "stall_fraction",
     "decisions",
+    "goodput_per_s",
 )
 """The figures of one run. rate: requests a second asked for; arrive_s: from the first arrival to the last."""
 
@@ -135,6 +136,11 @@ def _cut(name: str) -> Callable[[Point, Point], float]:
     return metric
 
 
+def _gain(test: Point, base: Point, name: str) -> float:
+    """nan where there was nothing to gain on, or where the file is of before the figure was stored."""
+    return 100.0 * (test[name] / base[name] - 1.0) if name in test and base.get(name) else math.nan
+
+
 def _tail(test: Point, base: Point) -> float:
     return max(_cut("tbt_p99_s")(test, base), _cut("ttft_p99_s")(test, base))
 
@@ -156,6 +162,7 @@ METRICS: Mapping[str, Metric] = {
     "ttft_p99_reduction": Metric("P99 TTFT lower", "%", _cut("ttft_p99_s")),
     "tail_reduction": Metric("P99 TBT or TTFT lower", "%", _tail),
     "throughput_gain": Metric("tokens/s more", "%", lambda t, b: 100.0 * (t["tokens_per_s"] / b["tokens_per_s"] - 1.0)),
+    "goodput_gain": Metric("requests in time more", "%", lambda t, b: _gain(t, b, "goodput_per_s")),
     "throughput_loss": Metric("tokens/s less", "%", _cut("tokens_per_s")),
     "throughput_ratio": Metric("tokens/s", "x", lambda t, b: t["tokens_per_s"] / b["tokens_per_s"]),
     "tbt_p50_increase": Metric("P50 TBT higher", "%", lambda t, b: -_cut("tbt_p50_s")(t, b)),

@@ -3,14 +3,18 @@ stored points do not hold: reasons are sentences about figures of the two runs t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.lab.seeds import AGAINST, GOODPUT, Column, Line
+from bench.lab.seeds import table as table_of_seeds
+
 from remap.sim.hardware import machine
 
 from .experiment_list import EXPERIMENTS
-from .experiments import BASELINE, Comparison, Experiment, Headline, Reckoning, headlines, setup_of
+from .experiments import BASELINE, IDEAL, Comparison, Experiment, Headline, Reckoning, headlines, setup_of
 from .reckoning import ALONE, METRICS, STILL_FINISHES, Finding, curve
 from .reckoning_special import SPECIAL, find
 from .report_text import INTRO, constants, facts
@@ -275,6 +279,8 @@ def _section(experiment: Experiment, store: Store, found: Sequence[Row], picture
         )
     for pair in experiment.comparisons:
         out += _comparison(experiment, pair, store)
+    if {BASELINE, IDEAL} <= set(experiment.policies):
+        out += _between(experiment, store)
     if experiment.id == "fig4" and store.arithmetic:
         out += _arithmetic(store)
     out.append("")
@@ -293,19 +299,39 @@ def _against(reckoning: Reckoning) -> str:
     )
 
 
+def _between(experiment: Experiment, store: Store) -> list[str]:
+    """A table: panel, rate and policy by how far it is from recompute to ideal, where both were run."""
+    points: dict[str, Mapping[str, float]] = {}
+    lines: list[Line] = []
+    for panel in experiment.panels:
+        for key in store.points.keys(panel.name, BASELINE, IDEAL):
+            names: dict[str, list[str]] = {}
+            for policy in experiment.policies:
+                found = store.points.at(panel.name, key, policy)
+                if found:
+                    names[policy] = [f"{panel.name} | {key} | {policy} | {seed}" for seed in range(len(found))]
+                    points.update(zip(names[policy], found))
+            share = key[1:] if key.startswith("x") else ""
+            rate = store.points.at(panel.name, key, BASELINE)[0]["rate"]
+            lines.append(Line((panel.name, share, f"{rate:.3g}"), names))
+    columns = (Column("preemptions", "preemptions"), *AGAINST, GOODPUT)
+    return ["", table_of_seeds(points, ("load", "c x", "requests/s"), lines, columns), ""] if lines else []
+
+
 def _comparison(experiment: Experiment, pair: Comparison, store: Store) -> list[str]:
-    """A table: panel and rate by metric."""
-    titles = [f"{METRICS[metric].about}, {METRICS[metric].unit}" for metric in pair.metrics]
+    """A table: panel and rate by metric. A metric that is defined nowhere is left out."""
+    metrics = [metric for metric in pair.metrics if not _nowhere(experiment, pair, metric, store)]
+    titles = [f"{METRICS[metric].about}, {METRICS[metric].unit}" for metric in metrics]
     out = ["", f"`{pair.test}` against `{pair.base}`:", "", "| load | c x | requests/s | " + " | ".join(titles) + " |"]
     out.append("|---|---|---|" + "---|" * len(titles))
     for panel in experiment.panels:
-        curves = {metric: dict(curve(store.points, [panel], pair.test, pair.base, metric)) for metric in pair.metrics}
-        for key in curves[pair.metrics[0]]:
+        curves = {metric: dict(curve(store.points, [panel], pair.test, pair.base, metric)) for metric in metrics}
+        for key in curves[metrics[0]]:
             if experiment.factors and (key[0] != "x" or float(key[1:]) not in experiment.factors):
                 continue
             rate = store.points.at(panel.name, key, pair.test)[0]["rate"]
             values = []
-            for metric in pair.metrics:
+            for metric in metrics:
                 seen = curves[metric][key]
                 text = _signed(sum(seen) / len(seen), METRICS[metric].unit)
                 values.append(text if len(seen) == 1 else f"{text} ({min(seen):.1f} to {max(seen):.1f})")
@@ -314,8 +340,17 @@ def _comparison(experiment: Experiment, pair: Comparison, store: Store) -> list[
     return [*out, ""]
 
 
+def _nowhere(experiment: Experiment, pair: Comparison, metric: str, store: Store) -> bool:
+    """Whether the metric is nan in all that was run."""
+    curves = [curve(store.points, [panel], pair.test, pair.base, metric) for panel in experiment.panels]
+    values = [value for one in curves for _, seen in one for value in seen]
+    return bool(values) and all(map(math.isnan, values))
+
+
 def _signed(value: float, unit: str) -> str:
-    """A cut below -100 % reads better as how many times as much it is."""
+    """A dash for nan. A cut below -100 % reads better as how many times as much it is."""
+    if math.isnan(value):
+        return "–"
     return f"x{1 - value / 100:.3g}" if unit == "%" and value < -100 else f"{value:+.1f}"
 
 

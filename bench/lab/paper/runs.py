@@ -32,6 +32,8 @@ __all__ = ["Run", "Settings", "Store", "keys_of", "run_all", "run_one", "saturat
 
 ALL_AT_ONCE = 1e9
 _QUICK = (0.3, 1.0, 2.0)
+_LATER = ("goodput_per_s",)
+"""Figures that points of an older file lack."""
 
 
 @dataclass(frozen=True)
@@ -163,9 +165,11 @@ class Store:
             for name, panel in data["panels"].items():
                 found.points.c[name] = panel["c"]
                 found.lows[name] = tuple(panel["lows"])
-                for policy, columns in panel["policies"].items():
+                for policy, stored in panel["policies"].items():
+                    columns = {**{figure: [None] * len(stored["key"]) for figure in _LATER}, **stored}
                     for place, key in enumerate(columns["key"]):
                         point = {figure: columns[figure][place] for figure in POINT}
+                        point = {figure: value for figure, value in point.items() if value is not None}
                         found.points.cells.setdefault(name, {}).setdefault(key, {}).setdefault(policy, []).append(point)
             found.gaps = data["gaps"]
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -187,7 +191,11 @@ class Store:
                     for point in points:
                         columns["key"].append(key)
                         for figure in POINT:
-                            columns[figure].append(point[figure])
+                            columns[figure].append(point.get(figure))
+            for columns in policies.values():
+                for figure in _LATER:
+                    if not any(value is not None for value in columns[figure]):
+                        del columns[figure]
             panels[name] = {
                 "c": self.points.c[name],
                 "lows": list(self.lows.get(name, ())),

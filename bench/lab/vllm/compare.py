@@ -22,7 +22,7 @@ from typing import Any
 
 from bench.lab import ROOT
 
-from remap.cli.told import Missing
+from remap.cli.errors import Missing
 from remap.errors import InvalidState
 from remap.sim.workload import SHAREGPT, Arrivals, Load, generate
 
@@ -86,7 +86,7 @@ def measure(bench: VllmBench, say: Callable[[str], None]) -> dict[str, Any]:
 
 
 def need_vllm() -> None:
-    """Raises told.Missing where vLLM is not installed: each run would end in its import."""
+    """Raises Missing where vLLM is not installed: each run would end in its import."""
     if importlib.util.find_spec("vllm") is None:
         raise Missing(
             "`bench.lab vllm` compares with vLLM, which is not installed here; nothing was run; install remap[vllm], or run it "
@@ -152,7 +152,7 @@ def _run(bench: VllmBench, side: str, loads: dict[str, Any], kv_bytes: int | Non
 def model_folder(given: str | None) -> str:
     """The model to serve: the one given, or SmolLM2 as it lies in the demo's cache (which the demo makes).
 
-    Raises told.Missing if there is none.
+    Raises Missing if there is none.
     """
     if given is not None:
         return given

@@ -1,1 +1,1 @@
-"""Ways into engines that remap does not own. Nothing here is imported unless asked for by name."""
+"""Adapters for engines that remap does not own. A module of this package is imported only by its name."""

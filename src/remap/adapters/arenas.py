@@ -12,7 +12,7 @@ __all__ = ["SharedSession", "shared"]
 
 
 class SharedSession:
-    """A session, and how many engines of this process are in it. Called by one thread at a time."""
+    """A session, and the number of engines of this process that use it. One thread at a time may call it."""
 
     def __init__(self) -> None:
         self._session: Session | None = None
@@ -27,12 +27,15 @@ class SharedSession:
 
     @property
     def page_bytes(self) -> int | None:
-        """Bytes of a page of the open session, for an engine that has no wish of its own; None if no engine has entered."""
+        """Bytes of a page of the open session, for an engine that sets no page size; None if no engine has entered."""
         return None if self._session is None or self._session.closed else self._session.snapshot().page_bytes
 
     def enter(self, *, capacity: int, device: str, page_bytes: int, copy_chunk_bytes: int) -> Session:
-        """The session: opened for the first engine, the same one for others. Raises InvalidArgument (fields capacity,
-        page_bytes) if they ask for another one, and what `Session` raises; nobody has entered then."""
+        """The session. The first engine opens it, later engines get the same one.
+
+        Raises InvalidArgument (fields capacity, page_bytes) if an engine asks for other sizes than the first one did,
+        and the errors of `Session`; the engine has not entered then.
+        """
         if self._session is None or self._session.closed:
             platform = Platform(copy_chunk_bytes=copy_chunk_bytes)
             self._session = Session(capacity, device, page_bytes=page_bytes, platform=platform)
@@ -40,8 +43,9 @@ class SharedSession:
         there = self._session.snapshot()
         if (there.page_bytes, there.capacity_bytes) != (page_bytes, capacity):
             raise InvalidArgument(
-                f"the arena has {there.capacity_bytes} bytes in pages of {there.page_bytes}, this engine asks for {capacity} in "
-                f"pages of {page_bytes}; it was not started; give all of them the same capacity and page size",
+                f"the arena has {there.capacity_bytes} bytes in pages of {there.page_bytes}, but this engine asks for "
+                f"{capacity} bytes in pages of {page_bytes}; the engine has not entered; give all engines the same "
+                "capacity and page size",
                 capacity=capacity,
                 page_bytes=page_bytes,
             )
@@ -49,12 +53,12 @@ class SharedSession:
         return self._session
 
     def name_for(self, model: str) -> str:
-        """The model's own name, numbered if it is there already."""
+        """A tenant's name for the model: its own name, with a number if another tenant has that."""
         base, taken = Path(model).name, self.session.snapshot().tenants
         return next(name for name in (base, *(f"{base}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
 
     def leave(self, tenant: str) -> None:
-        """The engine is done: its tenant is taken out; with the last one the session is closed."""
+        """Detach the engine's tenant. The last engine closes the session instead."""
         self._users -= 1
         if not self._users:
             self.session.close()
@@ -66,5 +70,5 @@ _SHARED: dict[str, SharedSession] = {}
 
 
 def shared(name: str) -> SharedSession:
-    """What engines of this process share under this name; without one, nothing: a session of its own."""
+    """The session that engines of this process share under this name. An empty name gives an engine one of its own."""
     return _SHARED.setdefault(name, SharedSession()) if name else SharedSession()

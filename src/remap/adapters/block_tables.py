@@ -1,12 +1,13 @@
-"""Which blocks hold which sequences, for caches whose sequences share blocks: beams, repeated prompts, selections.
+"""Block tables for caches whose sequences share blocks: beams, repeated prompts, selections.
 
     blocks = SharedBlocks(tenant.kv)
-    table = blocks.table()          # of one batch: every sequence has the same number of tokens
-    plan = table.plan(rows, tokens) # what the next `tokens` tokens of each sequence take
-    table.extend(plan)              # allocate; plan.copies: blocks whose bytes have to be copied first
+    table = blocks.table()            # of one batch: every sequence has the same number of tokens
+    plan = table.plan(rows, tokens)   # the blocks that the next `tokens` tokens of each sequence take
+    copies = table.extend(plan)       # allocates them; copies: (from, to) blocks whose bytes have to be copied first
 
-A block is held by as many rows as show it, and is free when none does. A row never writes into a block that another one
-shows: `plan` gives it a copy (`reorder`, `repeat` and `select` therefore copy nothing). Bookkeeping only: no torch, no bytes.
+Each row (the blocks of one sequence) that shows a block holds it; a block that no row shows is free. A row never writes
+into a block that another row shows: `plan` gives it a copy, so `select` copies nothing. This module holds ids only: no
+torch, no bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["BlockTable", "Follower", "Growth", "Pool", "SharedBlocks"]
 
 
 class Pool(Protocol):
-    """What is needed of `tenant.kv`."""
+    """The part of `tenant.kv` that this module uses."""
 
     block_tokens: int
 
@@ -32,15 +33,18 @@ class Pool(Protocol):
 
 
 class Follower(Protocol):
-    """Who names blocks outside of tables."""
+    """An object that names blocks outside of tables."""
 
     def relocate(self, moved: Mapping[int, int]) -> None: ...
 
 
 @dataclass(frozen=True)
 class Growth:
-    """What the next tokens take. rows: the sequences; tokens: of each, afterwards; shared: (row, place) of blocks that other
-    rows show too and that get a copy; missing: for each row, blocks to append. Valid until the table changes."""
+    """The blocks that the next tokens take. Valid until the table changes.
+
+    rows: number of sequences. tokens: of each sequence afterwards. shared: (row, place) of blocks that other rows show
+    too: the row gets a copy. missing: for each row, the number of blocks to append.
+    """
 
     rows: int
     tokens: int
@@ -49,12 +53,12 @@ class Growth:
 
     @property
     def blocks(self) -> int:
-        """How many blocks `extend` allocates."""
+        """Number of blocks that `extend` allocates."""
         return len(self.shared) + sum(self.missing)
 
 
 class SharedBlocks:
-    """The blocks of one tenant that tables hold. One thread at a time; only a table's end may come from another one."""
+    """The blocks of one tenant that tables hold. One thread at a time may use it; a table may end on any thread."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -62,11 +66,11 @@ class SharedBlocks:
         self._shown: Counter[int] = Counter()  # block -> rows that show it
         self._tables: weakref.WeakSet[BlockTable] = weakref.WeakSet()
         self._followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-        # Rows of tables that were collected: by any thread, at any moment. Nothing but `collect` looks at them.
+        # Rows of tables that have ended, on any thread and at any moment. Only `collect` and `relocate` use them.
         self._left: deque[list[list[int]]] = deque()
 
     def table(self) -> BlockTable:
-        """A table without sequences. Its blocks are free some time after it is gone (see `collect`)."""
+        """A table without sequences. After it has ended, `collect` frees its blocks."""
         table = BlockTable(self)
         self._tables.add(table)
         weakref.finalize(table, self._left.append, table.rows).atexit = False
@@ -74,22 +78,22 @@ class SharedBlocks:
 
     @property
     def held(self) -> int:
-        """Blocks that some row shows."""
+        """Number of blocks that at least one row shows."""
         return len(self._shown)
 
     def collect(self) -> None:
-        """Free the blocks of tables that are gone."""
+        """Free the blocks of tables that have ended."""
         while self._left:
             rows = self._left.popleft()
             self.drop(block for row in rows for block in row)
             rows.clear()
 
     def follow(self, follower: Follower) -> None:
-        """Tell it of moves, too, as long as it lives."""
+        """Report moves to `follower`, too, as long as it lives."""
         self._followers.add(follower)
 
     def relocate(self, moved: Mapping[int, int]) -> None:
-        """Blocks have moved (old id -> new id), as a step's report says: every row shows the new ones."""
+        """Replace ids of blocks that a step has moved (old id -> new id) in every row, and tell the followers."""
         if not moved:
             return
         self._shown = Counter({moved.get(block, block): rows for block, rows in self._shown.items()})
@@ -104,17 +108,17 @@ class SharedBlocks:
     # -- for tables ------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[int]:
-        """New blocks, each shown once. Raises OutOfBlocks; nothing has changed then."""
+        """Allocate blocks, each shown by one row. Raises OutOfBlocks; nothing has changed then."""
         ids = self._pool.allocate(count)
         self._shown.update(ids)
         return ids
 
     def show(self, blocks: Iterable[int]) -> None:
-        """One more row shows each of these."""
+        """Count one more row that shows each of these blocks."""
         self._shown.update(blocks)
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """One row fewer shows each of these (as often as named); what none shows is free."""
+        """Count one row fewer for each of these blocks, as often as it is named. Frees blocks that no row shows."""
         gone = []
         for block in blocks:
             self._shown[block] -= 1
@@ -131,24 +135,24 @@ class BlockTable:
         self._blocks = blocks
         self.rows: list[list[int]] = []
         self.tokens = 0
-        self.version = 0  # changes whenever a row does: what was derived from the rows is old then
+        self.version = 0  # changes whenever a row changes: values derived from the rows are then outdated
 
     def plan(self, rows: int, tokens: int) -> Growth:
-        """What `tokens` more tokens of each of `rows` sequences take. Nothing changes.
+        """The blocks that `tokens` more tokens of each of `rows` sequences take. Changes nothing.
 
-        Raises InvalidState (fields: rows, expected) if the table has tokens of another number of sequences.
+        Raises InvalidState (fields rows, expected) if the table holds another number of sequences.
         """
         if self.rows and len(self.rows) != rows:
             raise InvalidState(
-                f"the cache holds {self.tokens} tokens of {len(self.rows)} sequences, the pass has {rows}; nothing changed; "
-                "use a new cache for another batch, or batch_select_indices",
+                f"the cache holds {self.tokens} tokens of {len(self.rows)} sequences, but the pass has {rows} "
+                "sequences; nothing changed; use a new cache for another batch, or batch_select_indices",
                 rows=rows,
                 expected=len(self.rows),
             )
         size = self._blocks.block_tokens
         after = self.tokens + tokens
-        place = self.tokens // size  # the first block that is written, if it is there already
-        # Of the rows that show it one may keep it: the last one.
+        place = self.tokens // size  # of the first block that is written, if the row has it already
+        # One of the rows that show a block may keep it: the last one.
         keeps = {row[place]: index for index, row in enumerate(self.rows) if tokens and place < len(row)}
         shared = tuple(
             (index, place) for index, row in enumerate(self.rows) if keeps.get(_at(row, place), index) != index
@@ -157,9 +161,10 @@ class BlockTable:
         return Growth(rows, after, shared, missing)
 
     def extend(self, growth: Growth) -> list[tuple[int, int]]:
-        """Allocate what `plan` has found. Returns (from, to) of blocks whose bytes the caller copies before it writes.
+        """Allocate the blocks of `plan`. Returns (from, to): the caller copies these blocks' bytes before it writes.
 
-        `tokens` stays: the caller sets it when they are written. Raises OutOfBlocks; nothing has changed then.
+        Does not change `tokens`: the caller sets it when the tokens are written. Raises OutOfBlocks; nothing has
+        changed then.
         """
         new = iter(self._blocks.take(growth.blocks))
         copies = []
@@ -177,7 +182,7 @@ class BlockTable:
         return copies
 
     def crop(self, tokens: int) -> None:
-        """Keep the first `tokens` tokens of each sequence; whole blocks behind them go."""
+        """Keep the first `tokens` tokens of each sequence; drop whole blocks behind them."""
         keep = -(-tokens // self._blocks.block_tokens)
         gone = [block for row in self.rows for block in row[keep:]]
         for row in self.rows:
@@ -188,9 +193,9 @@ class BlockTable:
             self._blocks.drop(gone)
 
     def select(self, indices: Sequence[int]) -> None:
-        """Row i becomes what row indices[i] was; rows may be repeated and left out. Copies no bytes.
+        """Make row i show the blocks of the former row indices[i]. Rows may be repeated and left out. Copies no bytes.
 
-        Raises InvalidArgument (field index) for an unknown row; nothing changed then.
+        Raises InvalidArgument (fields index, rows) for an unknown row; nothing has changed then.
         """
         for index in indices:
             if not -len(self.rows) <= index < len(self.rows):
@@ -207,7 +212,7 @@ class BlockTable:
         self._blocks.drop(before)
 
     def clear(self) -> None:
-        """No sequences and no tokens; the blocks are free."""
+        """Drop all sequences and their blocks."""
         gone = [block for row in self.rows for block in row]
         self.rows.clear()
         self.tokens = 0

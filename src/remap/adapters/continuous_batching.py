@@ -3,21 +3,27 @@
     with remap.attach(model, capacity="600MiB") as attached:
         model.generate_batch(prompts, continuous_batching_config=attached.continuous_batching())
 
-What is used of transformers: `SCHEDULER_MAPPING`, its table of schedulers by name. A scheduler is made after the paged cache and
-before anything reads it, and is asked for a batch between two passes. Ours is the FIFO one, and
+The adapter uses `SCHEDULER_MAPPING`, transformers' table of schedulers by name. transformers makes a scheduler after
+the paged cache and before anything reads the cache, and asks it for a batch between two passes. Our scheduler is the
+FIFO one with two additions:
 
-    when it is made       gives the cache our memory and our pool: `PagedAttentionCache.cache_tensor` is one flat tensor of
-                          sectors, and a sector of a model with full attention is laid out as a block of a `block_major` KV
-                          region: [layer][keys, values][token][head][dim]. Sector i is block i; 0 and 1 are the padding's
-    before each batch     tells `session.step` how many blocks the requests take that could run now
+    when it is made       it gives the cache our memory and our pool. `PagedAttentionCache.cache_tensor` is one flat
+                          tensor of sectors, and a sector of a model with full attention has the layout of a block of
+                          a `block_major` KV region: [layer][keys, values][token][head][dim]. Sector i is block i;
+                          sectors 0 and 1 belong to the padding
+    before each batch     it reports to `session.step` how many blocks the requests take that could run now
 
-Nothing larger than one block is allocated by transformers itself, but for its attention mask and index tensors: without flash
-attention the mask has max_batch_tokens x (all tokens of the region) elements. That is memory beside the arena.
+transformers itself then allocates nothing larger than one block, except for its attention mask and index tensors, which
+are memory beside the arena: without flash attention the mask has max_batch_tokens x (all tokens of the region)
+elements.
 
-Not possible so, and refused: sliding windows (then a sector holds blocks of several sizes, and belongs to one group of layers at
-a time: `lcm` of block sizes in `PagedAttentionCache.__init__`), prefix sharing (the ledger maps contents to block ids, which a
-step may change), asynchronous batching (its next batch is indexed while a pass runs) and CUDA graphs (they would hold the
-brackets of a pass). Upstream, a `cache_tensor=` and a `pool=` of PagedAttentionCache would replace what is exchanged here.
+The adapter refuses four features:
+    sliding windows          a sector then holds blocks of several sizes and belongs to one group of layers at a time
+                             (`lcm` of block sizes in `PagedAttentionCache.__init__`)
+    prefix sharing           the ledger maps contents to block ids, which a step may change
+    asynchronous batching    the next batch is indexed while a pass runs
+    CUDA graphs              they would capture the brackets of a pass
+Upstream, arguments `cache_tensor=` and `pool=` of PagedAttentionCache would make these replacements unnecessary.
 """
 
 from __future__ import annotations
@@ -63,16 +69,16 @@ TOUCHED = (
         "self request_id past_length query_length",
     ),
 )
-"""What this module uses of transformers' insides: looked at where its version is newer than the tested ones."""
+"""The names that this module uses in transformers; they are checked if its version is newer than the tested ones."""
 
-# Its values are only ever called, with cache=, safety_margin= and max_requests_per_batch=.
+# transformers only calls its values, with cache=, safety_margin= and max_requests_per_batch=.
 _SCHEDULERS: dict[str, Any] = SCHEDULER_MAPPING
 _PADDING = 2  # sectors at the start of the tensor that padding tokens read and write
-_ALIGNMENT = 128  # transformers rounds sectors up to it
+_ALIGNMENT = 128  # transformers rounds the bytes of sectors up to a multiple
 
 
 class Attached(Protocol):
-    """What is asked of `transformers.Attached`."""
+    """The part of `transformers.Attached` that this module uses."""
 
     blocks: Any
     windows: tuple[int | None, ...]
@@ -88,7 +94,7 @@ def configuration(attached: Attached, **options: Any) -> ContinuousBatchingConfi
     fixed: dict[str, Any] = {
         "scheduler_type": f"remap-{id(attached):x}",
         "page_size": spec.block_tokens,
-        "num_blocks": 1,  # of transformers' own tensor, which is replaced before it is used
+        "num_blocks": 1,  # of transformers' own tensor, which we replace before its first use
         "allow_block_sharing": False,
         "use_async_batching": False,
         "use_cuda_graph": False,
@@ -97,16 +103,16 @@ def configuration(attached: Attached, **options: Any) -> ContinuousBatchingConfi
     }
     taken = sorted({*fixed} & {*options})
     if taken:
-        raise InvalidArgument(f"{taken} are the adapter's to choose; nothing changed; leave them out", options=taken)
+        raise InvalidArgument(f"the adapter sets {taken} itself; nothing changed; leave them out", options=taken)
     if attached.windows != (None,) * spec.layers:
         raise InvalidArgument(
-            "layers with a sliding window have sectors of another shape than blocks; nothing changed; use generate()",
+            "sectors of layers with a sliding window differ from blocks; nothing changed; use generate()",
             windows=attached.windows,
         )
     if spec.block_bytes % _ALIGNMENT or spec.layout != "block_major":
         raise InvalidArgument(
-            f"a block of {spec.block_bytes} bytes is no multiple of {_ALIGNMENT}, which sectors are; nothing changed; attach "
-            "with other block_tokens",
+            f"a block has {spec.block_bytes} bytes, but a sector has a multiple of {_ALIGNMENT} bytes; nothing "
+            "changed; attach with other block_tokens",
             block_bytes=spec.block_bytes,
             alignment=_ALIGNMENT,
         )
@@ -115,7 +121,7 @@ def configuration(attached: Attached, **options: Any) -> ContinuousBatchingConfi
 
 
 def withdraw(attached: Attached) -> None:
-    """The attached model goes: so does its scheduler."""
+    """Remove the scheduler of a model that is being detached."""
     _SCHEDULERS.pop(f"remap-{id(attached):x}", None)
 
 
@@ -123,21 +129,21 @@ class BlockSectors(CachePool):
     """The pool of a paged cache: its sectors are the blocks of a tenant's KV pool, which grows and shrinks."""
 
     def __init__(self, attached: Attached, cache: PagedAttentionCache) -> None:
-        # Not the base's __init__: it makes a list of all sectors.
+        # The base's __init__ would make a list of all sectors.
         self.num_sectors = attached.tenant.kv.max_blocks - _PADDING
         self.num_allocators, self.num_reserved_sectors = 1, _PADDING
         self.blocks_per_sector = [1]
         self._free_blocks = [RegularTrees(1)]
         (self._allocator,) = cache.cache_allocators.values()
         self._kv, self._blocks = attached.tenant.kv, attached.blocks
-        # Collected with this pool; then the blocks are free.
+        # When this pool ends, its table ends, and its blocks become free.
         self._table = self._blocks.table()
         padding = self._blocks.take(_PADDING)
         self._table.rows.append(padding)
         if padding != list(range(_PADDING)):
             raise InvalidState(
-                f"the first {_PADDING} blocks are in use; nothing changed; generate_batch needs them for its padding: let other "
-                "caches go first",
+                f"the first {_PADDING} blocks are in use, and generate_batch needs them for its padding; nothing "
+                "changed; drop other caches first",
                 blocks=padding,
             )
         for tensor in self._kv.tensors:
@@ -146,7 +152,7 @@ class BlockSectors(CachePool):
 
     @property
     def free_sectors(self) -> range:  # type: ignore[override]
-        """As many as there are free blocks. Only its length means anything."""
+        """A range as long as the number of free blocks; its elements have no meaning."""
         return range(self._kv.free_blocks)
 
     @property
@@ -154,7 +160,7 @@ class BlockSectors(CachePool):
         return self._kv.free_blocks
 
     def reset(self) -> None:
-        """Only the padding's blocks are held."""
+        """Free all blocks except the padding's."""
         self._free_blocks = [RegularTrees(1)]
         held = self._table.rows[0]
         gone = held[_PADDING:]
@@ -180,7 +186,7 @@ class BlockSectors(CachePool):
         self._release(block_ids)
 
     def relocate(self, moved: Mapping[int, int]) -> None:
-        """A step moved blocks: requests' tables name the new ones."""
+        """Replace ids of blocks that a step has moved (old id -> new id) in the requests' tables."""
         for row in self._allocator.block_table.values():
             row[:] = [moved.get(block, block) for block in row]
         if len(self._free_blocks[0]):
@@ -196,7 +202,7 @@ class BlockSectors(CachePool):
 
 
 class BlockScheduler(FIFOScheduler):
-    """First in, first out, over blocks that the session makes from layers."""
+    """transformers' FIFO scheduler, over the blocks of a tenant."""
 
     def __init__(self, attached: Attached, cache: PagedAttentionCache, **options: Any) -> None:
         self._attached = attached
@@ -204,15 +210,15 @@ class BlockScheduler(FIFOScheduler):
         super().__init__(cache=cache, **options)
 
     def schedule_batch(self, token_budget: int, cache_budget: int) -> Any:
-        """The batch as always, after a step of the session for what could be in it."""
+        """Make a step of the session for the requests that could be in the batch, then schedule as usual."""
         self._attached.ask(self._wanted(token_budget))
         return super().schedule_batch(token_budget, cache_budget)
 
     def _wanted(self, budget: int) -> int:
-        """Blocks that the requests take which the next batch has room for."""
+        """Blocks for the requests that the next batch has room for."""
         (allocator,) = self.cache.cache_allocators.values()
         wanted = 0
-        # Decoding first, as they are scheduled.
+        # Decoding requests first, in the order of scheduling.
         active = sorted(self.active_requests.values(), key=lambda state: state.status != RequestStatus.DECODING)
         waiting = (
             [] if self.block_new_requests else [self.waiting_requests[name] for name in self.waiting_requests_order]
@@ -232,7 +238,7 @@ def _tokens_of(state: RequestState) -> int:
 
 
 def _adopt(attached: Attached, cache: PagedAttentionCache) -> None:
-    """The cache's tensor is the KV region from now on, and its sectors the tenant's blocks."""
+    """Make the KV region the cache's tensor, and the tenant's blocks its sectors."""
     kv = attached.tenant.kv
     spec = kv.spec
     dtype = getattr(torch, spec.dtype)

@@ -1,11 +1,11 @@
-"""Block ids between a tenant's pool and an engine's own allocator: which to hand over, which are on their way back. Pure.
+"""Block ids that a tenant's pool and an engine's own allocator exchange: new ones, and ones on their way back.
 
     held = HeldIds(reserved=[0])
     tenant.kv.subscribe(listener, external=True)      # listener: free list += held.changed(added, withdrawn), then:
-    gone = held.leave(free_list)                      # take these out of the free list, and tell tenant.kv.returned(gone)
+    gone = held.leave(free_list)                      # take these out of the free list; tenant.kv.returned(gone)
 
-What is withdrawn while a request uses it stays with the engine until it is free; `leave` finds it then. An id that was
-withdrawn and comes back before it left was never away.
+A block that is drained while a request uses it stays with the engine until it is free; `leave` finds it then. A block
+whose drain is cancelled before it has left stays where it is. This module holds ids only: no memory, no engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ __all__ = ["HeldIds"]
 
 
 class HeldIds:
-    """reserved: ids that the engine uses without allocating them (padding). limit: ids from here on have no room in the engine's
-    own tables. Neither is ever handed over; `declined` has those of them that were withdrawn, to be returned at once."""
+    """The ids of one tenant.
+
+    reserved: ids that the engine uses without allocating them (padding). limit: the engine's own tables have no room
+    for ids from here on. Ids of neither kind are handed over; if such an id is drained, `declined` returns it.
+    """
 
     def __init__(self, reserved: Collection[int] = (), limit: int | None = None) -> None:
         self._reserved = frozenset(reserved)
@@ -29,11 +32,11 @@ class HeldIds:
 
     @property
     def leaving(self) -> frozenset[int]:
-        """Withdrawn ids that the engine still has."""
+        """Drained ids that the engine still has."""
         return frozenset(self._leaving)
 
     def changed(self, added: Sequence[int], withdrawn: Sequence[int]) -> list[int]:
-        """The pool says so. Returns the ids to append to the engine's free list, in the order given."""
+        """Take in a change of the pool. Returns the ids to append to the engine's free list, in the given order."""
         new = []
         for block in added:
             if block in self._leaving:
@@ -49,19 +52,25 @@ class HeldIds:
         return new
 
     def leave(self, free: Iterable[int]) -> list[int]:
-        """Of these free ids those that leave now, ascending: the engine takes them out of its free list. They are counted out."""
+        """The ids among `free` that leave now, ascending; they do not count as held any more.
+
+        The engine takes them out of its free list.
+        """
         gone = sorted(self._leaving.intersection(free)) if self._leaving else []
         self._leaving.difference_update(gone)
         self.held -= len(gone)
         return gone
 
     def declined(self) -> list[int]:
-        """Withdrawn ids that never were the engine's, once: to be returned to the pool."""
+        """Drained ids that the engine never had: return them to the pool. Each id is in one answer only."""
         ids, self._declined = self._declined, []
         return ids
 
     def restart(self, open_ids: Iterable[int], give_back: Callable[[list[int]], None]) -> list[int]:
-        """The engine has dropped all that it held: what was leaving goes to `give_back`. Returns the new free list, ascending."""
+        """Start again after the engine has dropped all blocks: give the leaving ids to `give_back`.
+
+        Returns the new free list, ascending.
+        """
         gone = sorted(self._leaving)
         self._leaving.clear()
         if gone:

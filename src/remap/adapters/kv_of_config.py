@@ -1,4 +1,4 @@
-"""What KV cache a transformers model needs, read off its configuration and its attention modules."""
+"""The KV cache that a transformers model needs, from its configuration and its attention modules."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["KVShape", "kv_shape"]
 
 @dataclass(frozen=True)
 class KVShape:
-    """windows: for each decoder layer its sliding window in tokens, or None for all tokens."""
+    """A model's KV cache. windows: for each decoder layer its sliding window in tokens, or None for all tokens."""
 
     layers: int
     kv_heads: int
@@ -33,10 +33,11 @@ class KVShape:
 
 
 def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) -> KVShape:
-    """The KV cache of `model`, whose decoder layers are `layers`. dtype: of the cache, by default the model's. Reads only.
+    """The KV cache of `model`, whose decoder layers are `layers`. dtype: of the cache, by default the model's.
 
-    Raises InvalidArgument (fields: what, and found or layer) if one KVSpec cannot describe it: an encoder-decoder, layers that
-    keep a state instead of keys and values, layers that share them, layers with other numbers of heads or head dimensions.
+    Raises InvalidArgument (field what, and layers or layer, found, expected where they apply) if one KVSpec cannot
+    describe the cache: for an encoder-decoder, layers that keep a state instead of keys and values, layers that share
+    keys and values, and layers that differ in number of heads or head dimension. Changes nothing.
     """
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -64,7 +65,7 @@ def kv_shape(model: Any, layers: Sequence[nn.Module], dtype: str | None = None) 
     dims = [_of(each, "head_dim") or each.hidden_size // each.num_attention_heads for each in config.per_layer_config]
     if len({*zip(heads, dims)}) != 1:
         raise _refused(
-            name, f"has layers of unlike KV heads or head dimensions, {sorted({*zip(heads, dims)})}", what="heads"
+            name, f"has layers with different (KV heads, head dimension): {sorted({*zip(heads, dims)})}", what="heads"
         )
     for index, layer in enumerate(layers):
         _check_projections(name, index, layer, heads[0] * dims[0])
@@ -80,7 +81,7 @@ def _of(config: Any, name: str) -> int | None:
 
 
 def _check_projections(name: str, index: int, layer: nn.Module, width: int) -> None:
-    """The modules have the last word: configurations name such things in many ways, and new ones every month."""
+    """Check the modules themselves: configurations name head counts in many ways, and new ones appear every month."""
     for path, module in layer.named_modules():
         width_here = getattr(module, "out_features", width)
         if path.rpartition(".")[2] in ("k_proj", "v_proj") and width_here != width:
@@ -96,8 +97,8 @@ def _check_projections(name: str, index: int, layer: nn.Module, width: int) -> N
 
 def _refused(name: str, why: str, **fields: object) -> InvalidArgument:
     return InvalidArgument(
-        f"{name} {why}; nothing was attached; such a model can be attached with remap.Session and adapters.hooks, its cache "
-        "outside of the arena",
+        f"{name} {why}; nothing was attached; attach such a model with remap.Session and adapters.hooks, and keep its "
+        "cache outside of the arena",
         model=name,
         **fields,
     )

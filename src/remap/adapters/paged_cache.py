@@ -1,12 +1,13 @@
 """A `transformers` cache whose keys and values live in the blocks of a tenant's KV pool.
 
-Before a pass the cache's owner calls `prepare(rows, tokens)`, outside of the pass: the session is told the demand, blocks are
-allocated, and each layer's `update` then only writes and reads. Attention in transformers takes dense keys and values of
-shape (batch, kv_heads, tokens, head_dim), so a layer's blocks are gathered into a workspace that all layers share. A
-`DynamicCache` copies as much, for it concatenates; it keeps what it copied, in memory of its own.
+The cache's owner calls `prepare(rows, tokens)` before a pass, outside of it: `prepare` reports the demand to the
+session and allocates blocks, so that each layer's `update` only writes and reads. Attention in transformers takes dense
+keys and values of shape (batch, kv_heads, tokens, head_dim), so `update` gathers a layer's blocks into a workspace that
+all layers share. A `DynamicCache` copies as many bytes, because it concatenates, and keeps the copies in memory of its
+own.
 
-Layers with a sliding window hold all tokens here (a block has room for every layer) and show the window's, as
-`DynamicSlidingWindowLayer` does; cropping is always possible, therefore.
+A layer with a sliding window holds all tokens here (a block has room for every layer) and shows those of the window, as
+`DynamicSlidingWindowLayer` does. The cache can therefore always be cropped.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ __all__ = ["BlockLayer", "BlockStore", "PagedCache"]
 
 
 class BlockStore:
-    """The KV region of one tenant (block_major) and the workspace into which it is gathered, for all of its caches.
+    """The KV region of one tenant (block_major), and the workspace that all of its caches gather layers into.
 
-    The region is seen as rows of head_dim elements: a row is one head's key or value of one token in one layer. Reading and
-    writing a layer is then one call with row numbers, and what is read is in the order in which attention takes it.
+    The store treats the region as rows of head_dim elements: a row is one head's key or value of one token in one
+    layer. One call with row numbers then reads or writes a layer, in the order in which attention takes keys and
+    values.
     """
 
     def __init__(self, kv: KVCache) -> None:
@@ -44,18 +46,24 @@ class BlockStore:
             shape, stride = (rows, spec.head_dim), (spec.head_dim, 1)
             self._region.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
             self._workspace = torch.empty(0, dtype=first.dtype, device=first.device)
-            # Of a token's first row, those of (keys or values, head), shape (2, 1, kv_heads, 1).
+            # Distance from a token's first row to the row of (keys or values, head), shape (2, 1, kv_heads, 1).
             heads = torch.arange(spec.kv_heads, device=first.device).view(1, 1, -1, 1)
             kinds = torch.arange(2, device=first.device).view(2, 1, 1, 1)
             self._inner = heads + kinds * (spec.block_tokens * spec.kv_heads)
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the workspace, which is memory beside the session's: the longest batch's keys and values of one layer."""
+        """Bytes of the workspace: one layer's keys and values of the longest batch.
+
+        It is not part of the session's memory.
+        """
         return int(self._workspace.numel() * self._workspace.element_size())
 
     def rows(self, blocks: torch.Tensor, first: int, tokens: int) -> torch.Tensor:
-        """Layer 0's rows of tokens [first, first + tokens), shape (2, sequences, kv_heads, tokens); blocks: ids a sequence."""
+        """Layer 0's rows of tokens [first, first + tokens), shape (2, sequences, kv_heads, tokens).
+
+        blocks: block ids, shape (sequences, blocks).
+        """
         size = self.spec.block_tokens
         position = torch.arange(first, first + tokens, device=self.device)
         block = blocks[:, position // size] * (self.spec.layers * self._layer_rows)
@@ -63,18 +71,20 @@ class BlockStore:
         return token.view(1, len(blocks), 1, tokens) + self._inner
 
     def write(self, layer: int, rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """keys, values: (sequences, kv_heads, tokens, head_dim), to rows of that shape (see `rows`)."""
+        """Write keys and values, each of shape (sequences, kv_heads, tokens, head_dim), to `rows` (see `rows()`)."""
         for where, what in zip(rows + layer * self._layer_rows, (keys, values)):
             self._region.index_copy_(0, where.reshape(-1), what.reshape(-1, self.spec.head_dim))
 
     def read(self, layer: int, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """What is in `rows`, shape (2, sequences, kv_heads, tokens, head_dim), dense. out: where to; by default the workspace,
-        which the next call overwrites."""
+        """The keys and values in `rows`, dense, of shape (2, sequences, kv_heads, tokens, head_dim).
+
+        out: the tensor to write to; by default the workspace, which the next call overwrites.
+        """
         shape = (*rows.shape, self.spec.head_dim)
         needed = rows.numel() * self.spec.head_dim
         if out is None:
             if needed > self._workspace.numel():
-                with torch.inference_mode(False):  # room for some tokens more: every pass adds one
+                with torch.inference_mode(False):  # with room for more tokens: every pass adds one
                     self._workspace = self._workspace.new_empty(needed + needed // 4)
             out = self._workspace[:needed].view(shape)
         where = (rows + layer * self._layer_rows).view(-1)
@@ -83,18 +93,22 @@ class BlockStore:
 
 
 class Batch:
-    """What the layers of one cache share. Not the cache itself: a cycle would keep its blocks until a garbage collection."""
+    """The state that the layers of one cache share.
+
+    Layers refer to this object and not to the cache: a reference cycle would keep its blocks until a garbage
+    collection.
+    """
 
     def __init__(self, store: BlockStore, table: BlockTable) -> None:
         self.store = store
         self.table = table
-        self.slots: tuple[int, int] | None = None  # (first, count) of the tokens of the pass that was prepared
+        self.slots: tuple[int, int] | None = None  # (first, count): tokens of the prepared pass
         self._version = -1
         self._blocks: torch.Tensor | None = None
         self._rows: dict[tuple[int, int], torch.Tensor] = {}
 
     def rows(self, first: int, tokens: int) -> torch.Tensor:
-        """`BlockStore.rows` of the table as it is: computed once a pass, for all layers that show the same tokens."""
+        """`BlockStore.rows` of the present table, computed once a pass for all layers that show the same tokens."""
         if self._blocks is None or self._version != self.table.version:
             self._blocks = torch.tensor(self.table.rows, dtype=torch.long, device=self.store.device)
             self._version = self.table.version
@@ -105,18 +119,18 @@ class Batch:
         return found
 
     def forget_rows(self) -> None:
-        """Those of one pass are of no use to the next."""
+        """Drop the rows of the last pass."""
         self._rows.clear()
 
 
 class BlockLayer(CacheLayerMixin):
-    """One decoder layer's keys and values. Its bytes are in the table's blocks; `keys` and `values` gather a copy of them."""
+    """One decoder layer's keys and values. The bytes are in the table's blocks; `keys` and `values` gather copies."""
 
     is_croppable = True
     supports_early_init = False
 
     def __init__(self, batch: Batch, layer: int, window: int | None) -> None:
-        # Not the base's __init__, which sets keys and values: here they are computed.
+        # The base's __init__ would set keys and values, which are properties here.
         self._batch = batch
         self._layer = layer
         self.tokens = 0
@@ -142,16 +156,17 @@ class BlockLayer(CacheLayerMixin):
         return len(self._batch.table.rows) or -1
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the memory is there."""
+        """Does nothing: the memory exists already."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the tokens of this pass, and show those that attention may see, (batch, kv_heads, tokens, head_dim).
+        """Write the tokens of this pass; return the keys and values for attention, (batch, kv_heads, tokens, head_dim)
+        each.
 
-        What is shown lies in the workspace: it is valid until another layer's update. Raises InvalidState outside of a pass
-        for which the cache was prepared, or if gradients would be lost; InvalidArgument (fields expected, keys, values) for
-        shapes or a dtype that the KV pool was not made for. Nothing was written then.
+        The returned tensors lie in the workspace and are valid until another layer's update. Raises InvalidState
+        outside of a prepared pass, or if gradients would be lost; InvalidArgument (fields expected, keys, values) for
+        shapes or a dtype that differ from the KV pool's. Nothing was written then.
         """
         batch, count = self._batch, self._checked(key_states, value_states)
         batch.store.write(self._layer, batch.rows(self.tokens, count), key_states, value_states)
@@ -161,7 +176,7 @@ class BlockLayer(CacheLayerMixin):
         return both[0], both[1]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(tokens that `update` will show, the position of the first of them)."""
+        """(number of tokens that `update` will return, position of the first of them)."""
         if self.sliding_window is None:
             return self.tokens + query_length, 0
         shown = min(self.tokens, self.sliding_window - 1)
@@ -174,16 +189,16 @@ class BlockLayer(CacheLayerMixin):
         return -1 if self.sliding_window is None else self.sliding_window
 
     def offload(self) -> None:
-        """Nothing: where the blocks are is the session's business."""
+        """Does nothing: the session decides where blocks are."""
 
     def prefetch(self) -> None:
-        """Nothing: where the blocks are is the session's business."""
+        """Does nothing: the session decides where blocks are."""
 
     def reset(self) -> None:
-        """Forget the tokens. The blocks are freed when the whole cache is reset."""
+        """Forget the tokens. `PagedCache.reset` frees the blocks."""
         self.tokens = 0
 
-    # The batch belongs to the table, which all layers share: see the methods of `PagedCache`.
+    # These change the table, which all layers share: `PagedCache` has them.
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise _of_the_cache("reorder_cache")
 
@@ -205,12 +220,13 @@ class BlockLayer(CacheLayerMixin):
         return batch.store.read(self._layer, rows, out)[which]
 
     def _checked(self, keys: torch.Tensor, values: torch.Tensor) -> int:
-        """How many tokens they are."""
+        """The number of tokens. Raises InvalidState or InvalidArgument as `update` does."""
         spec, slots = self._batch.store.spec, self._batch.slots
         if slots is None or slots != (self.tokens, keys.shape[-2]):
             raise InvalidState(
-                f"layer {self._layer} got {keys.shape[-2]} tokens after {self.tokens}, and no pass was prepared for them; "
-                "nothing was written; call the attached model itself (not a part of it), and each layer once a pass",
+                f"layer {self._layer} got {keys.shape[-2]} tokens after {self.tokens}, and no pass was prepared for "
+                "them; nothing was written; call the attached model itself (not a part of it), which calls each layer "
+                "once",
                 layer=self._layer,
                 tokens=int(keys.shape[-2]),
                 held=self.tokens,
@@ -224,9 +240,9 @@ class BlockLayer(CacheLayerMixin):
             or values.dtype != dtype
         ):
             raise InvalidArgument(
-                f"layer {self._layer} gave keys {tuple(keys.shape)} and values {tuple(values.shape)} of {keys.dtype}, the KV "
-                f"pool takes {expected} of {dtype}; nothing was written; models whose layers differ in KV heads or head "
-                "dimension do not fit one KVSpec; for another dtype pass attach(dtype=)",
+                f"layer {self._layer} gave keys {tuple(keys.shape)} and values {tuple(values.shape)} of {keys.dtype}, "
+                f"but the KV pool takes {expected} of {dtype}; nothing was written; one KVSpec does not fit models "
+                "whose layers differ in KV heads or head dimension; for another dtype pass attach(dtype=)",
                 layer=self._layer,
                 expected=expected,
                 keys=tuple(keys.shape),
@@ -235,18 +251,18 @@ class BlockLayer(CacheLayerMixin):
             )
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             raise InvalidState(
-                "keys and values require gradients, which a KV pool cannot keep; nothing was written; call the model under "
-                "torch.no_grad(), or with use_cache=False to train",
+                "keys and values require gradients, which a KV pool cannot keep; nothing was written; call the model "
+                "under torch.no_grad(), or with use_cache=False to train",
                 layer=self._layer,
             )
         return slots[1]
 
 
 class PagedCache(Cache):
-    """The cache of one batch. Made by `Attached.cache()`; its blocks are freed by `reset()`, or once it is gone.
+    """The cache of one batch. `Attached.cache()` makes it; `reset()` frees its blocks, and so does its end of life.
 
-    windows: for each layer its sliding window, or None. ready(growth): tells the session what is wanted, between passes, and
-    moves blocks to where it says. copy([(from, to)]): copies the bytes of blocks.
+    windows: for each layer its sliding window in tokens, or None. ready(table, rows, tokens): reports the demand to the
+    session, between passes, and returns the table's plan. copy([(from, to)]): copies the bytes of blocks.
     """
 
     def __init__(
@@ -264,10 +280,10 @@ class PagedCache(Cache):
         super().__init__(layers=list(self._layers))
 
     def prepare(self, rows: int, tokens: int) -> None:
-        """Make room for `tokens` more tokens of each of `rows` sequences. Outside of a pass.
+        """Make room for `tokens` more tokens of each of `rows` sequences. Call it outside of a pass.
 
-        Raises OutOfBlocks (fields requested, free, usable) if no layer's memory may be given any more, InvalidState for
-        another number of sequences; the cache has not changed then.
+        Raises OutOfBlocks (fields requested, free, usable) if blocks are missing and no more layers may be remapped;
+        InvalidState if the cache holds another number of sequences. The cache has not changed then.
         """
         growth = self._ready(self.table, rows, tokens)
         copies = self.table.extend(growth)
@@ -277,7 +293,11 @@ class PagedCache(Cache):
         self._batch.slots = (self.table.tokens, tokens)
 
     def finish(self, completed: bool) -> None:
-        """After a pass. One that was not completed leaves the tokens as they were before it."""
+        """End the prepared pass. A pass that was not completed adds no tokens.
+
+        Raises InvalidState (fields layers, tokens) if a completed pass did not write its tokens into every layer; it
+        adds none then.
+        """
         slots, self._batch.slots = self._batch.slots, None
         if slots is None:
             return
@@ -289,19 +309,22 @@ class PagedCache(Cache):
             layer.tokens = first
         if completed:
             raise InvalidState(
-                f"a pass did not write {count} tokens into all {len(self.layers)} layers of the cache; its tokens are "
-                "forgotten; models that share keys and values between layers do not fit",
+                f"a pass did not write {count} tokens into all {len(self.layers)} layers of the cache; the cache has "
+                "dropped its tokens; it does not fit models that share keys and values between layers",
                 layers=len(self.layers),
                 tokens=count,
             )
 
     def reset(self) -> None:
-        """Forget everything; the blocks are free."""
+        """Forget all tokens and free the blocks."""
         self.table.clear()
         self._set(0)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last -n tokens (n < 0) of each sequence; n > 0: keep n tokens. Whole blocks behind them are free."""
+        """Remove the last -n tokens (n < 0) of each sequence, or keep n tokens (n > 0).
+
+        Frees whole blocks behind them.
+        """
         held = self.table.tokens
         keep = tokens_to_remove if tokens_to_remove > 0 else held + tokens_to_remove
         if keep < held:
@@ -309,18 +332,18 @@ class PagedCache(Cache):
             self._set(self.table.tokens)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Sequence i goes on from what sequence beam_idx[i] was. No bytes are copied before they differ."""
+        """Sequence i continues sequence beam_idx[i]. Copies no bytes until the sequences differ."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Keep these sequences only (indices, or one boolean a sequence)."""
+        """Keep only these sequences (indices, or one boolean for each sequence)."""
         if not self.table.rows:
             return
         chosen = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
         self.table.select([int(index) for index in chosen.tolist()])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Every sequence `repeats` times, one after another."""
+        """Repeat every sequence `repeats` times, side by side."""
         self.table.select([row for row in range(len(self.table.rows)) for _ in range(repeats)])
 
     def _set(self, tokens: int) -> None:
@@ -330,4 +353,6 @@ class PagedCache(Cache):
 
 
 def _of_the_cache(call: str) -> InvalidState:
-    return InvalidState(f"{call} of one layer: all layers share their blocks; nothing changed; call it on the cache")
+    return InvalidState(
+        f"{call} was called on one layer, but all layers share blocks; nothing changed; use the cache's"
+    )

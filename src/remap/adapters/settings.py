@@ -1,30 +1,30 @@
-"""What engine plugins are told by environment variables: one frozen value, checked as a whole. Pure.
+"""The settings of engine plugins: read from environment variables into one frozen value and checked as a whole.
 
-A plugin is loaded by the engine in processes that the user does not start himself, so the environment is the one way in that
-reaches all of them. `remap plan` prints these lines for a machine and a model. Nothing is read unless REMAP_ENABLE is set: an
-installed plugin that nobody switched on does nothing.
+An engine loads a plugin in processes that the user does not start himself; only environment variables reach all of
+them. `remap plan` prints these lines for a machine and a model. A plugin without REMAP_ENABLE reads no other variable
+and does nothing.
 
     REMAP_ENABLE=1            switch on
     REMAP_CAPACITY=24GiB      weights, KV cache and ring together; required
-    REMAP_SLOWDOWN=0.02       stall allowed per pass, as a share of its computation
-    REMAP_MAX_LAYERS=8        most layers that are ever remapped (alpha)
-    REMAP_MAX_TOKENS=65536    most tokens the KV cache may grow to; by default what the layers that may be remapped make room for
-    REMAP_RESERVE_BLOCKS=64   blocks kept free beyond the demand; by default derived from how the demand varies
+    REMAP_SLOWDOWN=0.02       most stall per pass, as a share of the pass's computation
+    REMAP_MAX_LAYERS=8        most layers that may be remapped (alpha)
+    REMAP_MAX_TOKENS=65536    most tokens of the KV cache; by default as many as fit with max_layers remapped
+    REMAP_RESERVE_BLOCKS=64   blocks kept free beyond the demand; by default derived from the demand's variation
     REMAP_PAGE_BYTES=2MiB     page size of the arena; by default chosen for the model (`footprint.Footprint.page_size`)
-    REMAP_COPY_CHUNK_BYTES=32MiB  copies of layers go in chunks, between which the engine's own copies get in; 0: whole layers
+    REMAP_COPY_CHUNK_BYTES=32MiB  most bytes of one copy, so that the engine's own copies get in between; 0: any
     REMAP_BUFFERS=auto        ring buffers: 1, 2 or auto
-    REMAP_LINK=24GB           bytes per second from host to device, until copies have been measured
+    REMAP_LINK=24GB           bytes per second from host to device, used until copies have been measured
     REMAP_REVERSION=1         whether layers come home by themselves
     REMAP_SELECTION=nested    which layers stream: nested, uniform, slices or auto
-    REMAP_CONTENTION=0.1      what a hidden copy costs the computation, as a share of the copy's time
+    REMAP_CONTENTION=0.1      slowdown of the computation by a hidden copy, as a share of the copy's time
     REMAP_MAP_S=0.001         seconds to map a layer back
-    REMAP_POLICY=priority     which idle model gives first: priority, mru, lru or expected_next_use
-    REMAP_MIN_IDLE=1          how many times what its reload is worth a model is idle before it gives
-    REMAP_RELOAD_S=0.1        by how much a first prefill may be late because its model gave layers
+    REMAP_POLICY=priority     order in which idle models give pages: priority, mru, lru or expected_next_use
+    REMAP_MIN_IDLE=1          idle time before a model gives pages, as a multiple of the time that its reload is worth
+    REMAP_RELOAD_S=0.1        most seconds by which a first prefill may be late because its model gave layers
     REMAP_TBT_S=0.05          target between two tokens: no growth lifts a decode pass above it; by default none
-    REMAP_TTFT_S=1            target to the first token: until then requests wait rather than break REMAP_TBT_S; by default none
-    REMAP_LENDS=1             whether other models get this one's unused KV cache and layers
-    REMAP_CPU_LINEAR=exact    exact or packed: how linear layers are computed on a CPU (vLLM; see its cpu_linear)
+    REMAP_TTFT_S=1            target to the first token: requests wait so long rather than break REMAP_TBT_S; by default none
+    REMAP_LENDS=1             whether other models may use this one's unused KV cache and layers
+    REMAP_CPU_LINEAR=exact    exact or packed: kernels of linear layers on a CPU (vLLM; see vllm/cpu_linear.py)
     REMAP_ARENA=shared        engines of one process that give the same name share one arena of REMAP_CAPACITY (vLLM)
 """
 
@@ -41,21 +41,24 @@ from remap.sizes import MOST_BYTES, parse_size
 __all__ = ["COPY_CHUNK_BYTES", "Settings", "enabled"]
 
 COPY_CHUNK_BYTES = 32 << 20
-"""Engines copy their inputs to the device while layers stream, and a copy engine serves who came first. torchrec takes this size
-(#4373)."""
+"""Engines copy their inputs to the device while layers stream, and a copy engine serves copies in order of arrival:
+short copies of layers keep inputs from waiting. torchrec uses the same size (#4373)."""
 
 _DEFAULTS = Knobs()
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def enabled(environment: Mapping[str, str]) -> bool:
-    """Whether REMAP_ENABLE is set. Raises InvalidArgument (field: name) for what is neither yes nor no."""
+    """Whether REMAP_ENABLE is set.
+
+    Raises InvalidArgument (fields name, value) for a value that is neither yes nor no.
+    """
     return _switch(environment, "REMAP_ENABLE", False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """One engine's settings. Sizes in bytes, slowdown a share, reserve_blocks in KV blocks; see the module's list."""
+    """One engine's settings: sizes in bytes, slowdown as a share, reserve_blocks in KV blocks. See the list above."""
 
     capacity: int
     slowdown: float = 0.02
@@ -83,15 +86,15 @@ class Settings:
     def read(cls, environment: Mapping[str, str]) -> Settings | None:
         """The settings in `environment`, or None if it does not switch remap on.
 
-        Raises InvalidArgument (fields: name = the variable, value) for a value that cannot be, or a missing REMAP_CAPACITY.
-        An empty variable counts as not set.
+        An empty variable counts as not set. Raises InvalidArgument (fields name: the variable, and value) for an
+        invalid value, or if REMAP_CAPACITY is missing.
         """
         if not enabled(environment):
             return None
         if not environment.get("REMAP_CAPACITY"):
             raise InvalidArgument(
-                "REMAP_ENABLE is set but REMAP_CAPACITY is not; nothing was attached; set it to the bytes that weights and KV "
-                "cache may take together, such as REMAP_CAPACITY=24GiB",
+                "REMAP_ENABLE is set but REMAP_CAPACITY is not; nothing was attached; set it to the bytes that weights "
+                "and KV cache may take together, such as REMAP_CAPACITY=24GiB",
                 name="REMAP_CAPACITY",
                 value=None,
             )
@@ -128,7 +131,7 @@ class Settings:
         )
 
     def controller(self) -> Knobs:
-        """The controller's knobs."""
+        """The controller's part of these settings."""
         return Knobs(
             slowdown=self.slowdown,
             reserve_blocks=self.reserve_blocks,

@@ -1,6 +1,7 @@
-"""Whether what an adapter uses of an engine is there, and takes the arguments that it is given: before anything is changed.
+"""Check, before any change, that an engine has the names that an adapter uses and that they take its arguments.
 
-What a name means cannot be seen so, nor what instances hold: an unknown version that passes is served with a warning.
+The check sees names and parameters only. It does not see the meaning of a function or the attributes of instances, so
+an adapter serves an unknown version that passes with a warning.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ __all__ = ["Touched", "admit", "known", "unlike"]
 
 
 class Touched(NamedTuple):
-    """A name in a module, dotted: a method, a field of a dataclass. takes: of a function the parameters that it is called with or
-    overridden by, "self block num_tokens=": those in order, and with "=" by name; others have to have defaults, unless a "*" says
-    that whatever there is will be passed on. None: any."""
+    """A name in an engine's module that an adapter uses: dotted, a method or a field of a dataclass.
+
+    takes: for a function, the parameters that the adapter passes, or that its override has, as in "self block
+    num_tokens=": plain names by position, names with "=" by keyword. All other parameters of the function must have
+    defaults, unless "*" is among the words (the adapter passes on all that it gets). None: the parameters are not
+    checked.
+    """
 
     module: str
     name: str
@@ -30,7 +35,9 @@ _warned: set[tuple[str, str | None]] = set()
 
 
 def known(found: str | None, tested: Sequence[str]) -> bool:
-    """Whether the version is the first or the last of the tested ones, or between them. tested: such as ("0.31", "0.32")."""
+    """Whether the version lies between the first and the last of the tested ones, both included. tested: as ("0.31",
+    "0.32").
+    """
     return _order(found, tested) == 0
 
 
@@ -42,16 +49,19 @@ def admit(
     warn: Callable[[str], None],
     otherwise: str,
 ) -> None:
-    """Raises InvalidState (fields version, tested, unlike) for a version that cannot be entered: none, one older than the tested
-    ones, or a newer one in which something of `touched` is not as expected. A newer one in which nothing is: one warning in
-    this process. otherwise: what the user can do instead."""
+    """Refuse a version of the engine `what` that the adapter cannot work with.
+
+    Raises InvalidState (fields version, tested, unlike) if there is none, if it is older than the tested ones, or if it
+    is newer and something in `touched` is not as expected. For a newer version in which all is as expected, calls
+    `warn` once in this process. otherwise: the error's advice to the user.
+    """
     order = _order(found, tested)
     if order == 0 or (what, found) in _warned:
         return
     span = " to ".join(dict.fromkeys((tested[0], tested[-1])))
     if order is None or order < 0:
         raise InvalidState(
-            f"remap is written for {what} {span} and newer, installed is {found}; nothing was changed; {otherwise}",
+            f"remap works with {what} {span} and newer, but {found} is installed; nothing was changed; {otherwise}",
             version=found,
             tested=tuple(tested),
             unlike=(),
@@ -59,21 +69,23 @@ def admit(
     wrong = unlike(touched)
     if wrong:
         raise InvalidState(
-            f"remap was tested with {what} {span}; in {found}, {len(wrong)} of the {len(touched)} names that it uses are not as "
-            f"expected: {'; '.join(wrong)}; nothing was changed; {otherwise}",
+            f"remap was tested with {what} {span}; in {found}, {len(wrong)} of the {len(touched)} names that it uses "
+            f"are not as expected: {'; '.join(wrong)}; nothing was changed; {otherwise}",
             version=found,
             tested=tuple(tested),
             unlike=tuple(wrong),
         )
     _warned.add((what, found))
     warn(
-        f"remap was tested with {what} {span}, this is {found}: the {len(touched)} names in it that remap uses are there and "
-        "take what they are given; what they do was not tested"
+        f"remap was tested with {what} {span}, this is {found}: it has the {len(touched)} names that remap uses, with "
+        "the expected parameters; nobody tested that they still do the same"
     )
 
 
 def _order(found: str | None, tested: Sequence[str]) -> int | None:
-    """-1: older than the tested ones, 0: among them, 1: newer. None: not a version."""
+    """-1 if the version is older than the tested ones, 0 if it is among them, 1 if it is newer, None if it is no
+    version.
+    """
     numbers = re.match(r"\d+(\.\d+)*", found or "")
     if numbers is None:
         return None
@@ -83,7 +95,10 @@ def _order(found: str | None, tested: Sequence[str]) -> int | None:
 
 
 def unlike(touched: Sequence[Touched]) -> list[str]:
-    """What is missing or takes other arguments, each in words; [] if all is as expected. Imports the modules."""
+    """A sentence for each name that is missing or takes other arguments; [] if all is as expected.
+
+    Imports the modules.
+    """
     return [text for each in touched if (text := _unlike(each))]
 
 

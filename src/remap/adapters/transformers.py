@@ -1,17 +1,20 @@
-"""Three lines for a user of transformers: weights and KV cache share one arena, and plain `generate()` uses it.
+"""`remap.attach`: weights and KV cache of a transformers model share one arena, and plain `generate()` uses it.
 
     with remap.attach(model, capacity="600MiB") as attached:
         out = model.generate(**inputs, max_new_tokens=200)
 
-Every call of the model is a pass. Before it the cache says how many blocks the new tokens take, and `session.step` decides
-which layers' memory that costs; when tokens are gone, the next passes (or `attached.step()`) let layers come home.
+Every call of the model is a pass. Before it the cache reports how many blocks the new tokens take, and `session.step`
+decides which layers give their memory for them. After tokens are dropped, the next passes (or `attached.step()`) bring
+layers home.
 
-What is hooked: the instance's `forward` (`Session.attach` makes it a pass, this makes room for its tokens before it) and,
-for calls of `generate()` without a cache of their own, the instance's `_prepare_cache_for_generation`, where transformers
-would make a DynamicCache. The latter is not a public name; `attach(implicit=False)` does without it, and
-`past_key_values=attached.cache()` says it by hand. `generate_batch` has a paged cache of its own: see `continuous_batching`.
+`attach` replaces two attributes of the instance. Its `forward` makes room for a pass's tokens before the pass
+(`Session.attach` makes each call a pass). Its `_prepare_cache_for_generation`, where transformers makes a DynamicCache
+for calls of `generate()` without a cache, returns a cache of ours. The latter is not a public name:
+`attach(implicit=False)` does not replace it, and `past_key_values=attached.cache()` passes a cache explicitly.
+`generate_batch` has a paged cache of its own: see `continuous_batching`.
 
-Outside of the arena: activations, and one workspace of the longest batch's keys and values of one layer.
+Two things need memory outside of the arena: activations, and one workspace of one layer's keys and values of the
+longest batch.
 """
 
 from __future__ import annotations
@@ -51,9 +54,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Attached", "attach"]
 
-# generate() cannot preempt a sequence: a slower pass is better than none.
+# generate() cannot preempt a sequence, so it prefers a slower pass to none.
 _PATIENT = Knobs(slowdown=100.0)
-_LEAST = 2  # blocks: what the padding of generate_batch takes
+_LEAST = 2  # blocks: the padding of generate_batch takes them
 _FACTORY = "_prepare_cache_for_generation"
 
 TESTED = ("5.16", "5.23")
@@ -65,7 +68,7 @@ TOUCHED = (
     Touched("transformers.cache_utils", "CacheLayerMixin.get_max_length", "self"),
     Touched("transformers.generation.utils", f"GenerationMixin.{_FACTORY}", "self generation_config model_kwargs *"),
 )
-"""What this package uses of transformers: looked at where its version is newer than TESTED."""
+"""The names that this package uses in transformers; `attach` checks them if the version is newer than TESTED."""
 
 logger = logging.getLogger("remap.adapters.transformers")
 
@@ -89,27 +92,28 @@ def attach(
 ) -> Attached:
     """Put a transformers model's weights and KV cache into one arena.
 
-    model: a decoder of transformers, or a peft model around one (its adapters loaded: what comes later is outside of the
-    arena). capacity, device, session_options: of the `Session` that is made; or `session`, an open one, for several models.
-    min_tokens: KV tokens that are there whatever happens; max_tokens: the most there can ever be (of addresses, not memory), by
-    default what the capacity could hold. dtype: of the cache, by default the model's. implicit: whether `generate()` without
-    a cache uses this one. config: by default one that rather slows down than refuses, since `generate()` cannot preempt.
-    attach_options: of `Session.attach` (weights, mutable, priority, embedding, ...).
+    model: a decoder of transformers, or a peft model around one (with its adapters loaded: adapters that are loaded
+    later stay outside of the arena). capacity, device, session_options: of the `Session` that attach makes; or session:
+    an open one, for several models. min_tokens: KV tokens that always have room. max_tokens: most KV tokens (they cost
+    addresses, not memory); by default as many as the capacity could hold. dtype: of the cache, by default the model's.
+    implicit: whether `generate()` without a cache uses one of ours. config: by default one that prefers slow passes to
+    refusing tokens, because `generate()` cannot preempt. attach_options: of `Session.attach` (weights, mutable,
+    priority, embedding, ...).
 
-    Raises InvalidArgument for a model that does not fit one KVSpec (`kv_of_config`), tensors that cannot be moved (tensor
-    subclasses of quantisers, say) or a bad option, InvalidState if the model's forward was replaced on the instance, OutOfMemory
-    (field minimum_bytes). Nothing has changed then.
+    Raises InvalidArgument for a bad option, for a model that does not fit one KVSpec (`kv_of_config`) or for tensors
+    that cannot be moved (such as a quantiser's tensor subclasses); InvalidState if the model's forward was replaced on
+    the instance; OutOfMemory (field minimum_bytes). Nothing has changed then.
     """
     otherwise = f"install transformers=={TESTED[-1]}.*"
     admit("transformers", transformers.__version__, TESTED, TOUCHED, logger.warning, otherwise)
     inner = _inner(model)
     if (session is None) == (capacity is None):
         raise InvalidArgument(
-            "attach takes a capacity, of which it makes a session, or an open session; nothing was attached",
+            "attach takes either a capacity, to make a session, or an open session; nothing was attached",
             capacity=capacity,
         )
     if session is not None and (device is not None or session_options):
-        raise InvalidArgument("device and session_options are of a session that attach makes; nothing was attached")
+        raise InvalidArgument("device and session_options do not go with an open session; nothing was attached")
     for taken in ("forward", _FACTORY):
         if taken in inner.__dict__:
             raise InvalidState(f"model.{taken} was replaced on this instance (attached already?); nothing was attached")
@@ -147,9 +151,10 @@ def attach(
 
 
 class Attached:
-    """A model in an arena, until `close()` or the end of the `with` block. Its methods belong to the model's thread.
+    """A model in an arena, until `close()` or the end of the `with` block. Call its methods on the model's thread.
 
-    session, tenant: what it is made of; `session.snapshot()` tells which layers are streamed. `snapshot` is the tenant's.
+    session, tenant: of the model; `session.snapshot()` names the streamed layers. `snapshot` is the tenant's part of
+    it.
     """
 
     def __init__(
@@ -166,7 +171,7 @@ class Attached:
         self.blocks = SharedBlocks(tenant.kv)
         self._owned, self.windows = owned, windows
         self._store = BlockStore(self.tenant.kv)
-        # Around the bracket of a pass: step() is refused inside of one.
+        # This wraps the bracket of a pass: a session refuses step() inside of a pass.
         self._forward = self._before_pass(model.forward)
         object.__setattr__(model, "forward", self._forward)
         if implicit:
@@ -176,41 +181,49 @@ class Attached:
         self.closed = False
 
     def cache(self) -> PagedCache:
-        """A new cache for one batch: pass it as `past_key_values`. Its blocks are freed by `reset()`, or when it is gone."""
+        """A new cache for one batch: pass it as `past_key_values`.
+
+        `reset()` frees its blocks, and so does its end of life.
+        """
         self._check_open()
         return PagedCache(self._store, self.blocks.table(), self.windows, self._room, self.tenant.kv.move)
 
     def step(self) -> StepReport:
-        """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come home.
+        """One step without a demand, between calls: blocks of caches that are gone become free, and layers may come
+        home.
 
-        Passes do this by themselves. An idle server calls it now and then; how many steps a layer takes to come home is the
-        controller's decision (a reload has to be paid for first).
+        Every pass does this, too. An idle server calls it from time to time; the controller decides after how many
+        steps a layer comes home (its reload has to be paid for first).
         """
         return self._step(0)
 
     def continuous_batching(self, **options: Any) -> ContinuousBatchingConfig:
         """A configuration for `model.generate_batch(prompts, continuous_batching_config=...)` over this model's blocks.
 
-        options: of `ContinuousBatchingConfig`, such as max_batch_tokens (256 by default). Raises InvalidArgument for options that
-        are not to be chosen, and for models that a paged cache lays out in another way (sliding windows): see
-        `continuous_batching`, which says why. InvalidState for a transformers whose paged cache is another one.
+        options: of `ContinuousBatchingConfig`, such as max_batch_tokens (256 by default). Raises InvalidArgument for
+        options that the adapter sets itself, and for models that a paged cache lays out in another way (sliding
+        windows); `continuous_batching` gives the reasons. Raises InvalidState if this version of transformers has
+        another paged cache.
         """
         self._check_open()
         try:
             from . import continuous_batching
         except ImportError as error:
             raise InvalidState(
-                "the paged cache of this version of transformers is another one; nothing changed; use generate(), or "
+                "this version of transformers has another paged cache; nothing changed; use generate(), or "
                 f"transformers {TESTED[-1]}",
                 missing=error.name,
             ) from error
         named = "transformers' continuous batching"
         admit(named, transformers.__version__, TESTED, continuous_batching.TOUCHED, logger.warning, "use generate()")
-        self._measure()  # not later: generate_batch exchanges the model's attention
+        self._measure()  # now, because generate_batch replaces the model's attention
         return continuous_batching.configuration(self, **options)
 
     def ask(self, blocks: int) -> StepReport:
-        """A step with a demand, between passes: for engines that take blocks from `blocks` themselves. See `session.step`."""
+        """A step with a demand, between passes: for engines that take blocks from `blocks` themselves.
+
+        See `session.step`.
+        """
         return self._step(blocks)
 
     @property
@@ -219,9 +232,9 @@ class Attached:
         return self.session.snapshot().tenants[self.name]
 
     def close(self) -> None:
-        """Take the hooks out and the model back to ordinary memory. Caches must not be used any more. Idempotent.
+        """Take the hooks out and move the model back to ordinary memory. Do not use its caches afterwards. Idempotent.
 
-        Raises what `Session.detach` raises; it can be called again then.
+        Raises the errors of `Session.detach`; call it again then.
         """
         if self.closed:
             return
@@ -241,7 +254,7 @@ class Attached:
 
     def _check_open(self) -> None:
         if self.closed:
-            raise InvalidState("detached already; nothing was made; attach the model again", tenant=self.name)
+            raise InvalidState("the model was detached already; nothing was made; attach it again", tenant=self.name)
 
     def __enter__(self) -> Attached:
         return self
@@ -258,7 +271,7 @@ class Attached:
         def prepared(*args: Any, **kwargs: Any) -> Any:
             cache = _cache_of(args, kwargs)
             if cache is None:
-                # generate_batch has indexed its blocks by now; its scheduler has taken the step.
+                # A call of generate_batch (cache=) has indexed its blocks by now; its scheduler has made the step.
                 if kwargs.get("cache") is None:
                     self._step(0)
                 return forward(*args, **kwargs)
@@ -286,16 +299,19 @@ class Attached:
         if wanted > kv.free_blocks:
             raise OutOfBlocks(
                 f"{rows} sequences with {tokens} more tokens take {wanted} more blocks of {kv.block_tokens} tokens; "
-                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not changed; "
-                "attach with more capacity, use smaller batches, or let go of other caches",
+                f"{kv.free_blocks} of {kv.usable_blocks} are free, and no more layers may be given; the cache has not "
+                "changed; attach with more capacity, use smaller batches, or let go of other caches",
                 requested=wanted,
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,
             )
-        return table.plan(rows, tokens)  # the same, by the ids after the step's moves
+        return table.plan(rows, tokens)  # the same plan, with the ids after the step's moves
 
     def _measure(self) -> bool:
-        """A pass of one token, if there was none: before it has seen one, the controller gives no more than one layer."""
+        """Run a pass of one token if there was no pass yet; returns whether it did.
+
+        Before the controller has seen a pass, it remaps no more than one layer.
+        """
         if self.tenant.times() is not None:
             return False
         with torch.no_grad():
@@ -326,16 +342,18 @@ class Attached:
                 return None
             return prepare(generation_config, model_kwargs, *args, **kwargs)
 
-        setattr(prepared, OURS, True)  # a copy of the model is one that is not attached
+        setattr(prepared, OURS, True)  # copies of the model are made without it
         return prepared
 
 
-# Who is attached to which session: a step may move the blocks of any of them.
+# session -> name -> the attached model: a step may move the blocks of each of them.
 _AT: weakref.WeakKeyDictionary[Session, weakref.WeakValueDictionary[str, Attached]] = weakref.WeakKeyDictionary()
 
 
 def _open(model: Any, layers: Any, capacity: int | str, device: str | None, options: Mapping[str, Any]) -> Session:
-    """A session for this model: its copies make way for the engine's own, its pages suit the layers."""
+    """A session for this model: it copies in chunks, between which other copies run, and its page size suits the
+    layers.
+    """
     chosen = {"platform": devices.Platform(copy_chunk_bytes=COPY_CHUNK_BYTES), **options}
     where = device or devices.default_name()
     if where != "cpu" and getattr(chosen["platform"], "backend", None) is None:
@@ -344,7 +362,7 @@ def _open(model: Any, layers: Any, capacity: int | str, device: str | None, opti
 
 
 def _abandon(session: Session, name: str, owned: bool) -> None:
-    """What attach began goes away again."""
+    """Undo a failed attach."""
     if owned:
         session.close()
     elif name in session.snapshot().tenants and name not in _AT.get(session, {}):
@@ -352,7 +370,7 @@ def _abandon(session: Session, name: str, owned: bool) -> None:
 
 
 def _inner(model: Any) -> Any:
-    """The transformers model that is called in the end: of a peft model, the one inside."""
+    """The transformers model itself: of a peft model, the one inside."""
     base = getattr(model, "get_base_model", None)
     return base() if callable(base) else model
 

@@ -1,4 +1,4 @@
-"""The command `remap`. Needs the extra `cli` (typer, rich, jinja2); the library itself does not."""
+"""The command `remap`. It needs the extra `cli` (typer, rich, jinja2); the library itself does not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Entry point of the console script."""
+    """The entry point of the console script."""
     try:
         from .main import app
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""`remap demo`: the same requests, the same engine, three runs; then the numbers side by side.
+"""`remap demo`: serves the same requests with the same engine in three runs, and compares them.
 
 unconstrained  memory for all requests at once: its tokens are the reference
 baseline       the budget, and an engine that never calls `session.step`: it preempts and recomputes
@@ -37,10 +37,10 @@ __all__ = ["environment", "machine_info", "run_demo", "run_in_process", "write_r
 
 
 def environment(config: DemoConfig) -> dict[str, str]:
-    """What a run's process gets, set before torch is loaded, the same for all runs.
+    """The environment of a run's process, set before it loads torch and the same for all runs.
 
-    Passive waiting matters: OpenMP's spinning barriers would take the core that the copy thread needs, for whole time
-    slices, and would do so in the remap run alone.
+    Threads wait passively: OpenMP's spinning barriers would take the copy thread's core for whole time slices, and
+    would do so in the remap run only.
     """
     threads = str(config.threads)
     return {
@@ -56,8 +56,11 @@ def environment(config: DemoConfig) -> dict[str, str]:
 
 
 def run_in_process(kind: str, config: DemoConfig, on_progress: Callable[[RunProgress], None]) -> RunResult | None:
-    """One run in a new process; None for the kind "prepare". Raises InvalidArgument if the run refuses its settings,
-    InvalidState with the end of what it said on standard error if it fails; it is never left behind."""
+    """Make one run in a new process; returns None for the kind "prepare".
+
+    Raises InvalidArgument if the run refuses its settings, and InvalidState, with the end of its standard error, if it
+    fails. The process has ended in any case.
+    """
     with tempfile.TemporaryDirectory(prefix="remap-demo-") as folder:
         result = Path(folder) / "result.json"
         said = Path(folder) / "stderr"
@@ -157,18 +160,21 @@ def run_demo(config: DemoConfig, console: Console) -> DemoResult:
 
 
 def write_reports(rounds: Sequence[DemoResult], folder: Path) -> tuple[Path, Path]:
-    """(demo.json, demo.html) in `folder`, which is made if it is missing. The page is of the last round."""
+    """(demo.json, demo.html) in `folder`, which is made if it is missing. The page shows the last round."""
     folder.mkdir(parents=True, exist_ok=True)
     data, html = folder / "demo.json", folder / "demo.html"
-    told = to_json(rounds[0]) if len(rounds) == 1 else rounds_to_json(rounds)
-    data.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    report = to_json(rounds[0]) if len(rounds) == 1 else rounds_to_json(rounds)
+    data.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     html.write_text(page(rounds[-1]), encoding="utf-8")
     return data, html
 
 
 def demo(config: DemoConfig, folder: Path, console: Console, rounds: int = 1) -> tuple[DemoResult, ...]:
-    """Run, write, and tell: the table, the files, and one closing sentence; of several rounds their medians and ranges. What
-    is done is written after each round."""
+    """Make the runs, write the files, and print the table and one closing sentence; for several rounds their medians
+    and ranges.
+
+    Writes the results so far after each round.
+    """
     need_jinja()  # said before the minutes of the runs, not after
     done: list[DemoResult] = []
     for _ in range(rounds):

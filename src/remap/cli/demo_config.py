@@ -1,4 +1,4 @@
-"""What a run of the demo depends on, and what it says while it goes."""
+"""The settings of a run of the demo, and its reports of progress."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["DemoConfig", "Progress", "default_config"]
 
 @dataclass(frozen=True)
 class DemoConfig:
-    """Everything that a run depends on; the same for all three."""
+    """The settings of a run; the same for all three."""
 
     budget_bytes: int = 640 << 20  # the arena: weights, KV cache and ring of baseline and remap
     dtype: str = "float32"
@@ -28,8 +28,11 @@ class DemoConfig:
 
 
 def default_config() -> DemoConfig:
-    """bfloat16 where the processor multiplies it (half the bytes, twice the speed), else float32; the budget leaves the KV
-    cache the same 160 blocks or so at the start."""
+    """The settings for this machine.
+
+    dtype is bfloat16 if the processor multiplies it (half the bytes, twice the speed), else float32. The budget leaves
+    the KV cache about 160 blocks at the start in both cases.
+    """
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
@@ -41,7 +44,7 @@ def default_config() -> DemoConfig:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run says while it goes. `total` shrinks when a request ends before its limit."""
+    """A report of a run's progress. `total` shrinks when a request ends before its limit."""
 
     generated: int
     total: int

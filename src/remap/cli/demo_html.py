@@ -1,7 +1,8 @@
-"""out/demo.html: the demo's runs as one self-contained page (templates/demo.html.j2: inline SVG, CSS and a little script).
+"""out/demo.html: the demo's runs as one self-contained page (templates/demo.html.j2: inline SVG, CSS and a little
+script).
 
-Baseline and remap stand side by side on the same axes. Where each line goes is computed here, so that the page reads without its
-script; the script only adds the cross-hair that reads both runs at one moment.
+Baseline and remap stand side by side on the same axes. This module computes all lines, so that the page is complete
+without its script; the script only adds a cross-hair that reads both runs at one moment.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MAX_POINTS = 900
 
 @dataclass(frozen=True)
 class Series:
-    """One line of a chart: how to read it from a point, and how to draw it."""
+    """One line of a chart: its value at a point, and its drawing."""
 
     name: str
     value: Callable[[Sample], float]
@@ -125,7 +126,7 @@ def _axes(runs: Sequence[RunResult], chart: Chart) -> Axes:
 
 
 def _tiles(base: RunResult, remap: RunResult) -> list[tuple[str, str, str]]:
-    """(name, of the baseline, of remap)."""
+    """(name, value of the baseline, value of remap)."""
 
     def p99(read: Callable[[RunResult], Sequence[float]]) -> tuple[str, str]:
         return format_seconds(percentile(read(base), 0.99)), format_seconds(percentile(read(remap), 0.99))
@@ -139,7 +140,7 @@ def _tiles(base: RunResult, remap: RunResult) -> list[tuple[str, str, str]]:
 
 
 def _data(run: RunResult) -> dict[str, list[Any]]:
-    """What the cross-hair reads: times, and for each chart its series (name, values)."""
+    """The data of the cross-hair: times, and for each chart its series (name, values)."""
     points = thin(run.timeline)
     return {
         "t": [round(p.time_s, 4) for p in points],
@@ -148,7 +149,7 @@ def _data(run: RunResult) -> dict[str, list[Any]]:
 
 
 def page(result: DemoResult) -> str:
-    """The whole HTML document. Raises told.Missing without jinja2."""
+    """The whole HTML document. Raises Missing without jinja2."""
     runs = (result.baseline, result.remap)
     return render(
         "demo",

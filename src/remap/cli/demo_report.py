@@ -1,7 +1,7 @@
-"""What the demo measured, and how it is told: the numbers, out/demo.json, the table, the closing sentence.
+"""The demo's results as numbers, out/demo.json, a table and a closing sentence.
 
-Pure functions over RunResult values; the page is in demo_html. Nothing here decides what looks good: the closing
-sentence is computed, and says so when remap was not better.
+These are pure functions over RunResult values; demo_html makes the page. The closing sentence is computed from the
+numbers, and says so when remap was not better.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 KINDS = ("unconstrained", "baseline", "remap")
-# A change smaller than this share is called unchanged: two runs of the same code differ by as much.
+# A change below this share counts as none: two runs of the same code differ by as much.
 NOISE = 0.01
 
 
@@ -78,7 +78,7 @@ class RunResult:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """The three runs, and what they have in common."""
+    """The three runs, and the settings that they share."""
 
     model: str
     budget_bytes: int
@@ -98,8 +98,10 @@ class DemoResult:
 
 
 def identical_requests(run: RunResult, reference: RunResult) -> int:
-    """How many requests generated exactly the reference's tokens. Raises InvalidArgument if the runs had not the same
-    number of requests."""
+    """Number of requests that generated exactly the reference's tokens.
+
+    Raises InvalidArgument if the runs had different numbers of requests.
+    """
     if len(run.tokens) != len(reference.tokens):
         raise InvalidArgument(
             f"{run.kind} answered {len(run.tokens)} requests and {reference.kind} {len(reference.tokens)}: "
@@ -111,7 +113,7 @@ def identical_requests(run: RunResult, reference: RunResult) -> int:
 
 
 def numbers(run: RunResult) -> dict[str, Any]:
-    """What the table and demo.json say of a run. Seconds, counts, shares."""
+    """The numbers of a run in the table and in demo.json: seconds, counts, shares."""
     return {
         "preemptions": run.preemptions,
         "recomputed_tokens": run.recomputed_tokens,
@@ -128,7 +130,7 @@ def numbers(run: RunResult) -> dict[str, Any]:
 
 
 def to_json(result: DemoResult) -> dict[str, Any]:
-    """The contents of out/demo.json. `tokens_identical`: every request of the remap run equals the unconstrained."""
+    """The contents of out/demo.json. tokens_identical: all requests of remap have the unconstrained run's tokens."""
     return {
         "model": result.model,
         "budget_bytes": result.budget_bytes,
@@ -149,12 +151,12 @@ def format_seconds(value: float) -> str:
 
 
 def _change(before: float, after: float) -> float | None:
-    """Relative change, None where there is nothing to compare with."""
+    """Relative change; None if the first value is 0."""
     return after / before - 1 if before else None
 
 
 def _moved(name: str, before: float, after: float, text: tuple[str, str]) -> str:
-    """`name` rose or fell by how much, with both values; "stayed" within the noise."""
+    """A phrase: `name` rose or fell by a share, with both values; "stayed" within the noise."""
     change = _change(before, after)
     values = f"({text[0]} to {text[1]})"
     if change is None:
@@ -169,8 +171,9 @@ def _seconds_moved(name: str, before: float, after: float) -> str:
 
 
 def is_better(result: DemoResult) -> bool:
-    """Whether remap kept its promise here: fewer preemptions than a baseline that had some, more tokens per second,
-    and no P99 latency worse by more than the noise."""
+    """Whether remap was better: fewer preemptions than a baseline that had some, more tokens per second, and no P99
+    latency that is worse by more than the noise.
+    """
     before, after = numbers(result.baseline), numbers(result.remap)
     p99 = [_change(before[key], after[key]) for key in ("ttft_p99_s", "tbt_p99_s")]
     return (
@@ -181,7 +184,7 @@ def is_better(result: DemoResult) -> bool:
 
 
 def closing_sentence(result: DemoResult) -> str:
-    """One sentence: what remap changed, with the numbers, and whether tokens are identical."""
+    """One sentence: the changes by remap, with the numbers, and whether the tokens are identical."""
     base, remap = result.baseline, result.remap
     before, after = numbers(base), numbers(remap)
     gave = f"remap gave up to {remap.layers_remapped_peak:g} of {remap.layers} layers' memory to the KV cache"
@@ -241,16 +244,16 @@ def sparkline(points: Sequence[Sample], top: float, width: int = 11) -> str:
 def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
     """(what, unconstrained, baseline, remap, remap against baseline), ready to print."""
     runs = result.runs
-    told = [numbers(run) for run in runs]
+    found = [numbers(run) for run in runs]
 
     def row(name: str, cells: list[str], change: float | None = None) -> tuple[str, str, str, str, str]:
         return (name, cells[0], cells[1], cells[2], "" if change is None else f"{change:+.0%}")
 
     def seconds(name: str, key: str) -> tuple[str, str, str, str, str]:
-        return row(name, [format_seconds(n[key]) for n in told], _change(told[1][key], told[2][key]))
+        return row(name, [format_seconds(n[key]) for n in found], _change(found[1][key], found[2][key]))
 
     def count(name: str, key: str) -> tuple[str, str, str, str, str]:
-        return row(name, [f"{n[key]:,}" for n in told], _change(told[1][key], told[2][key]))
+        return row(name, [f"{n[key]:,}" for n in found], _change(found[1][key], found[2][key]))
 
     rates = [run.tokens_per_s for run in runs]
     return [
@@ -279,7 +282,7 @@ def table_rows(result: DemoResult) -> list[tuple[str, str, str, str, str]]:
 
 
 def _tenant_rows(runs: Sequence[RunResult]) -> list[tuple[str, str, str, str, str]]:
-    """What each tenant had of it, where there are several."""
+    """The rows of each tenant, if there are several."""
 
     def row(
         name: str, key: str, cells: list[str], each: Sequence[Mapping[str, float]]

@@ -13,7 +13,7 @@ __all__ = ["make_requests"]
 
 
 def make_requests(tokenizer: Any, count: int, stop: frozenset[int]) -> list[Request]:
-    """The first `count` prompts through the model's chat template, all arriving at once, greedy."""
+    """The first `count` prompts in the model's chat template, all arriving at once, decoded greedily."""
     from remap.engine import Request, SamplingParams
 
     requests = []

@@ -1,6 +1,6 @@
-"""Several rounds of the demo as one table: medians, and from where to where. Pure functions over the rounds' results.
+"""Several rounds of the demo in one table, with medians and ranges. Pure functions over the rounds' results.
 
-A round is the three runs, one after the other, so that the kinds alternate: what else the machine does meanwhile meets all three.
+A round is the three runs one after another, so that other work of the machine affects all three kinds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _seconds(values: Sequence[float]) -> str:
 
 
 def _changes(before: Sequence[float], after: Sequence[float]) -> str:
-    """The change from baseline to remap within each round; nothing where a baseline was 0."""
+    """The change from baseline to remap within each round; empty if a baseline was 0."""
     if not all(before):
         return ""
     return _spread([b / a - 1 for a, b in zip(before, after, strict=True)], lambda value: f"{100 * value:+.0f}", " %")

@@ -1,11 +1,12 @@
 """One run of the demo in a process of its own: `python -m remap.cli.demo_run KIND CONFIG RESULT PROGRESS_FD`.
 
-A process a run, so that the memory, the threads and the warm caches of one run cannot help or hurt the next. The three
-kinds differ in two places only: how much memory the arena gets, and whether the engine is handed the session (remap)
-or not (unconstrained, baseline), in which case `session.step` is never called. A fourth kind, `prepare`, converts the
-model into the cache and ends.
+Each run has its own process, so that memory, threads and warm caches of one run cannot affect the next. The three kinds
+differ in two places only: the bytes of the arena, and whether the engine gets the session (remap) or not
+(unconstrained, baseline) and then never calls `session.step`. A fourth kind, `prepare`, converts the model into the
+cache and ends.
 
-Progress goes to the file descriptor as one JSON object a line, so that nothing that a library prints can disturb it.
+The run writes its progress to the file descriptor, one JSON object per line, so that no library's output can disturb
+it.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ PROGRESS_EVERY_S = 0.1
 
 
 def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int, wanted: int) -> tuple[int, int, int]:
-    """(arena bytes, blocks at the start, most blocks ever). `wanted`: blocks if no request ever had to wait.
+    """(arena bytes, blocks at the start, most blocks ever). wanted: blocks with which no request would ever wait.
 
-    The budget's pages that the weights leave are KV from the start, in the baseline as in remap: nothing lies idle. The
-    KV region has addresses for the whole budget, so that every page has its place there; addresses cost nothing.
+    All pages of the budget that the weights leave are KV from the start, in the baseline as in remap, so none lies
+    idle. The KV region has addresses for the whole budget, so that every page has its place there; addresses cost
+    nothing.
     """
     if kind == "unconstrained":
         pages = -(-wanted * block_bytes // config.page_bytes)
@@ -58,7 +60,10 @@ def kv_limits(kind: str, config: DemoConfig, weight_pages: int, block_bytes: int
 
 @dataclass(frozen=True)
 class Serving:
-    """The demo's model on an arena, with an engine that has made its first passes. shape: the model's transformers config."""
+    """The demo's model on an arena, and an engine that has made its first passes.
+
+    shape: the model's transformers config.
+    """
 
     session: Session
     tenant: Tenant
@@ -72,9 +77,9 @@ class Serving:
 
 @contextmanager
 def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
-    """Everything that is ready before the demo's requests are served; the session is closed at the end.
+    """Prepare everything before the demo's requests are served; the session is closed at the end.
 
-    Raises what loading, attaching and serving raise.
+    Raises the errors of loading, attaching and serving.
     """
     import torch
 
@@ -129,14 +134,16 @@ def serving(kind: str, config: DemoConfig) -> Iterator[Serving]:
 
 
 def _room(config: DemoConfig, weight_pages: int, block_bytes: int, requests: Sequence[Request]) -> None:
-    """Raises InvalidArgument if the budget does not hold the weights and the longest request: the baseline could not serve."""
+    """Raises InvalidArgument if the budget does not hold the weights and the longest request, which the baseline must
+    serve.
+    """
     longest = max(-(-request.max_kv_tokens // config.block_tokens) for request in requests)
     least = (weight_pages + -(-longest * block_bytes // config.page_bytes)) * config.page_bytes
     if config.budget_bytes < least:
         raise InvalidArgument(
-            f"budget must hold the weights ({show_size(weight_pages * config.page_bytes)}) and the KV cache of the longest "
-            f"request ({longest} blocks), together {show_size(least)}, got {show_size(config.budget_bytes)}; nothing was served; "
-            f"give at least {show_size(least)}",
+            f"budget must hold the weights ({show_size(weight_pages * config.page_bytes)}) and the KV cache of the "
+            f"longest request ({longest} blocks), together {show_size(least)}, got {show_size(config.budget_bytes)}; "
+            f"nothing was served; give at least {show_size(least)}",
             name="budget",
             value=config.budget_bytes,
             needed=least,
@@ -144,9 +151,9 @@ def _room(config: DemoConfig, weight_pages: int, block_bytes: int, requests: Seq
 
 
 def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:
-    """Serve all requests once. `report` is called about ten times a second, between steps.
+    """Serve all requests once. Calls `report` about ten times a second, between steps.
 
-    Raises what loading, attaching and serving raise; the session is closed in any case.
+    Raises the errors of loading, attaching and serving; the session is closed in any case.
     """
     if config.tenants > 1:
         from .demo_tenants import run_tenants
@@ -178,7 +185,7 @@ def run_one(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -
 
 
 def _reporter(requests: list[Request], report: Callable[[Progress], None]) -> Callable[[LLMEngine, StepOutput], None]:
-    """The engine's on_step: counts tokens, and reports at most every PROGRESS_EVERY_S."""
+    """The engine's on_step: it counts tokens, and reports at most once every PROGRESS_EVERY_S."""
     limits = {request.id: request.sampling.max_tokens for request in requests}
     done = {"generated": 0, "finished": 0, "total": sum(limits.values())}
     last = time.perf_counter()
@@ -210,7 +217,7 @@ def _reporter(requests: list[Request], report: Callable[[Progress], None]) -> Ca
 
 
 def main(arguments: list[str]) -> None:
-    """KIND CONFIG(JSON) RESULT(path) PROGRESS_FD."""
+    """Run the command line KIND CONFIG(JSON) RESULT(path) PROGRESS_FD."""
     kind, config_text, result_path, progress_fd = arguments
     config = DemoConfig(**json.loads(config_text))
     if kind == "prepare":

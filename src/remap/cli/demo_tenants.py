@@ -1,8 +1,8 @@
 """The demo with several models on one arena, in turns: one run, in the process that demo_run made for it.
 
-SmolLM2 and Llamas with random weights (shared_world.py) share the demo's prompts, all of which arrive at once. The baseline is
-a static partition: each model has the KV cache that the budget left it, and preempts when that is full, while the others' KV
-and all of their weights lie idle. With remap the one whose turn it is takes both.
+SmolLM2 and Llamas with random weights (shared_world.py) share the demo's prompts, which all arrive at once. The
+baseline is a static partition: each model has the KV cache that the budget left it, and preempts when that is full,
+while the others' KV caches and weights lie idle. With remap the model whose turn it is may use both.
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ PROGRESS_EVERY_S = 0.1
 
 
 def model_name(tenants: int) -> str:
-    """For titles."""
+    """The names of the models, for titles."""
     return f"SmolLM2-135M-Instruct and {tenants - 1} random Llama{'s' if tenants > 2 else ''} in turns"
 
 
 def build_world(config: DemoConfig) -> World:
-    """The models, and KV caches that together fill the budget (config.budget_bytes; 0: weights and a tenth of them).
+    """The models, and KV caches that together fill the budget.
 
-    Raises InvalidArgument (fields: tenants, or budget and least) if there are not so many models, or they do not fit.
+    The budget is config.budget_bytes; 0 means the weights and a tenth of them. Raises InvalidArgument (fields tenants,
+    or budget and least) if there are not so many models, or if they do not fit.
     """
     if not 2 <= config.tenants <= MOST_TENANTS:
         raise InvalidArgument(
@@ -66,8 +67,8 @@ def build_world(config: DemoConfig) -> World:
         least = world.budget_bytes - round(0.8 * KV_SHARE * weights)
         if config.budget_bytes < least:
             raise InvalidArgument(
-                f"a budget of {show_size(config.budget_bytes)} is too small for {config.tenants} models, their weights take "
-                f"{show_size(weights)}; nothing was served, give at least {show_size(least)}",
+                f"a budget of {show_size(config.budget_bytes)} is too small for {config.tenants} models, their weights "
+                f"take {show_size(weights)}; nothing was served, give at least {show_size(least)}",
                 budget=config.budget_bytes,
                 least=least,
             )
@@ -78,7 +79,10 @@ def build_world(config: DemoConfig) -> World:
 
 
 def make_requests(world: World, config: DemoConfig) -> dict[str, list[Request]]:
-    """The demo's prompts, dealt out to the tenants in turn. A random model reads the same ids, as far as it has them."""
+    """The demo's prompts, given to the tenants in turn.
+
+    A model with random weights reads the same ids, as far as its vocabulary has them.
+    """
     from remap.engine import Request
 
     from . import smollm2
@@ -98,7 +102,7 @@ def make_requests(world: World, config: DemoConfig) -> dict[str, list[Request]]:
 
 
 def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None]) -> RunResult:
-    """Serve all requests once, as `demo_run.run_one`, with all tenants' numbers added up."""
+    """Serve all requests once, as `demo_run.run_one` does, and add up the numbers of all tenants."""
     import torch
 
     torch.set_num_threads(config.threads)
@@ -117,7 +121,10 @@ def run_tenants(kind: str, config: DemoConfig, report: Callable[[Progress], None
 
 
 def summed(kind: str, world: World, requests: Mapping[str, list[Request]], result: SharedResult) -> RunResult:
-    """One RunResult for all tenants. Blocks are counted as they are, though a block of one model is larger than another's."""
+    """One RunResult for all tenants.
+
+    It adds numbers of blocks, although a block of one model is larger than a block of another.
+    """
     numbers = result.summary()
     duration = numbers["duration_s"]
     timeline = tuple(
@@ -162,7 +169,7 @@ def summed(kind: str, world: World, requests: Mapping[str, list[Request]], resul
 def _reporter(
     requests: Mapping[str, list[Request]], report: Callable[[Progress], None]
 ) -> Callable[[SharedEngines, Mapping[str, StepOutput]], None]:
-    """As demo_run's, over all tenants."""
+    """As the on_step of demo_run, over all tenants."""
     limits = {(name, one.id): one.sampling.max_tokens for name, mine in requests.items() for one in mine}
     done = {"generated": 0, "finished": 0, "total": sum(limits.values())}
     last = time.perf_counter()

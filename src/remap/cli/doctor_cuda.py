@@ -1,4 +1,6 @@
-"""What `remap doctor` says about CUDA: `look` asks the driver, `findings` judges what it said (pure, tested with literals)."""
+"""The checks of CUDA: `look` asks the driver, and `checks` judges the answers. `checks` asks nothing itself, so
+literals test it.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +14,18 @@ from remap.errors import DriverError, Error, InvalidArgument
 from remap.memory import device as devices
 from remap.sizes import show_size
 
-from .doctor_link import Link, link_finding, measure_link, read_slot
-from .finding import Finding, read_text
+from .check import Check, read_text
+from .doctor_link import Link, check_link, measure_link, read_slot
 
-__all__ = ["Seen", "findings", "look"]
+__all__ = ["Seen", "checks", "look"]
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What `look` found. probe: `_core.probe_cuda()`, or None with the error that it raised. The rest is by device index."""
+    """The answers that `look` got.
+
+    probe: `_core.probe_cuda()`; None if it raised `error`. The other mappings are by device index.
+    """
 
     probe: Mapping[str, Any] | None = None
     error: DriverError | InvalidArgument | None = None
@@ -58,7 +63,10 @@ SETTINGS = ("REMAP_DEVICE", "REMAP_MODE", "REMAP_LIBCUDA", "REMAP_HOST_BUDGET", 
 
 
 def look() -> Seen:
-    """Ask the driver, and copy a little on every device that can hold an arena. Raises nothing: what fails is in the result."""
+    """Ask the driver, and copy a little on every device that can hold an arena.
+
+    Raises nothing: errors are in the result.
+    """
     from remap import _core
 
     common: dict[str, Any] = {
@@ -82,8 +90,11 @@ def look() -> Seen:
     return Seen(probe=probe, links=links, slots=slots, **common)
 
 
-def findings(seen: Seen) -> Iterator[Finding]:
-    """Judges what was seen. A driver or device that is missing is a note, unless REMAP_DEVICE asks for CUDA: then it is bad."""
+def checks(seen: Seen) -> Iterator[Check]:
+    """The checks of these answers.
+
+    A missing driver or device is a note, unless REMAP_DEVICE asks for CUDA: then it is bad.
+    """
     wanted = seen.environment.get("REMAP_DEVICE", "").startswith("cuda")
     blocked = "bad" if wanted else "note"
     if seen.probe is None:
@@ -99,13 +110,13 @@ def findings(seen: Seen) -> Iterator[Finding]:
     yield _choice(seen)
 
 
-def _no_driver(seen: Seen, level: str) -> Finding:
+def _no_driver(seen: Seen, level: str) -> Check:
     if isinstance(seen.error, InvalidArgument):
-        return Finding("bad", "cuda settings", str(seen.error), "no session opens on device='cuda' with it")
+        return Check("bad", "cuda settings", str(seen.error), "no session opens on device='cuda' with it")
     library = seen.environment.get("REMAP_LIBCUDA", "")
     fields = seen.error.fields if seen.error is not None else {}
     if library:
-        fix = f"REMAP_LIBCUDA={library} decides what is loaded: unset it, or name a libcuda.so.1 that loads"
+        fix = f"REMAP_LIBCUDA={library} names the library: unset it, or name a libcuda.so.1 that loads"
     elif "needed" in fields:
         fix = "update NVIDIA's driver"
     elif "code" in fields:
@@ -119,30 +130,31 @@ def _no_driver(seen: Seen, level: str) -> Finding:
         )
     else:
         fix = "needed for device='cuda' only: install NVIDIA's driver, or start the container with its GPU"
-    return Finding(level, "cuda driver", str(seen.error), fix)
+    return Check(level, "cuda driver", str(seen.error), fix)
 
 
-def _driver(seen: Seen, probe: Mapping[str, Any]) -> Finding:
+def _driver(seen: Seen, probe: Mapping[str, Any]) -> Check:
     version = "CUDA {}.{}".format(probe["driver_version"] // 1000, probe["driver_version"] % 1000 // 10)
     if probe["emulated"]:
-        return Finding(
+        return Check(
             "note",
             "cuda driver",
-            f"emulated ({probe['library']}, {version}): it proves order and bookkeeping, not speed, and not a real driver",
+            f"emulated ({probe['library']}, {version}): it proves order and bookkeeping, not speed, and not a real "
+            "driver",
             "unset REMAP_LIBCUDA to use the machine's own",
         )
-    return Finding("ok", "cuda driver", ", ".join(filter(None, (probe["library"], version, seen.kernel_module))))
+    return Check("ok", "cuda driver", ", ".join(filter(None, (probe["library"], version, seen.kernel_module))))
 
 
-def _no_device(seen: Seen, level: str) -> Finding:
+def _no_device(seen: Seen, level: str) -> Check:
     visible = seen.environment.get("CUDA_VISIBLE_DEVICES")
     found = "the driver counts no device"
     if visible is not None:
-        return Finding(level, "cuda devices", found, f"CUDA_VISIBLE_DEVICES={visible!r} hides devices: unset it")
-    return Finding(level, "cuda devices", found, "give the process a GPU (docker run --gpus all)")
+        return Check(level, "cuda devices", found, f"CUDA_VISIBLE_DEVICES={visible!r} hides devices: unset it")
+    return Check(level, "cuda devices", found, "give the process a GPU (docker run --gpus all)")
 
 
-def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str) -> Iterator[Finding]:
+def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str) -> Iterator[Check]:
     name = f"cuda:{device['index']}"
     major, minor = device["compute_capability"]
     free = device["free_bytes"]
@@ -152,11 +164,9 @@ def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str)
         if free
         else "nothing is free, or no context can be opened: `nvidia-smi` shows other processes and the compute mode"
     )
-    yield Finding(
-        "ok" if free else blocked, name, f"{device['name']}, compute capability {major}.{minor}, {memory}", fix
-    )
+    yield Check("ok" if free else blocked, name, f"{device['name']}, compute capability {major}.{minor}, {memory}", fix)
     if not device["vmm"]:
-        yield Finding(
+        yield Check(
             blocked,
             f"{name} virtual memory",
             "the driver does not offer virtual memory management on this device: no arena can be opened on it",
@@ -166,9 +176,9 @@ def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str)
     least, best = device["granularity"], device["recommended_granularity"]
     pages = f"multiples of {show_size(least)}, {show_size(best)} recommended"
     fix = "" if best == least else f"Session(page_bytes='{show_size(best).replace(' ', '')}') if mapping is slow"
-    yield Finding("ok", f"{name} pages", pages, fix)
+    yield Check("ok", f"{name} pages", pages, fix)
     if major == 7 and minor < 5:
-        yield Finding(
+        yield Check(
             "note",
             f"{name} re-pointing",
             "kvcached reports faults on Volta when mappings change beside running kernels (its issue 465)",
@@ -176,59 +186,60 @@ def _device(seen: Seen, device: Mapping[str, Any], emulated: bool, blocked: str)
         )
     kinds = [label for label in ("posix_fd", "fabric") if device[label]]
     rdma = "NICs may register pages (gpu_direct_rdma=True)" if device["gpu_direct_rdma"] else "no GPUDirect RDMA"
-    yield Finding("ok", f"{name} sharing", f"pages can be exported as {' or '.join(kinds) or 'nothing'}; {rdma}")
+    yield Check("ok", f"{name} sharing", f"pages can be exported as {' or '.join(kinds) or 'nothing'}; {rdma}")
     if device["coherent"]:
-        yield Finding(
+        yield Check(
             "ok",
             f"{name} coherence",
-            "the device reads ordinary host memory through the host's page tables, and its own memory is a NUMA node; master "
-            "copies are registered all the same, in memory that a processor has touched first, so that it lies beside a "
-            "processor; only such nodes count for the budget below",
+            "the device reads ordinary host memory through the host's page tables, and its own memory is a NUMA node; "
+            "master copies are registered all the same, in memory that a processor has touched first, so that it lies "
+            "beside a processor; only such nodes count for the budget below",
         )
     if device["integrated"]:
-        yield Finding(
+        yield Check(
             "note",
             f"{name} memory",
-            "integrated: host and device share one memory, so a layer that is streamed exists twice in it and frees nothing",
+            "integrated: host and device share one memory, so a layer that is streamed exists twice in it and frees "
+            "nothing",
             "use remap here for tests only",
         )
     index = device["index"]
     # A coherent device's link is not the PCIe that its slot describes.
     slot = {} if device["coherent"] else seen.slots.get(index, {})
-    yield link_finding(f"{name} link", seen.links.get(index), slot, emulated, blocked)
+    yield check_link(f"{name} link", seen.links.get(index), slot, emulated, blocked)
 
 
-def _budget(probe: Mapping[str, Any]) -> Finding:
+def _budget(probe: Mapping[str, Any]) -> Check:
     """Every layer has a master copy in page-locked memory, so the budget bounds the weights that can be attached."""
     budget, largest = probe["host_budget_bytes"], max(device["total_bytes"] for device in probe["devices"])
     limited_by = probe["host_limited_by"]
     by_setting = limited_by == "REMAP_HOST_BUDGET"
-    why = "as REMAP_HOST_BUDGET says" if by_setting else f"what the {limited_by} has to spare"
+    why = "as REMAP_HOST_BUDGET says" if by_setting else f"the free memory of the {limited_by}"
     found = f"{show_size(budget)} may be taken here now ({why})"
     if budget < largest:
-        return Finding(
+        return Check(
             "note",
             "page-locked memory",
             f"{found}; the device holds {show_size(largest)}, and weights of more than the budget cannot be attached",
             "raise REMAP_HOST_BUDGET"
             if by_setting
-            else "raise the container's memory limit, free host memory, or set Session(host_budget=) or REMAP_HOST_BUDGET",
+            else "raise the container's memory limit, free host memory, or set host_budget= or REMAP_HOST_BUDGET",
         )
-    return Finding("ok", "page-locked memory", found)
+    return Check("ok", "page-locked memory", found)
 
 
-def _choice(seen: Seen) -> Finding:
-    """What a session that names no device opens on."""
+def _choice(seen: Seen) -> Check:
+    """The device of a session that names none."""
     what = "device of a session"
     chosen = seen.environment.get("REMAP_DEVICE") or "cpu"
     source = "REMAP_DEVICE" if seen.environment.get("REMAP_DEVICE") else "REMAP_DEVICE is not set"
     try:
         name = devices.parse(chosen)
     except InvalidArgument:
-        return Finding("bad", what, f"REMAP_DEVICE={chosen!r} names no device", "set it to cpu, cuda, or cuda:N")
+        return Check("bad", what, f"REMAP_DEVICE={chosen!r} names no device", "set it to cpu, cuda, or cuda:N")
     usable = [f"cuda:{device['index']}" for device in seen.devices if device["vmm"]]
     if name.kind == "sim":
-        return Finding(
+        return Check(
             "note",
             what,
             f"{name} ({source}): in virtual time, nothing is computed",
@@ -236,8 +247,8 @@ def _choice(seen: Seen) -> Finding:
         )
     if name.kind == "cpu":
         fix = f"for the GPU: Session(device='{usable[0]}'), or REMAP_DEVICE={usable[0]}" if usable else ""
-        return Finding("ok", what, f"cpu ({source})", fix)
+        return Check("ok", what, f"cpu ({source})", fix)
     if str(name) not in usable:
         found = f"REMAP_DEVICE={chosen}, but usable devices are: {', '.join(usable) or 'none'}"
-        return Finding("bad", what, found, "set it to one of them, or to cpu")
-    return Finding("ok", what, f"{name} ({source})")
+        return Check("bad", what, found, "set it to one of them, or to cpu")
+    return Check("ok", what, f"{name} ({source})")

@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 from remap.errors import DriverError, Error, LimitExceeded, OutOfMemory
 from remap.sizes import show_size
 
-from .finding import Finding, read_text
+from .check import Check, read_text
 
-__all__ = ["Link", "lane_rate", "link_finding", "measure_link", "read_slot"]
+__all__ = ["Link", "check_link", "lane_rate", "measure_link", "read_slot"]
 
-# One copy of the measurement: large against what starting a copy costs, small against any GPU. And for how long it may repeat.
+# One copy of the measurement: large against what starting a copy costs, small against any GPU. And for how long it may
+# repeat.
 LINK_BYTES = 32 << 20
 LINK_SECONDS = 0.2
 PATIENCE_S = 1.0
-# Below this share of what the slot's lanes carry, something is in the way of the copies.
+# If the rate is below this share of the rate of the slot's lanes, something slows the copies down.
 LINK_SHARE = 0.6
 SLOT_FILES = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width")
 
@@ -33,12 +34,15 @@ class Link:
     bytes: int
     to_device: float
     to_host: float
-    equal: bool  # what came back is what was sent
+    equal: bool  # the bytes came back as they were sent
 
 
 def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_SECONDS) -> Link:
-    """Copies `nbytes` (rounded up to the granularity) to one page of the backend and back, for about `seconds` and at least
-    once. Everything is given back. Raises DriverError, OutOfMemory (device full, or no page-locked memory) and LimitExceeded."""
+    """Copy `nbytes` (rounded up to the granularity) to one page of the backend and back, at least once, for about
+    `seconds`.
+
+    Gives everything back. Raises DriverError, OutOfMemory (device full, or no page-locked memory) and LimitExceeded.
+    """
     from remap import _core
 
     with ExitStack() as undo:
@@ -86,35 +90,35 @@ def measure_link(backend: Any, nbytes: int = LINK_BYTES, seconds: float = LINK_S
 
 
 def read_slot(domain: int, bus: int, device: int) -> dict[str, str]:
-    """What the kernel says about the PCI device's link, by file name; a file that cannot be read is left out."""
+    """File name -> the kernel's text about the PCI device's link, without files that cannot be read."""
     folder = f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{device:02x}.0/"
     read = {name: read_text(folder + name) for name in SLOT_FILES}
     return {name: text for name, text in read.items() if text is not None}
 
 
-def link_finding(
-    what: str, link: Link | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str
-) -> Finding:
-    """slot: the kernel's files about the PCI device, read just after the copies, as an idle card lowers its speed. A link
-    below what the card can do, or rates far below what the lanes carry, are notes."""
+def check_link(what: str, link: Link | Error | None, slot: Mapping[str, str], emulated: bool, blocked: str) -> Check:
+    """The check of a measured link. A link slower than the card's, or rates far below those of its lanes, are notes.
+
+    slot: the kernel's files about the PCI device, read just after the copies, because an idle card lowers its speed.
+    """
     if link is None or isinstance(link, (OutOfMemory, LimitExceeded)):
         why = "" if link is None else f": {link}"
-        return Finding(
+        return Check(
             "note", what, f"not measured{why}", "free some memory on the device and of the host, and ask again"
         )
     if isinstance(link, Error):
-        return Finding(
+        return Check(
             blocked, what, f"not measured: {type(link).__name__}: {link}", "no session can be opened on it as it is"
         )
     if not link.equal:
-        return Finding(
+        return Check(
             "bad",
             what,
             f"{show_size(link.bytes)} came back different from what was sent",
             "do not use this device: its memory, its link or its driver is at fault",
         )
     if emulated:
-        return Finding(
+        return Check(
             "ok",
             what,
             f"{show_size(link.bytes)} there and back through the emulated driver, unchanged; no rate is shown",
@@ -123,18 +127,18 @@ def link_finding(
     rates += f" ({show_size(link.bytes)}, page-locked)"
     now, most = _lanes(slot, "current"), _lanes(slot, "max")
     if now.rate < link.to_device:
-        return Finding("ok", what, rates)  # no files, or those of a virtual machine, which describe another link
+        return Check("ok", what, rates)  # no files, or those of a virtual machine, which describe another link
     rates += f"; PCIe at {now.text} carries {now.rate / 1e9:.1f} GB/s"
     if now.rate < most.rate:
         fix = f"the card can use {most.text}: another slot, a cable or riser, or the slot's setting in the firmware"
-        return Finding("note", what, rates, fix)
+        return Check("note", what, rates, fix)
     if link.to_device < LINK_SHARE * now.rate:
         fix = (
             "look for other traffic, a slower link upstream (`lspci -tv`), a far NUMA node (numactl), "
             "or a virtual machine's IOMMU"
         )
-        return Finding("note", what, rates, fix)
-    return Finding("ok", what, rates)
+        return Check("note", what, rates, fix)
+    return Check("ok", what, rates)
 
 
 class _Lanes(NamedTuple):
@@ -149,8 +153,8 @@ def _lanes(slot: Mapping[str, str], state: str) -> _Lanes:
 
 
 def lane_rate(speed: str) -> float:
-    """Bytes per second of one PCIe lane, from the kernel's words ("16.0 GT/s PCIe"): the encoding taken off, headers not.
-    0.0 for words that are not understood."""
+    """Bytes per second of one PCIe lane, from the kernel's words ("16.0 GT/s PCIe"): the encoding taken off, headers
+    not. 0.0 for words that are not understood."""
     number = speed.partition(" ")[0]
     try:
         transfers = float(number)

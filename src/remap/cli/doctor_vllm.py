@@ -1,4 +1,4 @@
-"""`remap doctor --vllm`: whether the vLLM that is installed here can be entered, and how."""
+"""`remap doctor --vllm`: checks whether the adapter works with the installed vLLM, and shows how to start it."""
 
 from __future__ import annotations
 
@@ -10,72 +10,75 @@ from importlib.metadata import entry_points
 from remap.adapters.touched import known, unlike
 from remap.errors import Error
 
-from .finding import Finding
+from .check import Check
 
-__all__ = ["findings"]
+__all__ = ["checks"]
 
 PLUGINS = (("vllm.general_plugins", "remap"), ("vllm.stat_logger_plugins", "remap"))
 
 
-def findings() -> Iterator[Finding]:
-    """What is there of vLLM, what of it the adapter touches and whether that is as expected, and what to type. Imports vLLM."""
+def checks() -> Iterator[Check]:
+    """Check the installed vLLM, the names in it that the adapter uses, and the entry points; show the command line.
+
+    Imports vLLM.
+    """
     from remap.adapters.vllm import SCHEDULER, WORKER, internals
 
     found = internals.installed_version()
     if found is None:
-        yield Finding("bad", "vllm", "not installed", "pip install 'remap[vllm]'")
+        yield Check("bad", "vllm", "not installed", "pip install 'remap[vllm]'")
         return
     if known(found, internals.TESTED):
-        yield Finding("ok", "vllm", f"{found}, a version that the adapter was tested with")
+        yield Check("ok", "vllm", f"{found}, a version that the adapter was tested with")
     else:
         try:
             internals.check_version()
         except Error as error:
-            yield Finding("bad", "vllm", found, str(error))
+            yield Check("bad", "vllm", found, str(error))
             return
         fix = f"try it before you rely on it; tested: {', '.join(internals.TESTED)}"
-        yield Finding("note", "vllm", f"{found}, newer than what the adapter was tested with", fix)
+        yield Check("note", "vllm", f"{found}, newer than what the adapter was tested with", fix)
     yield _plugins()
     if importlib.util.find_spec("vllm") is None:
-        yield Finding("bad", "vllm package", "the distribution is installed, the package cannot be found")
+        yield Check("bad", "vllm package", "the distribution is installed, the package cannot be found")
         return
     wrong = unlike(internals.TOUCHED)
     if wrong:
         fix = "this vLLM is patched, or broken: serve without remap, and report this"
-        yield Finding("bad", "what the adapter touches", "; ".join(wrong), fix)
+        yield Check("bad", "what the adapter touches", "; ".join(wrong), fix)
         return
-    yield Finding("ok", "what the adapter touches", f"{len(internals.TOUCHED)} names in vLLM, all as expected")
+    yield Check("ok", "what the adapter touches", f"{len(internals.TOUCHED)} names in vLLM, all as expected")
     yield from _platform()
     on = " (REMAP_ENABLE is set now)" if os.environ.get("REMAP_ENABLE") else ""
-    yield Finding(
+    yield Check(
         "ok",
         "how to enter",
         f"REMAP_ENABLE=1 vllm serve MODEL{on}, or --worker-cls {WORKER} --scheduler-cls {SCHEDULER}",
     )
 
 
-def _plugins() -> Finding:
+def _plugins() -> Check:
     missing = [group for group, name in PLUGINS if not any(point.name == name for point in entry_points(group=group))]
     if missing:
         fix = (
             "install remap with pip: from a source tree that is only on the path, use --worker-cls and --scheduler-cls"
         )
-        return Finding("note", "entry points", f"not registered: {', '.join(missing)}", fix)
-    return Finding("ok", "entry points", ", ".join(group for group, _ in PLUGINS))
+        return Check("note", "entry points", f"not registered: {', '.join(missing)}", fix)
+    return Check("ok", "entry points", ", ".join(group for group, _ in PLUGINS))
 
 
-def _platform() -> Iterator[Finding]:
+def _platform() -> Iterator[Check]:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        yield Finding(
+        yield Check(
             "ok", "platform", "CPU: model runner V1, eager or compiled; REMAP_CPU_LINEAR: how linear layers compute"
         )
     else:
-        fix = "give --enforce-eager, or piecewise graphs split at remap's operators: vllm::wait_prefetch, vllm::start_prefetch"
-        yield Finding(
+        fix = "give --enforce-eager, or piecewise graphs split at vllm::wait_prefetch and vllm::start_prefetch"
+        yield Check(
             "note", "platform", f"{current_platform.device_type}: written against the interfaces, not proven", fix
         )
     if importlib.util.find_spec("torchvision") is not None and current_platform.is_cpu():
-        fix = "if models fail to load with 'operator torchvision::nms does not exist': pip uninstall torchvision torchaudio"
-        yield Finding("note", "torchvision", "installed beside a CPU vLLM", fix)
+        fix = "if models fail to load (operator torchvision::nms does not exist): pip uninstall torchvision torchaudio"
+        yield Check("note", "torchvision", "installed beside a CPU vLLM", fix)

@@ -1,4 +1,4 @@
-"""`remap fit`: the table entry of a machine, of measurements of it (`remap.sim.fit`)."""
+"""`remap fit`: makes a machine's table entry from measurements of it (`remap.sim.fit`)."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
-from .told import errors_told, needed, writable
+from .errors import exit_on_error, needed, writable
 
 __all__ = ["fit_command"]
 
 
 def fit_command(
-    measurements: Annotated[Path, typer.Argument(help="What `python -m bench.lab machine` wrote, in the repository.")],
-    name: Annotated[str, typer.Option(help="Of the machine, for --machine.")],
+    measurements: Annotated[Path, typer.Argument(help="The file that `python -m bench.lab machine` wrote.")],
+    name: Annotated[str, typer.Option(help="Name of the machine, for --machine.")],
     out: Annotated[Path, typer.Option(help="JSON file for the machine's table entry.")],
     like: Annotated[
-        str | None, typer.Option(help="A known machine that gives what was not measured.", show_default="none")
+        str | None, typer.Option(help="A known machine, for constants that were not measured.", show_default="none")
     ] = None,
 ) -> None:
-    """Fit a machine's constants to measurements of it. The result is a table for `remap plan --tables`."""
+    """Fit a machine's constants to measurements of it, and write a table for `remap plan --tables`."""
     from remap.sim.fit import POOR_MISFIT, fit
 
     console = Console(soft_wrap=True)
-    with errors_told():
+    with exit_on_error():
         writable(out)
         needed("scipy", "sim", "`remap fit`")
         found = fit(_read(measurements), name, like)
@@ -38,8 +38,8 @@ def fit_command(
         console.print(text, markup=False, highlight=False)
     for group, off in found.poor.items():
         text = (
-            f"warning: {group.replace('_', ' ')} is off by {off:.1%}, more than {POOR_MISFIT:.0%}: plans for this machine may be "
-            "off as much; measure again on a quiet machine"
+            f"warning: {group.replace('_', ' ')} is off by {off:.1%}, more than {POOR_MISFIT:.0%}: plans for this "
+            "machine may be off as much; measure again on a quiet machine"
         )
         Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
     figures, roofline = found.entry["figures"], found.entry["roofline"]

@@ -1,4 +1,4 @@
-"""What measured numbers depend on and settings do not say. No names of hosts or folders."""
+"""The facts about the machine that measured numbers depend on. They contain no names of hosts or folders."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _version(package: str) -> str:
 
 
 def machine_info() -> dict[str, Any]:
-    """What does not change while it runs: processor, memory, system, versions."""
+    """The facts that do not change while the machine runs: processor, memory, system, versions."""
     memory = _field(_lines("/proc/meminfo"), "MemTotal", ":").split()
     return {
         "cpu": _field(_lines("/proc/cpuinfo"), "model name", ":"),
@@ -49,7 +49,7 @@ def machine_info() -> dict[str, Any]:
 
 
 def machine_now() -> dict[str, Any]:
-    """`machine_info`, and what may: the load of the last minute, and whether shared memory comes in huge pages."""
+    """`machine_info`, and facts that may change: the load of the last minute, and huge pages for shared memory."""
     huge = _lines("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
     return {
         **machine_info(),

@@ -12,10 +12,10 @@ from remap.sizes import parse_size
 
 from .demo_config import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
+from .errors import EXIT_CODES, exit_on_error, writable
 from .fit import fit_command
 from .plan import plan
 from .simulate import simulate
-from .told import EXIT_CODES, errors_told, writable
 
 __all__ = ["app"]
 
@@ -77,7 +77,7 @@ def demo(
         int, typer.Option(min=1, max=MOST_TENANTS, help="Models on the arena: SmolLM2, and others with random weights.")
     ] = 1,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Times that the three runs are made, in turns; then medians and ranges are told.")
+        int, typer.Option(min=1, help="Rounds of the three runs; for several, shows medians and ranges.")
     ] = 1,
     out: Annotated[Path, typer.Option(help="Folder for demo.json and demo.html.")] = Path("out"),
 ) -> None:
@@ -85,7 +85,7 @@ def demo(
     from .demo import demo as run
 
     console = Console()
-    with errors_told():
+    with exit_on_error():
         config = DemoConfig(
             budget_bytes=_budget(budget, tenants),
             dtype=dtype,
@@ -109,32 +109,28 @@ def _budget(text: str | None, tenants: int) -> int:
 @app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of lines.")] = False,
-    vllm: Annotated[
-        bool, typer.Option("--vllm", help="Also: whether the vLLM that is installed here can be entered.")
-    ] = False,
+    vllm: Annotated[bool, typer.Option("--vllm", help="Check the installed vLLM, too.")] = False,
 ) -> None:
-    """Check what this machine offers: host memory, GPUs and their driver, and what the demo lacks."""
+    """Check this machine: host memory, GPUs and their driver, and the packages and model of the demo."""
     import json
 
     from . import doctor as inspection
     from .doctor_cuda import look
 
     seen = look()
-    found = list(inspection.findings(seen))
+    found = list(inspection.checks(seen))
     if vllm:
         from . import doctor_vllm
 
-        found += doctor_vllm.findings()
+        found += doctor_vllm.checks()
     if as_json:
         typer.echo(json.dumps(inspection.report(seen, found), indent=2))
     else:
         console = Console(soft_wrap=True)
-        for finding in found:
-            mark = {"ok": "[green]ok  [/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad [/red]"}[
-                finding.level
-            ]
+        for check in found:
+            mark = {"ok": "[green]ok  [/green]", "note": "[yellow]note[/yellow]", "bad": "[red]bad [/red]"}[check.level]
             console.print(mark, end=" ")
-            console.print(f"{finding.what}: {finding.found}", markup=False, highlight=False)
-            if finding.fix:
-                console.print(f"       {finding.fix}", style="dim", markup=False, highlight=False)
-    raise typer.Exit(1 if any(finding.level == "bad" for finding in found) else 0)
+            console.print(f"{check.what}: {check.found}", markup=False, highlight=False)
+            if check.fix:
+                console.print(f"       {check.fix}", style="dim", markup=False, highlight=False)
+    raise typer.Exit(1 if any(check.level == "bad" for check in found) else 0)

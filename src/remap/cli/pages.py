@@ -1,24 +1,24 @@
-"""Pages out of the templates beside this module, each in one file that asks the network for nothing.
+"""Pages from the templates beside this module, each in one file that loads nothing from the network.
 
-Whatever a template is given is escaped, but for what it calls safe.
+A page escapes every value, except those that its template marks as safe.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from .told import needed
+from .errors import needed
 
 __all__ = ["need_jinja", "render"]
 
 
 def need_jinja() -> Any:
-    """The module. Raises told.Missing where it is not installed."""
+    """Import the module. Raises Missing if it is not installed."""
     return needed("jinja2", "cli", "a page")
 
 
 def render(template: str, **values: Any) -> str:
-    """The whole HTML document. Raises told.Missing without jinja2, and UndefinedError if a value is missing."""
+    """The whole HTML document. Raises Missing without jinja2, and UndefinedError if a value is missing."""
     jinja = need_jinja()
     pages = jinja.Environment(
         loader=jinja.PackageLoader("remap.cli"),

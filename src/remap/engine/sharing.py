@@ -44,9 +44,11 @@ class SharedEngines:
     session: None, or the one that all engines were made with (`LLMEngine(..., session=session)`): its `step` is called once
     a step for all of them, and the engines' own `step` must not be. engines: by tenant name, at least one. quantum_s: a
     temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
-    somebody else has work. Turns go round in the order of `engines`. partial: a turn begins at once, streaming the layers whose
-    place live blocks of others have taken; otherwise the requests that hold these blocks are preempted first, so that all layers
-    come home. clock: the engines' own.
+    somebody else has work. Turns go round in the order of `engines`. clock: the engines' own.
+
+    partial: a turn begins at once, and layers whose place live blocks of others have taken are streamed; otherwise the requests
+    that hold these blocks are preempted first, and all layers come home. None: at once, unless all engines swap: then to
+    preempt costs a copy, and nothing is recomputed.
 
     Raises InvalidArgument for an unknown mode, no engines, a name that is not its tenant's, or an engine of another session.
     """
@@ -58,7 +60,7 @@ class SharedEngines:
         mode: str = "temporal",
         *,
         quantum_s: float = 1.0,
-        partial: bool | float = True,
+        partial: bool | float | None = None,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -82,12 +84,15 @@ class SharedEngines:
         self.engines = dict(engines)
         self.mode = mode
         self.quantum_s = quantum_s
-        self.partial = partial
+        # Only who can give its blocks up for a copy does so before its turn is over.
+        self._prepares = session is not None and all(engine.scheduler.swap for engine in engines.values())
+        self.partial = not self._prepares if partial is None else partial
         self._clock = clock
         self._sleep = sleep
         self._active: str | None = None  # temporal only; None before the first turn
         self._turn_began = 0.0
         self._idle_step = False  # the last step got nothing done
+        self._prepared: str | None = None  # temporal only: whose turn is next, if its layers are coming home already
         self._all_active = False  # spatial only: every tenant has been activated
         self._pending_turn: _Turn | None = None
         self._begin_measuring()
@@ -207,15 +212,33 @@ class SharedEngines:
                 self._switch(busy[0])
             return
         over = not self.engines[self._active].unfinished or self._idle_step
-        if not over and self._clock() - self._turn_began < self.quantum_s:
+        left = self.quantum_s - (self._clock() - self._turn_began)
+        if not over and left > 0 and (self._prepared is not None or not self._prepares):
             return
         place = names.index(self._active)
         others = (name for name in (*names[place + 1 :], *names[:place]) if self.engines[name].unfinished)
         follower = next(others, None)
-        if follower is not None:
+        if not over and left > 0:
+            if follower is not None and left <= 2 * self.engines[follower].tenant.reload_s:
+                self._prepare(follower)
+        elif follower is not None:
             self._switch(follower)
         elif not over:
             self._turn_began = self._clock()  # alone: a new turn of its own, without a switch
+            if self._prepared is not None:  # has nothing to do any more
+                self.session.deactivate(self._prepared)
+                self._prepared = None
+
+    def _prepare(self, name: str) -> None:
+        """Let the layers of whoever is next come home while the present turn still computes: from now until its end it keeps what
+        it has left. Not possible now: its turn begins with that."""
+        self._prepared = name
+        for active in self.active:
+            self.engines[active].pause(soon=True)
+        try:
+            self._activate(name, alone=False)
+        except InvalidState:
+            return
 
     def _switch(self, name: str) -> None:
         """Make `name` the active tenant. If that fails, the turn is the former one's again, or nobody's if that fails too."""
@@ -224,7 +247,9 @@ class SharedEngines:
         if self.session is not None:
             # An activation alone makes the others inactive first. Written down before, so that an interrupt in between
             # leaves the turn with nobody: the next step begins a new one.
-            former, self._active = self._active, None
+            former, self._active, self._prepared = self._active, None, None
+            if former is not None:
+                self.engines[former].pause()
             try:
                 entry = self._activate(name, alone=True)
             except Exception:
@@ -291,7 +316,7 @@ class SharedEngines:
 
     def _rebalance(self) -> Any:
         """One call for all who are active; moves may concern anybody. The session's report, None without one."""
-        if self.session is None or not self.active:
+        if self.session is None or not self.active or self._prepared is not None:
             return None
         report = self.session.step({name: self.engines[name].demand() for name in self.active})
         self._follow(report.moved)

@@ -7,7 +7,7 @@ blocks out of pages that are about to be given back.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from remap.errors import InvalidArgument, InvalidState
 from remap.kv.host import HostBlocks
@@ -25,6 +25,17 @@ def _gone(address: int, nbytes: int) -> Any:
     raise InvalidState("the tenant is detached, or the session closed: its KV cache has no memory; nothing changed")
 
 
+class Copies(Protocol):
+    """What moves the bytes of blocks: remap.memory.kv_copies."""
+
+    def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
+    def copy_out(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
+    def copy_in(self, ranges: Sequence[tuple[int, int, int]]) -> int: ...
+    def arrived(self, ticket: int) -> bool: ...
+    def join(self, ticket: int | None = None) -> None: ...
+    def drop(self) -> None: ...
+
+
 class KVCache:
     """The block pool, over the KV region at `address`.
 
@@ -36,13 +47,12 @@ class KVCache:
         self,
         geometry: KVGeometry,
         address: int,
-        mover: Callable[[Sequence[tuple[int, int, int]]], None],
+        copies: Copies,
         memory: Any,
         turn: Turn,
         host_address: int = 0,
     ) -> None:
-        """mover([(to, from, bytes)]) copies, before anything that reads or writes the region next. host_address: of the host
-        store, if the spec has host blocks.
+        """copies: of bytes of the region and of the host store, which begins at host_address if the spec has host blocks.
 
         memory(address, nbytes) makes byte tensors. turn: the tenant's; the engine's calls wait for changes in progress.
         """
@@ -52,7 +62,7 @@ class KVCache:
         self.block_tokens = geometry.spec.block_tokens
         self.max_blocks = geometry.spec.max_blocks
         self.address = address
-        self._mover = mover
+        self._copies = copies
         self._memory = memory
         self._tensors: list[torch.Tensor] | None = None
         self._turn = turn
@@ -70,7 +80,7 @@ class KVCache:
 
     def free(self, ids: Iterable[int]) -> None:
         """`BlockPool.free`. Raises ForkedProcess in a forked child."""
-        self._turn.run(self.pool.free, listed(ids))
+        self._turn.run(self._free, listed(ids))
 
     def returned(self, ids: Iterable[int]) -> None:
         """`BlockPool.returned`. Raises ForkedProcess in a forked child."""
@@ -79,21 +89,34 @@ class KVCache:
     def copy_out(self, ids: Iterable[int]) -> list[int]:
         """Copy live blocks to host memory. Returns the host blocks, one for each id in this order.
 
-        The blocks stay live and unchanged: free them next, and their pages may go to whoever needs them. The engine promises
-        that nothing which it enqueues later writes into them before `free`. Copies come behind all work of the tenant so
-        far, and before whatever uses the pages next. Raises OutOfBlocks if host memory has fewer blocks,
-        InvalidArgument for a block that is not live; nothing was copied then.
+        The blocks stay live. They can be freed at once, and then their pages go to whoever needs them, behind the copies.
+        The copies come behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that
+        none of that writes into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host
+        memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then.
         """
         copied: list[int] = self._turn.run(self._copy_out, listed(ids))
         return copied
 
-    def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> None:
-        """Copy host blocks back into live blocks, one each. The host blocks stay valid, until `free_host`.
+    def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> int:
+        """Start copying host blocks back into live blocks, one each, beside what computes. Returns a ticket.
 
-        The next pass finds the bytes in place. Raises InvalidArgument for a host block that is not in use, a block that
+        No pass may read or write these blocks before `arrived(ticket)`, or `join`. The host blocks stay valid, until
+        `free_host`, which has to wait as well. Raises InvalidArgument for a host block that is not in use, a block that
         is not live, or unequal numbers; nothing was copied then.
         """
-        self._turn.run(self._copy_in, listed(host_ids), listed(ids))
+        ticket: int = self._turn.run(self._copy_in, listed(host_ids), listed(ids))
+        return ticket
+
+    def arrived(self, ticket: int) -> bool:
+        """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if copies have failed:
+        none of those in flight has arrived then, and their host blocks are as they were."""
+        there: bool = self._turn.run(self._copies.arrived, ticket)
+        return there
+
+    def join(self, ticket: int | None = None) -> None:
+        """The next pass comes behind this copy in and those that began before it, or behind all. Raises as `arrived`
+        does."""
+        self._turn.run(self._copies.join, ticket)
 
     def free_host(self, host_ids: Iterable[int]) -> None:
         """Give host blocks back. Raises InvalidArgument for one that is not in use; nothing changed then."""
@@ -175,24 +198,36 @@ class KVCache:
         here too."""
         return self._memory(self.address, self.geometry.region_bytes)
 
+    def abandon(self) -> None:
+        """The tenant goes away: no copy in is in flight any more."""
+        self._copies.drop()
+
     def retire(self) -> None:
         """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made."""
         self._tensors = None
         self._memory = _gone
 
     def _copy_out(self, ids: Sequence[int]) -> list[int]:
+        self._require_memory()
         self.pool.require_live(ids)
         hosts = self.host.allocate(len(ids))
         try:
             ranges = self.host.ranges(list(zip(ids, hosts)))
-            self._mover([(self._host_address + store, self.address + region, size) for region, store, size in ranges])
+            self._copies.copy_out(
+                [(self._host_address + store, self.address + region, size) for region, store, size in ranges]
+            )
         except BaseException:
             self.host.free(hosts)
             raise
         self.copied_out_bytes += len(ids) * self.spec.block_bytes
         return hosts
 
-    def _copy_in(self, host_ids: Sequence[int], ids: Sequence[int]) -> None:
+    def _free(self, ids: Sequence[int]) -> None:
+        self._copies.join()  # else a copy may still read or write them
+        self.pool.free(ids)
+
+    def _copy_in(self, host_ids: Sequence[int], ids: Sequence[int]) -> int:
+        self._require_memory()
         hosts = self.host.checked(host_ids)
         self.pool.require_live(ids)
         if len(hosts) != len(ids):
@@ -202,8 +237,15 @@ class KVCache:
                 blocks=len(ids),
             )
         ranges = self.host.ranges(list(zip(ids, hosts)))
-        self._mover([(self.address + region, self._host_address + store, size) for region, store, size in ranges])
+        ticket = self._copies.copy_in(
+            [(self.address + region, self._host_address + store, size) for region, store, size in ranges]
+        )
         self.copied_in_bytes += len(ids) * self.spec.block_bytes
+        return ticket
+
+    def _require_memory(self) -> None:
+        if self._memory is _gone:
+            _gone(0, 0)
 
     def move(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the bytes of blocks: (from, to) each. Changes no bookkeeping.
@@ -216,4 +258,4 @@ class KVCache:
             for (source, nbytes), (target, _) in zip(sources, targets):
                 ranges.append((self.address + target, self.address + source, nbytes))
         if ranges:
-            self._mover(ranges)
+            self._copies.copy(ranges)

@@ -6,10 +6,10 @@ allocator (`subscribe`). Pages come and go in any order: a block is usable while
 
 Shrinking takes two steps, because live blocks cannot be dropped:
 
-    ids = pool.withdraw(slots)       # blocks that touch these pages are handed out no more; live ones stay valid
+    ids = pool.drain(slots)       # blocks that touch these pages are handed out no more; live ones stay valid
     moves = pool.plan_moves(slots)   # where live ones can go; the caller copies the bytes, in any order, and then
     pool.commit_moves(moves)         # the new ids are live instead of the old ones
-    if not pool.pending(slots):      # otherwise wait until requests finish (or `unwithdraw`)
+    if not pool.pending(slots):      # otherwise wait until requests finish (or `cancel_drain`)
         pool.remove_pages(slots)
 
 Growth is on an engine's critical path, so every bulk operation works on runs of pages and slices of bytes: giving one
@@ -215,10 +215,10 @@ class BlockPool:
 
     # -- shrinking -------------------------------------------------------------------------------------------------
 
-    def withdraw(self, slots: Iterable[int]) -> tuple[int, ...]:
+    def drain(self, slots: Iterable[int]) -> tuple[int, ...]:
         """Hand out no block that touches these pages any more. Returns the ids that were open until now, ascending.
 
-        Live ones among them stay valid until freed. Undone by `unwithdraw`, completed by `remove_pages`. Raises
+        Live ones among them stay valid until freed. Undone by `cancel_drain`, completed by `remove_pages`. Raises
         InvalidArgument (field: slot) for a slot that is not owned or is withdrawn already.
         """
         runs = self._slots.runs(slots)
@@ -247,8 +247,8 @@ class BlockPool:
         self._tell((), ids)
         return ids
 
-    def unwithdraw(self, slots: Iterable[int]) -> tuple[int, ...]:
-        """Undo `withdraw` for these pages (or a part of them). Returns the ids that are open again, ascending.
+    def cancel_drain(self, slots: Iterable[int]) -> tuple[int, ...]:
+        """Undo `drain` for these pages (or a part of them). Returns the ids that are open again, ascending.
 
         Raises InvalidArgument (field: slot) for a slot that is not withdrawn.
         """

@@ -1,7 +1,7 @@
-"""Carry out a change: withdraw, move, apply, publish and settle, in this order, and undo it if a step fails.
+"""Carry out a change: drain, move, apply, publish and settle, in this order, and undo it if a step fails.
 
     growing     save -> Executor.apply -> pool.add_pages (blocks are usable) -> decided -> tell -> settle
-    shrinking   save -> pool.withdraw -> move live blocks -> pool.remove_pages -> Executor.apply -> decided -> tell -> settle
+    shrinking   save -> pool.drain -> move live blocks -> pool.remove_pages -> Executor.apply -> decided -> tell -> settle
     settle      Prefetcher.configure -> Executor.commit
 
 Executor.apply is the only step that changes mappings or owners. Until settle() has succeeded no other plan is applied.
@@ -34,7 +34,7 @@ from remap.memory.moves import compose_moves
 from remap.memory.plan import Plan, Point, TenantPages, plan_free_pages
 from remap.memory.prepared import PreparedPlan
 from remap.memory.state import TenantState
-from remap.memory.streams import ComputeStream, Streams
+from remap.memory.streams import Streams
 from remap.nvtx import annotated
 
 __all__ = ["Changes"]
@@ -369,7 +369,7 @@ class Changes:
             return dict(moves)  # tenant.forward() tries it again
         return dict(moves)
 
-    def withdraw_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
+    def drain_from_engine(self, tenant: TenantState, slots: Sequence[int]) -> None:
         """Ask an engine with its own allocator for its blocks in these slots of the KV region. By the time this
         returns, the engine has returned those that it does not use. Do not call this while another tenant's change is
         open: the engine hears of it at once."""
@@ -378,7 +378,7 @@ class Changes:
         self.cancel_draining(tenant)
         self._withdrawn.append(tenant)
         saved = self.save(tenant)
-        tenant.kv.pool.withdraw(slots)
+        tenant.kv.pool.drain(slots)
         tenant.draining, tenant.draining_target = tuple(slots), None
         self._decide(saved)
         self.tell()
@@ -404,12 +404,12 @@ class Changes:
     ) -> list[tuple[int, int]] | None:
         pool = tenant.kv.pool
         if pool.external:
-            self.withdraw_from_engine(tenant, slots)
+            self.drain_from_engine(tenant, slots)
         saved = self.save(tenant)
         if tuple(slots) != tenant.draining:
             if tenant.draining:
-                pool.unwithdraw(tenant.draining)
-            pool.withdraw(slots)
+                pool.cancel_drain(tenant.draining)
+            pool.drain(slots)
         tenant.draining, tenant.draining_target = (), None
         pending = pool.pending(slots)
         moves = pool.plan_moves(slots)
@@ -465,7 +465,7 @@ class Changes:
             tenant.active = tenant.active and not deactivate
             return
         saved = self.save(tenant)
-        tenant.kv.pool.unwithdraw(tenant.draining)
+        tenant.kv.pool.cancel_drain(tenant.draining)
         tenant.draining, tenant.draining_target = (), None
         tenant.active = tenant.active and not deactivate
         self._decide(saved)
@@ -477,22 +477,11 @@ class Changes:
         saved = self.save(tenant)
         pool = tenant.kv.pool
         if tenant.draining != slots:
-            pool.unwithdraw(tenant.draining)
-            pool.withdraw(slots)
+            pool.cancel_drain(tenant.draining)
+            pool.drain(slots)
         tenant.draining, tenant.draining_target = slots, target
         self._decide(saved)
         self.tell()
-
-    def move_bytes(self, compute: ComputeStream, ranges: Sequence[tuple[int, int, int]]) -> None:
-        """Copy (to, from, bytes) each: behind all work that the tenant has enqueued; at once if the host computes."""
-        stream = compute.current()
-        if not stream:
-            self.streams.copy(ranges)
-            return
-        # If one copy fails, the targets are free blocks again, and the engine's next write there comes behind the other
-        # copies.
-        for target, source, nbytes in ranges:
-            self.streams.backend.copy(stream, target, source, nbytes)
 
     # -- the end ---------------------------------------------------------------------------------------------------
 
@@ -522,6 +511,7 @@ class Changes:
         if tenant.detached:
             return
         prefetcher, pages = tenant.prefetcher, tenant.pages
+        tenant.kv.abandon()
         tenant.compute.wait()
         tenant.leaving = True
         # Noted while it is still known: some bytes of these layers are not at their addresses.

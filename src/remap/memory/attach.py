@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from remap import _core
@@ -21,6 +20,7 @@ from remap.memory.apply import Changes
 from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemory
+from remap.memory.kv_copies import KVCopies
 from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages
 from remap.memory.shared_link import SharedLink
 from remap.memory.state import TenantState
@@ -224,7 +224,6 @@ class Arrivals:
             keep=(arena, source.keep_alive),
             chunk_bytes=self._copy_chunk_bytes,
         )
-        move = partial(self._changes.move_bytes, compute)
         made = arrival.tenant = TenantState(
             number=tenant,
             name=name,
@@ -247,7 +246,7 @@ class Arrivals:
             kv=KVCache(
                 geometry,
                 arena.address(kv_region),
-                move,
+                KVCopies(self._changes.streams, compute),
                 self._memory,
                 turn,
                 host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0,

@@ -335,7 +335,7 @@ class Lending:
             tenant = self._tenants[name]
             slots[name] = list(tenant.slots_of(sorted(pages, key=tenant.index_of.__getitem__)))
             if tenant.kv.pool.external:  # now, while no change is open: the engine hears of it at once
-                changes.withdraw_from_engine(tenant, slots[name])
+                changes.drain_from_engine(tenant, slots[name])
         # Empty the pages of all holders before the first gives any up: if one holder cannot, nothing has changed.
         moves = {name: changes.evacuate(self._tenants[name], slots[name]) or [] for name in held}
         for name, pages in held.items():

@@ -26,8 +26,8 @@ def paused(tenant: TenantState) -> bool:
 
     By its turn, its lent pages would hold live blocks of tenants that wait for their own turns. They could not come
     home, and its layers would stream in every pass. So a paused tenant gives only as much as an active one, within
-    `slowdown`, unless all others can copy their live blocks to host memory. Nobody knows which blocks of an engine with its own allocator are live: such a tenant counts as idle
-    while it is inactive.
+    `slowdown`, unless all tenants can copy their live blocks to host memory. Nobody knows which blocks of an engine with
+    its own allocator are live: such a tenant counts as idle while it is inactive.
     """
     return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
 

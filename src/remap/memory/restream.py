@@ -121,7 +121,7 @@ def restream(
     """Make the tenant stream what `TenantState.streaming_at` gives for this amount. Returns the blocks that moved,
     {old: new}.
 
-    drain: if live blocks cannot move (an engine with its own allocator holds them), withdraw them and finish when the
+    drain: if live blocks cannot move (an engine with its own allocator holds them), drain them and finish when the
     engine has returned them; otherwise OutOfBlocks. First finds, and pins, layers that something wrote into since
     attach.
 

@@ -1,1 +1,1 @@
-"""A weight's way: a torch model's tensors, as layers, as bytes, as a master copy, and back."""
+"""A torch model's weights: finding its tensors, packing them into layers, master copies, and the way back."""

@@ -1,11 +1,11 @@
 """Torch glue: find a model's tensors, copy their bytes into packed memory, and point the model at that memory.
 
-The order of calls is `find.collect`, `pack.build`, (`master.make_master`), `fill` for what is resident, `install`; and
-`restore` before the memory goes away. A tensor keeps its identity throughout: only the memory behind it is exchanged
-(`tensor.data = view`), for buffers as well as for parameters, so tied names, optimisers, hooks and other references
-to the same object stay right.
+Call `find.collect`, `pack.build`, `master.make_master` (optional), `fill` for the resident layers, and `install`, in
+this order; call `restore` before the memory goes away. A tensor keeps its identity throughout: these functions exchange
+only the memory behind it (`tensor.data = view`), for buffers as well as for parameters, so tied names, optimisers,
+hooks and other references to the same object stay right.
 
-find.py finds and describes the tensors; its functions are names of this module, too.
+find.py finds and describes the tensors; this module re-exports its functions.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ __all__ = [
 
 
 def fill(part: LayerLayout, model: nn.Module, destination: torch.Tensor) -> None:
-    """Copy the bytes of the part's tensors, as the model has them now, into `destination` (1-D uint8, any device).
+    """Copy the present bytes of the part's tensors into `destination` (1-D uint8, any device).
 
-    Bytes between tensors are not written. The model does not change. Raises InvalidArgument if `destination` is
-    unsuitable or a tensor is no longer what its spec says.
+    Does not write the bytes between tensors, and does not change the model. Raises InvalidArgument if `destination` is
+    unsuitable or a tensor no longer matches its spec.
     """
     _check_storage(part, destination)
     targets = _targets(model, part)
@@ -56,8 +56,8 @@ def install(model: nn.Module, layout: Layout, storages: Sequence[torch.Tensor], 
     """Point every parameter and buffer of `model` at `storages` (one per layer) and `rest`: 1-D uint8, one device.
 
     Copies nothing: fill the storages before the next forward pass. Tensor objects, `requires_grad`, strides, ties and
-    version counters stay. Whole or not at all: raises InvalidArgument, with the model as it was, if a storage is too
-    short, misaligned, of another type or device, or overlaps another, or a tensor is not what its spec says.
+    version counters do not change. Raises InvalidArgument, and leaves the model as it was, if a storage is too short,
+    misaligned, of another type or device, or overlaps another, or if a tensor does not match its spec.
     """
     everything = _storages(layout, storages, rest)
     targets = [
@@ -77,15 +77,16 @@ def restore(
     sources: Mapping[int, torch.Tensor] | None = None,
     device: str | torch.device | None = None,
 ) -> list[str]:
-    """Move an installed model back onto ordinary torch memory, so that the storages may go away under it.
+    """Move an installed model back onto ordinary torch memory, so that the storages can be freed.
 
-    storages, rest: what `install` was given. sources: layer -> 1-D uint8 tensor to take its bytes from instead (its
-    master copy: needed for streamed layers, whose regions may show another layer). device: where to; by default the
-    device of the storages. Each original storage becomes one new storage, so ties and overlapping views stay.
+    storages, rest: as passed to `install`. sources: layer -> 1-D uint8 tensor that the layer's bytes are copied from
+    instead (its master copy; needed for streamed layers, whose regions may show another layer). device: of the new
+    memory; by default the device of the storages. Each original storage becomes one new storage, so ties and
+    overlapping views stay.
 
-    Returns the paths that were left alone because the model has replaced them since (`module.x = other`, `.to()`).
-    Raises InvalidArgument for unsuitable storages or sources, and InvalidState if a tensor still points into a
-    storage, but not as it was installed; in both cases the model has not changed.
+    Returns the paths that were skipped because the model has replaced their tensors since (`module.x = other`,
+    `.to()`). Raises InvalidArgument for unsuitable storages or sources, and InvalidState if a tensor points into a
+    storage at another place than `install` gave it; in both cases the model has not changed.
     """
     everything = _storages(layout, storages, rest)
     skipped: list[str] = []
@@ -102,8 +103,8 @@ def restore(
                 groups.setdefault(placed.spec.storage, []).append(_Target(placed, tensor))
             elif tensor is not None and _points_into(tensor, storage):
                 raise InvalidState(
-                    f"{placed.spec.path} points into the memory of its layer, but not as it was installed. The model "
-                    "has not changed; give the tensor memory of its own (clone it), then restore again",
+                    f"{placed.spec.path} points into the memory of its layer, at another place than it was installed "
+                    "at. The model has not changed; give the tensor memory of its own (clone it), then restore again",
                     path=placed.spec.path,
                 )
             else:
@@ -124,8 +125,8 @@ def restore(
 def changed(part: LayerLayout, model: nn.Module, master: torch.Tensor) -> list[str]:
     """Paths of the part whose bytes in `model` now differ from those in `master` (1-D uint8, packed as the part).
 
-    The exact answer where `WriteWatch` can only go by version counters: run it before a layer is streamed for the
-    first time, if the model might write its weights in ways that autograd does not see. Reads only.
+    This answer is exact, where `WriteWatch` compares version counters. Call it before a layer is streamed for the first
+    time if the model may write its weights in ways that autograd does not see. Changes nothing.
     """
     _check_storage(part, master)
     found = []
@@ -138,7 +139,9 @@ def changed(part: LayerLayout, model: nn.Module, master: torch.Tensor) -> list[s
 
 
 def own_copy(source: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """`like`'s dtype, shape and stride over a new copy of `source` (1-D uint8, `like`'s span), on the device of `source`."""
+    """`like`'s dtype, shape and stride over a new copy of `source` (1-D uint8, `like`'s span), on the device of
+    `source`.
+    """
     with torch.inference_mode(False), torch.no_grad():
         home = torch.empty(source.numel(), dtype=torch.uint8, device=source.device)
         home.copy_(source)
@@ -149,24 +152,24 @@ _version_of = attrgetter("_version")
 
 
 class WriteWatch:
-    """Tells which layer tensors the model wrote in place, or replaced, since this object was made.
+    """Reports the layer tensors that the model wrote in place, or replaced, since this object was made.
 
-    Make it after `install`. Such layers must be resident from then on: a streamed layer's bytes come from its master
-    copy, which is never written back. It compares autograd's version counters, so it sees every in-place operation
-    of torch, also under no_grad and inference_mode, but not writes through `tensor.data`, through numpy or DLPack, or
-    by kernels that do not announce them. Batch norm's running statistics are such a case; so a buffer that changed
-    speaks for all buffers of its module. `changed` compares bytes and is exact.
+    Make it after `install`. A layer that was written must stay resident: a streamed layer's bytes come from its master
+    copy, which nobody updates. The watch compares autograd's version counters, so it sees every in-place operation of
+    torch, also under no_grad and inference_mode. It does not see writes through `tensor.data`, numpy or DLPack, or by
+    kernels that do not announce them, such as those of batch norm's running statistics; therefore, when one buffer of a
+    module has changed, all buffers of that module are reported. `changed` compares bytes and is exact.
 
-    untracked: layer -> paths of inference tensors (made under inference_mode): torch keeps no version of them.
+    untracked: layer -> paths of inference tensors (made under inference_mode), for which torch keeps no version.
     """
 
     def __init__(self, model: nn.Module, layout: Layout) -> None:
         self._model = model
         self._watched: list[tuple[int, TensorSpec, torch.Tensor, int]] = []
         self.untracked: dict[int, list[str]] = {}
-        # What written_in() looks at, a layer: the tensors, their versions; and of the tensors and the modules on the way to them,
-        # the dicts in which they are registered, the names there, themselves. So nothing has to be found by its dotted name
-        # while nothing has changed.
+        # written_in() compares, for each layer: the tensors and their versions; and, for the tensors and the modules on
+        # the way to them, the dicts that they are registered in, their names there, and the objects. While nothing has
+        # changed it therefore looks up no dotted name.
         self._look: list[tuple[list[torch.Tensor], list[int], list[Any], list[str], list[Any]]] = []
         for index, layer in enumerate(layout.layers):
             tensors: list[torch.Tensor] = []
@@ -191,13 +194,14 @@ class WriteWatch:
             self._look.append((tensors, [tensor._version for tensor in tensors], dicts, names, objects))
 
     def written(self) -> dict[int, list[str]]:
-        """layer -> paths, in layout order; only layers in which something was written. Reads no tensor's bytes."""
+        """layer -> paths, in layout order, for the layers that were written. Reads no tensor's bytes."""
         return self._written(self._watched)
 
     def written_in(self, layers: Collection[int]) -> dict[int, list[str]]:
-        """`written`, for these layers only (an unknown one has no tensors). A few microseconds a layer while nothing was
-        written: it is asked just before layers are streamed, which is on the way from demand to usable KV blocks, and
-        after each pass in which some were.
+        """As `written`, for these layers only (an unknown layer has no tensors).
+
+        It takes a few microseconds per layer while nothing was written: the session calls it just before layers are
+        streamed, on the way from demand to usable KV blocks, and after each pass that streamed some.
         """
         touched = {layer for layer in layers if self._touched(layer)}
         if not touched:
@@ -205,7 +209,7 @@ class WriteWatch:
         return self._written([watched for watched in self._watched if watched[0] in touched])
 
     def _touched(self, layer: int) -> bool:
-        """Whether anything of the layer was written or replaced."""
+        """Whether a tensor of the layer was written or replaced."""
         if not 0 <= layer < len(self._look):
             return False
         tensors, versions, dicts, names, objects = self._look[layer]
@@ -242,8 +246,7 @@ def _show(
 ) -> torch.Tensor:
     """A tensor over `like`'s torch storage, from `first_byte` of it.
 
-    Made new rather than by slicing: whether it is an inference tensor is up to the mode that is on now, not to the
-    mode in which `like` was made.
+    A slice of `like` would be an inference tensor if `like` is one. A new tensor follows the mode that is on now.
     """
     made = torch.empty(0, dtype=dtype, device=like.device)
     return made.set_(like.untyped_storage(), first_byte // dtype.itemsize, tuple(shape), tuple(stride))
@@ -276,14 +279,18 @@ def _matches(tensor: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 def _targets(model: nn.Module, part: LayerLayout) -> list[_Target]:
-    """What is registered under the part's paths now. Raises InvalidArgument if it does not match its spec."""
+    """The tensors that are registered under the part's paths now.
+
+    Raises InvalidArgument if one does not match its spec.
+    """
     targets = []
     for placed in part.tensors:
         tensor = _lookup(model, placed.spec.path)
         if tensor is None or not _matches(tensor, placed.spec):
             raise InvalidArgument(
                 f"{placed.spec.path} is not the tensor that the layout was made for: expected {placed.spec.dtype} "
-                f"{placed.spec.shape} with stride {placed.spec.stride}. Nothing was changed; collect and build again",
+                f"{placed.spec.shape} with stride {placed.spec.stride}. Nothing was changed; make a new layout "
+                "(collect, build)",
                 path=placed.spec.path,
             )
         targets.append(_Target(placed, tensor))
@@ -291,7 +298,7 @@ def _targets(model: nn.Module, part: LayerLayout) -> list[_Target]:
 
 
 def _is_at(tensor: torch.Tensor, placed: Placed, storage: torch.Tensor) -> bool:
-    """Whether the tensor is where `install` put it. Without elements it is everywhere."""
+    """Whether the tensor is where `install` put it. True for a tensor without elements."""
     if not _matches(tensor, placed.spec):
         return False
     return not placed.spec.span_bytes or (
@@ -307,11 +314,11 @@ def _points_into(tensor: torch.Tensor, storage: torch.Tensor) -> bool:
 
 
 def _exchange(changes: Sequence[tuple[torch.Tensor, torch.Tensor, int]]) -> None:
-    """Give each tensor new memory: (tensor, 1-D uint8 storage, offset in bytes). Whole or not at all.
+    """Give each tensor new memory: (tensor, 1-D uint8 storage, offset in bytes). On any exception, undo, then re-raise.
 
     An inference tensor must get an inference view and any other tensor a normal one: `.data =` takes over the view's
-    nature but not its version counter, and torch then refuses every use of the tensor. Not under the caller's
-    inference mode, therefore, but under the one that suits each tensor.
+    kind but not its version counter, and torch then refuses every use of the tensor. So each view is made under the
+    inference mode that suits its tensor, not under the caller's.
     """
     undo: list[tuple[torch.Tensor, torch.Tensor]] = []
     done = False
@@ -353,7 +360,8 @@ def _storages(layout: Layout, storages: Sequence[torch.Tensor], rest: torch.Tens
     """All storages in the order of `layout.parts`, checked one by one and against each other."""
     if len(storages) != len(layout.layers):
         raise InvalidArgument(
-            f"got {len(storages)} storages for {len(layout.layers)} layers. Nothing was changed; pass one per layer",
+            f"got {len(storages)} storages for {len(layout.layers)} layers. Nothing was changed; pass one for each "
+            "layer",
             storages=len(storages),
             layers=len(layout.layers),
         )
@@ -363,8 +371,8 @@ def _storages(layout: Layout, storages: Sequence[torch.Tensor], rest: torch.Tens
         _check_storage(part, storage)
         if storage.device != rest.device:
             raise InvalidArgument(
-                f"the memory of part {part.index} is on {storage.device}, that of the rest on {rest.device}. Nothing "
-                "was changed; use one device",
+                f"the memory of part {part.index} is on {storage.device}, and that of the rest is on {rest.device}. "
+                "Nothing was changed; use one device",
                 layer=part.index,
                 device=str(storage.device),
             )

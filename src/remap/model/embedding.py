@@ -40,15 +40,15 @@ class HostEmbedding:
         spec = next((spec for spec in specs if spec.path == path), None)
         if spec is None:
             raise InvalidArgument(
-                f"{type(model).__name__} has no input embedding (get_input_embeddings().weight); nothing was attached; leave "
-                "embedding= out",
+                f"{type(model).__name__} has no input embedding (get_input_embeddings().weight); nothing was attached; "
+                "leave embedding= out",
                 path=path,
             )
         shared = [other.path for other in specs if other.storage == spec.storage and other.path != path]
         if shared:
             raise InvalidArgument(
-                f"{path} shares its memory with {shared}, which read it whole: it cannot stay in host memory; nothing was "
-                "attached; leave embedding= out",
+                f"{path} shares its memory with {shared}, which read all of it in every step: it cannot stay in host "
+                "memory; nothing was attached; leave embedding= out",
                 path=path,
                 shared=shared,
             )

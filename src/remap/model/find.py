@@ -1,6 +1,6 @@
-"""Find a torch model's layers and describe all its tensors as `pack.TensorSpec`s. Changes nothing.
+"""Find a torch model's layers and describe all its tensors as `pack.TensorSpec`s. Nothing here changes the model.
 
-Tensors that are plain attributes of a module (neither parameter nor buffer) are not seen and stay where they are.
+The functions see parameters and buffers. A tensor that is a plain attribute of a module stays where it is.
 """
 
 from __future__ import annotations
@@ -32,26 +32,27 @@ BASE_ALIGNMENT = 16  # bytes: the largest itemsize (complex128); every allocator
 
 
 def find_layers(model: nn.Module) -> str:
-    """Dotted path of the transformer's layer list, for common families (`KNOWN_LAYER_PATHS`, tried in this order).
+    """Dotted path of the transformer's layer list: the first of `KNOWN_LAYER_PATHS` that is a list of modules in
+    `model`.
 
-    Raises InvalidArgument (field candidates: {path: length}) if none of them is a list of modules.
+    Raises InvalidArgument (field candidates: {path: length} of the model's lists) if there is none.
     """
     lists = _module_lists(model)
     for path in KNOWN_LAYER_PATHS:
         if path in lists:
             return path
     raise InvalidArgument(
-        f"no layer list found in {type(model).__name__}: tried {', '.join(KNOWN_LAYER_PATHS)}. Nothing was changed; "
+        f"found no layer list in {type(model).__name__}: tried {', '.join(KNOWN_LAYER_PATHS)}. Nothing was changed; "
         f"pass layers= as one of its module lists {_describe(lists)}",
         candidates=lists,
     )
 
 
 def resolve_layers(model: nn.Module, layers: str | Sequence[nn.Module] | nn.ModuleList) -> tuple[nn.Module, ...]:
-    """The layer modules that `layers` (dotted path, ModuleList, Sequential, or list of modules) names, in order.
+    """The layer modules in order. layers: a dotted path in `model`, a ModuleList, a Sequential, or a list of modules.
 
-    Raises InvalidArgument if the path is unknown, the list is empty, holds something else than modules, or holds one
-    module twice. Does not check that the modules belong to `model`; `collect` does.
+    Raises InvalidArgument if the path is unknown, or if the list is empty, holds an object that is not a module, or
+    holds one module twice. Does not check that the modules belong to `model`; `collect` does.
     """
     if isinstance(layers, str):
         found: object = model
@@ -93,13 +94,13 @@ def collect(
 ) -> list[TensorSpec]:
     """Specs of every registered name of every parameter and buffer of `model`, in the order of registration.
 
-    device: where all tensors must be; by default, where the first one is. Storage identities are small numbers in
-    order of first appearance, so equal models give equal specs. Memory counts as shared also if two torch storages
-    show the same bytes. Changes nothing.
+    device: all tensors must be on it; by default the first tensor's device. `TensorSpec.storage` counts from 0 in order
+    of first appearance, so equal models give equal specs. Two torch storages that show the same bytes count as one.
+    Changes nothing.
 
-    Raises InvalidArgument for an unknown path or a bad list (`resolve_layers`), a layer outside of `model` or inside
-    another layer, and a tensor (field path) on another device (fields device, expected), on meta, sparse, quantised,
-    lazy, wrapped by a tensor subclass, conjugated, or with its storage freed.
+    Raises InvalidArgument for an unknown path or a bad list (`resolve_layers`); for a layer outside of `model` or
+    inside another layer; and for a tensor (field path) that is on another device (fields device, expected), on meta,
+    sparse, quantised, lazy, wrapped by a tensor subclass, conjugated, or whose storage was freed.
     """
     modules = resolve_layers(model, layers)
     index_of = {id(module): index for index, module in enumerate(modules)}
@@ -165,9 +166,9 @@ def span_of(tensor: torch.Tensor) -> int:
 
 
 def _locate_memory(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
-    """(identity of the memory, bytes from its start) of each tensor. Equal identity exactly if memory is shared.
+    """(number of the memory, bytes from its start) of each tensor. Two numbers are equal exactly if memory is shared.
 
-    torch's storages are not enough: two of them may show the same bytes (from_numpy or from_blob used twice).
+    Comparing torch's storages is not enough: two of them may show the same bytes (from_numpy or from_blob used twice).
     """
     keys: list[tuple[str, int]] = []
     spans: list[tuple[int, int, tuple[str, int]]] = []
@@ -195,7 +196,7 @@ def _locate_memory(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     for tensor, key in zip(tensors, keys, strict=True):
         if key[0] == "storage":
             start = tensor.untyped_storage().data_ptr()
-            # Several storages have no common start: take one that is aligned, so that no view becomes misaligned.
+            # Several storages have no common start: take an aligned one, so that no view becomes misaligned.
             start -= start % BASE_ALIGNMENT if root(key) in merged else 0
             base[root(key)] = min(start, base.get(root(key), start))
     number: dict[tuple[str, int], int] = {}

@@ -1,4 +1,4 @@
-"""How much of an arena a model would take, to size a session before it exists."""
+"""The memory that a model would take in an arena, to size a session before it exists."""
 
 from __future__ import annotations
 

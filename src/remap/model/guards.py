@@ -1,16 +1,16 @@
-"""What torch can do with a model that is attached: each of it is right, or raises before anything has changed.
+"""Guards: torch's operations on an attached model either give the right result or raise before they change anything.
 
-    state_dict, save_pretrained    layers that are not at home: copies of their master copies, on the CPU. Others: as ever
-    deepcopy, pickle, torch.save   the same bytes in memory of their own, without hooks or guards: a model that is not attached
-    load_state_dict                raises while one of the layers concerned is away; else it writes where they are, as ever
+    state_dict, save_pretrained    for a layer that is away: copies of its master copy, on the CPU; for others: as usual
+    deepcopy, pickle, torch.save   a model that is not attached, with the same bytes in memory of its own
+    load_state_dict                raises while a layer that it would write is away; otherwise it writes as usual
     to, half, cuda, share_memory   raises, unless it changes nothing: a tensor's address never changes
     DistributedDataParallel        finds no parameters to synchronise, and says so
 
-A layer is away while it is streamed, loading, or to be re-pointed: its tensors show the ring then, or nothing yet. Looking
-at such a tensor directly, `weight.sum()`, cannot be told from what a pass does, and is not refused: `state_dict()` has its
-bytes. Writing to it is found when the next pass ends (`Tenant.refuse_lost_writes`).
+A layer is away while it is streamed, loading, or to be re-pointed: its tensors then show the ring, or nothing yet. The
+guards cannot distinguish a direct read of such a tensor (`weight.sum()`) from a pass, so they do not refuse it;
+`state_dict()` has the right bytes. The next pass finds a direct write when it ends (`Tenant.refuse_lost_writes`).
 
-Guards are attributes of the instances and hooks, all marked (`hooks.OURS`), so nothing is left behind them when they go.
+Guards are hooks and attributes of the instances. All of them are marked (`hooks.OURS`), so `remove` finds every one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _GUARDS = ("_apply", "__deepcopy__", "__reduce_ex__", "_ddp_params_and_buffers_t
 
 
 class Whereabouts(Protocol):
-    """What the guards ask of a tenant."""
+    """The part of a tenant that the guards use."""
 
     name: str
 
@@ -48,14 +48,17 @@ class Whereabouts(Protocol):
 
 
 class _Names(tuple[str, ...]):
-    """Names that DistributedDataParallel leaves alone, marked as ours."""
+    """Names that DistributedDataParallel ignores, marked as ours."""
 
 
 setattr(_Names, OURS, True)
 
 
 class Guards:
-    """Put in by `install`, after the model's tensors were pointed at the session's memory; taken out by `remove`."""
+    """The guards of one model.
+
+    Call `install` after the model's tensors were pointed at the session's memory, and `remove` before they leave it.
+    """
 
     def __init__(
         self,
@@ -65,14 +68,16 @@ class Guards:
         tenant: Whereabouts,
         others: Collection[torch.Tensor] = (),
     ) -> None:
-        """others: tensors of the model that are attached and in no layer nor in the rest (an embedding in host memory)."""
+        """others: attached tensors of the model that are neither in a layer nor in the rest (an embedding in host
+        memory).
+        """
         self._modules = list(model.modules())
         self._master = master
         self._tenant = tenant
         self._tensors: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in others}
-        self._placed: dict[int, tuple[int, Placed]] = {}  # of the layers' tensors, by identity
+        self._placed: dict[int, tuple[int, Placed]] = {}  # id of a layer's tensor -> its layer and place
         self._handles: list[Any] = []
-        # Of one state dict: two names of one tensor are two names of one copy.
+        # (state dict, its copies so far): in one state dict, two names of one tensor are two names of one copy.
         self._copies: tuple[Any, dict[object, torch.Tensor]] = (None, {})
         for part in layout.parts:
             for placed in part.tensors:
@@ -98,7 +103,7 @@ class Guards:
                 self._handles.append(module.register_state_dict_post_hook(_ours(self._collecting())))
 
     def remove(self) -> None:
-        """As if they had never been. Cannot fail."""
+        """Restore the model as it was before `install`. Cannot fail."""
         while self._handles:
             self._handles.pop().remove()
         for owner in (*self._tensors.values(), *self._modules):
@@ -109,14 +114,17 @@ class Guards:
     # -- bytes -----------------------------------------------------------------------------------------------------
 
     def _away(self) -> Collection[int]:
-        """Raises InvalidState if layers were written while they were streamed: nobody has those bytes."""
+        """The layers that are away.
+
+        Raises InvalidState if one was written while it was streamed: its bytes are lost.
+        """
         away = self._tenant.away()
         if away:
             self._tenant.refuse_lost_writes()
         return away
 
     def _from_master(self, tensor: torch.Tensor, away: Collection[int]) -> torch.Tensor | None:
-        """A copy of the tensor's bytes on the CPU, if its layer is away."""
+        """A copy of the tensor's bytes on the CPU if its layer is away, else None."""
         layer, placed = self._placed.get(id(tensor), (None, None))
         if layer is None or placed is None or layer not in away:
             return None
@@ -158,13 +166,13 @@ class Guards:
                 if id(tensor) in self._tensors
             }
             for (dtype, device, dim), name in kinds.items():
-                # On a stand-in: share_memory() changes what it is given, and half() of all weights takes half their bytes.
+                # Try fn on a small tensor: share_memory() changes its argument, and half() of all weights takes memory.
                 probe = torch.empty((2,) * dim, dtype=dtype, device=device)
                 before = probe.data_ptr()
                 if fn(probe) is not probe or probe.data_ptr() != before:
                     raise InvalidState(
-                        f"{name} belongs to tenant {self._tenant.name!r} and cannot be moved or converted while it is attached; "
-                        "nothing changed; detach the model first, and attach it again afterwards",
+                        f"{name} belongs to tenant {self._tenant.name!r} and cannot be moved or converted while it is "
+                        "attached; nothing changed; detach the model first, and attach it again afterwards",
                         tenant=self._tenant.name,
                         path=name,
                     )
@@ -180,8 +188,9 @@ class Guards:
             away = sorted(below.intersection(self._tenant.away()))
             if away:
                 raise InvalidState(
-                    f"load_state_dict would write into layers {away} of tenant {self._tenant.name!r}, which are streamed or "
-                    "loading; nothing was loaded; detach the model first, or load while all of its layers are resident",
+                    f"load_state_dict would write into layers {away} of tenant {self._tenant.name!r}, which are "
+                    "streamed or loading; nothing was loaded; detach the model first, or load while all its layers are "
+                    "resident",
                     tenant=self._tenant.name,
                     layers=tuple(away),
                 )
@@ -213,7 +222,7 @@ class Guards:
 def _weakly(state: Any) -> Any:
     try:
         return weakref.ref(state)
-    except TypeError:  # the caller's own plain dict: names of one tensor get a copy each
+    except TypeError:  # a plain dict of the caller's: each name of a tensor gets its own copy
         return None
 
 
@@ -230,7 +239,7 @@ def _ours(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bare(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """An instance's attributes without what this library has put there."""
+    """An instance's attributes without those that this library has set."""
     kept = {}
     for name, value in attributes.items():
         if getattr(value, OURS, False) is True:

@@ -116,8 +116,8 @@ def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module |
     places = {id(module): place for place, module in enumerate(expected)}
     if len(modules) != len(expected):
         raise InvalidArgument(
-            f"expected the {len(expected)} layers that tenant {tenant.name!r} was attached with, got {len(modules)} modules; "
-            "nothing was attached; give all of them, extra_layers behind the others",
+            f"expected the {len(expected)} layers that tenant {tenant.name!r} was attached with, got {len(modules)} "
+            "modules; nothing was attached; give all of them, extra_layers last",
             layers=len(modules),
             expected=len(expected),
         )
@@ -126,8 +126,8 @@ def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module |
             place = places.get(id(given))
             what = "is none of its layers" if place is None else f"is its layer {place}"
             raise InvalidArgument(
-                f"layers[{index}] is not layer {index} of tenant {tenant.name!r}, it {what}; nothing was attached; give the "
-                "modules that were attached, in their order",
+                f"layers[{index}] is not layer {index} of tenant {tenant.name!r}, it {what}; nothing was attached; "
+                "give the modules that were attached, in their order",
                 index=index,
                 layers=len(modules),
                 expected=index,
@@ -135,8 +135,8 @@ def attach_hooks(layers: Iterable[nn.Module], tenant: Tenant, model: nn.Module |
             )
     if tenant.hooks is not None:
         raise InvalidState(
-            f"tenant {tenant.name!r} has hooks already; nothing was attached; session.attach puts them in unless it is given "
-            "hooks=False",
+            f"tenant {tenant.name!r} has hooks already; nothing was attached; session.attach puts hooks in unless it "
+            "gets hooks=False",
             tenant=tenant.name,
         )
     hooks = AttachedHooks(tenant)
@@ -158,8 +158,8 @@ def _before(tenant: Tenant, index: int) -> Callable[..., Any]:
     def hook(module: nn.Module, args: Any) -> None:
         if not tenant.in_pass and tenant.streaming:
             raise InvalidState(
-                f"layer {index} of tenant {tenant.name!r} was called outside of a pass while layers are streamed; nothing was "
-                "computed; call the model, or put `with tenant.forward():` around the call",
+                f"layer {index} of tenant {tenant.name!r} was called outside of a pass while layers are streamed; "
+                "nothing was computed; call the model, or put `with tenant.forward():` around the call",
                 tenant=tenant.name,
                 layer=index,
             )
@@ -172,8 +172,9 @@ def _after(tenant: Tenant, index: int) -> Callable[..., Any]:
     def refuse(grad: Any) -> None:
         if not tenant.at_home(index):
             raise InvalidState(
-                f"backward() reached layer {index} of tenant {tenant.name!r}, whose weights are not at their addresses any more; "
-                "the gradients must be discarded; train a model that is not attached, or one whose layers are all resident",
+                f"backward() reached layer {index} of tenant {tenant.name!r}, whose weights are no longer at their "
+                "addresses; discard the gradients; train a model that is not attached, or whose layers are all "
+                "resident",
                 tenant=tenant.name,
                 layer=index,
             )
@@ -208,8 +209,11 @@ def _bracket(forward: Callable[..., Any], tenant: Tenant, hooks: AttachedHooks) 
 
 
 def call_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """(sequences, positions) of a model's call: of `input_ids`, else `inputs_embeds`, else the first tensor of two
-    dimensions."""
+    """(sequences, positions) of a model's call.
+
+    They come from `input_ids`, else from `inputs_embeds`, else from the first tensor of at least two dimensions. None
+    if there is none.
+    """
     for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()):
         shape = getattr(value, "shape", None)
         if shape is not None and len(shape) >= 2:

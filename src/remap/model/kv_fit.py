@@ -1,4 +1,4 @@
-"""Whether a KVSpec fits its torch model: heads, head dimension and dtype.
+"""Check that a KVSpec fits its torch model: heads, head dimension and dtype.
 
 This module looks for the model's own values in this order:
 

@@ -1,10 +1,10 @@
-"""Master copies: each layer's bytes in host memory, as one contiguous range in layout order, so one copy loads it.
+"""Master copies: each layer's bytes in host memory, as one contiguous range in layout order, so that one copy loads it.
 
-`HostMaster` keeps them in anonymous memory, filled from the model. `SafetensorsMaster` uses the page cache's bytes of
-the weights file itself where a layer's tensors lie there one after another: the layer is then packed in the order
-of the file, and no second copy in RAM is needed. A master copy is never written after it was made.
+`HostMaster` keeps them in anonymous memory, filled from the model. `SafetensorsMaster` maps the weights file and uses
+its bytes where a layer's tensors lie there one after another: such a layer is packed in the order of the file and needs
+no second copy in RAM. Nobody writes a master copy after it was made.
 
-Make the master before `bind.install`, and use *its* layout from then on: the order of the file may differ.
+Make the master before `bind.install`, and use the master's layout from then on: the order of the file may differ.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class HostRange:
-    """A layer's bytes in host memory: `nbytes` (the layer's, exactly) from `address` on.
+    """A layer's bytes in host memory: `nbytes` (not rounded up) from `address` on.
 
-    source: "memory" (starts at an OS page, may be page-locked) or "file" (mapped read-only: writing faults; starts
-    anywhere; page-locking it needs the driver's read-only flag).
+    source: "memory" (starts at an OS page, may be page-locked) or "file" (mapped read-only, so that a write faults;
+    starts at any byte; page-locking it needs the driver's read-only flag).
     """
 
     layer: int
@@ -62,12 +62,13 @@ class HostRange:
 
 
 class WeightsFile:
-    """A file that is mapped, and what it was when it was opened.
+    """A mapped file, with its size and time of modification when it was opened.
 
-    Its pages are the file's own: who overwrites it in place changes the weights, and who truncates it takes them away (touching
-    them ends the process with SIGBUS). So size and time of modification are asked for again before the mapping is used: of the
-    open file, wherever its name points to by now. Replacing the file by renaming another one over it, or deleting it, is no
-    change: the old one lives until it is unmapped. A write that puts the time of modification back is not seen.
+    The mapping shows the file's own pages: a program that overwrites the file in place changes the weights, and after a
+    program has truncated it, reading the lost pages ends this process with SIGBUS. So the session compares size and
+    time of modification of the open file before it uses the mapping. Renaming another file over this one, or deleting
+    it, is no change: the mapped file lives until it is unmapped. A write that also puts the time of modification back
+    is not seen.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,13 +84,17 @@ class WeightsFile:
         return self._look() != (self.size, self._modified_ns)
 
     def refuse_change(self) -> None:
-        """Raises InvalidState (fields file, expected and found: size in bytes, time of modification in ns) if it has changed."""
+        """Raises InvalidState if the file has changed.
+
+        Its fields are file, expected and found; the latter two are (size in bytes, time of modification in ns).
+        """
         found = self._look()
         if found != (self.size, self._modified_ns):
             raise InvalidState(
                 f"{self.path}, which was given as weights=, has changed: it had {self.size} bytes, modified at "
-                f"{self._modified_ns} ns, and has {found[0]}, modified at {found[1]} ns; nothing was read from it; put the same "
-                "bytes back into the same file, with that time of modification (cp -p does), then detach the tenant",
+                f"{self._modified_ns} ns, and now has {found[0]} bytes, modified at {found[1]} ns; nothing was read "
+                "from it; put the same bytes back into the same file, with the old time of modification (cp -p keeps "
+                "it), then detach the tenant",
                 file=str(self.path),
                 expected=(self.size, self._modified_ns),
                 found=found,
@@ -101,43 +106,46 @@ class WeightsFile:
 
 
 class MasterCopy(Protocol):
-    """What the session needs of a master copy. Addresses are valid while the object lives."""
+    """The part of a master copy that the session uses. Addresses are valid while the object lives."""
 
     layout: Layout
-    """Use this layout for filling and installing: layers that come from a file are in the file's order."""
+    """Fill and install with this layout: layers that come from a file are in the file's order."""
     reason: str
-    """Why layers that could have come from a file do not; "" if there is nothing to explain."""
+    """Why some layers do not come from the given files; "" if all of them do, or no files were given."""
 
     def range(self, layer: int) -> HostRange:
         """Where the layer's bytes are."""
         ...
 
     def tensor(self, layer: int) -> torch.Tensor:
-        """The same bytes as a 1-D uint8 tensor that keeps them alive. To copy from; never write to it."""
+        """The same bytes as a 1-D uint8 tensor that keeps them alive. Copy from it; never write to it."""
         ...
 
     def keep_alive(self) -> tuple[object, ...]:
-        """What has to live as long as the addresses are used."""
+        """Objects that must live as long as the addresses are used."""
         ...
 
     def refuse_change(self, layers: Collection[int]) -> None:
-        """Raises InvalidState (`WeightsFile.refuse_change`) if the file that one of these layers comes from has changed. To be
-        asked before their bytes are used."""
+        """Raises InvalidState (`WeightsFile.refuse_change`) if the file that one of these layers comes from has
+        changed.
+
+        Call it before the bytes of these layers are used.
+        """
         ...
 
     def changed(self, layers: Collection[int]) -> dict[int, list[str]]:
-        """layer -> its file, of these layers, where that has changed."""
+        """layer -> its file, for each of these layers whose file has changed."""
         ...
 
 
 class _Master:
-    """Common part: one 1-D uint8 tensor and its source per layer."""
+    """The part that both masters share: one 1-D uint8 tensor and its source for each layer."""
 
     def __init__(self, layout: Layout, layers: Sequence[tuple[torch.Tensor, str]], reason: str) -> None:
         self.layout = layout
         self.reason = reason
         self._layers = tuple(layers)
-        self._files: Mapping[int, WeightsFile] = {}  # where layers are mapped from
+        self._files: Mapping[int, WeightsFile] = {}  # layer -> the file that it is mapped from
 
     def range(self, layer: int) -> HostRange:
         tensor = self.tensor(layer)
@@ -166,16 +174,16 @@ class _Master:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes that this object holds in anonymous memory (file mappings cost page cache only)."""
+        """Bytes that this object holds in anonymous memory (a file mapping costs only page cache)."""
         return sum(tensor.numel() for tensor, source in self._layers if source == "memory")
 
 
 class HostMaster(_Master):
-    """Master copies in host memory, one allocation per layer, filled from `model` as it is now.
+    """Master copies in host memory, one allocation per layer, filled from the model's present values.
 
     allocate: nbytes -> 1-D uint8 tensor of at least that many bytes, for page-locked memory; by default an anonymous
-    private mapping, which starts at an OS page. The model, on whatever device, does not change.
-    Raises InvalidArgument if the model is not what the layout was made for; OSError or MemoryError without memory.
+    private mapping, which starts at an OS page. The model may be on any device and does not change. Raises
+    InvalidArgument if the layout was made for another model; OSError or MemoryError if there is not enough memory.
     """
 
     def __init__(
@@ -193,8 +201,8 @@ class HostMaster(_Master):
 class SafetensorsMaster(_Master):
     """Master copies in memory-mapped safetensors files, with host memory for the layers that do not match.
 
-    match: what `match_files` found for `model`. reasons: layer -> why it is in host memory. The files must not change
-    or shrink while this object lives; `refuse_change` tells whether they have (see `WeightsFile`).
+    match: the result of `match_files` for `model`. reasons: layer -> why it is in host memory. The files must not
+    change or shrink while this object lives; `refuse_change` raises if they have (see `WeightsFile`).
     """
 
     def __init__(
@@ -211,8 +219,11 @@ class SafetensorsMaster(_Master):
 
 @dataclass(frozen=True)
 class FileMatch:
-    """layout: with matching layers in file order. data: per layer its bytes in the file (read-only), or None. files: of
-    those that have."""
+    """The layers that can be loaded from files.
+
+    layout: matching layers are in file order. data: for each layer its bytes in the file (read-only), or None. files:
+    layer -> its file, for the layers that match. reasons: layer -> why it does not match.
+    """
 
     layout: Layout
     data: tuple[torch.Tensor | None, ...]
@@ -233,13 +244,16 @@ def match_files(
     names: Mapping[str, str] | None = None,
     file_alignment: int = 64,
 ) -> FileMatch:
-    """Which layers can be loaded from `files` (one safetensors file, several, or a directory: all its *.safetensors).
+    """Find the layers that can be loaded from `files`: one safetensors file, several, or a directory (all its
+    *.safetensors).
 
-    A layer can if its tensors fill one contiguous range of one file, have there the name `names[path]` (or prefix +
-    path), the dtype, the shape and, byte for byte, the values that `model` has now, and lie `file_alignment`-aligned
-    from the start of the range. Every byte of such a layer is read once for that. Layers without bytes match nothing.
+    A layer matches if its tensors fill one contiguous range of one file; if their names there are `names[path]` (or
+    prefix + path); if dtype, shape and every byte are as in `model` now; and if they lie `file_alignment`-aligned from
+    the start of the range. Every byte of such a layer is read once for the comparison. Layers without bytes do not
+    match. The model does not change.
 
-    Raises InvalidArgument if a file is missing or is not a safetensors file, or if two files hold one name.
+    Raises InvalidArgument if a file is missing or is not a safetensors file, or if two files hold one name;
+    InvalidState if a file changes meanwhile.
     """
     index = _open_all(_expand(files))
     data: list[torch.Tensor | None] = []
@@ -265,7 +279,7 @@ def match_files(
             continue
         layout, data[number], mapped[number] = reordered, content, file
     for file in set(mapped.values()):
-        file.refuse_change()  # while its bytes were compared
+        file.refuse_change()  # it may have changed while its bytes were compared
     return FileMatch(layout, tuple(data), mapped, reasons)
 
 
@@ -280,17 +294,18 @@ def make_master(
     allocate: Callable[[int], torch.Tensor] | None = None,
     locked: bool = False,
 ) -> HostMaster | SafetensorsMaster:
-    """The master copy of a model that is not yet installed: from `files` as far as they match, else in host memory.
+    """The master copy of a model that is not yet installed: layers that match `files` stay there, others go to host
+    memory.
 
-    Arguments and errors as in `match_files` and `HostMaster`. locked: copies are read by a device, so all of them have to be
-    in page-locked memory (`allocate` gives it), which a mapped file is not. Then, and if no layer matches, the result
-    is a `HostMaster` with the layout as given and `reason` set. Continue with `.layout` of the result.
+    Arguments and errors as in `match_files` and `HostMaster`. locked: a device reads the copies, so all of them must be
+    in page-locked memory (`allocate` gives it), which a mapped file is not. In that case, and if no layer matches, the
+    result is a `HostMaster` with the given layout and a `reason`. Use `.layout` of the result from then on.
     """
     if files is None:
         return HostMaster(layout, model, allocate=allocate)
     if locked:
         _open_all(_expand(files))  # a wrong path is refused on every device
-        reason = "every layer: a mapped file is not page-locked, and a device copies from it at a fraction of its link's speed"
+        reason = "every layer: a mapped file is not page-locked, so a device copies from it far below its link's speed"
         return HostMaster(layout, model, allocate=allocate, reason=reason)
     match = match_files(files, layout, model, prefix=prefix, names=names, file_alignment=file_alignment)
     if all(data is None for data in match.data):
@@ -302,7 +317,7 @@ def make_master(
 
 
 def _anonymous(nbytes: int) -> torch.Tensor:
-    """Zeroed private memory that starts at an OS page and goes away with the tensor."""
+    """Zeroed private memory that starts at an OS page and is freed with the tensor."""
     # Private, because Python's default is a shared mapping, which a forked child could write to.
     mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
@@ -319,7 +334,7 @@ def _copy_of(layer: LayerLayout, model: nn.Module, allocate: Callable[[int], tor
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor in a file: bytes [start, end) of `content`, which is the whole file."""
+    """A tensor in a file: bytes [start, end) of `content`, the whole file."""
 
     file: WeightsFile
     content: torch.Tensor
@@ -332,7 +347,7 @@ class _Entry:
 def _find(
     layer: LayerLayout, index: Mapping[str, _Entry], prefix: str, names: Mapping[str, str]
 ) -> tuple[WeightsFile, torch.Tensor, dict[str, int]] | str:
-    """A file, the layer's bytes in it and its tensors' offsets in them; or why there are none."""
+    """(file, the layer's bytes in it, path -> offset in these bytes), or the reason why the layer does not match."""
     entries: dict[str, _Entry] = {}
     places: dict[tuple[object, ...], _Entry] = {}
     for placed in layer.tensors:
@@ -431,7 +446,7 @@ def _open(path: Path) -> dict[str, _Entry]:
         raise refuse(f"its header says {base - 8} bytes, and there are {size - 8}")
     entries: dict[str, _Entry] = {}
     with warnings.catch_warnings():
-        # torch warns that it cannot mark a tensor read-only. Nobody writes to these; if somebody did, it would fault.
+        # torch warns that it cannot mark a tensor read-only. Nobody writes to these tensors; a write would fault.
         warnings.simplefilter("ignore", UserWarning)
         content = torch.frombuffer(mapping, dtype=torch.uint8)
     try:

@@ -1,12 +1,12 @@
-"""How a model's tensors become packed layers. Pure: bytes and paths only, no torch, no memory.
+"""Pack a model's tensors into layers. This module computes with bytes and paths only: no torch, no memory.
 
-A layer is packed into one region in host-copy order, so that it loads with one copy (design section 1). Everything
-that is not, or must not be, streamed with a layer goes into one more part, `Layout.rest`, which is always resident:
-embeddings, final norm, lm_head, tied tensors and tensors that the model writes.
+`build` packs each layer into one region in host-copy order, so that one copy loads it. All tensors that are not, or
+must not be, streamed with a layer go into one more part, `Layout.rest`, which is always resident: embeddings, final
+norm, lm_head, tied tensors and tensors that the model writes.
 
 Tensors that share a storage inside one part are packed once, as the byte span that covers them, and keep their
-distances from each other; so every view over that storage (overlapping, interleaved, transposed, expanded) can be
-made again with its old shape and stride.
+distances from each other. So every view over that storage (overlapping, interleaved, transposed, expanded) can be made
+again with its old shape and stride.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ __all__ = [
 ]
 
 DEFAULT_MUTABLE = ("*.running_mean", "*.running_var", "*.num_batches_tracked")
-"""Buffers that torch's own modules write. The kernels of the first two do not count as in-place writes for autograd,
-so `bind.WriteWatch` alone could not be relied on to see them."""
+"""Buffers that torch's own modules write. Autograd does not count the writes of the first two as in-place writes, so
+`bind.WriteWatch` does not see them."""
 
 
 def span_bytes(shape: Sequence[int], stride: Sequence[int], itemsize: int) -> int:
@@ -49,9 +49,9 @@ class TensorSpec:
 
     path: dotted name in the model, unique. layer: index of its layer, None outside of the layers.
     kind: "parameter" or "buffer". dtype: name without a prefix ("bfloat16"). itemsize: bytes, a power of two.
-    shape, stride: as torch gives them; stride counts elements. storage: identity of the memory behind it: equal
-    exactly if memory is shared. storage_offset_bytes: where in that memory the first element lies (bytes).
-    span_bytes: `span_bytes(shape, stride, itemsize)`.
+    shape, stride: as in torch; stride counts elements. storage: a number for the memory behind the tensor; two tensors
+    have the same number exactly if they share memory. storage_offset_bytes: from the start of that memory to the first
+    element. span_bytes: `span_bytes(shape, stride, itemsize)`.
     """
 
     path: str
@@ -68,7 +68,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A tensor at `offset` bytes from the start of its part. Tensors without elements are at offset 0."""
+    """A tensor at `offset` bytes from the start of its part. A tensor without elements has offset 0."""
 
     spec: TensorSpec
     offset: int
@@ -88,10 +88,10 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where every tensor of a model goes. Equal input gives an equal (and hashable) layout.
+    """The place of every tensor of a model. Equal input gives an equal (and hashable) layout.
 
-    kept_resident: (path, reason) of each tensor that belongs to a layer, but is placed in `rest`.
-    alignment: bytes; what the start of each packed storage is aligned to, except in layers in file order.
+    kept_resident: (path, reason) of each tensor that belongs to a layer but is placed in `rest`.
+    alignment: bytes; each packed storage starts at a multiple of it, except in layers in file order.
     """
 
     layers: tuple[LayerLayout, ...]
@@ -110,12 +110,12 @@ class Layout:
         return sum(part.nbytes for part in self.parts)
 
     def with_file_order(self, file_order: Mapping[int, Mapping[str, int]], file_alignment: int = 64) -> Layout:
-        """The same layout with the given layers in a prescribed order; the other parts do not change.
+        """The same layout with the tensors of some layers at given offsets; the other parts do not change.
 
         file_order: layer -> {path: bytes from the layer's start}, exactly the layer's paths.
-        Raises InvalidArgument if a path is missing or unknown, a tensor with elements is not aligned to
-        `file_alignment` (views into a tensor of the same storage need only their own itemsize), tensors of different
-        storages overlap, or views over one storage would change their distance.
+        Raises InvalidArgument if a path is missing or unknown, if a tensor with elements is not aligned to
+        `file_alignment` (views into a tensor of the same storage need only their own itemsize), if tensors of different
+        storages overlap, or if views over one storage would change their distance.
         """
         _check_alignment(file_alignment)
         layers = list(self.layers)
@@ -142,12 +142,12 @@ def build(
 ) -> Layout:
     """Pack `specs` into one part per layer and the rest.
 
-    layers: how many there are; by default one more than the largest index in `specs`. alignment: bytes, a power of
-    two, at least the largest itemsize. mutable: glob patterns (`*` crosses dots) of paths that the model writes;
-    their storages stay resident, as do storages that two layers, or a layer and something outside, refer to.
+    layers: number of layers; by default one more than the largest index in `specs`. alignment: bytes, a power of two,
+    at least the largest itemsize. mutable: glob patterns (`*` crosses dots) of paths that the model writes; their
+    storages stay resident, and so do storages that two layers, or a layer and a tensor outside of the layers, share.
     file_order, file_alignment: see `Layout.with_file_order`; applied last.
 
-    Raises InvalidArgument for anything inconsistent (duplicate paths, a wrong span, a misaligned offset, ...).
+    Raises InvalidArgument for inconsistent specs (duplicate paths, a wrong span, a misaligned offset, ...).
     """
     _check_alignment(alignment)
     if isinstance(mutable, str):
@@ -193,9 +193,9 @@ def _why_resident(members: Sequence[TensorSpec], mutable: Sequence[str]) -> str:
         return ""
     outside = [spec.path for spec in members if spec.layer is None]
     if outside:
-        return f"storage is shared by layer {layers[0]} and {outside[0]}, which is outside of the layers"
+        return f"layer {layers[0]} shares its storage with {outside[0]}, which is outside of the layers"
     if len(layers) > 1:
-        return f"storage is shared by layers {', '.join(map(str, layers))}"
+        return f"layers {', '.join(map(str, layers))} share its storage"
     for spec in members:
         for pattern in mutable:
             if fnmatchcase(spec.path, pattern):
@@ -217,8 +217,8 @@ def _pack(index: int | None, specs: Sequence[TensorSpec], alignment: int) -> Lay
             continue
         start = min(spec.storage_offset_bytes for spec in filled)
         if any((spec.storage_offset_bytes - start) % spec.itemsize for spec in filled):
-            # Views of different itemsizes: begin where the widest element could begin, so that all of them stay
-            # aligned. Every offset is a multiple of its own itemsize, and itemsizes are powers of two.
+            # Views of different itemsizes: begin at a multiple of the widest element, so that all views stay aligned.
+            # (Every offset is a multiple of its own itemsize, and itemsizes are powers of two.)
             start -= start % max(spec.itemsize for spec in filled)
         base = -(-end // alignment) * alignment
         for spec in members:
@@ -228,13 +228,14 @@ def _pack(index: int | None, specs: Sequence[TensorSpec], alignment: int) -> Lay
 
 
 def _place_as_prescribed(layer: LayerLayout, offsets: Mapping[str, int], alignment: int) -> LayerLayout:
-    """`layer` with each tensor at its prescribed offset. Raises InvalidArgument as `with_file_order` says."""
+    """`layer` with each tensor at its given offset. Raises InvalidArgument as `with_file_order` does."""
     paths = {placed.spec.path for placed in layer.tensors}
     if paths != set(offsets):
         missing, unknown = sorted(paths - set(offsets)), sorted(set(offsets) - paths)
         raise InvalidArgument(
-            f"file order of layer {layer.index}: expected exactly the layer's tensors; missing {missing[:3]}, unknown "
-            f"{unknown[:3]}. Nothing was packed; keep tensors that are not in the file resident (mutable=)",
+            f"file order of layer {layer.index}: expected exactly the layer's tensors, but {missing[:3]} are missing "
+            f"and {unknown[:3]} are unknown. Nothing was packed; keep tensors that are not in the file resident "
+            "(mutable=)",
             layer=layer.index,
             missing=tuple(missing),
             unknown=tuple(unknown),
@@ -274,7 +275,7 @@ def _place_as_prescribed(layer: LayerLayout, offsets: Mapping[str, int], alignme
     for (_, end, path), (start, _, other) in pairwise(spans):
         if start < end:
             raise refuse(other, f"overlaps {path}")
-    tensors.sort(key=lambda placed: placed.offset)  # stable: equal offsets keep their order
+    tensors.sort(key=lambda placed: placed.offset)  # the sort is stable: equal offsets keep their order
     return LayerLayout(layer.index, max((end for _, end, _ in spans), default=0), tuple(tensors))
 
 
@@ -287,7 +288,7 @@ def _check_alignment(alignment: int) -> None:
 
 
 def _check_specs(specs: Sequence[TensorSpec], layers: int | None, alignment: int) -> int:
-    """Refuse inconsistent specs; return how many layers there are."""
+    """Raise InvalidArgument for inconsistent specs; return the number of layers."""
     count = max((spec.layer + 1 for spec in specs if spec.layer is not None), default=0) if layers is None else layers
     paths: set[str] = set()
     for spec in specs:

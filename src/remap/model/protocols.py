@@ -1,4 +1,6 @@
-"""What this package asks of a device, of page-locked memory and of the public tenant, without importing any of them."""
+"""Protocols: the parts of a device, of page-locked memory and of the public tenant that this package uses, not
+imported.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ __all__ = ["Handle", "LockedMemory", "TargetDevice"]
 
 
 class TargetDevice(Protocol):
-    """What is asked of the session's device (memory/device.py)."""
+    """The part of the session's device (memory/device.py) that this package uses."""
 
     @property
     def torch_device(self) -> str: ...
@@ -26,7 +28,7 @@ class LockedMemory(Protocol):
 
 
 class Handle(Protocol):
-    """The public `Tenant`, as hooks and guards see it."""
+    """The part of the public `Tenant` that hooks and guards use."""
 
     name: str
     hooks: Any

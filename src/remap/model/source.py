@@ -116,8 +116,8 @@ def model_source(
         )
     if isinstance(mutable, str):
         raise InvalidArgument(
-            f"mutable= takes a sequence of patterns, not the one string {mutable!r}; nothing was attached; put it into a "
-            "tuple",
+            f"mutable= takes a sequence of patterns, not the one string {mutable!r}; nothing was attached; put it into "
+            "a tuple",
             mutable=mutable,
         )
     path = modules.find_layers(model) if layers is None else layers
@@ -135,8 +135,8 @@ def model_source(
     for tensor_path, tensor in everything:
         if any(first <= tensor.data_ptr() < stop for first, stop in _INSTALLED):
             raise InvalidArgument(
-                f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing was "
-                "attached; detach it there first",
+                f"{tensor_path} lies in a session's memory already: the model, or a part of it, is attached; nothing "
+                "changed; detach the model from that session first",
                 path=tensor_path,
             )
     layout = packing.build(specs, layers=len(found), mutable=(*packing.DEFAULT_MUTABLE, *mutable))
@@ -198,8 +198,8 @@ def model_source(
         except torch.OutOfMemoryError as error:
             needed = sum(part.nbytes for part in layout.parts)
             raise OutOfMemory(
-                f"the model's {show_size(needed)} do not fit onto {where or device.torch_device} beside the session's own "
-                "memory; the model has not changed; give device='cpu'",
+                f"the model's {show_size(needed)} do not fit onto {where or device.torch_device} beside the session's "
+                "own memory; the model has not changed; give device='cpu'",
                 requested=needed,
                 device=str(where or device.torch_device),
             ) from error
@@ -231,7 +231,7 @@ def model_source(
 
 
 def _modules(model: nn.Module, extra: Sequence[Any]) -> list[nn.Module]:
-    """What streams besides the decoder's layers: modules, or their dotted paths."""
+    """The modules that stream besides the decoder's layers. extra: modules, or their dotted paths."""
     found = []
     for each in (extra,) if isinstance(extra, str) else extra:
         if isinstance(each, str):

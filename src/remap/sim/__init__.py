@@ -1,7 +1,8 @@
 """The digital twin: what remapping would do, without the machine.
 
 Tables and arithmetic (pure): `hardware` (machines and models), `roofline` (what computing takes), `fit` (a machine of one's own),
-`planning` (`remap plan`), `workload`, `lengths` and `loads` (who asks for what, and when), `results`, `policies`.
+`planning` (`remap plan`), `workload`, `lengths` and `loads` (who asks for what, and when), `results`, `policies`,
+`ideal` (how much of the gap to more memory a policy closes).
 
 Serving in virtual time, with the production session on the `sim` backend and the reference engine's loop and turns: `serving`
 (setup, `simulate`), `worlds` (session, tenants, engines), `running` (turns, and passes that overlap), `engine` and `sequences`

@@ -117,7 +117,9 @@ class SimEngine(Engine):
             compute_s=runner.compute_s,
             stall_s=runner.stall_s,
             passes=runner.passes,
-            tpot_s=tuple((last - first) / (one.generated - 1) for one, _, first, last in timed if one.generated > 1),
+            tpot_s=tuple(
+                (last - first) / (one.generated - 1) if one.generated > 1 else None for one, _, first, last in timed
+            ),
         )
 
     def _finish(self, sequence: EngineSequence, reason: str) -> Output:

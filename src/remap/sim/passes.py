@@ -103,7 +103,8 @@ class SessionPass(Pass):
 
     def _enqueue(self, work: Work, layer_s: float, ends_s: float) -> float:
         backend, tenant, stream = self._backend, self._tenant, self.stream
-        self._swap_s += max(0.0, backend.stream_end(stream) - backend.now)  # its last pass has ended: these are copies
+        if tenant.kv.host.total:  # its last pass has ended, so what it still waits for is copies
+            self._swap_s += max(0.0, backend.stream_end(stream) - backend.now)
         with tenant.forward(phase=work.phase, tokens=work.tokens, stream=stream):
             if not tenant.streaming:
                 backend.compute(stream, self._layers * layer_s + ends_s)

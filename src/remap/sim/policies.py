@@ -8,6 +8,8 @@
                   "static:10%"
     remap         the production controller with its defaults
     remap:A       one of its ablations (below), or settings of Knobs: "remap:selection=slices+buffers=2"
+    ideal         recompute with six times the memory: what memory is worth. Nobody can choose it; the others are
+                  compared with it (`remap.sim.ideal`)
 
 A name may carry several settings, joined by "+": "remap:uniform+lru".
 """
@@ -22,10 +24,13 @@ from typing import Any
 from remap.config import Knobs
 from remap.errors import InvalidArgument
 
-__all__ = ["ABLATIONS", "POLICIES", "UNBOUNDED", "Policy", "find", "known"]
+__all__ = ["ABLATIONS", "IDEAL_MEMORY", "POLICIES", "UNBOUNDED", "Policy", "find", "known"]
 
 UNBOUNDED = 1e6
 """As slowdown: demand decides alone."""
+
+IDEAL_MEMORY = 6
+"""How many times the memory "ideal" has. No load of this project preempts with it; a result's `preemptions` say so."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,8 @@ class Policy:
     controller: settings of Knobs that are not its defaults. static: layers, or a share of them below 1; of Pie the
     expansion, 0 if it is adaptive. pooled: the
     share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
-    `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5".
+    `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the
+    setup's memory it has (`Setup.times`).
     """
 
     name: str
@@ -44,8 +50,9 @@ class Policy:
     controller: Mapping[str, Any] = field(default_factory=dict)
     static: float = 0.0
     pooled: float = 1.0
-    partial: bool | float = True
+    partial: bool | float | None = None
     swap: bool = False
+    memory: int = 1
 
     @property
     def swaps(self) -> bool:
@@ -72,6 +79,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
                 "static", "a fixed share of the layers streamed from the start (default 10 %)", "static", static=0.1
             ),
             _policy("remap", "the production controller", "remap"),
+            _policy("ideal", "recompute with six times the memory", "recompute", memory=IDEAL_MEMORY),
         )
     }
 )
@@ -98,7 +106,7 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
 _OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "pool": ("three quarters of every KV reservation are everybody's", {"pooled": 0.25}),
-        "swap": ("preempted requests keep their KV in host memory", {"swap": True, "partial": False}),
+        "swap": ("preempted requests keep their KV in host memory", {"swap": True}),
         "preempt": ("what lies in a waking tenant's pages is preempted, not streamed around", {"partial": False}),
     }
 )

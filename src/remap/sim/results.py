@@ -2,6 +2,7 @@
 
     found = [simulate(setup, items, policy) for policy in ("recompute", "remap")]
     found[0].ttft_p99_s, found[0].headline()
+    replace(found[0], targets=Targets(ttft_s=1.0)).goodput_per_s
     json.dumps(report({"machine": "GH200-96GB"}, found))
 
 Percentiles are by nearest rank: of N observations in ascending order, the q-quantile is number ceil(q N), and number 1 for
@@ -20,12 +21,14 @@ from itertools import accumulate
 from typing import Any
 
 from remap.errors import InvalidArgument
+from remap.sim.ideal import against_ideal
 
 __all__ = [
     "HEADLINE",
     "POINTS",
     "PolicyResult",
     "Sample",
+    "Targets",
     "TenantResult",
     "ascending",
     "merged",
@@ -49,6 +52,7 @@ HEADLINE = (
     "layers_remapped_peak",
     "stall_fraction",
     "requests_finished",
+    "goodput_per_s",
 )
 """The keys of `PolicyResult.headline()`, in their order."""
 
@@ -108,6 +112,29 @@ def _ratio(part: float, whole: float) -> float:
 
 
 @dataclass(frozen=True)
+class Targets:
+    """The longest that a request may take, in seconds: to its first token, and for each token after it in its mean.
+
+    The mean of a request (TPOT) is what vLLM's benchmark of serving counts goodput by: an answer that paused once and
+    then caught up is as good as one that was steady. Raises InvalidArgument (field) for a value that is not above 0 and
+    finite.
+    """
+
+    ttft_s: float = 2.0
+    tpot_s: float = 0.2
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf:
+                raise InvalidArgument(
+                    f"the target {field.name} must be above 0 and finite, got {value!r}; correct it",
+                    field=field.name,
+                    value=value,
+                )
+
+
+@dataclass(frozen=True)
 class Sample:
     """One point of the timeline of one tenant: it holds until the tenant's next one.
 
@@ -132,6 +159,7 @@ class TenantResult:
 
     ttft_s: seconds from arrival to first token, queueing included, of finished requests in order of arrival. tbt: pairs
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
+    tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
     """
 
     tenant: str
@@ -149,9 +177,14 @@ class TenantResult:
     compute_s: float
     stall_s: float
     passes: int
-    tpot_s: tuple[
-        float, ...
-    ] = ()  # seconds a token after the first, mean of each finished request of two tokens or more
+    tpot_s: tuple[float | None, ...]
+
+    def good(self, targets: Targets) -> int:
+        """Finished requests that met both targets; a request of one token has the first one only."""
+        return sum(
+            ttft <= targets.ttft_s and (tpot is None or tpot <= targets.tpot_s)
+            for ttft, tpot in zip(self.ttft_s, self.tpot_s, strict=True)
+        )
 
     @property
     def stall_fraction(self) -> float:
@@ -164,7 +197,7 @@ class PolicyResult:
     """One run: all tenants under one policy. The properties are over all tenants.
 
     virtual_s: from the first arrival to the last finish. wall_s: what simulating it took. decisions: plans applied.
-    Two runs of a seed are equal but for wall_s.
+    targets: what `goodput_per_s` counts by; they change nothing else. Two runs of a seed are equal but for wall_s.
     """
 
     policy: str
@@ -174,6 +207,7 @@ class PolicyResult:
     wall_s: float
     iterations: int
     decisions: int
+    targets: Targets = Targets()
 
     @property
     def ttft_s(self) -> tuple[float, ...]:
@@ -237,7 +271,12 @@ class PolicyResult:
     def tpot_p99_s(self) -> float:
         """Of the requests' own means: a request that was preempted for long counts as one of so many requests, where
         `tbt_p99_s` counts its pause as one of so many tokens."""
-        return percentile([value for tenant in self.tenants for value in tenant.tpot_s], 0.99)
+        return percentile([value for tenant in self.tenants for value in tenant.tpot_s if value is not None], 0.99)
+
+    @property
+    def goodput_per_s(self) -> float:
+        """Requests that met both targets per virtual second; 0 if no time passed. Refused requests met none."""
+        return _ratio(sum(tenant.good(self.targets) for tenant in self.tenants), self.virtual_s)
 
     @property
     def stall_s(self) -> float:
@@ -279,6 +318,7 @@ class PolicyResult:
         return {
             **self.headline(),
             "policy": self.policy,
+            "targets": asdict(self.targets),
             "ttft_mean_s": _or_none(self.ttft_mean_s),
             "tbt_mean_s": _or_none(self.tbt_mean_s),
             "tpot_p99_s": _or_none(self.tpot_p99_s),
@@ -359,7 +399,8 @@ def _fewer(pairs: Pairs, limit: int = POINTS) -> Pairs:
 def report(configuration: Mapping[str, Any], results: Iterable[PolicyResult]) -> dict[str, Any]:
     """What `remap simulate --json` writes: {"configuration": ..., "policies": {name: headline and details}}.
 
-    Raises InvalidArgument if two results have the name of one policy.
+    Where both "recompute" and "ideal" are among them, each has "against_ideal" (`remap.sim.ideal`), with None for what
+    is not defined. Raises InvalidArgument if two results have the name of one policy.
     """
     policies: dict[str, dict[str, Any]] = {}
     for result in results:
@@ -370,4 +411,6 @@ def report(configuration: Mapping[str, Any], results: Iterable[PolicyResult]) ->
                 value=result.policy,
             )
         policies[result.policy] = result.to_json()
+    for name, values in against_ideal(policies).items():
+        policies[name]["against_ideal"] = {key: _or_none(value) for key, value in values.items()}
     return {"configuration": dict(configuration), "policies": policies}

@@ -97,7 +97,7 @@ class Turns(Serving):
         clock: Any,
         *,
         quantum_s: float,
-        partial: bool | float = True,
+        partial: bool | float | None = None,
     ) -> None:
         super().__init__(session, engines, clock, "temporal", quantum_s=quantum_s, partial=partial)
 

@@ -34,7 +34,7 @@ _order = attrgetter("order")
 
 class PrefillFirst(Scheduler):
     """vLLM V0. watermark: share of the usable blocks that an admission leaves free. swap: preempted sequences keep their KV in
-    host memory instead of losing it, and come back before anything new is admitted. keep_clean: see `Scheduler`; V0 does not."""
+    host memory instead of losing it, and come back before anything new is admitted. overlap: see `Scheduler`; V0 does not."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class PrefillFirst(Scheduler):
         watermark: float = 0.01,
         lookahead_blocks: int = 1,
         swap: bool = False,
-        keep_clean: bool = False,
+        overlap: bool = False,
     ) -> None:
         super().__init__(
             block_tokens=block_tokens,
@@ -54,19 +54,23 @@ class PrefillFirst(Scheduler):
             watermark=watermark,
             lookahead_blocks=lookahead_blocks,
             swap=swap,
-            keep_clean=keep_clean,
+            overlap=overlap,
         )
         self.swapped: deque[Sequence] = deque()  # in the order of arrival
 
-    def schedule(self, pool: BlockPool) -> Schedule:
+    def _schedule(self, pool: BlockPool) -> Schedule:
         """The next pass; its blocks are allocated. Without chunks if nothing can run."""
+        if self.overlap:
+            self._swap_in(pool)
         if self.waiting and not self.swapped:
             prompts = self._admit(pool)
             if prompts:
                 return Schedule(tuple(prompts), (), sum(prompt.count for prompt in prompts))
         rows, preempted = self._decode(pool)
-        if self.swapped and not preempted:
-            rows += self._swap_in(pool)
+        if self.swapped and not preempted and not self.overlap:
+            self._swap_in(pool)
+            pool.join()
+            rows += [Chunk(one, one.computed, one.length - one.computed) for one in self._arrive(pool)]
         return Schedule(tuple(rows), tuple(preempted), sum(row.count for row in rows))
 
     def _queued(self) -> Iterable[Sequence]:
@@ -77,7 +81,7 @@ class PrefillFirst(Scheduler):
         chunks: list[Chunk] = []
         budget = self.max_batch_tokens
         spare = int(self.watermark * pool.usable_blocks)
-        while self.waiting and len(self.running) < self.max_num_seqs:
+        while self.waiting and self._held < self.max_num_seqs:
             sequence = self.waiting[0]
             blocks = self.blocks_for(sequence.length)
             # Alone, a sequence may have everything: else a long one would wait for ever. (V0 gives such a request up.)
@@ -113,28 +117,26 @@ class PrefillFirst(Scheduler):
         insort(self.swapped if sequence.host else self.waiting, sequence, key=_order)
 
     def _unqueue(self, sequence: Sequence) -> None:
-        (self.swapped if sequence.host else self.waiting).remove(sequence)
+        if sequence in self.swapped:
+            self.swapped.remove(sequence)
+        else:
+            super()._unqueue(sequence)
 
-    def _swap_in(self, pool: BlockPool) -> list[Chunk]:
-        """A token of everybody who comes back."""
-        chunks: list[Chunk] = []
+    def _swap_in(self, pool: BlockPool) -> None:
+        """Whoever has room comes back."""
         spare = int(self.watermark * pool.usable_blocks)
-        while self.swapped and len(self.running) < self.max_num_seqs:
+        while self.swapped and self._held < self.max_num_seqs:
             sequence = self.swapped[0]
             blocks = self.blocks_for(sequence.length)
-            if pool.free_blocks - blocks < spare and (self.running or pool.free_blocks < blocks):
+            if pool.free_blocks - blocks < spare and (self._held or pool.free_blocks < blocks):
                 break
             self.swapped.popleft()
             sequence.blocks = pool.allocate(blocks)
             self._fetch(sequence, pool)
-            sequence.state = State.RUNNING
-            insort(self.running, sequence, key=_order)
-            chunks.append(Chunk(sequence, sequence.computed, sequence.length - sequence.computed))
-        return chunks
 
 
 def make_scheduling(
-    kind: str, *, block_tokens: int, context: int, swap: bool = False, keep_clean: bool = True, **settings: int
+    kind: str, *, block_tokens: int, context: int, swap: bool = False, overlap: bool = True, **settings: int
 ) -> Scheduler:
     """By name. context: the longest sequence, in tokens. settings: of the scheduler, instead of vLLM's defaults (`PrefillFirst`;
     `remap.engine.scheduler.Scheduler` for chunks). Raises InvalidArgument for an unknown name or setting."""
@@ -146,7 +148,7 @@ def make_scheduling(
         "max_num_seqs": MAX_NUM_SEQS,
         "max_batch_tokens": BATCH_TOKENS,
         "swap": swap,
-        "keep_clean": keep_clean,
+        "overlap": overlap,
         **settings,
     }
     try:

@@ -4,7 +4,8 @@
     simulate(setup, items, "remap").headline()
 
 The memory of a tenant is its reservation of the device: weights, what engines take besides (activations), and KV of the rest.
-All policies get the same reservations, in pages of the same arena; what differs is what happens when the KV runs out.
+All policies but "ideal" get the same reservations, in pages of the same arena; what differs is what happens when the KV
+runs out. "ideal" gets more memory instead.
 """
 
 from __future__ import annotations

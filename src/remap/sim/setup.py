@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from remap.errors import InvalidArgument
 from remap.sim.hardware import Machine, Model, model
@@ -101,6 +101,18 @@ class Setup:
     def gap(self) -> float:
         """Seconds between two passes."""
         return self.machine.iteration_gap_s if self.gap_s is None else self.gap_s
+
+    def times(self, factor: int) -> Setup:
+        """The same with `factor` times the memory: the machine's, every reservation's, and blocks that were given."""
+        tenants = tuple(
+            replace(
+                tenant,
+                memory_bytes=factor * tenant.memory_bytes,
+                kv_blocks=None if tenant.kv_blocks is None else factor * tenant.kv_blocks,
+            )
+            for tenant in self.tenants
+        )
+        return replace(self, machine=self.machine.with_(hbm_bytes=factor * self.machine.hbm_bytes), tenants=tenants)
 
     def kv_blocks(self, tenant: TenantSetup) -> int:
         """Blocks of KV that the reservation leaves, layers in whole pages, or that were given."""

@@ -1,6 +1,7 @@
 """From a setup and a policy to something that runs: the session with its tenants attached, one engine each, and who runs them.
 
 recompute, swap and static   tenants of a session on the sim backend whose memory nobody changes while they serve
+ideal                        recompute, with more memory
 remap                        the same session, asked before every pass: `session.step`
 pie                          pools that count, and a clock (Pie has no counterpart in the library)
 """
@@ -46,6 +47,7 @@ class World:
 def make_world(setup: Setup, policy: Policy) -> World:
     """Everything attached and ready, at some virtual time. On an error nothing stays behind. Raises what `fitting` raises."""
     fitting(setup, policy)
+    setup = setup.times(policy.memory)
     return _pie_world(setup, policy) if policy.kind == "pie" else _session_world(setup, policy)
 
 
@@ -111,7 +113,7 @@ def _session_world(setup: Setup, policy: Policy) -> World:
             if policy.kind == "static":
                 _stream_from_the_start(session, tenant.name, tenant.model, policy)
             most = spec.max_blocks if managed is not None else attached.kv.usable_blocks
-            scheduler = _scheduling(setup, tenant, spec.host_blocks > 0, keep_clean=policy.kind != "swap")
+            scheduler = _scheduling(setup, tenant, spec.host_blocks > 0, overlap=policy.kind != "swap")
             engines[tenant.name] = _engine(setup, tenant, attached, scheduler, passes, backend, managed, most)
     except BaseException:
         session.close()
@@ -161,13 +163,13 @@ def _static_layers(model: Model, policy: Policy) -> int:
     return max(1, round(share * model.layers)) if share < 1 else int(share)
 
 
-def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False, keep_clean: bool = True) -> Scheduler:
+def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False, overlap: bool = True) -> Scheduler:
     return make_scheduling(
         setup.scheduler,
         block_tokens=setup.block_tokens,
         context=tenant.model.context,
         swap=swap,
-        keep_clean=keep_clean,
+        overlap=overlap,
         **setup.scheduling,
     )
 
@@ -196,7 +198,7 @@ def _engine(
 
 
 def _runner(
-    setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float = True
+    setup: Setup, session: Any, engines: Mapping[str, SimEngine], clock: Any, partial: bool | float | None = None
 ) -> Serving:
     if setup.sharing == "temporal":
         return Turns(session, engines, clock, quantum_s=setup.quantum_s, partial=partial)

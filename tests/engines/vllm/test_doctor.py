@@ -12,7 +12,7 @@ from remap.errors import InvalidState
 
 
 def levels() -> dict[str, str]:
-    return {finding.what: finding.level for finding in doctor_vllm.findings()}
+    return {check.what: check.level for check in doctor_vllm.checks()}
 
 
 def test_this_vllm_can_be_entered():
@@ -24,9 +24,9 @@ def test_this_vllm_can_be_entered():
 @pytest.mark.parametrize("version", ["0.30.2", "strange"])
 def test_an_older_version_cannot(monkeypatch: pytest.MonkeyPatch, version: str):
     monkeypatch.setattr(internals, "installed_version", lambda: version)
-    (finding,) = doctor_vllm.findings()
-    assert finding.level == "bad"
-    assert version in finding.found
+    (check,) = doctor_vllm.checks()
+    assert check.level == "bad"
+    assert version in check.found
 
 
 def test_a_newer_version_in_which_all_is_as_expected_can_and_is_warned_of_once(monkeypatch: pytest.MonkeyPatch):
@@ -53,7 +53,7 @@ def test_a_newer_version_in_which_all_is_as_expected_can_and_is_warned_of_once(m
 def test_what_is_not_as_expected_is_named_and_refused(monkeypatch: pytest.MonkeyPatch, name: str, takes: str | None):
     wrong = Touched("vllm.v1.core.block_pool", name, takes)
     monkeypatch.setattr(internals, "TOUCHED", (*internals.TOUCHED, wrong))
-    *_, last = doctor_vllm.findings()
+    *_, last = doctor_vllm.checks()
     assert last.level == "bad"
     assert f"vllm.v1.core.block_pool:{name}" in last.found
     internals.check_version()  # a version that the suite has passed on

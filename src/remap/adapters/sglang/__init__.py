@@ -1,8 +1,8 @@
-"""SGLang with remap: an entry point of the group `sglang.srt.plugins`, active only with REMAP_ENABLE=1 (see docs/sglang.md).
+"""The entry point of SGLang's group `sglang.srt.plugins`, active only with REMAP_ENABLE=1 (see docs/sglang.md).
 
-SGLang calls `register` in each of its processes and then applies the hooks that were registered. It logs what a plugin raises
-and serves without it; so that nobody believes to be served by remap who is not, a refusal is also raised where the memory pool
-is allocated, which ends the start of the engine.
+SGLang calls `register` in each of its processes and then applies the registered hooks. If a plugin raises, SGLang logs
+the error and serves without the plugin. A user would then believe that remap serves his model; so a refusal is raised
+again when SGLang allocates its memory pool, which ends the start of the engine.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Put the hooks in, if the environment says so. Raises InvalidArgument for settings that cannot be, InvalidState for a
-    version of SGLang that cannot be entered."""
+    """Put the hooks in if REMAP_ENABLE is set.
+
+    Raises InvalidArgument for invalid settings, InvalidState for a version of SGLang that the adapter cannot work with.
+    """
     from remap.adapters.settings import Settings
 
     environment = os.environ

@@ -1,14 +1,15 @@
-"""The hooks: SGLang's own calls, with the session asked before or after. What depends on the version is in versions.py.
+"""The hooks around SGLang's own calls, which ask the session before or after. versions.py has all that depends on
+versions.
 
-    alloc_memory_pool      attach the model; the pool's buffers are views of tenant.kv.tensors; its allocator gets the ids that
-                           are usable, all others stay parked
-    forward                one pass
-    get_next_batch_to_run  one session.step; ids come and go through the allocator's free list
-    evict_to_free_tokens   what is short after eviction is grown by, before the decode batch is retracted
-    check_prefill, ...     a request that is not admitted: grow, once, and ask again
-    on_idle                what withdrawn ids the prefix cache still holds is evicted
+    alloc_memory_pool      attaches the model; the pool's buffers become views of tenant.kv.tensors; its allocator gets
+                           the usable ids and no others
+    forward                is one pass
+    get_next_batch_to_run  makes one session.step; ids come and go through the allocator's free list
+    evict_to_free_tokens   grows by the tokens that are missing after eviction, before SGLang retracts the decode batch
+    check_prefill, ...     grow once for a request that was not admitted, and ask again
+    on_idle                evicts drained ids that the prefix cache still holds
 
-All of them run on the scheduler's thread, between passes or around them. One model in a process.
+All of them run on the scheduler's thread, between passes or around them. A process serves one model.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from . import versions
 __all__ = ["Adapter", "configure", "current", *versions.TARGETS]
 
 NAME = "sglang"
-_CPU_PAGE = 64 << 10  # layer-major blocks come in groups of 2 x layers pages: small ones where they may be
+_CPU_PAGE = 64 << 10  # layer-major blocks come in groups of 2 x layers pages, so small pages are better
 _PADDING = 0  # the page that padded tokens write into
 _NO_TOKEN = "NO_TOKEN"
 _TRIES = 3  # changes for one shortage, at most
@@ -63,18 +64,18 @@ class Adapter:
         self.allocator: Any = None
         self.scheduler: Any = None
         self.pool: Any = None
-        self._wanted = 0  # blocks that the last iteration wanted to be able to allocate
-        self._refused = False  # growing was refused in this iteration already
+        self._wanted = 0  # blocks that the last iteration wanted to allocate
+        self._refused = False  # the controller has refused to grow in this iteration
         self._unseen = set(range(len(layers)))
         self._group = -(-page_bytes // geometry.unit_bytes)  # blocks that become usable together
         weights = size.pages(page_bytes)
         pages = min(max(0, settings.capacity // page_bytes - weights), geometry.region_pages)
-        first = geometry.blocks_for_pages(pages)  # all that is there: nothing is gained by leaving pages free
+        first = geometry.blocks_for_pages(pages)  # use all pages: a free page gains nothing
         if first < 2:
             raise InvalidState(
-                f"REMAP_CAPACITY is {settings.capacity} bytes, the weights take {weights * page_bytes} in whole pages, and a "
-                f"KV cache grows by {geometry.ranges * page_bytes}; nothing was attached; raise REMAP_CAPACITY, or lower "
-                "REMAP_PAGE_BYTES",
+                f"REMAP_CAPACITY is {settings.capacity} bytes, the weights take {weights * page_bytes} in whole pages, "
+                f"and a KV cache grows by {geometry.ranges * page_bytes}; nothing was attached; raise REMAP_CAPACITY, "
+                "or lower REMAP_PAGE_BYTES",
                 capacity=settings.capacity,
                 weights=weights * page_bytes,
             )
@@ -90,7 +91,7 @@ class Adapter:
             self.tenant = self.session.attach(runner.model, name=NAME, kv=spec, hooks=False)
             self.watches = [module.register_forward_pre_hook(self._seen(i)) for i, module in enumerate(layers)]
             self._hooks = attach_hooks(layers, self.tenant)
-        except BaseException:  # whatever it was; it goes on to the caller
+        except BaseException:  # undo, then re-raise
             self.session.close()
             raise
         if settings.link is not None:
@@ -102,16 +103,16 @@ class Adapter:
 
     @property
     def most_tokens(self) -> int:
-        """What the KV region has addresses for, without the padding page."""
+        """Tokens that the KV region has addresses for, without the padding page."""
         return (self.spec.max_blocks - 1) * self.spec.block_tokens
 
     @property
     def tokens(self) -> int:
-        """What the allocator holds now: free, in use, or in use and to be given back."""
+        """Tokens that the allocator holds now: free, in use, or draining."""
         return self.held.held * self.spec.block_tokens
 
     def buffers(self, pool: Any) -> tuple[list[Any], list[Any]]:
-        """(keys, values), each a tensor a layer of shape (pool.size + page_size, kv_heads, head_dim)."""
+        """(keys, values): for each layer one tensor of shape (pool.size + page_size, kv_heads, head_dim)."""
         versions.check_pool(pool, self.spec)
         rows = pool.size + pool.page_size
         flat = [[half.flatten(0, 1)[:rows] for half in tensor] for tensor in self.tenant.kv.tensors]
@@ -119,11 +120,11 @@ class Adapter:
         return [keys for keys, _ in flat], [values for _, values in flat]
 
     def bind(self, allocator: Any) -> None:
-        """Take the allocator over: from now on it has the ids that are usable, and no others."""
+        """Take the allocator over: from now on its free list has the usable ids and no others."""
         if self.pool is None or allocator.get_kvcache() is not self.pool:
             raise InvalidState(
-                "SGLang's KV pool was built without asking for its buffers, so nothing of it lies in remap's memory; unset "
-                "REMAP_ENABLE to serve this model",
+                "SGLang built its KV pool without calling _create_buffers_normal, so the pool is not in remap's "
+                "memory; unset REMAP_ENABLE to serve this model",
                 pool=type(allocator.get_kvcache()).__name__,
             )
         self.allocator = allocator
@@ -133,7 +134,7 @@ class Adapter:
         self._publish()
 
     def restart(self) -> None:
-        """The allocator was cleared."""
+        """Fill the free list again after the allocator was cleared."""
         versions.replace_free(
             self.allocator, self.held.restart(self.tenant.kv.pool.open_ids(), self.tenant.kv.returned)
         )
@@ -149,7 +150,7 @@ class Adapter:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Give back what was withdrawn and is free now."""
+        """Give back drained ids that are free now."""
         if self.held.leaving:
             gone = self.held.leave(versions.take_free(self.allocator, self.held.leaving))
             if gone:
@@ -161,18 +162,19 @@ class Adapter:
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def begin(self, scheduler: Any) -> None:
-        """One scheduler iteration begins: decide, with what the last one wanted."""
+        """Make a step at the start of a scheduler iteration, with the demand of the last one."""
         if scheduler is not self.scheduler:
             self.scheduler = scheduler
             self._publish()
         self._refused = False
-        # A prompt that is being prefilled in chunks was promised room for all of it: nothing of that may go home in between.
+        # SGLang has promised room for all of a prompt that it prefills in chunks: keep that room until the prompt is
+        # in.
         promised = -(-versions.promised(scheduler) // self.spec.block_tokens)
         wanted, self._wanted = max(promised, self._wanted), 0
         self._step(wanted, self._free(scheduler.tree_cache))
 
     def grow(self, tokens: int, tree_cache: Any, *, urgent: bool = False) -> bool:
-        """`tokens` more than there are, free or evictable, are wanted now. Whether there are more than before.
+        """Ask for `tokens` more than are free or evictable now. Returns whether there are more than before.
 
         urgent: ask even if the controller has refused in this iteration.
         """
@@ -182,8 +184,8 @@ class Adapter:
         self._wanted = max(self._wanted, wanted)
         if self._refused and not urgent:
             return False
-        # Blocks come in groups of 2 x layers pages: whole groups are asked for, and what a change leaves of one is the start of
-        # the next change's.
+        # Blocks come in groups of 2 x layers pages: ask for whole groups. The next change starts with the rest of the
+        # last group.
         whole = free - (-short // self._group) * self._group
         for _ in range(_TRIES):
             if free < wanted:
@@ -193,7 +195,7 @@ class Adapter:
         return free > before
 
     def drain(self, tree_cache: Any) -> None:
-        """Nothing runs: what keeps withdrawn ids is the prefix cache."""
+        """Evict drained ids from the prefix cache. Call it when no request runs: then only that cache holds them."""
         self._sweep()
         leaving, cached = len(self.held.leaving) * self.spec.block_tokens, versions.evictable(tree_cache)
         if leaving and cached:
@@ -202,7 +204,7 @@ class Adapter:
             self._publish()
 
     def _free(self, tree_cache: Any) -> int:
-        """Blocks that requests could have now."""
+        """Blocks that requests could get now."""
         tokens = self.allocator.available_size() + versions.evictable(tree_cache)
         return max(0, int(tokens) // self.spec.block_tokens - len(self.held.leaving))
 
@@ -227,10 +229,14 @@ class Adapter:
         return hook
 
     def after_first_pass(self) -> None:
-        """A model that does not call its layers as modules runs past the hooks, which would be wrong tokens later on."""
+        """Raise InvalidState (field layers) if the first pass did not run every layer's hook.
+
+        A model that does not call its layers as modules would compute wrong tokens once layers stream.
+        """
         if self._unseen:
             raise InvalidState(
-                f"layers {sorted(self._unseen)} ran past their hooks in the first pass; unset REMAP_ENABLE to serve this model",
+                f"layers {sorted(self._unseen)} ran past their hooks in the first pass; unset REMAP_ENABLE to serve "
+                "this model",
                 layers=sorted(self._unseen),
             )
         for watch in self.watches:
@@ -239,7 +245,10 @@ class Adapter:
 
 
 def _controller(settings: Settings) -> Knobs:
-    """Without REMAP_RESERVE_BLOCKS nothing is kept free: SGLang's admission reserves by itself what running requests may need."""
+    """The controller's settings; without REMAP_RESERVE_BLOCKS it keeps no blocks free.
+
+    SGLang's admission already reserves the tokens that running requests may need.
+    """
     config = settings.controller()
     return replace(config, reserve_blocks=0) if config.reserve_blocks is None else config
 
@@ -252,7 +261,7 @@ _adapter: Adapter | None = None
 
 
 def configure(settings: Settings, applied: Callable[[str], bool]) -> None:
-    """What `around_alloc` attaches with. applied(target): whether SGLang has put that hook in."""
+    """Set the settings for `around_alloc`. applied(target): whether SGLang has put that hook in."""
     global _settings, _applied
     _settings, _applied = settings, applied
 
@@ -288,7 +297,7 @@ def around_alloc(original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def around_profile(original: Any, configurator: Any, *args: Any, **kwargs: Any) -> Any:
-    """The bytes are remap's: what is free beside them says nothing."""
+    """Report the KV region's bytes: the free memory beside the arena does not limit the pool."""
     if _adapter is None:
         return original(configurator, *args, **kwargs)
     return _adapter.spec.max_blocks * _adapter.spec.block_bytes
@@ -301,7 +310,7 @@ def around_budget(original: Any, configurator: Any, budget: int, *, cap_tokens: 
 
 
 def around_post_capture(original: Any, *args: Any, **kwargs: Any) -> bool:
-    """SGLang's own reservation is sized once, after graphs were captured."""
+    """Keep SGLang from making its own reservation, which it would size once, after it has captured graphs."""
     return False
 
 
@@ -346,8 +355,11 @@ def around_idle(original: Any, scheduler: Any) -> None:
 
 
 def around_evict(original: Any, allocator: Any, tree_cache: Any, num_tokens: int) -> Any:
-    """Before anybody is retracted: `check_decode_capacity` asks here, the retract loop asks that, and prefills allocate behind
-    it. What could be evicted has been evicted when the original returns."""
+    """Grow by the tokens that are missing after the original has evicted all that it can.
+
+    SGLang calls this before it retracts requests (through `check_decode_capacity` and the retract loop) and before
+    prefills.
+    """
     result = original(allocator, tree_cache, num_tokens)
     adapter = _bound(allocator)
     if adapter is not None:
@@ -358,7 +370,7 @@ def around_evict(original: Any, allocator: Any, tree_cache: Any, num_tokens: int
 
 
 def around_admission(original: Any, budget: Any, *, total_tokens: int, **kwargs: Any) -> Any:
-    """A request that does not fit beside what the running ones may still need."""
+    """Grow for a request that does not fit beside the tokens that running requests may still need."""
     result = original(budget, total_tokens=total_tokens, **kwargs)
     adapter = _bound(budget.allocator)
     if result[0] or adapter is None:
@@ -369,7 +381,7 @@ def around_admission(original: Any, budget: Any, *, total_tokens: int, **kwargs:
 
 
 def around_admission_ignore_eos(original: Any, adder: Any, request: Any) -> Any:
-    """The same for requests of a known length, whose rule looks at when the others will end."""
+    """The same for requests of a known length: SGLang's rule for them considers when other requests end."""
     result = original(adder, request)
     adapter = _bound(adder.memory_budget.allocator)
     if adapter is None or result.name != _NO_TOKEN or request in adder.can_run_list:
@@ -377,12 +389,12 @@ def around_admission_ignore_eos(original: Any, adder: Any, request: Any) -> Any:
     needed = len(request.full_untruncated_fill_ids) - request.prefix_len + request.sampling_params.max_new_tokens
     if not adapter.grow(needed, adder.memory_budget.tree_cache):
         return result
-    adder.req_states = None  # it holds this request already, and is built again from the running ones
+    adder.req_states = None  # it holds this request already; SGLang rebuilds it from the running ones
     return original(adder, request)
 
 
 def around_state(original: Any, adder: Any) -> Any:
-    """Whether more can be admitted in this iteration: grow only if more are waiting."""
+    """Grow if SGLang would admit no more requests in this iteration although some are waiting."""
     result = original(adder)
     adapter = _bound(adder.memory_budget.allocator)
     if adapter is None or result.name != _NO_TOKEN or len(adder.can_run_list) >= adder.waiting_queue_len:

@@ -1,8 +1,8 @@
-"""All that depends on SGLang's version: where its sizes are kept, what its free lists look like, which settings are refused.
+"""The code that depends on SGLang's version: the places of its sizes, its free lists, and the refused settings.
 
-Read in the source of 0.5.23. A newer version is served with a warning if every place of a hook is there and takes what it
-took, and refused otherwise: a hook on a method that has moved is skipped by SGLang with a log line, and half of the hooks would
-be worse than none.
+It follows the source of 0.5.23. The adapter serves a newer version with a warning if every hooked function is there
+with the same parameters, and refuses it otherwise: SGLang skips a hook on a method that has moved with a log line, and
+half of the hooks would be worse than none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("remap.adapters.sglang")
 _ALLOCATOR = "sglang.srt.mem_cache.allocator"
 ALLOCATORS = (f"{_ALLOCATOR}.token.TokenToKVPoolAllocator", f"{_ALLOCATOR}.paged.PagedTokenToKVPoolAllocator")
 
-# name of the hook (hooks.py) -> what it is put around
+# name of the hook (hooks.py) -> the functions that it is put around
 TARGETS: dict[str, tuple[str, ...]] = {
     "around_alloc": ("sglang.srt.model_executor.model_runner.ModelRunner.alloc_memory_pool",),
     "around_forward": ("sglang.srt.model_executor.model_runner.ModelRunner.forward",),
@@ -60,7 +60,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "around_idle": ("sglang.srt.managers.scheduler.Scheduler.on_idle",),
 }
 
-# The same -> what the original takes (see `touched.Touched`).
+# name of the hook -> the original's parameters (see `touched.Touched`)
 _TAKES: dict[str, str | None] = {
     "around_alloc": "self",
     "around_forward": "self forward_batch",
@@ -77,11 +77,11 @@ _TAKES: dict[str, str | None] = {
     "around_idle": "self",
 }
 
-# Argument -> the values that are served, and why others are not.
+# argument -> the values that the adapter serves, and why it does not serve others
 _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "tp_size": ((1,), "every rank schedules for itself, and all of them would have to grow in the same step"),
     "pp_size": ((1,), "a stage has only some of the layers"),
-    "dcp_size": ((1,), "block ids are not rows of the pool then"),
+    "dcp_size": ((1,), "block ids are then not rows of the pool"),
     "speculative_algorithm": ((None,), "the draft model has a pool of its own"),
     "enable_lora": ((None, False), "adapters are merged around the layers' modules"),
     "enable_memory_saver": ((False,), "it unmaps the memory that layers lie in"),
@@ -97,33 +97,35 @@ _SERVED: dict[str, tuple[tuple[object, ...], str]] = {
     "enable_two_batch_overlap": ((False,), "layers do not run one after the other"),
     "enable_single_batch_overlap": ((False,), "layers do not run one after the other"),
     "enable_pdmux": ((False,), "passes run at the same time"),
-    "dllm_algorithm": ((None,), "passes are not what layers are timed by"),
-    "enable_torch_compile": ((False,), "hooks of layers are compiled away"),
+    "dllm_algorithm": ((None,), "its passes have no layer times"),
+    "enable_torch_compile": ((False,), "the compiler removes the layers' hooks"),
     "enable_nvidia_megakernel": ((False,), "layers are one kernel"),
     "cpu_offload_gb": ((0,), "SGLang's own offloader moves the same weights"),
     "offload_group_size": ((-1, 0, None), "SGLang's own offloader moves the same weights"),
-    "startup_weight_load_mode": (("serial",), "weights arrive after they were taken over"),
+    "startup_weight_load_mode": (("serial",), "weights arrive after the model was attached"),
     "enable_eplb": ((False,), "experts are rewritten while serving"),
     "elastic_ep_backend": ((None,), "experts are rewritten while serving"),
 }
 
 
 def check_version(version: str) -> None:
-    """See `touched.admit`: raises InvalidState (fields version, tested, unlike) for a version that cannot be entered."""
+    """Raises InvalidState (fields version, tested, unlike) for a version that the adapter cannot work with; see
+    `admit`.
+    """
     touched = [_place(target, takes) for name, takes in _TAKES.items() for target in TARGETS[name]]
     otherwise = f"install sglang=={TESTED}, or unset REMAP_ENABLE to serve without remap"
     admit("SGLang", version, (TESTED,), touched, logger.warning, otherwise)
 
 
 def _place(target: str, takes: str | None) -> Touched:
-    """module.Class.method or module.function, as Touched has it."""
+    """The Touched of a dotted name: module.Class.method or module.function."""
     parts = target.split(".")
     names = 2 if parts[-2][0].isupper() else 1
     return Touched(".".join(parts[:-names]), ".".join(parts[-names:]), takes)
 
 
 def check_arguments(arguments: Any) -> None:
-    """Raises InvalidState (fields: argument, value) for a server argument that does not go together with remap."""
+    """Raises InvalidState (fields argument, value) for a server argument that the adapter does not serve."""
     for name, (served, why) in _SERVED.items():
         value = getattr(arguments, name, served[0])
         if value not in served:
@@ -154,7 +156,7 @@ def device_of(runner: Any) -> str:
 
 
 def geometry_of(runner: Any) -> dict[str, Any]:
-    """What a KVSpec needs of a ModelRunner before it has a pool: layers, kv_heads, head_dim, block_tokens, dtype.
+    """A KVSpec's arguments for a ModelRunner without a pool: layers, kv_heads, head_dim, block_tokens, dtype.
 
     Raises InvalidState for a model whose KV cache is not keys and values of all layers.
     """
@@ -184,29 +186,29 @@ def geometry_of(runner: Any) -> dict[str, Any]:
 
 
 def check_pool(pool: Any, spec: Any) -> None:
-    """Raises InvalidState if the pool that SGLang builds is not the one that was attached for."""
+    """Raises InvalidState (fields found, expected) if SGLang builds another pool than `spec` describes."""
     found = (pool.layer_num, pool.head_num, pool.head_dim, pool.v_head_dim, pool.page_size, str(pool.store_dtype)[6:])
     expected = (spec.layers, spec.kv_heads, spec.head_dim, spec.head_dim, spec.block_tokens, spec.dtype)
     if type(pool).__name__ != "MHATokenToKVPool" or pool.kv_cache_layout != "nhd" or found != expected:
         raise InvalidState(
-            f"SGLang builds a {type(pool).__name__} of layout {pool.kv_cache_layout!r} with (layers, heads, key and value sizes, "
-            f"page, dtype) = {found}, remap reserved {expected}; unset REMAP_ENABLE to serve this model",
+            f"SGLang builds a {type(pool).__name__} of layout {pool.kv_cache_layout!r} with (layers, heads, key and "
+            f"value sizes, page, dtype) = {found}, remap reserved {expected}; unset REMAP_ENABLE to serve this model",
             found=found,
             expected=expected,
         )
 
 
-# -- the free list: tensors of page ids, some of them waiting to be sorted in -------------------------------------------
+# -- the free list: tensors of page ids, some of them waiting to be sorted in ------------------------------------------
 
 
 def append_free(allocator: Any, ids: list[int]) -> None:
-    """Pages that may be handed out from now on; last in the list."""
+    """Append pages to the list: SGLang may hand them out from now on."""
     new = torch.tensor(ids, dtype=torch.int64, device=allocator.device)
     allocator.free_pages = torch.cat((allocator.free_pages, new))
 
 
 def take_free(allocator: Any, wanted: frozenset[int]) -> list[int]:
-    """Take the free ones of the wanted pages out of the list; which they were. The order of the others stays."""
+    """Take the wanted pages that are free out of the list and return them. The other pages keep their order."""
     allocator.merge_and_sort_free()
     pages = allocator.free_pages
     leaving = torch.isin(pages, torch.tensor(sorted(wanted), dtype=pages.dtype, device=pages.device))
@@ -217,7 +219,7 @@ def take_free(allocator: Any, wanted: frozenset[int]) -> list[int]:
 
 
 def replace_free(allocator: Any, ids: list[int]) -> None:
-    """Exactly these pages are free (behind the allocator's own `clear`)."""
+    """Make exactly these pages free (after the allocator's own `clear`)."""
     allocator.free_pages = torch.tensor(ids, dtype=torch.int64, device=allocator.device)
 
 
@@ -225,11 +227,12 @@ def replace_free(allocator: Any, ids: list[int]) -> None:
 
 
 def set_sizes(runner: Any, scheduler: Any, tokens: int) -> None:
-    """Every copy of max_total_num_tokens that is read while serving. tokens: what the allocator holds, free or in use.
+    """Set every copy of max_total_num_tokens that SGLang reads while it serves. tokens: of the allocator, free or in
+    use.
 
-    Left alone: the allocator's `size` and `num_pages` and the pool's `size` (they bound the ids, and `clear` builds a list from
-    them), MemoryPoolConfig, max_req_len (a request must fit into what is there without remapping), and what is logged or exported
-    once at the start.
+    Does not change the allocator's `size` and `num_pages` and the pool's `size` (they bound the ids, and `clear` builds
+    a list from them), MemoryPoolConfig, max_req_len (a request must fit without remapping), nor the values that SGLang
+    logs or exports once at the start.
     """
     runner.max_total_num_tokens = tokens
     if scheduler is None:
@@ -241,18 +244,18 @@ def set_sizes(runner: Any, scheduler: Any, tokens: int) -> None:
 
 
 def promised(scheduler: Any) -> int:
-    """Tokens that a request already admitted will allocate without asking whether there is room: the rest of its prompt."""
+    """Tokens that an admitted request will allocate without another check for room: the rest of its prompt."""
     request = scheduler.chunked_req
     return 0 if request is None else int(request.seqlen - request.prefix_len) + scheduler.page_size
 
 
 def evictable(tree_cache: Any) -> int:
-    """Tokens that the prefix cache holds and would give up."""
+    """Tokens that the prefix cache can evict."""
     return int(tree_cache.evictable_size()) if tree_cache is not None else 0
 
 
 def evict(tree_cache: Any, tokens: int) -> None:
-    """Let the prefix cache give up so many tokens."""
+    """Make the prefix cache evict so many tokens."""
     from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # the engine's own, there when this runs
 
     tree_cache.evict_for_alloc(EvictParams(num_tokens=tokens))

@@ -1,17 +1,17 @@
-"""vLLM on remap: its weights live in an arena, and its KV cache grows out of them instead of preempting.
+"""vLLM on remap: its weights live in an arena, and its KV cache grows into their pages instead of preempting requests.
 
     REMAP_ENABLE=1 vllm serve MODEL                                    through the entry point `vllm.general_plugins`
     vllm serve MODEL --worker-cls remap.adapters.vllm.Worker --scheduler-cls remap.adapters.vllm.Scheduler
 
-    scheduler   what the engine needs -> link -> `session.step` on rank 0, the same change on the others -> blocks open or leave
-    worker      weights and KV cache in one session; brackets each pass, whose layers wait through vLLM's own offloader interface
-    internals   everything that depends on vLLM's version
+    scheduler   reports the demand to `link`: `session.step` on rank 0, the same change on all ranks, blocks come and go
+    worker      has weights and KV cache in one session, brackets each pass; layers wait by vLLM's offloader interface
+    internals   has everything that depends on vLLM's version
 
-Settings: the environment variables of `remap.adapters.settings`, or the same names in lower case and without the prefix under
-`--additional-config '{"remap": {"slowdown": 0.05}}'`. Without REMAP_CAPACITY the capacity is what vLLM itself would use: its
-weights and the KV cache that it would have allocated.
+Settings: the environment variables of `remap.adapters.settings`, or the same names in lower case and without the prefix
+under `--additional-config '{"remap": {"slowdown": 0.05}}'`. Without REMAP_CAPACITY the capacity is the memory that vLLM
+itself would use: its weights and the KV cache that it would have allocated.
 
-Importing this module imports no vLLM: it is loaded in every process of every vLLM that is installed beside it.
+This module does not import vLLM, because every process of every installed vLLM loads it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ WORKER, SCHEDULER = "remap.adapters.vllm.Worker", "remap.adapters.vllm.Scheduler
 
 
 def register() -> None:
-    """The entry point of `vllm.general_plugins`: called in each of vLLM's processes, more than once. Does nothing unless
-    REMAP_ENABLE is set; then every engine that is configured from here on uses our worker and our scheduler.
+    """The entry point of `vllm.general_plugins`, which vLLM calls in each of its processes, more than once.
 
-    Raises InvalidState for a version of vLLM that this was not written for.
+    Does nothing unless REMAP_ENABLE is set; then every engine that is configured later uses our worker and our
+    scheduler. Raises InvalidState for a version of vLLM that the adapter cannot work with.
     """
     if enabled(os.environ):
         from .internals import check_version, enter_without_flags
@@ -42,7 +42,7 @@ def register() -> None:
 
         check_version()
         collect_everywhere()
-        file()  # named before the engine's process starts, which writes it
+        file()  # sets the name before the engine's process starts, which writes the file
         enter_without_flags(WORKER, SCHEDULER)
 
 

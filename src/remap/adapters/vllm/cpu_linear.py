@@ -1,12 +1,12 @@
-"""On a CPU, vLLM packs the weights of its linear layers into memory of oneDNN's own, which no tensor shows and no page of ours
-holds.
+"""Keep the weights of vLLM's linear layers in their tensors on a CPU.
 
-Two ways to keep them where they are, by the setting REMAP_CPU_LINEAR:
+There vLLM packs these weights into oneDNN's own memory, which no tensor shows and none of our pages holds. The setting
+REMAP_CPU_LINEAR chooses one of two ways to keep them in place:
 
-    exact    torch multiplies with the weights as they were loaded: bit for bit what vLLM's own path gives, and slower, since
-             oneDNN packs them again for every call
-    packed   the weights are packed once, in place, for vLLM's other kernels (bfloat16, AVX-512): as fast as vLLM's own path;
-             sums are rounded in another order, so a greedy answer may take another turn where two tokens are almost equal
+    exact    torch multiplies with the weights as they were loaded. Results equal vLLM's own bit for bit; it is slower,
+             because oneDNN packs the weights again for every call
+    packed   packs the weights once, in place, for vLLM's other kernels (bfloat16, AVX-512): as fast as vLLM's own path.
+             Sums are rounded in another order, so greedy answers may differ where two tokens are almost equally likely
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ __all__ = ["weights_left_in_place"]
 
 @contextmanager
 def weights_left_in_place(packed: bool) -> Iterator[None]:
-    """PATCH, on a CPU, while a model is loaded: vLLM's choice of a kernel for each linear layer, which would move its weights.
+    """PATCH, on a CPU, while vLLM loads a model: replaces its choice of a kernel for each linear layer.
 
-    Layers whose weights vLLM itself leaves in place (an lm_head, tied or not) are left to it. Raises InvalidState for a layer
-    of 8-bit weights that oneDNN is to compute: it keeps the addresses of their scales, and other bytes would be there.
+    vLLM's choice would move the weights. Layers whose weights vLLM itself leaves in place (an lm_head, tied or not)
+    keep vLLM's kernel. Raises InvalidState for a layer of 8-bit weights that oneDNN would compute: oneDNN keeps the
+    addresses of their scales, which would show other bytes once the layer streams.
     """
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as utils
@@ -50,8 +51,8 @@ def weights_left_in_place(packed: bool) -> Iterator[None]:
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise InvalidState(
-            "on this CPU vLLM computes 8-bit linear layers by oneDNN, which keeps their weights to itself: they "
-            "cannot be remapped; the engine was not started; serve weights of 4, 16 or 32 bits, or without remap"
+            "on this CPU vLLM computes 8-bit linear layers with oneDNN, which keeps their weights in its own memory: "
+            "remap cannot remap them; the engine was not started; serve weights of 4, 16 or 32 bits, or without remap"
         )
 
     scaled, ops.create_onednn_scaled_mm = ops.create_onednn_scaled_mm, refuse
@@ -63,7 +64,7 @@ def weights_left_in_place(packed: bool) -> Iterator[None]:
 
 
 def _packable(weight: torch.Tensor) -> bool:
-    """Whether the kernels take it, and give a tensor of the same shape: then its bytes are all there is to know of it."""
+    """Whether the packed kernels take this weight and keep its shape, so that its bytes describe it completely."""
     rows, columns = weight.shape
     known = weight.dtype is torch.bfloat16 and torch.cpu._is_avx512_bf16_supported()
     return bool(known and rows % 32 == 0 and columns % 32 == 0)

@@ -1,7 +1,8 @@
-"""All that depends on vLLM's version: what is read or called there that is no documented extension point. Tested with TESTED.
+"""The code that depends on vLLM's version: names of vLLM that are not documented extension points. Tested with TESTED.
 
-Extension points that are used as they are meant (elsewhere in this package): worker class, scheduler class, offloader, layouts
-that a worker supports, `collective_rpc`, plugins for statistics. What follows is the rest; each function says why it is needed.
+Other modules of this package use vLLM's extension points: worker class, scheduler class, offloader, layouts that a
+worker supports, `collective_rpc`, plugins for statistics. Each function here says why it needs more than that.
+Functions marked PATCH replace a function of vLLM's.
 """
 
 from __future__ import annotations
@@ -68,11 +69,14 @@ TOUCHED = (
     Touched("vllm.v1.metrics.loggers", "StatLoggerBase.record"),
     Touched("prometheus_client.multiprocess", "MultiProcessCollector.collect", "self"),
 )
-"""What is used of vLLM's insides: looked for by `remap doctor --vllm`, and at the start of a version newer than TESTED."""
+"""The names that the adapter uses in vLLM.
+
+`remap doctor --vllm` checks them, and so does the start of a newer version.
+"""
 
 
 def installed_version() -> str | None:
-    """The version of the vLLM that is installed, under whichever name; None without one."""
+    """The installed version of vLLM, from one of PACKAGES; None if none is installed."""
     for package in PACKAGES:
         try:
             return version(package)
@@ -82,7 +86,10 @@ def installed_version() -> str | None:
 
 
 def check_version() -> None:
-    """See `touched.admit`: raises InvalidState for a vLLM that cannot be entered, warns of one newer than the tested ones."""
+    """Raises InvalidState for a vLLM that the adapter cannot work with; warns of a version newer than TESTED.
+
+    See `admit`.
+    """
     otherwise = f"install vllm=={TESTED[-1]}.*, or unset REMAP_ENABLE"
     admit("vLLM", installed_version(), TESTED, TOUCHED, logger.warning, otherwise)
 
@@ -91,7 +98,10 @@ def check_version() -> None:
 
 
 def enter_without_flags(worker: str, scheduler: str) -> None:
-    """PATCH. Configurations name our worker and scheduler where the user named none: a plugin has no other say in that."""
+    """PATCH.
+
+    Set our worker and scheduler in configurations where the user set none: plugins have no other way to do so.
+    """
     from vllm.engine.arg_utils import EngineArgs
 
     original = EngineArgs.create_engine_config
@@ -111,8 +121,10 @@ def enter_without_flags(worker: str, scheduler: str) -> None:
 
 
 def tell_schedulers_of_their_executor() -> None:
-    """PATCH. A scheduler is given no executor, and ours has to reach the ranks' memory. This method of the engine core is the
-    first one called when both exist; `bind(executor)` is called on schedulers that have it.
+    """PATCH. Call `bind(executor)` on schedulers that have it.
+
+    vLLM gives a scheduler no executor, and ours has to reach the ranks' memory. The patched method of the engine core
+    is the first one that vLLM calls when both exist.
     """
     from vllm.v1.engine.core import EngineCore
 
@@ -136,10 +148,10 @@ def tell_schedulers_of_their_executor() -> None:
 
 
 def block_outermost(supported: Sequence[str]) -> list[str]:
-    """Of the KV layouts that all backends support, those in which a block's bytes of all layers lie together: growth is one run.
+    """The supported KV layouts in which a block's bytes of all layers lie together, so that growth is one range.
 
-    vLLM's CPU backend names only LBHNC, although its kernels take the stride between blocks from the tensor (tests compare
-    tokens): there the same order within a block, BLHNC, is offered.
+    vLLM's CPU backend names only LBHNC, although its kernels take the stride between blocks from the tensor (tests
+    compare tokens). There this returns BLHNC, which has the same order within a block.
     """
     found = [name for name in supported if name.startswith("BL")]
     if not found and "LBHNC" in supported:
@@ -152,8 +164,11 @@ def block_outermost(supported: Sequence[str]) -> list[str]:
 
 @contextmanager
 def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
-    """vLLM allocates all of its KV cache with one `torch.zeros(nbytes, dtype=int8)`: inside this block that call is answered with
-    `memory`, a uint8 tensor of at least as many bytes. Raises InvalidState at the end if nobody asked."""
+    """Make vLLM use `memory`, a uint8 tensor of at least `nbytes`, as its KV cache.
+
+    vLLM allocates the whole cache with one `torch.zeros(nbytes, dtype=int8)`. Inside this block that call returns
+    `memory`. Raises InvalidState (fields nbytes, asked) at the end unless vLLM made this call exactly once.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -171,16 +186,19 @@ def kv_allocated_in(memory: Any, nbytes: int) -> Iterator[None]:
         yield
     if len(answered) != 1:
         raise InvalidState(
-            f"vLLM was expected to allocate its KV cache of {nbytes} bytes in one piece, it asked {len(answered)} "
-            "times; the engine cannot start on remap; report the version of vLLM",
+            f"expected vLLM to allocate its KV cache of {nbytes} bytes with one call, but it made {len(answered)} such "
+            "calls; the engine cannot start on remap; report the version of vLLM",
             nbytes=nbytes,
             asked=len(answered),
         )
 
 
 def own_rotary_tables(model: Any) -> None:
-    """Models of one process that rotate alike share one module for that, and vLLM keeps it for later ones: this model gets its
-    own, to go where the model goes."""
+    """Give the model its own rotary tables.
+
+    Models of one process with equal rotary embeddings share one module, which vLLM keeps for later models. A table of
+    its own can move with this model's other weights.
+    """
     copies: dict[int, Any] = {}
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -189,8 +207,8 @@ def own_rotary_tables(model: Any) -> None:
 
 
 def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
-    """In the block tables of the (V1) model runner: blocks that have moved have their new ids."""
-    import numpy as np  # here, since `remap doctor --vllm` reads this file where there may be neither
+    """Replace the ids of moved blocks in the block tables of the (V1) model runner. moves: old id -> new id."""
+    import numpy as np  # `remap doctor --vllm` imports this module, perhaps without numpy
 
     for request in runner.requests.values():
         for ids in request.block_ids:
@@ -199,11 +217,14 @@ def rename_blocks(runner: Any, moves: dict[int, int]) -> None:
         rows = table.block_table.np
         names = np.arange(max(rows.max(), *moves) + 1, dtype=rows.dtype)
         names[list(moves)] = list(moves.values())
-        rows[:] = names[rows]  # what lies behind a row's end is not read
+        rows[:] = names[rows]  # nobody reads the entries behind a row's end
 
 
 def can_rename_blocks(runner: Any) -> bool:
-    """Whether `rename_blocks` knows this runner. Model Runner V2 keeps its tables on the device: there blocks drain."""
+    """Whether `rename_blocks` can change this runner's tables.
+
+    Model Runner V2 keeps them on the device: its blocks drain instead.
+    """
     return hasattr(runner, "input_batch") and hasattr(runner, "requests")
 
 
@@ -211,8 +232,11 @@ def can_rename_blocks(runner: Any) -> bool:
 
 
 def park(pool: Any, ids: Iterable[int]) -> list[int]:
-    """Take these blocks out of the pool's free queue, and what they cache out of the prefix cache. Returns those that were
-    free; the others stay with their requests (they leave the prefix cache too, so that nobody joins them)."""
+    """Take blocks out of the pool's free queue and out of the prefix cache.
+
+    Returns the ids that were free. The other blocks stay with their requests; they leave the prefix cache as well, so
+    that no further request shares them.
+    """
     parked = []
     for block_id in ids:
         block = pool.blocks[block_id]
@@ -229,8 +253,10 @@ def unpark(pool: Any, ids: Iterable[int]) -> None:
 
 
 def exchange(pool: Any, used: int, free: int) -> None:
-    """The block that requests know as `used` has the id `free` from now on, and the other way round. Its place in the prefix
-    cache stays. `free` is in the free queue, `used` is not."""
+    """Exchange the ids of two blocks: the block object with id `used` gets the id `free`, and the other way round.
+
+    The used block stays in the prefix cache. `free` must be in the free queue, `used` must not.
+    """
     mover, other = pool.blocks[used], pool.blocks[free]
     pool._maybe_evict_cached_block(other)
     tokens, hashes = mover.block_hash_num_tokens, pool._remove_cached_block_hashes(mover)
@@ -241,23 +267,24 @@ def exchange(pool: Any, used: int, free: int) -> None:
 
 
 def show_blocks(scheduler: Any, visible: int) -> None:
-    """Tell vLLM's books how many blocks there are: usage, watermark and the figures it reports."""
+    """Set the number of blocks that vLLM computes usage, watermark and its reported figures from."""
     manager = scheduler.kv_cache_manager
     manager.block_pool.num_gpu_blocks = visible
     manager.watermark_blocks = int(scheduler.scheduler_config.watermark * visible)
 
 
 def blocks_held(scheduler: Any, request: Any) -> int:
-    """How many blocks the request holds, in all cache groups."""
+    """Number of blocks that the request holds in all cache groups."""
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
     return sum(len(manager.req_to_blocks.get(request.request_id, ())) for manager in managers)
 
 
 class Prefixes:
-    """Full blocks of prompts that waiting requests need not fill: they are in the prefix cache, or a request before them fills
-    them. For one step; nothing is touched: neither the order in which blocks are evicted nor vLLM's figures.
+    """Counts the full blocks of prompts that waiting requests need not fill, for one step.
 
-    Hashes are chained, so one that was met stands for all before it, and each is looked up once however many share it.
+    Such a block is in the prefix cache, or an earlier request fills it. Changes neither the order in which vLLM evicts
+    blocks nor vLLM's figures. Hashes are chained: a hash that was met stands for all hashes before it. Each hash is
+    looked up once.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -267,7 +294,8 @@ class Prefixes:
         self._pool, coordinator = self._manager.block_pool, self._manager.coordinator
         managers = coordinator.single_type_managers
         self._size = self._pool.hash_block_size
-        # Elsewhere (a window in all layers) what is found does not begin at the start of the prompt: vLLM's own search.
+        # With a window in all layers the cached blocks need not begin at the start of the prompt: use vLLM's own
+        # search.
         self._chained = (
             len(managers) == 1
             and isinstance(managers[0], FullAttentionManager)
@@ -277,20 +305,19 @@ class Prefixes:
         self._taken: set[int] = set()
 
     def running(self, request: Any) -> None:
-        """It is filling its prompt: those who begin alike find that when their turn comes."""
+        """Note a request that is filling its prompt: requests with the same start will find its blocks in the cache."""
         if self._chained:
             self._met.update(request.block_hashes[: request.num_tokens // self._size])
 
     def spared(self, request: Any) -> int:
-        """How many of its blocks this waiting request does not take from the free ones."""
+        """Number of blocks of this waiting request that it does not take from the free ones."""
         if not self._manager.prefix_cache_lookup_enabled(request):
             return 0
         most = request.num_tokens - 1  # the last token is always computed
         if not self._chained:
             blocks, *_ = self._manager.coordinator.find_longest_cache_hit(request.block_hashes, most)
-            found = [
-                block for group in blocks for block in group
-            ]  # null blocks too: what lies before a window takes none
+            # Null blocks, too: positions before a window take no block.
+            found = [block for group in blocks for block in group]
             return len(found) - self._first_taken(found)
         hashes, most = request.block_hashes, most // self._size
         whole = min(request.num_tokens // self._size, len(hashes))
@@ -305,15 +332,17 @@ class Prefixes:
         return int(there + len(new) - self._first_taken(new))
 
     def _first_taken(self, blocks: Iterable[Any]) -> int:
-        """How many are in nobody's use: they count as free ones until the first request that takes them."""
+        """Number of cached blocks that no request uses. They count as free until the first request takes them."""
         idle = {block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null} - self._taken
         self._taken |= idle
         return len(idle)
 
 
 def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> None:
-    """`grow(request, new tokens)` is called where vLLM finds too few blocks, for running and for waiting requests, before it
-    preempts or stops admitting; if it returns True the allocation is tried once more."""
+    """Call `grow(request, new tokens)` when vLLM finds too few blocks for a running or a waiting request.
+
+    The call comes before vLLM preempts or stops admitting requests. If it returns True, vLLM allocates once more.
+    """
     manager = scheduler.kv_cache_manager
     original = manager.allocate_slots
 
@@ -331,19 +360,21 @@ def on_failed_allocation(scheduler: Any, grow: Callable[[Any, int], bool]) -> No
 
 
 def engine_index(vllm_config: Any) -> int:
-    """Which of the engines of one server (data parallelism) this is, as vLLM's own series are labelled."""
+    """Index of this engine among those of the server (data parallelism), as in the labels of vLLM's own metrics."""
     return int(vllm_config.parallel_config.data_parallel_index)
 
 
-_REPORTED = "_remap_reported"  # on a CacheConfig: what is reported instead of its fields
+_REPORTED = "_remap_reported"  # attribute of a CacheConfig: name -> the value that vLLM reports instead of the field
 
 
 def _report_first_blocks(core: Any) -> None:
-    """PATCH. vLLM's `cache_config_info` and its routers are told how many blocks there are, not how many there may be. The field
-    itself stays: workers of this process size what they allocate by it."""
+    """PATCH. Make vLLM report the number of usable blocks, in `cache_config_info` and to its routers.
+
+    The field itself keeps the largest number: workers of this process size their allocations by it.
+    """
     cache, there = core.vllm_config.cache_config, len(core.scheduler.remap.books.opened)
     share = there / cache.num_gpu_blocks
-    # getattr: vLLM fills these in for some models only
+    # vLLM sets these for some models only, hence getattr.
     tokens, requests = (getattr(cache, name, None) for name in ("kv_cache_size_tokens", "kv_cache_max_concurrency"))
     reported = {"num_gpu_blocks": there}
     if tokens is not None:
@@ -355,7 +386,7 @@ def _report_first_blocks(core: Any) -> None:
 
 
 def _answer_with_reported(cache_class: Any, core_class: Any) -> None:
-    """Both where vLLM says it: to the processes that serve, and at /metrics of this one."""
+    """Patch both reports: to the processes that serve, and at /metrics of this process."""
     if not getattr(cache_class.metrics_info, "remap", False):
         info = cache_class.metrics_info
 
@@ -382,8 +413,11 @@ def _answer_with_reported(cache_class: Any, core_class: Any) -> None:
 
 
 def collect_in_every_registry(collector: Any) -> None:
-    """PATCH. Where several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM and its web framework make
-    registries of their own, with nothing but prometheus_client's collector of files in them: ours answers with that one."""
+    """PATCH. Add our figures to prometheus_client's collector of files.
+
+    If several processes serve /metrics, or PROMETHEUS_MULTIPROC_DIR is set, vLLM and its web framework make their own
+    registries, with only that collector in them.
+    """
     from prometheus_client.multiprocess import MultiProcessCollector
 
     original = MultiProcessCollector.collect
@@ -403,20 +437,23 @@ def collect_in_every_registry(collector: Any) -> None:
 
 
 def bytes_of_tokens(specs: dict[str, Any], tokens: int) -> int:
-    """Bytes of whole blocks of that many tokens, in all layers. specs: of each layer's KV cache, as the worker has them."""
+    """Bytes of whole blocks of so many tokens, in all layers. specs: layer -> its KV cache's spec, from the worker."""
     return sum(-(-tokens // spec.block_size) * spec.page_size_bytes for spec in specs.values())
 
 
 def block_bytes(kv_cache_config: Any, layers: int) -> int:
-    """Bytes of one block in all layers. Raises InvalidState where blocks do not lie one behind the other, or cannot be divided
-    among the layers: several groups of layers with KV of different kinds."""
+    """Bytes of one block in all layers.
+
+    Raises InvalidState (fields block_stride, blocks, size) if blocks do not lie one after another, or are not a
+    multiple of 2 x layers bytes, as with several groups of layers that have different KV.
+    """
     stride = {tensor.block_stride for tensor in kv_cache_config.kv_cache_tensors}
     size = kv_cache_config.kv_cache_tensors[0].size
     bytes_each = stride.pop()
     if stride or bytes_each * kv_cache_config.num_blocks != size or bytes_each % (2 * layers):
         raise InvalidState(
-            f"blocks of {bytes_each} bytes, {kv_cache_config.num_blocks} of them in {size} bytes, are not one behind "
-            f"the other or not the same for each of {layers} layers; nothing was moved; remap serves models whose layers all "
+            f"{kv_cache_config.num_blocks} blocks of {bytes_each} bytes in {size} bytes do not lie one after another, "
+            f"or do not divide evenly among {layers} layers; nothing was moved; remap serves models whose layers all "
             "have the same KV",
             block_stride=bytes_each,
             blocks=kv_cache_config.num_blocks,
@@ -426,9 +463,10 @@ def block_bytes(kv_cache_config: Any, layers: int) -> int:
 
 
 def refuse_whole_graphs(vllm_config: Any) -> None:
-    """Unproven: needs a GPU. Layers wait on the host, between graphs: a graph of the whole pass has no place for that.
+    """Raises InvalidState (field cudagraph_mode) unless graphs are off, or piecewise and split at our operators.
 
-    Raises InvalidState unless graphs are off or piecewise and split at our operators.
+    Layers wait on the host between graphs, and a graph of the whole pass has no place for that. Not tested: it needs a
+    GPU.
     """
     from vllm.config import CUDAGraphMode
     from vllm.platforms import current_platform
@@ -441,7 +479,8 @@ def refuse_whole_graphs(vllm_config: Any) -> None:
     )
     if mode != CUDAGraphMode.PIECEWISE or missing:
         raise InvalidState(
-            f"CUDA graphs are {mode}, split at {vllm_config.compilation_config.splitting_ops}; the engine was not started; give "
-            "--enforce-eager, or cudagraph_mode=PIECEWISE with vllm::wait_prefetch and vllm::start_prefetch among splitting_ops",
+            f"CUDA graphs are {mode}, split at {vllm_config.compilation_config.splitting_ops}; the engine was not "
+            "started; give --enforce-eager, or cudagraph_mode=PIECEWISE with vllm::wait_prefetch and "
+            "vllm::start_prefetch among splitting_ops",
             cudagraph_mode=str(mode),
         )

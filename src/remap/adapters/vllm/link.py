@@ -1,4 +1,4 @@
-"""Between vLLM's scheduler and the ranks: which of its blocks are open, which have to leave, and how they do."""
+"""The link between vLLM's scheduler and the ranks: it opens blocks, and lets blocks leave by draining or moving."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Books", "Link"]
 
 
 class Books:
-    """Which ids of vLLM's pool may be handed out. opened: those; leaving: withdrawn, and still in use."""
+    """The ids of vLLM's pool. opened: ids that vLLM may hand out; leaving: drained ids that are still in use."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -21,10 +21,10 @@ class Books:
         self.leaving: set[int] = set()
 
     def open_now(self, runs: Runs) -> list[int]:
-        """Exactly these ids are open. Returns ids that have to leave and are in no use: they are parked."""
+        """Open exactly these ids. Returns the ids that left at once, because no request used them."""
         wanted = ids(runs)
         gone, new = self.opened - wanted, wanted - self.opened
-        back = self.leaving & new  # still with their requests: nothing to unpark
+        back = self.leaving & new  # they are still with their requests
         self.leaving -= back
         self.opened = wanted
         internals.unpark(self.pool, sorted(new - back))
@@ -34,7 +34,7 @@ class Books:
         return parked
 
     def collect(self) -> list[int]:
-        """Of the leaving ids, those that are in no use by now: they are parked."""
+        """Park the leaving ids that no request uses any more, and return them."""
         free = internals.park(self.pool, sorted(self.leaving))
         self.leaving.difference_update(free)
         self._show()
@@ -45,15 +45,18 @@ class Books:
 
 
 class Link:
-    """One engine's ranks, asked by its scheduler between steps. moved: blocks that were moved so that others could leave."""
+    """One engine's ranks; its scheduler calls these methods between steps.
+
+    moved: number of blocks that were moved out of ids that had to leave.
+    """
 
     def __init__(self, executor: Any, books: Books) -> None:
         self._executor, self.books, self.moved = executor, books, 0
         ranks = executor.parallel_config.world_size
-        # The worker itself where it lives in this process: what happens in its arena for others' sake is heard at once.
+        # The worker, if it lives in this process: it then reports changes that other tenants cause at once.
         self._local = getattr(getattr(executor, "driver_worker", None), "worker", None) if ranks == 1 else None
         self.group = Group(self._ask, ranks)
-        books.open_now(self.group.opened)  # what is parked now was never there: nothing to return
+        books.open_now(self.group.opened)  # ids that this parks never had pages: there is nothing to return
         self._ask("listen", self._heard if self._local is not None else None)
         self.may_move = all(self._rpc("remap_may_move"))
         self._sharing = bool(self._rpc("remap_manifest")[0]["arena"])
@@ -62,17 +65,17 @@ class Link:
             self.rest()  # until its first request
 
     def step(self, blocks: int, free: int, anyway: bool = False) -> None:
-        """The ranks are where rank 0 wants them for this demand, and the pool knows. anyway: see `Rank.step`."""
+        """Make one step on all ranks for this demand, and change the pool accordingly. anyway: see `Rank.step`."""
         self._take(self.group.step(blocks, free, anyway))
 
     def wake(self) -> None:
-        """There is work."""
+        """Wake the tenant: there are requests."""
         if self._asleep:
             self._ask("wake")
             self._asleep = False
 
     def rest(self) -> None:
-        """There is no work. The layers come home; in a shared arena others may have them instead."""
+        """There are no requests: bring the layers home. In a shared arena other tenants may use their pages instead."""
         if self._asleep:
             return
         self._give_back(self.books.collect())
@@ -81,15 +84,15 @@ class Link:
             self._asleep = True
         elif self.group.target[0]:
             self._take(self.group.home())
-            # Where the ranks are other processes, they have heard only now which blocks have left.
+            # Ranks in other processes learn only now which blocks have left, so ask them again.
             if self.group.target[0] and not self.books.leaving:
                 self._take(self.group.home())
 
     def leave(self, spare: int) -> None:
-        """Blocks that have to leave: free ones go; the others move, if that leaves `spare` blocks free."""
+        """Let blocks leave: free ones go; used ones move to other ids, if at least `spare` blocks stay free."""
         self._give_back(self.books.collect())
         leaving, pool = sorted(self.books.leaving), self.books.pool
-        # Counted before they are listed: this is asked in every step while blocks are leaving.
+        # Count before listing: this runs in every step while blocks are leaving.
         if leaving and self.may_move and pool.get_num_free_blocks() >= len(leaving) + spare:
             free = [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
             moves = dict(zip(leaving, free))

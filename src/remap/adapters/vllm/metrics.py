@@ -1,12 +1,14 @@
-"""What remap does, at vLLM's /metrics.
+"""remap's figures at vLLM's /metrics.
 
-The engine's process writes some numbers into a small file after every pass, those that serve /metrics read them when they are
-asked. vLLM's own statistics have no place for a plugin's, and these are different processes. REMAP_METRICS_FILE names the file;
-whoever comes first (the one that serves) names it for those that it starts, and removes it; one that was killed leaves its file
-to the next that starts.
+vLLM's own statistics have no room for a plugin's figures, and the engine and /metrics run in different processes. So
+the engine's process writes its figures into a small file after every pass, and the processes that serve /metrics read
+the file for each request. REMAP_METRICS_FILE names the file. The first process (the one that serves) sets that name for
+the processes that it starts, and removes the file when it ends; the next server removes the file of a server that was
+killed.
 
-Each engine (data parallelism) has its place in the file, and one writer (rank 0, its engine's thread); any number of readers, no
-lock: every field is eight aligned bytes, and a reader may see fields of two passes that follow each other, never a torn one.
+Each engine (data parallelism) has its own place in the file and one writer (rank 0, its engine's thread). Any number of
+processes may read, without a lock: every field is eight aligned bytes. A reader may see fields of two successive
+passes, but never half a field.
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ from . import internals
 __all__ = ["FIELDS", "RemapStats", "Writer", "read"]
 
 VARIABLE = "REMAP_METRICS_FILE"
-# name, help, whether it only ever rises
+# name, help text, whether the figure is a counter
 FIELDS = (
     ("alpha", "Layers' worth of weights that are KV cache now", False),
     ("layers", "Layers of the model", False),
     ("usable_blocks", "KV blocks that may be used now", False),
-    ("max_blocks", "KV blocks there could be", False),
+    ("max_blocks", "Most KV blocks that may be used", False),
     ("passes", "Forward passes", True),
     ("copies", "Layers streamed in", True),
     ("copied_bytes", "Bytes of weights streamed in", True),
@@ -49,7 +51,11 @@ _FORMAT = struct.Struct(f"{len(FIELDS)}d")
 
 
 def file() -> Path:
-    """The file of this server. The first to ask names it, for itself and for the processes it starts, and removes it."""
+    """The file of this server.
+
+    The first process that calls this names the file, for itself and for the processes that it starts, and removes it at
+    exit.
+    """
     if VARIABLE not in os.environ:
         _sweep()
         path = Path(tempfile.gettempdir()) / f"{_PREFIX}{os.getpid()}{_SUFFIX}"
@@ -63,17 +69,17 @@ def _sweep() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*{_SUFFIX}"):
         owner = path.name[len(_PREFIX) : -len(_SUFFIX)]
         if owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            with suppress(OSError):  # somebody else's, or removed by somebody else just now
+            with suppress(OSError):  # another user's file, or another process has just removed it
                 path.unlink()
 
 
 class Writer:
-    """Rank 0's of one engine."""
+    """Writes the figures of one engine; rank 0 has it."""
 
     def __init__(self, engine: int = 0) -> None:
         end = (engine + 1) * _FORMAT.size
         with os.fdopen(os.open(file(), os.O_RDWR | os.O_CREAT, 0o600), "r+b") as stream:
-            # Never cut: another engine may have it mapped.
+            # Never truncate the file: another engine may have mapped it.
             os.posix_fallocate(stream.fileno(), 0, end)
             self._memory = mmap.mmap(stream.fileno(), end)
         self._start = engine * _FORMAT.size
@@ -82,12 +88,12 @@ class Writer:
         stats = tenant.stats()
         alpha, layers, blocks, most = tenant.remapped, tenant.layers, tenant.kv.usable_blocks, tenant.kv.max_blocks
         counted = (stats.passes, stats.copies, stats.copied_bytes, stats.stall_s, stats.misses)
-        # Not pack_into: that writes zeros first, and a reader may see them.
+        # pack_into would write zeros first, and a reader might see them.
         self._memory[self._start : self._start + _FORMAT.size] = _FORMAT.pack(alpha, layers, blocks, most, *counted)
 
 
 def read() -> dict[int, dict[str, float]]:
-    """The present numbers by engine and name, without engines that have not written any."""
+    """engine -> name -> the present figure, without engines that have not written yet."""
     try:
         content = file().read_bytes()
     except FileNotFoundError:
@@ -111,12 +117,15 @@ class _Collector(Collector):
 
 
 def collect_everywhere() -> None:
-    """In the registries that vLLM makes of its own: see `internals.collect_in_every_registry`."""
+    """Register the collector with registries that vLLM makes itself; see `internals.collect_in_every_registry`."""
     internals.collect_in_every_registry(_Collector())
 
 
 class RemapStats(StatLoggerBase):
-    """For the entry point `vllm.stat_logger_plugins`: made where vLLM serves /metrics. It only registers the collector."""
+    """The class of the entry point `vllm.stat_logger_plugins`. vLLM makes it where it serves /metrics.
+
+    It only registers the collector.
+    """
 
     _registered = False
 
@@ -127,7 +136,7 @@ class RemapStats(StatLoggerBase):
             RemapStats._registered = True
 
     def record(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the figures come from the file."""
+        """Does nothing: the figures come from the file."""
 
     def log_engine_initialized(self) -> None:
-        """Nothing to say."""
+        """Does nothing."""

@@ -1,7 +1,8 @@
-"""vLLM's offloader interface, answered by a tenant: layers wait for their weights and say when they are done with them.
+"""vLLM's offloader interface, implemented by a tenant: each layer waits for its weights and reports when it is done.
 
-vLLM calls `wrap_modules` while it builds the model, and `_wait_for_layer(i)`, `_start_prefetch(i)` through two operators that its
-compiler keeps in order. Which layers are streamed may change between any two passes: the operators ask at run time.
+vLLM calls `wrap_modules` while it builds the model, and `_wait_for_layer(i)` and `_start_prefetch(i)` through two
+operators that its compiler keeps in order. The set of streamed layers may change between any two passes: the operators
+ask at run time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["RemapOffloader"]
 
 
 class RemapOffloader(BaseOffloader):
-    """The decoder's layers of one worker. Outside of a pass (`entered`) nothing waits: before the weights have moved."""
+    """The decoder's layers of one worker. Outside of a pass (`entered`) no layer waits."""
 
     def __init__(self) -> None:
         self.layers: list[nn.Module] = []
@@ -30,7 +31,11 @@ class RemapOffloader(BaseOffloader):
 
     @contextmanager
     def entered(self, tenant: Any, phase: str, tokens: int) -> Iterator[None]:
-        """One pass of the tenant's. Raises InvalidState if it did not come by every layer: it has computed with other bytes."""
+        """One pass of the tenant.
+
+        Raises InvalidState (fields waited, layers) if not every layer waited: the pass has then computed with wrong
+        bytes.
+        """
         set_offloader(self)  # another engine of this process may have set its own
         with tenant.forward(phase, tokens):
             self._tenant, self._waited = tenant, 0
@@ -40,8 +45,9 @@ class RemapOffloader(BaseOffloader):
                 self._tenant = None
         if self._waited != len(self.layers):
             raise InvalidState(
-                f"a pass waited for {self._waited} of {len(self.layers)} layers: another engine of this process took "
-                "its place, or the model left layers out; its results are wrong; serve it without remap",
+                f"a pass waited for {self._waited} of {len(self.layers)} layers: another engine of this process "
+                "replaced the offloader, or the model skipped layers; the pass's results are wrong; serve without "
+                "remap",
                 waited=self._waited,
                 layers=len(self.layers),
             )
@@ -49,8 +55,8 @@ class RemapOffloader(BaseOffloader):
     def wrap_modules(self, modules_generator: Generator[nn.Module, None, None], prefix: str = "") -> list[nn.Module]:
         if self.layers:
             raise InvalidState(
-                "the model has a second stack of layers (a drafter, an encoder); remap streams one; nothing was attached; serve "
-                "without it, or without remap",
+                "the model has a second stack of layers (a drafter, an encoder), and remap streams only one; nothing "
+                "was attached; serve without the second stack, or without remap",
                 layers=len(self.layers),
             )
         self.layers = list(modules_generator)
@@ -64,13 +70,13 @@ class RemapOffloader(BaseOffloader):
             self._tenant.wait(layer_idx)
 
     def _start_prefetch(self, layer_idx: int) -> None:
-        """vLLM's name for "the layer before this one is through"; ours passes the layer that is."""
+        """Report that the layer is done. (vLLM's own offloaders start a prefetch at this point, hence the name.)"""
         if self._tenant is not None:
             self._tenant.done(layer_idx)
 
 
 def _bracket(module: nn.Module, index: int) -> None:
-    """The operators around the layer's forward, on its first and its last tensor: so no compiler moves them."""
+    """Put the operators around the layer's forward. They take its first and last tensor, so no compiler moves them."""
     inner = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

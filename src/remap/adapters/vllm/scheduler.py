@@ -1,8 +1,8 @@
-"""vLLM's scheduler, which asks for layers before it preempts and gives them back when it can.
+"""vLLM's scheduler, which asks for the memory of layers before it preempts requests, and gives it back when it can.
 
-schedule            what running and waiting requests need -> `Link.step`; blocks that leave have drained, or are moved
-allocation fails    the same, for what is missing; vLLM tries once more, and only then preempts
-last request ends   everything comes home
+schedule            reports the demand of running and waiting requests (`Link.step`); leaving blocks drain or move
+allocation fails    reports the missing blocks; vLLM then tries once more, and preempts only if that fails, too
+last request ends   brings all layers home
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Scheduler(AsyncScheduler):
         self._step_tokens = max(1, self.block_size)
 
     def bind(self, executor: Any) -> None:
-        """The engine is complete: park the blocks that are not there yet, and listen."""
+        """Withhold the blocks that are not usable yet, and listen to changes.
+
+        `internals` calls it on a complete engine.
+        """
         self.remap = Link(executor, Books(self))
         internals.on_failed_allocation(self, self._grow)
 
@@ -41,7 +44,8 @@ class Scheduler(AsyncScheduler):
             if link.books.leaving:
                 link.leave(self._reserve)
             wanted, free = self._demand(), self.kv_cache_manager.block_pool.get_num_free_blocks()
-            # Between processes a question costs a round trip, which waits for the step under way: only where it may matter.
+            # Between processes a step costs a round trip, which waits for the pass under way: ask only if it may
+            # matter.
             if link.group.ranks == 1 or link.group.target[0] or wanted + self._reserve > free:
                 link.step(wanted, free)
         return super().schedule(*args, **kwargs)
@@ -58,8 +62,11 @@ class Scheduler(AsyncScheduler):
         return 2 * len(self.running) + 1
 
     def _demand(self) -> int:
-        """Blocks that the next steps take from the free ones: of running requests what they lack, of waiting ones, as many as
-        have seats, all that is neither cached nor filled by one before them."""
+        """Blocks that the next steps take from the free ones.
+
+        A running request takes the blocks that it lacks. A waiting request that has a seat takes all blocks that are
+        neither cached nor filled by a request before it.
+        """
         prefixes = internals.Prefixes(self)
         wanted = 0
         for request in self.running:
@@ -68,14 +75,14 @@ class Scheduler(AsyncScheduler):
                 prefixes.running(request)
         seats, most = self.max_num_running_reqs - len(self.running), len(self.kv_cache_manager.block_pool.blocks)
         for request in self.waiting:
-            if seats <= 0 or wanted >= most:  # more than there can be is not asked for
+            if seats <= 0 or wanted >= most:  # no more blocks than that can exist
                 break
             seats -= 1
             wanted += self._missing_at_start(request, prefixes)
         return wanted
 
     def _missing_at_start(self, request: Any, prefixes: internals.Prefixes) -> int:
-        """Of a request that waits."""
+        """Blocks that a waiting request takes."""
         spared = 0 if internals.blocks_held(self, request) else prefixes.spared(request)
         return max(0, self._missing(request, 1) - spared)
 
@@ -85,8 +92,11 @@ class Scheduler(AsyncScheduler):
         return max(0, whole * len(self.kv_cache_config.kv_cache_groups) - internals.blocks_held(self, request))
 
     def _grow(self, request: Any, num_new_tokens: int) -> bool:
-        """vLLM lacks blocks for this request. Whether there are more now. If it is the only one, waiting longer or preempting it
-        would gain nothing, and it was accepted because it fits into the largest cache: then it gets that."""
+        """Ask for blocks that vLLM lacks for this request. Returns whether there are more free blocks now.
+
+        If the request is the only one, waiting or preempting it would gain nothing. vLLM accepted it because it fits
+        into the largest cache, so the cache then grows at any cost.
+        """
         link = self.remap
         assert link is not None
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()

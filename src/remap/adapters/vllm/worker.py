@@ -1,11 +1,11 @@
 """One rank: vLLM's worker, with its weights and its KV cache in one arena.
 
-    load_model               vLLM loads (and quantises) as always; the layers are ours to bracket (offloader.py)
-    determine_available_...  answers for the largest KV cache there could be: what is not usable yet is parked by the scheduler
-    initialize_from_config   the weights move into the arena; vLLM's views of the KV cache are views of the tenant's region
-    execute_model            one pass
+    load_model               lets vLLM load (and quantise) as usual; offloader.py brackets the layers
+    determine_available_...  returns the bytes of the largest KV cache; the scheduler withholds unusable blocks
+    initialize_from_config   moves the weights into the arena; vLLM's KV tensors become views of the tenant's region
+    execute_model            is one pass
 
-What the scheduler calls on it (`remap_call`, through `collective_rpc`) comes between passes, in the order of the steps.
+The scheduler calls `remap_call` through `collective_rpc` between passes, in the order of the steps.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .offloader import RemapOffloader
 
 __all__ = ["NAME", "worker_class"]
 
-logger = logging.getLogger("vllm.remap")  # vLLM shows what its own loggers say
+logger = logging.getLogger("vllm.remap")  # vLLM shows only messages of its own loggers
 
 NAME = "vllm"
 
 
 class RemapWorker:
-    """Comes before a worker class of vLLM's; see `worker_class`."""
+    """The part of the worker that is ours: `worker_class` puts it before a worker class of vLLM's."""
 
     model_runner: Any
     vllm_config: Any
@@ -53,8 +53,9 @@ class RemapWorker:
         scheduler = self.vllm_config.scheduler_config.get_scheduler_cls()
         if not hasattr(scheduler, "bind"):
             raise InvalidState(
-                f"remap's worker needs remap's scheduler, which hands out only blocks that are there; this one is {scheduler}; "
-                "the engine was not started; give --scheduler-cls remap.adapters.vllm.Scheduler, or no --worker-cls",
+                "remap's worker needs remap's scheduler, which hands out only usable blocks; this engine's scheduler "
+                f"is {scheduler}; the engine was not started; give --scheduler-cls remap.adapters.vllm.Scheduler, or "
+                "no --worker-cls",
                 scheduler=str(scheduler),
             )
         parallel = self.vllm_config.parallel_config
@@ -66,8 +67,8 @@ class RemapWorker:
         found = [name for name, used in unserved.items() if used]
         if found:
             raise InvalidState(
-                f"remap's vLLM adapter does not serve {' or '.join(found)} yet; the engine was not started; start it without, or "
-                "unset REMAP_ENABLE",
+                f"remap's vLLM adapter does not serve {' or '.join(found)} yet; the engine was not started; start it "
+                "without, or unset REMAP_ENABLE",
                 unserved=tuple(found),
             )
         internals.refuse_whole_graphs(self.vllm_config)
@@ -91,14 +92,14 @@ class RemapWorker:
         found = internals.block_outermost(layouts)
         if not found:
             raise InvalidState(
-                f"the attention backend reads only the KV layouts {', '.join(layouts)}, in which a block's layers lie apart; the "
-                "engine was not started; choose another attention backend",
+                f"the attention backend reads only the KV layouts {', '.join(layouts)}, in which a block's layers lie "
+                "apart; the engine was not started; choose another attention backend",
                 layouts=tuple(layouts),
             )
         return found
 
     def determine_available_memory(self) -> int:
-        """Bytes of the largest KV cache there could be: the first one, and all layers' weights but the ring's."""
+        """Bytes of the largest possible KV cache: the first one, and all layers' weights but those of the ring."""
         own = int(super().determine_available_memory())  # type: ignore[misc]
         size = footprint(self.model_runner.get_model(), self.remap_offloader.layers)
         self._remap_settings = settings = self._remap_read(size.nbytes + own)
@@ -106,7 +107,7 @@ class RemapWorker:
         self._remap_plain, self._remap_rounding = own, size.pages(page) * page - size.nbytes
         self._remap_page, self._remap_weights = page, size.pages(page) * page
         first = own if settings.arena else settings.capacity - self._remap_weights
-        if self.vllm_config.parallel_config.world_size > 1:  # what one rank opens the others open too
+        if self.vllm_config.parallel_config.world_size > 1:  # all ranks open the same blocks
             first = _least(first)
         if first < page:
             raise InvalidArgument(
@@ -140,7 +141,9 @@ class RemapWorker:
             super().initialize_from_config(kv_cache_config)  # type: ignore[misc]
 
     def _remap_read(self, capacity: int) -> Settings:
-        """The environment, and what --additional-config adds. capacity: if none is given, what vLLM itself would use."""
+        """The settings of the environment and of --additional-config. capacity: bytes, used if neither gives a
+        capacity.
+        """
         given = self.vllm_config.additional_config
         more = given.get("remap", {}) if isinstance(given, dict) else {}
         merged = {**os.environ, "REMAP_ENABLE": "1"} | {
@@ -155,8 +158,8 @@ class RemapWorker:
         page, block = self._remap_page, internals.block_bytes(kv_cache_config, len(layers))
         internals.own_rotary_tables(model)
         if not current_platform.is_cpu():
-            _to_host(model)  # the session's pages take its place on the device
-        # Whole pages, and none left over: ranks would differ in who takes them.
+            _to_host(model)  # the session's pages need its place on the device
+        # The first blocks take whole pages and leave none free: ranks could use a free page differently.
         most = kv_cache_config.num_blocks
         first = min(self._remap_first // page * page // block, most)
         pages = -(-first * block // page)
@@ -169,7 +172,7 @@ class RemapWorker:
             copy_chunk_bytes=settings.copy_chunk_bytes,
         )
         name = arena.name_for(self.vllm_config.model_config.model) if settings.arena else NAME
-        # vLLM's own views say what lies in a block: to us it is so many bytes.
+        # vLLM's own views lay out a block: for us a block is a number of bytes.
         kv = remap.KVSpec(
             layers=len(layers),
             kv_heads=1,
@@ -185,7 +188,7 @@ class RemapWorker:
             pinned = session.snapshot().tenants[name].pinned
             if len(layers) - len(pinned) < 2:
                 raise InvalidState(
-                    "fewer than two layers can be streamed: nothing would ever move; the engine was not started"
+                    "fewer than two layers can stream, so no layer could be remapped; the engine was not started"
                 )
             undo.pop_all()
         if settings.link is not None:
@@ -216,8 +219,8 @@ class RemapWorker:
         alone = self._remap_plain // block
         if first < alone and not settings.arena:
             logger.warning(
-                "remap: %d KV blocks now, %d without remap in the same memory: weights take whole pages of %d bytes, %d bytes "
-                "more than they have; a smaller REMAP_PAGE_BYTES takes fewer",
+                "remap: %d KV blocks now, %d without remap in the same memory: weights take whole pages of %d bytes, "
+                "%d bytes more than they have; a smaller REMAP_PAGE_BYTES takes fewer",
                 first,
                 alone,
                 page,
@@ -242,12 +245,12 @@ class RemapWorker:
         with self.remap_offloader.entered(self.remap_rank.tenant, "decode", 1):
             return super().execute_dummy_batch()  # type: ignore[misc]
 
-    # -- what the scheduler asks for, between passes ---------------------------------------------------------------
+    # -- calls of the scheduler, between passes --------------------------------------------------------------------
 
     def remap_call(self, method: str, *args: Any) -> Any:
         """One call of this rank's `remap.ranks.Rank`."""
         answer = getattr(self.remap_rank, method)(*args)
-        if answer is not None:  # a step that changes nothing shows nothing: passes do
+        if answer is not None:  # after a step without a change the next pass shows the figures
             self._remap_show()
         return answer
 
@@ -256,7 +259,7 @@ class RemapWorker:
             self._remap_gauges.write(self.remap_rank.tenant)
 
     def remap_move(self, moves: dict[int, int]) -> None:
-        """The contents of blocks, and every name of them on this rank."""
+        """Move the contents of blocks, and replace their ids on this rank. moves: old id -> new id."""
         self.remap_rank.tenant.kv.move(list(moves.items()))
         internals.rename_blocks(self.model_runner, moves)
 
@@ -269,20 +272,26 @@ class RemapWorker:
         return asdict(self.remap_rank.session.snapshot())
 
     def remap_manifest(self) -> dict[str, Any]:
-        """What was moved where when the engine started."""
+        """The sizes of the arena and its parts when the engine started."""
         return dict(self._remap_manifest)
 
-    # -- what reads or writes all weights --------------------------------------------------------------------------
+    # -- calls that read or write all weights ----------------------------------------------------------------------
 
     def save_sharded_state(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's, at any time: it takes the model's state dict, which has the master copies of layers that are away
-        (`remap.model.guards`). Raises InvalidState for packed weights, which a vLLM without them would read as others."""
+        """As vLLM's, at any time: it reads the model's state dict, which has the master copies of layers that are away.
+
+        Raises InvalidState for packed weights, which a vLLM that loads them would not recognise. See
+        `remap.model.guards`.
+        """
         self._remap_as_loaded("save_sharded_state")
         super().save_sharded_state(*args, **kwargs)  # type: ignore[misc]
 
     def save_tensorized_model(self, *args: Any, **kwargs: Any) -> None:
-        """As vLLM's. Raises InvalidState while layers (its field) are away: it would write what the ring holds. And for packed
-        weights."""
+        """As vLLM's.
+
+        Raises InvalidState for packed weights, and (field layers) while layers are away: it would write the ring's
+        bytes.
+        """
         self._remap_as_loaded("save_tensorized_model")
         self._remap_all_home("save_tensorized_model")
         super().save_tensorized_model(*args, **kwargs)  # type: ignore[misc]
@@ -295,24 +304,26 @@ class RemapWorker:
     def _remap_as_loaded(self, call: str) -> None:
         if current_platform.is_cpu() and self._remap_read(1).cpu_linear == "packed":
             raise InvalidState(
-                f"{call} would write weights as REMAP_CPU_LINEAR=packed has put them in order, and a vLLM that loads them would "
-                "not know; nothing was written; save with REMAP_CPU_LINEAR=exact, or copy the folder that was loaded"
+                f"{call} would write the weights in the order of REMAP_CPU_LINEAR=packed, and a vLLM that loads them "
+                "would not know that order; nothing was written; save with REMAP_CPU_LINEAR=exact, or copy the folder "
+                "that was loaded"
             )
 
     def _remap_all_home(self, call: str) -> None:
         away = () if self.remap_rank is None else tuple(sorted(self.remap_rank.tenant.away()))
         if away:
             raise InvalidState(
-                f"{call} reads weights where they lie, and layers {away} are streamed or loading; nothing was read or written; "
-                "call it while the engine is idle, or save_sharded_state, which has the bytes of all layers at any time",
+                f"{call} reads weights at their addresses, but layers {away} are streamed or loading; nothing was read "
+                "or written; call it while the engine is idle, or call save_sharded_state, which reads all layers at "
+                "any time",
                 layers=away,
             )
 
     def reload_weights(self, *args: Any, **kwargs: Any) -> None:
-        """Raises InvalidState: what is written would reach the layers that are in the arena now, and not their master copies."""
+        """Raises InvalidState: new weights would reach the layers in the arena, and not their master copies."""
         raise InvalidState(
-            "remap streams weights from copies that new weights do not reach, and keeps pages that neither sleep nor a "
-            "checkpoint of the process knows; nothing changed; restart the engine, or serve without remap"
+            "remap streams weights from copies that new weights would not reach, and holds pages that neither sleep "
+            "nor a checkpoint of the process covers; nothing changed; restart the engine, or serve without remap"
         )
 
     start_weight_update = start_draft_weight_update = update_weights = finish_weight_update = reload_weights
@@ -339,14 +350,14 @@ def _device() -> str:
 
 
 def _to_host(model: Any) -> None:
-    """Unproven: needs a GPU. Parameters and buffers onto the host, so that the arena can be opened where they were."""
+    """Move parameters and buffers to the host, to make room for the arena on the device. Not tested: it needs a GPU."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data = tensor.data.cpu()
     torch.accelerator.empty_cache()
 
 
 def worker_class() -> type:
-    """Our worker over the one that vLLM has for this platform."""
+    """A class of our worker and of vLLM's worker for this platform."""
     if current_platform.is_cpu():
         from vllm.v1.worker.cpu_worker import CPUWorker as Base
     else:

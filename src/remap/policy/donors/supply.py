@@ -30,9 +30,9 @@ from typing import Literal
 
 __all__ = ["NOTHING", "Kind", "Portion", "Quote", "Supply", "choose"]
 
-Kind = Literal["idle_kv", "inactive", "paused_kv", "active"]
+Kind = Literal["idle_kv", "paused_kv", "inactive", "active"]
 
-KINDS: tuple[Kind, ...] = ("idle_kv", "inactive", "paused_kv", "active")
+KINDS: tuple[Kind, ...] = ("idle_kv", "paused_kv", "inactive", "active")
 """In the order in which they are asked. Of KV, which is pages, less than a quote may be taken; layers are given whole."""
 
 

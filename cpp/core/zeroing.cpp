@@ -1,25 +1,23 @@
-// Zeroing what changes tenant (promise 6: a page that changes tenant reads zero), and what orders it.
+// Zeroes pages that change tenant (promise 6: a page that changes tenant reads zero), and orders the zeroes.
 //
-// A page's bytes are touched by its tenant only, on streams that the arena does not know. So a page that goes from tenant A by
-// way of `free` to tenant B has two orders to keep, and neither may cost the host a wait:
-//   A's last writes before the zeroes.   A plan that frees pages names an event behind A's work (Ordering::after). The arena's
-//      own stream is made to wait for each of them (gather), so it is behind everybody who ever gave a page up, and its
-//      last event stands for all. Without that, A's kernels, enqueued long ago and not run yet, would write
-//      into B's pages.
-//   The zeroes before B's first use.     Either the host waits for them, or they are enqueued on the stream behind which B
-//      does everything (Ordering::zero_on).
+// Only a page's tenant touches its bytes, on streams that the arena does not know. A page that goes from tenant A by way of
+// `free` to tenant B therefore has two orders to keep, and neither may make the host wait:
+//   A's last writes before the zeroes.   A plan that frees pages names an event behind A's work (Ordering::after). The arena
+//      makes its own stream wait for each of these events (gather), so this stream is behind every tenant that ever gave a page
+//      up, and its last event stands for all of them. Otherwise kernels that A enqueued long ago would write into B's pages.
+//   The zeroes before B's first use.     Either the host waits for them, or the arena enqueues them on the stream behind which
+//      B does everything (Ordering::zero_on).
 //
-// Page::dirty says whose bytes a page may hold. With zero_on it becomes B's when the fill is *enqueued*. That is as good as
-// done: until B gives the page up nobody but B touches it, and B does so behind the fill; and if B frees it before
-// the fill has run, the event of that plan, recorded on B's stream, is behind the fill as well, and so is whoever takes it
-// next. What remains is a plan that is undone: then the page returns to `free` with a fill of it still to come. undo_fills
-// puts the arena's stream behind that too, and marks the page as of unknown contents, so that whoever takes it has it zeroed
-// again, behind that stream.
+// Page::dirty says whose bytes a page may hold. With zero_on it becomes B's when the fill is *enqueued*, which is as good as
+// done: until B gives the page up only B touches it, behind the fill; and if B frees it before the fill has run, the event of
+// that plan, recorded on B's stream, is behind the fill as well, and so is the next tenant. One case remains, a plan that is
+// undone: its pages return to `free` with a fill still to come. undo_fills puts the arena's stream behind that fill and marks
+// the pages as of unknown contents, so that the next tenant has them zeroed again, behind that stream.
 //
-// What cannot be mended here: if B's stream fails after the fill was enqueued and before it ran, the page is not zeroed, and
-// who goes on with B on another stream finds A's bytes. On a GPU nobody goes on: such a failure ends the context.
+// The arena cannot repair one failure: if B's stream fails after the fill was enqueued and before it ran, the page is not
+// zeroed, and a host that goes on with B on another stream finds A's bytes. On a GPU such a failure ends the context.
 //
-// strict mode waits for the zeroes in any case: an undone plan unmaps the pages, and no fill may be on its way then.
+// strict mode always waits for the zeroes: an undone plan unmaps the pages, and no fill may be on its way then.
 #include <algorithm>
 #include <string>
 #include <utility>
@@ -31,7 +29,7 @@ namespace {
 
 // Calls body(first, last) for each run of pages that lie side by side in one region.
 template <typename Body>
-void for_runs(const std::vector<Unclean>& pages, std::size_t page_bytes, Body&& body) {
+void for_runs(const std::vector<DirtyPage>& pages, std::size_t page_bytes, Body&& body) {
   for (std::size_t first = 0; first < pages.size();) {
     std::size_t last = first;
     while (last + 1 < pages.size() && pages[last + 1].region == pages[first].region &&
@@ -45,7 +43,7 @@ void for_runs(const std::vector<Unclean>& pages, std::size_t page_bytes, Body&& 
 
 }  // namespace
 
-bool Arena::is_unclean(PageId id, TenantId tenant) const {
+bool Arena::is_dirty(PageId id, TenantId tenant) const {
   const TenantId dirty = pages_[id].dirty;
   return dirty != kNobody && dirty != tenant;
 }
@@ -55,7 +53,7 @@ void Arena::open_fills() {
   if (fill_stream_ == 0) fill_stream_ = backend_->create_stream();
 }
 
-// Waits for all that it has to do, and gets rid of a stream that has failed, which would fail for ever.
+// Waits for the stream's work and destroys it: a stream that has failed would fail for ever.
 void Arena::drop_fill_stream() {
   backend_->destroy_stream(fill_stream_);
   fill_stream_ = 0;
@@ -69,7 +67,7 @@ void Arena::gather(EventHandle after) {
   gathered_ = true;
 }
 
-std::size_t Arena::cleanse(const std::vector<Unclean>& pages, EventHandle after) {
+std::size_t Arena::zero_pages(const std::vector<DirtyPage>& pages, EventHandle after) {
   if (pages.empty()) return 0;
   std::size_t bytes = 0;
   try {
@@ -88,18 +86,19 @@ std::size_t Arena::cleanse(const std::vector<Unclean>& pages, EventHandle after)
       drop_fill_stream();  // the caller may unmap next: nothing may still be writing there
     } catch (...) {
       broken_ = true;
-      for (const Unclean& each : pages) pages_[each.page].owner = Owner::quarantine;
+      for (const DirtyPage& each : pages) pages_[each.page].owner = Owner::quarantine;
       fail_broken("zeroing failed and cannot be waited for: ", std::current_exception(), {});
     }
     throw;
   }
   gathered_ = false;
   // Only now: a page counts as this tenant's when the zeroes have arrived.
-  for (const Unclean& each : pages) pages_[each.page].dirty = each.tenant;
+  for (const DirtyPage& each : pages) pages_[each.page].dirty = each.tenant;
   return bytes;
 }
 
-std::size_t Arena::cleanse_on(const std::vector<Unclean>& pages, const Ordering& ordering, std::vector<PageId>& enqueued) {
+std::size_t Arena::enqueue_zeroing(const std::vector<DirtyPage>& pages, const Ordering& ordering,
+                                   std::vector<PageId>& enqueued) {
   if (pages.empty()) return 0;
   enqueued.reserve(pages.size());
   open_fills();  // undo_fills needs them

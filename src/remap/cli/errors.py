@@ -1,8 +1,9 @@
-"""How a command ends that cannot do what it was asked: one red line that says why, no traceback, and an exit code.
+"""Errors of the commands: a command that fails prints one red line with the reason, no traceback, and sets an exit
+code.
 
-0  it did what was asked
-1  it ran, and something failed or was found (a run broke off, a fit is too far off, `doctor` found a fault)
-2  nothing was done: the command line is wrong, an input cannot be read, or what the command needs is missing
+0  the command is done
+1  it ran and failed, or found a fault (a run broke off, a fit is too far off, a check of `doctor` is bad)
+2  it did nothing: the command line is wrong, an input cannot be read, or a package or device is missing
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ from rich.console import Console
 
 from remap.errors import Error, InvalidArgument, InvalidState
 
-__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "errors_told", "needed", "writable"]
+__all__ = ["EXIT_CODES", "FAILED", "REFUSED", "Missing", "exit_on_error", "needed", "writable"]
 
 FAILED, REFUSED = 1, 2
 EXIT_CODES = (
-    "Exit codes, of all commands: 0 done; 1 it ran, and something failed or was found; 2 nothing was done: wrong usage, "
-    "an input that cannot be read, or something that is not installed."
+    "Exit codes, of all commands: 0 done; 1 it ran, and something failed or was found; 2 nothing was done: wrong "
+    "usage, an input that cannot be read, or something that is not installed."
 )
 
 
 class Missing(InvalidState):
-    """What the command needs is not here (a package, a device, a model), so nothing was begun. The message names it."""
+    """The command needs a package, device or model that is missing. The message names it. Nothing was begun."""
 
 
 def needed(package: str, extra: str, what: str) -> Any:
-    """The module `package`. Raises Missing (fields package, extra) where it is not installed. what: that needs it."""
+    """Import `package`. what: the part of the command that needs it. extra: the extra that installs it.
+
+    Raises Missing (fields package, extra) if it is not installed.
+    """
     try:
         return import_module(package)
     except ImportError as error:
@@ -45,9 +49,11 @@ def needed(package: str, extra: str, what: str) -> Any:
 
 
 @contextmanager
-def errors_told(*others: type[Exception]) -> Iterator[None]:
-    """An Error of remap's that leaves the block, an OSError, or one of `others`, becomes a line on stderr and an exit code:
-    REFUSED of an InvalidArgument or Missing, FAILED of all others. Other exceptions pass.
+def exit_on_error(*others: type[Exception]) -> Iterator[None]:
+    """Turn an exception that leaves the block into a line on stderr and an exit code.
+
+    It does so for remap's Errors, OSErrors and `others`; other exceptions pass. The code is REFUSED for InvalidArgument
+    and Missing, FAILED for all others.
     """
     caught: tuple[type[Exception], ...] = (Error, OSError, *others)
     try:
@@ -59,7 +65,7 @@ def errors_told(*others: type[Exception]) -> Iterator[None]:
 
 
 def writable(path: Path) -> None:
-    """Say now, not after the run, if the file cannot be written. Raises InvalidArgument (field)."""
+    """Check before the run that the file can be written. Raises InvalidArgument (fields field, value) if not."""
     folder = path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

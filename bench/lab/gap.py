@@ -1,0 +1,117 @@
+"""How much of what memory is worth each policy gets, over several seeds: where it is between recompute and ideal.
+
+python -m bench.lab gap                  runs what is missing (a quarter of an hour on one core) and writes the page
+python -m bench.lab gap --quick          few requests and two seeds: that it runs
+python -m bench.lab gap --report-only    writes the page of what is stored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from . import ROOT, seeds
+from .paper.experiment_list import C1, C2
+from .paper.experiments import BASELINE, IDEAL, OURS, Panel
+from .paper.runs import Run, Settings
+from .seeds import AGAINST, GOODPUT, Column
+
+__all__ = ["CELLS", "POLICIES", "QUICK", "RESULTS", "SETTINGS", "Cell", "empty", "run_gap", "run_missing", "table"]
+
+RESULTS = ROOT / "bench" / "results" / "gap.json"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One load on one machine at one rate, in requests per second of all models together."""
+
+    machine: str
+    panel: Panel
+    rate: float
+
+    def name(self, policy: str, seed: int) -> str:
+        return f"{self.machine} | {self.panel.name} | {self.rate:g}/s | {policy} | {seed}"
+
+
+THREE = Panel("8B, 13B and 14B ShareGPT", "Llama-3-8b:25%,Llama-2-13b:37%,Qwen2.5-14B:37%", ("sharegpt",))
+CELLS = (
+    *(Cell("GH200-96GB", C1[1], rate) for rate in (4.0, 6.0)),
+    Cell("GH200-96GB", C2[1], 1.5),
+    *(Cell("H100-PCIe", THREE, rate) for rate in (2.0, 4.0)),
+)
+POLICIES = (BASELINE, "swap", "pie", OURS, "remap:swap", IDEAL)
+SETTINGS = Settings(requests=1500, seeds=5)
+QUICK = Settings(requests=100, seeds=2, quick=True)
+COLUMNS = (
+    Column("preemptions", "preemptions"),
+    Column("ttft_p99_s", "TTFT P99, s"),
+    Column("tokens_per_s", "tokens/s", more_is_better=True),
+    *AGAINST,
+    GOODPUT,
+)
+PAGE = """# Between recompute and ideal: {seeds} seeds of {requests:,} requests
+
+Virtual time, bursts of the Azure code trace, ShareGPT lengths, models in turns of 1 s. C1 is OPT-13b, Llama-2-13b and
+Llama-3-8b, C2 is OPT-30b and OPT-6.7b, and the third load is Llama-3-8b, Llama-2-13b and Qwen2.5-14B. Each figure is the
+median of n seeds, (worst to best). Made by `python -m bench.lab gap`; equal settings give equal figures.
+
+`ideal` is recompute with six times the memory. Gap closed: how far a policy comes from recompute (0 %) to ideal (100 %),
+each seed by itself; – where both are within 5 %. Goodput: requests with the first token within 2 s and TPOT of at most 0.2 s.
+
+{table}
+"""
+
+
+def empty(settings: Settings) -> dict[str, Any]:
+    """What a file of these settings begins with; the machine is each cell's own."""
+    made_with = {name: value for name, value in settings.to_json().items() if name != "machine"}
+    return {"settings": made_with, "points": {}}
+
+
+def run_missing(data: dict[str, Any], settings: Settings, path: Path, jobs: int, cells: Sequence[Cell] = CELLS) -> None:
+    """Run what `data` lacks, seed by seed, and write `path` after each run."""
+    runs = {
+        cell.name(policy, seed): (
+            Run(cell.panel, policy, f"{cell.rate:g}/s", cell.rate, seed),
+            replace(settings, machine=cell.machine),
+        )
+        for seed in range(settings.seeds)
+        for cell in cells
+        for policy in POLICIES
+    }
+    seeds.run_missing(data, runs, path, jobs)
+
+
+def table(data: Mapping[str, Any], cells: Sequence[Cell] = CELLS) -> str:
+    """Markdown: a line for each cell and policy."""
+    lines = [
+        seeds.Line(
+            (cell.machine, cell.panel.name, f"{cell.rate:g}/s"),
+            {policy: [cell.name(policy, seed) for seed in range(data["settings"]["seeds"])] for policy in POLICIES},
+        )
+        for cell in cells
+    ]
+    return seeds.table(data["points"], ("machine", "load", "rate"), lines, COLUMNS, worst_first=True)
+
+
+def run_gap(
+    results: Path,
+    settings: Settings = SETTINGS,
+    *,
+    jobs: int = 1,
+    report_only: bool = False,
+    cells: Sequence[Cell] = CELLS,
+) -> str:
+    """Run what `results` lacks, and write the page beside it. Returns the page.
+
+    What was run with other settings does not count: the file is begun anew. Raises InvalidArgument (field path) for a file
+    of something else, before anything runs.
+    """
+    data = seeds.read(results, empty(settings), "gap")
+    if not report_only:
+        run_missing(data, settings, results, jobs, cells)
+    text = PAGE.format(seeds=settings.seeds, requests=settings.requests, table=table(data, cells))
+    results.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text

@@ -1,0 +1,397 @@
+"""KV in host memory: the books, the bytes, and an engine whose requests come and go without being recomputed."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+
+import pytest
+from arena_worlds import PAGE, make_layers, write_block
+from fakes import CountingPool
+from hypothesis import given
+from hypothesis import strategies as st
+
+import remap
+from remap import DriverError, _core
+from remap.engine.request import Request, SamplingParams, Sequence
+from remap.engine.scheduler import Scheduler
+from remap.errors import InvalidArgument, OutOfBlocks
+from remap.kv.host import HostBlocks
+from remap.kv.spec import KVGeometry, KVSpec
+
+LAYOUTS = ("block_major", "layer_major")
+MODES = ("aliased", "strict")
+
+
+def store(blocks: int, layout: str = "block_major", layers: int = 3) -> HostBlocks:
+    spec = KVSpec(layers=layers, kv_heads=1, head_dim=4, min_blocks=0, max_blocks=20, layout=layout, host_blocks=blocks)
+    return HostBlocks(KVGeometry(spec, 256))
+
+
+# -- books -------------------------------------------------------------------------------------------------------------
+
+
+@given(layout=st.sampled_from(LAYOUTS), data=st.data())
+def test_ranges_are_those_of_each_block(layout: str, data: st.DataObject) -> None:
+    """Against each block by itself: the same bytes, in the same place of every range, in no more copies than runs."""
+    books = store(12, layout)
+    blocks = data.draw(st.lists(st.integers(0, 19), unique=True, max_size=12))
+    pairs = list(zip(blocks, books.allocate(len(blocks))))
+    unit, geometry = books.geometry.unit_bytes, books.geometry
+    obvious = {
+        (offset + i, r * 12 * unit + host * unit + i)
+        for block, host in pairs
+        for r, (offset, nbytes) in enumerate(geometry.byte_ranges_of_block(block))
+        for i in range(nbytes)
+    }
+    found = books.ranges(pairs)
+    assert {(region + i, host + i) for region, host, nbytes in found for i in range(nbytes)} == obvious
+    assert sum(nbytes for _, _, nbytes in found) == len(obvious) == len(blocks) * geometry.spec.block_bytes
+    ordered = sorted(pairs)
+    breaks = sum(b != a + 1 or d != c + 1 for (a, c), (b, d) in itertools.pairwise(ordered))
+    assert len(found) == (geometry.ranges * (breaks + 1) if pairs else 0)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=30))
+def test_host_blocks_are_one_holders_at_a_time(steps: list[tuple[bool, int]]) -> None:
+    books, held = store(8), list[int]()
+    for takes, count in steps:
+        if takes and count <= books.free_blocks:
+            got = books.allocate(count)
+            assert len(got) == count and not set(got) & set(held) and set(got) <= set(range(8))
+            held += got
+        elif takes:
+            with pytest.raises(OutOfBlocks) as caught:
+                books.allocate(count)
+            assert caught.value.fields["free"] == books.free_blocks
+        else:
+            books.free(held[:count])
+            held = held[count:]
+        assert books.free_blocks == 8 - len(held)
+    for wrong in ([*held, 8], [99], [held[0], held[0]] if held else [0]):
+        with pytest.raises(InvalidArgument):
+            books.free(wrong)
+    assert books.free_blocks == 8 - len(held)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def content(tenant: remap.Tenant, block: int) -> bytes:
+    ranges = tenant.kv.geometry.byte_ranges_of_block(block)
+    return b"".join(ctypes.string_at(tenant.kv.address + offset, nbytes) for offset, nbytes in ranges)
+
+
+def session_of(layout: str = "block_major", mode: str = "aliased", host: int = 6) -> tuple[remap.Session, remap.Tenant]:
+    session = remap.Session(64 * PAGE, page_bytes=PAGE, mode=mode)
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, layout=layout, host_blocks=host)
+    return session, session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bytes_come_back_into_any_blocks(layout: str, mode: str) -> None:
+    session, tenant = session_of(layout, mode)
+    with session:
+        kv = tenant.kv
+        first = kv.allocate(5)
+        for block in first:
+            write_block(tenant, block, 40 + block)
+        chosen = [first[3], first[0], first[4]]
+        expected = [content(tenant, block) for block in chosen]
+        hosts = kv.copy_out(chosen)
+        assert kv.copied_out_bytes == 3 * kv.spec.block_bytes and kv.host.free_blocks == 3
+        kv.free(first)
+        second = kv.allocate(6)
+        for block in second:
+            write_block(tenant, block, 7)
+        into = second[2:5]
+        ticket = kv.copy_in(hosts, into)
+        kv.join()
+        assert kv.arrived(ticket)
+        assert [content(tenant, block) for block in into] == expected
+        assert {*content(tenant, second[0]), *content(tenant, second[5])} == {7}
+        kv.free_host(hosts)
+        assert kv.host.free_blocks == 6 and kv.copied_in_bytes == 3 * kv.spec.block_bytes
+
+
+def test_a_tenant_that_has_gone_copies_nothing() -> None:
+    session, tenant = session_of()
+    with session:
+        kv = tenant.kv
+        ids = kv.allocate(2)
+        hosts = kv.copy_out(ids)
+        seen = session.snapshot().tenants["m"]
+        assert (seen.host_blocks, seen.kv_out_bytes, seen.kv_in_bytes) == (2, 2 * kv.spec.block_bytes, 0)
+        kv.copy_in(hosts, ids)
+        session.detach("m")
+        for call in (lambda: kv.copy_out(ids), lambda: kv.copy_in(hosts, ids)):
+            with pytest.raises(remap.InvalidState):
+                call()
+
+
+def test_blocks_that_arrive_may_be_freed_and_moved_at_once() -> None:
+    """Whatever takes a block away comes behind the copy into it."""
+    session, tenant = session_of()
+    with session:
+        kv = tenant.kv
+        (block,) = kv.allocate(1)
+        write_block(tenant, block, 9)
+        hosts = kv.copy_out([block])
+        for _ in range(20):
+            kv.copy_in(hosts, [block])
+            kv.free([block])
+            (block,) = kv.allocate(1)
+            write_block(tenant, block, 5)
+            assert set(content(tenant, block)) == {5}
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda kv, live, hosts: kv.copy_out([7]), InvalidArgument),
+        (lambda kv, live, hosts: kv.copy_out([live[0], live[0]]), InvalidArgument),
+        (lambda kv, live, hosts: kv.copy_out(live), OutOfBlocks),
+        (lambda kv, live, hosts: kv.copy_in([5], [live[0]]), InvalidArgument),
+        (lambda kv, live, hosts: kv.copy_in(hosts, live), InvalidArgument),
+        (lambda kv, live, hosts: kv.copy_in(hosts, [7]), InvalidArgument),
+        (lambda kv, live, hosts: kv.free_host([3]), InvalidArgument),
+    ],
+)
+def test_a_refused_call_changes_nothing(call, error) -> None:
+    session, tenant = session_of(host=2)
+    with session:
+        kv = tenant.kv
+        live = kv.allocate(3)
+        hosts = kv.copy_out(live[:1])
+        before = kv.host.free_blocks, kv.copied_out_bytes, kv.copied_in_bytes, kv.live_blocks
+        with pytest.raises(error):
+            call(kv, live, hosts)
+        assert (kv.host.free_blocks, kv.copied_out_bytes, kv.copied_in_bytes, kv.live_blocks) == before
+
+
+# -- the scheduler against a model of contents ---------------------------------------------------------------------------
+
+
+class ContentPool(CountingPool):
+    """Blocks and host blocks that know whose tokens they hold. Copies in arrive when the test says so, or fail."""
+
+    def __init__(self, blocks: int, host: int, rng: random.Random) -> None:
+        super().__init__(blocks, 4)
+        self.content: dict[int, tuple[str, int, int]] = {}  # block -> (request, its index, tokens written)
+        self.stored: dict[int, tuple[str, int, int]] = {}
+        self.free_hosts = list(range(host))
+        self.flying: dict[int, list[tuple[int, int]]] = {}
+        self.rng, self.tickets = rng, itertools.count(1)
+        self.fails = False
+
+    def free(self, ids: list[int]) -> None:
+        self.join()
+        super().free(ids)
+        for block in ids:
+            self.content.pop(block, None)
+
+    def copy_out(self, ids: list[int]) -> list[int]:
+        if len(ids) > len(self.free_hosts):
+            raise OutOfBlocks("too few host blocks")
+        hosts, self.free_hosts = self.free_hosts[: len(ids)], self.free_hosts[len(ids) :]
+        self.stored.update({host: self.content[block] for host, block in zip(hosts, ids)})
+        return hosts
+
+    def copy_in(self, host_ids: list[int], ids: list[int]) -> int:
+        assert len(host_ids) == len(ids) and set(ids) <= self.held and set(host_ids) <= set(self.stored)
+        ticket = next(self.tickets)
+        self.flying[ticket] = list(zip(host_ids, ids))
+        return ticket
+
+    def arrived(self, ticket: int) -> bool:
+        if self.fails and self.flying:
+            self.fails, self.flying = False, {}
+            raise DriverError("a copy failed")
+        if ticket in self.flying and self.rng.random() < 0.5:
+            return False
+        self._land(ticket)
+        return True
+
+    def join(self, ticket: int | None = None) -> None:
+        for each in tuple(self.flying):
+            if ticket is None or each <= ticket:
+                self._land(each)
+
+    def _land(self, ticket: int) -> None:
+        for host, block in self.flying.pop(ticket, ()):
+            self.content[block] = self.stored[host]
+
+    def free_host(self, host_ids: list[int]) -> None:
+        for host in host_ids:
+            del self.stored[host]
+        self.free_hosts += host_ids
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_sequence_runs_only_on_its_own_kv(seed: int) -> None:
+    """Random loads, preemptions from outside, turns that end, host memory that is short and copies that fail: whoever is in a
+    pass has all its tokens in its blocks, and everybody finishes; what fits is never recomputed."""
+    rng = random.Random(seed)
+    host = rng.choice([4, 12, 400])
+    pool = ContentPool(rng.randint(12, 24), host, rng)
+    scheduler = Scheduler(block_tokens=4, max_num_seqs=6, max_batch_tokens=16, chunk_align=4, swap=True)
+    requests = [
+        Request(f"r{i}", tuple(range(1, rng.randint(3, 26))), SamplingParams(max_tokens=rng.randint(1, 12)))
+        for i in range(14)
+    ]
+    waiting = [Sequence.of(request, order) for order, request in enumerate(requests)]
+    unfinished, recomputed = set(waiting), 0
+    for _ in range(3000):
+        if waiting and rng.random() < 0.3:
+            scheduler.add(waiting.pop(0))
+        for sequence in (*scheduler.running, *scheduler.arriving):
+            if rng.random() < 0.05:
+                scheduler.preempt(sequence, pool)
+        if rng.random() < 0.1:
+            scheduler.save(pool)
+        pool.fails = pool.fails or rng.random() < 0.02
+        try:
+            schedule = scheduler.schedule(pool)
+        except DriverError:
+            assert not scheduler.arriving
+            continue
+        for chunk in schedule.chunks:
+            sequence = chunk.sequence
+            for index in range(-(-chunk.start // 4)):
+                written = min(4, chunk.start - 4 * index)
+                assert pool.content[sequence.blocks[index]] == (sequence.id, index, written)
+            for index in range(chunk.start // 4, -(-chunk.end // 4)):
+                pool.content[sequence.blocks[index]] = (sequence.id, index, min(4, chunk.end - 4 * index))
+            recomputed += scheduler.commit(chunk)
+            if chunk.samples and sequence.append(5) is not None:
+                scheduler.finish(sequence, pool)
+                unfinished.discard(sequence)
+        assert len(scheduler.running) + len(scheduler.arriving) <= 6
+        if not unfinished:
+            break
+    assert not unfinished and not pool.held and not pool.stored and len(pool.free_hosts) == host
+    if host == 400:
+        assert recomputed == 0
+
+
+def test_copies_in_that_fail_are_made_again() -> None:
+    backend = _core.make_fault_backend(_core.make_host_backend(64 * PAGE, PAGE, 1))
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=4)
+    with remap.Session(64 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend)) as session:
+        tenant = session.attach_bytes(make_layers((1, 1)), name="m", kv=spec)
+        kv = tenant.kv
+        ids = kv.allocate(2)
+        for block in ids:
+            write_block(tenant, block, 60 + block)
+        expected = [content(tenant, block) for block in ids]
+        hosts = kv.copy_out(ids)
+        kv.join()
+        for block in ids:
+            write_block(tenant, block, 1)
+        backend.fail_async_copy(1)
+        ticket = kv.copy_in(hosts, ids)
+        with pytest.raises(remap.DriverError):
+            while not kv.arrived(ticket):
+                pass
+        again = kv.copy_in(hosts, ids)
+        kv.join()
+        assert kv.arrived(again)
+        assert [content(tenant, block) for block in ids] == expected
+
+
+# -- an engine that swaps ----------------------------------------------------------------------------------------------
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models import kv_spec, make, minimum_bytes  # noqa: E402
+from test_engine_on_session import STEADY, reference, requests_for, run, unhooked  # noqa: E402
+
+from remap.engine import LLMEngine  # noqa: E402
+from remap.engine.sharing import SharedEngines  # noqa: E402
+
+
+class Watch:
+    """Sees every block that goes out. A complete block may go out once in its request's life."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self.kv, self.scheduler = engine.tenant.kv, engine.scheduler
+        self.whole: set[tuple[str, int]] = set()
+        self.parts = self.blocks = 0
+        self._copy_out = self.kv.copy_out
+        self.kv.copy_out = self
+
+    def __call__(self, ids: list[int]) -> list[int]:
+        hosts = self._copy_out(ids)
+        owner = next(s for s in self.sequences() if set(ids) <= set(s.blocks))
+        for block in ids:
+            index = owner.blocks.index(block)
+            if (index + 1) * self.kv.block_tokens <= owner.computed:
+                assert (owner.id, index) not in self.whole, "a complete block went out twice"
+                self.whole.add((owner.id, index))
+            else:
+                self.parts += 1
+        self.blocks += len(ids)
+        return hosts
+
+    def sequences(self):
+        return self.live.values()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", ["llama", "opt"])
+def test_a_scarce_engine_swaps_and_recomputes_nothing(kind: str, layout: str) -> None:
+    model, requests = make(kind), requests_for(kind)
+    expected = reference(model, requests, layout=layout)
+    with unhooked(model, kv=kv_spec(model, min_blocks=14, layout=layout, host_blocks=200)) as rig:
+        watches: list[Watch] = []
+
+        def watch(engine: LLMEngine) -> None:
+            if not watches:
+                watches.append(Watch(engine))
+                watches[0].live = engine._live
+
+        tokens, metrics, _ = run(rig, requests, each_step=watch)
+        assert tokens == expected
+        assert metrics.preemptions > 0 == metrics.recomputed_tokens
+        kv, (watch,) = rig.kv, watches
+        assert kv.host.free_blocks == 200
+        # Written out: what is new, and nothing else: each complete block once, and a tail for each time that a request leaves.
+        assert kv.copied_out_bytes == watch.blocks * kv.spec.block_bytes
+        assert watch.parts <= metrics.preemptions
+        assert kv.copied_in_bytes >= kv.copied_out_bytes > 0
+
+
+def test_without_room_in_host_memory_requests_are_recomputed() -> None:
+    model, requests = make("llama"), requests_for("full")
+    expected = reference(model, requests)
+    with unhooked(model, kv=kv_spec(model, min_blocks=14, host_blocks=3)) as rig:
+        tokens, metrics, _ = run(rig, requests)
+        assert tokens == expected and metrics.recomputed_tokens > 0 and rig.kv.host.free_blocks == 3
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_models_in_turns_take_each_others_live_blocks(seed: int) -> None:
+    """Two models on little memory, in short turns: who has the turn gets the paused one's blocks, and its tokens are those of
+    an engine that has memory for all."""
+    rng = random.Random(seed)
+    models = {"a": make("llama", seed), "b": make("qwen3", seed + 1)}
+    requests = {name: requests_for(f"{name}{seed}", count=8) for name in models}
+    expected = {name: reference(models[name], requests[name]) for name in models}
+    ticks = itertools.count()
+    specs = {name: kv_spec(model, min_blocks=10, host_blocks=300) for name, model in models.items()}
+    capacity = sum(minimum_bytes(models[name], specs[name], 16384) for name in models)
+    with remap.Session(capacity, page_bytes=16384, config=STEADY) as session:
+        engines = {}
+        for name, model in models.items():
+            tenant = session.attach(model, name=name, kv=specs[name], hooks=False)
+            engines[name] = LLMEngine(model, tenant, session=session, max_num_seqs=8, max_batch_tokens=60)
+        shared = SharedEngines(session, engines, quantum_s=rng.choice([3, 8]), clock=lambda: next(ticks))
+        result = shared.run(requests, lambda *_: remap.advanced.check(session))
+        for name in models:
+            assert {id: output.tokens for id, output in result.outputs[name].items()} == expected[name]
+            assert result.metrics[name].recomputed_tokens == 0
+            assert engines[name].tenant.kv.host.free_blocks == 300
+        assert sum(engine.tenant.kv.copied_in_bytes for engine in engines.values()) > 0
