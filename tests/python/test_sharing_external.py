@@ -109,8 +109,7 @@ def test_a_lender_that_waits_for_blocks_of_its_own_may_lend_meanwhile() -> None:
     """Its engine still uses blocks of a layer that is to come home; then more layers of it are lent."""
     with world_of({"e": 2, "h": 1}) as world:
         e = External(world.engines["e"].tenant)
-        world.session.step({"e": e.demand(8)})
-        assert e.tenant.remapped >= 2
+        remap.advanced.remap(world.session, "e", 2, 1, "nested")
         e.use(sorted(e.free))
         e.finish(sorted(e.used)[:-1])
         for _ in range(3):
@@ -158,7 +157,7 @@ def test_a_drain_goes_on_by_the_way_it_began_while_layers_are_lent() -> None:
 def test_who_is_deactivated_while_it_waits_for_blocks_takes_them_back() -> None:
     with world_of({"e": 2, "r": 1}) as world:
         e = External(world.engines["e"].tenant)
-        world.session.step({"e": e.demand(8)})
+        remap.advanced.remap(world.session, "e", 2, 1, "nested")
         e.use(sorted(e.free))
         e.finish(sorted(e.used)[:-1])
         for _ in range(3):
