@@ -94,7 +94,7 @@ class Engine(ABC):
         self._stuck = 0
         self.reset_metrics()
         if scheduler.swap:
-            tenant.kv.on_reclaim(self.release)
+            tenant.kv.on_reclaim(self.release, self.releasable)
 
     @abstractmethod
     def add_request(self, request: Any, *, arrived_s: float | None = None) -> None:
@@ -160,13 +160,25 @@ class Engine(ABC):
         return tuple(victim.id for victim in victims)
 
     def release(self, blocks: int) -> None:
-        """Free so many blocks for others, between turns, or all: the youngest requests first. Their KV goes to host memory."""
-        scheduler, kv = self.scheduler, self.tenant.kv
-        before = kv.live_blocks
-        for sequence in (*reversed(scheduler.arriving), *reversed(scheduler.running)):
-            if before - kv.live_blocks >= blocks or kv.reclaimable_blocks < len(sequence.blocks) - len(sequence.host):
+        """Free so many blocks for others, between turns, or all that can go: the youngest requests first. Their KV goes to
+        host memory."""
+        for sequence, fits in self._leaving():
+            if blocks <= 0 or not fits:
                 return
-            scheduler.preempt(sequence, kv)
+            blocks -= len(sequence.blocks)
+            self.scheduler.preempt(sequence, self.tenant.kv)
+
+    def releasable(self) -> int:
+        """Blocks that `release` could free now: host memory has room for what it does not hold yet of them."""
+        return sum(len(sequence.blocks) for sequence, fits in self._leaving() if fits)
+
+    def _leaving(self) -> list[tuple[Sequence, bool]]:
+        """Who gives blocks up, in this order, and whether host memory has room for it after those before it."""
+        scheduler, room, found = self.scheduler, self.tenant.kv.host.free_blocks, []
+        for sequence in (*reversed(scheduler.arriving), *reversed(scheduler.running)):
+            room -= scheduler.blocks_for(sequence.computed) - len(sequence.host)
+            found.append((sequence, room >= 0))
+        return found
 
     def pause(self, soon: bool = False) -> None:
         """The engine's turn is over: what is new of its requests' KV goes to host memory, if it swaps, so that their blocks

@@ -40,6 +40,7 @@ class BlockPool(Protocol):
     def free(self, ids: list[int]) -> None: ...
     def copy_out(self, ids: list[int]) -> list[int]: ...
     def copy_in(self, host_ids: list[int], ids: list[int]) -> int: ...
+    def kept(self, host_ids: list[int]) -> bool: ...
     def arrived(self, ticket: int) -> bool: ...
     def join(self, ticket: int | None = None) -> None: ...
     def free_host(self, host_ids: list[int]) -> None: ...
@@ -191,8 +192,8 @@ class Scheduler:
         found = self._schedule(pool)
         if found.chunks or not self.arriving:
             return found
-        pool.join(next(iter(self.arriving.values())))  # there is nothing to compute before the first one is there
-        self._arrive(pool)
+        # There is nothing to compute before the first one is there.
+        self._arrive(pool, next(iter(self.arriving.values())))
         again = self._schedule(pool)
         return again._replace(preempted=(*found.preempted, *again.preempted))
 
@@ -214,7 +215,7 @@ class Scheduler:
                 continue
             while not self._reserve(sequence, sequence.computed + count, pool):
                 # The youngest is last, never one that this step has already scheduled: those stand before `sequence`.
-                victim = self.running.pop()
+                victim = self.running[-1]
                 self._put_back(victim, pool)
                 preempted.append(victim)
                 if victim is sequence:
@@ -236,9 +237,9 @@ class Scheduler:
             if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, end, pool):
                 break
             if sequence.host:
-                self._fetch(sequence, pool)
-                self.waiting.popleft()
-                continue
+                if self._fetch(sequence, pool):
+                    self.waiting.popleft()
+                continue  # else it is computed anew, from its first chunk
             self.waiting.popleft()
             sequence.state = State.RUNNING
             # At the end, unless `preempt` took out a sequence that is older than some that go on running.
@@ -261,9 +262,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take the blocks of a sequence away that runs or arrives; it waits in the place of its age. Its KV goes to host
-        memory, or is recomputed."""
-        if self.arriving.pop(sequence, None) is None:
-            self.running.remove(sequence)
+        memory, or is recomputed. If a copy fails, it stays where it is."""
         self._put_back(sequence, pool)
 
     def save(self, pool: BlockPool, complete: bool = False) -> None:
@@ -312,10 +311,12 @@ class Scheduler:
         return True
 
     def _put_back(self, sequence: Sequence, pool: BlockPool) -> None:
-        if not self._save(sequence, pool, self.running):
-            self._forget_host(sequence, 0, pool)
-            sequence.computed = 0
+        if not self._save(sequence, pool, [other for other in self.running if other is not sequence]):
+            self._recompute(sequence, pool)
         self._release(sequence, pool)
+        # Only now: copies may fail, and it must not be lost.
+        if self.arriving.pop(sequence, None) is None:
+            self.running.remove(sequence)
         sequence.preemptions += 1
         sequence.state = State.WAITING
         self._shelve(sequence)
@@ -344,6 +345,8 @@ class Scheduler:
         end = sequence.computed // self.block_tokens if complete else self.blocks_for(sequence.computed)
         for spare in (others, None):
             new = sequence.blocks[len(sequence.host) : end]
+            if not new:
+                return True
             try:
                 sequence.host = sequence.host + pool.copy_out(new)
             except OutOfBlocks:
@@ -354,13 +357,32 @@ class Scheduler:
                 return True
         return False
 
-    def _fetch(self, sequence: Sequence, pool: BlockPool) -> None:
-        """Start copying its KV back into its new blocks."""
-        self.arriving[sequence] = pool.copy_in(sequence.host, sequence.blocks[: len(sequence.host)])
-
-    def _arrive(self, pool: BlockPool) -> list[Sequence]:
-        """Let those run whose KV has arrived. The host keeps complete blocks, which nobody writes any more."""
+    def _fetch(self, sequence: Sequence, pool: BlockPool) -> bool:
+        """Start copying its KV back into its new blocks. False if a copy out has failed: then it has no KV any more. Without
+        a copy in flight it has no blocks either, so that nobody waits for those."""
+        started = False
         try:
+            if pool.kept(sequence.host):
+                self.arriving[sequence] = pool.copy_in(sequence.host, sequence.blocks[: len(sequence.host)])
+                started = True
+            else:
+                self._recompute(sequence, pool)
+        finally:
+            if not started:
+                self._release(sequence, pool)
+        return started
+
+    def _recompute(self, sequence: Sequence, pool: BlockPool) -> None:
+        """It has no KV, wherever."""
+        self._forget_host(sequence, 0, pool)
+        sequence.computed = 0
+
+    def _arrive(self, pool: BlockPool, behind: int | None = None) -> list[Sequence]:
+        """Let those run whose KV has arrived. The host keeps complete blocks, which nobody writes any more. behind: the pass
+        comes behind this ticket and those before it."""
+        try:
+            if behind is not None:
+                pool.join(behind)
             there = [sequence for sequence, ticket in self.arriving.items() if pool.arrived(ticket)]
         except Error:
             for sequence in tuple(self.arriving):

@@ -29,11 +29,12 @@ class Copies(Protocol):
     """What moves the bytes of blocks: remap.memory.kv_copies."""
 
     def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
-    def copy_out(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
+    def copy_out(self, ranges: Sequence[tuple[int, int, int]], host_blocks: Sequence[int]) -> None: ...
     def copy_in(self, ranges: Sequence[tuple[int, int, int]]) -> int: ...
+    def kept(self, host_blocks: Iterable[int]) -> bool: ...
     def arrived(self, ticket: int) -> bool: ...
     def join(self, ticket: int | None = None) -> None: ...
-    def drop(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class KVCache:
@@ -70,6 +71,7 @@ class KVCache:
         self._host_address = host_address
         self.copied_out_bytes = self.copied_in_bytes = 0
         self._reclaim: Callable[[int], object] | None = None
+        self._reclaimable: Callable[[], int] | None = None
 
     # An engine calls these from its own thread, while another thread's change may be under way.
 
@@ -92,7 +94,8 @@ class KVCache:
         The blocks stay live. They can be freed at once, and then their pages go to whoever needs them, behind the copies.
         The copies come behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that
         none of that writes into these blocks (they are complete, or the tenant is paused). Raises OutOfBlocks if host
-        memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then.
+        memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails
+        later is found by `join`, `free` or a copy in, which raise, and by `kept`.
         """
         copied: list[int] = self._turn.run(self._copy_out, listed(ids))
         return copied
@@ -102,10 +105,16 @@ class KVCache:
 
         No pass may read or write these blocks before `arrived(ticket)`, or `join`. The host blocks stay valid, until
         `free_host`, which has to wait as well. Raises InvalidArgument for a host block that is not in use, a block that
-        is not live, or unequal numbers; nothing was copied then.
+        is not live, or unequal numbers, and InvalidState (field host_blocks) for host blocks that are not `kept`;
+        nothing was copied then.
         """
         ticket: int = self._turn.run(self._copy_in, listed(host_ids), listed(ids))
         return ticket
+
+    def kept(self, host_ids: Iterable[int]) -> bool:
+        """Whether these host blocks hold what was copied out to them: False if a copy to one of them has failed. Then
+        recompute what it held."""
+        return self._copies.kept(listed(host_ids))
 
     def arrived(self, ticket: int) -> bool:
         """Whether the copies of this ticket have been made. Does not wait. Raises the backend's error if copies have failed:
@@ -122,11 +131,11 @@ class KVCache:
         """Give host blocks back. Raises InvalidArgument for one that is not in use; nothing changed then."""
         self._turn.run(self.host.free, listed(host_ids))
 
-    def on_reclaim(self, reclaim: Callable[[int], object] | None) -> None:
-        """While the tenant is inactive, others may need its pages: reclaim(blocks) is asked to free so many live blocks, by
-        copying them out, or fewer. It is called inside `session.step` or `activate`, before anything changes. None: the
-        tenant keeps its live blocks."""
-        self._reclaim = reclaim
+    def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
+        """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free so many live blocks, by
+        copying them out, or fewer; reclaimable() says how many it could free now. Both are called inside `session.step`,
+        before anything changes."""
+        self._reclaim, self._reclaimable = reclaim, reclaimable
 
     @property
     def reclaims(self) -> bool:
@@ -135,15 +144,13 @@ class KVCache:
 
     @property
     def reclaimable_blocks(self) -> int:
-        """Live blocks that `reclaim` could free now: as many as host memory has room for."""
-        return 0 if not self.reclaims else min(self.pool.live_blocks, self.host.free_blocks)
+        """Live blocks that `reclaim` could free now."""
+        return self._reclaimable() if self.reclaims and self._reclaimable is not None else 0
 
-    def reclaim(self, blocks: int) -> int:
-        """Ask the engine to free so many live blocks. Returns how many it has freed."""
-        before = self.pool.live_blocks
+    def reclaim(self, blocks: int) -> None:
+        """Ask the engine to free so many live blocks, or fewer."""
         if self._reclaim is not None and blocks > 0:
             self._reclaim(blocks)
-        return before - self.pool.live_blocks
 
     def subscribe(self, listener: Listener, *, external: bool = False) -> None:
         """Call listener(added_ids, withdrawn_ids) from now on. external: the engine's own allocator holds all blocks.
@@ -199,8 +206,8 @@ class KVCache:
         return self._memory(self.address, self.geometry.region_bytes)
 
     def abandon(self) -> None:
-        """The tenant goes away: no copy in is in flight any more."""
-        self._copies.drop()
+        """The tenant goes away: no copy is in flight any more. Raises the backend's error; it can be called again."""
+        self._copies.close()
 
     def retire(self) -> None:
         """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made."""
@@ -214,7 +221,7 @@ class KVCache:
         try:
             ranges = self.host.ranges(list(zip(ids, hosts)))
             self._copies.copy_out(
-                [(self._host_address + store, self.address + region, size) for region, store, size in ranges]
+                [(self._host_address + store, self.address + region, size) for region, store, size in ranges], hosts
             )
         except BaseException:
             self.host.free(hosts)
@@ -235,6 +242,12 @@ class KVCache:
                 f"{len(hosts)} host blocks cannot be copied into {len(ids)} blocks; nothing was copied; name one block for each",
                 host_blocks=len(hosts),
                 blocks=len(ids),
+            )
+        if not self._copies.kept(hosts):
+            raise InvalidState(
+                f"a copy out to some of the host blocks {hosts} has failed, so they do not hold their KV; nothing was copied; "
+                "free them and recompute what they held",
+                host_blocks=tuple(hosts),
             )
         ranges = self.host.ranges(list(zip(ids, hosts)))
         ticket = self._copies.copy_in(

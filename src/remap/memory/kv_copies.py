@@ -7,15 +7,18 @@ were gained). So nobody may read or write the blocks of a copy in until it has a
 out while they are live, and whatever takes such blocks away comes behind all copies: `join`. A copy in comes behind all
 copies out: it may read what they write.
 
+A copy that fails, or whose enqueuing is interrupted, is written down: `arrived` raises for it, and `kept` is False for
+the host blocks that it should have filled. Its stream is replaced, since a stream that has failed fails for ever.
+
 Threads: the tenant's engine calls, or the change in progress, which has claimed the tenant (locking.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from remap.errors import Error
-from remap.memory.streams import ComputeStream, Streams
+from remap.errors import Error, InvalidState
+from remap.memory.streams import ComputeStream, Streams, gone
 
 __all__ = ["KVCopies"]
 
@@ -32,10 +35,16 @@ class KVCopies:
         self._streams = streams
         self._compute = compute
         self._made: dict[str, int] = {}  # direction -> its stream; made on first use
-        self._out = 0  # the event behind the last copy out, if it may be in flight
-        self._flying: dict[
-            int, int
-        ] = {}  # ticket of a copy in -> the event behind it, in the order in which they began
+        self._old: list[int] = []  # streams that the backend has not taken back yet
+        # Its own: an event that another tenant records anew could not tell whether the copies here have failed.
+        self._events: list[int] = []
+        self._out = 0  # the event behind the last copy out, unless the compute stream comes behind it already
+        # An event behind copies out -> their host blocks, until it was seen complete.
+        self._leaving: dict[int, tuple[int, ...]] = {}
+        self._lost: set[int] = set()  # host blocks that a failed copy out should have filled
+        # Tickets of copies in: the event behind each that is in flight, in the order in which they began; those that failed.
+        self._flying: dict[int, int] = {}
+        self._failed: dict[int, Error] = {}
         self._tickets = 0
 
     def copy(self, ranges: Ranges) -> None:
@@ -50,44 +59,39 @@ class KVCopies:
         for target, source, nbytes in ranges:
             self._streams.backend.copy(stream, target, source, nbytes)
 
-    def copy_out(self, ranges: Ranges) -> None:
-        """Start copying out. On an error nothing is in flight any more."""
+    def copy_out(self, ranges: Ranges, host_blocks: Sequence[int]) -> None:
+        """Start copying out, into these host blocks. On an error nothing is in flight any more."""
+        for event in tuple(self._leaving):
+            if self._done(event):
+                self._leaving.pop(event, None)
+                self._out = 0 if self._out == event else self._out
+        self._lost.difference_update(host_blocks)
         self._out = self._start(_OUT, ranges, 0)
+        self._leaving[self._out] = tuple(host_blocks)
 
     def copy_in(self, ranges: Ranges) -> int:
         """Start copying in. Returns a ticket for `arrived`. On an error nothing is in flight any more."""
-        event = self._start(_IN, ranges, self._made.get(_OUT, 0) if self._out else 0)
+        event = self._start(_IN, ranges, self._made.get(_OUT, 0) if self._leaving else 0)
         self._tickets += 1
         self._flying[self._tickets] = event
         return self._tickets
 
-    def _start(self, direction: str, ranges: Ranges, behind: int) -> int:
-        """The event behind these copies, which come behind the compute stream and this other one."""
-        streams = self._streams
-        try:
-            if direction not in self._made:
-                self._made[direction] = streams.make()
-            stream = self._made[direction]
-            for earlier in (self._compute.current(), behind):
-                if earlier:
-                    streams.order(stream, earlier)
-            for target, source, nbytes in ranges:
-                streams.backend.copy(stream, target, source, nbytes)
-            return streams.record(stream)
-        except BaseException:  # an interrupt as well: some copies may have been enqueued
-            self.drop()
-            raise
+    def kept(self, host_blocks: Iterable[int]) -> bool:
+        """Whether no copy out that should have filled one of them is known to have failed."""
+        return self._lost.isdisjoint(host_blocks)
 
     def arrived(self, ticket: int) -> bool:
-        """Whether these copies in have been made. Raises the backend's error if copies have failed: then no copy in has
+        """Whether these copies in have been made. Raises the error of copies that failed with them: then no copy in has
         arrived that was in flight, and none is any more."""
+        if ticket in self._failed:
+            raise self._failed[ticket]
         event = self._flying.get(ticket)
         if event is None:
             return True
         try:
             done = bool(self._streams.backend.query(event))
-        except Error:
-            self.drop()
+        except Error as error:
+            self._fail(error)
             raise
         if done:
             self._flying.pop(ticket, None)
@@ -110,17 +114,75 @@ class KVCopies:
                     self._streams.backend.stream_wait(compute, event)
                 else:
                     self._streams.wait(event)
-        except BaseException:  # an interrupt of the wait as well
-            self.drop()
+        except BaseException as error:  # an interrupt of the wait as well
+            self._fail(error)
             raise
         for each in chosen:
             self._flying.pop(each, None)
         if ticket is None:
             self._out = 0
 
-    def drop(self) -> None:
-        """Give the streams back, which waits for their copies: a stream that has failed would fail for ever."""
+    def close(self) -> None:
+        """The tenant goes away: give the streams back, which waits for their copies. Raises the backend's error; it can be
+        called again."""
+        self._old += self._made.values()
+        self._made.clear()
+        while self._old:
+            gone(self._streams.backend.destroy_stream, self._old[-1])
+            self._old.pop()
+        self._settle()
+        while self._events:
+            gone(self._streams.backend.destroy_event, self._events[-1])
+            self._events.pop()
         self._flying.clear()
+
+    def _start(self, direction: str, ranges: Ranges, behind: int) -> int:
+        """The event behind these copies, which come behind the compute stream and this other one."""
+        streams = self._streams
+        try:
+            if direction not in self._made:
+                self._made[direction] = streams.backend.create_stream()
+            stream = self._made[direction]
+            for earlier in (self._compute.current(), behind):
+                if earlier:
+                    streams.order(stream, earlier)
+            for target, source, nbytes in ranges:
+                streams.backend.copy(stream, target, source, nbytes)
+            return self._record(stream)
+        except BaseException as error:  # an interrupt as well: some copies may have been enqueued
+            self._fail(error)
+            raise
+
+    def _record(self, stream: int) -> int:
+        backend, busy = self._streams.backend, {*self._leaving, *self._flying.values()}
+        event = next((each for each in self._events if each not in busy and self._done(each)), 0)
+        if event == 0:
+            event = backend.create_event(timed=False)
+            self._events.append(event)
+        backend.record(event, stream)
+        return int(event)
+
+    def _done(self, event: int) -> bool:
+        try:
+            return bool(self._streams.backend.query(event))
+        except Error:
+            return False
+
+    def _fail(self, error: BaseException) -> None:
+        """Write down which copies cannot be relied on, then replace the streams."""
+        known = error if isinstance(error, Error) else InvalidState("copies in were interrupted; make them again")
+        self._failed.update(dict.fromkeys(self._flying, known))
+        self._flying.clear()
+        self._settle()
+        try:
+            self.close()
+        except Error:
+            return  # `close` tries it again
+
+    def _settle(self) -> None:
+        """Nobody asks for the copies out any more that are under way: what they have not written yet counts as lost."""
+        for event, host_blocks in self._leaving.items():
+            if not self._done(event):
+                self._lost.update(host_blocks)
+        self._leaving.clear()
         self._out = 0
-        while self._made:
-            self._streams.drop(self._made.popitem()[1])

@@ -28,6 +28,8 @@ class SharedLink:
     def times(self, tenant: TenantState) -> LayerTimes | None:
         """Seconds per layer of a decode pass beside what the other active tenants compute and copy now: the same object
         while all of that is the same. None before the first pass; beside others, before the first decode pass."""
+        if len(self._tenants) < 2:  # every step asks
+            return tenant.timing.decode()
         sharers = self._active()
         if not tenant.active or len(sharers) < 2:
             return tenant.timing.decode()
@@ -40,7 +42,9 @@ class SharedLink:
 
     def neighbours(self, tenant: TenantState) -> Callable[[], list[Neighbour]] | None:
         """What `TenantView.neighbours` is for this tenant."""
-        return partial(self._neighbours, tenant) if tenant.active and len(self._active()) > 1 else None
+        if len(self._tenants) < 2 or not tenant.active or len(self._active()) < 2:
+            return None
+        return partial(self._neighbours, tenant)
 
     def certify(self) -> None:
         """Renew the certificate of each active tenant that streams, if others copy more or less since it was made."""

@@ -42,7 +42,6 @@ class Streams:
         self._events: list[int] = []
         self._recording: set[int] = set()  # those of them that are taken and not recorded yet
         self._retired: list[Any] = []
-        self._made: set[int] = set()
         # A pass may begin on the engine's thread while another thread changes another tenant.
         self._lock = threading.Lock()
 
@@ -129,20 +128,6 @@ class Streams:
         self._keep = None
         return float(min(times))
 
-    def make(self) -> int:
-        """A stream of the caller's own, until `drop` or `close`."""
-        stream: int = self.backend.create_stream()
-        self._made.add(stream)
-        return stream
-
-    def drop(self, stream: int) -> None:
-        """Give back a stream that `make` made, now or (if that fails) in `close`. Waits for its work."""
-        try:
-            gone(self.backend.destroy_stream, stream)
-        except Error:
-            return
-        self._made.discard(stream)
-
     def retire(self, prefetcher: Any) -> None:
         """Give back the stream and events of a `_core.Prefetcher` that is no longer used, now or (if that fails) in
         `close`."""
@@ -157,9 +142,6 @@ class Streams:
         while self._retired:
             self._retired[-1].close()
             self._retired.pop()
-        for stream in tuple(self._made):
-            gone(self.backend.destroy_stream, stream)
-            self._made.discard(stream)
         for stream in tuple(self._adopted):
             gone(self.backend.forget_stream, stream)
             self._adopted.discard(stream)

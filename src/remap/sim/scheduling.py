@@ -69,8 +69,8 @@ class PrefillFirst(Scheduler):
         rows, preempted = self._decode(pool)
         if self.swapped and not preempted and not self.overlap:
             self._swap_in(pool)
-            pool.join()
-            rows += [Chunk(one, one.computed, one.length - one.computed) for one in self._arrive(pool)]
+            last = max(self.arriving.values(), default=None)
+            rows += [Chunk(one, one.computed, one.length - one.computed) for one in self._arrive(pool, last)]
         return Schedule(tuple(rows), tuple(preempted), sum(row.count for row in rows))
 
     def _queued(self) -> Iterable[Sequence]:
@@ -106,7 +106,7 @@ class PrefillFirst(Scheduler):
             sequence = running[len(chunks)]
             # Only the first token of a block needs one.
             if sequence.computed % size == 0 and not self._reserve(sequence, sequence.length, pool):
-                victim = running.pop()
+                victim = running[-1]
                 preempted.append(victim)
                 self._put_back(victim, pool)
             else:
@@ -130,9 +130,11 @@ class PrefillFirst(Scheduler):
             blocks = self.blocks_for(sequence.length)
             if pool.free_blocks - blocks < spare and (self._held or pool.free_blocks < blocks):
                 break
-            self.swapped.popleft()
             sequence.blocks = pool.allocate(blocks)
-            self._fetch(sequence, pool)
+            started = self._fetch(sequence, pool)
+            self.swapped.popleft()  # only now: a copy may fail, and it must not be lost
+            if not started:
+                insort(self.waiting, sequence, key=_order)  # computed anew
 
 
 def make_scheduling(
