@@ -58,6 +58,12 @@ void bind_arena(py::module_& module) {
           },
           py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
       .def(
+          "fix",
+          [](Arena& arena, RegionId region, std::size_t first_slot, const PageList& pages) {
+            arena.fix(region, first_slot, pages.pages);
+          },
+          py::arg("region"), py::arg("first_slot"), py::arg("pages"), ReleaseGil())
+      .def(
           "designate_ring",
           [](Arena& arena, RegionId region, std::size_t first_slot, const PageList& pages) {
             arena.designate_ring(region, first_slot, pages.pages);

@@ -33,6 +33,7 @@ void bind_prefetcher(py::module_& module) {
       .def_readonly("abandoned", &PrefetchStats::abandoned)
       .def_readonly("copies", &PrefetchStats::copies)
       .def_readonly("copied_bytes", &PrefetchStats::copied_bytes)
+      .def_readonly("block_bytes", &PrefetchStats::block_bytes)
       .def_readonly("copy_s", &PrefetchStats::copy_s)
       .def_readonly("timed_bytes", &PrefetchStats::timed_bytes)
       .def_readonly("misses", &PrefetchStats::misses)
@@ -79,10 +80,31 @@ void bind_prefetcher(py::module_& module) {
           py::arg("home") = std::vector<std::tuple<LayerId, std::size_t, std::size_t>>{})
       .def(
           "begin_pass",
-          [](Prefetcher& prefetcher, StreamHandle stream) {
-            beside_streams(stream != 0 || prefetcher.uses_streams(), [&] { prefetcher.begin_pass(stream); });
+          [](Prefetcher& prefetcher, StreamHandle stream,
+             const std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>& blocks, EventHandle filled) {
+            std::vector<BlockRun> runs;
+            runs.reserve(blocks.size());
+            for (const auto& [block, host, count] : blocks) runs.push_back({block, host, count});
+            beside_streams(stream != 0 || prefetcher.uses_streams(),
+                           [&] { prefetcher.begin_pass(stream, std::move(runs), filled); });
           },
-          py::arg("stream") = 0)
+          py::arg("stream") = 0, py::arg("blocks") = std::vector<std::tuple<std::size_t, std::size_t, std::size_t>>{},
+          py::arg("filled") = 0)
+      .def(
+          "stream_blocks",
+          [](Prefetcher& prefetcher, const std::vector<std::vector<std::pair<std::uintptr_t, std::uintptr_t>>>& layers,
+             std::size_t unit_bytes, std::uint32_t buffers) {
+            BlockLayout layout;
+            for (const auto& ranges : layers) {
+              std::vector<BlockRange>& its = layout.layers.emplace_back();
+              for (const auto& [region, host] : ranges) its.push_back({to_address(region), to_address(host)});
+            }
+            layout.unit_bytes = unit_bytes;
+            layout.buffers = buffers;
+            const GilRelease release;
+            prefetcher.stream_blocks(layout);
+          },
+          py::arg("layers"), py::arg("unit_bytes"), py::arg("buffers"))
       .def("end_pass",
            [](Prefetcher& prefetcher) {
              return beside_streams(prefetcher.uses_streams(), [&] { return prefetcher.end_pass(); });

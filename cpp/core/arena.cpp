@@ -234,6 +234,7 @@ RegionId Arena::add_region(RegionKind kind, TenantId tenant, const std::string& 
   fresh.view.shown.assign(slots, kNoPage);
   if (kind == RegionKind::kv) {
     fresh.designated.assign(slots, kNoPage);
+    fresh.fixed.assign(slots, kNoPage);
     fresh.slot_of.assign(pages_.size(), kNoSlot);
   }
   make_room_to_discard(1);
@@ -328,11 +329,13 @@ void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vec
   require_pages(pages);
   std::vector<bool> named(pages_.size(), false);
   for (std::size_t i = 0; i < pages.size(); ++i) {
-    if (named[pages[i]] || kv.designated[first_slot + i] != kNoPage || kv.slot_of[pages[i]] != kNoSlot) {
+    const std::size_t slot = first_slot + i;
+    const bool taken = kv.designated[slot] != kNoPage || kv.fixed[slot] != kNoPage;
+    if (named[pages[i]] || taken || kv.slot_of[pages[i]] != kNoSlot || pages_[pages[i]].fixed) {
       throw Error(ErrorKind::invalid_argument,
                   "Page " + std::to_string(pages[i]) + " is named twice, has a place in the KV region already, or its slot " +
-                      std::to_string(first_slot + i) + " is taken. Nothing changed.",
-                  {{"page", number(pages[i])}, {"slot", number(first_slot + i)}});
+                      std::to_string(slot) + " is taken. Nothing changed.",
+                  {{"page", number(pages[i])}, {"slot", number(slot)}});
     }
     named[pages[i]] = true;
   }
@@ -352,6 +355,47 @@ void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vec
   ++epoch_;
 }
 
+void Arena::fix(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages) {
+  refuse_fork(fork_generation_);
+  const Both locks(*this);
+  guard();
+  Region& kv = region(kv_region);
+  const bool fits = kv.kind == RegionKind::kv && first_slot <= kv.fixed.size() && pages.size() <= kv.fixed.size() - first_slot;
+  if (!fits) {
+    throw Error(ErrorKind::invalid_argument,
+                std::to_string(pages.size()) + " slots from " + std::to_string(first_slot) + " on do not lie in KV region " +
+                    std::to_string(kv_region) + ". Nothing changed.",
+                {{"region", number(kv_region)}, {"first_slot", number(first_slot)}, {"pages", number(pages.size())}});
+  }
+  require_pages(pages);
+  std::vector<DirtyPage> dirty;
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    const std::size_t slot = first_slot + i;
+    const Page& page = pages_[pages[i]];
+    const bool its_ring = page.owner == Owner::ring && page.tenant == kv.tenant && kv.slot_of[pages[i]] == kNoSlot;
+    if (!its_ring || kv.designated[slot] != kNoPage || kv.view.shown[slot] != kNoPage) {
+      throw Error(ErrorKind::invalid_argument,
+                  "Page " + std::to_string(pages[i]) + " is not ring of tenant " + std::to_string(kv.tenant) +
+                      ", or has a place of its own, or slot " + std::to_string(slot) + " is taken. Nothing changed.",
+                  {{"page", number(pages[i])}, {"slot", number(slot)}, {"tenant", number(kv.tenant)}});
+    }
+    if (is_dirty(pages[i], kv.tenant)) dirty.push_back({kv_region, slot_address(kv.view, slot), pages[i], kv.tenant});
+  }
+  refuse_registered(kv_region);
+  Pointer(*this).map(kv.view, first_slot, pages);
+  try {
+    zero_pages(dirty);
+  } catch (...) {
+    if (!broken_) Pointer(*this).unmap(kv.view, first_slot, pages.size());
+    throw;
+  }
+  for (std::size_t i = 0; i < pages.size(); ++i) {
+    kv.fixed[first_slot + i] = pages[i];
+    pages_[pages[i]].fixed = true;
+  }
+  ++epoch_;
+}
+
 void Arena::seal(RegionId kv_region) {
   refuse_fork(fork_generation_);
   const Both locks(*this);
@@ -362,10 +406,10 @@ void Arena::seal(RegionId kv_region) {
                 {{"region", number(kv_region)}});
   }
   if (options_.mode == Mode::strict) return;
-  const std::vector<PageId>& pages = kv.designated;
-  for (std::size_t first = 0; first < pages.size();) {
+  const auto empty = [&](std::size_t slot) { return kv.designated[slot] == kNoPage && kv.fixed[slot] == kNoPage; };
+  for (std::size_t first = 0; first < kv.designated.size();) {
     std::size_t stop = first;
-    while (stop < pages.size() && pages[stop] == kNoPage) ++stop;
+    while (stop < kv.designated.size() && empty(stop)) ++stop;
     if (stop > first) backend_->retire(slot_address(kv.view, first), (stop - first) * options_.page_bytes);
     first = stop + 1;
   }
@@ -517,6 +561,7 @@ void Arena::remove_tenant(TenantId tenant, bool undoing) {
   for (PageId id : pages) {
     Page& page = pages_[id];
     page.home = kNoRegion;
+    page.fixed = false;
     if (page.owner == Owner::quarantine) continue;
     page.owner = Owner::free;
     page.tenant = kNobody;

@@ -57,6 +57,13 @@ void Arena::check() const {
       std::set<PageId> seen;
       for (std::size_t slot = 0; slot < region.designated.size(); ++slot) {
         const PageId page = region.designated[slot];
+        if (const PageId fixed = region.fixed[slot]; fixed != kNoPage) {
+          const Page& its = pages_[fixed];
+          require(page == kNoPage && its.fixed && region.slot_of[fixed] == kNoSlot, "A5", name + " slot " + std::to_string(slot));
+          const bool kept = its.owner == Owner::ring && its.tenant == region.tenant && region.view.shown[slot] == fixed;
+          require(broken_ || kept, "A4", name + " fixed slot " + std::to_string(slot));
+          continue;
+        }
         if (page == kNoPage) {
           require(broken_ || region.view.shown[slot] == kNoPage, "A4", name + " shows a page nobody designated");
           continue;

@@ -61,6 +61,8 @@ class LayerSchedule {
 
   // The next copy in use order, if it may be issued now. Call issued() when it is, and ask again, until there is none.
   std::optional<Copy> next() noexcept;
+  // Whether next() is for a use of a later pass than the present one.
+  bool next_is_later() const noexcept { return issued_ >= pass_end_; }
   void issued(const Copy& copy) noexcept { content_[copy.buffer] = copy.position; }
 
   // The computation wants to read `position`. Asking again before done() changes nothing.

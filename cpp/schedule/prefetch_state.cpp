@@ -108,10 +108,9 @@ void Prefetcher::State::enqueue(StreamHandle copies, std::byte* to, const std::b
   }
 }
 
-Ticket* Prefetcher::State::issue(LayerId layer, std::size_t first, std::size_t bytes, std::byte* to,
-                                 const std::vector<Reader>* readers) {
+template <typename Copy>
+Ticket* Prefetcher::State::issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed, Copy&& copy) {
   if (broken) std::rethrow_exception(broken);
-  const LayerMemory& memory = layers[layer];
   Ticket* ticket = acquire();
   bool listed = false;
   bool enqueued = false;
@@ -122,8 +121,8 @@ Ticket* Prefetcher::State::issue(LayerId layer, std::size_t first, std::size_t b
     if (readers != nullptr) {
       for (const Reader& reader : *readers) backend->stream_wait(copies, reader.event);
     }
-    const bool timed = begin_sample(copies);
-    enqueue(copies, to, memory.master + first, bytes, enqueued);
+    timed = timed && begin_sample(copies);
+    copy(copies, enqueued);
     if (timed) end_sample(copies, ticket);  // before the copy's own event: complete when that is
     backend->record(ticket->end, copies);
   } catch (...) {
@@ -136,8 +135,6 @@ Ticket* Prefetcher::State::issue(LayerId layer, std::size_t first, std::size_t b
   }
   ticket->bytes = bytes;
   ++ticket->refs;
-  ++stats.copies;
-  stats.copied_bytes += bytes;
   return ticket;
 }
 
@@ -146,9 +143,39 @@ void Prefetcher::State::issue_ring(const LayerSchedule::Copy& copy) {
   schedule.lost(copy.buffer);
   const LayerId layer = streamed[copy.position];
   const Slice slice = slices[copy.position];
-  Ticket* ticket = issue(layer, slice.offset, layers[layer].bytes - slice.offset, slot.address + slice.place, &slot.readers);
+  const std::size_t bytes = layers[layer].bytes - slice.offset;
+  Ticket* ticket = issue(bytes, &slot.readers, true, [&](StreamHandle copies, bool& enqueued) {
+    enqueue(copies, slot.address + slice.place, layers[layer].master + slice.offset, bytes, enqueued);
+  });
+  ++stats.copies;
+  stats.copied_bytes += bytes;
   unref(std::exchange(slot.ready, ticket));
   schedule.issued(copy);
+}
+
+void Prefetcher::State::issue_blocks(const LayerSchedule::Copy& copy) {
+  Slot& slot = block_slots[copy.buffer];
+  block_schedule.lost(copy.buffer);
+  Ticket* ticket = issue(run_bytes, &slot.readers, false, [&](StreamHandle copies, bool& enqueued) {
+    for (const BlockRange& range : blocks.layers[copy.position]) {
+      for (const BlockRun& run : runs) {
+        enqueue(copies, range.region + run.block * blocks.unit_bytes, range.host + run.host * blocks.unit_bytes,
+                run.count * blocks.unit_bytes, enqueued);
+      }
+    }
+  });
+  stats.block_bytes += run_bytes;
+  unref(std::exchange(slot.ready, ticket));
+  block_schedule.issued(copy);
+}
+
+void Prefetcher::State::issue_reload(Reload& reload) {
+  const LayerMemory& memory = layers[reload.layer];
+  reload.ticket = issue(reload.bytes, nullptr, true, [&](StreamHandle copies, bool& enqueued) {
+    enqueue(copies, memory.region + reload.first, memory.master + reload.first, reload.bytes, enqueued);
+  });
+  ++stats.copies;
+  stats.copied_bytes += reload.bytes;
 }
 
 Reload* Prefetcher::State::next_reload() {
@@ -165,7 +192,15 @@ void Prefetcher::State::pump() noexcept {
     while (!broken) {
       const std::optional<LayerSchedule::Copy> copy = schedule.next();
       Reload* reload = next_reload();
-      if (reload != nullptr && (!copy || reload->layer < streamed[copy->position])) {
+      std::optional<LayerSchedule::Copy> part;
+      if (!runs.empty()) part = block_schedule.next();
+      if (part && block_schedule.next_is_later()) part.reset();
+      // A layer's weights before its blocks, and both in the order of the layers.
+      const bool weights = (reload != nullptr && part && reload->layer <= part->position) ||
+                           (copy && part && !schedule.next_is_later() && streamed[copy->position] <= part->position);
+      if (part && !weights) {
+        issue_blocks(*part);
+      } else if (reload != nullptr && (!copy || reload->layer < streamed[copy->position])) {
         issue_reload(*reload);
       } else if (copy) {
         issue_ring(*copy);
@@ -195,11 +230,11 @@ void Prefetcher::State::recover() {
            throws([&] { return backend->synchronize(event, std::chrono::nanoseconds(0)); });
   };
   std::vector<EventHandle> dead;
-  for (const Slot& slot : slots) {
+  for_slots([&](const Slot& slot) {
     for (const Reader& reader : slot.readers) {
       if (failed(reader.event)) dead.push_back(reader.event);
     }
-  }
+  });
   const auto is_dead = [&](const Reader& reader) { return std::find(dead.begin(), dead.end(), reader.event) != dead.end(); };
   spare.reserve(spare.size() + dead.size());
   if (next_stream == 0) next_stream = backend->create_stream();
@@ -212,16 +247,17 @@ void Prefetcher::State::recover() {
   backend->destroy_stream(stream.load(std::memory_order_relaxed));
 
   // From here nothing throws.
-  for (Slot& slot : slots) {
+  for_slots([&](Slot& slot) {
     slot.readers.erase(std::remove_if(slot.readers.begin(), slot.readers.end(), is_dead), slot.readers.end());
-  }
+  });
   spare.insert(spare.end(), dead.begin(), dead.end());
   stream.store(std::exchange(next_stream, 0), std::memory_order_relaxed);
   schedule.forget();
+  block_schedule.forget();
   for (Ticket* ticket : in_flight) unref(ticket);
   in_flight.clear();
   sample.ticket = nullptr;
-  for (Slot& slot : slots) unref(std::exchange(slot.ready, nullptr));
+  for_slots([&](Slot& slot) { unref(std::exchange(slot.ready, nullptr)); });
   for (Reload& reload : reloads) unref(std::exchange(reload.ticket, nullptr));
   broken = nullptr;
 }
@@ -254,12 +290,28 @@ void Prefetcher::State::record_reader(Slot& slot, StreamHandle reader_stream) {
 }
 
 void Prefetcher::State::close_readers() {
-  for (Slot& slot : slots) {
+  for_slots([&](Slot& slot) {
     for (const StreamHandle reader : slot.open) {
       if (reader != 0) record_reader(slot, reader);
     }
+  });
+  for_slots([](Slot& slot) { slot.open.clear(); });
+}
+
+void Prefetcher::State::read_blocks(std::vector<BlockRun> named) noexcept {
+  runs.swap(named);
+  std::size_t count = 0;
+  for (const BlockRun& run : runs) count += run.count;
+  for (LayerId layer = 0; layer < blocks.layers.size(); ++layer) {
+    const auto bits = static_cast<std::uint8_t>(get(layer) & ~kBlocks);
+    if (count != 0) set(layer, static_cast<std::uint8_t>(bits | kBlocks));
+    if (count == 0 && get(layer) != bits) set(layer, bits);
   }
-  for (Slot& slot : slots) slot.open.clear();
+  if (blocks.layers.empty()) return;
+  run_bytes = count * blocks.unit_bytes * blocks.layers.front().size();
+  block_schedule.end_pass();
+  block_schedule.forget();  // the buffers have other blocks than these
+  if (count != 0) block_schedule.begin_pass();
 }
 
 void Prefetcher::State::expect_waits(bool expected) noexcept {
@@ -292,6 +344,35 @@ void Prefetcher::State::bring(LayerId layer) {
     if (awaited.empty()) loaded(layer);
   }
   if (!poll(ring)) awaited.push_back(ring);
+  if ((bits & kBlocks) != 0) {
+    Ticket* part = claim_blocks(layer);
+    if (!poll(part)) awaited.push_back(part);
+  }
+}
+
+Ticket* Prefetcher::State::claim_blocks(LayerId layer) {
+  const std::uint32_t buffer = block_schedule.buffer_of(layer);
+  switch (block_schedule.claim(layer)) {
+    case LayerSchedule::Claim::hit:
+      break;
+    case LayerSchedule::Claim::conflict:
+      throw Error(ErrorKind::invalid_state,
+                  "wait(" + std::to_string(layer) + ") needs the buffer in which layer " +
+                      std::to_string(block_schedule.open(buffer)) + " still reads its KV blocks; nothing was changed; call done(" +
+                      std::to_string(block_schedule.open(buffer)) + ") first, or begin the pass again",
+                  {{"layer", std::int64_t{layer}}, {"open_layer", std::int64_t{block_schedule.open(buffer)}},
+                   {"buffer", std::int64_t{buffer}}});
+    case LayerSchedule::Claim::miss:
+      ++stats.misses;
+      try {
+        issue_blocks({layer, buffer});
+      } catch (...) {
+        block_schedule.done(layer);
+        throw;
+      }
+      break;
+  }
+  return block_slots[buffer].ready;
 }
 
 Ticket* Prefetcher::State::claim(LayerId layer) {
@@ -323,6 +404,21 @@ Ticket* Prefetcher::State::claim(LayerId layer) {
 
 void Prefetcher::State::enter(LayerId layer, StreamHandle reader) {
   if ((get(layer) & kStreamed) != 0) slots[schedule.buffer_of(position[layer])].open.push_back(reader);
+  if ((get(layer) & kBlocks) != 0) block_slots[block_schedule.buffer_of(layer)].open.push_back(reader);
+}
+
+bool Prefetcher::State::finish(const LayerSchedule& uses, std::vector<Slot>& of, std::uint32_t position, StreamHandle reader) {
+  const std::uint32_t buffer = uses.buffer_of(position);
+  if (uses.open(buffer) != position) return false;
+  Slot& slot = of[buffer];
+  if (reader != 0) record_reader(slot, reader);
+  const auto at = std::find(slot.open.begin(), slot.open.end(), reader);
+  if (at != slot.open.end()) {
+    slot.open.erase(at);
+  } else if (!slot.open.empty()) {
+    slot.open.pop_back();
+  }
+  return slot.open.empty();
 }
 
 bool Prefetcher::State::early(LayerId layer, StreamHandle reader) {
@@ -334,6 +430,9 @@ bool Prefetcher::State::early(LayerId layer, StreamHandle reader) {
 bool Prefetcher::State::any_open() const noexcept {
   for (std::uint32_t s = 0; s < slots.size(); ++s) {
     if (schedule.open(s) != LayerSchedule::kNone) return true;
+  }
+  for (std::uint32_t s = 0; s < block_slots.size(); ++s) {
+    if (block_schedule.open(s) != LayerSchedule::kNone) return true;
   }
   return false;
 }

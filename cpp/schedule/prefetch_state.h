@@ -19,6 +19,10 @@
 //     of their ends), a stream is ordered behind both ends. kReload is cleared only under the mutex, when the home's copies
 //     were seen complete; clearing it publishes nothing, since kStreamed remains. The other way round, bytes of the head are
 //     written by copies issued behind configure's `after` and not while the region is held, as those of a layer that reloads.
+//   * KV blocks (kBlocks, set for every KV layer by a begin_pass() with blocks, cleared by the next one and by end_pass): their
+//     parts go through buffers of their own by a schedule of their own, forgotten at each begin_pass, since the next pass may read
+//     others; so its copies are issued for the present pass only. The rules for a buffer are those of the ring: a copy comes
+//     behind all its readers, of earlier passes too, and readers come behind the copy. Such a layer is never 0.
 //   * A pass on a stream may be several passes ahead of the device. Nothing above depends on how far: wait() orders the
 //     stream behind the recording of the copy's end that is the last one now, and a copy is ordered behind the recordings of
 //     the buffer's readers that are the last ones now. Later recordings of the same events change neither.
@@ -52,6 +56,7 @@ inline constexpr std::uint8_t kStreamed = 1;
 inline constexpr std::uint8_t kReload = 2;
 inline constexpr std::uint8_t kHeld = 4;
 inline constexpr std::uint8_t kFailed = 8;
+inline constexpr std::uint8_t kBlocks = 32;   // only in a pass: it reads KV blocks that are copied in
 inline constexpr std::uint8_t kUnwaited = 16;  // only in a pass: it was not 0 when the pass began, and nobody has waited for it
 
 // Copies whose completion was not yet seen, at most; beyond, the oldest of them are not followed.
@@ -130,6 +135,11 @@ struct Prefetcher::State {
   std::vector<Slice> slices;             // by position
   std::vector<std::uint32_t> position;   // by layer; valid where kStreamed
   std::vector<Slot> slots;
+  BlockLayout blocks;                    // empty: none were ever declared
+  std::vector<BlockRun> runs;            // the present pass's
+  std::size_t run_bytes = 0;             // of one layer
+  LayerSchedule block_schedule;          // positions are KV layers
+  std::vector<Slot> block_slots;
   std::vector<Reload> reloads;           // not yet seen complete, by layer and byte; of exactly the layers with kReload
   std::vector<std::exception_ptr> errors;  // by layer; valid where kFailed
   // In virtual time the worker is on a clock of its own: when a layer was released by that, by layer. Empty in real time.
@@ -163,13 +173,14 @@ struct Prefetcher::State {
 
   // ---- copies ----------------------------------------------------------------------------------------------------
   // Post: a ticket with one reference for the caller. If it throws, the target's contents are unknown.
-  Ticket* issue(LayerId layer, std::size_t first, std::size_t bytes, std::byte* to, const std::vector<Reader>* readers);
+  // copy(stream, enqueued) enqueues it. timed: it may tell the link's bandwidth.
+  template <typename Copy>
+  Ticket* issue(std::size_t bytes, const std::vector<Reader>* readers, bool timed, Copy&& copy);
   // The copy itself, in chunks. `enqueued`: whether some of it is on its way, also on an error.
   void enqueue(StreamHandle copies, std::byte* to, const std::byte* from, std::size_t bytes, bool& enqueued);
   void issue_ring(const LayerSchedule::Copy& copy);
-  void issue_reload(Reload& reload) {
-    reload.ticket = issue(reload.layer, reload.first, reload.bytes, layers[reload.layer].region + reload.first, nullptr);
-  }
+  void issue_blocks(const LayerSchedule::Copy& copy);
+  void issue_reload(Reload& reload);
   // The first reload not issued whose region is not held; null: none.
   Reload* next_reload();
   // Issues all that may be issued, the layer that the pass needs first going first. What fails stays to be issued, and
@@ -186,6 +197,8 @@ struct Prefetcher::State {
   void set(LayerId layer, std::uint8_t bits) noexcept { states[layer].store(bits, std::memory_order_release); }
   std::uint8_t get(LayerId layer) const noexcept { return states[layer].load(std::memory_order_relaxed); }
 
+  // A pass begins that reads these blocks, or it ends (none).
+  void read_blocks(std::vector<BlockRun> named) noexcept;
   // A pass begins: every layer that is not ready has to be waited for in it; or it ends, and nobody has to.
   void expect_waits(bool expected) noexcept;
   void waited(LayerId layer) noexcept { set(layer, static_cast<std::uint8_t>(get(layer) & ~kUnwaited)); }
@@ -195,6 +208,16 @@ struct Prefetcher::State {
   // The ticket that brings a streamed layer's bytes into the ring (null: they are there), issuing the copy if that was not
   // done yet. The use is open afterwards.
   Ticket* claim(LayerId layer);
+  Ticket* claim_blocks(LayerId layer);
+  // `reader` is finished with the buffer that has this position. True: nobody reads it any more.
+  bool finish(const LayerSchedule& uses, std::vector<Slot>& of, std::uint32_t position, StreamHandle reader);
+  // Calls each(slot) for all buffers, of both kinds.
+  template <typename Each>
+  void for_slots(Each&& each) {
+    for (std::vector<Slot>* of : {&slots, &block_slots}) {
+      for (Slot& slot : *of) each(slot);
+    }
+  }
   // Issues what the layer needs and was not issued yet, and lists in `awaited` what is not complete; empty: all is there.
   void bring(LayerId layer);
   std::vector<Ticket*> awaited;  // bring()'s answer, valid while the mutex is held
@@ -204,6 +227,7 @@ struct Prefetcher::State {
   // In virtual time: whether the stream comes to the layer before its region shows what it should. wait() then holds it.
   bool early(LayerId layer, StreamHandle reader);
   void validate(const StreamConfiguration& c) const;
+  void validate(const std::vector<BlockRun>& named) const;
   void validate_slices(const StreamConfiguration& c) const;
   // What is still to be loaded at home under the new configuration. Tickets are shared with `reloads`: one of both must go.
   std::vector<Reload> outstanding(const StreamConfiguration& c) const;

@@ -55,9 +55,9 @@ void Prefetcher::close() {
   for (const auto& ticket : s.pool) {
     give_back(ticket->end, &Backend::destroy_event);
   }
-  for (Slot& slot : s.slots) {
+  s.for_slots([&](Slot& slot) {
     for (Reader& reader : slot.readers) give_back(reader.event, &Backend::destroy_event);
-  }
+  });
   give_back(s.sample.start, &Backend::destroy_event);
   give_back(s.sample.end, &Backend::destroy_event);
   for (EventHandle& event : s.spare) give_back(event, &Backend::destroy_event);
@@ -104,21 +104,56 @@ bool Prefetcher::failed(LayerId layer, std::exception_ptr error, const std::func
   return true;
 }
 
-void Prefetcher::begin_pass(StreamHandle stream) {
+void Prefetcher::stream_blocks(const BlockLayout& layout) {
+  guard();
+  State& s = *state_;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.in_pass.load(std::memory_order_relaxed) || !s.blocks.layers.empty()) {
+    throw Error(ErrorKind::invalid_state, "stream_blocks inside a pass, or a second time; nothing was changed");
+  }
+  bool good = !layout.layers.empty() && layout.layers.size() <= count_ && layout.unit_bytes > 0 && layout.buffers > 0;
+  for (const std::vector<BlockRange>& ranges : layout.layers) {
+    good = good && !ranges.empty();
+    for (const BlockRange& range : ranges) good = good && range.region != nullptr && range.host != nullptr;
+  }
+  if (!good) {
+    refuse("KV blocks stream in ranges of 1 to " + std::to_string(count_) + " layers, at addresses, in units of 1 byte at least, "
+               "through 1 buffer at least",
+           {{"layers", static_cast<std::int64_t>(layout.layers.size())}, {"most", static_cast<std::int64_t>(count_)},
+            {"unit_bytes", static_cast<std::int64_t>(layout.unit_bytes)}, {"buffers", std::int64_t{layout.buffers}}});
+  }
+  std::vector<Slot> slots(layout.buffers);
+  LayerSchedule schedule;
+  schedule.configure(static_cast<std::uint32_t>(layout.layers.size()), layout.buffers);
+  s.blocks = layout;  // last of what may fail
+  s.block_slots.swap(slots);
+  s.block_schedule = std::move(schedule);
+}
+
+void Prefetcher::State::validate(const std::vector<BlockRun>& named) const {
+  if (named.empty() || !blocks.layers.empty()) return;
+  refuse("the pass names " + std::to_string(named.size()) + " runs of KV blocks, and nobody has said where such blocks are copied in",
+         {{"runs", static_cast<std::int64_t>(named.size())}});
+}
+
+void Prefetcher::begin_pass(StreamHandle stream, std::vector<BlockRun> blocks, EventHandle filled) {
   guard();
   State& s = *state_;
   if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(s.mutex);
+  s.validate(blocks);
   const EventHandle start = s.timer->start(stream);
   try {
     s.close_readers();
     s.recover();
+    if (filled != 0) s.backend->stream_wait(s.stream.load(std::memory_order_relaxed), filled);
   } catch (...) {
     s.timer->give_back(start);
     throw;
   }
   if (s.in_pass.load(std::memory_order_relaxed)) ++s.stats.abandoned;
   s.schedule.begin_pass();
+  s.read_blocks(std::move(blocks));
   s.in_pass.store(true, std::memory_order_relaxed);
   s.expect_waits(true);
   s.pass_stream = stream;
@@ -134,6 +169,7 @@ std::uint64_t Prefetcher::end_pass() {
     throw Error(ErrorKind::invalid_state, "end_pass outside a pass; nothing was changed; call begin_pass() first");
   }
   s.close_readers();
+  s.read_blocks({});
   s.expect_waits(false);
   s.schedule.end_pass();
   s.in_pass.store(false, std::memory_order_relaxed);
@@ -242,21 +278,12 @@ void Prefetcher::done(LayerId layer, StreamHandle stream) {
   if (stream != 0) s.uses_streams.store(true, std::memory_order_relaxed);
   const std::lock_guard<std::mutex> lock(s.mutex);
   if (stream == 0) stream = s.pass_stream;
-  if ((s.get(layer) & kStreamed) == 0) return;
   const std::uint32_t position = s.position[layer];
-  const std::uint32_t buffer = s.schedule.buffer_of(position);
-  if (s.schedule.open(buffer) != position) return;
-  Slot& slot = s.slots[buffer];
-  if (stream != 0) s.record_reader(slot, stream);
-  const auto at = std::find(slot.open.begin(), slot.open.end(), stream);
-  if (at != slot.open.end()) {
-    slot.open.erase(at);
-  } else if (!slot.open.empty()) {
-    slot.open.pop_back();
-  }
-  if (!slot.open.empty()) return;
-  s.schedule.done(position);
-  s.pump();
+  const bool ring = (s.get(layer) & kStreamed) != 0 && s.finish(s.schedule, s.slots, position, stream);
+  const bool blocks = (s.get(layer) & kBlocks) != 0 && s.finish(s.block_schedule, s.block_slots, layer, stream);
+  if (ring) s.schedule.done(position);
+  if (blocks) s.block_schedule.done(layer);
+  if (ring || blocks) s.pump();
 }
 
 void Prefetcher::drain() {

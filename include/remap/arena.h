@@ -9,7 +9,8 @@
 //   A3  owner free  <=>  tenant nobody (quarantined pages keep theirs)
 //   A4  KV region, every slot s with a designated page p:
 //         aliased: shown(s) = p.    strict: shown(s) = p if owner(p) = kv and tenant(p) = region's tenant, else nothing
-//   A5  KV region: a page is designated to at most one slot of it
+//       A slot that is fixed shows its page in both modes: it is the tenant's ring, and may stand in several such slots
+//   A5  KV region: a page is designated to at most one slot of it, and none that is fixed
 //   A6  layer region: shown = target unless a deferred re-pointing is pending; the target is a head, then a tail, of which one
 //       may be empty: the head's pages are params of its tenant and stand where they stand in its home, the tail's are the
 //       ring of its tenant (a ring buffer may be made of the layer's own home)
@@ -73,6 +74,7 @@ struct Page {
   TenantId tenant = kNobody;
   TenantId dirty = kNobody;  // whose bytes it may hold; kNobody: reads as zero
   RegionId home = kNoRegion;  // the layer's region whose home it belongs to
+  bool fixed = false;         // it stands in fixed slots, and stays its tenant's ring until that is removed
 };
 
 // As Page::dirty: nobody knows what it holds, so that any tenant has it zeroed. No tenant has this number, or kNobody.
@@ -134,6 +136,7 @@ struct Region {
   bool pending = false;             // layer: a deferred step will make view show target
   std::vector<PageId> designated;   // kv: the page that stands at each slot whenever the slot is mapped
   std::vector<std::size_t> slot_of; // kv: its inverse, indexed by page; kNoSlot where there is none
+  std::vector<PageId> fixed;        // kv: the page that its slot shows for good; kNoPage where there is none
   std::weak_ptr<Lease> lease;       // of the tensors over view
 };
 
@@ -169,6 +172,10 @@ class Arena : public std::enable_shared_from_this<Arena> {
   RegionId add_kv_region(TenantId tenant, std::size_t slots);
   // Says which pages, each once, stand at [first_slot, ...) of a KV region whenever they are KV (aliased: maps them now).
   void designate(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages);
+  // These slots of a KV region show these pages for good, whatever plans do. The pages are the tenant's ring and stay so: a page
+  // may stand in many slots, for the parts of blocks that are copied in one after another. Zeroed here, if somebody else wrote
+  // into them. InvalidArgument if they do not fit, a slot is taken, or a page is not the tenant's ring or has a place of its own.
+  void fix(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // No more pages get a place in the KV region. aliased: slots without one are retired, so that looking at all of the region never
   // ends the process. strict: they stay as all that is not owned.
   void seal(RegionId kv_region);

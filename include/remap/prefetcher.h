@@ -59,6 +59,24 @@ struct StreamConfiguration {
   bool fresh = false;               // other pages stand behind the ring's addresses than before: keep no contents
 };
 
+// KV blocks whose home is host memory. Of each KV layer they have parts in some ranges of the KV region, whose addresses show the
+// same memory for layers i and i + buffers: so layer i's parts are copied in when layer i - buffers is done with it.
+struct BlockRange {
+  std::byte* region = nullptr;      // where block 0 lies in this range of the KV region
+  const std::byte* host = nullptr;  // where host block 0 lies in the same range of the host store
+};
+struct BlockLayout {
+  std::vector<std::vector<BlockRange>> layers;  // by KV layer, the first layers of the prefetcher
+  std::size_t unit_bytes = 0;                   // of a block in a range
+  std::uint32_t buffers = 0;
+};
+// Blocks [block, block + count) of a pass, whose bytes are in host blocks [host, host + count).
+struct BlockRun {
+  std::size_t block = 0;
+  std::size_t host = 0;
+  std::size_t count = 0;
+};
+
 struct PrefetchStats {
   std::uint64_t passes = 0;           // completed by end_pass
   std::uint64_t abandoned = 0;        // begun, never completed
@@ -66,6 +84,7 @@ struct PrefetchStats {
   std::uint64_t copied_bytes = 0;
   double copy_s = 0;                  // time in which copies ran, measured by events, of copies known to be complete: of one in
                                       // flight at a time, so of all of them only where they do not queue
+  std::uint64_t block_bytes = 0;      // of KV blocks copied in for passes: in no other count
   std::uint64_t timed_bytes = 0;      // bytes of those copies: timed_bytes / copy_s is the bandwidth
   std::uint64_t misses = 0;           // waits that found their layer not even issued (used out of order)
   double stall_s = 0;                 // time that computations waited for layers, all passes: what blocked the caller, and of
@@ -114,6 +133,10 @@ class Prefetcher {
   // Re-pointing failed: wait(layer) throws this error until the layer is configured again.
   bool failed(LayerId layer, std::exception_ptr error, const std::function<bool()>& current = nullptr) noexcept;
 
+  // Says where KV blocks are copied in, from now on. Once, outside a pass (InvalidState). InvalidArgument if it is empty, names more
+  // layers than there are, or has addresses or sizes of 0; nothing changed then.
+  void stream_blocks(const BlockLayout& layout);
+
   // Begins a pass; an unfinished pass before it counts as abandoned and its leftovers are used or overwritten.
   // stream == 0: the calling thread computes. Otherwise the stream does, behind whatever it has to do by now, and wait() and
   // done() without a stream mean this one until end_pass(). It must live until then, and work that it still has to do then
@@ -123,7 +146,10 @@ class Prefetcher {
   // pass on a stream) and loads everything again; so after an error from wait() or drain(), begin the pass once more.
   // Throws InvalidArgument if the backend does not know the stream. No pass was begun then, nor after any other error, and
   // an unfinished one goes on. A failure to time the pass is none: it stays untimed.
-  void begin_pass(StreamHandle stream = 0);
+  // blocks: KV blocks that the pass reads and whose home is host memory; it reads them only. Every KV layer of this pass has to be
+  // waited for then, and is done with them at its done(). InvalidArgument without stream_blocks(). filled: an event that the host
+  // blocks' bytes come behind (0: they are there). Taken in here, like configure's `after`.
+  void begin_pass(StreamHandle stream = 0, std::vector<BlockRun> blocks = {}, EventHandle filled = 0);
   // Layers that the pass did not use are skipped. A use still open counts as finished: now for host readers, when the
   // stream gets here for stream readers. Returns the pass's number: 1, 2, ... of all completed passes.
   std::uint64_t end_pass();

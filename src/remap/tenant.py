@@ -12,7 +12,7 @@ computes on a stream they make that stream wait; in a pass of the calling thread
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import index
 from typing import TYPE_CHECKING, Any
 
@@ -54,10 +54,17 @@ def _gone(name: str) -> Callable[..., None]:
 class _Pass:
     """The context manager of `Tenant.forward`. Each pass gets a new one, so it keeps no state between passes."""
 
-    __slots__ = ("_mark", "_passes", "_phase", "_state", "_stream", "_tenant", "_tokens")
+    __slots__ = ("_mark", "_passes", "_phase", "_state", "_stream", "_streamed", "_tenant", "_tokens")
 
     def __init__(
-        self, tenant: Tenant, passes: Passes, state: TenantState, phase: str, tokens: int, stream: Any
+        self,
+        tenant: Tenant,
+        passes: Passes,
+        state: TenantState,
+        phase: str,
+        tokens: int,
+        stream: Any,
+        streamed: Sequence[int],
     ) -> None:
         self._tenant = tenant
         self._passes = passes
@@ -65,10 +72,11 @@ class _Pass:
         self._phase = phase
         self._tokens = tokens
         self._stream = stream
+        self._streamed = streamed
         self._mark = object()  # the turn's `open_pass` while this pass is open
 
     def __enter__(self) -> Tenant:
-        self._passes.begin(self._state, self._stream, self._mark)
+        self._passes.begin(self._state, self._stream, self._mark, self._streamed)
         return self._tenant
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -103,7 +111,9 @@ class Tenant:
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
-    def forward(self, phase: str = "decode", tokens: int = 1, stream: Any = None) -> _Pass:
+    def forward(
+        self, phase: str = "decode", tokens: int = 1, stream: Any = None, streamed: Sequence[int] = ()
+    ) -> _Pass:
         """Bracket one pass. phase ("prefill", "decode" or "mixed") and tokens (in the batch) sort the time
         measurements.
 
@@ -113,12 +123,16 @@ class Tenant:
         behind that stream. Each pass may use another stream. A stream has to live until the tenant has another one or
         is detached.
 
+        streamed: the blocks of `kv.stream` that the pass reads, each once. Every layer of the KV cache must then be waited
+        for, and done, one after another.
+
         Raises InvalidArgument (fields field, value) for another phase, or tokens that are no int of at least 0.
 
-        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already;
-        InvalidArgument if the stream is none of the session's device; and the backend's error if the last change could
-        not be finished. Then no pass has begun, and entering again tries again. An exception inside abandons the pass:
-        the next one starts afresh.
+        Entering raises InvalidState if the session is closed, the tenant detached or a pass open already, and (field
+        host_blocks) if the bytes of a block of `streamed` never arrived in host memory; InvalidArgument if the stream is
+        none of the session's device, or a block of `streamed` shows nothing; and the backend's error if the last change
+        could not be finished. Then no pass has begun, and entering again tries again. An exception inside abandons the
+        pass: the next one starts afresh.
 
         Leaving a pass that was not abandoned raises InvalidState if its results must be discarded. The pass has ended
         then: (fields tenant, layer, layers) it did not wait for layers that were streamed or loading, so its results
@@ -128,7 +142,7 @@ class Tenant:
         """
         if phase not in _PHASES or tokens.__class__ is not int or tokens < 0:
             tokens = _checked(phase, tokens)
-        return _Pass(self, self._passes, self._state, phase, tokens, stream)
+        return _Pass(self, self._passes, self._state, phase, tokens, stream, streamed)
 
     def expect_whole_pass(self) -> None:
         """Stream no layer until one pass has waited for every layer: nobody knows yet whether the new hooks work."""

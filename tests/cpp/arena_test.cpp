@@ -8,6 +8,7 @@
 #include "child.h"
 #include "remap/backends.h"
 #include "remap/decorators.h"
+#include "remap/executor.h"
 #include "usage.h"
 
 using namespace remap;
@@ -140,6 +141,69 @@ TEST(undoing_that_fails_breaks_the_arena) {
 }
 
 // Attach and detach leave nothing: neither regions nor addresses. An id is never given to another region.
+TEST(fixed_slots_show_their_pages_for_good) {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    World world(mode);
+    world.arena.reset();
+    const auto shared = std::make_shared<Arena>(world.fault, ArenaOptions{kPages * kPage, kPage, mode});
+    Arena& arena = *shared;
+    const auto bad = ErrorKind::invalid_argument;
+    const RegionId before = arena.add_layer_region(2, "layer", arena.take(2, Owner::params, 2));
+    std::memset(arena.address(before), 0x5A, 2 * kPage);  // somebody else has written into the pages
+    arena.remove_tenant(2);
+    const std::vector<PageId> ring = arena.take(2, Owner::ring, 1);
+    const RegionId kv = arena.add_kv_region(1, 6);
+    arena.designate(kv, 0, {8});
+    for (const std::size_t slot : {2, 4}) arena.fix(kv, slot, ring);
+    arena.seal(kv);
+    arena.check();
+    std::byte* at = arena.address(kv);
+    CHECK(at[2 * kPage] == std::byte{0} && at[5 * kPage] == std::byte{0});
+    at[2 * kPage] = std::byte{7};
+    at[5 * kPage] = std::byte{9};
+    CHECK(at[4 * kPage] == std::byte{7} && at[3 * kPage] == std::byte{9});
+    const std::uint64_t epoch = arena.epoch();
+    CHECK_ERROR(bad, arena.fix(kv, 0, {ring[0]}));         // taken
+    CHECK_ERROR(bad, arena.fix(kv, 2, {ring[0]}));
+    CHECK_ERROR(bad, arena.fix(kv, 1, {9}));               // nobody's ring
+    CHECK_ERROR(bad, arena.fix(kv, 6, {ring[0]}));
+    CHECK_ERROR(bad, arena.fix(kv, 1, {kNoPage}));
+    CHECK_ERROR(bad, arena.designate(kv, 1, {ring[0]}));   // it is fixed
+    CHECK_ERROR(bad, arena.designate(kv, 2, {9}));
+    Executor executor(shared);
+    Step step;
+    step.set_owner = {ring, Owner::ring, Owner::free, 1};
+    CHECK_ERROR(bad, executor.apply({epoch, {step}}));
+    CHECK(arena.epoch() == epoch);
+    arena.check();
+    arena.remove_tenant(1);
+    CHECK(arena.counts()[Owner::free] == kPages);
+    const std::vector<PageId> again = arena.take(2, Owner::ring, 3);
+    arena.designate_ring(arena.add_ring_region(3, 2), 0, again);
+    arena.check();
+  }
+}
+
+TEST(fixing_fails_whole) {
+  World world(Mode::aliased);
+  Arena& arena = *world.arena;
+  const RegionId before = world.layer(2, 2);
+  static_cast<void>(before);
+  arena.remove_tenant(2);
+  const std::vector<PageId> ring = arena.take(2, Owner::ring, 1);
+  const RegionId kv = arena.add_kv_region(1, 4);
+  const Usage usage = world.fault->usage();
+  for (const Call call : {Call::map, Call::set_access, Call::fill}) {
+    world.fault->arm(call, 1);
+    CHECK_ERROR(ErrorKind::driver, arena.fix(kv, 1, ring));
+    world.fault->disarm();
+    CHECK(arena.shown(kv) == std::vector<PageId>(4, kNoPage) && world.fault->usage().mappings == usage.mappings);
+    arena.check();
+  }
+  arena.fix(kv, 1, ring);
+  arena.check();
+}
+
 TEST(removed_regions_leave_nothing) {
   World world;
   const Usage before = world.fault->usage();

@@ -50,10 +50,10 @@ TEST(the_grid_computes_with_its_own_bytes_and_never_misses) {
 }
 
 // Whole layers or their tails, in chunks or not, in any order of use or in the layers' own, with readers on the host
-// and on streams, passes left in the middle, and changes at which parts come home and other owners write at once to
+// and on streams, with and without KV blocks that stream, passes left in the middle, and changes at which parts come home and other owners write at once to
 // what they get.
 TEST(random_interleavings) {
-  std::uint64_t misses = 0, abandoned = 0, parts = 0;
+  std::uint64_t misses = 0, abandoned = 0, parts = 0, streamed_blocks = 0;
   for (std::uint64_t seed = 0; seed < 8000; ++seed) {
     std::mt19937_64 random(seed);
     const bool whole = random() % 2 == 0, orderly = random() % 2 == 0;
@@ -61,6 +61,8 @@ TEST(random_interleavings) {
     std::vector<std::size_t> sizes(n, kBytes);
     for (std::size_t& size : sizes) size = whole || random() % 2 == 0 ? kBytes : random() % kBytes + 1;
     World world(sizes, seed, seed % 4);  // a copy in one piece, or in chunks of 1, 2 or 3 bytes
+    const bool blocks = seed % 3 != 0;
+    if (blocks) world.stream_blocks();
     FakeBackend& backend = *world.backend;
     std::vector<StreamHandle> streams = {0, backend.create_stream(), backend.create_stream()};
     // Host readers, one stream, or each layer on any of two or three.
@@ -107,7 +109,14 @@ TEST(random_interleavings) {
         }
       }
       const StreamHandle begun = orderly && mode == 1 && random() % 2 == 0 ? streams[1] : 0;  // named once
-      world.prefetcher->begin_pass(begun);
+      std::vector<BlockRun> runs;
+      for (std::size_t at = random() % kShown; blocks && random() % 4 != 0 && at < kShown; ++at) {
+        const std::size_t count = random() % std::min(kShown - at, kHosts) + 1;
+        runs.push_back({at, random() % (kHosts - count + 1), count});
+        at += count;
+      }
+      world.begin(begun, runs);
+      streamed_blocks += runs.size();
       const LayerId stop = orderly || random() % 2 == 0 ? n : static_cast<LayerId>(random() % n);
       for (LayerId i = 0; i < stop; ++i) {
         backend.random_steps(random() % 6);
@@ -140,7 +149,8 @@ TEST(random_interleavings) {
     const PrefetchStats stats = world.prefetcher->stats();
     if (orderly) CHECK(stats.misses == 0);
     if (whole) CHECK(stats.copied_bytes == stats.copies * kBytes);
-    CHECK(seed % 4 == 0 ? stats.copies == backend.copies.size() : stats.copies <= backend.copies.size());
+    CHECK((stats.block_bytes != 0) <= blocks);
+    CHECK(seed % 4 == 0 && !blocks ? stats.copies == backend.copies.size() : stats.copies <= backend.copies.size());
     misses += stats.misses;
     world.prefetcher.reset();
     CHECK(backend.usage().streams == 2);
@@ -149,6 +159,61 @@ TEST(random_interleavings) {
   CHECK(misses > 0);  // the test did go out of order
   CHECK(abandoned > 0);
   CHECK(parts > 1000);
+  CHECK(streamed_blocks > 1000);
+}
+
+TEST(block_copies_are_of_the_present_pass_and_in_the_order_of_its_layers) {
+  World world(5);
+  world.stream_blocks();
+  world.configure(world.configuration({1, 4}, 1));
+  world.backend->finish();
+  const auto copied = [&] {
+    const std::vector<LayerId> all = world.copied();
+    world.backend->copies.clear();
+    return all;
+  };
+  static_cast<void>(copied());  // the ring is filled ahead of any pass
+  const std::uint64_t before = world.prefetcher->stats().block_bytes;
+  world.begin(0, {{1, 3, 2}, {4, 0, 1}});
+  CHECK(world.prefetcher->stats().block_bytes - before == 2 * 3 * kRanges * kUnit);  // two layers ahead, no more
+  for (LayerId layer = 0; layer < 5; ++layer) world.use(layer, 0);
+  CHECK(world.prefetcher->stats().block_bytes - before == 5 * 3 * kRanges * kUnit);
+  world.prefetcher->end_pass();
+  world.begin(0, {});
+  for (LayerId layer = 0; layer < 5; ++layer) CHECK(world.prefetcher->ready(layer) == (layer != 1 && layer != 4));
+  CHECK(world.prefetcher->stats().block_bytes - before == 5 * 3 * kRanges * kUnit);
+}
+
+TEST(a_pass_over_blocks_waits_for_what_fills_them) {
+  World world(2);
+  world.stream_blocks();
+  const StreamHandle filling = world.backend->create_stream();
+  const EventHandle filled = world.backend->create_event(true);
+  const std::byte late = World::block_tag(1, 1, 8);
+  world.hosts[1][1][8 * kUnit] = kOther;
+  world.backend->compute_write(filling, &world.hosts[1][1][8 * kUnit], 1, late);
+  world.backend->record(filled, filling);
+  world.begin(0, {{0, 8, 1}}, filled);
+  for (LayerId layer = 0; layer < 2; ++layer) world.use(layer, 0);
+  world.prefetcher->end_pass();
+}
+
+TEST(blocks_are_refused_where_nobody_said_that_they_stream) {
+  World world(2);
+  CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->begin_pass(0, {{0, 0, 1}}));
+  CHECK(!world.prefetcher->in_pass());
+  BlockLayout layout;
+  for (int wrong = 0; wrong < 5; ++wrong) {
+    layout = {{{{world.shown[0][0].data(), world.shown[0][1].data()}}}, kUnit, kBlockBuffers};
+    if (wrong == 0) layout.layers.clear();
+    if (wrong == 1) layout.layers.resize(3, layout.layers.front());
+    if (wrong == 2) layout.unit_bytes = 0;
+    if (wrong == 3) layout.buffers = 0;
+    if (wrong == 4) layout.layers.front().front().host = nullptr;
+    CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->stream_blocks(layout));
+  }
+  world.stream_blocks();
+  CHECK_ERROR(ErrorKind::invalid_state, world.stream_blocks());
 }
 
 TEST(copies_are_issued_first_needed_first) {

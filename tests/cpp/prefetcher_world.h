@@ -25,6 +25,12 @@ inline constexpr std::chrono::nanoseconds kNow{0}, kBriefly{1};
 enum class Reader { host, named, begun };
 inline constexpr Reader kReaders[] = {Reader::host, Reader::named, Reader::begun};
 
+inline constexpr std::size_t kUnit = 2;         // bytes of a KV block in a range
+inline constexpr std::size_t kShown = 5;        // KV blocks that stream
+inline constexpr std::size_t kHosts = 9;        // host blocks
+inline constexpr std::size_t kRanges = 2;       // of the KV region, by layer
+inline constexpr std::uint32_t kBlockBuffers = 2;
+
 struct World {
   std::vector<std::size_t> sizes;
   std::vector<Buffer> masters, regions, ring;
@@ -33,6 +39,11 @@ struct World {
   std::vector<LayerId> streamed;
   std::vector<std::byte*> views;  // the ring as configured
   std::size_t tail = kBytes;      // of each streamed layer, so many of its last bytes stream
+
+  // By layer and range: host blocks. By buffer and range: what all layers of the buffer show.
+  std::vector<std::array<std::array<std::byte, kHosts * kUnit>, kRanges>> hosts;
+  std::array<std::array<std::array<std::byte, kShown * kUnit>, kRanges>, kBlockBuffers> shown;
+  std::vector<BlockRun> reading;  // the present pass's
 
   explicit World(std::size_t layers, std::uint64_t seed = 1, std::size_t chunk_bytes = 0)
       : World(std::vector<std::size_t>(layers, kBytes), seed, chunk_bytes) {}
@@ -50,6 +61,31 @@ struct World {
     }
     for (Buffer& buffer : ring) buffer.fill(kOther);
     prefetcher = std::make_unique<Prefetcher>(backend, memory, chunk_bytes);
+  }
+
+  static std::byte block_tag(std::size_t layer, std::size_t range, std::size_t host) {
+    return static_cast<std::byte>((layer * kRanges + range) * kHosts + host + 40);
+  }
+  void stream_blocks() {
+    BlockLayout layout;
+    layout.unit_bytes = kUnit;
+    layout.buffers = kBlockBuffers;
+    hosts.resize(sizes.size());
+    for (auto& buffer : shown) {
+      for (auto& range : buffer) range.fill(kOther);
+    }
+    for (std::size_t layer = 0; layer < sizes.size(); ++layer) {
+      std::vector<BlockRange>& ranges = layout.layers.emplace_back();
+      for (std::size_t r = 0; r < kRanges; ++r) {
+        for (std::size_t at = 0; at < kHosts * kUnit; ++at) hosts[layer][r][at] = block_tag(layer, r, at / kUnit);
+        ranges.push_back({shown[layer % kBlockBuffers][r].data(), hosts[layer][r].data()});
+      }
+    }
+    prefetcher->stream_blocks(layout);
+  }
+  void begin(StreamHandle stream, std::vector<BlockRun> blocks, EventHandle filled = 0) {
+    prefetcher->begin_pass(stream, blocks, filled);
+    reading = std::move(blocks);
   }
 
   static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }
@@ -136,6 +172,13 @@ struct World {
   }
   // Where a layer's tensors are: the head at home, the tail in the layer's buffer.
   void compute(LayerId layer, StreamHandle stream) {
+    for (const BlockRun& run : reading) {
+      for (std::size_t i = 0; i < run.count * kRanges; ++i) {
+        const std::size_t r = i % kRanges, n = i / kRanges;
+        const auto& buffer = shown[layer % kBlockBuffers][r];
+        read(stream, buffer.data() + (run.block + n) * kUnit, kUnit, block_tag(layer, r, run.host + n));
+      }
+    }
     const std::size_t away = tail_of(layer);
     read(stream, regions[layer].data(), sizes[layer] - away, tag(layer));
     if (away == 0) return;
@@ -149,7 +192,7 @@ struct World {
   }
   // Each layer with the stream given, in a pass begun without one.
   void pass(StreamHandle stream) {
-    prefetcher->begin_pass();
+    begin(0, {});
     for (LayerId layer = 0; layer < masters.size(); ++layer) use(layer, stream);
     prefetcher->end_pass();
   }
@@ -162,7 +205,7 @@ struct World {
   // A pass begun on the stream: nothing in it names the stream again. Nothing may block.
   std::uint64_t pass_on(StreamHandle stream) {
     const std::uint64_t before = backend->waited;
-    prefetcher->begin_pass(stream);
+    begin(stream, {});
     for (LayerId layer = 0; layer < masters.size(); ++layer) use_on(layer, stream);
     const std::uint64_t number = prefetcher->end_pass();
     CHECK(backend->waited == before);
@@ -171,7 +214,7 @@ struct World {
   // May block, if the copy stream has to be replaced.
   void pass_by(Reader reader, StreamHandle stream) {
     if (reader != Reader::begun) return pass(stream);
-    prefetcher->begin_pass(stream);
+    begin(stream, {});
     for (LayerId layer = 0; layer < masters.size(); ++layer) use_on(layer, stream);
     prefetcher->end_pass();
   }

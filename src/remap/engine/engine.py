@@ -165,12 +165,12 @@ class Engine(ABC):
         for sequence, fits in self._leaving():
             if blocks <= 0 or not fits:
                 return
-            blocks -= len(sequence.blocks)
+            blocks -= len(sequence.blocks) - sequence.streamed
             self.scheduler.preempt(sequence, self.tenant.kv)
 
     def releasable(self) -> int:
         """Blocks that `release` could free now: host memory has room for what it does not hold yet of them."""
-        return sum(len(sequence.blocks) for sequence, fits in self._leaving() if fits)
+        return sum(len(sequence.blocks) - sequence.streamed for sequence, fits in self._leaving() if fits)
 
     def _leaving(self) -> list[tuple[Sequence, bool]]:
         """Who gives blocks up, in this order, and whether host memory has room for it after those before it."""
@@ -273,7 +273,7 @@ class LLMEngine(Engine):
     probe. runner: "cpu" (`ModelRunner`), "gpu" (`GpuRunner`) or "auto", by the device of the KV tensors;
     attention, graphs, staging, max_model_len: the GPU runner's. The other arguments are the scheduler's. A tenant with host
     blocks (`KVSpec.host_blocks`) swaps: whoever is preempted keeps its KV in host memory, and nothing is recomputed while that
-    has room.
+    has room. One with streamed blocks (`KVSpec.streamed_blocks`) lets complete blocks stream from there before it preempts.
     """
 
     runner: ModelRunner | GpuRunner
@@ -322,6 +322,7 @@ class LLMEngine(Engine):
         host = getattr(tenant.kv, "host", None)  # a test double has no host memory
         scheduler = Scheduler(
             swap=host is not None and host.total > 0,
+            stream=host is not None and tenant.kv.spec.streamed_blocks > 0,
             block_tokens=tenant.kv.block_tokens,
             max_num_seqs=max_num_seqs,
             max_batch_tokens=max_batch_tokens,

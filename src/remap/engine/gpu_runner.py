@@ -27,7 +27,7 @@ from remap.engine.graphs import EagerGraphs, TorchCudaGraphs
 from remap.engine.inputs import TokenInputs
 from remap.engine.models import Decoder, decoder_of
 from remap.engine.paged import choose_attention, triton_missing
-from remap.engine.runner import check_fits, sample
+from remap.engine.runner import check_fits, pass_over, sample
 from remap.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class GpuRunner:
         inputs = self._decodes
         inputs.staged.writable()
         inputs.fill_decodes(chunks, self._table.rows_of([chunk.sequence for chunk in chunks]), bucket)
-        with self._pass("decode", len(chunks)):
+        with self._pass("decode", len(chunks), chunks):
             inputs.publish()
             self.attention.plan_decode(chunks, bucket)
             # Entering the pass may have finished a change that had failed before. What was not recorded for the kind of
@@ -200,7 +200,7 @@ class GpuRunner:
         picked += [row for row, chunk in zip(ends, prompts, strict=True) if chunk.samples]
         inputs.fill_picked(picked)
         samplers = [chunk for chunk in chunks if chunk.samples]
-        with self._pass("mixed" if decodes else "prefill", total):
+        with self._pass("mixed" if decodes else "prefill", total, chunks):
             self._decodes.publish_table()
             inputs.publish()
             self.attention.plan_decode(decodes, None)
@@ -242,10 +242,10 @@ class GpuRunner:
         self.captured.prepare(bucket, piecewise)
         self.stats["captured"] = self.captured.captures
 
-    def _pass(self, phase: str, tokens: int) -> AbstractContextManager[Any]:
-        if self.stream is None:
-            return self.tenant.forward(phase=phase, tokens=tokens)
-        return self.tenant.forward(phase=phase, tokens=tokens, stream=self.stream)
+    def _pass(self, phase: str, tokens: int, chunks: Sequence[Chunk]) -> AbstractContextManager[Any]:
+        where = {} if self.stream is None else {"stream": self.stream}
+        found: AbstractContextManager[Any] = pass_over(self.tenant, chunks, phase=phase, tokens=tokens, **where)
+        return found
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from remap.engine.request import SamplingParams
     from remap.engine.scheduler import Chunk
 
-__all__ = ["ModelRunner", "check_fits", "sample"]
+__all__ = ["ModelRunner", "check_fits", "pass_over", "sample"]
 
 
 def min_rows(dtype: torch.dtype) -> int:
@@ -39,6 +39,12 @@ def min_rows(dtype: torch.dtype) -> int:
     if dtype is torch.bfloat16:
         return 2
     return 8 if torch.get_num_threads() == 1 else 12
+
+
+def pass_over(tenant: Any, chunks: Sequence[Chunk], **about: Any) -> Any:
+    """`tenant.forward` of a pass over these chunks, which names those of their blocks that stream."""
+    streamed = [block for chunk in chunks for block in chunk.sequence.blocks[: chunk.sequence.streamed]]
+    return tenant.forward(**about, streamed=streamed) if streamed else tenant.forward(**about)
 
 
 def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
@@ -102,7 +108,7 @@ class ModelRunner:
         positions = batch.positions
         if padding:
             ids, positions = F.pad(ids, (0, padding)), F.pad(positions, (0, padding))
-        with self.tenant.forward(phase=phase, tokens=batch.tokens):
+        with pass_over(self.tenant, ordered, phase=phase, tokens=batch.tokens):
             hidden, rotary = self.decoder.embed(ids, positions)
             for layer in range(self.layers):
                 self.tenant.wait(layer)

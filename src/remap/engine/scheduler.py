@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from remap.engine import streaming
 from remap.engine.request import Sequence, State
 from remap.errors import Error, InvalidArgument, OutOfBlocks
 
@@ -44,6 +45,9 @@ class BlockPool(Protocol):
     def arrived(self, ticket: int) -> bool: ...
     def join(self, ticket: int | None = None) -> None: ...
     def free_host(self, host_ids: list[int]) -> None: ...
+    @property
+    def streamable_blocks(self) -> int: ...
+    def stream(self, host_ids: list[int]) -> list[int]: ...
 
 
 # Neither frozen nor compared by value: a pass makes one for every sequence that decodes, and simulations make millions.
@@ -96,6 +100,8 @@ class Scheduler:
     append-only, so host copies of complete blocks are kept while their sequence runs, and only what is new is copied out
     again. A sequence that comes back is `arriving` while its KV is copied in, beside the passes of the others. overlap: False
     for vLLM V0's way: everything is copied out each time, and the next pass waits for what comes in.
+    stream: beside that, complete blocks of running sequences stream from host memory in each pass rather than that somebody is
+    preempted, or not admitted, as many as `pool.streamable_blocks` says (streaming.py).
     Invariant: `running` is sorted by arrival, and so is `waiting` (arrival = `add`; what a full pool preempted is older than
     the rest).
     """
@@ -113,6 +119,7 @@ class Scheduler:
         decode_cost: int = 0,
         swap: bool = False,
         overlap: bool = True,
+        stream: bool = False,
     ) -> None:
         if decode_cost < 0:
             raise InvalidArgument(f"expected decode_cost >= 0, got {decode_cost}", decode_cost=decode_cost)
@@ -144,6 +151,7 @@ class Scheduler:
         self.decode_cost = decode_cost
         self.swap = swap
         self.overlap = overlap
+        self.stream = stream
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.arriving: dict[Sequence, int] = {}  # whose KV is being copied in -> the ticket; their state is WAITING
@@ -179,6 +187,9 @@ class Scheduler:
         if moved:
             for sequence in (*self.running, *self.arriving):
                 sequence.blocks = [moved.get(block, block) for block in sequence.blocks]
+                if sequence.homing is not None:
+                    ticket, blocks = sequence.homing
+                    sequence.homing = ticket, [moved.get(block, block) for block in blocks]
 
     def schedule(self, pool: BlockPool) -> Schedule:
         """Choose the chunks of the next pass and allocate their blocks. Counts as nothing until `commit`: repeating is
@@ -187,9 +198,14 @@ class Scheduler:
         if not self.swap:
             return self._schedule(pool)
         for sequence in self.running:  # a block that will be written to is not in host memory any more
-            self._forget_host(sequence, sequence.computed // self.block_tokens, pool)
+            streaming.forget_host(sequence, sequence.computed // self.block_tokens, pool)
         self._arrive(pool)
+        if self.stream:
+            for sequence in streaming.settle(self.running, pool):
+                self._give_up(sequence, pool)
         found = self._schedule(pool)
+        if self.stream and not self.waiting and not self.arriving:
+            streaming.bring_home(self.running, pool.free_blocks - self.lookahead_blocks * len(self.running), pool)
         if found.chunks or not self.arriving:
             return found
         # There is nothing to compute before the first one is there.
@@ -234,7 +250,8 @@ class Scheduler:
             end = sequence.computed + count
             whole = sequence.length if self.reserve_full_prompt else end
             spare = int(self.watermark * pool.usable_blocks) if self.running else 0
-            if pool.free_blocks < self.blocks_for(whole) + spare or not self._reserve(sequence, end, pool):
+            room = self._room(self.blocks_for(whole) + spare, pool)
+            if not room or not self._reserve(sequence, end, pool):
                 break
             if sequence.host:
                 if self._fetch(sequence, pool):
@@ -280,7 +297,7 @@ class Scheduler:
         elif sequence.state is State.WAITING:
             self._unqueue(sequence)
         self._release(sequence, pool)
-        self._forget_host(sequence, 0, pool)
+        streaming.forget_host(sequence, 0, pool)
         sequence.state = State.FINISHED
 
     def _queued(self) -> Iterable[Sequence]:
@@ -301,9 +318,15 @@ class Scheduler:
         aligned = end - end % self.chunk_align - sequence.computed
         return aligned if aligned > 0 or budget < self.max_batch_tokens else count
 
+    def _room(self, blocks: int, pool: BlockPool) -> bool:
+        """Whether so many blocks are free, or could be made free by letting others stream."""
+        short = blocks - pool.free_blocks
+        return short <= 0 or (self.stream and streaming.make_room(self.running, short, pool, self.block_tokens))
+
     def _reserve(self, sequence: Sequence, tokens: int, pool: BlockPool) -> bool:
         missing = self.blocks_for(tokens) - len(sequence.blocks)
         if missing > 0:
+            self._room(missing, pool)
             try:
                 sequence.blocks += pool.allocate(missing)
             except OutOfBlocks:
@@ -311,13 +334,22 @@ class Scheduler:
         return True
 
     def _put_back(self, sequence: Sequence, pool: BlockPool) -> None:
-        if not self._save(sequence, pool, [other for other in self.running if other is not sequence]):
-            self._recompute(sequence, pool)
+        kept = self._save(sequence, pool, [other for other in self.running if other is not sequence])
         self._release(sequence, pool)
+        if not kept:
+            self._recompute(sequence, pool)
         # Only now: copies may fail, and it must not be lost.
         if self.arriving.pop(sequence, None) is None:
             self.running.remove(sequence)
         sequence.preemptions += 1
+        sequence.state = State.WAITING
+        self._shelve(sequence)
+
+    def _give_up(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Its KV is lost: it waits, to be computed anew."""
+        self._release(sequence, pool)
+        self._recompute(sequence, pool)
+        self.running.remove(sequence)
         sequence.state = State.WAITING
         self._shelve(sequence)
 
@@ -352,7 +384,7 @@ class Scheduler:
             except OutOfBlocks:
                 # What host memory keeps of those who run only saves a copy later.
                 for other in spare or ():
-                    self._forget_host(other, 0, pool)
+                    streaming.forget_host(other, 0, pool)
             else:
                 return True
         return False
@@ -374,7 +406,7 @@ class Scheduler:
 
     def _recompute(self, sequence: Sequence, pool: BlockPool) -> None:
         """It has no KV, wherever."""
-        self._forget_host(sequence, 0, pool)
+        streaming.forget_host(sequence, 0, pool)
         sequence.computed = 0
 
     def _arrive(self, pool: BlockPool, behind: int | None = None) -> list[Sequence]:
@@ -390,21 +422,16 @@ class Scheduler:
             raise
         for sequence in there:
             del self.arriving[sequence]
-            self._forget_host(sequence, sequence.computed // self.block_tokens if self.overlap else 0, pool)
+            streaming.forget_host(sequence, sequence.computed // self.block_tokens if self.overlap else 0, pool)
             sequence.state = State.RUNNING
             insort(self.running, sequence, key=_order)
         return there
 
-    def _forget_host(self, sequence: Sequence, keep: int, pool: BlockPool) -> None:
-        """Free its host blocks but for the first `keep`."""
-        if len(sequence.host) > keep:
-            pool.free_host(sequence.host[keep:])
-            sequence.host = sequence.host[:keep]
-
     def _release(self, sequence: Sequence, pool: BlockPool) -> None:
-        if sequence.blocks:
-            pool.free(sequence.blocks)
-            sequence.blocks = []
+        blocks = sequence.blocks if sequence.homing is None else [*sequence.blocks, *sequence.homing[1]]
+        if blocks:
+            pool.free(blocks)
+            sequence.blocks, sequence.streamed, sequence.homing = [], 0, None
 
 
 def _order(sequence: Sequence) -> int:

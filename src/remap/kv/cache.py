@@ -13,6 +13,7 @@ from remap.errors import InvalidArgument, InvalidState
 from remap.kv.host import HostBlocks
 from remap.kv.pool import BlockPool, Listener, listed
 from remap.kv.spec import KVGeometry, KVSpec
+from remap.kv.streamed import StreamedBlocks
 from remap.locking import Turn
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class Copies(Protocol):
     def copy_out(self, ranges: Sequence[tuple[int, int, int]], host_blocks: Sequence[int]) -> None: ...
     def copy_in(self, ranges: Sequence[tuple[int, int, int]]) -> int: ...
     def kept(self, host_blocks: Iterable[int]) -> bool: ...
+    def filled(self) -> int: ...
     def arrived(self, ticket: int) -> bool: ...
     def join(self, ticket: int | None = None) -> None: ...
     def close(self) -> None: ...
@@ -68,8 +70,10 @@ class KVCache:
         self._tensors: list[torch.Tensor] | None = None
         self._turn = turn
         self.host = HostBlocks(geometry)
+        self.streamed = StreamedBlocks(geometry)
         self._host_address = host_address
         self.copied_out_bytes = self.copied_in_bytes = 0
+        self._streamable: Callable[[], int] | None = None
         self._reclaim: Callable[[int], object] | None = None
         self._reclaimable: Callable[[], int] | None = None
 
@@ -81,7 +85,7 @@ class KVCache:
         return ids
 
     def free(self, ids: Iterable[int]) -> None:
-        """`BlockPool.free`. Raises ForkedProcess in a forked child."""
+        """`BlockPool.free`, of blocks that `stream` returned too. Raises ForkedProcess in a forked child."""
         self._turn.run(self._free, listed(ids))
 
     def returned(self, ids: Iterable[int]) -> None:
@@ -128,8 +132,31 @@ class KVCache:
         self._turn.run(self._copies.join, ticket)
 
     def free_host(self, host_ids: Iterable[int]) -> None:
-        """Give host blocks back. Raises InvalidArgument for one that is not in use; nothing changed then."""
-        self._turn.run(self.host.free, listed(host_ids))
+        """Give host blocks back. Raises InvalidArgument for one that is not in use, and InvalidState (field host_blocks) for
+        one that a streamed block shows; nothing changed then."""
+        self._turn.run(self._free_host, listed(host_ids))
+
+    def stream(self, host_ids: Iterable[int]) -> list[int]:
+        """A block for each of these host blocks, of which passes read what lies in the host block: a pass that names it
+        (`tenant.forward(streamed=)`) copies each layer's part in just before `wait` of that layer. Copies nothing now.
+
+        Nobody may write these blocks, nor read them in a pass that does not name them. `free` gives them back; the host
+        blocks stay in use. Raises OutOfBlocks if fewer than that are free (`KVSpec.streamed_blocks`), InvalidArgument for a
+        host block that is not in use, InvalidState (field host_blocks) for host blocks that are not `kept`; nothing
+        changed then.
+        """
+        ids: list[int] = self._turn.run(self._stream, listed(host_ids))
+        return ids
+
+    @property
+    def streamable_blocks(self) -> int:
+        """Blocks of `stream` that the next passes may read in all, without waiting for longer than the tenant's settings
+        allow, as certified from measured times; 0 before the first decode pass."""
+        return self._streamable() if self._streamable is not None else 0
+
+    def on_stream(self, streamable: Callable[[], int]) -> None:
+        """streamable(): what `streamable_blocks` is."""
+        self._streamable = streamable
 
     def on_reclaim(self, reclaim: Callable[[int], object], reclaimable: Callable[[], int]) -> None:
         """While the tenant is inactive, others may need its pages. reclaim(blocks) is asked to free so many live blocks, by
@@ -177,8 +204,8 @@ class KVCache:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """One tensor per layer, shape (2, max_blocks, block_tokens, kv_heads, head_dim), of spec.dtype, at a fixed
-        address.
+        """One tensor per layer, shape (2, geometry.tensor_blocks, block_tokens, kv_heads, head_dim), of spec.dtype, at a
+        fixed address. geometry.tensor_blocks is max_blocks, or more if blocks stream.
 
         Index 0 holds keys, 1 values; they are on the session's device. With block_major the block stride is that of a
         whole block in all layers, so a tensor is not contiguous. Blocks that are not usable belong to somebody else:
@@ -230,8 +257,43 @@ class KVCache:
         return hosts
 
     def _free(self, ids: Sequence[int]) -> None:
-        self._copies.join()  # else a copy may still read or write them
-        self.pool.free(ids)
+        pool, streamed = self.streamed.split(ids)
+        self.streamed.checked(streamed)
+        if pool or not streamed:
+            self._copies.join()  # else a copy may still read or write them
+            self.pool.free(pool)
+        self.streamed.release(streamed)
+
+    def _free_host(self, host_ids: Sequence[int]) -> None:
+        shown = self.streamed.shows(host_ids)
+        if shown:
+            raise InvalidState(
+                f"streamed blocks show the host blocks {shown}; nothing changed; free those blocks first",
+                host_blocks=shown,
+            )
+        self.host.free(host_ids)
+
+    def _stream(self, host_ids: Sequence[int]) -> list[int]:
+        self._require_memory()
+        hosts = self.host.checked(host_ids)
+        self._require_kept(hosts)
+        return self.streamed.show(hosts)
+
+    def reading(self, streamed: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
+        """A pass is to read these streamed blocks: their runs (first block, first host block, how many), and an event
+        behind the copies that fill the host blocks (0: they are there). Raises InvalidArgument for a block that shows
+        nothing, and InvalidState (field host_blocks) for one whose host block is not `kept`."""
+        runs = self.streamed.runs(streamed)
+        self._require_kept(self.streamed.hosts(streamed))
+        return runs, self._copies.filled()
+
+    def _require_kept(self, hosts: Sequence[int]) -> None:
+        if not self._copies.kept(hosts):
+            raise InvalidState(
+                f"a copy out to some of the host blocks {hosts} has failed, so they do not hold their KV; nothing was copied; "
+                "free them and recompute what they held",
+                host_blocks=tuple(hosts),
+            )
 
     def _copy_in(self, host_ids: Sequence[int], ids: Sequence[int]) -> int:
         self._require_memory()
@@ -243,12 +305,7 @@ class KVCache:
                 host_blocks=len(hosts),
                 blocks=len(ids),
             )
-        if not self._copies.kept(hosts):
-            raise InvalidState(
-                f"a copy out to some of the host blocks {hosts} has failed, so they do not hold their KV; nothing was copied; "
-                "free them and recompute what they held",
-                host_blocks=tuple(hosts),
-            )
+        self._require_kept(hosts)
         ranges = self.host.ranges(list(zip(ids, hosts)))
         ticket = self._copies.copy_in(
             [(self.address + region, self._host_address + store, size) for region, store, size in ranges]

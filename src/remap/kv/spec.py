@@ -6,13 +6,18 @@ A KV region consists of `ranges` equal ranges of `range_pages` pages. Block b oc
     block_major   1 range,            unit = the block's keys and values of all layers  [layers][2][tokens][heads][dim]
     layer_major   2 * layers ranges,  unit = the block's keys (or values) of one layer  [tokens][heads][dim]
 
-so both layouts share every formula below. A *column* is the set of pages at the same place of each range (one page for
+so both layouts share every formula below. Behind the places of its blocks a layer_major range has those of
+`streamed_blocks` more, whose home is host memory: blocks [first_streamed, first_streamed + streamed_blocks), at a page's
+beginning. The pages there belong to nobody's pool: layers share them, one after another.
+
+A KV region's pool has the blocks below max_blocks. A *column* is the set of pages at the same place of each range (one page for
 block_major, 2 * layers pages for layer_major); a block is usable when all pages of its columns are owned. Units may
 straddle pages. This module owns nothing: `remap.kv.pool.BlockPool` does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -52,6 +57,9 @@ class KVSpec:
 
     host_blocks: blocks of host memory (page-locked for a device) that `kv.copy_out` copies to, and `kv.copy_in` from: what a
     paused request holds can lie there while others use its pages.
+    streamed_blocks: blocks of the tensors that hold, in passes that name them, what lies in host blocks (`kv.stream`): each
+    layer's part of them is copied in just before that layer reads it. They take the memory of
+    streamed_blocks * 2 / layers blocks. layer_major only, and with host_blocks.
     dtype: of the stored keys and values; by default "bfloat16", which a model of another dtype then refuses at attach
     (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
     """
@@ -65,6 +73,7 @@ class KVSpec:
     max_blocks: int
     layout: str = "block_major"
     host_blocks: int = 0
+    streamed_blocks: int = 0
     dtype_named: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -75,6 +84,7 @@ class KVSpec:
             _require_int(name, getattr(self, name), 1)
         _require_int("min_blocks", self.min_blocks, 0)
         _require_int("host_blocks", self.host_blocks, 0)
+        _require_int("streamed_blocks", self.streamed_blocks, 0)
         if self.max_blocks < self.min_blocks:
             raise InvalidArgument(
                 f"max_blocks must be at least min_blocks, got {self.max_blocks} < {self.min_blocks}; nothing was "
@@ -98,6 +108,16 @@ class KVSpec:
                 "use block_major unless the engine needs one contiguous tensor per layer",
                 field="layout",
                 value=self.layout,
+            )
+
+        if self.streamed_blocks and (self.layout != "layer_major" or not self.host_blocks):
+            raise InvalidArgument(
+                f"streamed_blocks={self.streamed_blocks} needs layout='layer_major', where a layer's part of a block lies by "
+                f"itself, and host_blocks for their bytes; got {self.layout!r} and {self.host_blocks}; nothing was created",
+                field="streamed_blocks",
+                value=self.streamed_blocks,
+                layout=self.layout,
+                host_blocks=self.host_blocks,
             )
 
     @property
@@ -128,9 +148,13 @@ class KVGeometry:
     page_bytes: int
     ranges: int = field(init=False)  # 1, or 2 * layers (key range of layer 0, value range of layer 0, key range ...)
     unit_bytes: int = field(init=False)  # bytes of one block within one range
-    range_pages: int = field(init=False)  # pages of one range = number of columns
+    columns: int = field(init=False)  # of the pool's blocks
+    first_streamed: int = field(init=False)  # the first block id behind them that begins with a page
+    streamed_columns: int = field(init=False)
+    range_pages: int = field(init=False)  # places of pages of one range
     range_bytes: int = field(init=False)
-    region_pages: int = field(init=False)  # pages of the whole region, for max_blocks
+    giving_pages: int = field(init=False)  # pages that the pool's max_blocks can take
+    region_pages: int = field(init=False)  # places of pages of the whole region
     region_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -147,27 +171,41 @@ class KVGeometry:
         block_major = spec.layout == "block_major"
         ranges = 1 if block_major else 2 * spec.layers
         unit = spec.block_bytes if block_major else spec.chunk_bytes
-        pages = -(-spec.max_blocks * unit // self.page_bytes)
+        columns = pages = -(-spec.max_blocks * unit // self.page_bytes)
+        step = self.page_bytes // math.gcd(self.page_bytes, unit)  # every so many blocks one begins with a page
+        first = -(-columns * self.page_bytes // (unit * step)) * step
+        streamed = -(-spec.streamed_blocks * unit // self.page_bytes)
+        if streamed:
+            pages = first * unit // self.page_bytes + streamed
         for name, value in (
             ("ranges", ranges),
             ("unit_bytes", unit),
+            ("columns", columns),
+            ("first_streamed", first),
+            ("streamed_columns", streamed),
             ("range_pages", pages),
             ("range_bytes", pages * self.page_bytes),
+            ("giving_pages", ranges * columns),
             ("region_pages", ranges * pages),
             ("region_bytes", ranges * pages * self.page_bytes),
         ):
             object.__setattr__(self, name, value)
 
+    @property
+    def tensor_blocks(self) -> int:
+        """Blocks of a layer's tensor."""
+        return self.first_streamed + self.spec.streamed_blocks if self.streamed_columns else self.spec.max_blocks
+
     def tensor_layout(self, layer: int) -> tuple[int, tuple[int, int, int, int, int], tuple[int, int, int, int, int]]:
         """Where `layer`'s tensor lies in the region: (offset in bytes, shape, stride in elements).
 
-        The shape is (2, max_blocks, block_tokens, kv_heads, head_dim), keys at index 0 and values at index 1.
+        The shape is (2, tensor_blocks, block_tokens, kv_heads, head_dim), keys at index 0 and values at index 1.
         """
         spec = self.spec
         self._inside("layer", layer, spec.layers)
         token = spec.kv_heads * spec.head_dim
         chunk = spec.block_tokens * token
-        shape = (2, spec.max_blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
+        shape = (2, self.tensor_blocks, spec.block_tokens, spec.kv_heads, spec.head_dim)
         if self.ranges == 1:
             return 2 * layer * spec.chunk_bytes, shape, (chunk, 2 * spec.layers * chunk, token, spec.head_dim, 1)
         half = self.range_bytes // spec.itemsize
@@ -202,7 +240,7 @@ class KVGeometry:
 
     def giving_slot(self, index: int) -> int:
         """The region slot at which the index-th page given to the tenant stands (column after column)."""
-        self._inside("index", index, self.region_pages)
+        self._inside("index", index, self.giving_pages)
         return index % self.ranges * self.range_pages + index // self.ranges
 
     def giving_index(self, slot: int) -> int:
@@ -221,8 +259,8 @@ class KVGeometry:
         _require_int("count", count, 0)
         if count == 0:
             return range(0)
-        self._inside("index", first, self.region_pages)
-        self._inside("index", first + count - 1, self.region_pages)
+        self._inside("index", first, self.giving_pages)
+        self._inside("index", first + count - 1, self.giving_pages)
         if self.ranges == 1:
             return range(first, first + count)
         return [i % self.ranges * self.range_pages + i // self.ranges for i in range(first, first + count)]
@@ -234,7 +272,7 @@ class KVGeometry:
 
     def blocks_for_pages(self, pages: int) -> int:
         """How many blocks are usable when exactly the first `pages` pages in giving order are owned."""
-        self._inside("pages", pages, self.region_pages + 1)
+        self._inside("pages", pages, self.giving_pages + 1)
         return min(pages // self.ranges * self.page_bytes // self.unit_bytes, self.spec.max_blocks)
 
     def _inside(self, name: str, value: int, stop: int) -> None:

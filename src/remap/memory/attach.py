@@ -156,13 +156,16 @@ class Arrivals:
         home_pages = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
         rest_pages = -(-source.rest_bytes // page_bytes)
         first_pages = geometry.pages_for_blocks(kv.min_blocks)
-        needed = sum(home_pages) + rest_pages + first_pages
+        # Two buffers of the streamed blocks: of each the keys and the values of a layer.
+        window = MAX_BUFFERS * 2 * geometry.streamed_columns
+        needed = sum(home_pages) + rest_pages + first_pages + window
         lent = sorted(set(arena.free_pages()).intersection(page for other in others for page in other.pages.lent))
         free = arena.counts()["free"] - len(lent)
         if needed > free:
             raise OutOfMemory(
                 f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages)} for layers, "
-                f"{rest_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks), {free} are free; "
+                f"{rest_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for streamed blocks), "
+                f"{free} are free; "
                 f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
                 "capacity or lower min_blocks",
                 requested=needed,
@@ -194,13 +197,14 @@ class Arrivals:
                 if home_pages[layer] == buffer_pages:
                     arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
 
+        shared = arena.take(window, _core.Owner.ring, tenant, lent)
         lent_now = set(lent)
         free_pages = [page for page in arena.free_pages() if page not in lent_now]
         # The ring's first home comes last: its pages are the ring while anything is streamed.
         donors = [page for layer in (*order[1:], *order[:1]) for page in homes[layer]]
         if slices:
             donors = level_by_level(homes, order)
-        giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.region_pages])
+        giving = tuple((free_pages + donors + _of_others(arena, others))[: geometry.giving_pages])
         # Own pages without a place get one behind the blocks' places: lent pages are zeroed there before they come
         # home.
         placed = set(giving)
@@ -210,6 +214,10 @@ class Arrivals:
         _designate(arena, kv_region, geometry, giving)
         if unplaced_pages:
             arena.designate(kv_region, geometry.region_pages, unplaced_pages)
+        for r in range(geometry.ranges if window else 0):
+            at = (r // 2 % MAX_BUFFERS * 2 + r % 2) * geometry.streamed_columns
+            slot = (r + 1) * geometry.range_pages - geometry.streamed_columns
+            arena.fix(kv_region, slot, shared[at : at + geometry.streamed_columns])
         arena.seal(kv_region)
         if arena.mode == _core.Mode.aliased and len(order) > 1:
             for layer in order:
@@ -224,6 +232,14 @@ class Arrivals:
             keep=(arena, source.keep_alive),
             chunk_bytes=self._copy_chunk_bytes,
         )
+        copies = KVCopies(self._changes.streams, compute, (lambda: prefetcher.copy_stream) if window else None)
+        store = host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0
+        if window:
+            region, unit = arena.address(kv_region), geometry.unit_bytes
+            ranges = [
+                (region + r * geometry.range_bytes, store + r * kv.host_blocks * unit) for r in range(geometry.ranges)
+            ]
+            prefetcher.stream_blocks(list(zip(ranges[::2], ranges[1::2])), unit, MAX_BUFFERS)
         made = arrival.tenant = TenantState(
             number=tenant,
             name=name,
@@ -246,10 +262,10 @@ class Arrivals:
             kv=KVCache(
                 geometry,
                 arena.address(kv_region),
-                KVCopies(self._changes.streams, compute),
+                copies,
                 self._memory,
                 turn,
-                host.reserve(kv.host_blocks * kv.block_bytes) if kv.host_blocks else 0,
+                store,
             ),
             prefetcher=prefetcher,
             compute=compute,
@@ -264,6 +280,7 @@ class Arrivals:
             self._changes.settle(made)
         hidden = made.bounds = StallBounds(made)
         made.timing.prepare = hidden.prepare
+        made.kv.on_stream(hidden.streamable_blocks)
         # For slices the view (view.py) applies max_layers, which counts layers.
         made.controller = Controller(
             replace(config, max_layers=None) if slices else config,

@@ -16,7 +16,7 @@ import math
 from remap.memory.plan import MAX_BUFFERS, Streaming, TenantPages
 from remap.memory.restream import prepare_growth
 from remap.memory.state import TenantState
-from remap.policy import schedule
+from remap.policy import kv_stream, schedule
 from remap.policy.link import delayed
 from remap.policy.maxplus import copied_uses
 from remap.policy.views import LayerSeconds
@@ -42,6 +42,9 @@ class StallBounds:
         self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # the answers' key
         self._bound: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], tuple[float, str]] = {}
+        self._blocks: tuple[LayerSeconds, Streaming, int] | None = (
+            None  # the answer of `streamable_blocks`, with its key
+        )
         self._looked_at: tuple[TenantPages, tuple[int, ...]] | None = None  # the key of `_possible`
         self._possible: dict[tuple[int, int], bool] = {}
 
@@ -81,6 +84,38 @@ class StallBounds:
                 tenant.possible(tenant.streaming_at(remapped, buffers, kind)) for kind in kinds
             )
         return known
+
+    def streamable_blocks(self) -> int:
+        """KV blocks that a decode pass may stream beside the weights that stream now, so that it waits no longer than
+        `slowdown` and `tbt_s` allow. None before the first decode pass, nor beside other active tenants: their copies and
+        those of blocks would keep each other waiting, piece by piece."""
+        tenant = self._tenant
+        kv, times = tenant.kv, tenant.timing.decode()
+        if not kv.spec.streamed_blocks or times is None or tenant.link.neighbours(tenant) is not None:
+            return 0
+        streaming = tenant.pages.streaming
+        known = self._blocks
+        if known is None or known[0] is not times or known[1] != streaming:
+            copies, compute_s = tenant.copy_seconds(times, streaming), math.fsum(times.compute_s)
+            part = 2 * kv.geometry.unit_bytes * tenant.timing.seconds_per_byte()
+
+            def seconds(blocks: int) -> float:
+                return kv_stream.pass_seconds(
+                    times.compute_s,
+                    copies,
+                    streaming.layers,
+                    max(1, streaming.buffers),
+                    blocks * part,
+                    kv.spec.layers,
+                    MAX_BUFFERS,
+                )
+
+            limit = (1.0 + self._slowdown) * compute_s
+            target = tenant.config.tbt_s
+            limit = limit if target is None else min(limit, max(compute_s, target))
+            most = kv_stream.most_blocks(seconds, limit, kv.spec.streamed_blocks)
+            known = self._blocks = (times, streaming, most)
+        return known[2]
 
     def plan_growth(self) -> None:
         """Plan the next growth, if the bound allows one that adds to what streams, and it is not planned yet. Called at

@@ -15,7 +15,7 @@ Threads: the tenant's engine calls, or the change in progress, which has claimed
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from remap.errors import Error, InvalidState
 from remap.memory.streams import ComputeStream, Streams, gone
@@ -31,9 +31,11 @@ _OUT, _IN = "out", "in"
 class KVCopies:
     """See the module."""
 
-    def __init__(self, streams: Streams, compute: ComputeStream) -> None:
+    def __init__(self, streams: Streams, compute: ComputeStream, prefetched: Callable[[], int] | None = None) -> None:
+        """prefetched: the stream on which passes copy streamed blocks in, if the tenant has any."""
         self._streams = streams
         self._compute = compute
+        self._prefetched = prefetched
         self._made: dict[str, int] = {}  # direction -> its stream; made on first use
         self._old: list[int] = []  # streams that the backend has not taken back yet
         # Its own: an event that another tenant records anew could not tell whether the copies here have failed.
@@ -66,7 +68,8 @@ class KVCopies:
                 self._leaving.pop(event, None)
                 self._out = 0 if self._out == event else self._out
         self._lost.difference_update(host_blocks)
-        self._out = self._start(_OUT, ranges, 0)
+        # What these host blocks held before may still be on its way in, for a pass that was abandoned.
+        self._out = self._start(_OUT, ranges, self._prefetched() if self._prefetched is not None else 0)
         self._leaving[self._out] = tuple(host_blocks)
 
     def copy_in(self, ranges: Ranges) -> int:
@@ -79,6 +82,10 @@ class KVCopies:
     def kept(self, host_blocks: Iterable[int]) -> bool:
         """Whether no copy out that should have filled one of them is known to have failed."""
         return self._lost.isdisjoint(host_blocks)
+
+    def filled(self) -> int:
+        """An event behind all copies out; 0 if they have been made."""
+        return next((event for event in reversed(self._leaving) if not self._done(event)), 0)
 
     def arrived(self, ticket: int) -> bool:
         """Whether these copies in have been made. Raises the error of copies that failed with them: then no copy in has

@@ -8,7 +8,7 @@ The thread of the tenant's engine runs this, under the turn's lock where a chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from remap import nvtx
@@ -62,25 +62,28 @@ class Passes:
 
     # -- begin -----------------------------------------------------------------------------------------------------
 
-    def begin(self, tenant: TenantState, stream: Any, mark: object) -> None:
-        """Begin a pass; `mark` is the turn's `open_pass` while it is open. Raises as `Tenant.forward` says."""
+    def begin(self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int] = ()) -> None:
+        """Begin a pass that reads these streamed blocks; `mark` is the turn's `open_pass` while it is open. Raises as
+        `Tenant.forward` says."""
         self._lock.refuse_fork()
-        if not self._try_begin(tenant, stream, mark):
-            self._lock.run(self._begin_behind_changes, tenant, stream, mark)
+        if not self._try_begin(tenant, stream, mark, streamed):
+            self._lock.run(self._begin_behind_changes, tenant, stream, mark, streamed)
         nvtx.push("remap.pass")
 
-    def _begin_behind_changes(self, tenant: TenantState, stream: Any, mark: object) -> None:
+    def _begin_behind_changes(self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int]) -> None:
         """Begin a pass after the change that was in progress, and finish first what the last change has left."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
-        if not self._try_begin(tenant, stream, mark, finished=True):
+        if not self._try_begin(tenant, stream, mark, streamed, finished=True):
             raise InvalidState(
                 f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in "
                 "progress; no pass was begun; begin it afterwards",
                 tenant=tenant.name,
             )
 
-    def _try_begin(self, tenant: TenantState, stream: Any, mark: object, finished: bool = False) -> bool:
+    def _try_begin(
+        self, tenant: TenantState, stream: Any, mark: object, streamed: Sequence[int], finished: bool = False
+    ) -> bool:
         """Begin a pass, unless a change is in progress or has left something to finish first. finished: the caller has
         finished it just now; if a re-pointing has failed since, `wait` for its layer raises that."""
         turn = tenant.turn
@@ -97,9 +100,10 @@ class Passes:
                 return False
             if not finished and (tenant.unsettled is not None or self._changes.failed_points(tenant)):
                 return False
+            reading = tenant.kv.reading(streamed) if streamed else ()
             turn.open_pass = mark  # before the pass begins, so that end() or close() ends it even after an interrupt
             try:
-                tenant.prefetcher.begin_pass(tenant.compute.begin(stream))
+                tenant.prefetcher.begin_pass(tenant.compute.begin(stream), *reading)
             except BaseException:
                 self.close(tenant)
                 raise

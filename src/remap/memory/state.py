@@ -178,7 +178,10 @@ class TenantState:
 
     @property
     def streaming(self) -> bool:
-        """Whether wait() has something to do in the next pass: some layer is streamed, loading, or being re-pointed."""
+        """Whether wait() has something to do in the next pass: some layer is streamed, loading, or being re-pointed, or KV
+        blocks are."""
+        if self.kv.streamed.used_blocks and not self.detached:
+            return True
         if self.all_ready or self.detached:
             return False
         if self.streamed or self.unsettled is not None:

@@ -1,0 +1,107 @@
+"""Which blocks of running sequences stream from host memory in each pass. Pure, as the scheduler, which calls this.
+
+A block that is complete never changes, so once host memory has it, passes can read it from there (`kv.stream`) and its
+pages are free: nothing is copied out a second time, whatever happens. The first blocks of a sequence go first, so that
+those which stream are the first `streamed` of it, and copies are long. They come back when nobody else wants the blocks:
+that costs as much as one pass that streams them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from remap.errors import Error, OutOfBlocks
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Listed
+
+    from remap.engine.request import Sequence
+    from remap.engine.scheduler import BlockPool
+
+__all__ = ["bring_home", "forget_host", "make_room", "settle"]
+
+
+def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tokens: int) -> bool:
+    """Free so many blocks by letting complete ones of these sequences stream, the oldest's first, if the passes' certificate
+    (`pool.streamable_blocks`) allows as many, and host memory has room. False if it was not enough; what has been freed
+    stays free. Raises the pool's error; every sequence is consistent then."""
+    left = pool.streamable_blocks - sum(sequence.streamed for sequence in running)
+    givers = [(one, one.computed // block_tokens - one.streamed) for one in running if one.homing is None]
+    if blocks > left or blocks > sum(count for _, count in givers):
+        return False
+    for sequence, count in givers:
+        if blocks <= 0:
+            break
+        if count > 0:
+            blocks -= _stream(sequence, min(count, blocks), pool)
+    return blocks <= 0
+
+
+def bring_home(running: Listed[Sequence], spare: int, pool: BlockPool) -> None:
+    """Start copying blocks that stream back, up to `spare`, the youngest's first and of each the last. Raises the pool's
+    error; the rest stays as it is then."""
+    for sequence in reversed(running):
+        count = min(spare, sequence.streamed)
+        if count > 0 and sequence.homing is None:
+            blocks = pool.allocate(count)
+            try:
+                ticket = pool.copy_in(sequence.host[sequence.streamed - count : sequence.streamed], blocks)
+            except BaseException:
+                pool.free(blocks)
+                raise
+            sequence.homing = ticket, blocks
+            spare -= count
+
+
+def settle(running: Listed[Sequence], pool: BlockPool) -> list[Sequence]:
+    """Let what has come back be the sequences' own blocks again. Returns those of which bytes that stream never reached host
+    memory: they have to be computed anew. Raises the pool's error if copies back have failed; what streams goes on."""
+    for sequence in running:
+        if sequence.homing is None:
+            continue
+        ticket, blocks = sequence.homing
+        try:
+            if not pool.arrived(ticket):
+                continue
+        except Error:
+            sequence.homing = None
+            pool.free(blocks)
+            raise
+        end = sequence.streamed
+        first = end - len(blocks)
+        shown = sequence.blocks[first:end]
+        sequence.blocks = [*sequence.blocks[:first], *blocks, *sequence.blocks[end:]]
+        sequence.streamed, sequence.homing = first, None
+        pool.free(shown)
+    return [one for one in running if one.streamed and not pool.kept(one.host[: one.streamed])]
+
+
+def forget_host(sequence: Sequence, keep: int, pool: BlockPool) -> None:
+    """Free its host blocks but for the first `keep`, and those that stream."""
+    keep = max(keep, sequence.streamed)
+    if len(sequence.host) > keep:
+        pool.free_host(sequence.host[keep:])
+        sequence.host = sequence.host[:keep]
+
+
+def _stream(sequence: Sequence, count: int, pool: BlockPool) -> int:
+    """Let its next `count` blocks stream. Returns how many do: none if host memory has no room for them."""
+    if not pool.kept(sequence.host):
+        forget_host(sequence, 0, pool)
+    first, end = sequence.streamed, sequence.streamed + count
+    new = sequence.blocks[len(sequence.host) : end]
+    try:
+        if new:
+            sequence.host = sequence.host + pool.copy_out(new)
+        shown = pool.stream(sequence.host[first:end])
+    except OutOfBlocks:
+        return 0
+    before = sequence.blocks
+    sequence.blocks, sequence.streamed = [*before[:first], *shown, *before[end:]], end
+    try:
+        pool.free(before[first:end])
+    except BaseException:
+        sequence.blocks, sequence.streamed = before, first
+        pool.free(shown)
+        raise
+    return count

@@ -1,0 +1,327 @@
+"""KV blocks that show host blocks: the books, the bytes that each layer finds, and what is refused."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+
+import pytest
+from arena_worlds import PAGE, make_layers, write_block
+from hypothesis import given
+from hypothesis import strategies as st
+
+import remap
+from remap import _core
+from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+from remap.kv.spec import KVGeometry, KVSpec
+from remap.kv.streamed import StreamedBlocks
+
+MODES = ("aliased", "strict")
+
+
+def spec(
+    layers: int = 5,
+    head_dim: int = 64,
+    most: int = 8,
+    host: int = 12,
+    streamed: int = 7,
+    tokens: int = 16,
+    more: int = 0,
+) -> KVSpec:
+    return KVSpec(
+        layers=layers,
+        kv_heads=1,
+        head_dim=head_dim,
+        block_tokens=tokens,
+        min_blocks=most,
+        max_blocks=most + more,
+        layout="layer_major",
+        host_blocks=host,
+        streamed_blocks=streamed,
+    )
+
+
+# -- books -------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    layers=st.integers(1, 4),
+    head_dim=st.sampled_from([4, 12, 64, 80]),
+    most=st.integers(1, 30),
+    streamed=st.integers(0, 30),
+    page=st.sampled_from([256, 1024, 4096]),
+)
+def test_streamed_blocks_lie_behind_the_pools_in_every_range(
+    layers: int, head_dim: int, most: int, streamed: int, page: int
+) -> None:
+    wide = KVGeometry(spec(layers, head_dim, most, 1, streamed, tokens=4), page)
+    plain = KVGeometry(spec(layers, head_dim, most, 1, 0, tokens=4), page)
+    # The pool's blocks lie in their ranges as without streamed ones.
+    assert (wide.columns, wide.giving_pages) == (plain.columns, plain.giving_pages)
+    assert plain.range_pages == plain.columns and plain.tensor_blocks == most
+    assert [wide.blocks_for_pages(n) for n in range(wide.giving_pages + 1)] == [
+        plain.blocks_for_pages(n) for n in range(wide.giving_pages + 1)
+    ]
+    if streamed:
+        begin = wide.first_streamed * wide.unit_bytes
+        assert begin % page == 0 and begin >= wide.columns * page and wide.first_streamed >= most
+        assert begin + streamed * wide.unit_bytes <= wide.range_bytes
+        assert wide.range_bytes == begin + wide.streamed_columns * page
+        assert wide.streamed_columns * page - streamed * wide.unit_bytes < page
+    slots = [wide.giving_slot(index) for index in range(wide.giving_pages)]
+    assert len(set(slots)) == len(slots) and all(slot % wide.range_pages < wide.columns for slot in slots)
+    assert [wide.giving_index(slot) for slot in slots] == list(range(wide.giving_pages))
+
+
+@given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 11), max_size=4)), max_size=30))
+def test_each_streamed_block_shows_one_host_block(steps: list[tuple[bool, list[int]]]) -> None:
+    books, shown = StreamedBlocks(KVGeometry(spec(), 4096)), dict[int, int]()
+    for shows, numbers in steps:
+        if shows and len(numbers) > books.total - len(shown):
+            with pytest.raises(OutOfBlocks) as caught:
+                books.show(numbers)
+            assert caught.value.fields["free"] == books.free_blocks
+        elif shows:
+            got = books.show(numbers)
+            assert not set(got) & set(shown) and all(block in range(books.first, books.first + 7) for block in got)
+            shown |= dict(zip(got, numbers))
+        else:
+            gone = sorted(shown)[: len(numbers)]
+            books.release(gone)
+            for block in gone:
+                del shown[block]
+        assert books.used_blocks == len(shown) == books.total - books.free_blocks
+        assert books.shows(range(12)) == tuple(sorted(set(shown.values())))
+        assert books.hosts(shown) == list(shown.values())
+        runs = books.runs(shown)
+        assert {(b + i, h + i) for b, h, n in runs for i in range(n)} == set(shown.items())
+        joins = [a[0] + a[2] == b[0] and a[1] + a[2] == b[1] for a, b in itertools.pairwise(runs)]
+        assert not any(joins), "two runs could be one"
+        for wrong in ([books.first + 7], [0], sorted(shown)[:1] * 2 if shown else [books.first]):
+            with pytest.raises(InvalidArgument):
+                books.release(wrong)
+
+
+@pytest.mark.parametrize(
+    ("settings", "field"),
+    [
+        ({"streamed_blocks": 2, "host_blocks": 4}, "streamed_blocks"),
+        ({"streamed_blocks": 2, "layout": "layer_major"}, "streamed_blocks"),
+        ({"streamed_blocks": -1}, "streamed_blocks"),
+    ],
+)
+def test_a_spec_that_cannot_stream_is_refused(settings: dict, field: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        KVSpec(layers=2, kv_heads=1, head_dim=4, min_blocks=0, max_blocks=4, **settings)
+    assert caught.value.fields["field"] == field
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def part(tenant: remap.Tenant, block: int, layer: int) -> bytes:
+    """Keys and values of one layer of a block, as its tensor's addresses show them now."""
+    geometry = tenant.kv.geometry
+    at = [(2 * layer + kind) * geometry.range_bytes + block * geometry.unit_bytes for kind in (0, 1)]
+    return b"".join(ctypes.string_at(tenant.kv.address + offset, geometry.unit_bytes) for offset in at)
+
+
+def fill(tenant: remap.Tenant, block: int, tag: int) -> list[bytes]:
+    """Writes other bytes into every layer of a block; returns them."""
+    geometry, found = tenant.kv.geometry, []
+    for layer in range(tenant.kv.spec.layers):
+        for kind in (0, 1):
+            value = (tag * 31 + layer * 2 + kind) % 251 + 1
+            offset = (2 * layer + kind) * geometry.range_bytes + block * geometry.unit_bytes
+            ctypes.memset(tenant.kv.address + offset, value, geometry.unit_bytes)
+        found.append(part(tenant, block, layer))
+    return found
+
+
+def session_of(mode: str = "aliased", layers: int = 5, **settings) -> tuple[remap.Session, remap.Tenant]:
+    session = remap.Session(160 * PAGE, page_bytes=PAGE, mode=mode)
+    return session, session.attach_bytes(make_layers((2,) * layers), name="m", kv=spec(layers, **settings))
+
+
+def read(tenant: remap.Tenant, blocks: list[int], expected: dict[int, list[bytes]]) -> None:
+    with tenant.forward(streamed=blocks):
+        for layer in range(tenant.layers):
+            tenant.wait(layer)
+            for block in blocks:
+                assert part(tenant, block, layer) == expected[block][layer], (block, layer)
+            tenant.done(layer)
+
+
+@pytest.mark.parametrize("remapped", [0, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_each_layer_finds_its_part_of_the_host_blocks(mode: str, remapped: int) -> None:
+    """Beside layers whose weights stream too; the pool's blocks stay as they are."""
+    session, tenant = session_of(mode, more=1000)
+    with session:
+        kv = tenant.kv
+        if remapped:
+            remap.advanced.remap(session, "m", layers=remapped, buffers=2)
+        live = kv.allocate(6)
+        written = {block: fill(tenant, block, block) for block in live}
+        hosts = kv.copy_out(live)
+        shown = kv.stream([hosts[4], hosts[1], hosts[2], hosts[3]])
+        assert min(shown) >= kv.geometry.first_streamed and kv.streamed.used_blocks == 4 and tenant.streaming
+        expected = {block: written[live[index]] for block, index in zip(shown, (4, 1, 2, 3))}
+        before = tenant.stats().block_bytes
+        read(tenant, shown, expected)
+        read(tenant, shown[1:3], expected)
+        assert tenant.stats().block_bytes - before == 6 * kv.spec.block_bytes
+        read(tenant, [], expected)
+        for block in live:
+            assert [part(tenant, block, layer) for layer in range(tenant.layers)] == written[block]
+        kv.free(live)
+        read(tenant, shown, expected)
+        kv.free(shown)
+        kv.free_host(hosts)
+        assert kv.streamed.free_blocks == 7 and kv.host.free_blocks == 12
+        assert not tenant.streaming or remapped
+
+
+def test_other_bytes_in_every_pass() -> None:
+    """What a buffer has from the pass before, or from one that was given up, is never taken for the present one's."""
+    session, tenant = session_of(layers=2, host=7)
+    with session:
+        kv = tenant.kv
+        (block,) = kv.allocate(1)
+        for tag in range(20):
+            expected = fill(tenant, block, tag)
+            hosts = kv.copy_out([block])
+            shown = kv.stream(hosts)
+            if tag % 3 == 1:
+                with pytest.raises(KeyError), tenant.forward(streamed=shown):
+                    tenant.wait(0)
+                    raise KeyError
+            read(tenant, shown, {shown[0]: expected})
+            kv.free(shown)
+            kv.free_host(hosts)
+
+
+def test_a_pass_that_did_not_wait_is_refused() -> None:
+    session, tenant = session_of()
+    with session:
+        kv = tenant.kv
+        live = kv.allocate(1)
+        fill(tenant, live[0], 3)
+        shown = kv.stream(kv.copy_out(live))
+        with pytest.raises(InvalidState) as caught, tenant.forward(streamed=shown):
+            for layer in (0, 1, 3, 4):
+                tenant.wait(layer)
+                tenant.done(layer)
+        assert caught.value.fields["layers"] == (2,)
+        with tenant.forward():  # it names none: nothing to wait for
+            pass
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda kv, live, hosts, shown: kv.stream([11]), InvalidArgument),
+        (lambda kv, live, hosts, shown: kv.stream([hosts[0], hosts[0]]), InvalidArgument),
+        (lambda kv, live, hosts, shown: kv.free_host([hosts[0]]), InvalidState),
+        (lambda kv, live, hosts, shown: kv.free([live[0], shown[0], shown[0]]), InvalidArgument),
+        (lambda kv, live, hosts, shown: kv.free([live[0], live[0], shown[0]]), InvalidArgument),
+        (lambda kv, live, hosts, shown: kv.copy_out(shown), InvalidArgument),
+        (lambda kv, live, hosts, shown: kv.copy_in(hosts[:1], shown), InvalidArgument),
+    ],
+)
+def test_a_refused_call_changes_nothing(call, error) -> None:
+    session, tenant = session_of()
+    with session:
+        kv = tenant.kv
+        live = kv.allocate(2)
+        hosts = kv.copy_out(live)
+        shown = kv.stream(hosts[:1])
+        before = kv.streamed.free_blocks, kv.host.free_blocks, kv.live_blocks, kv.copied_in_bytes
+        with pytest.raises(error):
+            call(kv, live, hosts, shown)
+        assert (kv.streamed.free_blocks, kv.host.free_blocks, kv.live_blocks, kv.copied_in_bytes) == before
+
+
+@pytest.mark.parametrize("wrong", [[0], [99], "twice"])
+def test_a_pass_over_blocks_that_show_nothing_does_not_begin(wrong) -> None:
+    session, tenant = session_of()
+    with session:
+        shown = tenant.kv.stream(tenant.kv.copy_out(tenant.kv.allocate(1)))
+        with pytest.raises(InvalidArgument), tenant.forward(streamed=shown * 2 if wrong == "twice" else wrong):
+            pytest.fail("it began")
+        assert not tenant.in_pass
+
+
+def test_a_tenant_without_streamed_blocks_has_none() -> None:
+    session, tenant = session_of(streamed=0)
+    with session:
+        hosts = tenant.kv.copy_out(tenant.kv.allocate(1))
+        with pytest.raises(OutOfBlocks):
+            tenant.kv.stream(hosts)
+
+
+def test_memory_of_streamed_blocks_is_counted_and_comes_back() -> None:
+    session, tenant = session_of(streamed=7)
+    with session:
+        pages = 2 * 2 * tenant.kv.geometry.streamed_columns
+        assert pages and session.snapshot().pages.ring == pages
+        session.detach("m")
+        assert session.snapshot().pages.free == 160
+
+
+def test_nobody_elses_bytes_are_in_them() -> None:
+    """Pages that another tenant has written are zeroed before they become buffers."""
+    session, first = session_of(streamed=0, layers=8)
+    with session:
+        for block in first.kv.allocate(8):
+            write_block(first, block, 0x5A)
+        session.detach("m")
+        second = session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, streamed=20))
+        region = ctypes.string_at(
+            second.kv.address + second.kv.geometry.first_streamed * second.kv.geometry.unit_bytes, PAGE
+        )
+        assert set(region) <= {0}
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
+
+
+def faulty() -> tuple:
+    backend = _core.make_fault_backend(_core.make_host_backend(160 * PAGE, PAGE, 1))
+    session = remap.Session(160 * PAGE, page_bytes=PAGE, platform=remap.advanced.Platform(backend=backend))
+    return backend, session, session.attach_bytes(make_layers((2,) * 5), name="m", kv=spec())
+
+
+@pytest.mark.parametrize("nth", range(1, 11))
+def test_a_copy_that_fails_ends_the_pass_and_the_next_one_is_right(nth: int) -> None:
+    backend, session, tenant = faulty()
+    with session:
+        kv = tenant.kv
+        live = kv.allocate(1)
+        expected = fill(tenant, live[0], 7)
+        hosts = kv.copy_out(live)
+        kv.join()
+        shown = kv.stream(hosts)
+        backend.fail_async_copy(nth)
+        with pytest.raises(remap.DriverError):
+            read(tenant, shown, {shown[0]: expected})
+        read(tenant, shown, {shown[0]: expected})
+
+
+def test_host_blocks_that_were_never_filled_cannot_stream() -> None:
+    backend, session, tenant = faulty()
+    with session:
+        kv = tenant.kv
+        live = kv.allocate(1)
+        backend.fail_async_copy(1)
+        hosts = kv.copy_out(live)
+        shown = kv.stream(hosts)  # nobody knows yet
+        with pytest.raises(remap.DriverError):
+            kv.join()
+        with pytest.raises(InvalidState) as caught, tenant.forward(streamed=shown):
+            pytest.fail("it began")
+        assert caught.value.fields["host_blocks"] == tuple(hosts)
+        with pytest.raises(InvalidState):
+            kv.stream(hosts)
+        kv.free(shown)
+        kv.free_host(hosts)
