@@ -3,12 +3,17 @@ alone, and the library itself in virtual time."""
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import remap
+from remap import _core
 from remap.policy import schedule
 from remap.policy.kv_stream import most_blocks, pass_seconds
+from remap.sim.masters import masters
 
 SECONDS = st.floats(0.1, 8.0)
 
@@ -59,3 +64,55 @@ def test_as_many_blocks_as_the_limit_allows(
     assert 0 <= found <= most
     assert found == 0 or seconds(found) <= limit
     assert found == most or seconds(found + 1) > limit
+
+
+# -- the library itself, in virtual time ---------------------------------------------------------------------------------
+
+SMALL = 16 << 20
+RATE = 400e9
+
+
+@pytest.mark.parametrize("blocks", [0, 8, 64])
+@pytest.mark.parametrize(("remapped", "buffers", "compute_s"), [(0, 1, 1e-5), (2, 1, 5e-5), (3, 2, 1e-5), (1, 1, 1e-4)])
+def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: int, compute_s: float) -> None:
+    layers = 8
+    made = _core.make_sim_backend(
+        capacity_bytes=8 << 30, h2d_bytes_per_s=RATE, d2h_bytes_per_s=RATE, hbm_bytes_per_s=4e12, contention=False
+    )
+    spec = remap.KVSpec(
+        layers=layers,
+        kv_heads=1,
+        head_dim=64,
+        block_tokens=128,
+        min_blocks=64,
+        max_blocks=2048,
+        layout="layer_major",
+        host_blocks=64,
+        streamed_blocks=64,
+    )
+    with remap.Session("512MiB", platform=remap.advanced.Platform(backend=made)) as session:
+        tenant = session.attach_bytes(masters([SMALL] * layers), kv=spec)
+        shown = tenant.kv.stream(tenant.kv.copy_out(tenant.kv.allocate(64)))[:blocks]
+        if remapped:
+            remap.advanced.remap(session, "model", layers=remapped, buffers=buffers)
+        stream = made.create_stream()
+        ends = []
+        for _ in range(12):
+            with tenant.forward(stream=stream, streamed=shown):
+                for layer in range(layers):
+                    tenant.wait(layer)
+                    made.compute(stream, compute_s)
+                    tenant.done(layer)
+            made.finish(stream)
+            ends.append(made.now)
+        seconds = max(late - early for early, late in itertools.pairwise(ends[-5:]))
+        predicted = pass_seconds(
+            [compute_s] * layers,
+            [SMALL / RATE] * layers,
+            tenant.streamed,
+            max(1, tenant.buffers),
+            blocks * 2 * tenant.kv.geometry.unit_bytes / RATE,
+            layers,
+            2,
+        )
+        assert seconds == pytest.approx(predicted, rel=1e-6)

@@ -15,8 +15,8 @@ from remap.errors import Error, OutOfBlocks
 if TYPE_CHECKING:
     from collections.abc import Sequence as Listed
 
+    from remap.engine.block_pool import BlockPool
     from remap.engine.request import Sequence
-    from remap.engine.scheduler import BlockPool
 
 __all__ = ["bring_home", "forget_host", "make_room", "settle"]
 
