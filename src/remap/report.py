@@ -52,6 +52,8 @@ class TenantSnapshot:
     host_blocks: int  # KVSpec.host_blocks that hold KV now
     kv_out_bytes: int  # KV copied to host memory
     kv_in_bytes: int  # and back
+    streamed_blocks: int  # KVSpec.streamed_blocks that show host blocks now
+    kv_streamed_bytes: int  # KV copied in for passes that read such blocks
     reserve_blocks: int  # the low watermark L, as of the last step
     loading: tuple[int, ...]  # layers that a pass would have to look for: streamed, loading, or being re-pointed
     passes: int

@@ -188,7 +188,6 @@ class ContentPool(CountingPool):
         self.fails = self.loses = self.ever_lost = False
         self.streamable_blocks = 0
         self.shown: dict[int, int] = {}
-        self.names = itertools.count(10_000)
         self.failed: set[int] = set()
         self.leaving: set[int] = set()
         self.lost: set[int] = set()
@@ -212,8 +211,13 @@ class ContentPool(CountingPool):
         for block in ids:
             self.content.pop(block, None)
 
-    def copy_out(self, ids: list[int]) -> list[int]:
-        if len(ids) > len(self.free_hosts):
+    @property
+    def free_streamable_blocks(self) -> int:
+        return sum(host < self.streamable_blocks for host in self.free_hosts)
+
+    def copy_out(self, ids: list[int], below: int | None = None) -> list[int]:
+        self.free_hosts.sort()
+        if len(ids) > (len(self.free_hosts) if below is None else self.free_streamable_blocks):
             raise OutOfBlocks("too few host blocks")
         hosts, self.free_hosts = self.free_hosts[: len(ids)], self.free_hosts[len(ids) :]
         self.stored.update({host: self.content[block] for host, block in zip(hosts, ids)})
@@ -253,8 +257,9 @@ class ContentPool(CountingPool):
 
     def stream(self, host_ids: list[int]) -> list[int]:
         assert self.kept(host_ids), "what was never written is read"
-        assert set(host_ids) <= set(self.stored) and len(self.shown) + len(host_ids) <= self.streamable_blocks
-        ids = [next(self.names) for _ in host_ids]
+        assert set(host_ids) <= set(self.stored) and all(host < self.streamable_blocks for host in host_ids)
+        ids = [10_000 + host for host in host_ids]
+        assert not set(ids) & set(self.shown)
         self.shown |= dict(zip(ids, host_ids))
         return ids
 
@@ -409,8 +414,8 @@ class Watch:
         self._copy_out = self.kv.copy_out
         self.kv.copy_out = self
 
-    def __call__(self, ids: list[int]) -> list[int]:
-        hosts = self._copy_out(ids)
+    def __call__(self, ids: list[int], below: int | None = None) -> list[int]:
+        hosts = self._copy_out(ids, below)
         owner = next(s for s in self.sequences() if set(ids) <= set(s.blocks))
         for block in ids:
             index = owner.blocks.index(block)

@@ -183,7 +183,7 @@ class Scheduler:
             for sequence in streaming.settle(self.running, pool):
                 self._give_up(sequence, pool)
         found = self._schedule(pool)
-        if self.stream and not self.waiting and not self.arriving:
+        if self.stream and not self.arriving and not any(self._queued()):
             streaming.bring_home(self.running, pool.free_blocks - self.lookahead_blocks * len(self.running), pool)
         if found.chunks or not self.arriving:
             return found

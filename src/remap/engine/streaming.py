@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from remap.errors import Error, OutOfBlocks
+from remap.errors import Error
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Listed
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
 
 __all__ = ["bring_home", "forget_host", "make_room", "settle"]
 
+_RUN = 16
+"""Blocks that go out together where one would do: of each layer they are two copies, as one block is."""
+
 
 def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tokens: int) -> bool:
-    """Free so many blocks by letting complete ones of these sequences stream, the oldest's first, if the passes' certificate
-    (`pool.streamable_blocks`) allows as many, and host memory has room. False if it was not enough; what has been freed
-    stays free. Raises the pool's error; every sequence is consistent then."""
-    left = pool.streamable_blocks - sum(sequence.streamed for sequence in running)
-    givers = [(one, one.computed // block_tokens - one.streamed) for one in running if one.homing is None]
-    if blocks > left or blocks > sum(count for _, count in givers):
-        return False
-    for sequence, count in givers:
-        if blocks <= 0:
+    """Free so many blocks by letting complete ones of these sequences stream, the oldest's first, as far as the passes'
+    certificate (`pool.streamable_blocks`) goes. False if that was not enough; what has been freed stays free. Raises the
+    pool's error; every sequence is consistent then."""
+    freed = 0
+    for sequence in running:
+        if freed >= blocks:
             break
-        if count > 0:
-            blocks -= _stream(sequence, min(count, blocks), pool)
-    return blocks <= 0
+        count = min(sequence.computed // block_tokens - sequence.streamed, max(_RUN, blocks - freed))
+        if count > 0 and sequence.homing is None:
+            freed += _stream(sequence, count, pool)
+    return freed >= blocks
 
 
 def bring_home(running: Listed[Sequence], spare: int, pool: BlockPool) -> None:
@@ -85,17 +86,20 @@ def forget_host(sequence: Sequence, keep: int, pool: BlockPool) -> None:
 
 
 def _stream(sequence: Sequence, count: int, pool: BlockPool) -> int:
-    """Let its next `count` blocks stream. Returns how many do: none if host memory has no room for them."""
+    """Let its next blocks stream, at most `count`. Returns how many do: those whose host blocks are below the certificate's
+    bound, or can be."""
     if not pool.kept(sequence.host):
         forget_host(sequence, 0, pool)
-    first, end = sequence.streamed, sequence.streamed + count
-    new = sequence.blocks[len(sequence.host) : end]
-    try:
-        if new:
-            sequence.host = sequence.host + pool.copy_out(new)
-        shown = pool.stream(sequence.host[first:end])
-    except OutOfBlocks:
+    first, limit = sequence.streamed, pool.streamable_blocks
+    have = sequence.host[first : first + count]
+    near = next((index for index, host in enumerate(have) if host >= limit), len(have))
+    more = min(count - near, pool.free_streamable_blocks) if near == len(have) else 0
+    end = first + near + more
+    if end == first:
         return 0
+    if more:
+        sequence.host = sequence.host + pool.copy_out(sequence.blocks[first + near : end], limit)
+    shown = pool.stream(sequence.host[first:end])
     before = sequence.blocks
     sequence.blocks, sequence.streamed = [*before[:first], *shown, *before[end:]], end
     try:
@@ -104,4 +108,4 @@ def _stream(sequence: Sequence, count: int, pool: BlockPool) -> int:
         sequence.blocks, sequence.streamed = before, first
         pool.free(shown)
         raise
-    return count
+    return end - first

@@ -92,8 +92,9 @@ class KVCache:
         """`BlockPool.returned`. Raises ForkedProcess in a forked child."""
         self._turn.run(self.pool.returned, listed(ids))
 
-    def copy_out(self, ids: Iterable[int]) -> list[int]:
-        """Copy live blocks to host memory. Returns the host blocks, one for each id in this order.
+    def copy_out(self, ids: Iterable[int], below: int | None = None) -> list[int]:
+        """Copy live blocks to host memory. Returns the host blocks, one for each id in this order; `below`: all below that,
+        so that they can stream.
 
         The blocks stay live. They can be freed at once, and then their pages go to whoever needs them, behind the copies.
         The copies come behind all work of the tenant so far, and run beside what it enqueues next: the engine promises that
@@ -101,7 +102,7 @@ class KVCache:
         memory has fewer blocks, InvalidArgument for a block that is not live; nothing was copied then. A copy that fails
         later is found by `join`, `free` or a copy in, which raise, and by `kept`.
         """
-        copied: list[int] = self._turn.run(self._copy_out, listed(ids))
+        copied: list[int] = self._turn.run(self._copy_out, listed(ids), below)
         return copied
 
     def copy_in(self, host_ids: Iterable[int], ids: Iterable[int]) -> int:
@@ -137,22 +138,27 @@ class KVCache:
         self._turn.run(self._free_host, listed(host_ids))
 
     def stream(self, host_ids: Iterable[int]) -> list[int]:
-        """A block for each of these host blocks, of which passes read what lies in the host block: a pass that names it
+        """The block that shows each of these host blocks, of which passes read what lies there: a pass that names it
         (`tenant.forward(streamed=)`) copies each layer's part in just before `wait` of that layer. Copies nothing now.
 
         Nobody may write these blocks, nor read them in a pass that does not name them. `free` gives them back; the host
-        blocks stay in use. Raises OutOfBlocks if fewer than that are free (`KVSpec.streamed_blocks`), InvalidArgument for a
-        host block that is not in use, InvalidState (field host_blocks) for host blocks that are not `kept`; nothing
-        changed then.
+        blocks stay in use. Only the first `KVSpec.streamed_blocks` host blocks can stream (`copy_out(below=)`). Raises
+        InvalidArgument for a host block that cannot, that does already, or that is not in use, and InvalidState (field
+        host_blocks) for host blocks that are not `kept`; nothing changed then.
         """
         ids: list[int] = self._turn.run(self._stream, listed(host_ids))
         return ids
 
     @property
     def streamable_blocks(self) -> int:
-        """Blocks of `stream` that the next passes may read in all, without waiting for longer than the tenant's settings
-        allow, as certified from measured times; 0 before the first decode pass."""
+        """Host blocks below this number may stream in the next passes, all of them, and these will not wait for longer than the
+        tenant's settings allow, as certified from measured times; 0 before the first decode pass."""
         return self._streamable() if self._streamable is not None else 0
+
+    @property
+    def free_streamable_blocks(self) -> int:
+        """Free host blocks below `streamable_blocks`."""
+        return self.host.free_below(self.streamable_blocks)
 
     def on_stream(self, streamable: Callable[[], int]) -> None:
         """streamable(): what `streamable_blocks` is."""
@@ -241,10 +247,10 @@ class KVCache:
         self._tensors = None
         self._memory = _gone
 
-    def _copy_out(self, ids: Sequence[int]) -> list[int]:
+    def _copy_out(self, ids: Sequence[int], below: int | None) -> list[int]:
         self._require_memory()
         self.pool.require_live(ids)
-        hosts = self.host.allocate(len(ids))
+        hosts = self.host.allocate(len(ids), below)
         try:
             ranges = self.host.ranges(list(zip(ids, hosts)))
             self._copies.copy_out(
@@ -279,13 +285,13 @@ class KVCache:
         self._require_kept(hosts)
         return self.streamed.show(hosts)
 
-    def reading(self, streamed: Sequence[int]) -> tuple[list[tuple[int, int, int]], int]:
-        """A pass is to read these streamed blocks: their runs (first block, first host block, how many), and an event
+    def reading(self, streamed: Sequence[int]) -> tuple[tuple[int, int, int], int]:
+        """A pass is to read these streamed blocks: their run (first block, first host block, how many), and an event
         behind the copies that fill the host blocks (0: they are there). Raises InvalidArgument for a block that shows
         nothing, and InvalidState (field host_blocks) for one whose host block is not `kept`."""
-        runs = self.streamed.runs(streamed)
+        run = self.streamed.run(streamed)
         self._require_kept(self.streamed.hosts(streamed))
-        return runs, self._copies.filled()
+        return run, self._copies.filled()
 
     def _require_kept(self, hosts: Sequence[int]) -> None:
         if not self._copies.kept(hosts):

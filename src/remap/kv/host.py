@@ -12,7 +12,9 @@ append-only cache writes out what is new, and nothing else).
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
 
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv.spec import KVGeometry
@@ -26,8 +28,9 @@ class HostBlocks:
     def __init__(self, geometry: KVGeometry) -> None:
         self.geometry = geometry
         self.total = geometry.spec.host_blocks
-        self._free = list(range(self.total - 1, -1, -1))  # the lowest last: those that were freed last go first
+        self._free = list(range(self.total))  # a heap: the lowest go first, so that runs are long
         self._used: set[int] = set()
+        self._low: list[int] = []  # those of them that can stream, ascending
 
     @property
     def nbytes(self) -> int:
@@ -39,26 +42,38 @@ class HostBlocks:
         """Host blocks that `allocate` could return now."""
         return len(self._free)
 
-    def allocate(self, count: int) -> list[int]:
-        """`count` host blocks. Raises OutOfBlocks (fields: requested, free, usable) if fewer are free."""
-        if count > len(self._free):
+    def free_below(self, stop: int) -> int:
+        """Of the free host blocks those below `stop`, which is at most `KVSpec.streamed_blocks`."""
+        return stop - bisect_left(self._low, stop)
+
+    def allocate(self, count: int, below: int | None = None) -> list[int]:
+        """`count` host blocks, the lowest, ascending; `below`: all below that. Raises OutOfBlocks (fields: requested, free,
+        usable) if fewer are free."""
+        free = len(self._free) if below is None else self.free_below(min(below, self.geometry.spec.streamed_blocks))
+        if count > free:
             raise OutOfBlocks(
-                f"{count} host blocks requested, {len(self._free)} free of {self.total}; nothing was copied; free host "
-                "blocks, or give the tenant more with KVSpec(host_blocks=)",
+                f"{count} host blocks requested{'' if below is None else f' below {below}'}, {free} free of {self.total}; "
+                "nothing was copied; free host blocks, or give the tenant more with KVSpec(host_blocks=)",
                 requested=count,
-                free=len(self._free),
+                free=free,
                 usable=self.total,
             )
-        ids = self._free[len(self._free) - count :][::-1]
+        ids = [heappop(self._free) for _ in range(count)]
         self._used.update(ids)
-        del self._free[len(self._free) - count :]
+        streamed = self.geometry.spec.streamed_blocks
+        for block in ids if streamed else ():
+            if block < streamed:
+                insort(self._low, block)
         return ids
 
     def free(self, ids: Iterable[int]) -> None:
         """Give host blocks back. Raises InvalidArgument (field: block) for one that is not in use, or named twice."""
         known = self.checked(ids)
         self._used.difference_update(known)
-        self._free.extend(reversed(known))
+        for block in known:
+            heappush(self._free, block)
+            if block < self.geometry.spec.streamed_blocks:
+                del self._low[bisect_left(self._low, block)]
 
     def checked(self, ids: Iterable[int]) -> list[int]:
         """These ids, all in use and each named once. Raises InvalidArgument (field: block) otherwise."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from remap.errors import InvalidArgument
 
-__all__ = ["DTYPE_BYTES", "LAYOUTS", "KVGeometry", "KVSpec"]
+__all__ = ["BUFFERS", "DTYPE_BYTES", "LAYOUTS", "KVGeometry", "KVSpec"]
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -35,6 +35,8 @@ DTYPE_BYTES: dict[str, int] = {
     "uint8": 1,
 }
 LAYOUTS = ("block_major", "layer_major")
+BUFFERS = 2
+"""Layers whose parts of streamed blocks are in memory at a time: one computes, the next one's arrive."""
 
 
 def _require_int(name: str, value: object, least: int) -> None:
@@ -151,6 +153,7 @@ class KVGeometry:
     columns: int = field(init=False)  # of the pool's blocks
     first_streamed: int = field(init=False)  # the first block id behind them that begins with a page
     streamed_columns: int = field(init=False)
+    buffer_pages: int = field(init=False)  # pages behind the streamed blocks: a layer's keys and values, BUFFERS times
     range_pages: int = field(init=False)  # places of pages of one range
     range_bytes: int = field(init=False)
     giving_pages: int = field(init=False)  # pages that the pool's max_blocks can take
@@ -183,6 +186,7 @@ class KVGeometry:
             ("columns", columns),
             ("first_streamed", first),
             ("streamed_columns", streamed),
+            ("buffer_pages", BUFFERS * 2 * streamed),
             ("range_pages", pages),
             ("range_bytes", pages * self.page_bytes),
             ("giving_pages", ranges * columns),

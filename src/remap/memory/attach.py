@@ -14,7 +14,7 @@ from remap import _core
 from remap.config import Knobs
 from remap.errors import InvalidArgument, LimitExceeded, OutOfMemory
 from remap.kv.cache import KVCache
-from remap.kv.spec import KVGeometry, KVSpec
+from remap.kv.spec import BUFFERS, KVGeometry, KVSpec
 from remap.locking import SessionLock, Turn
 from remap.memory.apply import Changes
 from remap.memory.bounds import StallBounds
@@ -156,8 +156,7 @@ class Arrivals:
         home_pages = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
         rest_pages = -(-source.rest_bytes // page_bytes)
         first_pages = geometry.pages_for_blocks(kv.min_blocks)
-        # Two buffers of the streamed blocks: of each the keys and the values of a layer.
-        window = MAX_BUFFERS * 2 * geometry.streamed_columns
+        window = geometry.buffer_pages
         needed = sum(home_pages) + rest_pages + first_pages + window
         lent = sorted(set(arena.free_pages()).intersection(page for other in others for page in other.pages.lent))
         free = arena.counts()["free"] - len(lent)
@@ -215,7 +214,7 @@ class Arrivals:
         if unplaced_pages:
             arena.designate(kv_region, geometry.region_pages, unplaced_pages)
         for r in range(geometry.ranges if window else 0):
-            at = (r // 2 % MAX_BUFFERS * 2 + r % 2) * geometry.streamed_columns
+            at = (r // 2 % BUFFERS * 2 + r % 2) * geometry.streamed_columns
             slot = (r + 1) * geometry.range_pages - geometry.streamed_columns
             arena.fix(kv_region, slot, shared[at : at + geometry.streamed_columns])
         arena.seal(kv_region)
@@ -239,7 +238,7 @@ class Arrivals:
             ranges = [
                 (region + r * geometry.range_bytes, store + r * kv.host_blocks * unit) for r in range(geometry.ranges)
             ]
-            prefetcher.stream_blocks(list(zip(ranges[::2], ranges[1::2])), unit, MAX_BUFFERS)
+            prefetcher.stream_blocks(list(zip(ranges[::2], ranges[1::2])), unit, BUFFERS)
         made = arrival.tenant = TenantState(
             number=tenant,
             name=name,
@@ -275,6 +274,9 @@ class Arrivals:
             chunk_bytes=self._copy_chunk_bytes,
         )
         self._calibrate(made)
+        if window:  # at most what a copy costs whatever its size: one block's takes hardly longer
+            shown = ranges[0][0] + geometry.first_streamed * unit
+            made.copy_setup_s = self._changes.streams.copy_seconds(shown, store, unit)
         if first_pages:
             self._changes.apply(made, plan_free_pages(made.pages, giving[:first_pages], give=True))
             self._changes.settle(made)

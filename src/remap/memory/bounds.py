@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 
+from remap.kv.spec import BUFFERS
 from remap.memory.plan import MAX_BUFFERS, Streaming, TenantPages
 from remap.memory.restream import prepare_growth
 from remap.memory.state import TenantState
@@ -86,9 +87,9 @@ class StallBounds:
         return known
 
     def streamable_blocks(self) -> int:
-        """KV blocks that a decode pass may stream beside the weights that stream now, so that it waits no longer than
-        `slowdown` and `tbt_s` allow. None before the first decode pass, nor beside other active tenants: their copies and
-        those of blocks would keep each other waiting, piece by piece."""
+        """Host blocks that a decode pass may stream, from the first on, beside the weights that stream now, so that it waits
+        no longer than `slowdown` and `tbt_s` allow. 0 before the first decode pass, and beside other active tenants: their
+        copies and those of blocks would keep each other waiting, piece by piece."""
         tenant = self._tenant
         kv, times = tenant.kv, tenant.timing.decode()
         if not kv.spec.streamed_blocks or times is None or tenant.link.neighbours(tenant) is not None:
@@ -97,7 +98,7 @@ class StallBounds:
         known = self._blocks
         if known is None or known[0] is not times or known[1] != streaming:
             copies, compute_s = tenant.copy_seconds(times, streaming), math.fsum(times.compute_s)
-            part = 2 * kv.geometry.unit_bytes * tenant.timing.seconds_per_byte()
+            part, setup = kv.geometry.unit_bytes * tenant.timing.seconds_per_byte(), tenant.copy_setup_s
 
             def seconds(blocks: int) -> float:
                 return kv_stream.pass_seconds(
@@ -105,9 +106,9 @@ class StallBounds:
                     copies,
                     streaming.layers,
                     max(1, streaming.buffers),
-                    blocks * part,
+                    2 * (setup + blocks * part) if blocks else 0.0,
                     kv.spec.layers,
-                    MAX_BUFFERS,
+                    BUFFERS,
                 )
 
             limit = (1.0 + self._slowdown) * compute_s

@@ -84,6 +84,8 @@ def _tenant(arena: Any, lending: Lending, tenants: Mapping[str, TenantState], te
         host_blocks=tenant.kv.host.total - tenant.kv.host.free_blocks,
         kv_out_bytes=tenant.kv.copied_out_bytes,
         kv_in_bytes=tenant.kv.copied_in_bytes,
+        streamed_blocks=tenant.kv.streamed.used_blocks,
+        kv_streamed_bytes=stats.block_bytes,
         reserve_blocks=tenant.controller.headroom,
         loading=tuple(layer for layer in range(tenant.layers) if not tenant.prefetcher.ready(layer)),
         passes=passes,

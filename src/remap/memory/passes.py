@@ -100,10 +100,10 @@ class Passes:
                 return False
             if not finished and (tenant.unsettled is not None or self._changes.failed_points(tenant)):
                 return False
-            reading = tenant.kv.reading(streamed) if streamed else ()
+            run, filled = tenant.kv.reading(streamed) if streamed else (None, 0)
             turn.open_pass = mark  # before the pass begins, so that end() or close() ends it even after an interrupt
             try:
-                tenant.prefetcher.begin_pass(tenant.compute.begin(stream), *reading)
+                tenant.prefetcher.begin_pass(tenant.compute.begin(stream), [run] if run else [], filled)
             except BaseException:
                 self.close(tenant)
                 raise

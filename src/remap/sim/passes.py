@@ -96,6 +96,16 @@ class SessionPass(Pass):
         self._layers = model.layers
         self.stream: int = backend.create_stream()
         self._swap_s = 0.0
+        self._streamed: list[int] = []
+
+    def start(self, chunks: Sequence[Chunk]) -> float:
+        self._streamed = [
+            block
+            for chunk in chunks
+            if chunk.sequence.streamed
+            for block in chunk.sequence.blocks[: chunk.sequence.streamed]
+        ]
+        return super().start(chunks)
 
     @property
     def stall_s(self) -> float:
@@ -105,7 +115,7 @@ class SessionPass(Pass):
         backend, tenant, stream = self._backend, self._tenant, self.stream
         if tenant.kv.host.total:  # its last pass has ended, so what it still waits for is copies
             self._swap_s += max(0.0, backend.stream_end(stream) - backend.now)
-        with tenant.forward(phase=work.phase, tokens=work.tokens, stream=stream):
+        with tenant.forward(phase=work.phase, tokens=work.tokens, stream=stream, streamed=self._streamed):
             if not tenant.streaming:
                 backend.compute(stream, self._layers * layer_s + ends_s)
             else:
@@ -133,7 +143,7 @@ class SessionPass(Pass):
     @property
     def copied_bytes(self) -> int:
         kv = self._tenant.kv
-        return int(kv.copied_out_bytes + kv.copied_in_bytes)
+        return int(kv.copied_out_bytes + kv.copied_in_bytes + self._tenant.stats().block_bytes)
 
 
 @dataclass(frozen=True)

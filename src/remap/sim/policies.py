@@ -41,7 +41,7 @@ class Policy:
     expansion, 0 if it is adaptive. pooled: the
     share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
     `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the
-    setup's memory it has (`Setup.times`).
+    setup's memory it has (`Setup.times`). stream: complete blocks of running requests stream from host memory, layer by layer.
     """
 
     name: str
@@ -52,6 +52,7 @@ class Policy:
     pooled: float = 1.0
     partial: bool | float | None = None
     swap: bool = False
+    stream: bool = False
     memory: int = 1
 
     @property
@@ -107,6 +108,10 @@ _OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         "pool": ("three quarters of every KV reservation are everybody's", {"pooled": 0.25}),
         "swap": ("preempted requests keep their KV in host memory", {"swap": True}),
+        "stream": (
+            "they do, and complete blocks of running ones stream from there, layer by layer",
+            {"swap": True, "stream": True},
+        ),
         "preempt": ("what lies in a waking tenant's pages is preempted, not streamed around", {"partial": False}),
     }
 )

@@ -34,7 +34,8 @@ _order = attrgetter("order")
 
 class PrefillFirst(Scheduler):
     """vLLM V0. watermark: share of the usable blocks that an admission leaves free. swap: preempted sequences keep their KV in
-    host memory instead of losing it, and come back before anything new is admitted. overlap: see `Scheduler`; V0 does not."""
+    host memory instead of losing it, and come back before anything new is admitted. overlap, stream: see `Scheduler`; V0
+    does neither."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class PrefillFirst(Scheduler):
         lookahead_blocks: int = 1,
         swap: bool = False,
         overlap: bool = False,
+        stream: bool = False,
     ) -> None:
         super().__init__(
             block_tokens=block_tokens,
@@ -55,6 +57,7 @@ class PrefillFirst(Scheduler):
             lookahead_blocks=lookahead_blocks,
             swap=swap,
             overlap=overlap,
+            stream=stream,
         )
         self.swapped: deque[Sequence] = deque()  # in the order of arrival
 
@@ -85,7 +88,7 @@ class PrefillFirst(Scheduler):
             sequence = self.waiting[0]
             blocks = self.blocks_for(sequence.length)
             # Alone, a sequence may have everything: else a long one would wait for ever. (V0 gives such a request up.)
-            if sequence.length > budget or pool.free_blocks - blocks < (spare if self.running else 0):
+            if sequence.length > budget or not self._room(blocks + (spare if self.running else 0), pool):
                 break
             sequence.blocks = pool.allocate(blocks)
             sequence.state = State.RUNNING
@@ -138,7 +141,14 @@ class PrefillFirst(Scheduler):
 
 
 def make_scheduling(
-    kind: str, *, block_tokens: int, context: int, swap: bool = False, overlap: bool = True, **settings: int
+    kind: str,
+    *,
+    block_tokens: int,
+    context: int,
+    swap: bool = False,
+    overlap: bool = True,
+    stream: bool = False,
+    **settings: int,
 ) -> Scheduler:
     """By name. context: the longest sequence, in tokens. settings: of the scheduler, instead of vLLM's defaults (`PrefillFirst`;
     `remap.engine.scheduler.Scheduler` for chunks). Raises InvalidArgument for an unknown name or setting."""
@@ -151,6 +161,7 @@ def make_scheduling(
         "max_batch_tokens": BATCH_TOKENS,
         "swap": swap,
         "overlap": overlap,
+        "stream": stream,
         **settings,
     }
     try:

@@ -9,7 +9,7 @@ pie                          pools that count, and a clock (Pie has no counterpa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from remap.engine.scheduler import Schedule, Scheduler
@@ -94,7 +94,9 @@ def _session_world(setup: Setup, policy: Policy) -> World:
     pages = 0
     for tenant, (spec, reserved) in zip(setup.tenants, specs):
         pages += tenant.model.layers * -(-tenant.model.layer_bytes // setup.page_bytes)
-        pages += KVGeometry(spec, setup.page_bytes).pages_for_blocks(reserved)
+        pages += KVGeometry(replace(spec, layout="block_major", streamed_blocks=0), setup.page_bytes).pages_for_blocks(
+            reserved
+        )
     capacity = pages * setup.page_bytes
     backend = simulated(setup.machine)
     platform = remap.advanced.Platform(backend=backend)
@@ -113,7 +115,9 @@ def _session_world(setup: Setup, policy: Policy) -> World:
             if policy.kind == "static":
                 _stream_from_the_start(session, tenant.name, tenant.model, policy)
             most = spec.max_blocks if managed is not None else attached.kv.usable_blocks
-            scheduler = _scheduling(setup, tenant, spec.host_blocks > 0, overlap=policy.kind != "swap")
+            scheduler = _scheduling(
+                setup, tenant, spec.host_blocks > 0, overlap=policy.kind != "swap", stream=policy.stream
+            )
             engines[tenant.name] = _engine(setup, tenant, attached, scheduler, passes, backend, managed, most)
     except BaseException:
         session.close()
@@ -137,9 +141,17 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
         dtype={1: "int8", 2: "bfloat16", 4: "float32"}[model.dtype_bytes],
         min_blocks=max(1, int(policy.pooled * reserved)) if policy.kind == "remap" else reserved,
         max_blocks=most,
+        layout="layer_major" if policy.stream else "block_major",
         host_blocks=_HOST_BLOCKS if policy.swaps else 0,
+        streamed_blocks=reserved if policy.stream else 0,
     )
-    return spec, reserved
+    if not policy.stream:
+        return spec, reserved
+    # What the streamed blocks' buffers take, it has less of its own.
+    geometry = KVGeometry(spec, setup.page_bytes)
+    whole = KVGeometry(replace(spec, streamed_blocks=0, layout="block_major"), setup.page_bytes)
+    left = geometry.blocks_for_pages(max(0, whole.pages_for_blocks(reserved) - geometry.buffer_pages))
+    return replace(spec, min_blocks=min(spec.min_blocks, left)), reserved
 
 
 def _memory(setup: Setup, tenant: TenantSetup) -> int:
@@ -163,13 +175,16 @@ def _static_layers(model: Model, policy: Policy) -> int:
     return max(1, round(share * model.layers)) if share < 1 else int(share)
 
 
-def _scheduling(setup: Setup, tenant: TenantSetup, swap: bool = False, overlap: bool = True) -> Scheduler:
+def _scheduling(
+    setup: Setup, tenant: TenantSetup, swap: bool = False, overlap: bool = True, stream: bool = False
+) -> Scheduler:
     return make_scheduling(
         setup.scheduler,
         block_tokens=setup.block_tokens,
         context=tenant.model.context,
         swap=swap,
         overlap=overlap,
+        stream=stream,
         **setup.scheduling,
     )
 
