@@ -17,7 +17,7 @@ import torch
 from remap.errors import InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 
 class CountingPool:
@@ -115,7 +115,7 @@ class FakeTenant:
         self.waiting_for_done: int | None = None
 
     @contextmanager
-    def forward(self, phase: str = "decode", tokens: int = 0) -> Iterator[None]:
+    def forward(self, phase: str = "decode", tokens: int = 0, streamed: Sequence[int] = ()) -> Iterator[None]:
         if self.in_pass:
             raise InvalidArgument("a pass is open already")
         self.in_pass = True

@@ -42,7 +42,7 @@ class StreamingTenant(FakeTenant):
 
     flip = False
 
-    def forward(self, phase="decode", tokens=0):
+    def forward(self, phase="decode", tokens=0, streamed=()):
         if self.flip:
             self.streaming = len(self.passes) % 2 == 1
         return super().forward(phase, tokens)

@@ -43,7 +43,7 @@ class SwitchedTenant(FakeTenant):
         self.active = True
 
     @contextmanager
-    def forward(self, phase: str = "decode", tokens: int = 0):
+    def forward(self, phase: str = "decode", tokens: int = 0, streamed: object = ()):
         if not self.active:
             raise InvalidState(f"{self.name} is inactive")
         with super().forward(phase, tokens):

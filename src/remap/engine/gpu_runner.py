@@ -27,7 +27,7 @@ from remap.engine.graphs import EagerGraphs, TorchCudaGraphs
 from remap.engine.inputs import TokenInputs
 from remap.engine.models import Decoder, decoder_of
 from remap.engine.paged import choose_attention, triton_missing
-from remap.engine.runner import check_fits, pass_over, sample
+from remap.engine.runner import check_fits, sample, streamed
 from remap.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -243,9 +243,10 @@ class GpuRunner:
         self.stats["captured"] = self.captured.captures
 
     def _pass(self, phase: str, tokens: int, chunks: Sequence[Chunk]) -> AbstractContextManager[Any]:
-        where = {} if self.stream is None else {"stream": self.stream}
-        found: AbstractContextManager[Any] = pass_over(self.tenant, chunks, phase=phase, tokens=tokens, **where)
-        return found
+        reads = streamed(chunks)
+        if self.stream is None:
+            return self.tenant.forward(phase=phase, tokens=tokens, streamed=reads)
+        return self.tenant.forward(phase=phase, tokens=tokens, stream=self.stream, streamed=reads)
 
     def _on_stream(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from remap.engine.request import SamplingParams
     from remap.engine.scheduler import Chunk
 
-__all__ = ["ModelRunner", "check_fits", "pass_over", "sample"]
+__all__ = ["ModelRunner", "check_fits", "sample", "streamed"]
 
 
 def min_rows(dtype: torch.dtype) -> int:
@@ -41,10 +41,9 @@ def min_rows(dtype: torch.dtype) -> int:
     return 8 if torch.get_num_threads() == 1 else 12
 
 
-def pass_over(tenant: Any, chunks: Sequence[Chunk], **about: Any) -> Any:
-    """`tenant.forward` of a pass over these chunks, which names those of their blocks that stream."""
-    streamed = [block for chunk in chunks for block in chunk.sequence.blocks[: chunk.sequence.streamed]]
-    return tenant.forward(**about, streamed=streamed) if streamed else tenant.forward(**about)
+def streamed(chunks: Sequence[Chunk]) -> list[int]:
+    """The blocks of a pass over these chunks that stream from host memory."""
+    return [block for chunk in chunks for block in chunk.sequence.blocks[: chunk.sequence.streamed]]
 
 
 def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
@@ -108,7 +107,7 @@ class ModelRunner:
         positions = batch.positions
         if padding:
             ids, positions = F.pad(ids, (0, padding)), F.pad(positions, (0, padding))
-        with pass_over(self.tenant, ordered, phase=phase, tokens=batch.tokens):
+        with self.tenant.forward(phase=phase, tokens=batch.tokens, streamed=streamed(ordered)):
             hidden, rotary = self.decoder.embed(ids, positions)
             for layer in range(self.layers):
                 self.tenant.wait(layer)
