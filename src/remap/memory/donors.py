@@ -10,8 +10,8 @@
                       compete with them (Controller.offers)
     paused KV         live blocks of a tenant that waits for its turn, which its engine copies to host memory first
 
-`policy/donors/supply.py` chooses among the quotes; the executor never learns which donor it serves. Sources: Oneiros
-section 5.1 (inactive models first, then the active ones); that unused KV comes before both and the exact cap are ours.
+`policy/donors/supply.py` chooses among the quotes, by what they cost; the executor never learns which donor it serves.
+Sources: Oneiros section 5.1 (layers of inactive models and of active ones); KV and the exact cap are ours.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class UnusedKV:
 
 class PausedKV:
     """Live blocks of an inactive tenant: its engine copies their requests' KV to host memory, what is new of it, and frees
-    them. They cost nobody anything until its next turn, when they are copied in again. (theory.md, section 5)"""
+    them. They cost nobody anything until its next turn, when they are copied in again."""
 
     kind: Kind = "paused_kv"
 
@@ -95,7 +95,7 @@ class PausedKV:
         blocks = int(live * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
-        # In and out again, at the link's rate as layers are copied.
+        # At the link's rate, as layers are copied. What was new went out when its turn ended.
         nbytes = max(giver.layer_bytes)
         reload = live * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
         return [Quote(giver.name, self.kind, blocks, 0.0, reload, share, Take(giver.name, self.kind, blocks))]

@@ -1,5 +1,4 @@
-"""The donors for a tenant that needs blocks, in order: unused KV of all others, inactive tenants by the policy, active
-tenants.
+"""The donors for a tenant that needs blocks: of each kind, in the order in which they are to be asked.
 
 Asked only when free pages do not suffice. Sources: Oneiros section 5.1 (inactive models first, by priority, then the
 active ones); the minimum-idle rule is ours.
@@ -72,7 +71,8 @@ class Offers:
 
     def to(self, receiver: TenantState, need: int) -> list[list[Quote]]:
         """Increments of all other tenants, in blocks of the receiver. Tenants inside a pass or being detached give
-        nothing."""
+        nothing. What an inactive tenant has to copy back in its next turn is spread over the receiver's passes until
+        then, as if all were decode passes."""
         others = [
             tenant
             for tenant in self._tenants.values()

@@ -3,8 +3,8 @@
 Once per scheduler iteration `Controller.decide(view, demand)` compares the engine's demand with the free blocks:
 
     deficit = demand + L - free                  L: the low watermark (watermark.py), held by the guard (rental.py)
-    deficit > 0   grow: free pages first; then other tenants' unused KV and inactive tenants' layers; then layers of
-                  active tenants, the own ones included, by marginal stall per block (donors/supply.py). As many at once
+    deficit > 0   grow: free pages first; then the cheapest of other tenants' unused KV, their paused KV, inactive
+                  tenants' layers and active tenants' layers, the own ones included (donors/supply.py). As many at once
                   as the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
     otherwise     one layer comes home, if free >= demand + L + b1 + sigma *and* its rent has paid for the reload
 

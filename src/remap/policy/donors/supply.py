@@ -55,12 +55,6 @@ KINDS: tuple[Kind, ...] = ("idle_kv", "paused_kv", "inactive", "active")
 MOST_PLANS = 128
 """Plans on a front, and one. Each thinning adds at most one in so many parts of the costs on the front to `gap_s`."""
 
-COARSE = 4
-"""Plans on a front of the first search, where there are two."""
-
-ROUNDING = 1e-9
-"""Share of a cost by which sums of the same terms may differ."""
-
 
 @dataclass(frozen=True)
 class Quote:
@@ -134,21 +128,19 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]], *, one_
     lines = [_Line(of["inactive"]), *[_Line([each]) for each in of["active"]]]
     given = [line.blocks[-1] for line in lines]
     target = min(need_blocks, kv.blocks[-1] + given[0] + (max(given[1:], default=0) if one_active else sum(given[1:])))
-    free = sum(quote.blocks for quotes in of["idle_kv"] for quote in quotes)
-    most = max(0, target - free)
+    # Unused KV gives the others for nothing.
+    most = max(0, target - sum([quote.blocks for quotes in of["idle_kv"] for quote in quotes]))
 
-    places = range(len(lines))
-    rounds = [places[:1], places[1:]] if one_active else [places[i : i + 1] for i in places]
     options = [line.useful(most) for line in lines]
-    bounds = [_NO_BOUND] * len(rounds)
-    found: list[_Plan] = []
-    if math.prod([1 + sum([len(options[place]) for place in each]) for each in rounds]) > MOST_PLANS:
-        # Too many to look at each: a coarse search first, whose result bounds the other one.
-        front, *_ = _search(lines, options, rounds, most, bounds, COARSE)
+    places = range(len(lines))
+    front, cost, exact, gap = [_EMPTY], math.inf, True, 0.0
+    for alternatives in (places[:1], places[1:]) if one_active else [places[i : i + 1] for i in places]:
+        front = _extended(front, [(place, lines[place], options[place]) for place in alternatives], most, cost)
+        if len(front) > MOST_PLANS:
+            front, lost = _thinned(front)
+            exact, gap = False, gap + lost
+        # What costs more than this plan alone costs more than it with any other line as well.
         cost, plan = _cheapest(front, kv, target)
-        found, bounds = [plan], _bounds_of(lines, rounds, kv.rate(free), cost)
-    front, exact, gap = _search(lines, options, rounds, most, bounds, MOST_PLANS)
-    cost, plan = _cheapest([*front, *found], kv, target)
     if not exact:
         alone = [_plan_of([(place, n)], lines) for place in places for n in options[place]]
         cost, plan = _cheapest([_trimmed(each, lines, kv, target) for each in (plan, *alone)], kv, target)
@@ -204,12 +196,6 @@ class _Line:
             return range(1, first + 1)
         return [*range(1, first + 1), *(n for n, cost in enumerate(later, first + 1) if cost < least)]
 
-    def rate(self, free: int = 0) -> float:
-        """The least cost a block of any run, beyond the first `free` blocks, which cost nothing."""
-        return min(
-            (cost / (blocks - free) for blocks, cost in zip(self.blocks, self.cost) if blocks > free), default=math.inf
-        )
-
     def portions(self, count: int, blocks: int) -> list[tuple[Portion, Sequence[Quote]]]:
         """The first `count` quotes as what each donor gives, and of which quotes; `blocks` in all."""
         found = []
@@ -231,47 +217,12 @@ def _giving(quotes: Sequence[Quote]) -> Sequence[Quote]:
     return quotes if end == len(quotes) else quotes[:end]
 
 
-_Bound = tuple[float, float]
-"""After one round: the most that a plan may cost, and the least that each block costs which is missing then."""
-
-_NO_BOUND: _Bound = (math.inf, 0.0)
-
-
-def _bounds_of(lines: Sequence[_Line], rounds: Sequence[Sequence[int]], rate: float, cost: float) -> list[_Bound]:
-    """For plans that can still become as cheap as `cost`. rate: the least that a block of KV costs at the end."""
-    bounds = []
-    limit = cost + abs(cost) * ROUNDING
-    for places in reversed(rounds):
-        bounds.append((limit, max(0.0, rate)))
-        limit -= sum(min(0.0, *lines[place].cost) for place in places)
-        rate = min((rate, *(lines[place].rate() for place in places)))
-    return bounds[::-1]
-
-
-def _search(
-    lines: Sequence[_Line],
-    options: Sequence[Sequence[int]],
-    rounds: Sequence[Sequence[int]],
-    most: int,
-    bounds: Sequence[_Bound],
-    most_plans: int,
-) -> tuple[list[_Plan], bool, float]:
-    """(the last front, whether it is exact, by how much its best may be dearer than the optimum)."""
-    front, exact, gap = [_EMPTY], True, 0.0
-    for places, bound in zip(rounds, bounds):
-        front = _extended(front, [(place, lines[place], options[place]) for place in places], most, bound)
-        if len(front) > most_plans:
-            front, lost = _thinned(front, most_plans)
-            exact, gap = False, gap + lost
-    return front, exact, gap
-
-
 def _extended(
-    front: Sequence[_Plan], alternatives: Iterable[tuple[int, _Line, Sequence[int]]], most: int, bound: _Bound
+    front: Sequence[_Plan], alternatives: Iterable[tuple[int, _Line, Sequence[int]]], most: int, limit: float
 ) -> list[_Plan]:
     """The front of all plans that are one of `front`, alone or with a run of one of the alternatives (place, line, what
-    may be taken of it); most blocks first. More than `most` blocks count as `most`."""
-    limit, rate = bound
+    may be taken of it); most blocks first. More than `most` blocks count as `most`; what costs more than `limit` is
+    left out."""
     best = {min(most, plan[1] + plan[2]): plan for plan in front}
     for place, line, counts in alternatives:
         for n in counts:
@@ -290,16 +241,14 @@ def _extended(
                         best[given] = plan
     kept: list[_Plan] = []
     for given in sorted(best, reverse=True):
-        plan = best[given]
-        least = plan[0] + (most - given) * rate if given < most else plan[0]
-        if least <= limit and (not kept or plan[:3] < kept[-1][:3]):
-            kept.append(plan)
+        if not kept or best[given][:3] < kept[-1][:3]:
+            kept.append(best[given])
     return kept
 
 
-def _thinned(front: Sequence[_Plan], most_plans: int) -> tuple[list[_Plan], float]:
-    """At most so many plans and one, and by how much what they lead to may be dearer at most."""
-    apart = (front[0][0] - front[-1][0]) / most_plans
+def _thinned(front: Sequence[_Plan]) -> tuple[list[_Plan], float]:
+    """At most `MOST_PLANS` plans and one, and by how much what they lead to may be dearer at most."""
+    apart = (front[0][0] - front[-1][0]) / MOST_PLANS
     kept, lost = [front[0]], 0.0
     for plan in front[1:]:
         more = kept[-1][0] - plan[0]
@@ -316,13 +265,14 @@ def _rest(plan: _Plan, target: int) -> int:
 
 
 def _cheapest(plans: Sequence[_Plan], kv: _Line, target: int) -> tuple[float, _Plan]:
-    """The cheapest with the KV that it still needs, of those for which KV suffices; and what it costs with that."""
-    found, most = [], kv.blocks[-1]
+    """What the cheapest costs with the KV that it still needs, of those for which KV suffices; infinitely much without
+    any."""
+    found, most = [(math.inf, _EMPTY)], kv.blocks[-1]
     for plan in plans:
-        rest = max(0, target - plan[1] - plan[2])
+        rest = _rest(plan, target)
         if rest <= most:
             found.append((plan[0] + kv.cost_of(rest), plan))
-    return min(found, key=_order) if len(found) > 1 else found[0]
+    return min(found, key=_order)
 
 
 def _order(priced: tuple[float, _Plan]) -> tuple[float, int, int, object]:
