@@ -138,6 +138,33 @@ MUTANTS: tuple[Mutant, ...] = (
             "test_sharing_controller.py::test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_late",
         ),
     ),
+    Mutant(
+        name="planner-two-active-donors-copy-more",
+        file="src/remap/policy/donors/supply.py",
+        text="(places[:1], places[1:]) if one_active else",
+        replacement="(places[:1], places[1:]) if False else",
+        breaks="Beside active neighbours two active donors copy more, each certified against what the other copied before.",
+        tests=("test_supply.py::test_one_active_donor_may_copy_more",),
+    ),
+    Mutant(
+        name="planner-reloads-cost-nothing",
+        file="src/remap/policy/donors/supply.py",
+        text="cost += quote.stall_s + quote.share * quote.reload_s",
+        replacement="cost += quote.stall_s",
+        breaks="A model gives layers just before its turn, although others would stream unnoticed.",
+        tests=(
+            "test_supply.py::test_what_a_giver_needs_soon_is_dearer_than_what_is_streamed",
+            "test_sharing_controller.py::test_what_a_paused_model_needs_soon_is_left_to_it",
+        ),
+    ),
+    Mutant(
+        name="planner-last-cheaper-run-overlooked",
+        file="src/remap/policy/donors/supply.py",
+        text="if not later or min(later) >= least:",
+        replacement="if later:",
+        breaks="A costly increment hides the cheap one behind it.",
+        tests=("test_supply.py::test_a_costly_increment_does_not_hide_the_cheap_one_behind_it",),
+    ),
     # -- schedule: what streaming costs, and which copy comes next --------------------------------------------------------
     Mutant(
         name="schedule-lone-user-is-copied",

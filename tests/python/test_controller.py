@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from remap.errors import InvalidArgument
 from remap.policy.controller import NONE, Controller, Decision, Demand, Knobs, LayerSeconds, TenantView
+from remap.policy.donors import supply
 from remap.policy.donors.supply import Quote
 from remap.policy.link import Neighbour
 from remap.policy.views import Take
@@ -407,13 +409,43 @@ def test_beside_others_nothing_streams_before_a_decode_pass_was_measured() -> No
 
 def test_one_decision_lets_at_most_one_active_tenant_copy_more() -> None:
     def other(need: int) -> list[list[Quote]]:
-        return [[Quote("d", "active", 10, 0.0, 1.0, Take("d", "active", 10, 1, 2))]]
+        return [[Quote("d", "active", 10, 0.0, 1.0, 0.0, Take("d", "active", 10, 1, 2))]]
 
     policy = sharing(0.0, lambda alpha, buffers: 0.0)
     both = policy.decide(view(others=other, remapped=0), Demand(85))
     assert both.remapped == 3 and both.takes  # alone on the link
     one = policy.decide(view(others=other, neighbours=list), Demand(85))
     assert (one.remapped, one.takes) == (3, ()) and one.unmet_blocks == 5
+
+
+def test_the_reason_names_what_is_taken_of_whom() -> None:
+    def other(need: int) -> list[list[Quote]]:
+        takes = [Take("a", "idle_kv", 3), Take("b", "paused_kv", 4), Take("c", "inactive", 5, 2, 2, "suffix")]
+        takes.append(Take("d", "active", 6, 1, 2, "onward", 0.0015))
+        return [[Quote(take.donor, take.kind, take.blocks, 0.0, 0.0, 0.0, take)] for take in takes]
+
+    decision = sharing(0.0, lambda alpha, buffers: 0.0).decide(view(others=other), Demand(68))
+    assert decision.reason == (
+        "68 blocks wanted and 0 kept in reserve, 50 free: take 0 from free pages, 3 from unused KV of a, "
+        "4 from KV of b that goes to host memory, 5 from layers of c (2 of them away then), "
+        "6 from layers of d (1 of them away then, stalling it 1.5 ms a pass) and remap 0 more layers, "
+        "0 in all, stalling 0 ms a pass"
+    )
+
+
+def test_the_reason_says_by_how_much_a_plan_may_miss_the_cheapest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other(need: int) -> list[list[Quote]]:
+        return [
+            [Quote(name, "active", 3, 0.001 * n, 0.0, 0.0, Take(name, "active", 3 * n, n, 2)) for n in range(1, 9)]
+            for name in "de"
+        ]
+
+    policy = sharing(0.0, lambda alpha, buffers: 0.0)
+    assert "cheapest" not in policy.decide(view(others=other), Demand(90)).reason
+    monkeypatch.setattr(supply, "MOST_PLANS", 2)
+    decision = policy.decide(view(others=other), Demand(90))
+    assert re.search(r"at most [0-9.]+ ms a pass dearer than the cheapest plan", decision.reason)
+    assert decision.unmet_blocks == 0
 
 
 # -- the targets of the model's requests -------------------------------------------------------------------------------

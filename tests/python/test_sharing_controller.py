@@ -66,6 +66,7 @@ def idle_until(engine: Engine, seconds: float) -> None:
 
 
 def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None:
+    """i and j have no rhythm: nobody expects them."""
     with world_of({"r": 1, "i": 2, "j": 2, "d": 2}, spare=9, policy="lru") as world:
         r, d = world.engines["r"], world.engines["d"]
         world.step(d=8)  # what it has above its two blocks will be unused
@@ -101,6 +102,25 @@ def test_free_pages_then_unused_kv_then_inactive_by_policy_then_active() -> None
             assert world.step(r=1, d=0).unmet_blocks == {"r": 1}
         assert (world.owners(), world.session.snapshot().epoch) == (owners, epoch)
         assert "1 blocks stay unmet" in world.session.snapshot().decisions[-1].reason
+        world.check()
+
+
+@pytest.mark.parametrize(
+    ("next_use_s", "source"), [(90.0, "inactive"), (70.0, "own"), (0.0, "own"), (None, "inactive")]
+)
+def test_what_a_paused_model_needs_soon_is_left_to_it(next_use_s: float | None, source: str) -> None:
+    """Passes of 8 s; copies of 0.5 s are hidden and cost a tenth of that: an idle layer is worth 10 passes' wait."""
+    with world_of({"r": 2, "i": 2}, times_of(N, 1.0, 0.5)) as world:
+        r, i = world.engines["r"], world.engines["i"]
+        for engine in (r, i):
+            set_times(engine, times_of(N, 1.0, 0.5), copy_s=0.5)
+        world.session.deactivate("i")
+        idle_until(i, 1.0)
+        world.session._offers._activity.expected_s = lambda name, now: next_use_s  # type: ignore[method-assign]
+        hold(r, 99)
+        seen = watch(world, "r")
+        assert not world.step(r=2).unmet_blocks
+        assert (sources(seen[-1]), seen[-1].remapped) == (([("inactive", "i")], 0) if source == "inactive" else ([], 1))
         world.check()
 
 

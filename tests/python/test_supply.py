@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
+import random
+from unittest.mock import patch
 
+import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference import supply_brute
-from remap.policy.donors.supply import KINDS, NOTHING, Kind, Portion, Quote, Supply, choose
+from remap.policy.donors import supply as supply_module
+from remap.policy.donors.supply import KINDS, NOTHING, Kind, Portion, Quote, Supply, choose, share_of_pass
 
 Quotes = list[list[Quote]]
 
 
-def quotes(donor: str, kind: Kind, *increments: tuple[int, float]) -> list[Quote]:
-    return [Quote(donor, kind, blocks, stall, 1.0, (donor, i)) for i, (blocks, stall) in enumerate(increments)]
+def quotes(
+    donor: str, kind: Kind, *increments: tuple[int, float], reload: float = 1.0, share: float = 0.0
+) -> list[Quote]:
+    return [
+        Quote(donor, kind, blocks, stall, reload, share, (donor, i)) for i, (blocks, stall) in enumerate(increments)
+    ]
 
 
 def given_by(supply: Supply) -> int:
     return sum(take.blocks for take in supply.taken)
+
+
+def of_kind(supply: Supply, kind: Kind) -> int:
+    return sum(take.blocks for take in supply.taken if take.kind == kind)
 
 
 def steps_taken(supply: Supply, offered: Quotes) -> list[Quote]:
@@ -28,91 +38,167 @@ def steps_taken(supply: Supply, offered: Quotes) -> list[Quote]:
     return [quote for take in supply.taken for quote in by_name[take.donor, take.kind][: take.count]]
 
 
-# Stalls are multiples of 1/8, so that sums are exact; negative ones make marginal stall fall along a donor's quotes.
-INCREMENTS = st.tuples(st.integers(0, 9), st.integers(-8, 24).map(lambda eighths: eighths / 8))
-ACTIVE = st.lists(st.lists(INCREMENTS, max_size=4), max_size=4).map(
-    lambda lines: [quotes(f"active-{i}", "active", *line) for i, line in enumerate(lines)]
-)
-PLAIN = st.lists(
-    st.tuples(st.sampled_from(["idle_kv", "inactive"]), st.lists(st.integers(0, 9), max_size=4)), max_size=4
-).map(lambda lines: [quotes(f"plain-{i}", kind, *[(b, 0.0) for b in blocks]) for i, (kind, blocks) in enumerate(lines)])
+# Costs are multiples of 1/8, so that sums are exact; negative stalls make marginal cost fall along a donor's quotes.
+EIGHTHS = st.integers(0, 6)
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.integers(1, 40), ACTIVE)
-@example(10, [quotes("a", "active", (9, 0.5), (9, 4.0)), quotes("b", "active", (10, 1.0))])  # greedy alone stalls 1.5
-def test_never_worse_than_the_best_single_donor(need: int, offered: Quotes) -> None:
-    supply = choose(need, offered)
-    alone = supply_brute.best_stall_of_one(need, offered)
-    best = supply_brute.best_stall(need, offered)
-    if best is None:
-        assert supply.unmet == need - sum(q.blocks for line in offered for q in line) > 0
-    else:
-        assert supply.unmet == 0
-        assert best <= supply.stall_s
-    if alone is not None:
-        assert supply.stall_s <= alone
+def _active(lines: list[list[tuple[int, int, int]]]) -> Quotes:
+    return [
+        [
+            Quote(f"active-{i}", "active", b, stall / 8, reload, 1 / 8, (i, j))
+            for j, (b, stall, reload) in enumerate(line)
+        ]
+        for i, line in enumerate(lines)
+    ]
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.integers(0, 60), PLAIN, ACTIVE, st.randoms(use_true_random=False))
-def test_what_every_supply_keeps_to(need: int, plain: Quotes, active: Quotes, random: object) -> None:
-    offered = [*plain, *active]
-    random.shuffle(offered)  # type: ignore[attr-defined]
-    supply = choose(need, offered)
-    together = sum(q.blocks for line in offered for q in line)
-    assert supply.unmet == max(0, need - together)
-    taken = steps_taken(supply, offered)
-    assert supply.stall_s == sum(q.stall_s for q in taken)
-    assert given_by(supply) + supply.unmet >= need
+def _others(kind: Kind, lines: list[list[tuple[int, int]]]) -> Quotes:
+    """Of KV, each block costs as much, so that a part of a quote costs a multiple of 1/8 too."""
+    return [
+        [
+            Quote(
+                f"{kind}-{i}", kind, blocks, 0.0, float(reload * (1 if kind == "inactive" else blocks)), 1 / 8, (i, j)
+            )
+            for j, (blocks, reload) in enumerate(line)
+        ]
+        for i, line in enumerate(lines)
+    ]
+
+
+def _of_kind(
+    kind: Kind, most_blocks: int, most_quotes: int, reload: st.SearchStrategy[int] = EIGHTHS
+) -> st.SearchStrategy[Quotes]:
+    line = st.lists(st.tuples(st.integers(0, most_blocks), reload), max_size=most_quotes)
+    return st.lists(line, max_size=2).map(lambda lines: _others(kind, lines))
+
+
+def _actives(most: int, most_quotes: int) -> st.SearchStrategy[Quotes]:
+    increment = st.tuples(st.integers(0, 7), st.integers(-6, 20), EIGHTHS)
+    return st.lists(st.lists(increment, max_size=most_quotes), max_size=most).map(_active)
+
+
+FEW = st.tuples(
+    _of_kind("idle_kv", 3, 1, st.just(0)), _of_kind("paused_kv", 5, 1), _of_kind("inactive", 6, 3), _actives(2, 3)
+).map(lambda kinds: [line for kind in kinds for line in kind])
+ACTIVE = _actives(4, 4)
+PARITY = [Quote("a", "active", 4, stall, 0.0) for stall in (2.0, -1.5, 2.0, -1.5)]
+
+
+def check_cheapest(need: int, offered: Quotes, one_active: bool) -> None:
+    found = choose(need, offered, one_active=one_active)
+    best = supply_brute.best(need, offered, one_active)
+    assert (found.unmet, found.cost_s, found.gap_s) == (best.unmet, best.cost_s, 0.0)
+    assert (of_kind(found, "active"), of_kind(found, "inactive")) == (best.active, best.inactive)  # the order of kinds
+    assert found.stall_s == sum(quote.stall_s for quote in steps_taken(found, offered))
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 30), FEW, st.booleans())
+@example(5, [PARITY, _others("inactive", [[(5, 3)]])[0]], False)
+@example(6, [*_others("idle_kv", [[(4, 0)]]), PARITY[:2]], False)  # a run that ends a stall is better than what is free
+@example(9, _active([[(9, 4, 0), (9, 32, 0)], [(10, 8, 0)], [(4, 3, 0), (5, 0, 0)]]), True)
+def test_as_cheap_as_the_best_of_all_plans(need: int, offered: Quotes, one_active: bool) -> None:
+    check_cheapest(need, offered, one_active)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 40), ACTIVE, st.booleans())
+@example(10, [quotes("a", "active", (9, 0.5), (9, 4.0)), quotes("b", "active", (10, 1.0))], False)  # per block: 1.5
+def test_many_active_donors(need: int, offered: Quotes, one_active: bool) -> None:
+    check_cheapest(need, offered, one_active)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 30), FEW, st.sampled_from([1, 2, 4, 256]))
+def test_never_worse_than_the_best_single_donor(need: int, offered: Quotes, most_plans: int) -> None:
+    alone = supply_brute.best_of_one(need, offered)
+    with patch.object(supply_module, "MOST_PLANS", most_plans):
+        found = choose(need, offered)
+    assert (found.unmet, found.cost_s) <= (alone.unmet, alone.cost_s)
+
+
+def check_kept_to(need: int, offered: Quotes, found: Supply) -> None:
+    """What every supply keeps to."""
+    assert found.unmet == max(0, need - sum(q.blocks for line in offered for q in line))
+    assert given_by(found) + found.unmet >= need
     # The order of the kinds, and within a kind that of the offers.
     names = [(line[0].kind, line[0].donor) for line in offered if line]
-    keys = [(KINDS.index(take.kind), names.index((take.kind, take.donor))) for take in supply.taken]
+    keys = [(KINDS.index(take.kind), names.index((take.kind, take.donor))) for take in found.taken]
     assert keys == sorted(set(keys))
-    spare = given_by(supply) + supply.unmet - need
-    for take in supply.taken:
+    # Of all kinds but the active one, a donor is asked when those before it have given everything.
+    for kind in KINDS[:3]:
+        lines = [line for line in offered if line and line[0].kind == kind]
+        blocks = [sum(t.blocks for t in found.taken if (t.donor, t.kind) == (line[0].donor, kind)) for line in lines]
+        last = max((i for i, given in enumerate(blocks) if given), default=0)
+        assert all(given == sum(q.blocks for q in line) for given, line in list(zip(blocks, lines))[:last])
+    spare = given_by(found) + found.unmet - need
+    for take in found.taken:
         line = next(line for line in offered if line and (line[0].donor, line[0].kind) == (take.donor, take.kind))
         sums = [sum(q.blocks for q in line[:n]) for n in range(len(line) + 1)]
-        stalls = [sum(q.stall_s for q in line[:n]) for n in range(len(line) + 1)]
+        costs = [supply_brute.cost_of(line, n) for n in range(len(line) + 1)]
         assert take.count >= 1
-        if take.kind == "idle_kv":
+        if take.kind in ("idle_kv", "paused_kv"):
             assert sums[take.count - 1] < take.blocks <= sums[take.count]
             assert spare == 0  # where pages are given, they are given exactly
-        else:
-            assert take.blocks == sums[take.count]
-            # Nothing superfluous: any shorter run leaves the need unmet or, of an active donor, stalls more.
+            continue
+        assert take.blocks == sums[take.count]
+        # Nothing superfluous: any shorter run of the last donor asked leaves the need unmet or costs more.
+        if take.kind == "active" or take == [each for each in found.taken if each.kind == "inactive"][-1]:
             for n in range(take.count):
-                less = sums[take.count] - sums[n]
-                assert less > spare or (take.kind == "active" and stalls[n] > stalls[take.count])
+                assert sums[take.count] - sums[n] > spare or costs[n] > costs[take.count]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(0, 60), FEW, ACTIVE, st.sampled_from([1, 2, 256]), st.randoms(use_true_random=False))
+def test_what_every_supply_keeps_to(
+    need: int, few: Quotes, active: Quotes, most_plans: int, shuffled: random.Random
+) -> None:
+    offered = [*(line for line in few if line and line[0].kind != "active"), *active]
+    shuffled.shuffle(offered)
+    with patch.object(supply_module, "MOST_PLANS", most_plans):
+        found = choose(need, offered)
+        # Once more, and with the kinds in another order: only the order within a kind counts.
+        again = choose(need, sorted(offered, key=lambda line: -KINDS.index(line[0].kind) if line else 0))
+    assert again == found
+    check_kept_to(need, offered, found)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 30), FEW, st.sampled_from([1, 2, 4]), st.booleans())
+def test_a_thinned_front_costs_more_by_no_more_than_it_says(
+    need: int, offered: Quotes, most_plans: int, one_active: bool
+) -> None:
+    best = supply_brute.best(need, offered, one_active)
+    with patch.object(supply_module, "MOST_PLANS", most_plans):
+        found = choose(need, offered, one_active=one_active)
+    assert found.unmet == best.unmet
+    assert best.cost_s <= found.cost_s <= best.cost_s + found.gap_s
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 60), PLAIN, ACTIVE)
-def test_active_donors_are_asked_for_what_the_others_cannot_give(need: int, plain: Quotes, active: Quotes) -> None:
-    supply = choose(need, [*active, *plain])
-    others = sum(q.blocks for line in plain for q in line)
-    if others >= need:
-        assert all(take.kind != "active" for take in supply.taken)
-        assert supply.stall_s == 0
-    else:
-        alone = choose(need - others, active)
-        assert [t for t in supply.taken if t.kind == "active"] == list(alone.taken)
-        assert supply.stall_s == alone.stall_s
+@given(st.lists(st.integers(0, 1000), min_size=2, unique=True), st.integers(1, 9))
+def test_thinning_bounds_the_front_and_what_it_loses(costs: list[int], most_plans: int) -> None:
+    front = [(float(cost), blocks, 0, ()) for blocks, cost in sorted(enumerate(sorted(costs)), reverse=True)]
+    with patch.object(supply_module, "MOST_PLANS", most_plans):
+        kept, lost = supply_module._thinned(front)
+    assert len(kept) <= most_plans + 1
+    assert lost <= (front[0][0] - front[-1][0]) / most_plans
+    for plan in front:  # one that gives no less costs no more than `lost` above
+        assert min(each[0] for each in kept if each[1] >= plan[1]) <= plan[0] + lost
 
 
-@settings(max_examples=200, deadline=None)
-@given(
-    st.integers(1, 14),
-    st.lists(st.lists(st.integers(0, 20), max_size=4).map(sorted), max_size=3),
-    st.integers(1, 3),
-)
-def test_equal_layers_of_rising_stall_are_shared_optimally(need: int, marginal: list[list[int]], size: int) -> None:
-    offered = [quotes(str(i), "active", *[(size, m / 8) for m in line]) for i, line in enumerate(marginal)]
-    best = supply_brute.best_stall(need, offered)
-    if best is not None:
-        supply = choose(need, offered)
-        assert supply.stall_s == best
-        assert given_by(supply) == math.ceil(need / size) * size
+@pytest.mark.parametrize("seed", range(3))
+def test_many_quotes_of_unequal_layers(seed: int) -> None:
+    draw = random.Random(seed)
+    offered = [
+        [Quote(f"a{i}", "active", draw.randint(20, 90), draw.random(), 1.0, 0.1) for _ in range(40)] for i in range(3)
+    ]
+    found = choose(4000, offered)
+    check_kept_to(4000, offered, found)
+    with patch.object(supply_module, "MOST_PLANS", 10**6):
+        best = choose(4000, offered)
+    assert best.gap_s == 0.0 <= found.gap_s < 0.03 * best.cost_s
+    assert best.cost_s <= found.cost_s <= best.cost_s + found.gap_s
 
 
 def test_nothing_needed_is_one_shared_object() -> None:
@@ -124,55 +210,99 @@ def test_nothing_needed_is_one_shared_object() -> None:
     assert Supply((), 0, 0.0) == NOTHING
 
 
-def test_the_order_of_the_kinds() -> None:
+def test_the_order_of_the_kinds_at_equal_cost() -> None:
     offered = [
         quotes("d", "active", (4, 0.0)),
         quotes("c", "inactive", (4, 0.0), (4, 0.0)),
         quotes("e", "inactive", (4, 0.0)),
+        quotes("p", "paused_kv", (2, 0.0)),
         quotes("c", "idle_kv", (4, 0.0)),
     ]
-    idle, first = Portion("c", 1, 4, "idle_kv"), Portion("c", 1, 4, "inactive")
+    idle, paused, first = Portion("c", 1, 4, "idle_kv"), Portion("p", 1, 2, "paused_kv"), Portion("c", 1, 4, "inactive")
     both, second = Portion("c", 2, 8, "inactive"), Portion("e", 1, 4, "inactive")
     assert choose(4, offered).taken == (idle,)
     assert choose(3, offered).taken == (Portion("c", 1, 3, "idle_kv"),)  # pages are taken in part
-    assert choose(8, offered).taken == (idle, first)
-    assert choose(13, offered).taken == (Portion("c", 1, 1, "idle_kv"), both, second)  # the layer made 3 spare
-    assert choose(16, offered).taken == (idle, both, second)
-    assert choose(20, offered) == Supply((idle, both, second, Portion("d", 1, 4, "active")), 0, 0.0)
-    assert choose(21, offered).unmet == 1
+    assert choose(6, offered).taken == (idle, paused)
+    assert choose(10, offered).taken == (idle, paused, first)
+    assert choose(15, offered).taken == (Portion("c", 1, 3, "idle_kv"), both, second)  # layers leave so much
+    assert choose(18, offered).taken == (idle, paused, both, second)
+    assert choose(22, offered) == Supply((idle, paused, both, second, Portion("d", 1, 4, "active")), 0, 0.0)
+    assert choose(23, offered).unmet == 1
+
+
+def test_what_a_giver_needs_soon_is_dearer_than_what_is_streamed() -> None:
+    """Layers that take 10 ms to copy, and passes of 20 ms; an active one is hidden, and its copies cost a tenth."""
+    own = quotes("", "active", (5, 0.0), (5, 0.0), reload=0.01, share=0.1)
+
+    def taken(next_use_s: float | None) -> list[str]:
+        share = share_of_pass(0.02, next_use_s)
+        layers = quotes("layers", "inactive", (5, 0.0), (5, 0.0), reload=0.01, share=share)
+        # Twice as much KV as a layer has: a block of it takes as long to copy.
+        paused = quotes("kv", "paused_kv", (10, 0.0), reload=0.02, share=share)
+        return [f"{take.donor or 'own'} {take.blocks}" for take in choose(15, [layers, own, paused]).taken]
+
+    assert taken(1.0) == ["kv 10", "layers 5"]
+    assert taken(0.201) == ["kv 10", "layers 5"]  # 10.05 passes: 1 / 10.05 of a reload falls on each
+    assert taken(0.199) == ["kv 5", "own 10"]
+    assert taken(None) == ["kv 10", "layers 5"]
+
+
+def test_the_share_of_a_reload_that_falls_on_a_pass() -> None:
+    assert share_of_pass(0.02, 1.0) == 0.02
+    assert share_of_pass(0.02, 0.02) == share_of_pass(0.02, 0.01) == share_of_pass(0.02, 0.0) == 1.0
+    assert share_of_pass(0.02, None) == share_of_pass(0.0, 0.0) == share_of_pass(0.0, 1.0) == 0.0
 
 
 def test_a_costly_increment_does_not_hide_the_cheap_one_behind_it() -> None:
     # Two fixed buffers: an odd number of streamed layers stalls 8, the next even one nothing more than 1 in all.
     parity = quotes("a", "active", (5, 8.0), (5, -7.0), (5, 8.0), (5, -7.0))
     steady = quotes("b", "active", (5, 2.0), (5, 2.0))
-    assert choose(10, [parity, steady]) == Supply((Portion("a", 2, 10, "active"),), 0, 1.0)
-    assert choose(15, [parity, steady]) == Supply((Portion("a", 4, 20, "active"),), 0, 2.0)
-    assert choose(25, [parity, steady]) == Supply((Portion("a", 4, 20, "active"), Portion("b", 1, 5, "active")), 0, 4.0)
+    assert choose(10, [parity, steady]) == Supply((Portion("a", 2, 10, "active"),), 0, 1.0, 1.0)
+    both = (Portion("a", 2, 10, "active"), Portion("b", 1, 5, "active"))
+    assert choose(20, [parity, steady]) == Supply((Portion("a", 4, 20, "active"),), 0, 2.0, 2.0)
+    assert choose(15, [parity, steady]) == Supply((Portion("a", 4, 20, "active"),), 0, 2.0, 2.0)
+    assert choose(15, [parity[:2], steady]) == Supply(both, 0, 3.0, 3.0)
     # Ten blocks that stall 1 are better than the five needed that stall 2, and worse than five that stall 0.5.
     assert choose(5, [parity, steady]).taken == (Portion("a", 2, 10, "active"),)
     assert choose(5, [parity, quotes("b", "active", (5, 0.5))]).taken == (Portion("b", 1, 5, "active"),)
 
 
-def test_the_costliest_superfluous_increment_is_dropped() -> None:
-    # The last donor has to be asked, and then one of the first two is not needed: b, the dearer.
-    lines = {"a": (3, 1.0), "b": (3, 1.125), "c": (9, 4.0), "d": (20, 40.0)}
-    supply = choose(31, [quotes(name, "active", line) for name, line in lines.items()])
-    assert [(take.donor, take.blocks) for take in supply.taken] == [("a", 3), ("c", 9), ("d", 20)]
-    assert (supply.stall_s, supply.unmet) == (45.0, 0)
+def test_what_is_cheapest_together_is_not_what_is_cheapest_per_block() -> None:
+    # Per block c is dearest, but a and b leave 12 blocks, which d would give at 40.
+    lines = {"a": (3, 1.0), "b": (3, 1.125), "c": (12, 6.0), "d": (20, 40.0)}
+    found = choose(18, [quotes(name, "active", line) for name, line in lines.items()])
+    assert [(take.donor, take.blocks) for take in found.taken] == [("a", 3), ("b", 3), ("c", 12)]
+    assert (found.stall_s, found.unmet) == (8.125, 0)
 
 
 def test_the_reload_decides_between_equal_stalls() -> None:
-    slow = [replace(q, reload_s=9.0) for q in quotes("slow", "active", (5, 0.0), (5, 0.0))]
-    fast = quotes("fast", "active", (5, 0.0), (5, 0.0))
+    slow = quotes("slow", "active", (5, 0.0), (5, 0.0), reload=9.0, share=0.1)
+    fast = quotes("fast", "active", (5, 0.0), (5, 0.0), share=0.1)
     assert choose(10, [slow, fast]).taken == (Portion("fast", 2, 10, "active"),)
     assert choose(15, [slow, fast]).taken == (Portion("slow", 1, 5, "active"), Portion("fast", 2, 10, "active"))
+
+
+def test_one_active_donor_may_copy_more() -> None:
+    first = quotes("a", "active", (5, 1.0), (5, 3.0))
+    second = quotes("b", "active", (5, 1.0), (5, 4.0))
+    idle = quotes("c", "inactive", (4, 0.0), reload=3.0, share=1.0)
+    assert [take.donor for take in choose(10, [first, second]).taken] == ["a", "b"]
+    assert choose(10, [first, second], one_active=True) == Supply((Portion("a", 2, 10, "active"),), 0, 4.0, 4.0)
+    # Whose turn it is depends on what others give: with the idle layer, one layer is enough.
+    assert [take.donor for take in choose(9, [first, second, idle]).taken] == ["a", "b"]
+    assert [take.donor for take in choose(9, [second, first, idle], one_active=True).taken] == ["c", "b"]
+    # Most blocks first: nobody takes less because it would cost less.
+    assert choose(14, [second[:1], first, idle], one_active=True).unmet == 0
+    assert choose(16, [second[:1], first, idle], one_active=True).unmet == 2
 
 
 def test_increments_without_blocks() -> None:
     # A ring of two buffers costs two layers: the first gives nothing by itself.
     ring = quotes("a", "active", (0, 1.0), (0, 0.0), (6, 0.0), (0, 5.0))
-    assert choose(6, [ring]) == Supply((Portion("a", 3, 6, "active"),), 0, 1.0)
-    assert choose(7, [ring]) == Supply((Portion("a", 3, 6, "active"),), 1, 1.0)
+    assert choose(6, [ring]) == Supply((Portion("a", 3, 6, "active"),), 0, 1.0, 1.0)
+    assert choose(7, [ring]) == Supply((Portion("a", 3, 6, "active"),), 1, 1.0, 1.0)
     assert choose(7, [quotes("b", "inactive", (0, 0.0), (0, 0.0))]) == Supply((), 7, 0.0)
     assert choose(7, []) == choose(7, [[]]) == Supply((), 7, 0.0)
+    # A donor of which nothing can be used is not asked on the way to the next.
+    useless, useful = quotes("b", "inactive", (0, 0.0)), quotes("c", "inactive", (4, 0.0))
+    assert choose(3, [useless, useful]).taken == (Portion("c", 1, 4, "inactive"),)

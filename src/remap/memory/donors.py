@@ -1,7 +1,8 @@
 """The donors of pages for a tenant that needs blocks. Every kind answers the same question, and gives in the same way:
 
-    quotes(giver, receiver, need)   increments, in blocks of the receiver, each on top of those before it; changes nothing
-    give(giver, receiver, take)     makes the taken increments free pages, for the receiver to take
+    quotes(giver, receiver, need, share)   increments, in blocks of the receiver, each on top of those before it; changes
+                                           nothing. share: of an inactive giver's reload, what falls on each pass
+    give(giver, receiver, take)            makes the taken increments free pages, for the receiver to take
 
     unused KV         blocks above min_blocks that nobody uses (an active giver keeps its headroom and hysteresis)
     inactive layers   a tenant's last layers, up to what its first prefill hides and its targets leave
@@ -9,8 +10,8 @@
                       compete with them (Controller.offers)
     paused KV         live blocks of a tenant that waits for its turn, which its engine copies to host memory first
 
-`policy/donors/supply.py` chooses among the quotes; the executor never learns which donor it serves. Sources: Oneiros
-section 5.1 (inactive models first, then the active ones); that unused KV comes before both and the exact cap are ours.
+`policy/donors/supply.py` chooses among the quotes, by what they cost; the executor never learns which donor it serves.
+Sources: Oneiros section 5.1 (layers of inactive models and of active ones); KV and the exact cap are ours.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Donor(Protocol):
 
     kind: Kind
 
-    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]: ...
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]: ...
 
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None: ...
 
@@ -64,14 +65,16 @@ class UnusedKV:
             free = min(free, giver.controller.spare(view, wanted.blocks if wanted else 0))
         return max(0, free)
 
-    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
         surplus = self.surplus(giver)
         if surplus <= 0:
             return []
         wanted = math.ceil(need / receiver.blocks_per_page) + 1
         pages = len(self._lending.idle_slots(giver, receiver, wanted, surplus))
         blocks = int(pages * receiver.blocks_per_page)
-        return [Quote(giver.name, self.kind, blocks, 0.0, 0.0, Take(giver.name, self.kind, blocks))] if blocks else []
+        return (
+            [Quote(giver.name, self.kind, blocks, 0.0, 0.0, 0.0, Take(giver.name, self.kind, blocks))] if blocks else []
+        )
 
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         self._lending.give_idle(giver, take.blocks, receiver, self.surplus(giver))
@@ -79,7 +82,7 @@ class UnusedKV:
 
 class PausedKV:
     """Live blocks of an inactive tenant: its engine copies their requests' KV to host memory, what is new of it, and frees
-    them. They cost nobody anything until its next turn, when they are copied in again. (theory.md, section 5)"""
+    them. They cost nobody anything until its next turn, when they are copied in again."""
 
     kind: Kind = "paused_kv"
 
@@ -87,15 +90,15 @@ class PausedKV:
         self._unused = unused
         self._lending = lending
 
-    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
         live = 0 if giver.active else giver.kv.reclaimable_blocks
         blocks = int(live * giver.kv.spec.block_bytes / receiver.kv.spec.block_bytes)
         if blocks <= 0:
             return []
-        # In and out again, at the link's rate as layers are copied.
+        # At the link's rate, as layers are copied. What was new went out when its turn ended.
         nbytes = max(giver.layer_bytes)
         reload = live * giver.kv.spec.block_bytes * giver.timing.copy_seconds() / nbytes if nbytes else 0.0
-        return [Quote(giver.name, self.kind, blocks, 0.0, reload, Take(giver.name, self.kind, blocks))]
+        return [Quote(giver.name, self.kind, blocks, 0.0, reload, share, Take(giver.name, self.kind, blocks))]
 
     def give(self, giver: TenantState, receiver: TenantState, take: Take) -> None:
         # One block more: pages at both ends may hold a part of a block that stays.
@@ -149,7 +152,7 @@ class InactiveLayers(_Layers):
             cap += 1
         return max(0, min(cap, most))
 
-    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
         if giver.slicing and giver.pages.streamed:
             return []  # slices of all layers stream: no layer can go whole
         buffers = max(1, giver.buffers)
@@ -169,7 +172,7 @@ class InactiveLayers(_Layers):
             pages = sum(page in places for layer in layers for page in giver.pages.homes[layer])
             blocks = int(pages * receiver.blocks_per_page)
             take = Take(giver.name, self.kind, blocks, alpha, buffers, kind)
-            quotes.append(Quote(giver.name, self.kind, blocks, 0.0, copy, take))
+            quotes.append(Quote(giver.name, self.kind, blocks, 0.0, copy, share, take))
             need -= blocks
         return quotes
 
@@ -179,7 +182,7 @@ class ActiveLayers(_Layers):
 
     kind: Kind = "active"
 
-    def quotes(self, giver: TenantState, receiver: TenantState, need: int) -> list[Quote]:
+    def quotes(self, giver: TenantState, receiver: TenantState, need: int, share: float) -> list[Quote]:
         if giver.slicing:
             return []  # it counts in pages of every layer, which no other tenant can use
         view = view_of(self._changes, giver, giver.demand)
@@ -191,5 +194,5 @@ class ActiveLayers(_Layers):
             blocks = int(quote.blocks * scale)
             total += quote.stall_s
             take = Take(giver.name, self.kind, blocks, alpha, buffers, "onward", total)
-            quotes.append(Quote(giver.name, self.kind, blocks, quote.stall_s, quote.reload_s, take))
+            quotes.append(Quote(giver.name, self.kind, blocks, quote.stall_s, quote.reload_s, quote.share, take))
         return quotes

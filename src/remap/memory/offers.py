@@ -1,5 +1,4 @@
-"""The donors for a tenant that needs blocks, in order: unused KV of all others, inactive tenants by the policy, active
-tenants.
+"""The donors for a tenant that needs blocks: of each kind, in the order in which they are to be asked.
 
 Asked only when free pages do not suffice. Sources: Oneiros section 5.1 (inactive models first, by priority, then the
 active ones); the minimum-idle rule is ours.
@@ -7,6 +6,7 @@ active ones); the minimum-idle rule is ours.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from remap.config import Knobs
@@ -15,7 +15,7 @@ from remap.memory.donors import ActiveLayers, Donor, InactiveLayers, PausedKV, U
 from remap.memory.lend import Lending
 from remap.memory.state import TenantState
 from remap.policy.donors.ranking import Candidate, NextUse, may_donate, rank
-from remap.policy.donors.supply import Quote
+from remap.policy.donors.supply import Quote, share_of_pass
 from remap.policy.views import Take
 
 __all__ = ["Offers", "paused"]
@@ -71,7 +71,8 @@ class Offers:
 
     def to(self, receiver: TenantState, need: int) -> list[list[Quote]]:
         """Increments of all other tenants, in blocks of the receiver. Tenants inside a pass or being detached give
-        nothing."""
+        nothing. What an inactive tenant has to copy back in its next turn is spread over the receiver's passes until
+        then, as if all were decode passes."""
         others = [
             tenant
             for tenant in self._tenants.values()
@@ -86,7 +87,10 @@ class Offers:
         asked += [(self.inactive, giver) for giver in idle if may_donate(self._candidate(giver, now), min_idle=least)]
         asked += [(self.paused_kv, giver) for giver in idle]
         asked += [(self.active, giver) for giver in busy]
-        lists = [donor.quotes(giver, receiver, need) for donor, giver in asked]
+        times = receiver.decode_times()
+        pass_s = math.fsum(times.compute_s) if times is not None else 0.0
+        share = {one.name: share_of_pass(pass_s, self._activity.expected_s(one.name, now)) for one in others}
+        lists = [donor.quotes(giver, receiver, need, share[giver.name]) for donor, giver in asked]
         return [quotes for quotes in lists if quotes]
 
     def give(self, receiver: TenantState, take: Take) -> None:

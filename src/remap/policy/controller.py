@@ -3,8 +3,8 @@
 Once per scheduler iteration `Controller.decide(view, demand)` compares the engine's demand with the free blocks:
 
     deficit = demand + L - free                  L: the low watermark (watermark.py), held by the guard (rental.py)
-    deficit > 0   grow: free pages first; then other tenants' unused KV and inactive tenants' layers; then layers of
-                  active tenants, the own ones included, by marginal stall per block (donors/supply.py). As many at once
+    deficit > 0   grow: free pages first; then the cheapest of other tenants' unused KV, their paused KV, inactive
+                  tenants' layers and active tenants' layers, the own ones included (donors/supply.py). As many at once
                   as the deficit needs, and no more than the certificate allows: stall per pass <= slowdown
     otherwise     one layer comes home, if free >= demand + L + b1 + sigma *and* its rent has paid for the reload
 
@@ -27,7 +27,7 @@ from dataclasses import replace
 from typing import cast
 
 from remap.config import Knobs
-from remap.policy.donors.supply import Quote, Supply, choose
+from remap.policy.donors.supply import Quote, choose
 from remap.policy.link import spared
 from remap.policy.rental import Guard, Rental, income
 from remap.policy.views import NONE, Decision, Demand, LayerSeconds, Take, TenantView
@@ -127,10 +127,11 @@ class Controller:
         taken = min(room, view.free_pool_blocks)
         alpha, buffers, why = view.remapped, view.buffers, ""
         takes: tuple[Take, ...] = ()
+        gap = 0.0
         if room > taken:
             others = view.others(room - taken) if view.others is not None else ()
             if any(others):
-                alpha, buffers, takes = self._share(view, room - taken, others, patient)
+                alpha, buffers, takes, gap = self._share(view, room - taken, others, patient)
                 why = "" if view.seen else _UNSEEN
             else:
                 want = view.remapped + math.ceil((room - taken) / view.blocks_per_layer)
@@ -149,6 +150,8 @@ class Controller:
                 f"{need}: take {taken} from free pages{sources} and remap {alpha - view.remapped} more {view.unit}, "
                 f"{alpha} in all, stalling {stall * 1e3:.3g} ms a pass"
             )
+            if gap:
+                reason += f", at most {gap * 1e3:.3g} ms a pass dearer than the cheapest plan"
         elif room < deficit and room == 0:
             reason = f"{need}: the KV region is full at {view.usable_blocks} blocks"
         else:
@@ -166,12 +169,14 @@ class Controller:
 
     def _share(
         self, view: TenantView, need: int, others: Sequence[Sequence[Quote]], patient: bool
-    ) -> tuple[int, int, tuple[Take, ...]]:
-        """(own alpha, own beta, what others give): all donors' increments compete, the tenant's own included."""
+    ) -> tuple[int, int, tuple[Take, ...], float]:
+        """(own alpha, own beta, what others give, `Supply.gap_s`): all donors' increments compete, the tenant's own
+        included."""
         own = self.offers(view, patient=patient)
         alpha, buffers = view.remapped, view.buffers
         takes = []
-        supply = _choose(need, [*others, own], view.neighbours is not None)
+        # Beside active neighbours, each quote was certified against what all of them copy now.
+        supply = choose(need, [*others, own], one_active=view.neighbours is not None)
         by_donor = {(quotes[0].donor, quotes[0].kind): quotes for quotes in others if quotes}
         for taken in supply.taken:
             if taken.donor == "":
@@ -179,7 +184,7 @@ class Controller:
                 continue
             last = cast(Take, by_donor[taken.donor, taken.kind][taken.count - 1].step)
             takes.append(replace(last, blocks=taken.blocks))
-        return alpha, buffers, tuple(takes)
+        return alpha, buffers, tuple(takes), supply.gap_s
 
     def offers(self, view: TenantView, donor: str = "", *, patient: bool = True) -> list[Quote]:
         """The tenant's offers of its own layers: increments within the slowdown and, if `patient`, `tbt_s`, each
@@ -203,7 +208,8 @@ class Controller:
                 (at - view.remapped) * view.blocks_per_layer
             )
             added = stall - self._stall_of(times, at, buffers)
-            quotes.append(Quote(donor, "active", blocks, added, (alpha - at) * copy, (alpha, buffers)))
+            reload, share = (alpha - at) * copy, self.config.contention
+            quotes.append(Quote(donor, "active", blocks, added, reload, share, (alpha, buffers)))
             at = alpha
         return quotes
 
@@ -447,17 +453,10 @@ class Controller:
         return stall
 
 
-def _choose(need: int, lists: Sequence[Sequence[Quote]], shared: bool) -> Supply:
-    """As `choose`. shared: several active tenants share the link. Each quote was checked against what all of them copy
-    now, so at most one of them may copy more after one decision."""
-    active = [quotes for quotes in lists if quotes and quotes[0].kind == "active"]
-    if not shared or len(active) < 2:
-        return choose(need, lists)
-    plain = [quotes for quotes in lists if quotes and quotes[0].kind != "active"]
-    return min((choose(need, [*plain, quotes]) for quotes in active), key=lambda supply: (supply.unmet, supply.stall_s))
-
-
 def _of_other(take: Take) -> str:
     if take.kind == "idle_kv":
         return f"{take.blocks} from unused KV of {take.donor}"
-    return f"{take.blocks} from layers of {take.donor} ({take.remapped} of them away then)"
+    if take.kind == "paused_kv":
+        return f"{take.blocks} from KV of {take.donor} that goes to host memory"
+    stall = f", stalling it {take.predicted_stall_s * 1e3:.3g} ms a pass" if take.kind == "active" else ""
+    return f"{take.blocks} from layers of {take.donor} ({take.remapped} of them away then{stall})"

@@ -95,9 +95,9 @@ class TenantView:
 class Take:
     """Pages of another tenant that the receiver gets, besides free ones.
 
-    kind "idle_kv": from the donor's unused KV, for `blocks` blocks of the receiver. "inactive", "active": the donor
-    streams layers, chosen by `selection`, through `buffers` buffers, so that `remapped` layers' worth of its pages are
-    no parameters.
+    kind "idle_kv": from the donor's unused KV, for `blocks` blocks of the receiver. "paused_kv": from live KV that its
+    engine copies to host memory first. "inactive", "active": the donor streams layers, chosen by `selection`, through
+    `buffers` buffers, so that `remapped` layers' worth of its pages are no parameters.
     """
 
     donor: str
