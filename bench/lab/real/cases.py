@@ -1,0 +1,130 @@
+"""What `bench.lab real` compares: the policies, and the loads that each of them serves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from remap.cli.demo_config import default_config
+from remap.cli.shared_world import LARGE, SMALL, ModelSpec, Preset, Wiring
+from remap.errors import InvalidArgument
+from remap.sim.results import Targets
+from remap.sim.workload import Arrivals
+
+__all__ = ["FULL", "IDEAL", "POLICIES", "QUICK", "SUITES", "Case", "Policy", "Suite", "find"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done when KV does not fit. ample: memory for all requests at once, so nothing is done."""
+
+    about: str
+    wiring: Wiring
+    ample: bool = False
+
+
+# A policy is one entry here. Each round runs them in this order; all are compared with the tokens of the first.
+IDEAL = "ideal"
+POLICIES: Mapping[str, Policy] = {
+    IDEAL: Policy("memory for all requests at once", Wiring(), ample=True),
+    "recompute": Policy("preempt and recompute", Wiring()),
+    "swap": Policy("preempted requests keep their KV in host memory", Wiring(swap=True)),
+    "remap": Policy("the controller remaps weights", Wiring(controller={})),
+    "all": Policy("the controller, and KV in host memory", Wiring(controller={}, swap=True, partial=None)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load: models on one arena, in turns of quantum_s, and when and how long their requests are.
+
+    kv_share: see `World`. rate: requests a second of all models together, each has its share. cv: of the gaps between
+    one model's requests. lengths: factor on ShareGPT's.
+    """
+
+    name: str
+    preset: Preset
+    kv_share: float
+    rate: float
+    seconds: float
+    cv: float = 2.0
+    lengths: float = 0.25
+    quantum_s: float = 1.0
+    seed: int = 0
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Of each model."""
+        return Arrivals(self.rate / len(self.preset.models), self.cv)
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The cases of one file of results. targets: what goodput counts by. threads: that compute."""
+
+    cases: tuple[Case, ...]
+    rounds: int
+    targets: Targets
+    threads: int = 1
+
+    def settings(self) -> dict[str, Any]:
+        """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
+        return {**asdict(self), "cases": {case.name: _json(asdict(case)) for case in self.cases}, "rounds": None}
+
+
+def _json(value: Any) -> Any:
+    """With lists for tuples, as a file has them."""
+    if isinstance(value, dict):
+        return {key: _json(one) for key, one in value.items()}
+    return [_json(one) for one in value] if isinstance(value, (list, tuple)) else value
+
+
+SMOLLM2 = ModelSpec("SmolLM2")
+OPT = ModelSpec("OPT", layers=12, hidden=768, intermediate=3072, heads=12, vocabulary=50272, family="opt")
+WIDE = next(spec for spec in LARGE.models if spec.name == "wide")
+
+
+def _large(*models: ModelSpec) -> Preset:
+    return Preset(
+        "large", models, dtype=default_config().dtype, page_bytes=2 << 20, max_num_seqs=24, max_batch_tokens=256
+    )
+
+
+def _small(*models: ModelSpec) -> Preset:
+    return Preset("small", models, dtype=SMALL.dtype, page_bytes=SMALL.page_bytes, block_tokens=8)
+
+
+FULL = Suite(
+    (
+        Case("SmolLM2", _large(SMOLLM2), kv_share=0.08, rate=2.0, seconds=60.0),
+        Case("OPT", _large(OPT), kv_share=0.1, rate=2.0, seconds=60.0),
+        Case("three in turns", _large(SMOLLM2, OPT, WIDE), kv_share=0.08, rate=2.0, seconds=60.0),
+    ),
+    rounds=3,
+    targets=Targets(ttft_s=5.0, tpot_s=0.25),
+)
+TINY = ModelSpec("opt", layers=8, hidden=128, intermediate=512, heads=4, vocabulary=512, positions=512, family="opt")
+# All arrive within milliseconds: memory is scarce however fast the machine is.
+QUICK = Suite(
+    (
+        Case("one", _small(TINY), kv_share=0.1, rate=1000.0, seconds=0.04, lengths=0.1),
+        Case("three in turns", _small(*SMALL.models[:2], TINY), 0.1, 1500.0, 0.04, lengths=0.1, quantum_s=0.1),
+    ),
+    rounds=2,
+    targets=Targets(),
+)
+SUITES: Mapping[str, Suite] = {"full": FULL, "quick": QUICK}
+
+
+def find(suite: str, case: str) -> tuple[Suite, Case]:
+    """By name. Raises InvalidArgument (fields suite and case) if there is no such case."""
+    for one in SUITES[suite].cases if suite in SUITES else ():
+        if one.name == case:
+            return SUITES[suite], one
+    raise InvalidArgument(
+        f"no case {case!r} in the suite {suite!r}; nothing was run; there are "
+        f"{', '.join(f'{name}: {one.name}' for name, suite in SUITES.items() for one in suite.cases)}",
+        suite=suite,
+        case=case,
+    )
