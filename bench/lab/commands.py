@@ -117,7 +117,7 @@ def gap(
 
 @app.command()
 def real(
-    quick: Annotated[bool, typer.Option("--quick", help="Small random models, two rounds: a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
     results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/real.json")] = None,
 ) -> None:

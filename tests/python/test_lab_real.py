@@ -17,14 +17,14 @@ from bench.lab.apart import run_apart
 from bench.lab.commands import app
 from bench.lab.real import command
 from bench.lab.real.cases import FULL, IDEAL, POLICIES, QUICK, find
-from bench.lab.real.one import _Good, serve
+from bench.lab.real.one import _Watch, serve
 from typer.testing import CliRunner
 
 from remap.engine.request import Output, Request, SamplingParams, Sequence
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.results import Targets
 
-NAMES = {command._name(case.name, policy, number) for case in QUICK.cases for policy in POLICIES for number in (0, 1)}
+NAMES = {command._name(case.name, policy, 0) for case in QUICK.cases for policy in POLICIES}
 BYTES = ("weights_in_bytes", "kv_in_bytes", "kv_out_bytes")
 
 
@@ -57,43 +57,35 @@ def test_every_policy_serves_the_same_tokens_and_copies_what_it_may(measured: Pa
     for case in QUICK.cases:
         tokens = data["tokens"][case.name]
         assert len(set(tokens.values())) > len(tokens) / 2  # the answers vary, so equal ones say something
-        rounds = [
-            {policy: data["points"][command._name(case.name, policy, number)] for policy in POLICIES}
-            for number in (0, 1)
-        ]
-        for found in rounds:
-            generated = sum(len(text.split()) for text in tokens.values())
-            assert {(one["requests"], one["generated_tokens"]) for one in found.values()} == {(len(tokens), generated)}
-            assert len({one["capacity_bytes"] for policy, one in found.items() if policy != IDEAL}) == 1
-            assert found[IDEAL]["preemptions"] == 0 == found[IDEAL]["recomputed_tokens"]
-            assert all(found[policy][kind] == 0 for policy in (IDEAL, "recompute") for kind in BYTES)
-            assert found["recompute"]["preemptions"] > 0 and found["recompute"]["recomputed_tokens"] > 0
-            swap = found["swap"]
-            assert swap["recomputed_tokens"] == 0 == swap["weights_in_bytes"]
-            assert swap["preemptions"] > 0 and 0 < swap["kv_out_bytes"] <= swap["kv_in_bytes"]
-            assert (
-                found["remap"]["weights_in_bytes"]
-                > 0
-                == found["remap"]["kv_in_bytes"]
-                == found["remap"]["kv_out_bytes"]
-            )
-            assert found["remap"]["kv_growth_peak"] > 1 == found["recompute"]["kv_growth_peak"]
-            assert found["all"]["weights_in_bytes"] > 0 == found["all"]["recomputed_tokens"]
-            for one in found.values():
-                assert 0 < one["ttft_p50_s"] <= one["ttft_p99_s"] and 0 < one["tbt_p50_s"] <= one["tbt_p99_s"]
-                assert 0 <= one["goodput_per_s"] * one["duration_s"] <= one["requests"] + 1e-9
+        found = {policy: data["points"][command._name(case.name, policy, 0)] for policy in POLICIES}
+        generated = sum(len(text.split()) for text in tokens.values())
+        assert {(one["requests"], one["generated_tokens"]) for one in found.values()} == {(len(tokens), generated)}
+        assert len({one["capacity_bytes"] for policy, one in found.items() if policy != IDEAL}) == 1
+        assert found[IDEAL]["preemptions"] == 0 == found[IDEAL]["recomputed_tokens"]
+        assert all(found[policy][kind] == 0 for policy in (IDEAL, "recompute") for kind in BYTES)
+        assert found["recompute"]["preemptions"] > 0 and found["recompute"]["recomputed_tokens"] > 0
+        swap = found["swap"]
+        assert swap["recomputed_tokens"] == 0 == swap["weights_in_bytes"]
+        assert swap["preemptions"] > 0 and 0 < swap["kv_out_bytes"] <= swap["kv_in_bytes"]
+        remap = found["remap"]
+        assert remap["kv_in_bytes"] == remap["kv_out_bytes"] == 0 == found["all"]["recomputed_tokens"]
+        assert all(found[policy]["kv_growth_peak"] == 1 for policy in (IDEAL, "recompute", "swap"))
+        # Whether anything streams is the controller's decision, by measured times.
+        assert remap["weights_in_bytes"] > 0 or remap["layers_remapped_peak"] == 0
+        for one in found.values():
+            assert 0 < one["ttft_p50_s"] <= one["ttft_p99_s"] and 0 < one["tbt_p50_s"] <= one["tbt_p99_s"]
+            assert one["cpu_s"] > 0
+            assert 0 <= one["goodput_per_s"] * one["duration_s"] <= one["requests"] + 1e-9
 
 
 def test_the_page_and_what_is_run_again(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that was stopped goes on where it was: one lost run is the only one made."""
-    page, kept = (
-        measured.with_suffix(".md").read_text(encoding="utf-8"),
-        json.loads(measured.read_text(encoding="utf-8")),
-    )
+    page = measured.with_suffix(".md").read_text(encoding="utf-8")
+    kept = json.loads(measured.read_text(encoding="utf-8"))
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| one", "| three"))]
-    assert [row[1] for row in rows] == [*POLICIES, *POLICIES] and {row[2] for row in rows} == {"2"}
-    assert all(f"- `{name}`: " in page for name in POLICIES)
-    lost = command._name("one", "swap", 1)
+    assert [row[1] for row in rows] == [*POLICIES, *POLICIES] and {row[2] for row in rows} == {"1"}
+    assert all(f"- `{name}`: " in page for name in POLICIES) and all(str(case) in page for case in QUICK.cases)
+    lost = command._name("one", "swap", 0)
     made: list[str] = []
 
     def once(kind: str, *arguments: str, threads: int) -> Any:
@@ -153,10 +145,10 @@ def test_goodput_counts_requests_that_meet_both_targets() -> None:
         output = Output("x", (1,) * tokens, "length", 0)
         return type("Step", (), {"sampled": [sequence], "finished": (output,)})
 
-    good = _Good(Targets(ttft_s=2.0, tpot_s=0.5))
+    watch = _Watch(Targets(ttft_s=2.0, tpot_s=0.5))
     for first, last, tokens, count in ((3.0, 5.0, 5, 1), (3.1, 4.0, 5, 1), (2.0, 4.1, 5, 1), (3.0, 3.0, 1, 2)):
-        good(None, {"tenant": step(first, last, tokens)})  # type: ignore[arg-type]
-        assert good.count == count
+        watch(None, {"tenant": step(first, last, tokens)})  # type: ignore[arg-type]
+        assert watch.good == count
 
 
 def test_what_is_run() -> None:

@@ -40,7 +40,7 @@ class Case:
     """One load: models on one arena, in turns of quantum_s, and when and how long their requests are.
 
     kv_share: see `World`. rate: requests a second of all models together, each has its share. cv: of the gaps between
-    one model's requests. lengths: factor on ShareGPT's.
+    one model's requests. lengths: factor on ShareGPT's. targets: what goodput counts by.
     """
 
     name: str
@@ -48,6 +48,7 @@ class Case:
     kv_share: float
     rate: float
     seconds: float
+    targets: Targets
     cv: float = 2.0
     lengths: float = 0.25
     quantum_s: float = 1.0
@@ -58,19 +59,28 @@ class Case:
         """Of each model."""
         return Arrivals(self.rate / len(self.preset.models), self.cv)
 
+    def __str__(self) -> str:
+        models = [spec.name for spec in self.preset.models]
+        turns = f" in turns of {self.quantum_s:g} s" if len(models) > 1 else ""
+        return (
+            f"{' and '.join(models) if len(models) < 3 else ', '.join(models)}{turns} in {self.preset.dtype}, KV of "
+            f"{self.kv_share:.0%} of the weights, {self.rate:g} requests/s for {self.seconds:g} s (cv {self.cv:g}), "
+            f"lengths {self.lengths:g} times ShareGPT's; goodput: the first token within {self.targets.ttft_s:g} s and "
+            f"TPOT of at most {self.targets.tpot_s:g} s"
+        )
+
 
 @dataclass(frozen=True)
 class Suite:
-    """The cases of one file of results. targets: what goodput counts by. threads: that compute."""
+    """The cases of one file of results. threads: that compute."""
 
     cases: tuple[Case, ...]
     rounds: int
-    targets: Targets
     threads: int = 1
 
     def settings(self) -> dict[str, Any]:
         """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
-        return {**asdict(self), "cases": {case.name: _json(asdict(case)) for case in self.cases}, "rounds": None}
+        return {"cases": [_json(asdict(case)) for case in self.cases], "threads": self.threads}
 
 
 def _json(value: Any) -> Any:
@@ -95,24 +105,26 @@ def _small(*models: ModelSpec) -> Preset:
     return Preset("small", models, dtype=SMALL.dtype, page_bytes=SMALL.page_bytes, block_tokens=8)
 
 
+_LATE = Targets(ttft_s=5.0, tpot_s=0.25)
+# Of three models in turns, each computes a third of the time.
+_LATE_IN_TURNS = Targets(ttft_s=5.0, tpot_s=0.75)
 FULL = Suite(
     (
-        Case("SmolLM2", _large(SMOLLM2), kv_share=0.08, rate=2.0, seconds=60.0),
-        Case("OPT", _large(OPT), kv_share=0.1, rate=2.0, seconds=60.0),
-        Case("three in turns", _large(SMOLLM2, OPT, WIDE), kv_share=0.08, rate=2.0, seconds=60.0),
+        Case("SmolLM2", _large(SMOLLM2), 0.08, rate=2.0, seconds=60.0, targets=_LATE),
+        Case("OPT", _large(OPT), 0.1, rate=2.0, seconds=60.0, targets=_LATE),
+        Case("three in turns", _large(SMOLLM2, OPT, WIDE), 0.06, rate=2.0, seconds=60.0, targets=_LATE_IN_TURNS),
     ),
     rounds=3,
-    targets=Targets(ttft_s=5.0, tpot_s=0.25),
 )
 TINY = ModelSpec("opt", layers=8, hidden=128, intermediate=512, heads=4, vocabulary=512, positions=512, family="opt")
+_THREE = _small(*SMALL.models[:2], TINY)
 # All arrive within milliseconds: memory is scarce however fast the machine is.
 QUICK = Suite(
     (
-        Case("one", _small(TINY), kv_share=0.1, rate=1000.0, seconds=0.04, lengths=0.1),
-        Case("three in turns", _small(*SMALL.models[:2], TINY), 0.1, 1500.0, 0.04, lengths=0.1, quantum_s=0.1),
+        Case("one", _small(TINY), 0.1, 1000.0, 0.04, Targets(), lengths=0.1),
+        Case("three in turns", _THREE, 0.1, 1500.0, 0.04, Targets(), lengths=0.1, quantum_s=0.1),
     ),
-    rounds=2,
-    targets=Targets(),
+    rounds=1,
 )
 SUITES: Mapping[str, Suite] = {"full": FULL, "quick": QUICK}
 

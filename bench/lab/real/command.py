@@ -39,6 +39,7 @@ COLUMNS = (
     Column("weights_in_bytes", "weights in, MB", 1e-6),
     Column("kv_in_bytes", "KV in, MB", 1e-6),
     Column("kv_out_bytes", "KV out, MB", 1e-6),
+    Column("cpu_s", "processor time, s"),
 )
 PAGE = """# The engine under each policy, {rounds} rounds
 
@@ -49,9 +50,11 @@ greedy. The requests of a case arrive at fixed times and are the same in every r
 
 {policies}
 
+{cases}
+
 Gap closed: how far a policy comes from recompute (0 %) to ideal (100 %), each round by itself; – where both are
-within 5 %. Goodput: requests with the first token within {ttft:g} s and TPOT of at most {tpot:g} s. In and out: between host
-memory and the arena; on the host backend the cores that compute make these copies.
+within 5 %. In and out: between host memory and the arena; on the host backend the cores that compute make these copies.
+Processor time: of all threads from the first step on, copies included.
 
 {table}
 """
@@ -126,8 +129,7 @@ def _page(data: Mapping[str, Any], suite: Suite) -> str:
         load=f"{min(loads):.2f} to {max(loads):.2f}" if loads else "not taken",
         threads=suite.threads,
         policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
-        ttft=suite.targets.ttft_s,
-        tpot=suite.targets.tpot_s,
+        cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
         table=table(data, suite),
     )
 

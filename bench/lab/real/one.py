@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,17 +28,22 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 
-class _Good:
-    """The engines' on_step: counts the requests that meet the targets."""
+class _Watch:
+    """The engines' on_step. good: requests that met the targets. cpu_s: of all threads, since the first step."""
 
     def __init__(self, targets: Targets) -> None:
         self.targets = targets
-        self.count = 0
+        self.good = 0
+        self.cpu_s = 0.0
+        self._begun_s: float | None = None
 
     def __call__(self, shared: SharedEngines, done: Mapping[str, Any]) -> None:
+        if self._begun_s is None:
+            self._begun_s = time.process_time()
+        self.cpu_s = time.process_time() - self._begun_s
         for step in done.values():
             finished = {output.id for output in step.finished}
-            self.count += sum(self._meets(sequence) for sequence in step.sampled if sequence.id in finished)
+            self.good += sum(self._meets(sequence) for sequence in step.sampled if sequence.id in finished)
 
     def _meets(self, sequence: Sequence) -> bool:
         assert sequence.first_s is not None and sequence.last_s is not None  # it has finished
@@ -65,14 +71,14 @@ def serve(suite_name: str, case_name: str, policy_name: str) -> dict[str, Any]:
     policy = POLICIES[policy_name]
     torch.set_num_threads(suite.threads)
     world = World(case.preset, kv_share=case.kv_share, seed=case.seed)
-    good = _Good(suite.targets)
+    watch = _Watch(case.targets)
     load = machine_now()["load_1min"]
     result = world.serve(
         requests(case, world),
         policy.wiring,
         quantum_s=case.quantum_s,
         ample=policy.ample,
-        on_step=good,
+        on_step=watch,
     )
     figures = result.summary()
     tenants = figures.pop("tenants")
@@ -80,7 +86,8 @@ def serve(suite_name: str, case_name: str, policy_name: str) -> dict[str, Any]:
         f"{kind}_bytes": sum(one[kind] for one in world.copied.values()) for kind in ("weights_in", "kv_in", "kv_out")
     }
     figures |= {
-        "goodput_per_s": good.count / figures["duration_s"],
+        "goodput_per_s": watch.good / figures["duration_s"],
+        "cpu_s": watch.cpu_s,
         "capacity_bytes": world.last_capacity_bytes,
         "layers_remapped_peak": sum(one["layers_remapped_peak"] for one in tenants.values()),
         "kv_growth_peak": max(one["kv_blocks_peak"] / one["kv_blocks_start"] for one in tenants.values()),
