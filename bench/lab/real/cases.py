@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -80,14 +81,8 @@ class Suite:
 
     def settings(self) -> dict[str, Any]:
         """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
-        return {"cases": [_json(asdict(case)) for case in self.cases], "threads": self.threads}
-
-
-def _json(value: Any) -> Any:
-    """With lists for tuples, as a file has them."""
-    if isinstance(value, dict):
-        return {key: _json(one) for key, one in value.items()}
-    return [_json(one) for one in value] if isinstance(value, (list, tuple)) else value
+        made: dict[str, Any] = json.loads(json.dumps({"cases": [*map(asdict, self.cases)], "threads": self.threads}))
+        return made
 
 
 SMOLLM2 = ModelSpec("SmolLM2")
@@ -136,7 +131,7 @@ def find(suite: str, case: str) -> tuple[Suite, Case]:
             return SUITES[suite], one
     raise InvalidArgument(
         f"no case {case!r} in the suite {suite!r}; nothing was run; there are "
-        f"{', '.join(f'{name}: {one.name}' for name, suite in SUITES.items() for one in suite.cases)}",
+        f"{', '.join(f'{name}: {one.name}' for name, its in SUITES.items() for one in its.cases)}",
         suite=suite,
         case=case,
     )
