@@ -6,7 +6,9 @@
     paper/        figures of Oneiros and Pie beside those of a simulation (docs/paper-vs-ours.md)
     headline.py   the simulated headline of the README, over several seeds
     gap.py        what each policy gets of what memory is worth, over several seeds
-    seeds.py      what the two have in common
+    real/         the project's engine under each policy on this machine, against memory for everything
+    seeds.py      tables of several seeds or rounds, and their files
+    apart.py      runs in processes of their own
     twin/         the demo's runs on this machine against their simulation
     vllm/         stock vLLM against vLLM on remap
     ablations/    each choice of the controller against its alternatives

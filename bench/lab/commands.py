@@ -116,6 +116,22 @@ def gap(
 
 
 @app.command()
+def real(
+    quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/real.json")] = None,
+) -> None:
+    """The engine under each policy on this machine, in the same memory. What is in the file already is not run again."""
+    from .real.command import RESULTS, run_real
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/real.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        typer.echo(run_real(path, "quick" if quick else "full", report_only=report_only))
+
+
+@app.command()
 def twin(out: Annotated[Path, typer.Option(help="Folder for twin.json.")] = Path("bench/results")) -> None:
     """The demo's runs on this machine against their simulation, calibrated from the runs' own measurements."""
     from .twin.compare import twin as run

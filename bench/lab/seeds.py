@@ -89,10 +89,10 @@ AGAINST = tuple(
 )
 
 
-def cell(values: Sequence[float], column: Column, worst_first: bool = False) -> str:
+def cell(values: Sequence[float], column: Column, worst_first: bool = False, of: str = "seeds") -> str:
     """ "17.7 (1.9 to 22.0)": the median of the seeds and their range, from the lowest or the worst on.
 
-    nan is left out: a range of 3 of 5 seeds says so, and "–" is none of them.
+    nan is left out: a range of 3 of 5 seeds says so, and "–" is none of them. of: what the values are of.
     """
     known = [column.times * value for value in values if not math.isnan(value)]
     if not known:
@@ -101,7 +101,7 @@ def cell(values: Sequence[float], column: Column, worst_first: bool = False) -> 
     middle, first, last = column.show((statistics.median(known), *ends))
     said = [f"{first} to {last}"] if first != last else []
     if len(known) < len(values):
-        said.append(f"{len(known)} of {len(values)} seeds")
+        said.append(f"{len(known)} of {len(values)} {of}")
     return f"{middle} ({'; '.join(said)})" if said else middle
 
 
@@ -114,11 +114,16 @@ class Line:
 
 
 def table(
-    points: Points, labels: Sequence[str], lines: Sequence[Line], columns: Sequence[Column], worst_first: bool = False
+    points: Points,
+    labels: Sequence[str],
+    lines: Sequence[Line],
+    columns: Sequence[Column],
+    worst_first: bool = False,
+    of: str = "seeds",
 ) -> str:
     """Markdown: a line for each load and policy. What was not run yet is left out; n says how many seeds a line has.
 
-    A seed is compared with the same seed of recompute and ideal.
+    A seed is compared with the same seed of recompute and ideal. of: see `cell`.
     """
     out = ["| " + " | ".join([*labels, "policy", "n", *(column.title for column in columns)]) + " |"]
     out.append("|" + "---|" * (len(labels) + 2 + len(columns)))
@@ -131,6 +136,6 @@ def table(
                 seen[policy].append({**run, **worth.get(policy, {})})
         for policy, found in seen.items():
             if found:
-                cells = [cell([one.get(c.key, math.nan) for one in found], c, worst_first) for c in columns]
+                cells = [cell([one.get(c.key, math.nan) for one in found], c, worst_first, of) for c in columns]
                 out.append("| " + " | ".join([*line.labels, policy, str(len(found)), *cells]) + " |")
     return "\n".join(out)

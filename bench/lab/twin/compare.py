@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.lab import ROOT
+from bench.lab.apart import run_apart
 
 from remap.cli import smollm2
-from remap.cli.demo import environment
 from remap.cli.demo_config import DemoConfig
 from remap.cli.machine import machine_now
-from remap.errors import InvalidState
 from remap.sim.hardware import Machine, Model
 from remap.sim.hardware import machine as machine_of
 from remap.sim.results import percentile
@@ -44,26 +38,10 @@ POINTS = 120  # of each series in the file
 
 def measure(kind: str, config: DemoConfig) -> dict[str, Any]:
     """One real run, in a process of its own. Raises InvalidState with the end of what it said if it fails."""
-    with tempfile.TemporaryDirectory(prefix="remap-twin-") as folder:
-        result = Path(folder) / "result.json"
-        done = subprocess.run(
-            [sys.executable, "-m", "bench.lab.twin.real", kind, json.dumps(asdict(config)), str(result)],
-            cwd=ROOT,
-            env={**os.environ, **environment(config)},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            tail = "\n".join(done.stderr.strip().splitlines()[-25:])
-            raise InvalidState(
-                f"the real {kind} run ended with exit status {done.returncode}; nothing was written. It said:\n{tail}",
-                kind=kind,
-                status=done.returncode,
-            )
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-        return found
+    found: dict[str, Any] = run_apart(
+        kind, "bench.lab.twin.real", kind, json.dumps(asdict(config)), threads=config.threads
+    )
+    return found
 
 
 def recording_of(config: DemoConfig, real: Mapping[str, Any]) -> Recording:

@@ -31,7 +31,7 @@ __all__ = ["LARGE", "SMALL", "ModelSpec", "Preset", "Wiring", "World"]
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A Llama with random weights, or (layers = 0) SmolLM2-135M."""
+    """A model with random weights, or (layers = 0) SmolLM2-135M. family: "llama" or "opt" (which has no kv_heads)."""
 
     name: str
     layers: int = 0
@@ -41,6 +41,7 @@ class ModelSpec:
     kv_heads: int = 0
     vocabulary: int = 8192
     positions: int = 2048
+    family: str = "llama"
 
 
 @dataclass(frozen=True)
@@ -85,38 +86,42 @@ class Wiring:
 
     controller: the arguments of `Knobs`; None for the recompute baseline. by_hand: share of each tenant's layers that
     is remapped before the first request, without a controller (`controller` is then None). partial: see
-    `SharedEngines`.
+    `SharedEngines`. swap: whoever is preempted keeps its KV in host memory, which has room for all requests at once.
     """
 
     controller: Mapping[str, Any] | None = None
     by_hand: float = 0.0
     buffers: int = 2
-    partial: bool = True
+    partial: bool | None = True
+    swap: bool = False
 
 
 def build(spec: ModelSpec, dtype: str, seed: int) -> tuple[Any, Any]:
     """(model in eval mode, path of its weights file or None)."""
     import torch
 
+    model: Any
     if not spec.layers:
         from . import smollm2
 
         model, _, folder = smollm2.load(dtype)
         return model, folder
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
     generator = torch.Generator().manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=spec.vocabulary,
-        hidden_size=spec.hidden,
-        intermediate_size=spec.intermediate,
-        num_hidden_layers=spec.layers,
-        num_attention_heads=spec.heads,
-        num_key_value_heads=spec.kv_heads,
-        max_position_embeddings=spec.positions,
-        tie_word_embeddings=True,
-    )
-    model = LlamaForCausalLM(config).eval()
+    common: dict[str, Any] = {
+        "vocab_size": spec.vocabulary,
+        "hidden_size": spec.hidden,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "max_position_embeddings": spec.positions,
+        "tie_word_embeddings": True,
+    }
+    if spec.family == "opt":
+        model = OPTForCausalLM(OPTConfig(**common, ffn_dim=spec.intermediate, word_embed_proj_dim=spec.hidden)).eval()
+    else:
+        config = LlamaConfig(**common, intermediate_size=spec.intermediate, num_key_value_heads=spec.kv_heads)
+        model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             # As large as trained ones are: greedy tokens then vary, and every layer matters.
@@ -145,6 +150,8 @@ class World:
         """Of the last run: seconds to copy all layers once, divided by the seconds to compute them in the last kind of
         pass.
         """
+        self.copied: dict[str, dict[str, int]] = {}
+        """Of the last run: tenant -> bytes copied from host memory ("weights_in", "kv_in") and to it ("kv_out")."""
         for index, spec in enumerate(preset.models[:tenants]):
             model, file = build(spec, preset.dtype, seed + index)
             pages = footprint(model, None).pages(preset.page_bytes)
@@ -156,19 +163,20 @@ class World:
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
-    def spec(self, name: str, start: int, most: int) -> KVSpec:
-        """The KV cache of a tenant."""
+    def spec(self, name: str, start: int, most: int, host: int = 0) -> KVSpec:
+        """The KV cache of a tenant. host: blocks of host memory."""
         from remap import KVSpec
 
         config = self._models[name].config
         return KVSpec(
             layers=config.num_hidden_layers,
-            kv_heads=config.num_key_value_heads,
+            kv_heads=getattr(config, "num_key_value_heads", config.num_attention_heads),  # OPT has one number
             head_dim=config.hidden_size // config.num_attention_heads,
             block_tokens=self.preset.block_tokens,
             dtype=self.preset.dtype,
             min_blocks=start,
             max_blocks=most,
+            host_blocks=host,
         )
 
     def block_bytes(self, name: str) -> int:
@@ -247,15 +255,16 @@ class World:
         from remap.engine import SharedEngines
 
         preset = self.preset
-        blocks = dict(self.start_blocks)
-        if ample:
-            for name, mine in requests.items():
-                need = sum(-(-request.max_kv_tokens // preset.block_tokens) for request in mine)
-                blocks[name] = max(blocks[name], need)
+        need = {
+            name: sum(-(-request.max_kv_tokens // preset.block_tokens) for request in requests.get(name, ()))
+            for name in self.names
+        }
+        blocks = {name: max(start, need[name] if ample else 0) for name, start in self.start_blocks.items()}
+        host = need if wiring.swap and not ample else dict.fromkeys(self.names, 0)
         capacity = self.last_capacity_bytes = self.capacity(blocks)
         config = None if wiring.controller is None or ample else self._controller(wiring.controller)
         with Session(capacity=capacity, device="cpu", page_bytes=preset.page_bytes, config=config) as session:
-            engines = self._attach(session, blocks, config is not None, max_num_seqs or preset.max_num_seqs)
+            engines = self._attach(session, blocks, host, config is not None, max_num_seqs or preset.max_num_seqs)
             if wiring.by_hand and not ample:
                 for name in self.names:
                     buffers = min(wiring.buffers, self.layers(name) - 1)
@@ -265,7 +274,12 @@ class World:
             shared = SharedEngines(
                 session if config is not None else None, engines, mode, quantum_s=quantum_s, partial=wiring.partial
             )
+            before = _copied(session)
             result = shared.run(requests, on_step)
+            self.copied = {
+                name: {kind: nbytes - before[name][kind] for kind, nbytes in mine.items()}
+                for name, mine in _copied(session).items()
+            }
             self.copy_to_compute = {
                 name: sum(tenant.copy_times_s) / sum(tenant.compute_times_s)
                 for name, tenant in session.snapshot().tenants.items()
@@ -279,7 +293,7 @@ class World:
         return Knobs(**settings)
 
     def _attach(
-        self, session: Session, blocks: Mapping[str, int], remaps: bool, max_num_seqs: int
+        self, session: Session, blocks: Mapping[str, int], host: Mapping[str, int], remaps: bool, max_num_seqs: int
     ) -> dict[str, LLMEngine]:
         from remap.engine import LLMEngine
 
@@ -289,9 +303,8 @@ class World:
             most = max(1, -(-session.capacity_bytes // self.block_bytes(name)))
             tenant = session.attach(
                 self._models[name],
-                layers=self._models[name].model.layers,
                 name=name,
-                kv=self.spec(name, blocks[name], most),
+                kv=self.spec(name, blocks[name], most, host[name]),
                 weights=self._files[name],
                 hooks=False,  # the engines wait for layers themselves
             )
@@ -317,3 +330,11 @@ class World:
                 engine.add_request(Request(f"warm-{index}", prompt[index:], SamplingParams(max_tokens=6)))
             while engine.unfinished:
                 engine.advance()
+
+
+def _copied(session: Session) -> dict[str, dict[str, int]]:
+    """As `World.copied`, since the tenants were attached."""
+    return {
+        name: {"weights_in": one.copied_bytes, "kv_in": one.kv_in_bytes, "kv_out": one.kv_out_bytes}
+        for name, one in session.snapshot().tenants.items()
+    }

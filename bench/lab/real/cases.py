@@ -1,0 +1,137 @@
+"""What `bench.lab real` compares: the policies, and the loads that each of them serves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from remap.cli.demo_config import default_config
+from remap.cli.shared_world import LARGE, SMALL, ModelSpec, Preset, Wiring
+from remap.errors import InvalidArgument
+from remap.sim.results import Targets
+from remap.sim.workload import Arrivals
+
+__all__ = ["FULL", "IDEAL", "POLICIES", "QUICK", "SUITES", "Case", "Policy", "Suite", "find"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What is done when KV does not fit. ample: memory for all requests at once, so nothing is done."""
+
+    about: str
+    wiring: Wiring
+    ample: bool = False
+
+
+# A policy is one entry here. Each round runs them in this order; all are compared with the tokens of the first.
+IDEAL = "ideal"
+POLICIES: Mapping[str, Policy] = {
+    IDEAL: Policy("memory for all requests at once", Wiring(), ample=True),
+    "recompute": Policy("preempt and recompute", Wiring()),
+    "swap": Policy("preempted requests keep their KV in host memory", Wiring(swap=True)),
+    "remap": Policy("the controller remaps weights", Wiring(controller={})),
+    "all": Policy("the controller, and KV in host memory", Wiring(controller={}, swap=True, partial=None)),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load: models on one arena, in turns of quantum_s, and when and how long their requests are.
+
+    kv_share: see `World`. rate: requests a second of all models together, each has its share. cv: of the gaps between
+    one model's requests. lengths: factor on ShareGPT's. targets: what goodput counts by.
+    """
+
+    name: str
+    preset: Preset
+    kv_share: float
+    rate: float
+    seconds: float
+    targets: Targets
+    cv: float = 2.0
+    lengths: float = 0.25
+    quantum_s: float = 1.0
+    seed: int = 0
+
+    @property
+    def arrivals(self) -> Arrivals:
+        """Of each model."""
+        return Arrivals(self.rate / len(self.preset.models), self.cv)
+
+    def __str__(self) -> str:
+        models = [spec.name for spec in self.preset.models]
+        turns = f" in turns of {self.quantum_s:g} s" if len(models) > 1 else ""
+        return (
+            f"{' and '.join(models) if len(models) < 3 else ', '.join(models)}{turns} in {self.preset.dtype}, KV of "
+            f"{self.kv_share:.0%} of the weights, {self.rate:g} requests/s for {self.seconds:g} s (cv {self.cv:g}), "
+            f"lengths {self.lengths:g} times ShareGPT's; goodput: the first token within {self.targets.ttft_s:g} s and "
+            f"TPOT of at most {self.targets.tpot_s:g} s"
+        )
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The cases of one file of results. threads: that compute."""
+
+    cases: tuple[Case, ...]
+    rounds: int
+    threads: int = 1
+
+    def settings(self) -> dict[str, Any]:
+        """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
+        made: dict[str, Any] = json.loads(json.dumps({"cases": [*map(asdict, self.cases)], "threads": self.threads}))
+        return made
+
+
+SMOLLM2 = ModelSpec("SmolLM2")
+OPT = ModelSpec("OPT", layers=12, hidden=768, intermediate=3072, heads=12, vocabulary=50272, family="opt")
+WIDE = next(spec for spec in LARGE.models if spec.name == "wide")
+
+
+def _large(*models: ModelSpec) -> Preset:
+    return Preset(
+        "large", models, dtype=default_config().dtype, page_bytes=2 << 20, max_num_seqs=24, max_batch_tokens=256
+    )
+
+
+def _small(*models: ModelSpec) -> Preset:
+    return Preset("small", models, dtype=SMALL.dtype, page_bytes=SMALL.page_bytes, block_tokens=8)
+
+
+_LATE = Targets(ttft_s=5.0, tpot_s=0.25)
+# Of three models in turns, each computes a third of the time.
+_LATE_IN_TURNS = Targets(ttft_s=5.0, tpot_s=0.75)
+FULL = Suite(
+    (
+        Case("SmolLM2", _large(SMOLLM2), 0.08, rate=2.0, seconds=60.0, targets=_LATE),
+        Case("OPT", _large(OPT), 0.1, rate=2.0, seconds=60.0, targets=_LATE),
+        Case("three in turns", _large(SMOLLM2, OPT, WIDE), 0.06, rate=2.4, seconds=60.0, targets=_LATE_IN_TURNS),
+    ),
+    rounds=3,
+)
+TINY = ModelSpec("opt", layers=8, hidden=128, intermediate=512, heads=4, vocabulary=512, positions=512, family="opt")
+_THREE = _small(*SMALL.models[:2], TINY)
+# All arrive within milliseconds: memory is scarce however fast the machine is.
+QUICK = Suite(
+    (
+        Case("one", _small(TINY), 0.1, 1000.0, 0.04, Targets(), lengths=0.1),
+        Case("three in turns", _THREE, 0.1, 1500.0, 0.04, Targets(), lengths=0.1, quantum_s=0.1),
+    ),
+    rounds=1,
+)
+SUITES: Mapping[str, Suite] = {"full": FULL, "quick": QUICK}
+
+
+def find(suite: str, case: str) -> tuple[Suite, Case]:
+    """By name. Raises InvalidArgument (fields suite and case) if there is no such case."""
+    for one in SUITES[suite].cases if suite in SUITES else ():
+        if one.name == case:
+            return SUITES[suite], one
+    raise InvalidArgument(
+        f"no case {case!r} in the suite {suite!r}; nothing was run; there are "
+        f"{', '.join(f'{name}: {one.name}' for name, its in SUITES.items() for one in its.cases)}",
+        suite=suite,
+        case=case,
+    )

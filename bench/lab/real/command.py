@@ -1,0 +1,150 @@
+"""`bench.lab real`: the engine under each policy on this machine, several rounds of the same requests.
+
+    python -m bench.lab real                  runs what is missing (about an hour on two cores) and writes the page
+    python -m bench.lab real --quick          small random models: that it runs
+    python -m bench.lab real --report-only    writes the page of what is stored
+
+Policies alternate within each round, so that what the machine does meanwhile falls on all of them; each run is a
+process of its own. Every token is compared with those of the first ideal run.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.lab import ROOT, seeds
+from bench.lab.apart import run_apart
+from bench.lab.seeds import AGAINST, GOODPUT, Column
+
+from remap.cli.machine import machine_info
+from remap.errors import InvalidArgument, InvalidState
+
+from .cases import IDEAL, POLICIES, SUITES, Suite
+
+__all__ = ["RESULTS", "run_real", "table"]
+
+RESULTS = ROOT / "bench" / "results" / "real.json"
+COLUMNS = (
+    Column("tokens_per_s", "tokens/s", more_is_better=True),
+    Column("ttft_p99_s", "TTFT P99, s"),
+    Column("tbt_p50_s", "TBT P50, ms", 1e3),
+    Column("tbt_p99_s", "TBT P99, ms", 1e3),
+    GOODPUT,
+    *AGAINST,
+    Column("preemptions", "preemptions"),
+    Column("recomputed_tokens", "tokens recomputed"),
+    Column("weights_in_bytes", "weights in, MB", 1e-6),
+    Column("kv_in_bytes", "KV in, MB", 1e-6),
+    Column("kv_out_bytes", "KV out, MB", 1e-6),
+    Column("cpu_s", "processor time, s"),
+)
+PAGE = """# The engine under each policy, {rounds} rounds
+
+Measured on {machine}. The 1-minute load before the runs was {load}. {threads} thread computes,
+greedy. The requests of a case arrive at fixed times and are the same in every run, and every run gave the tokens of
+`ideal`. Each figure is the median of n rounds, (worst to best); the policies alternate within a round. Made by
+`python -m bench.lab real`.
+
+{policies}
+
+{cases}
+
+Gap closed: how far a policy comes from recompute (0 %) to ideal (100 %), each round by itself; – where both are
+within 5 %. In and out: between host memory and the arena; on the host backend the cores that compute make these copies.
+Processor time: of all threads from the first step on, copies included.
+
+{table}
+"""
+
+
+def _name(case: str, policy: str, number: int) -> str:
+    return f"{case} | {policy} | {number}"
+
+
+def _run_missing(data: dict[str, Any], suite_name: str, path: Path) -> None:
+    """Run what `data` lacks, round by round, and write `path` after each run: a run that is stopped loses one.
+
+    Raises InvalidArgument (field path) for a file of another machine before anything runs, and InvalidState for tokens
+    that are not ideal's or a run that fails; what was run before stays in the file then.
+    """
+    suite, machine = SUITES[suite_name], machine_info()
+    if data["machine"] not in ({}, machine):
+        raise InvalidArgument(
+            f"the results in {path} were measured on another machine or with other versions, {data['machine']}, "
+            f"and this is {machine}; nothing was run; name another file",
+            field="path",
+            value=str(path),
+        )
+    data["machine"] = machine
+    for number in range(suite.rounds):
+        for case in suite.cases:
+            for policy in POLICIES:
+                name = _name(case.name, policy, number)
+                if name in data["points"]:
+                    continue
+                found = run_apart(name, "bench.lab.real.one", suite_name, case.name, policy, threads=suite.threads)
+                if policy == IDEAL:
+                    data["tokens"].setdefault(case.name, found["tokens"])
+                _compare(name, found["tokens"], data["tokens"][case.name])
+                data["points"][name] = found["figures"]
+                seeds.write(path, data)
+                print(name, file=sys.stderr, flush=True)
+
+
+def _compare(name: str, found: Mapping[str, str], ideal: Mapping[str, str]) -> None:
+    """Raises InvalidState (fields run, different, requests) if a request's tokens are not ideal's."""
+    requests = {**ideal, **found}
+    different = [one for one in requests if ideal.get(one) != found.get(one)]
+    if different:
+        raise InvalidState(
+            f"{name}: the tokens of {len(different)} of {len(requests)} requests are not ideal's, the first is "
+            f"{different[0]!r}; this run was not kept",
+            run=name,
+            different=len(different),
+            requests=len(requests),
+        )
+
+
+def table(data: Mapping[str, Any], suite: Suite) -> str:
+    """Markdown: a line for each case and policy."""
+    lines = [
+        seeds.Line(
+            (case.name,),
+            {policy: [_name(case.name, policy, number) for number in range(suite.rounds)] for policy in POLICIES},
+        )
+        for case in suite.cases
+    ]
+    return seeds.table(data["points"], ("case",), lines, COLUMNS, worst_first=True, of="rounds")
+
+
+def _page(data: Mapping[str, Any], suite: Suite) -> str:
+    machine, loads = data["machine"], [point["load_1min_before"] for point in data["points"].values()]
+    said = "{cpu}, {cores} cores, {memory}, {os}, torch {torch}, transformers {transformers}, remap {remap}"
+    return PAGE.format(
+        rounds=suite.rounds,
+        machine=said.format(**machine) if machine else "no machine yet",
+        load=f"{min(loads):.2f} to {max(loads):.2f}" if loads else "not taken",
+        threads=suite.threads,
+        policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
+        cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
+        table=table(data, suite),
+    )
+
+
+def run_real(results: Path, suite_name: str = "full", *, report_only: bool = False) -> str:
+    """Run what `results` lacks, and write the page beside it. Returns the page.
+
+    What was run with other settings does not count: the file is begun anew. Raises InvalidArgument (field path) for a
+    file of something else or of another machine before anything runs, and what a run raises.
+    """
+    suite = SUITES[suite_name]
+    data = seeds.read(results, {"settings": suite.settings(), "machine": {}, "tokens": {}, "points": {}}, "real")
+    if not report_only:
+        _run_missing(data, suite_name, results)
+    text = _page(data, suite)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text
