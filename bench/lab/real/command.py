@@ -44,9 +44,9 @@ COLUMNS = (
 PAGE = """# The engine under each policy, {rounds} rounds
 
 Measured on {machine}. The 1-minute load before the runs was {load}. {threads} thread computes,
-greedy. The requests of a case arrive at fixed times and are the same in every run, and every run gave the tokens of
-`ideal`. Each figure is the median of n rounds, (worst to best); the policies alternate within a round. Made by
-`python -m bench.lab real`.
+greedy. All models but SmolLM2 have random weights, and prompts are random tokens. The requests of a case arrive at fixed
+times and are the same in every run, and every run gave the tokens of `ideal`. Each figure is the median of n rounds,
+(worst to best); the policies alternate within a round. Made by `python -m bench.lab real`.
 
 {policies}
 
