@@ -67,6 +67,9 @@ def test_every_policy_serves_the_same_tokens_and_copies_what_it_may(measured: Pa
         swap = found["swap"]
         assert swap["recomputed_tokens"] == 0 == swap["weights_in_bytes"]
         assert swap["preemptions"] > 0 and 0 < swap["kv_out_bytes"] <= swap["kv_in_bytes"]
+        for streams in (found["pie"], found["stream"]):
+            assert streams["recomputed_tokens"] == 0 == streams["weights_in_bytes"]
+            assert 0 < streams["kv_out_bytes"] <= streams["kv_in_bytes"]
         remap = found["remap"]
         assert remap["kv_in_bytes"] == remap["kv_out_bytes"] == 0 == found["all"]["recomputed_tokens"]
         assert all(found[policy]["kv_growth_peak"] == 1 for policy in (IDEAL, "recompute", "swap"))
@@ -118,7 +121,8 @@ def test_different_tokens_end_the_run_and_nothing_of_it_is_kept(
         command.run_real(path, "quick")
     assert caught.value.fields == {"run": wrong, "different": 1, "requests": 2}
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert list(data["points"]) == sorted(command._name("one", policy, 0) for policy in ("ideal", "recompute", "swap"))
+    before = list(POLICIES)[: list(POLICIES).index("remap")]
+    assert list(data["points"]) == sorted(command._name("one", policy, 0) for policy in before)
     assert data["tokens"] == {"one": {"opt 0": "1 2", "opt 1": "1 2"}}
 
 

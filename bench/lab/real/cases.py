@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,16 +13,20 @@ from remap.errors import InvalidArgument
 from remap.sim.results import Targets
 from remap.sim.workload import Arrivals
 
+from .pie import Pie
+
 __all__ = ["FULL", "IDEAL", "POLICIES", "QUICK", "SUITES", "Case", "Policy", "Suite", "find"]
 
 
 @dataclass(frozen=True)
 class Policy:
-    """What is done when KV does not fit. ample: memory for all requests at once, so nothing is done."""
+    """What is done when KV does not fit. ample: memory for all requests at once, so nothing is done. prepare: makes an engine
+    of the library's into the policy's; what it returns has the bytes that it copied out beside the library (`kv_out`)."""
 
     about: str
     wiring: Wiring
     ample: bool = False
+    prepare: Callable[[Any], Any] | None = None
 
 
 # A policy is one entry here. Each round runs them in this order; all are compared with the tokens of the first.
@@ -31,6 +35,10 @@ POLICIES: Mapping[str, Policy] = {
     IDEAL: Policy("memory for all requests at once", Wiring(), ample=True),
     "recompute": Policy("preempt and recompute", Wiring()),
     "swap": Policy("preempted requests keep their KV in host memory", Wiring(swap=True)),
+    "pie": Policy(
+        "KV beyond the device's is copied in and out in every pass", Wiring(swap=True, stream=True), prepare=Pie
+    ),
+    "stream": Policy("KV of running requests streams from host memory", Wiring(swap=True, stream=True)),
     "remap": Policy("the controller remaps weights", Wiring(controller={})),
     "all": Policy("the controller, and KV in host memory", Wiring(controller={}, swap=True, partial=None)),
 }
@@ -90,14 +98,18 @@ OPT = ModelSpec("OPT", layers=12, hidden=768, intermediate=3072, heads=12, vocab
 WIDE = next(spec for spec in LARGE.models if spec.name == "wide")
 
 
+# Small: a layer_major cache, which streaming needs, grows by a page for each layer's keys and one for its values.
+_PAGE, _SMALL_PAGE = 64 << 10, 4 << 10
+
+
 def _large(*models: ModelSpec) -> Preset:
     return Preset(
-        "large", models, dtype=default_config().dtype, page_bytes=2 << 20, max_num_seqs=24, max_batch_tokens=256
+        "large", models, dtype=default_config().dtype, page_bytes=_PAGE, max_num_seqs=24, max_batch_tokens=256
     )
 
 
 def _small(*models: ModelSpec) -> Preset:
-    return Preset("small", models, dtype=SMALL.dtype, page_bytes=SMALL.page_bytes, block_tokens=8)
+    return Preset("small", models, dtype=SMALL.dtype, page_bytes=_SMALL_PAGE, block_tokens=8)
 
 
 _LATE = Targets(ttft_s=5.0, tpot_s=0.25)

@@ -73,18 +73,22 @@ def serve(suite_name: str, case_name: str, policy_name: str) -> dict[str, Any]:
     world = World(case.preset, kv_share=case.kv_share, seed=case.seed)
     watch = _Watch(case.targets)
     load = machine_now()["load_1min"]
+    made: list[Any] = []
+    make = policy.prepare
     result = world.serve(
         requests(case, world),
         policy.wiring,
         quantum_s=case.quantum_s,
         ample=policy.ample,
         on_step=watch,
+        prepare=None if make is None else lambda engine: made.append(make(engine)),
     )
     figures = result.summary()
     tenants = figures.pop("tenants")
     figures |= {
         f"{kind}_bytes": sum(one[kind] for one in world.copied.values()) for kind in ("weights_in", "kv_in", "kv_out")
     }
+    figures["kv_out_bytes"] += sum(one.kv_out_bytes for one in made)
     figures |= {
         "goodput_per_s": watch.good / figures["duration_s"],
         "cpu_s": watch.cpu_s,

@@ -86,7 +86,8 @@ class Wiring:
 
     controller: the arguments of `Knobs`; None for the recompute baseline. by_hand: share of each tenant's layers that
     is remapped before the first request, without a controller (`controller` is then None). partial: see
-    `SharedEngines`. swap: whoever is preempted keeps its KV in host memory, which has room for all requests at once.
+    `SharedEngines`. swap: whoever is preempted keeps its KV in host memory, which has room for all requests at once. stream:
+    and complete blocks of running requests stream from there, as many as a tenant's KV has at first.
     """
 
     controller: Mapping[str, Any] | None = None
@@ -94,6 +95,7 @@ class Wiring:
     buffers: int = 2
     partial: bool | None = True
     swap: bool = False
+    stream: bool = False
 
 
 def build(spec: ModelSpec, dtype: str, seed: int) -> tuple[Any, Any]:
@@ -151,7 +153,8 @@ class World:
         pass.
         """
         self.copied: dict[str, dict[str, int]] = {}
-        """Of the last run: tenant -> bytes copied from host memory ("weights_in", "kv_in") and to it ("kv_out")."""
+        """Of the last run: tenant -> bytes copied from host memory ("weights_in", "kv_in") and to it ("kv_out"). Of KV
+        that streams too."""
         for index, spec in enumerate(preset.models[:tenants]):
             model, file = build(spec, preset.dtype, seed + index)
             pages = footprint(model, None).pages(preset.page_bytes)
@@ -245,8 +248,9 @@ class World:
         ample: bool = False,
         max_num_seqs: int | None = None,
         on_step: Callable[[SharedEngines, Mapping[str, Any]], None] | None = None,
+        prepare: Callable[[LLMEngine], object] | None = None,
     ) -> SharedResult:
-        """One run in a session of its own.
+        """One run in a session of its own. prepare: called with each engine, before its first pass.
 
         ample: memory for all requests at once, in spite of the wiring (the reference). max_num_seqs: of each engine; by
         default the preset's. Raises the errors of attaching and serving; the models are as before in any case.
@@ -264,7 +268,13 @@ class World:
         capacity = self.last_capacity_bytes = self.capacity(blocks)
         config = None if wiring.controller is None or ample else self._controller(wiring.controller)
         with Session(capacity=capacity, device="cpu", page_bytes=preset.page_bytes, config=config) as session:
-            engines = self._attach(session, blocks, host, config is not None, max_num_seqs or preset.max_num_seqs)
+            stream = wiring.stream and not ample
+            engines = self._attach(
+                session, blocks, host, stream, config is not None, max_num_seqs or preset.max_num_seqs
+            )
+            if prepare is not None:
+                for engine in engines.values():
+                    prepare(engine)
             if wiring.by_hand and not ample:
                 for name in self.names:
                     buffers = min(wiring.buffers, self.layers(name) - 1)
@@ -293,18 +303,26 @@ class World:
         return Knobs(**settings)
 
     def _attach(
-        self, session: Session, blocks: Mapping[str, int], host: Mapping[str, int], remaps: bool, max_num_seqs: int
+        self,
+        session: Session,
+        blocks: Mapping[str, int],
+        host: Mapping[str, int],
+        stream: bool,
+        remaps: bool,
+        max_num_seqs: int,
     ) -> dict[str, LLMEngine]:
         from remap.engine import LLMEngine
+        from remap.kv.spec import with_streamed
 
         preset, engines = self.preset, {}
         for name in self.names:
             # Addresses for the whole arena, so that every page has its place in each KV region; addresses cost nothing.
             most = max(1, -(-session.capacity_bytes // self.block_bytes(name)))
+            spec = self.spec(name, blocks[name], most, host[name])
             tenant = session.attach(
                 self._models[name],
                 name=name,
-                kv=self.spec(name, blocks[name], most, host[name]),
+                kv=with_streamed(spec, blocks[name], preset.page_bytes) if stream else spec,
                 weights=self._files[name],
                 hooks=False,  # the engines wait for layers themselves
             )
@@ -335,6 +353,10 @@ class World:
 def _copied(session: Session) -> dict[str, dict[str, int]]:
     """As `World.copied`, since the tenants were attached."""
     return {
-        name: {"weights_in": one.copied_bytes, "kv_in": one.kv_in_bytes, "kv_out": one.kv_out_bytes}
+        name: {
+            "weights_in": one.copied_bytes,
+            "kv_in": one.kv_in_bytes + one.kv_streamed_bytes,
+            "kv_out": one.kv_out_bytes,
+        }
         for name, one in session.snapshot().tenants.items()
     }

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from remap.errors import InvalidArgument
 
-__all__ = ["BUFFERS", "DTYPE_BYTES", "LAYOUTS", "KVGeometry", "KVSpec"]
+__all__ = ["BUFFERS", "DTYPE_BYTES", "LAYOUTS", "KVGeometry", "KVSpec", "with_streamed"]
 
 DTYPE_BYTES: dict[str, int] = {
     "float32": 4,
@@ -136,6 +136,17 @@ class KVSpec:
     def block_bytes(self) -> int:
         """Bytes of one block: keys and values of all layers, in any layout."""
         return 2 * self.layers * self.chunk_bytes
+
+
+def with_streamed(spec: KVSpec, streamed_blocks: int, page_bytes: int) -> KVSpec:
+    """`spec` in layer_major layout with so many streamed blocks, whose buffers come out of the memory of its min_blocks in
+    whole blocks: min_blocks falls by what they take. spec: block_major, with host_blocks."""
+    wide = replace(spec, layout="layer_major", streamed_blocks=streamed_blocks)
+    geometry = KVGeometry(wide, page_bytes)
+    pages = KVGeometry(spec, page_bytes).pages_for_blocks(spec.min_blocks) - geometry.buffer_pages
+    return replace(
+        wide, min_blocks=min(spec.min_blocks, geometry.blocks_for_pages(max(0, min(pages, geometry.giving_pages))))
+    )
 
 
 @dataclass(frozen=True)

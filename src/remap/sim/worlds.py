@@ -9,12 +9,12 @@ pie                          pools that count, and a clock (Pie has no counterpa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument
-from remap.kv.spec import KVGeometry, KVSpec
+from remap.kv.spec import KVSpec, with_streamed
 from remap.sim.clock import VirtualClock
 from remap.sim.engine import SimEngine
 from remap.sim.hardware import Model
@@ -94,9 +94,7 @@ def _session_world(setup: Setup, policy: Policy) -> World:
     pages = 0
     for tenant, (spec, reserved) in zip(setup.tenants, specs):
         pages += tenant.model.layers * -(-tenant.model.layer_bytes // setup.page_bytes)
-        pages += KVGeometry(replace(spec, layout="block_major", streamed_blocks=0), setup.page_bytes).pages_for_blocks(
-            reserved
-        )
+        pages += -(-reserved * spec.block_bytes // setup.page_bytes)
     capacity = pages * setup.page_bytes
     backend = simulated(setup.machine)
     platform = remap.advanced.Platform(backend=backend)
@@ -141,17 +139,9 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
         dtype={1: "int8", 2: "bfloat16", 4: "float32"}[model.dtype_bytes],
         min_blocks=max(1, int(policy.pooled * reserved)) if policy.kind == "remap" else reserved,
         max_blocks=most,
-        layout="layer_major" if policy.stream else "block_major",
         host_blocks=_HOST_BLOCKS if policy.swaps else 0,
-        streamed_blocks=reserved if policy.stream else 0,
     )
-    if not policy.stream:
-        return spec, reserved
-    # What the streamed blocks' buffers take, it has less of its own.
-    geometry = KVGeometry(spec, setup.page_bytes)
-    whole = KVGeometry(replace(spec, streamed_blocks=0, layout="block_major"), setup.page_bytes)
-    left = geometry.blocks_for_pages(max(0, whole.pages_for_blocks(reserved) - geometry.buffer_pages))
-    return replace(spec, min_blocks=min(spec.min_blocks, left)), reserved
+    return (with_streamed(spec, reserved, setup.page_bytes) if policy.stream else spec), reserved
 
 
 def _memory(setup: Setup, tenant: TenantSetup) -> int:
