@@ -17,10 +17,13 @@ namespace {
 
 constexpr std::size_t kBytes = 48 << 10;
 constexpr std::size_t kRing = 3;
+constexpr std::size_t kUnit = 4 << 10;  // of a KV block in a layer
+constexpr std::size_t kBlocks = 4;      // that stream
 using Bytes = std::vector<std::byte>;
 
 struct World {
   std::vector<Bytes> masters, regions, ring;
+  std::vector<Bytes> hosts, shown;  // KV blocks: by layer in host memory, and by buffer
   std::shared_ptr<Backend> backend;
   std::unique_ptr<Prefetcher> prefetcher;
   StreamConfiguration configuration;
@@ -40,9 +43,20 @@ struct World {
     for (std::size_t i = 0; i < layers; ++i) memory.push_back({regions[i].data(), masters[i].data(), kBytes});
     prefetcher = std::make_unique<Prefetcher>(backend, memory);
     configuration.ring_bytes = kBytes;
+    shown.assign(2, Bytes(kBlocks * kUnit, std::byte{0xDF}));
+    BlockLayout layout;
+    layout.unit_bytes = kUnit;
+    layout.buffers = 2;
+    for (std::size_t i = 0; i < layers; ++i) {
+      hosts.emplace_back(kBlocks * kUnit);
+      for (std::size_t at = 0; at < hosts[i].size(); ++at) hosts[i][at] = block_tag(i, at / kUnit);
+    }
+    for (std::size_t i = 0; i < layers; ++i) layout.layers.push_back({{shown[i % 2].data(), hosts[i].data()}});
+    prefetcher->stream_blocks(layout);
   }
 
   static std::byte tag(std::size_t layer) { return static_cast<std::byte>(layer + 1); }
+  static std::byte block_tag(std::size_t layer, std::size_t host) { return static_cast<std::byte>(64 + layer * kBlocks + host); }
 
   // Where a streamed layer's tail begins.
   static std::size_t offset_of(const StreamConfiguration& c) { return c.offsets.empty() ? 0 : c.offsets.front(); }
@@ -136,6 +150,8 @@ TEST(passes_on_streams_with_changes_under_way) {
     });
     std::vector<Bytes> seen;
     for (std::size_t use = 0; use < kPasses * kLayers; ++use) seen.emplace_back(kBytes);
+    std::vector<Bytes> parts(kPasses * kLayers);    // of the blocks that the pass reads
+    std::vector<BlockRun> runs(kPasses);
     for (std::size_t pass = 0; pass < kPasses; ++pass) {
       const StreamHandle stream = streams[random() % 2];
       if (stream != last) {
@@ -144,7 +160,11 @@ TEST(passes_on_streams_with_changes_under_way) {
         last = stream;
       }
       const bool begun_there = random() % 2 == 0;
-      world.prefetcher->begin_pass(begun_there ? stream : 0);
+      BlockRun& run = runs[pass];
+      run.count = random() % 3;  // 0: it reads none
+      run.block = random() % (kBlocks - run.count + 1);
+      run.host = random() % (kBlocks - run.count + 1);
+      world.prefetcher->begin_pass(begun_there ? stream : 0, run.count == 0 ? std::vector<BlockRun>{} : std::vector{run});
       const LayerId left = pass % 3 == 1 && random() % 2 == 0 ? 4 : kLayers;  // abandoned between wait and done
       for (LayerId layer = 0; layer < kLayers; ++layer) {
         Bytes& target = seen[pass * kLayers + layer];
@@ -158,6 +178,9 @@ TEST(passes_on_streams_with_changes_under_way) {
           CHECK(world.prefetcher->wait(layer, stream));
         }
         world.copy(stream, target.data(), layer);
+        Bytes& part = parts[pass * kLayers + layer];
+        part.resize(run.count * kUnit);
+        if (run.count != 0) backend.copy(stream, part.data(), world.shown[layer % 2].data() + run.block * kUnit, part.size());
         if (layer < left) world.prefetcher->done(layer, begun_there ? 0 : stream);
       }
       if (left == kLayers || pass + 1 == kPasses) world.prefetcher->end_pass();
@@ -168,6 +191,9 @@ TEST(passes_on_streams_with_changes_under_way) {
     backend.destroy_event(after);
     for (std::size_t use = 0; use < seen.size(); ++use) {
       CHECK(std::count(seen[use].begin(), seen[use].end(), World::tag(use % kLayers)) == kBytes);
+      for (std::size_t at = 0; at < parts[use].size(); ++at) {
+        CHECK(parts[use][at] == World::block_tag(use % kLayers, runs[use / kLayers].host + at / kUnit));
+      }
     }
   }
   looking.stop();
