@@ -143,7 +143,7 @@ def choose(need_blocks: int, quotes_by_donor: Sequence[Sequence[Quote]], *, one_
         cost, plan = _cheapest(front, kv, target)
     if not exact:
         alone = [_plan_of([(place, n)], lines) for place in places for n in options[place]]
-        cost, plan = _cheapest([_trimmed(each, lines, kv, target) for each in (plan, *alone)], kv, target)
+        cost, plan = _cheapest([_trimmed(plan, lines, kv, target), *alone], kv, target)
 
     rest = _rest(plan, target)
     taken = kv.portions(kv.covering(rest), rest)
@@ -284,8 +284,7 @@ def _trimmed(plan: _Plan, lines: Sequence[_Line], kv: _Line, target: int) -> _Pl
     for place, count in plan[-1]:
         others = [each for each in plan[-1] if each[0] != place]
         shorter = [_plan_of([*others, (place, n)] if n else others, lines) for n in range(count + 1)]
-        if _rest(plan, target) <= kv.blocks[-1]:
-            _, plan = _cheapest(shorter, kv, target)
+        _, plan = _cheapest(shorter, kv, target)
     return plan
 
 
