@@ -464,7 +464,7 @@ def test_recomputed_tokens_get_the_values_that_they_had(spec, others, one_thread
     while sequence.generated < 50:  # past a padded length of 64
         engine.advance()
     before, computed = kept(), sequence.computed
-    engine.preempt(sequence.blocks)
+    engine.scheduler.preempt(sequence, tenant.kv)
     assert sequence.computed == 0
     while sequence.computed < computed:
         engine.advance()
@@ -473,16 +473,17 @@ def test_recomputed_tokens_get_the_values_that_they_had(spec, others, one_thread
         assert torch.equal(was, now[:, :computed])
 
 
-def test_engine_preempts_holders_of_named_blocks_only():
+def test_engine_preempts_as_many_of_the_youngest_requests_as_free_so_many_blocks():
     tenant = SwitchedTenant("a", pool_for("llama", 40))
     engine = engines_for({"a": tenant})["a"]
     for index in range(3):
         engine.add_request(Request(f"r{index}", (index + 1,) * 9, SamplingParams(max_tokens=5)))
     engine.step()
     first, second, third = engine.scheduler.running
-    assert engine.preempt({*third.blocks[:1], first.blocks[-1], 10_000}) == ("r2", "r0")
-    assert engine.scheduler.running == [second]
-    assert [one.request.id for one in engine.scheduler.waiting] == ["r0", "r2"]
-    assert tenant.kv.held == set(second.blocks)
+    assert engine.preempt(len(third.blocks) + 1) == ("r2", "r1")
+    assert engine.scheduler.running == [first]
+    assert [one.request.id for one in engine.scheduler.waiting] == ["r1", "r2"]
+    assert tenant.kv.held == set(first.blocks)
     assert engine.metrics.preemptions == 2
-    assert engine.preempt(()) == ()
+    assert engine.preempt(0) == ()
+    assert engine.preempt(10_000) == ("r0",)

@@ -271,7 +271,8 @@ class SharedEngines:
         self._all_active = True
 
     def _activate(self, name: str, alone: bool) -> dict[str, Any]:
-        """`session.activate`, and what it asks for: blocks that have to be freed first are, by preempting who holds them."""
+        """`session.activate`, and what it asks for: so many blocks of others are freed first, of their youngest requests. Which
+        blocks these are is all one: those that stay move."""
         moved = preempted = 0
         for _ in range(len(self.engines) + 1):
             report = self.session.activate(name, alone=alone, partial=self.partial)
@@ -287,7 +288,7 @@ class SharedEngines:
             victims = 0
             for holder, blocks in report.preempt.items():
                 if holder in self.engines:
-                    victims += len(self.engines[holder].preempt(blocks))
+                    victims += len(self.engines[holder].preempt(len(blocks)))
             preempted += victims
             if not victims and not report.moved:
                 break
