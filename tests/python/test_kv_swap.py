@@ -443,3 +443,20 @@ def test_models_in_turns_take_each_others_live_blocks(seed: int) -> None:
             assert result.metrics[name].recomputed_tokens == 0
             assert engines[name].tenant.kv.host.free_blocks == 300
         assert sum(engine.tenant.kv.copied_in_bytes for engine in engines.values()) > 0
+
+
+def test_layers_may_go_that_can_come_home_within_a_turn() -> None:
+    """If everybody can make room by a copy: otherwise nobody knows when they could."""
+    now = [0.0]
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=4, max_blocks=8, host_blocks=6)
+    with remap.Session(64 * PAGE, page_bytes=PAGE) as session:
+        session.clock = lambda: now[0]
+        tenants = [session.attach_bytes(make_layers((1, 1)), name=name, kv=spec) for name in "ab"]
+        for tenant in tenants:
+            assert session._offers._ahead() == 0.0
+            tenant.kv.on_reclaim(lambda blocks: None, lambda: 0)
+        assert session._offers._ahead() == 0.0  # no turn has ended yet
+        for name in "abab":
+            session.activate(name, alone=True)
+            now[0] += 2.0
+        assert session._offers._ahead() == 2.0

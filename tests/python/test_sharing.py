@@ -38,6 +38,8 @@ class Pages(FakeKV):
 class SwitchedTenant(FakeTenant):
     """Runs passes while it is active only."""
 
+    lent_pages = 0
+
     def __init__(self, name: str, kv: Pages) -> None:
         super().__init__(LAYERS, kv, name)
         self.active = True
@@ -183,6 +185,41 @@ class Clock:
 
     def sleep(self, seconds):
         self.now += seconds
+
+
+@pytest.mark.parametrize(("link_s", "seen_s"), [(0.0, 0.04), (0.0, 0.08), (0.07, 0.03)])
+def test_a_turn_is_prepared_so_long_before_as_its_layers_need(link_s, seen_s):
+    """As the link says, or as it took before if that was longer."""
+    clock, tenants, activations = Clock(), tenants_for(60, names="ab"), []
+    session = ArenaDouble(tenants)
+    there = dict.fromkeys("ab", 0.0)
+    for name, tenant in tenants.items():
+        tenant.ready = lambda layer, name=name: clock.now >= there[name]
+        tenant.lent_pages, tenant.reload_s = 10, link_s
+
+    def activate(name, *, alone=False, partial=False):
+        clock.now += 1e-9
+        activations.append((clock.now, name, alone))
+        for other, tenant in tenants.items():
+            if other == name and tenant.lent_pages:
+                tenant.lent_pages, there[name] = 0, clock.now + seen_s
+            elif other != name and alone:
+                tenant.lent_pages = 10
+        return ArenaDouble.activate(session, name, alone=alone, partial=partial)
+
+    session.activate = activate
+    engines = engines_for(tenants, session, clock=clock)
+    shared = SharedEngines(session, engines, quantum_s=0.2, clock=clock, sleep=clock.sleep)
+    shared._prepares = True  # as if host memory had room for KV
+    shared.run({name: [Request("r", (1, 2, 3), SamplingParams(max_tokens=100))] for name in "ab"})
+    turns = [(time_s, name) for time_s, name, alone in activations if alone]
+    lead = max(link_s, seen_s)
+    assert len(turns) >= 6
+    for (began, _), (ended, name) in list(zip(turns, turns[1:], strict=False))[1:4]:
+        prepared = [time_s for time_s, other, alone in activations if not alone and began < time_s < ended]
+        assert [other for time_s, other, alone in activations if time_s in prepared] == [name]
+        step_s = 0.01  # at most, of this clock
+        assert began + 0.2 - lead - step_s <= prepared[0] <= began + 0.2 - lead + step_s
 
 
 @pytest.mark.parametrize("mode", ["temporal", "spatial"])
