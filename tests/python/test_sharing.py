@@ -516,7 +516,7 @@ def test_engine_preempts_as_many_of_the_youngest_requests_as_free_so_many_blocks
     for index in range(3):
         engine.add_request(Request(f"r{index}", (index + 1,) * 9, SamplingParams(max_tokens=5)))
     engine.step()
-    first, second, third = engine.scheduler.running
+    first, _, third = engine.scheduler.running
     assert engine.preempt(len(third.blocks) + 1) == ("r2", "r1")
     assert engine.scheduler.running == [first]
     assert [one.request.id for one in engine.scheduler.waiting] == ["r1", "r2"]

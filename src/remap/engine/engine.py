@@ -145,8 +145,8 @@ class Engine(ABC):
         self.scheduler.relocate(moved)
 
     def preempt(self, blocks: int) -> tuple[str, ...]:
-        """Free so many blocks, or all, between steps: the youngest requests lose theirs, and are recomputed unless host memory has
-        room for their KV.
+        """Free so many blocks, or all, between steps: the youngest requests lose theirs. They are recomputed, unless host
+        memory has room for their KV.
 
         Returns the ids of those requests, youngest first.
         """

@@ -234,8 +234,8 @@ class SharedEngines:
         others = (name for name in (*names[place + 1 :], *names[:place]) if self.engines[name].unfinished)
         follower = next(others, None)
         if not over and left > 0:
-            if follower is not None and left <= self._reload_s(follower):
-                self._prepare(follower)
+            if follower is not None:
+                self._look_ahead(follower, left)
         elif follower is not None:
             self._switch(follower)
         elif not over:
@@ -243,6 +243,17 @@ class SharedEngines:
             if self._prepared is not None:  # has nothing to do any more
                 self.session.deactivate(self._prepared)
                 self._prepared = None
+
+    def _look_ahead(self, name: str, left_s: float) -> None:
+        """Before a turn of `name`, so long as its layers need, they come home; and so long before that, what is new of the
+        present turn's KV goes to host memory: it need not wait for that when it has to give pages up."""
+        reload_s = self._reload_s(name)
+        if left_s > 2 * reload_s:
+            return
+        for active in self.active:
+            self.engines[active].pause(soon=True)
+        if left_s <= reload_s:
+            self._prepare(name)
 
     def _reload_s(self, name: str) -> float:
         """Seconds in which what the tenant has lent comes home: as the link loads it, or as it was seen."""
@@ -261,8 +272,6 @@ class SharedEngines:
         """Let the layers of whoever is next come home while the present turn still computes: from now until its end it keeps what
         it has left. Not possible now: its turn begins with that."""
         self._prepared = name
-        for active in self.active:
-            self.engines[active].pause(soon=True)
         try:
             self._activate(name, alone=False)
         except InvalidState:
