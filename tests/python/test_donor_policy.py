@@ -57,6 +57,14 @@ def test_what_every_ranking_keeps_to(found: list[Candidate], policy: str, random
             assert first.next_use_s is None or (second.next_use_s is not None and first.next_use_s >= second.next_use_s)
 
 
+def test_the_length_of_a_turn() -> None:
+    uses, seen = NextUse(smoothing=0.5), []
+    for name, now in (("a", 0.0), ("a", 5.0), ("b", 6.0), ("b", 9.0), ("a", 14.0)):
+        uses.activated(name, now)
+        seen.append(uses.turn_s)
+    assert seen == [None, None, 6.0, 6.0, 7.0]  # the first lasted for 6 s, the second for 8, at one half
+
+
 def test_one_tenants_rhythm() -> None:
     uses = NextUse(smoothing=0.5)
     assert uses.expected_s("a", 0.0) is None

@@ -20,6 +20,9 @@ from remap.engine.scheduler import Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.kv.host import HostBlocks
 from remap.kv.spec import KVGeometry, KVSpec
+from remap.memory.device import simulated
+from remap.sim.hardware import machine
+from remap.sim.masters import masters
 
 LAYOUTS = ("block_major", "layer_major")
 MODES = ("aliased", "strict")
@@ -146,6 +149,35 @@ def test_blocks_that_arrive_may_be_freed_and_moved_at_once() -> None:
             (block,) = kv.allocate(1)
             write_block(tenant, block, 5)
             assert set(content(tenant, block)) == {5}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_is_freed_waits_for_its_own_copies_alone(order: tuple[int, int]) -> None:
+    """In virtual time: the next pass begins at once, or when the block has been copied, in whichever direction."""
+    backend = simulated(machine("GH200-96GB"))
+    platform = remap.advanced.Platform(backend=backend)
+    spec = KVSpec(layers=2, kv_heads=8, head_dim=128, min_blocks=8, max_blocks=8, host_blocks=8)
+    with remap.Session(64 << 20, page_bytes=2 << 20, platform=platform) as session:
+        tenant = session.attach_bytes(masters([2 << 20] * 2), name="m", kv=spec)
+        kv, stream = tenant.kv, backend.create_stream()
+        with tenant.forward(phase="decode", tokens=1, stream=stream):
+            backend.compute(stream, 1e-3)
+        comes, goes, stays = (kv.allocate(2) for _ in range(3))
+        hosts = kv.copy_out(comes)
+        kv.join()
+        idle = backend.stream_end(stream)
+        backend.advance_to(idle)
+        ticket = kv.copy_in(hosts, comes)
+        left = kv.copy_out(goes)
+        kv.free(stays)
+        assert backend.stream_end(stream) == idle and not kv.arrived(ticket)
+        waits = []
+        for which in order:
+            kv.free((comes, goes)[which])
+            waits.append(backend.stream_end(stream) - idle)
+        assert 0 < waits[0] <= waits[1]
+        backend.advance_to(idle + waits[1])
+        assert kv.arrived(ticket) and kv.kept(left)
 
 
 @pytest.mark.parametrize(
@@ -520,3 +552,20 @@ def test_models_in_turns_take_each_others_live_blocks(seed: int) -> None:
             assert result.metrics[name].recomputed_tokens == 0
             assert engines[name].tenant.kv.host.free_blocks == 300
         assert sum(engine.tenant.kv.copied_in_bytes for engine in engines.values()) > 0
+
+
+def test_layers_may_go_that_can_come_home_within_a_turn() -> None:
+    """If everybody can make room by a copy: otherwise nobody knows when they could."""
+    now = [0.0]
+    spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=4, max_blocks=8, host_blocks=6)
+    with remap.Session(64 * PAGE, page_bytes=PAGE) as session:
+        session.clock = lambda: now[0]
+        tenants = [session.attach_bytes(make_layers((1, 1)), name=name, kv=spec) for name in "ab"]
+        for tenant in tenants:
+            assert session._offers._ahead() == 0.0
+            tenant.kv.on_reclaim(lambda blocks: None, lambda: 0)
+        assert session._offers._ahead() == 0.0  # no turn has ended yet
+        for name in "abab":
+            session.activate(name, alone=True)
+            now[0] += 2.0
+        assert session._offers._ahead() == 2.0

@@ -38,6 +38,8 @@ class Pages(FakeKV):
 class SwitchedTenant(FakeTenant):
     """Runs passes while it is active only."""
 
+    lent_pages = 0
+
     def __init__(self, name: str, kv: Pages) -> None:
         super().__init__(LAYERS, kv, name)
         self.active = True
@@ -183,6 +185,41 @@ class Clock:
 
     def sleep(self, seconds):
         self.now += seconds
+
+
+@pytest.mark.parametrize(("link_s", "seen_s"), [(0.0, 0.04), (0.0, 0.08), (0.07, 0.03)])
+def test_a_turn_is_prepared_so_long_before_as_its_layers_need(link_s, seen_s):
+    """As the link says, or as it took before if that was longer."""
+    clock, tenants, activations = Clock(), tenants_for(60, names="ab"), []
+    session = ArenaDouble(tenants)
+    there = dict.fromkeys("ab", 0.0)
+    for name, tenant in tenants.items():
+        tenant.ready = lambda layer, name=name: clock.now >= there[name]
+        tenant.lent_pages, tenant.reload_s = 10, link_s
+
+    def activate(name, *, alone=False, partial=False):
+        clock.now += 1e-9
+        activations.append((clock.now, name, alone))
+        for other, tenant in tenants.items():
+            if other == name and tenant.lent_pages:
+                tenant.lent_pages, there[name] = 0, clock.now + seen_s
+            elif other != name and alone:
+                tenant.lent_pages = 10
+        return ArenaDouble.activate(session, name, alone=alone, partial=partial)
+
+    session.activate = activate
+    engines = engines_for(tenants, session, clock=clock)
+    shared = SharedEngines(session, engines, quantum_s=0.2, clock=clock, sleep=clock.sleep)
+    shared._prepares = True  # as if host memory had room for KV
+    shared.run({name: [Request("r", (1, 2, 3), SamplingParams(max_tokens=100))] for name in "ab"})
+    turns = [(time_s, name) for time_s, name, alone in activations if alone]
+    lead = max(link_s, seen_s)
+    assert len(turns) >= 6
+    for (began, _), (ended, name) in list(zip(turns, turns[1:], strict=False))[1:4]:
+        prepared = [time_s for time_s, other, alone in activations if not alone and began < time_s < ended]
+        assert [other for time_s, other, alone in activations if time_s in prepared] == [name]
+        step_s = 0.01  # at most, of this clock
+        assert began + 0.2 - lead - step_s <= prepared[0] <= began + 0.2 - lead + step_s
 
 
 @pytest.mark.parametrize("mode", ["temporal", "spatial"])
@@ -464,7 +501,7 @@ def test_recomputed_tokens_get_the_values_that_they_had(spec, others, one_thread
     while sequence.generated < 50:  # past a padded length of 64
         engine.advance()
     before, computed = kept(), sequence.computed
-    engine.preempt(sequence.blocks)
+    engine.scheduler.preempt(sequence, tenant.kv)
     assert sequence.computed == 0
     while sequence.computed < computed:
         engine.advance()
@@ -473,16 +510,17 @@ def test_recomputed_tokens_get_the_values_that_they_had(spec, others, one_thread
         assert torch.equal(was, now[:, :computed])
 
 
-def test_engine_preempts_holders_of_named_blocks_only():
+def test_engine_preempts_as_many_of_the_youngest_requests_as_free_so_many_blocks():
     tenant = SwitchedTenant("a", pool_for("llama", 40))
     engine = engines_for({"a": tenant})["a"]
     for index in range(3):
         engine.add_request(Request(f"r{index}", (index + 1,) * 9, SamplingParams(max_tokens=5)))
     engine.step()
-    first, second, third = engine.scheduler.running
-    assert engine.preempt({*third.blocks[:1], first.blocks[-1], 10_000}) == ("r2", "r0")
-    assert engine.scheduler.running == [second]
-    assert [one.request.id for one in engine.scheduler.waiting] == ["r0", "r2"]
-    assert tenant.kv.held == set(second.blocks)
+    first, _, third = engine.scheduler.running
+    assert engine.preempt(len(third.blocks) + 1) == ("r2", "r1")
+    assert engine.scheduler.running == [first]
+    assert [one.request.id for one in engine.scheduler.waiting] == ["r1", "r2"]
+    assert tenant.kv.held == set(first.blocks)
     assert engine.metrics.preemptions == 2
-    assert engine.preempt(()) == ()
+    assert engine.preempt(0) == ()
+    assert engine.preempt(10_000) == ("r0",)

@@ -138,11 +138,15 @@ def test_free_pages_are_taken_where_blocks_stand_together() -> None:
 @pytest.mark.parametrize("budget", [0.0, 1.5, 4.0, 1e6])
 @pytest.mark.parametrize("transfer", [0.5, 1.0, 1.3, 3.0])
 @pytest.mark.parametrize("streamed", [0, 3], ids=["resident", "streaming already"])
+@pytest.mark.parametrize("ahead", [0.0, 1.0])
 def test_an_inactive_tenant_gives_exactly_as_much_as_its_next_prefill_may_be_late(
-    budget: float, transfer: float, streamed: int
+    budget: float, transfer: float, streamed: int, ahead: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Beyond what can come home ahead of it."""
     times = times_of(N, 1.0, transfer)
     with world_of({"r": 1, "i": 3}, times, reload_s=budget, max_layers=None) as world:
+        monkeypatch.setattr(world.session._offers.inactive, "_ahead", lambda: ahead)
+        budget += ahead
         i = world.engines["i"].tenant
         world.remap("i", streamed, 1, "nested")
         world.session.deactivate("i")

@@ -21,7 +21,7 @@ from remap.errors import InvalidArgument, OutOfBlocks
 from remap.policy.views import Demand
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from collections.abc import Sequence as Listed
 
     from torch import nn
@@ -144,20 +144,21 @@ class Engine(ABC):
         """The session moved blocks (old id -> new id): patch the block tables. Before anything else touches the KV."""
         self.scheduler.relocate(moved)
 
-    def preempt(self, blocks: Collection[int]) -> tuple[str, ...]:
-        """Free these blocks, between steps: the running requests that hold any of them lose their KV and are recomputed.
+    def preempt(self, blocks: int) -> tuple[str, ...]:
+        """Free so many blocks, or all, between steps: the youngest requests lose theirs. They are recomputed, unless host
+        memory has room for their KV.
 
-        Returns the ids of those requests, youngest first. Blocks that no running request holds are left alone.
+        Returns the ids of those requests, youngest first.
         """
-        wanted = frozenset(blocks)
-        scheduler = self.scheduler
-        victims = [
-            one for one in reversed((*scheduler.running, *scheduler.arriving)) if not wanted.isdisjoint(one.blocks)
-        ]
-        for victim in victims:
-            scheduler.preempt(victim, self.tenant.kv)
-        self.metrics.preemptions += len(victims)
-        return tuple(victim.id for victim in victims)
+        victims = []
+        for sequence in self._youngest():
+            if blocks <= 0:
+                break
+            blocks -= len(sequence.blocks)
+            self.scheduler.preempt(sequence, self.tenant.kv)
+            self.metrics.preemptions += 1
+            victims.append(sequence.id)
+        return tuple(victims)
 
     def release(self, blocks: int) -> None:
         """Free so many blocks for others, between turns, or all that can go: the youngest requests first. Their KV goes to
@@ -175,10 +176,14 @@ class Engine(ABC):
     def _leaving(self) -> list[tuple[Sequence, bool]]:
         """Who gives blocks up, in this order, and whether host memory has room for it after those before it."""
         scheduler, room, found = self.scheduler, self.tenant.kv.host.free_blocks, []
-        for sequence in (*reversed(scheduler.arriving), *reversed(scheduler.running)):
+        for sequence in self._youngest():
             room -= scheduler.blocks_for(sequence.computed) - len(sequence.host)
             found.append((sequence, room >= 0))
         return found
+
+    def _youngest(self) -> tuple[Sequence, ...]:
+        """Who has blocks, in the order in which they give them up: first those whose KV is only being copied in."""
+        return (*reversed(self.scheduler.arriving), *reversed(self.scheduler.running))
 
     def pause(self, soon: bool = False) -> None:
         """The engine's turn is over: what is new of its requests' KV goes to host memory, if it swaps, so that their blocks

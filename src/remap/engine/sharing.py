@@ -38,6 +38,16 @@ class _Turn:
     entry: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass
+class _Return:
+    """A tenant's layers that are coming home, since `begun_s`, to `pages` that it had lent."""
+
+    name: str
+    layers: tuple[int, ...]
+    pages: int
+    begun_s: float
+
+
 class SharedEngines:
     """Steps several engines in turns (`mode` "temporal") or in rounds ("spatial").
 
@@ -93,6 +103,10 @@ class SharedEngines:
         self._turn_began = 0.0
         self._idle_step = False  # the last step got nothing done
         self._prepared: str | None = None  # temporal only: whose turn is next, if its layers are coming home already
+        self._returning: _Return | None = None  # temporal only: not all of them were seen at home
+        # Temporal only: seconds in which a page comes home, at the quickest that was seen: a look comes late, never early.
+        # Mapping pages may take longer than copying them.
+        self._page_s: dict[str, float] = {}
         self._all_active = False  # spatial only: every tenant has been activated
         self._pending_turn: _Turn | None = None
         self._begin_measuring()
@@ -143,6 +157,7 @@ class SharedEngines:
         turn = self._pending_turn
         if turn is not None and turn.name in done and done[turn.name].computed:
             self._end_pending(now - turn.begun_s)
+        self._watch_return()
         self._record(now, tuple(done))
         return done
 
@@ -219,8 +234,8 @@ class SharedEngines:
         others = (name for name in (*names[place + 1 :], *names[:place]) if self.engines[name].unfinished)
         follower = next(others, None)
         if not over and left > 0:
-            if follower is not None and left <= 2 * self.engines[follower].tenant.reload_s:
-                self._prepare(follower)
+            if follower is not None:
+                self._look_ahead(follower, left)
         elif follower is not None:
             self._switch(follower)
         elif not over:
@@ -229,12 +244,34 @@ class SharedEngines:
                 self.session.deactivate(self._prepared)
                 self._prepared = None
 
+    def _look_ahead(self, name: str, left_s: float) -> None:
+        """Before a turn of `name`, so long as its layers need, they come home; and so long before that, what is new of the
+        present turn's KV goes to host memory: it need not wait for that when it has to give pages up."""
+        reload_s = self._reload_s(name)
+        if left_s > 2 * reload_s:
+            return
+        for active in self.active:
+            self.engines[active].pause(soon=True)
+        if left_s <= reload_s:
+            self._prepare(name)
+
+    def _reload_s(self, name: str) -> float:
+        """Seconds in which what the tenant has lent comes home: as the link loads it, or as it was seen."""
+        tenant = self.engines[name].tenant
+        return max(tenant.reload_s, tenant.lent_pages * self._page_s.get(name, 0.0))
+
+    def _watch_return(self) -> None:
+        """Learn how long it took, once all are at home."""
+        known = self._returning
+        if known is not None and all(map(self.engines[known.name].tenant.ready, known.layers)):
+            page_s = (self._clock() - known.begun_s) / known.pages
+            self._page_s[known.name] = min(page_s, self._page_s.get(known.name, page_s))
+            self._returning = None
+
     def _prepare(self, name: str) -> None:
         """Let the layers of whoever is next come home while the present turn still computes: from now until its end it keeps what
         it has left. Not possible now: its turn begins with that."""
         self._prepared = name
-        for active in self.active:
-            self.engines[active].pause(soon=True)
         try:
             self._activate(name, alone=False)
         except InvalidState:
@@ -271,12 +308,17 @@ class SharedEngines:
         self._all_active = True
 
     def _activate(self, name: str, alone: bool) -> dict[str, Any]:
-        """`session.activate`, and what it asks for: blocks that have to be freed first are, by preempting who holds them."""
+        """`session.activate`, and what it asks for: so many blocks of others are freed first, of their youngest requests. Which
+        blocks these are is all one: those that stay move."""
         moved = preempted = 0
+        tenant, begun = self.engines[name].tenant, self._clock()
+        lent = tenant.lent_pages
         for _ in range(len(self.engines) + 1):
             report = self.session.activate(name, alone=alone, partial=self.partial)
             moved += self._follow(report.moved)
             if report.activated:
+                if lent > tenant.lent_pages:
+                    self._returning = _Return(name, report.restored, lent - tenant.lent_pages, begun)
                 return {
                     "moved_blocks": moved,
                     "preempted_requests": preempted,
@@ -287,7 +329,7 @@ class SharedEngines:
             victims = 0
             for holder, blocks in report.preempt.items():
                 if holder in self.engines:
-                    victims += len(self.engines[holder].preempt(blocks))
+                    victims += len(self.engines[holder].preempt(len(blocks)))
             preempted += victims
             if not victims and not report.moved:
                 break

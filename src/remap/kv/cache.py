@@ -30,12 +30,15 @@ class Copies(Protocol):
     """What moves the bytes of blocks: remap.memory.kv_copies."""
 
     def copy(self, ranges: Sequence[tuple[int, int, int]]) -> None: ...
-    def copy_out(self, ranges: Sequence[tuple[int, int, int]], host_blocks: Sequence[int]) -> None: ...
-    def copy_in(self, ranges: Sequence[tuple[int, int, int]]) -> int: ...
+    def copy_out(
+        self, ranges: Sequence[tuple[int, int, int]], host_blocks: Sequence[int], blocks: Iterable[int]
+    ) -> None: ...
+    def copy_in(self, ranges: Sequence[tuple[int, int, int]], blocks: Iterable[int]) -> int: ...
     def kept(self, host_blocks: Iterable[int]) -> bool: ...
     def filled(self) -> int: ...
     def arrived(self, ticket: int) -> bool: ...
     def join(self, ticket: int | None = None) -> None: ...
+    def release(self, blocks: Iterable[int]) -> None: ...
     def close(self) -> None: ...
 
 
@@ -254,7 +257,9 @@ class KVCache:
         try:
             ranges = self.host.ranges(list(zip(ids, hosts)))
             self._copies.copy_out(
-                [(self._host_address + store, self.address + region, size) for region, store, size in ranges], hosts
+                [(self._host_address + store, self.address + region, size) for region, store, size in ranges],
+                hosts,
+                ids,
             )
         except BaseException:
             self.host.free(hosts)
@@ -266,7 +271,7 @@ class KVCache:
         pool, streamed = self.streamed.split(ids)
         self.streamed.checked(streamed)
         if pool or not streamed:
-            self._copies.join()  # else a copy may still read or write them
+            self._copies.release(pool)  # else a copy may still read or write them
             self.pool.free(pool)
         self.streamed.release(streamed)
 
@@ -314,7 +319,7 @@ class KVCache:
         self._require_kept(hosts)
         ranges = self.host.ranges(list(zip(ids, hosts)))
         ticket = self._copies.copy_in(
-            [(self.address + region, self._host_address + store, size) for region, store, size in ranges]
+            [(self.address + region, self._host_address + store, size) for region, store, size in ranges], ids
         )
         self.copied_in_bytes += len(ids) * self.spec.block_bytes
         return ticket

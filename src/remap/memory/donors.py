@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Protocol, cast
 
 from remap.memory.apply import Changes
@@ -124,13 +125,18 @@ class _Layers:
 
 
 class InactiveLayers(_Layers):
-    """Layers of a tenant that serves no pass, one by one, until they cover the need or reach the tenant's cap."""
+    """Layers of a tenant that serves no pass, one by one, until they cover the need or reach the tenant's cap. ahead: the
+    seconds in which layers can come home before their tenant's next pass."""
 
     kind: Kind = "inactive"
 
+    def __init__(self, changes: Changes, lending: Lending, ahead: Callable[[], float]) -> None:
+        super().__init__(changes, lending)
+        self._ahead = ahead
+
     def away_cap(self, giver: TenantState) -> int:
         """The most layers that may be away: loading all streamed layers, the ring's included, may delay a short prefill
-        of the giver by at most `Knobs.late_s`.
+        of the giver by at most `Knobs.late_s`, beyond what can be loaded ahead of it.
 
         While none of its passes was measured: one layer, and those that this pays for. Never all: the ring's layers
         stay, and one more.
@@ -145,7 +151,7 @@ class InactiveLayers(_Layers):
             copy = giver.timing.copy_seconds()
             return max(0, min(most, 1 + (int(config.late_s(0.0) / copy) if copy > 0 else 0)))
         prefill_s = math.fsum(times.compute_s)
-        bound = config.late_s(prefill_s) + RELATIVE_EPSILON * prefill_s
+        bound = config.late_s(prefill_s) + self._ahead() + RELATIVE_EPSILON * prefill_s
         kind = giver.growing_by
         cap = giver.remapped  # more is away only together with what is away now
         while cap < most and _late(times.compute_s, times.transfer_s, giver.select(cap + 1, buffers, kind)) <= bound:

@@ -4,7 +4,7 @@ Copies within the region come behind all work that the tenant has enqueued, and 
 compute stream, or at once if its passes compute on the calling thread. Copies out and in run beside the passes, on a
 stream for each direction, behind what the compute stream has now (it has written what goes out, and zeroes pages that
 were gained). So nobody may read or write the blocks of a copy in until it has arrived, nobody may write those of a copy
-out while they are live, and whatever takes such blocks away comes behind all copies: `join`. A copy in comes behind all
+out while they are live, and whatever takes such blocks away comes behind their copies: `join`. A copy in comes behind all
 copies out: it may read what they write.
 
 A copy that fails, or whose enqueuing is interrupted, is written down: `arrived` raises for it, and `kept` is False for
@@ -41,11 +41,12 @@ class KVCopies:
         # Its own: an event that another tenant records anew could not tell whether the copies here have failed.
         self._events: list[int] = []
         self._out = 0  # the event behind the last copy out, unless the compute stream comes behind it already
-        # An event behind copies out -> their host blocks, until it was seen complete.
-        self._leaving: dict[int, tuple[int, ...]] = {}
+        # An event behind copies out -> their host blocks and the region's, until it was seen complete.
+        self._leaving: dict[int, tuple[tuple[int, ...], frozenset[int]]] = {}
         self._lost: set[int] = set()  # host blocks that a failed copy out should have filled
-        # Tickets of copies in: the event behind each that is in flight, in the order in which they began; those that failed.
-        self._flying: dict[int, int] = {}
+        # Tickets of copies in: the event behind each that is in flight, and its blocks, in the order in which they began; those
+        # that failed.
+        self._flying: dict[int, tuple[int, frozenset[int]]] = {}
         self._failed: dict[int, Error] = {}
         self._tickets = 0
 
@@ -61,8 +62,8 @@ class KVCopies:
         for target, source, nbytes in ranges:
             self._streams.backend.copy(stream, target, source, nbytes)
 
-    def copy_out(self, ranges: Ranges, host_blocks: Sequence[int]) -> None:
-        """Start copying out, into these host blocks. On an error nothing is in flight any more."""
+    def copy_out(self, ranges: Ranges, host_blocks: Sequence[int], blocks: Iterable[int]) -> None:
+        """Start copying these blocks out, into these host blocks. On an error nothing is in flight any more."""
         for event in tuple(self._leaving):
             if self._done(event):
                 self._leaving.pop(event, None)
@@ -70,13 +71,13 @@ class KVCopies:
         self._lost.difference_update(host_blocks)
         # What these host blocks held before may still be on its way in, for a pass that was abandoned.
         self._out = self._start(_OUT, ranges, self._prefetched() if self._prefetched is not None else 0)
-        self._leaving[self._out] = tuple(host_blocks)
+        self._leaving[self._out] = tuple(host_blocks), frozenset(blocks)
 
-    def copy_in(self, ranges: Ranges) -> int:
-        """Start copying in. Returns a ticket for `arrived`. On an error nothing is in flight any more."""
+    def copy_in(self, ranges: Ranges, blocks: Iterable[int]) -> int:
+        """Start copying into these blocks. Returns a ticket for `arrived`. On an error nothing is in flight any more."""
         event = self._start(_IN, ranges, self._made.get(_OUT, 0) if self._leaving else 0)
         self._tickets += 1
-        self._flying[self._tickets] = event
+        self._flying[self._tickets] = event, frozenset(blocks)
         return self._tickets
 
     def kept(self, host_blocks: Iterable[int]) -> bool:
@@ -92,11 +93,10 @@ class KVCopies:
         arrived that was in flight, and none is any more."""
         if ticket in self._failed:
             raise self._failed[ticket]
-        event = self._flying.get(ticket)
-        if event is None:
+        if ticket not in self._flying:
             return True
         try:
-            done = bool(self._streams.backend.query(event))
+            done = bool(self._streams.backend.query(self._flying[ticket][0]))
         except Error as error:
             self._fail(error)
             raise
@@ -107,10 +107,22 @@ class KVCopies:
     def join(self, ticket: int | None = None) -> None:
         """Whatever the tenant does next comes behind this copy in and those that began before it, or behind all copies.
         Raises as `arrived` does."""
-        chosen = [each for each in self._flying if ticket is None or each <= ticket]
-        events = [self._flying[chosen[-1]]] if chosen else []
-        if ticket is None and self._out:
-            events.append(self._out)
+        last = max(self._flying, default=0) if ticket is None else ticket
+        self._join(last, self._out if ticket is None else 0)
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Whatever the tenant does next comes behind the copies of these blocks. Raises as `arrived` does."""
+        ids = frozenset(blocks)
+        last = next((each for each in reversed(self._flying) if not ids.isdisjoint(self._flying[each][1])), 0)
+        out = next((each for each in reversed(self._leaving) if not ids.isdisjoint(self._leaving[each][1])), 0)
+        self._join(last, out)
+
+    def _join(self, last: int, out: int) -> None:
+        """Behind the copies in up to this ticket and the copies out up to this event; 0: behind none."""
+        chosen = [each for each in self._flying if each <= last]
+        events = [self._flying[chosen[-1]][0]] if chosen else []
+        if out:
+            events.append(out)
         if not events:
             return
         compute = self._compute.current()
@@ -126,7 +138,7 @@ class KVCopies:
             raise
         for each in chosen:
             self._flying.pop(each, None)
-        if ticket is None:
+        if out == self._out:
             self._out = 0
 
     def close(self) -> None:
@@ -161,7 +173,7 @@ class KVCopies:
             raise
 
     def _record(self, stream: int) -> int:
-        backend, busy = self._streams.backend, {*self._leaving, *self._flying.values()}
+        backend, busy = self._streams.backend, {*self._leaving, *(event for event, _ in self._flying.values())}
         event = next((each for each in self._events if each not in busy and self._done(each)), 0)
         if event == 0:
             event = backend.create_event(timed=False)
@@ -188,7 +200,7 @@ class KVCopies:
 
     def _settle(self) -> None:
         """Nobody asks for the copies out any more that are under way: what they have not written yet counts as lost."""
-        for event, host_blocks in self._leaving.items():
+        for event, (host_blocks, _) in self._leaving.items():
             if not self._done(event):
                 self._lost.update(host_blocks)
         self._leaving.clear()

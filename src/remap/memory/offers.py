@@ -49,7 +49,7 @@ class Offers:
         self._activity = NextUse()
         self._activations = 0
         self.unused_kv = UnusedKV(changes, lending)
-        self.inactive = InactiveLayers(changes, lending)
+        self.inactive = InactiveLayers(changes, lending, self._ahead)
         self.active = ActiveLayers(changes, lending)
         self.paused_kv = PausedKV(self.unused_kv, lending)
         donors: tuple[Donor, ...] = (self.unused_kv, self.inactive, self.paused_kv, self.active)
@@ -79,7 +79,7 @@ class Offers:
             if tenant is not receiver and tenant.config.lends and not tenant.busy
         ]
         now = self._clock()
-        stuck = not all(tenant.kv.reclaims for tenant in self._tenants.values())
+        stuck = self._stuck
         idle = self._ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
         busy = [one for one in others if one.active or (stuck and paused(one))]
         least = self._config.min_idle
@@ -96,6 +96,17 @@ class Offers:
     def give(self, receiver: TenantState, take: Take) -> None:
         """Make the taken part of an offer free pages."""
         self._donors[take.kind].give(self._tenants[take.donor], receiver, take)
+
+    @property
+    def _stuck(self) -> bool:
+        """Whether some tenant's live blocks stay where they are, whoever needs their pages."""
+        return not all(tenant.kv.reclaims for tenant in self._tenants.values())
+
+    def _ahead(self) -> float:
+        """Seconds of a turn of late, if all tenants can make room by a copy. Whoever is next waits for the end of the present
+        turn, and nothing keeps its layers from coming home meanwhile: whoever runs the turns activates it so long before
+        (`Tenant.reload_s`)."""
+        return 0.0 if self._stuck else self._activity.turn_s or 0.0
 
     def _candidate(self, tenant: TenantState, now: float) -> Candidate:
         return Candidate(

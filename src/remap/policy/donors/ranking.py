@@ -122,6 +122,11 @@ class NextUse:
         del self._turns[: -2 * len(self._seen)]
         self._ahead = self._find_cycle()
 
+    @property
+    def turn_s(self) -> float | None:
+        """Moving average of the seconds between two tenants' turns; None before the second."""
+        return self._turn_s
+
     def expected_s(self, name: str, now_s: float) -> float | None:
         """Seconds from `now_s` to the next activation of `name`, at least 0; None: not known. Changes nothing."""
         turns = self._ahead.get(name)
