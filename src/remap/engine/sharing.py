@@ -10,6 +10,7 @@ the same, and nothing but requests moves.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -105,8 +106,8 @@ class SharedEngines:
         self._prepared: str | None = None  # temporal only: whose turn is next, if its layers are coming home already
         self._returning: _Return | None = None  # temporal only: not all of them were seen at home
         # Temporal only: seconds in which a page comes home, at the quickest that was seen: a look comes late, never early.
-        # Mapping pages may take longer than copying them.
-        self._page_s: dict[str, float] = {}
+        # Of all tenants, since the link and the driver are the same. Mapping pages may take longer than copying them.
+        self._page_s = math.inf
         self._all_active = False  # spatial only: every tenant has been activated
         self._pending_turn: _Turn | None = None
         self._begin_measuring()
@@ -256,16 +257,15 @@ class SharedEngines:
             self._prepare(name)
 
     def _reload_s(self, name: str) -> float:
-        """Seconds in which what the tenant has lent comes home: as the link loads it, or as it was seen."""
+        """Seconds in which what the tenant has lent comes home: at the rate that was seen; before that, as the link loads it."""
         tenant = self.engines[name].tenant
-        return max(tenant.reload_s, tenant.lent_pages * self._page_s.get(name, 0.0))
+        return tenant.reload_s if self._page_s == math.inf else tenant.lent_pages * self._page_s
 
     def _watch_return(self) -> None:
         """Learn how long it took, once all are at home."""
         known = self._returning
         if known is not None and all(map(self.engines[known.name].tenant.ready, known.layers)):
-            page_s = (self._clock() - known.begun_s) / known.pages
-            self._page_s[known.name] = min(page_s, self._page_s.get(known.name, page_s))
+            self._page_s = min(self._page_s, (self._clock() - known.begun_s) / known.pages)
             self._returning = None
 
     def _prepare(self, name: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from remap.config import Knobs
 from remap.memory.apply import Changes
@@ -32,6 +33,18 @@ def paused(tenant: TenantState) -> bool:
     return not tenant.active and not tenant.kv.pool.external and tenant.kv.live_blocks > 0
 
 
+def _stuck(tenants: Mapping[str, TenantState]) -> bool:
+    """Whether some tenant's live blocks stay where they are, whoever needs their pages."""
+    return not all(tenant.kv.reclaims for tenant in tenants.values())
+
+
+def _ahead(tenants: Mapping[str, TenantState], activity: NextUse) -> float:
+    """Seconds of a turn of late, if all tenants can make room by a copy. Whoever is next waits for the end of the present turn,
+    and nothing keeps its layers from coming home meanwhile: whoever runs the turns activates it so long before
+    (`Tenant.reload_s`)."""
+    return 0.0 if _stuck(tenants) else activity.turn_s or 0.0
+
+
 class Offers:
     """A session's offers, and when each tenant was used, by which donors are ranked. config: the session's own."""
 
@@ -49,7 +62,8 @@ class Offers:
         self._activity = NextUse()
         self._activations = 0
         self.unused_kv = UnusedKV(changes, lending)
-        self.inactive = InactiveLayers(changes, lending, self._ahead)
+        # No method of this object: it would keep it alive.
+        self.inactive = InactiveLayers(changes, lending, partial(_ahead, tenants, self._activity))
         self.active = ActiveLayers(changes, lending)
         self.paused_kv = PausedKV(self.unused_kv, lending)
         donors: tuple[Donor, ...] = (self.unused_kv, self.inactive, self.paused_kv, self.active)
@@ -79,7 +93,7 @@ class Offers:
             if tenant is not receiver and tenant.config.lends and not tenant.busy
         ]
         now = self._clock()
-        stuck = self._stuck
+        stuck = _stuck(self._tenants)
         idle = self._ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
         busy = [one for one in others if one.active or (stuck and paused(one))]
         least = self._config.min_idle
@@ -96,17 +110,6 @@ class Offers:
     def give(self, receiver: TenantState, take: Take) -> None:
         """Make the taken part of an offer free pages."""
         self._donors[take.kind].give(self._tenants[take.donor], receiver, take)
-
-    @property
-    def _stuck(self) -> bool:
-        """Whether some tenant's live blocks stay where they are, whoever needs their pages."""
-        return not all(tenant.kv.reclaims for tenant in self._tenants.values())
-
-    def _ahead(self) -> float:
-        """Seconds of a turn of late, if all tenants can make room by a copy. Whoever is next waits for the end of the present
-        turn, and nothing keeps its layers from coming home meanwhile: whoever runs the turns activates it so long before
-        (`Tenant.reload_s`)."""
-        return 0.0 if self._stuck else self._activity.turn_s or 0.0
 
     def _candidate(self, tenant: TenantState, now: float) -> Candidate:
         return Candidate(
