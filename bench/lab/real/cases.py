@@ -40,7 +40,9 @@ POLICIES: Mapping[str, Policy] = {
     ),
     "stream": Policy("KV of running requests streams from host memory", Wiring(swap=True, stream=True)),
     "remap": Policy("the controller remaps weights", Wiring(controller={})),
-    "all": Policy("the controller, and KV in host memory", Wiring(controller={}, swap=True, partial=None)),
+    "all": Policy(
+        "the controller, KV in host memory, and KV that streams", Wiring({}, swap=True, stream=True, partial=None)
+    ),
 }
 
 
@@ -117,9 +119,9 @@ _LATE = Targets(ttft_s=5.0, tpot_s=0.25)
 _LATE_IN_TURNS = Targets(ttft_s=5.0, tpot_s=0.75)
 FULL = Suite(
     (
-        Case("SmolLM2", _large(SMOLLM2), 0.08, rate=2.0, seconds=24.0, targets=_LATE),
-        Case("OPT", _large(OPT), 0.1, rate=2.0, seconds=24.0, targets=_LATE),
-        Case("three in turns", _large(SMOLLM2, OPT, WIDE), 0.06, rate=2.4, seconds=24.0, targets=_LATE_IN_TURNS),
+        Case("SmolLM2", _large(SMOLLM2), 0.08, rate=2.0, seconds=16.0, targets=_LATE),
+        Case("OPT", _large(OPT), 0.1, rate=2.0, seconds=16.0, targets=_LATE),
+        Case("three in turns", _large(SMOLLM2, OPT, WIDE), 0.06, rate=2.4, seconds=16.0, targets=_LATE_IN_TURNS),
     ),
     rounds=3,
 )
