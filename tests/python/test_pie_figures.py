@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from bench.lab import headline, seeds
+from bench.lab import ROOT, headline, seeds
 from bench.lab.commands import app
 from bench.lab.paper.experiments import BASELINE, IDEAL, headlines, setup_of
 from bench.lab.paper.runs import Run, Settings
 from bench.lab.pie import command
-from bench.lab.pie.figures import ALL, CLAIMS, FIGURES, KV_ONLY, PIE, Figure, Place
+from bench.lab.pie.figures import ALL, CLAIMS, FIGURES, KV_ONLY, PIE, Figure, Place, latency_s
 from typer.testing import CliRunner
 
 from remap.sim.hardware import machine
@@ -152,3 +154,61 @@ def test_a_file_that_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
     found = CliRunner().invoke(app, ["pie", "--report-only", "--results", str(path)])
     assert found.exit_code == 2 and "bench.lab pie" in " ".join(found.output.split())
     assert path.read_text() == text and not path.with_suffix(".md").exists()
+
+
+def test_what_is_stored_is_whole_and_is_what_the_page_says() -> None:
+    stored = json.loads(command.RESULTS.read_text(encoding="utf-8"))
+    assert stored["settings"] == command.SETTINGS.to_json()
+    names = {
+        headline.name_of(*place, policy, seed)
+        for one in FIGURES
+        for place in one.places
+        for policy in one.policies
+        for seed in range(command.SETTINGS.seeds)
+    }
+    assert set(stored["points"]) == names
+    assert all(point["requests_finished"] == point["requests"] for point in stored["points"].values())
+    assert command.page(stored) == command.RESULTS.with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_what_the_words_say_is_what_is_stored() -> None:
+    """On the page above the tables, and in docs/results.md."""
+    stored = json.loads(command.RESULTS.read_text(encoding="utf-8"))["points"]
+
+    def by_pies(policy: str, value: Callable[[seeds.Point], float]) -> dict[str, float]:
+        """Of each load and rate, the median of the seeds."""
+        return {
+            f"{place[0].name} x{place[1]:g}": statistics.median(
+                value(stored[headline.name_of(*place, policy, seed)])
+                / value(stored[headline.name_of(*place, PIE, seed)])
+                for seed in range(command.SETTINGS.seeds)
+            )
+            for place in PLACES.values()
+        }
+
+    full = {name for name in PLACES if name.endswith(" x3")}
+    tokens = by_pies(KV_ONLY, lambda point: point["tokens_per_s"])
+    large = {name: tokens[name] for name in full if "OPT-30b" in name}
+    others = {name: tokens[name] for name in full if name not in large}
+    assert [round(100 * end(large.values())) for end in (min, max)] == [56, 77]
+    assert [round(100 * end(others.values())) for end in (min, max)] == [74, 98]
+    late = by_pies(KV_ONLY, latency_s)
+    assert [round(end(late[name] for name in full), 1) for end in (min, max)] == [1.1, 9.1]
+    first = by_pies(KV_ONLY, lambda point: point["ttft_p99_s"])
+    assert round(first["OPT-30b ShareGPT, KV 3 GB x1"]) == 53
+    swap = by_pies("remap:swap", lambda point: point["tokens_per_s"])
+    few = ["OPT-13b Alpaca, KV 9 GB x3", "OPT-13b Alpaca, KV 12 GB x3"]
+    assert [round(100 * (1 - swap[name])) for name in few] == [6, 11]
+    more = [100 * (swap[name] - 1) for name in full - set(few)]
+    assert [round(end(more)) for end in (min, max)] == [1, 14]
+    between = by_pies(KV_ONLY, lambda point: point["tbt_p99_s"])
+    chats = [between[name] for name in full if "ShareGPT" in name and name.split()[-3] in ("3", "5", "7")]
+    assert [round(100 * end(chats)) for end in (min, max)] == [60, 94]
+    text = (ROOT / "docs/results.md").read_text(encoding="utf-8")
+    (line,) = (line for line in text.splitlines() if line.startswith("| OPT-30b, ShareGPT | "))
+    for policy, cell in zip((BASELINE, PIE, KV_ONLY, "remap:swap"), line.strip("|").split("|")[1:], strict=True):
+        values = [
+            stored[headline.name_of(*PLACES["OPT-30b ShareGPT, KV 3 GB x3"], policy, seed)]["tokens_per_s"]
+            for seed in range(command.SETTINGS.seeds)
+        ]
+        assert cell.strip() == seeds.cell(values, command.TOKENS)

@@ -1,7 +1,7 @@
 """What `bench.lab pie` runs, and how the figures of the paper are reckoned from it. Pure description.
 
-A place is a load and its rate, as a share of c: what `recompute` serves a second of that load when all requests are there at
-once. The paper's text gives neither its rates nor the KV of Figure 6 but for OPT-13B; those are 3 GB here.
+A place is a load and its rate, as a share of c: what `recompute` serves a second of that load when all requests are
+there at once. The paper's text gives neither its rates nor the KV of Figure 6 but for OPT-13B; those are 3 GB here.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def gain(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> float:
 
 
 def latency_s(point: Point) -> float:
-    """Seconds of a token, queueing included: all that requests took, by the tokens of all answers (Pie, section 5.1)."""
+    """Seconds of a token, queueing included: all that requests took by all tokens of answers (Pie, section 5.1)."""
     return point["before_first_s"] + point["after_first_s"]
 
 
@@ -105,7 +105,7 @@ def _sooner(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> flo
 HOW: Mapping[str, tuple[str, Callable[[At, tuple[Place, ...], tuple[str, ...]], float]]] = {
     "gain": ("tokens/s, `recompute` = 1", gain),
     "best": ("expansion of most tokens/s", _best),
-    "begins": ("requests/s from which tokens/s are 5 % more", _begins),
+    "begins": ("requests/s, the lowest of the rates run at which tokens/s are 5 % more", _begins),
     "less": ("tokens/s less than of the best fixed expansion, %", _less),
     "expansion": ("largest expansion in use", _expansion),
     "blocked": ("latency of a token at 2.2, by that at 2.0 (above 1: copies hold up)", _blocked),
