@@ -6,6 +6,7 @@
     paper/        figures of Oneiros and Pie beside those of a simulation (docs/paper-vs-ours.md)
     headline.py   the simulated headline of the README, over several seeds
     gap.py        what each policy gets of what memory is worth, over several seeds
+    pie/          Pie's figures beside KV that streams, over several seeds
     real/         the project's engine under each policy on this machine, against memory for everything
     seeds.py      tables of several seeds or rounds, and their files
     apart.py      runs in processes of their own

@@ -21,7 +21,8 @@ from .paper.runs import Run, Settings, run_one
 
 __all__ = ["AGAINST", "GOODPUT", "Column", "Line", "cell", "read", "run_missing", "table", "write"]
 
-Points = Mapping[str, Mapping[str, float]]
+Point = Mapping[str, float]
+Points = Mapping[str, Point]
 
 
 def read(path: Path, empty: Mapping[str, Any], command: str) -> dict[str, Any]:
@@ -51,13 +52,26 @@ def write(path: Path, data: Mapping[str, Any]) -> None:
     new.replace(path)
 
 
-def run_missing(data: dict[str, Any], runs: Mapping[str, tuple[Run, Settings]], path: Path, jobs: int) -> None:
-    """Run what data["points"] lacks, in order, and write `path` after each run: a run that is stopped loses one point."""
+def _point(run: Run, settings: Settings) -> Point:
+    return run_one(run, settings)[0]
+
+
+def run_missing(
+    data: dict[str, Any],
+    runs: Mapping[str, tuple[Run, Settings]],
+    path: Path,
+    jobs: int,
+    run: Callable[[Run, Settings], Point] = _point,
+) -> None:
+    """Run what data["points"] lacks, in order, and write `path` after each run: a run that is stopped loses one point.
+
+    run: a function of a module, which another process can find.
+    """
     points = data["points"]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        futures = {name: pool.submit(run_one, *run) for name, run in runs.items() if name not in points}
+        futures = {name: pool.submit(run, *one) for name, one in runs.items() if name not in points}
         for name, future in futures.items():
-            points[name], _ = future.result()
+            points[name] = future.result()
             write(path, data)
             print(name, file=sys.stderr, flush=True)
 

@@ -128,7 +128,7 @@ def test_what_a_pass_counts() -> None:
     passes = pie_pass(8, link(1.0, 1.0), fixed(1.0, 2.0), used=10, swapped=2)
     assert passes.start([Chunk(Request(0, 9, 5), 9, 1)]) == pytest.approx(100.0 + 40.0)  # 4 layers, 10 s each
     assert (passes.compute_s, passes.stall_s) == pytest.approx((10.0, 30.0))
-    assert passes.copied_bytes == 2 * 4 * 10 * tiny(8).kv_bytes_per_token_layer
+    assert passes.copied_bytes == 2 * 4 * 10 * tiny(8).kv_bytes_per_token_layer == 2 * passes.copied_out_bytes
     assert passes.last.pass_s == pytest.approx(40.0)
     passes.slow = 2.0
     # Its own 3 tokens: 12 s, in the shade of 2 x 10.

@@ -268,7 +268,7 @@ class Instant(Pass):
     """Passes that take no time; notes what each computes, as the runner above."""
 
     stall_s = 0.0
-    copied_bytes = 0
+    copied_bytes = copied_out_bytes = 0
 
     def __init__(self, clock: VirtualClock) -> None:
         super().__init__(clock, None, None)  # type: ignore[arg-type]

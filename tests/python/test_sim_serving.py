@@ -83,6 +83,7 @@ def test_this_much_work_needs_what_the_policies_are_for() -> None:
     assert all(
         nbytes % (2 * block) == 0 and nbytes >= 2 * block * count > 0 for nbytes, count in copied
     )  # out and back
+    assert [tenant.swapped_out_bytes for tenant in swap.tenants] == [nbytes // 2 for nbytes, _ in copied]
     assert [tenant.swapped_bytes for tenant in recompute.tenants] == [0, 0]
 
 

@@ -19,8 +19,8 @@ from typing import Any
 from remap.errors import InvalidArgument
 from remap.sim.hardware import machine
 from remap.sim.loads import load
-from remap.sim.results import weighted_percentile
-from remap.sim.serving import simulate
+from remap.sim.results import PolicyResult, weighted_percentile
+from remap.sim.serving import Setup, simulate
 from remap.sim.workload import Item
 
 from .experiment_list import EXPERIMENTS
@@ -28,7 +28,7 @@ from .experiments import BASELINE, FACTORS, LOWEST, Experiment, Panel, setup_of
 from .reckoning import POINT, Points, figures, later_gaps, quantiles
 from .reckoning_special import arithmetic
 
-__all__ = ["Run", "Settings", "Store", "keys_of", "run_all", "run_one", "saturation"]
+__all__ = ["Run", "Settings", "Store", "keys_of", "run_all", "run_one", "saturation", "serve"]
 
 ALL_AT_ONCE = 1e9
 _QUICK = (0.3, 1.0, 2.0)
@@ -60,9 +60,9 @@ class Run:
     seed: int
 
 
-def _items(
-    panel: Panel, names: Sequence[str], context: Mapping[str, int], rate: float, requests: int, seed: int
-) -> tuple[Item, ...]:
+def _items(panel: Panel, setup: Setup, rate: float, requests: int, seed: int) -> tuple[Item, ...]:
+    names = [tenant.name for tenant in setup.tenants]
+    context = {tenant.name: tenant.model.context for tenant in setup.tenants}
     shares = panel.shares or (1.0,) * len(names)
     rates = [rate * share / sum(shares) for share in shares]
     return load(
@@ -74,21 +74,23 @@ def _requests(panel: Panel, settings: Settings) -> int:
     return max(20, round(settings.requests * panel.requests))
 
 
+def serve(run: Run, settings: Settings) -> tuple[Setup, tuple[Item, ...], PolicyResult]:
+    """What was simulated (a quiet part is not in it), and the result. Raises as `simulate` does."""
+    setup = setup_of(run.panel, machine(settings.machine))
+    items = _items(run.panel, setup, run.rate, _requests(run.panel, settings), run.seed)
+    return setup, items, simulate(setup, items, run.policy)
+
+
 def run_one(run: Run, settings: Settings) -> tuple[dict[str, float], list[float]]:
     """(the point, quantiles of the gaps between tokens if the panel has a quiet part, else none). Raises as `simulate` does."""
     panel = run.panel
-    setup = setup_of(panel, machine(settings.machine))
-    names = [tenant.name for tenant in setup.tenants]
-    context = {tenant.name: tenant.model.context for tenant in setup.tenants}
-    requests = _requests(panel, settings)
-    items = _items(panel, names, context, run.rate, requests, run.seed)
-    result = simulate(setup, items, run.policy)
+    setup, items, result = serve(run, settings)
     first, last = items[0].time_s, items[-1].time_s
     if not panel.quiet:
         return figures(result, run.rate, last - first), []
     # The peak alone was needed to know when it ends; both parts together begin as it did, to the last bit.
     begin = first + result.virtual_s
-    later = _items(panel, names, context, run.rate * panel.quiet, max(20, requests // 2), run.seed + 1)
+    later = _items(panel, setup, run.rate * panel.quiet, max(20, len(items) // 2), run.seed + 1)
     whole = simulate(
         setup,
         [*items, *(Item(i.tenant, begin + i.time_s, i.prompt_tokens, i.output_tokens) for i in later)],
@@ -107,9 +109,7 @@ def run_one(run: Run, settings: Settings) -> tuple[dict[str, float], list[float]
 def saturation(panel: Panel, settings: Settings) -> tuple[float, tuple[float, ...]]:
     """(c in requests a second, factors below the grid that are run because the baseline preempts at all above them)."""
     setup = setup_of(panel, machine(settings.machine))
-    names = [tenant.name for tenant in setup.tenants]
-    context = {tenant.name: tenant.model.context for tenant in setup.tenants}
-    items = _items(panel, names, context, ALL_AT_ONCE, _requests(panel, settings), 0)
+    items = _items(panel, setup, ALL_AT_ONCE, _requests(panel, settings), 0)
     full = simulate(setup, items, BASELINE)
     c = float(f"{full.requests_finished / full.virtual_s:.4g}")
     lows: list[float] = []
@@ -117,9 +117,7 @@ def saturation(panel: Panel, settings: Settings) -> tuple[float, tuple[float, ..
         factor = panel.factors[0]
         while (
             len(lows) < LOWEST
-            and simulate(
-                setup, _items(panel, names, context, c * factor, _requests(panel, settings), 0), BASELINE
-            ).preemptions
+            and simulate(setup, _items(panel, setup, c * factor, _requests(panel, settings), 0), BASELINE).preemptions
         ):
             factor /= 2.0
             lows.append(factor)

@@ -111,6 +111,7 @@ class SimEngine(Engine):
             preemptions=metrics.preemptions,
             recomputed_tokens=metrics.recomputed_tokens,
             swapped_bytes=runner.copied_bytes,
+            swapped_out_bytes=runner.copied_out_bytes,
             kv_blocks_start=metrics.kv_blocks_start,
             kv_blocks_peak=self.kv_peak,
             layers_remapped_peak=self.alpha_peak,

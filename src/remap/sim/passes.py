@@ -38,7 +38,7 @@ class Pass(ABC):
 
     passes, compute_s: how many there have been, and their seconds without stalls. slow >= 1: how many times as long computation
     takes now because others compute beside it. copied_bytes: of whole requests or KV layers, both directions; parameters are
-    not in it.
+    not in it. copied_out_bytes: of them, device to host.
     """
 
     def __init__(self, clock: Any, model: Model, cost: Cost) -> None:
@@ -53,6 +53,11 @@ class Pass(ABC):
     @abstractmethod
     def copied_bytes(self) -> int:
         """Of whole requests or KV layers."""
+
+    @property
+    @abstractmethod
+    def copied_out_bytes(self) -> int:
+        """Of them, device to host."""
 
     def run(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], list[int]]:
         """As `remap.engine.engine.Runner`: from the start of the pass to its end."""
@@ -145,6 +150,10 @@ class SessionPass(Pass):
         kv = self._tenant.kv
         return int(kv.copied_out_bytes + kv.copied_in_bytes + self._tenant.stats().block_bytes)
 
+    @property
+    def copied_out_bytes(self) -> int:
+        return int(self._tenant.kv.copied_out_bytes)
+
 
 @dataclass(frozen=True)
 class PieTimes:
@@ -202,6 +211,10 @@ class PiePass(Pass):
     @property
     def copied_bytes(self) -> int:
         return self._copied_bytes
+
+    @property
+    def copied_out_bytes(self) -> int:
+        return self._copied_bytes // 2
 
     def times(self, layer_s: float, ends_s: float, used_tokens: int, swapped: int) -> PieTimes:
         """A pass with `swapped` = m layers' KV in host memory and KV of `used_tokens` tokens in all. Pure."""

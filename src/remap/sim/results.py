@@ -160,6 +160,7 @@ class TenantResult:
     ttft_s: seconds from arrival to first token, queueing included, of finished requests in order of arrival. tbt: pairs
     (seconds between two tokens of a request, how many gaps were that long), ascending. compute_s: its passes without stalls.
     tpot_s: of the same requests as ttft_s, mean seconds of a token after the first; None of a request of one token.
+    swapped_bytes: of KV, to host memory and back; swapped_out_bytes: to it.
     """
 
     tenant: str
@@ -178,6 +179,7 @@ class TenantResult:
     stall_s: float
     passes: int
     tpot_s: tuple[float | None, ...]
+    swapped_out_bytes: int = 0
 
     def good(self, targets: Targets) -> int:
         """Finished requests that met both targets; a request of one token has the first one only."""
