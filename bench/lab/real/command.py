@@ -1,6 +1,6 @@
 """`bench.lab real`: the engine under each policy on this machine, several rounds of the same requests.
 
-    python -m bench.lab real                  runs what is missing (about an hour on two cores) and writes the page
+    python -m bench.lab real                  runs what is missing (about half an hour on two cores) and writes the page
     python -m bench.lab real --quick          small random models: that it runs
     python -m bench.lab real --report-only    writes the page of what is stored
 
