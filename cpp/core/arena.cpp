@@ -313,19 +313,22 @@ RegionId Arena::add_kv_region(TenantId tenant, std::size_t slots) {
   return add_region(RegionKind::kv, tenant, "kv", slots);
 }
 
+Region& Arena::kv_slots(RegionId kv_region, std::size_t first_slot, std::size_t count) {
+  Region& kv = region(kv_region);
+  if (kv.kind != RegionKind::kv || first_slot > kv.designated.size() || count > kv.designated.size() - first_slot) {
+    throw Error(ErrorKind::invalid_argument,
+                std::to_string(count) + " slots from " + std::to_string(first_slot) + " on do not lie in KV region " +
+                    std::to_string(kv_region) + ". Nothing changed.",
+                {{"region", number(kv_region)}, {"first_slot", number(first_slot)}, {"pages", number(count)}});
+  }
+  return kv;
+}
+
 void Arena::designate(RegionId kv_region, std::size_t first_slot, const std::vector<PageId>& pages) {
   refuse_fork(fork_generation_);
   const Both locks(*this);
   guard();
-  Region& kv = region(kv_region);
-  const bool fits = kv.kind == RegionKind::kv && first_slot <= kv.designated.size() &&
-                    pages.size() <= kv.designated.size() - first_slot;
-  if (!fits) {
-    throw Error(ErrorKind::invalid_argument,
-                std::to_string(pages.size()) + " slots from " + std::to_string(first_slot) + " on do not lie in KV region " +
-                    std::to_string(kv_region) + ". Nothing changed.",
-                {{"region", number(kv_region)}, {"first_slot", number(first_slot)}, {"pages", number(pages.size())}});
-  }
+  Region& kv = kv_slots(kv_region, first_slot, pages.size());
   require_pages(pages);
   std::vector<bool> named(pages_.size(), false);
   for (std::size_t i = 0; i < pages.size(); ++i) {
@@ -359,14 +362,7 @@ void Arena::fix(RegionId kv_region, std::size_t first_slot, const std::vector<Pa
   refuse_fork(fork_generation_);
   const Both locks(*this);
   guard();
-  Region& kv = region(kv_region);
-  const bool fits = kv.kind == RegionKind::kv && first_slot <= kv.fixed.size() && pages.size() <= kv.fixed.size() - first_slot;
-  if (!fits) {
-    throw Error(ErrorKind::invalid_argument,
-                std::to_string(pages.size()) + " slots from " + std::to_string(first_slot) + " on do not lie in KV region " +
-                    std::to_string(kv_region) + ". Nothing changed.",
-                {{"region", number(kv_region)}, {"first_slot", number(first_slot)}, {"pages", number(pages.size())}});
-  }
+  Region& kv = kv_slots(kv_region, first_slot, pages.size());
   require_pages(pages);
   std::vector<DirtyPage> dirty;
   for (std::size_t i = 0; i < pages.size(); ++i) {

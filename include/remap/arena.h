@@ -249,6 +249,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   void guard() const;                    // ForkedProcess, closed, ArenaBroken
   Region& region(RegionId id);           // InvalidArgument. (Either lock will do.)
   const Region& region(RegionId id) const;
+  Region& kv_slots(RegionId kv_region, std::size_t first_slot, std::size_t count);  // InvalidArgument if it has not those slots
   RegionId add_region(RegionKind kind, TenantId tenant, const std::string& name, std::size_t slots);
   std::byte* slot_address(const View& view, std::size_t slot) const { return view.address + slot * options_.page_bytes; }
   const Region* kv_region_of(TenantId tenant) const;

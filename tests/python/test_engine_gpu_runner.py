@@ -29,11 +29,11 @@ from test_engine_runner import (  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
 from remap.engine import gpu_runner as module  # noqa: E402
 from remap.engine.captured import buckets_up_to  # noqa: E402
+from remap.engine.chunk import Chunk  # noqa: E402
 from remap.engine.gpu_runner import GpuRunner  # noqa: E402
 from remap.engine.inputs import TokenInputs  # noqa: E402
 from remap.engine.request import Sequence, State  # noqa: E402
 from remap.engine.runner import ModelRunner  # noqa: E402
-from remap.engine.scheduler import Chunk  # noqa: E402
 from remap.errors import InvalidArgument  # noqa: E402
 
 

@@ -19,9 +19,9 @@ from models import kv_spec  # noqa: E402
 
 from remap.engine import LLMEngine, ModelRunner, Request, SamplingParams  # noqa: E402
 from remap.engine.attention import AttentionBatch, decode_first  # noqa: E402
+from remap.engine.chunk import Chunk  # noqa: E402
 from remap.engine.request import Sequence  # noqa: E402
 from remap.engine.runner import sample  # noqa: E402
-from remap.engine.scheduler import Chunk  # noqa: E402
 from remap.errors import InvalidArgument, OutOfBlocks  # noqa: E402
 
 LAYERS, VOCAB = 3, 97

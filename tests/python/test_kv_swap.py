@@ -362,10 +362,10 @@ def serve_with_a_model_of_contents(seed: int) -> int:
                 pool.content[sequence.blocks[index]] = (sequence.id, index, min(4, chunk.end - 4 * index))
             recomputed += scheduler.commit(chunk)
             if chunk.samples and sequence.append(5) is not None:
-                pool.loses = False
                 scheduler.finish(sequence, pool)
                 unfinished.discard(sequence)
         assert len(scheduler.running) + len(scheduler.arriving) <= 6
+        assert scheduler.used_blocks == len(pool.held)
         if not unfinished:
             break
     assert not unfinished and not pool.held and not pool.stored and len(pool.free_hosts) == host and not pool.shown

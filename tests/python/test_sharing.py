@@ -523,3 +523,14 @@ def test_engine_preempts_as_many_of_the_youngest_requests_as_free_so_many_blocks
     assert engine.metrics.preemptions == 2
     assert engine.preempt(0) == ()
     assert engine.preempt(10_000) == ("r0",)
+
+
+def test_blocks_that_stream_free_nothing_when_their_request_is_preempted():
+    tenant = SwitchedTenant("a", pool_for("llama", 40))
+    engine = engines_for({"a": tenant})["a"]
+    for index in range(2):
+        engine.add_request(Request(f"r{index}", (index + 1,) * 9, SamplingParams(max_tokens=5)))
+    engine.step()
+    youngest = engine.scheduler.running[-1]
+    youngest.streamed = 1
+    assert engine.preempt(len(youngest.blocks)) == ("r1", "r0")

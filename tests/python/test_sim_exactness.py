@@ -20,7 +20,7 @@ from sim_world import kv_spec
 import remap
 from remap import _core
 from remap.advanced import Platform
-from remap.engine.scheduler import Chunk
+from remap.engine.chunk import Chunk
 from remap.errors import InvalidArgument
 from remap.policy import schedule
 from remap.policy.slices import slices_period

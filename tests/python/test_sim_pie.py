@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sim_world import MIB, tiny
 
-from remap.engine.scheduler import Chunk
+from remap.engine.chunk import Chunk
 from remap.sim.hardware import Machine, machine
 from remap.sim.passes import PiePass
 from remap.sim.pools import PiePool

@@ -53,8 +53,8 @@ def spec(
 def test_streamed_blocks_lie_behind_the_pools_in_every_range(
     layers: int, head_dim: int, most: int, streamed: int, page: int
 ) -> None:
-    wide = KVGeometry(spec(layers, head_dim, most, 1, streamed, tokens=4), page)
-    plain = KVGeometry(spec(layers, head_dim, most, 1, 0, tokens=4), page)
+    wide = KVGeometry(spec(layers, head_dim, most, streamed, streamed, tokens=4), page)
+    plain = KVGeometry(spec(layers, head_dim, most, streamed, 0, tokens=4), page)
     # The pool's blocks lie in their ranges as without streamed ones.
     assert (wide.columns, wide.giving_pages) == (plain.columns, plain.giving_pages)
     assert plain.range_pages == plain.columns and plain.tensor_blocks == most
@@ -94,7 +94,7 @@ def test_each_streamed_block_shows_the_host_block_of_its_number(steps: list[tupl
         assert books.hosts(shown) == list(shown.values())
         if shown:
             low, high = min(shown.values()), max(shown.values())
-            assert books.run(shown) == (books.first + low, low, high - low + 1)
+            assert books.run(books.hosts(shown)) == (books.first + low, low, high - low + 1)
         for refused in ([books.first + 7], [0], sorted(shown)[:1] * 2 if shown else [books.first]):
             with pytest.raises(InvalidArgument):
                 books.release(refused)
@@ -104,6 +104,7 @@ def test_each_streamed_block_shows_the_host_block_of_its_number(steps: list[tupl
     ("settings", "field"),
     [
         ({"streamed_blocks": 2, "host_blocks": 4}, "streamed_blocks"),
+        ({"streamed_blocks": 5, "host_blocks": 4, "layout": "layer_major"}, "streamed_blocks"),
         ({"streamed_blocks": 2, "layout": "layer_major"}, "streamed_blocks"),
         ({"streamed_blocks": -1}, "streamed_blocks"),
     ],
@@ -281,7 +282,7 @@ def test_nobody_elses_bytes_are_in_them() -> None:
         for block in first.kv.allocate(8):
             write_block(first, block, 0x5A)
         session.detach("m")
-        second = session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, streamed=20))
+        second = session.attach_bytes(make_layers((1, 1)), name="n", kv=spec(2, host=20, streamed=20))
         region = ctypes.string_at(
             second.kv.address + second.kv.geometry.first_streamed * second.kv.geometry.unit_bytes, PAGE
         )

@@ -20,7 +20,7 @@ from remap.sim.sequences import Work
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from remap.engine.scheduler import Chunk
+    from remap.engine.chunk import Chunk
 
 __all__ = ["run_real"]
 

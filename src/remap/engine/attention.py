@@ -35,7 +35,7 @@ from remap.errors import InvalidArgument
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from remap.engine.scheduler import Chunk
+    from remap.engine.chunk import Chunk
 
 __all__ = ["AttentionBatch", "PagedAttention", "decode_first", "padded"]
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from remap.engine.chunk import Chunk
 from remap.engine.metrics import Metrics, Sample
 from remap.engine.request import Output, Request, Sequence
-from remap.engine.scheduler import TILE, Chunk, Schedule, Scheduler
+from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import InvalidArgument, OutOfBlocks
 from remap.policy.views import Demand
 
@@ -154,7 +155,7 @@ class Engine(ABC):
         for sequence in self._youngest():
             if blocks <= 0:
                 break
-            blocks -= len(sequence.blocks)
+            blocks -= sequence.held_blocks
             self.scheduler.preempt(sequence, self.tenant.kv)
             self.metrics.preemptions += 1
             victims.append(sequence.id)
@@ -166,12 +167,12 @@ class Engine(ABC):
         for sequence, fits in self._leaving():
             if blocks <= 0 or not fits:
                 return
-            blocks -= len(sequence.blocks) - sequence.streamed
+            blocks -= sequence.held_blocks
             self.scheduler.preempt(sequence, self.tenant.kv)
 
     def releasable(self) -> int:
         """Blocks that `release` could free now: host memory has room for what it does not hold yet of them."""
-        return sum(len(sequence.blocks) - sequence.streamed for sequence, fits in self._leaving() if fits)
+        return sum(sequence.held_blocks for sequence, fits in self._leaving() if fits)
 
     def _leaving(self) -> list[tuple[Sequence, bool]]:
         """Who gives blocks up, in this order, and whether host memory has room for it after those before it."""

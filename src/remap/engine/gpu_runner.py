@@ -27,7 +27,8 @@ from remap.engine.graphs import EagerGraphs, TorchCudaGraphs
 from remap.engine.inputs import TokenInputs
 from remap.engine.models import Decoder, decoder_of
 from remap.engine.paged import choose_attention, triton_missing
-from remap.engine.runner import check_fits, sample, streamed
+from remap.engine.runner import check_fits, sample
+from remap.engine.streaming import streamed
 from remap.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from remap.engine.chunk import Chunk
     from remap.engine.graphs import Graphs
-    from remap.engine.scheduler import Chunk
 
 __all__ = ["GRAPHS", "GpuRunner"]
 

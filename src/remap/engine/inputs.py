@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from collections.abc import Sequence as Listed
 
+    from remap.engine.chunk import Chunk
     from remap.engine.request import Sequence
-    from remap.engine.scheduler import Chunk
 
 __all__ = ["BlockTable", "Staged", "TokenInputs"]
 

@@ -25,7 +25,7 @@ from remap.engine.paged_triton import write_kv
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from remap.engine.scheduler import Chunk
+    from remap.engine.chunk import Chunk
 
 __all__ = ["FlashInferPaged"]
 

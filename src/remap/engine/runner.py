@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
 from remap.engine.models import decoder_of
+from remap.engine.streaming import streamed
 from remap.errors import InvalidArgument
 
 if TYPE_CHECKING:
@@ -23,11 +24,11 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from remap.engine.chunk import Chunk
     from remap.engine.models import Decoder
     from remap.engine.request import SamplingParams
-    from remap.engine.scheduler import Chunk
 
-__all__ = ["ModelRunner", "check_fits", "sample", "streamed"]
+__all__ = ["ModelRunner", "check_fits", "sample"]
 
 
 def min_rows(dtype: torch.dtype) -> int:
@@ -39,11 +40,6 @@ def min_rows(dtype: torch.dtype) -> int:
     if dtype is torch.bfloat16:
         return 2
     return 8 if torch.get_num_threads() == 1 else 12
-
-
-def streamed(chunks: Sequence[Chunk]) -> list[int]:
-    """The blocks of a pass over these chunks that stream from host memory."""
-    return [block for chunk in chunks for block in chunk.sequence.blocks[: chunk.sequence.streamed]]
 
 
 def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:

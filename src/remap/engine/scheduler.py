@@ -11,51 +11,23 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 from remap.engine import streaming
-from remap.engine.block_pool import BlockPool
+from remap.engine.chunk import Chunk
 from remap.engine.request import Sequence, State
 from remap.errors import Error, InvalidArgument, OutOfBlocks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-__all__ = ["TILE", "BlockPool", "Chunk", "Schedule", "Scheduler"]
+    from remap.engine.block_pool import BlockPool
+
+__all__ = ["TILE", "Schedule", "Scheduler"]
 
 # Rows of one prefill call. 32 is also the number that torch's fused CPU attention takes at a time, so nothing is lost.
 TILE = 32
-
-
-# Neither frozen nor compared by value: a pass makes one for every sequence that decodes, and simulations make millions.
-@dataclass(eq=False, slots=True)
-class Chunk:
-    """Tokens [start, start + count) of a sequence, to be computed in this pass. Their blocks are allocated."""
-
-    sequence: Sequence
-    start: int
-    count: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.count
-
-    @property
-    def samples(self) -> bool:
-        """The last token known is in this pass, so the pass yields the next one."""
-        return self.end == self.sequence.length
-
-    @property
-    def decodes(self) -> bool:
-        """One token beyond the prompt. The last token of a prompt is prefill even if it is alone, wherever the prompt was
-        cut."""
-        return self.count == 1 and self.start >= self.sequence.prompt_tokens
-
-    @property
-    def recomputed(self) -> int:
-        return max(0, min(self.end, self.sequence.high_water) - self.start)
 
 
 class Schedule(NamedTuple):
@@ -140,7 +112,7 @@ class Scheduler:
 
     @property
     def used_blocks(self) -> int:
-        return sum(len(sequence.blocks) for sequence in (*self.running, *self.arriving))
+        return sum(sequence.held_blocks for sequence in (*self.running, *self.arriving))
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
@@ -271,11 +243,16 @@ class Scheduler:
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
+        try:
+            self._release(sequence, pool)
+        except Error:
+            # A copy has failed, of its KV, which nobody needs any more, or of others', whom the pool tells when they ask. None
+            # is in flight now.
+            self._release(sequence, pool)
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
         elif sequence.state is State.WAITING:
             self._unqueue(sequence)
-        self._release(sequence, pool)
         streaming.forget_host(sequence, 0, pool)
         sequence.state = State.FINISHED
 

@@ -16,12 +16,22 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Listed
 
     from remap.engine.block_pool import BlockPool
+    from remap.engine.chunk import Chunk
     from remap.engine.request import Sequence
 
-__all__ = ["bring_home", "forget_host", "make_room", "settle"]
+__all__ = ["bring_home", "forget_host", "make_room", "settle", "streamed"]
 
 _RUN = 16
 """Blocks that go out together where one would do: of each layer they are two copies, as one block is."""
+
+
+def streamed(chunks: Listed[Chunk]) -> list[int]:
+    """The blocks of a pass over these chunks that stream: what `tenant.forward(streamed=)` takes."""
+    found: list[int] = []
+    for chunk in chunks:
+        if chunk.sequence.streamed:  # of most passes nothing does
+            found += chunk.sequence.blocks[: chunk.sequence.streamed]
+    return found
 
 
 def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tokens: int) -> bool:

@@ -246,9 +246,11 @@ class KVCache:
         self._copies.close()
 
     def retire(self) -> None:
-        """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made."""
+        """The region goes away. Tensors kept by callers read zeros from now on; no new ones are made. Whoever keeps this
+        object keeps nothing of the tenant or its engine."""
         self._tensors = None
         self._memory = _gone
+        self._streamable = self._reclaim = self._reclaimable = None
 
     def _copy_out(self, ids: Sequence[int], below: int | None) -> list[int]:
         self._require_memory()
@@ -294,9 +296,9 @@ class KVCache:
         """A pass is to read these streamed blocks: their run (first block, first host block, how many), and an event
         behind the copies that fill the host blocks (0: they are there). Raises InvalidArgument for a block that shows
         nothing, and InvalidState (field host_blocks) for one whose host block is not `kept`."""
-        run = self.streamed.run(streamed)
-        self._require_kept(self.streamed.hosts(streamed))
-        return run, self._copies.filled()
+        hosts = self.streamed.hosts(streamed)
+        self._require_kept(hosts)
+        return self.streamed.run(hosts), self._copies.filled()
 
     def _require_kept(self, hosts: Sequence[int]) -> None:
         if not self._copies.kept(hosts):

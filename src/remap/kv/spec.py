@@ -61,7 +61,7 @@ class KVSpec:
     paused request holds can lie there while others use its pages.
     streamed_blocks: blocks of the tensors that hold, in passes that name them, what lies in host blocks (`kv.stream`): each
     layer's part of them is copied in just before that layer reads it. They take the memory of
-    streamed_blocks * 2 / layers blocks. layer_major only, and with host_blocks.
+    streamed_blocks * 2 / layers blocks. layer_major only, and at most host_blocks.
     dtype: of the stored keys and values; by default "bfloat16", which a model of another dtype then refuses at attach
     (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
     """
@@ -112,10 +112,11 @@ class KVSpec:
                 value=self.layout,
             )
 
-        if self.streamed_blocks and (self.layout != "layer_major" or not self.host_blocks):
+        if self.streamed_blocks and (self.layout != "layer_major" or self.streamed_blocks > self.host_blocks):
             raise InvalidArgument(
                 f"streamed_blocks={self.streamed_blocks} needs layout='layer_major', where a layer's part of a block lies by "
-                f"itself, and host_blocks for their bytes; got {self.layout!r} and {self.host_blocks}; nothing was created",
+                f"itself, and a host block for each; got {self.layout!r} and host_blocks={self.host_blocks}; nothing was "
+                "created; raise host_blocks or lower streamed_blocks",
                 field="streamed_blocks",
                 value=self.streamed_blocks,
                 layout=self.layout,
@@ -139,9 +140,9 @@ class KVSpec:
 
 
 def with_streamed(spec: KVSpec, streamed_blocks: int, page_bytes: int) -> KVSpec:
-    """`spec` in layer_major layout with so many streamed blocks, whose buffers come out of the memory of its min_blocks in
-    whole blocks: min_blocks falls by what they take. spec: block_major, with host_blocks."""
-    wide = replace(spec, layout="layer_major", streamed_blocks=streamed_blocks)
+    """`spec` in layer_major layout with so many streamed blocks, or as many as it has host blocks. Their buffers come out of
+    the memory of its min_blocks, which falls by what they take, in whole blocks. spec: block_major."""
+    wide = replace(spec, layout="layer_major", streamed_blocks=min(streamed_blocks, spec.host_blocks))
     geometry = KVGeometry(wide, page_bytes)
     pages = KVGeometry(spec, page_bytes).pages_for_blocks(spec.min_blocks) - geometry.buffer_pages
     return replace(

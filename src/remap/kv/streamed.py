@@ -69,10 +69,8 @@ class StreamedBlocks:
         """The host block that each of these shows. Raises InvalidArgument as `release` does."""
         return [block - self.first for block in self.checked(blocks)]
 
-    def run(self, blocks: Iterable[int]) -> tuple[int, int, int]:
-        """(first block, first host block, how many) of the run that has these blocks. Raises InvalidArgument as `release`
-        does."""
-        hosts = self.hosts(blocks)
+    def run(self, hosts: Sequence[int]) -> tuple[int, int, int]:
+        """(first block, first host block, how many) of the run that shows these host blocks, one at least."""
         low, high = min(hosts), max(hosts)
         return self.first + low, low, high - low + 1
 

@@ -82,7 +82,7 @@ class KVCopies:
 
     def kept(self, host_blocks: Iterable[int]) -> bool:
         """Whether no copy out that should have filled one of them is known to have failed."""
-        return self._lost.isdisjoint(host_blocks)
+        return not self._lost or self._lost.isdisjoint(host_blocks)  # every step asks
 
     def filled(self) -> int:
         """An event behind all copies out; 0 if they have been made."""
@@ -142,8 +142,12 @@ class KVCopies:
             self._out = 0
 
     def close(self) -> None:
-        """The tenant goes away: give the streams back, which waits for their copies. Raises the backend's error; it can be
-        called again."""
+        """The tenant goes away: `_give_back`. Whoever keeps this object keeps no prefetcher."""
+        self._give_back()
+        self._prefetched = None
+
+    def _give_back(self) -> None:
+        """Give the streams back, which waits for their copies. Raises the backend's error; it can be called again."""
         self._old += self._made.values()
         self._made.clear()
         while self._old:
@@ -194,9 +198,9 @@ class KVCopies:
         self._flying.clear()
         self._settle()
         try:
-            self.close()
+            self._give_back()
         except Error:
-            return  # `close` tries it again
+            return  # it is tried again, by `close` at the latest
 
     def _settle(self) -> None:
         """Nobody asks for the copies out any more that are under way: what they have not written yet counts as lost."""

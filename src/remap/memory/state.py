@@ -70,9 +70,7 @@ class TenantState:
     turn: Turn
     timing: PassTimes  # the pass's
     link: Any  # shared_link.SharedLink, the session's
-    copy_setup_s: float = field(
-        default=0.0, init=False
-    )  # at least what a copy of any size takes; measured if KV blocks stream
+    copy_setup_s: float = field(default=0.0, init=False)  # of any copy, at least; measured if KV blocks stream
     chunk_bytes: int  # layers are copied in chunks of so many bytes; 0: each as a whole
 
     # -- what the controller has decided

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from remap.engine.scheduler import Chunk
+from remap.engine.chunk import Chunk
+from remap.engine.streaming import streamed
 from remap.sim.hardware import Machine, Model
 from remap.sim.sequences import Work
 
@@ -104,12 +105,7 @@ class SessionPass(Pass):
         self._streamed: list[int] = []
 
     def start(self, chunks: Sequence[Chunk]) -> float:
-        self._streamed = [
-            block
-            for chunk in chunks
-            if chunk.sequence.streamed
-            for block in chunk.sequence.blocks[: chunk.sequence.streamed]
-        ]
+        self._streamed = streamed(chunks)
         return super().start(chunks)
 
     @property

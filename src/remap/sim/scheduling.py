@@ -19,8 +19,10 @@ from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+from remap.engine.block_pool import BlockPool
+from remap.engine.chunk import Chunk
 from remap.engine.request import Sequence, State
-from remap.engine.scheduler import BlockPool, Chunk, Schedule, Scheduler
+from remap.engine.scheduler import Schedule, Scheduler
 from remap.errors import InvalidArgument
 
 __all__ = ["SCHEDULERS", "PrefillFirst", "make_scheduling"]

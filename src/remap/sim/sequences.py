@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from remap.engine.chunk import Chunk
 from remap.engine.request import Output, State
 from remap.engine.request import Sequence as EngineSequence
-from remap.engine.scheduler import Chunk
 
 __all__ = ["Sequence", "Work"]
 
