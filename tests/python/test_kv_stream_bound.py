@@ -3,6 +3,7 @@ alone, and the library itself in virtual time."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -116,3 +117,114 @@ def test_passes_take_as_long_as_predicted(blocks: int, remapped: int, buffers: i
             2,
         )
         assert seconds == pytest.approx(predicted, rel=1e-6)
+
+
+# -- beside other tenants -----------------------------------------------------------------------------------------------
+
+LAYERS = 32
+COMPUTE_S = 1e-4
+
+
+def pair_of_tenants(slowdown: float) -> tuple[object, remap.Session, list[remap.Tenant]]:
+    """Two active tenants whose decode passes have been measured, in virtual time."""
+    made = _core.make_sim_backend(
+        capacity_bytes=8 << 30, h2d_bytes_per_s=RATE, d2h_bytes_per_s=RATE, hbm_bytes_per_s=4e12, contention=False
+    )
+    spec = remap.KVSpec(
+        layers=LAYERS,
+        kv_heads=1,
+        head_dim=64,
+        block_tokens=1024,
+        min_blocks=256,
+        max_blocks=2048,
+        layout="layer_major",
+        host_blocks=256,
+        streamed_blocks=256,
+    )
+    session = remap.Session("6GiB", platform=remap.advanced.Platform(backend=made))
+    config = remap.Config(slowdown=slowdown)
+    pair = [
+        session.attach_bytes(masters([SMALL // 4] * LAYERS), kv=spec, name=name, config=config)
+        for name in ("one", "two")
+    ]
+    return made, session, pair
+
+
+def passes(made: object, work: list[tuple[remap.Tenant, int, list[int]]], count: int) -> list[float]:
+    """Seconds of the longest of each tenant's passes, which run beside each other; work: tenant, stream, streamed blocks."""
+    longest = [0.0] * len(work)
+    for _ in range(count):
+        begun = made.now
+        with contextlib.ExitStack() as stack:
+            for tenant, stream, shown in work:
+                stack.enter_context(tenant.forward(phase="decode", tokens=4, stream=stream, streamed=shown))
+            for layer in range(LAYERS):
+                for tenant, stream, _ in work:
+                    tenant.wait(layer)
+                    made.compute(stream, COMPUTE_S)
+                    tenant.done(layer)
+        ends = [made.stream_end(stream) for _, stream, _ in work]
+        for _, stream, _ in work:
+            made.finish(stream)
+        longest = [max(known, end - begun) for known, end in zip(longest, ends, strict=True)]
+    return longest
+
+
+@pytest.mark.parametrize("slowdown", [0.02, 0.3])
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_tenants_that_stream_keep_each_others_certificates(slowdown: float, share: float) -> None:
+    made, session, (one, two) = pair_of_tenants(slowdown)
+    with session:
+        streams = [made.create_stream() for _ in range(2)]
+        passes(made, [(one, streams[0], []), (two, streams[1], [])], 6)
+        taken = int(share * one.kv.streamable_blocks)
+        first = one.kv.stream(one.kv.copy_out(one.kv.allocate(250))[:taken])
+        assert first
+        session.deactivate("one")
+        unhindered = two.kv.streamable_blocks
+        session.activate("one")
+        # What one copies keeps two waiting, and two may not keep one waiting for longer than one may.
+        beside = two.kv.streamable_blocks
+        assert beside < unhindered and (beside > 0 or share > 0.1)
+        second = two.kv.stream(two.kv.copy_out(two.kv.allocate(250))[:beside])
+        allowed = (1 + slowdown) * LAYERS * COMPUTE_S
+        work = [(one, streams[0], first), (two, streams[1], second)]
+        passes(made, work, 2)  # these wait for the copies out
+        took = passes(made, work, 8)
+        assert max(took) <= allowed * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_layers_stream_only_as_far_as_streamed_blocks_leave_time(share: float) -> None:
+    made, session, (one, _) = pair_of_tenants(0.02)
+    with session:
+        session.detach("two")
+        stream = made.create_stream()
+        passes(made, [(one, stream, [])], 6)
+        taken = int(share * one.kv.streamable_blocks)
+        shown = one.kv.stream(one.kv.copy_out(one.kv.allocate(250))[:taken]) if taken else []
+        for _ in range(20):
+            one.kv.allocate(one.kv.free_blocks)
+            session.step({"one": 200})
+        passes(made, [(one, stream, shown)], 4)
+        (took,) = passes(made, [(one, stream, shown)], 8)
+        assert took <= 1.02 * LAYERS * COMPUTE_S * (1 + 1e-6)
+        assert one.remapped > 0 or share == 1.0
+
+
+def test_a_pass_and_a_copy_in_wait_for_the_copies_of_their_own_host_blocks_only() -> None:
+    made, session, (one, _) = pair_of_tenants(0.02)
+    with session:
+        stream = made.create_stream()
+        ids = one.kv.allocate(250)
+        hosts = one.kv.copy_out(ids[:2])
+        shown = one.kv.stream(hosts[:1])
+        (quiet,) = passes(made, [(one, stream, shown)], 4)
+        one.kv.copy_out(ids[2:242])
+        begun = made.now
+        ticket = one.kv.copy_in(hosts[1:], ids[249:])
+        (beside,) = passes(made, [(one, stream, shown)], 1)
+        assert beside <= quiet * (1 + 1e-6)
+        assert one.kv.arrived(ticket)
+        out_s = 240 * one.kv.spec.block_bytes / RATE
+        assert made.now - begun < out_s  # those are still on their way

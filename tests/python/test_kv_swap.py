@@ -374,6 +374,41 @@ def serve_with_a_model_of_contents(seed: int) -> int:
     return streamed
 
 
+def test_who_comes_back_streams_what_it_has_no_room_for() -> None:
+    pool = ContentPool(9, 40, random.Random(0))
+    pool.streamable_blocks = 40
+    scheduler = Scheduler(block_tokens=4, max_num_seqs=4, max_batch_tokens=64, swap=True, stream=True)
+    one, two = (
+        Sequence.of(Request(name, tuple(range(1, tokens + 1)), SamplingParams(max_tokens=8)), order)
+        for order, (name, tokens) in enumerate((("one", 19), ("two", 16)))
+    )
+
+    def run() -> list[Sequence]:
+        chunks = scheduler.schedule(pool).chunks
+        for chunk in chunks:
+            for index, block in enumerate(chunk.sequence.blocks):
+                if 4 * index >= chunk.start - chunk.start % 4:
+                    pool.content[block] = (chunk.sequence.id, index, min(4, chunk.end - 4 * index))
+            scheduler.commit(chunk)
+            chunk.sequence.append(5)
+        return [chunk.sequence for chunk in chunks]
+
+    scheduler.add(one)
+    assert run() == [one]
+    scheduler.preempt(one, pool)
+    assert one.host and not one.blocks
+    scheduler.waiting.clear()
+    scheduler.add(two)
+    assert run() == [two]
+    scheduler.add(one)
+    copied = len(pool.stored)
+    while one not in run():
+        pass
+    # Five blocks, of which one was short: its first, of which nothing was copied, and none of those of `two`.
+    assert (one.streamed, two.streamed) == (1, 0) and len(pool.stored) == copied - 1  # the last one is written on
+    assert [pool.read(block) for block in one.blocks[:4]] == [("one", index, 4) for index in range(4)]
+
+
 def test_copies_in_that_fail_are_made_again() -> None:
     backend = _core.make_fault_backend(_core.make_host_backend(64 * PAGE, PAGE, 1))
     spec = KVSpec(layers=2, kv_heads=1, head_dim=64, min_blocks=8, max_blocks=8, host_blocks=4)

@@ -38,7 +38,11 @@ POLICIES: Mapping[str, Policy] = {
     "pie": Policy(
         "KV beyond the device's is copied in and out in every pass", Wiring(swap=True, stream=True), prepare=Pie
     ),
-    "stream": Policy("KV of running requests streams from host memory", Wiring(swap=True, stream=True)),
+    # A session, so that whoever has the turn has the link; no layer leaves.
+    "stream": Policy(
+        "KV of running requests streams from host memory",
+        Wiring({"max_layers": 0, "lends": False}, swap=True, stream=True, partial=None),
+    ),
     "remap": Policy("the controller remaps weights", Wiring(controller={})),
     "all": Policy(
         "the controller, KV in host memory, and KV that streams", Wiring({}, swap=True, stream=True, partial=None)

@@ -151,9 +151,7 @@ class Scheduler:
         for sequence in self.running:  # a block that will be written to is not in host memory any more
             streaming.forget_host(sequence, sequence.computed // self.block_tokens, pool)
         self._arrive(pool)
-        if self.stream:
-            for sequence in streaming.settle(self.running, pool):
-                self._give_up(sequence, pool)
+        self._settle(pool)
         found = self._schedule(pool)
         if self.stream and not self.arriving and not any(self._queued()):
             streaming.bring_home(self.running, pool.free_blocks - self.lookahead_blocks * len(self.running), pool)
@@ -161,6 +159,7 @@ class Scheduler:
             return found
         # There is nothing to compute before the first one is there.
         self._arrive(pool, next(iter(self.arriving.values())))
+        self._settle(pool)
         again = self._schedule(pool)
         return again._replace(preempted=(*found.preempted, *again.preempted))
 
@@ -201,8 +200,7 @@ class Scheduler:
             end = sequence.computed + count
             whole = sequence.length if self.reserve_full_prompt else end
             spare = int(self.watermark * pool.usable_blocks) if self.running else 0
-            room = self._room(self.blocks_for(whole) + spare, pool)
-            if not room or not self._reserve(sequence, end, pool):
+            if not self._seat(sequence, end, self.blocks_for(whole) + spare, pool):
                 break
             if sequence.host:
                 if self._fetch(sequence, pool):
@@ -279,6 +277,19 @@ class Scheduler:
         short = blocks - pool.free_blocks
         return short <= 0 or (self.stream and streaming.make_room(self.running, short, pool, self.block_tokens))
 
+    def _seat(self, sequence: Sequence, tokens: int, blocks: int, pool: BlockPool) -> bool:
+        """Give a waiting sequence its blocks for so many tokens, if `blocks` are free or can be made free. Where they are not,
+        its own blocks in host memory stream first: that costs no copy now."""
+        if self.stream:
+            streaming.show(sequence, blocks - pool.free_blocks, pool, self.block_tokens)
+        seated = False
+        try:
+            seated = self._room(blocks - sequence.streamed, pool) and self._reserve(sequence, tokens, pool)
+        finally:
+            if not seated:
+                self._release(sequence, pool)
+        return seated
+
     def _reserve(self, sequence: Sequence, tokens: int, pool: BlockPool) -> bool:
         missing = self.blocks_for(tokens) - len(sequence.blocks)
         if missing > 0:
@@ -300,6 +311,12 @@ class Scheduler:
         sequence.preemptions += 1
         sequence.state = State.WAITING
         self._shelve(sequence)
+
+    def _settle(self, pool: BlockPool) -> None:
+        """What streams is there to be read, or its sequence waits."""
+        if self.stream:
+            for sequence in streaming.settle(self.running, pool):
+                self._give_up(sequence, pool)
 
     def _give_up(self, sequence: Sequence, pool: BlockPool) -> None:
         """Its KV is lost: it waits, to be computed anew."""
@@ -348,16 +365,17 @@ class Scheduler:
     def _fetch(self, sequence: Sequence, pool: BlockPool) -> bool:
         """Start copying its KV back into its new blocks. False if a copy out has failed: then it has no KV any more. Without
         a copy in flight it has no blocks either, so that nobody waits for those."""
+        host, streamed = sequence.host, sequence.streamed
         started = False
         try:
-            if pool.kept(sequence.host):
-                self.arriving[sequence] = pool.copy_in(sequence.host, sequence.blocks[: len(sequence.host)])
+            if pool.kept(host):
+                self.arriving[sequence] = pool.copy_in(host[streamed:], sequence.blocks[streamed : len(host)])
                 started = True
-            else:
-                self._recompute(sequence, pool)
         finally:
             if not started:
                 self._release(sequence, pool)
+        if not started:
+            self._recompute(sequence, pool)
         return started
 
     def _recompute(self, sequence: Sequence, pool: BlockPool) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from remap.engine.chunk import Chunk
     from remap.engine.request import Sequence
 
-__all__ = ["bring_home", "forget_host", "make_room", "settle", "streamed"]
+__all__ = ["bring_home", "forget_host", "make_room", "settle", "show", "streamed"]
 
 _RUN = 16
 """Blocks that go out together where one would do: of each layer they are two copies, as one block is."""
@@ -46,6 +46,17 @@ def make_room(running: Listed[Sequence], blocks: int, pool: BlockPool, block_tok
         if count > 0 and sequence.homing is None:
             freed += _stream(sequence, count, pool)
     return freed >= blocks
+
+
+def show(sequence: Sequence, blocks: int, pool: BlockPool, block_tokens: int) -> None:
+    """Let complete blocks of a sequence that has none of the pool stream, its first, up to `blocks` of them: as many of their
+    host blocks as are below the certificate's bound. Nothing is copied. Raises the pool's error; nothing has changed then."""
+    most = min(blocks, sequence.computed // block_tokens)
+    if most > 0 and pool.kept(sequence.host):
+        limit, have = pool.streamable_blocks, sequence.host[:most]
+        count = next((index for index, host in enumerate(have) if host >= limit), most)
+        if count:
+            sequence.blocks, sequence.streamed = pool.stream(have[:count]), count
 
 
 def bring_home(running: Listed[Sequence], spare: int, pool: BlockPool) -> None:

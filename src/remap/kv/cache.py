@@ -33,9 +33,11 @@ class Copies(Protocol):
     def copy_out(
         self, ranges: Sequence[tuple[int, int, int]], host_blocks: Sequence[int], blocks: Iterable[int]
     ) -> None: ...
-    def copy_in(self, ranges: Sequence[tuple[int, int, int]], blocks: Iterable[int]) -> int: ...
+    def copy_in(
+        self, ranges: Sequence[tuple[int, int, int]], host_blocks: Sequence[int], blocks: Iterable[int]
+    ) -> int: ...
     def kept(self, host_blocks: Iterable[int]) -> bool: ...
-    def filled(self) -> int: ...
+    def filled(self, host_blocks: Iterable[int]) -> int: ...
     def arrived(self, ticket: int) -> bool: ...
     def join(self, ticket: int | None = None) -> None: ...
     def release(self, blocks: Iterable[int]) -> None: ...
@@ -298,7 +300,7 @@ class KVCache:
         nothing, and InvalidState (field host_blocks) for one whose host block is not `kept`."""
         hosts = self.streamed.hosts(streamed)
         self._require_kept(hosts)
-        return self.streamed.run(hosts), self._copies.filled()
+        return self.streamed.run(hosts), self._copies.filled(hosts)
 
     def _require_kept(self, hosts: Sequence[int]) -> None:
         if not self._copies.kept(hosts):
@@ -321,7 +323,7 @@ class KVCache:
         self._require_kept(hosts)
         ranges = self.host.ranges(list(zip(ids, hosts)))
         ticket = self._copies.copy_in(
-            [(self.address + region, self._host_address + store, size) for region, store, size in ranges], ids
+            [(self.address + region, self._host_address + store, size) for region, store, size in ranges], hosts, ids
         )
         self.copied_in_bytes += len(ids) * self.spec.block_bytes
         return ticket

@@ -27,6 +27,7 @@ class StreamedBlocks:
     def __init__(self, geometry: KVGeometry) -> None:
         self.first = geometry.first_streamed
         self.total = geometry.spec.streamed_blocks
+        self.stop = 0  # host blocks up to here are shown; other threads read it
         self._used: set[int] = set()
 
     @property
@@ -48,11 +49,13 @@ class StreamedBlocks:
                 streamed_blocks=self.total,
             )
         self._used.update(blocks)
+        self.stop = max(self.stop, max(host_blocks, default=-1) + 1)
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
         """Give blocks back. Raises InvalidArgument (field: block) for one that shows nothing, or is named twice."""
         self._used.difference_update(self.checked(blocks))
+        self.stop = max(self._used, default=self.first - 1) + 1 - self.first
 
     def split(self, blocks: Iterable[int]) -> tuple[list[int], list[int]]:
         """(those of the pool, those that stream)."""

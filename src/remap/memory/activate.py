@@ -145,4 +145,4 @@ def _certify(tenant: TenantState) -> None:
     allowed."""
     times = tenant.decode_times()
     if tenant.streamed and times is not None:
-        tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming)
+        tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)

@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 
-from remap.kv.spec import BUFFERS
 from remap.memory.plan import MAX_BUFFERS, Streaming, TenantPages
 from remap.memory.restream import prepare_growth
 from remap.memory.state import TenantState
 from remap.policy import kv_stream, schedule
-from remap.policy.link import delayed
+from remap.policy.link import Neighbour, delayed, spared
 from remap.policy.maxplus import copied_uses
 from remap.policy.views import LayerSeconds
 
@@ -43,9 +42,9 @@ class StallBounds:
         self._asked: tuple[LayerSeconds, tuple[int, ...], bool] | None = None  # the answers' key
         self._bound: tuple[int, int] | None = None
         self._stalls: dict[tuple[int, int], tuple[float, str]] = {}
-        self._blocks: tuple[LayerSeconds, Streaming, int] | None = (
-            None  # the answer of `streamable_blocks`, with its key
-        )
+        self._beside: dict[tuple[int, int, int], float] = {}
+        # The answer of `streamable_blocks`, with its key.
+        self._blocks: tuple[LayerSeconds, Streaming, list[Neighbour], int] | None = None
         self._looked_at: tuple[TenantPages, tuple[int, ...]] | None = None  # the key of `_possible`
         self._possible: dict[tuple[int, int], bool] = {}
 
@@ -57,8 +56,16 @@ class StallBounds:
         return self._bound
 
     def stall(self, times: LayerSeconds, remapped: int, buffers: int) -> float:
-        """Seconds per pass that the computation would wait."""
-        return self._answer(times, remapped, buffers)[0]
+        """Seconds per pass that the computation would wait, beside the KV blocks that stream now."""
+        stall, kind = self._answer(times, remapped, buffers)
+        blocks = self._tenant.kv.streamed.stop
+        if not blocks:
+            return stall
+        known = self._beside.get((remapped, buffers, blocks))
+        if known is None:
+            target = self._tenant.streaming_at(remapped, buffers, kind)
+            known = self._beside[remapped, buffers, blocks] = self._tenant.stall(times, target, blocks)
+        return known
 
     def kind(self, times: LayerSeconds | None, remapped: int, buffers: int) -> str:
         """The selection to use: the first allowed one with a stall within the slowdown, else the one of least stall."""
@@ -88,35 +95,26 @@ class StallBounds:
 
     def streamable_blocks(self) -> int:
         """Host blocks that a decode pass may stream, from the first on, beside the weights that stream now, so that it waits
-        no longer than `slowdown` and `tbt_s` allow. 0 before the first decode pass, and beside other active tenants: their
-        copies and those of blocks would keep each other waiting, piece by piece."""
-        tenant = self._tenant
-        kv, times = tenant.kv, tenant.timing.decode()
-        if not kv.spec.streamed_blocks or times is None or tenant.link.neighbours(tenant) is not None:
+        no longer than `slowdown` and `tbt_s` allow, and other active tenants that stream no longer than they may. 0 before
+        the first decode pass."""
+        tenant, most = self._tenant, self._tenant.kv.spec.streamed_blocks
+        times = tenant.link.times(tenant) if most else None
+        if times is None:
             return 0
-        streaming = tenant.pages.streaming
-        known = self._blocks
-        if known is None or known[0] is not times or known[1] != streaming:
-            copies, compute_s = tenant.copy_seconds(times, streaming), math.fsum(times.compute_s)
-            part, setup = kv.geometry.unit_bytes * tenant.timing.seconds_per_byte(), tenant.copy_setup_s
+        near, present = tenant.link.neighbours(tenant), tenant.pages.streaming
+        neighbours, known = near() if near is not None else [], self._blocks
+        if known is None or known[0] is not times or known[1] != present or known[2] != neighbours:
+            compute_s, piece_s = math.fsum(times.compute_s), tenant.present_piece()
 
             def seconds(blocks: int) -> float:
-                return kv_stream.pass_seconds(
-                    times.compute_s,
-                    copies,
-                    streaming.layers,
-                    max(1, streaming.buffers),
-                    2 * (setup + blocks * part) if blocks else 0.0,
-                    kv.spec.layers,
-                    BUFFERS,
-                )
+                longest_s = max(tenant.longest_piece(present), tenant.blocks_piece(blocks))
+                spares = longest_s <= piece_s or spared(neighbours, piece_s, longest_s)
+                return tenant.period(times, present, blocks) if spares else math.inf
 
-            limit = (1.0 + self._slowdown) * compute_s
-            target = tenant.config.tbt_s
+            limit, target = (1.0 + self._slowdown) * compute_s, tenant.config.tbt_s
             limit = limit if target is None else min(limit, max(compute_s, target))
-            most = kv_stream.most_blocks(seconds, limit, kv.spec.streamed_blocks)
-            known = self._blocks = (times, streaming, most)
-        return known[2]
+            known = self._blocks = (times, present, neighbours, kv_stream.most_blocks(seconds, limit, most))
+        return known[3]
 
     def plan_growth(self) -> None:
         """Plan the next growth, if the bound allows one that adds to what streams, and it is not planned yet. Called at
@@ -182,6 +180,7 @@ class StallBounds:
             self._asked = (times, order, slicing)
             self._bound = None
             self._stalls.clear()
+            self._beside.clear()
 
     def _most_layers(self, times: LayerSeconds) -> tuple[int, int]:
         transfer, sizes = times.transfer_s, self._tenant.pages.sizes

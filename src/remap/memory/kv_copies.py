@@ -4,8 +4,8 @@ Copies within the region come behind all work that the tenant has enqueued, and 
 compute stream, or at once if its passes compute on the calling thread. Copies out and in run beside the passes, on a
 stream for each direction, behind what the compute stream has now (it has written what goes out, and zeroes pages that
 were gained). So nobody may read or write the blocks of a copy in until it has arrived, nobody may write those of a copy
-out while they are live, and whatever takes such blocks away comes behind their copies: `join`. A copy in comes behind all
-copies out: it may read what they write.
+out while they are live, and whatever takes such blocks away comes behind their copies: `join`. A copy in comes behind the
+copies out that write what it reads.
 
 A copy that fails, or whose enqueuing is interrupted, is written down: `arrived` raises for it, and `kept` is False for
 the host blocks that it should have filled. Its stream is replaced, since a stream that has failed fails for ever.
@@ -70,12 +70,13 @@ class KVCopies:
                 self._out = 0 if self._out == event else self._out
         self._lost.difference_update(host_blocks)
         # What these host blocks held before may still be on its way in, for a pass that was abandoned.
-        self._out = self._start(_OUT, ranges, self._prefetched() if self._prefetched is not None else 0)
+        self._out = self._start(_OUT, ranges, behind=self._prefetched() if self._prefetched is not None else 0)
         self._leaving[self._out] = tuple(host_blocks), frozenset(blocks)
 
-    def copy_in(self, ranges: Ranges, blocks: Iterable[int]) -> int:
-        """Start copying into these blocks. Returns a ticket for `arrived`. On an error nothing is in flight any more."""
-        event = self._start(_IN, ranges, self._made.get(_OUT, 0) if self._leaving else 0)
+    def copy_in(self, ranges: Ranges, host_blocks: Sequence[int], blocks: Iterable[int]) -> int:
+        """Start copying these host blocks into these blocks. Returns a ticket for `arrived`. On an error nothing is in flight any
+        more."""
+        event = self._start(_IN, ranges, filled=self.filled(host_blocks))
         self._tickets += 1
         self._flying[self._tickets] = event, frozenset(blocks)
         return self._tickets
@@ -84,9 +85,13 @@ class KVCopies:
         """Whether no copy out that should have filled one of them is known to have failed."""
         return not self._lost or self._lost.isdisjoint(host_blocks)  # every step asks
 
-    def filled(self) -> int:
-        """An event behind all copies out; 0 if they have been made."""
-        return next((event for event in reversed(self._leaving) if not self._done(event)), 0)
+    def filled(self, host_blocks: Iterable[int]) -> int:
+        """An event behind the copies out that fill these host blocks; 0 if they have been made."""
+        if not self._leaving:
+            return 0
+        hosts = frozenset(host_blocks)
+        last = next((each for each in reversed(self._leaving) if not hosts.isdisjoint(self._leaving[each][0])), 0)
+        return 0 if not last or self._done(last) else last
 
     def arrived(self, ticket: int) -> bool:
         """Whether these copies in have been made. Raises the error of copies that failed with them: then no copy in has
@@ -159,8 +164,8 @@ class KVCopies:
             self._events.pop()
         self._flying.clear()
 
-    def _start(self, direction: str, ranges: Ranges, behind: int) -> int:
-        """The event behind these copies, which come behind the compute stream and this other one."""
+    def _start(self, direction: str, ranges: Ranges, *, behind: int = 0, filled: int = 0) -> int:
+        """The event behind these copies, which come behind the compute stream, this other one and this event."""
         streams = self._streams
         try:
             if direction not in self._made:
@@ -169,6 +174,9 @@ class KVCopies:
             for earlier in (self._compute.current(), behind):
                 if earlier:
                     streams.order(stream, earlier)
+            if filled:
+                streams.backend.query(filled)  # raises if it has failed, which would spread
+                streams.backend.stream_wait(stream, filled)
             for target, source, nbytes in ranges:
                 streams.backend.copy(stream, target, source, nbytes)
             return self._record(stream)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
+from remap.kv.spec import BUFFERS
 from remap.memory.state import TenantState
 from remap.policy.cost import LayerTimes
 from remap.policy.link import Neighbour
@@ -55,25 +56,23 @@ class SharedLink:
             tenant.certified_wait_s = wait_s
             times = self.times(tenant) if tenant.streamed and not tenant.by_hand else None
             if times is not None:
-                tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming)
+                tenant.predicted_stall_s = tenant.stall(times, tenant.pages.streaming, tenant.kv.streamed.stop)
 
     def _active(self) -> list[TenantState]:
         return [tenant for tenant in tuple(self._tenants.values()) if tenant.active]
 
     def _waits(self, *but: TenantState) -> float:
         """The longest pieces of all active tenants but these, in all."""
-        return math.fsum(
-            each.longest_piece(each.pages.streaming) for each in self._active() if each.pages.ring and each not in but
-        )
+        return math.fsum(each.present_piece() for each in self._active() if each not in but)
 
     def _neighbours(self, tenant: TenantState) -> list[Neighbour]:
         found = []
         active = self._active()
         for other in active:
-            known, streaming = other.timing.known_shared, other.pages.streaming
+            known, streaming, blocks = other.timing.known_shared, other.pages.streaming, other.kv.streamed.stop
             # Its pass's thread may be learning: then the last answer stands.
             times = other.timing.shared(len(active)) if other.turn.claimed else known and known[2]
-            if other is tenant or times is None or not streaming.layers:
+            if other is tenant or times is None or not (streaming.layers or blocks):
                 continue
             found.append(
                 Neighbour(
@@ -85,6 +84,9 @@ class SharedLink:
                     buffers=streaming.buffers,
                     others_s=self._waits(tenant, other),
                     allowed_s=other.config.slowdown * math.fsum(times.compute_s),
+                    part_s=other.part_seconds(blocks),
+                    kv_layers=other.kv.spec.layers,
+                    kv_buffers=BUFFERS,
                 )
             )
         return found

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from remap.config import Knobs
 from remap.errors import InvalidState
 from remap.kv.cache import KVCache
+from remap.kv.spec import BUFFERS
 from remap.locking import Turn
 from remap.memory.plan import Plan, Streaming, TenantPages, ring_of
 from remap.memory.prepared import PreparedPlan, prepare
@@ -24,7 +25,7 @@ from remap.memory.streams import ComputeStream
 from remap.memory.timing import PassTimes
 from remap.model.protocols import Handle
 from remap.model.source import LayerSource
-from remap.policy import schedule
+from remap.policy import kv_stream, schedule
 from remap.policy.controller import Controller
 from remap.policy.cost import LayerTimes
 from remap.policy.link import delayed
@@ -357,21 +358,49 @@ class TenantState:
         (`SharedLink.times`)."""
         return self.link.times(self)
 
-    def period(self, times: LayerSeconds, target: Streaming) -> float:
+    def part_seconds(self, blocks: int) -> float:
+        """Seconds to copy a layer's keys, or its values, of the first `blocks` host blocks in."""
+        return (
+            self.copy_setup_s + blocks * self.kv.geometry.unit_bytes * self.timing.seconds_per_byte() if blocks else 0.0
+        )
+
+    def present_piece(self) -> float:
+        """`longest_piece` of what its passes copy now, streamed blocks included."""
+        weights = self.longest_piece(self.pages.streaming) if self.pages.ring else 0.0
+        return max(weights, self.blocks_piece(self.kv.streamed.stop))
+
+    def blocks_piece(self, blocks: int) -> float:
+        """`longest_piece` of so many streamed blocks: a layer's keys and values are handed to the link together."""
+        return 2 * self.part_seconds(blocks)
+
+    def period(self, times: LayerSeconds, target: Streaming, blocks: int = 0) -> float:
         """Seconds per pass at most: in passes beside other tenants' passes and copies or, if these are stretched by
-        more, in the quicker ones beside none (and so without any wait for the link), at the same scale."""
-        copies = own = self.copy_seconds(times, target)
+        more, in the quicker ones beside none (and so without any wait for the link), at the same scale. blocks: so many
+        host blocks, from the first on, stream too."""
+        copies, part_s = self.copy_seconds(times, target), self.part_seconds(blocks)
         if times.wait_s:
-            copies = delayed(own, self.pieces(target), times.wait_s)
-        seconds = schedule.period(times.compute_s, copies, target.layers, target.buffers)
+            beside = delayed(copies, self.pieces(target), times.wait_s)
+            seconds = self._pass_seconds(times.compute_s, beside, target, part_s + times.wait_s if blocks else 0.0)
+        else:
+            seconds = self._pass_seconds(times.compute_s, copies, target, part_s)
         if times.alone < 1.0:
             quick = [each * times.alone for each in times.compute_s]
-            seconds = max(seconds, schedule.period(quick, own, target.layers, target.buffers) / times.alone)
+            seconds = max(seconds, self._pass_seconds(quick, copies, target, part_s) / times.alone)
         return seconds
 
-    def stall(self, times: LayerSeconds, target: Streaming) -> float:
+    def _pass_seconds(
+        self, compute_s: Sequence[float], copies: Sequence[float], target: Streaming, part_s: float
+    ) -> float:
+        if not part_s:
+            return schedule.period(compute_s, copies, target.layers, target.buffers)
+        buffers = max(1, target.buffers)
+        return kv_stream.pass_seconds(
+            compute_s, copies, target.layers, buffers, 2 * part_s, self.kv.spec.layers, BUFFERS
+        )
+
+    def stall(self, times: LayerSeconds, target: Streaming, blocks: int = 0) -> float:
         """Seconds per pass for which the computation would wait at most (`period`)."""
-        return max(0.0, self.period(times, target) - math.fsum(times.compute_s))
+        return max(0.0, self.period(times, target, blocks) - math.fsum(times.compute_s))
 
     @functools.cached_property
     def unplaced(self) -> frozenset[int]:

@@ -13,20 +13,22 @@ tests/reference/link_des.py simulates such a link. Source: derived.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from remap.policy import schedule
+from remap.policy import kv_stream, schedule
 
 __all__ = ["Neighbour", "delayed", "spared"]
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """An active tenant that streams, as another one sees it.
+    """An active tenant that streams layers or KV blocks, as another one sees it.
 
     compute_s, copy_s, pieces: per layer; copy_s without any waiting. others_s: the longest pieces of all tenants other
-    than these two, in all. allowed_s: the stall per pass that its settings allow.
+    than these two, in all. allowed_s: the stall per pass that its settings allow. part_s: of each of the two copies of a
+    layer's streamed KV blocks, for its first `kv_layers` layers through `kv_buffers` buffers; 0: none stream.
     """
 
     name: str
@@ -37,11 +39,21 @@ class Neighbour:
     buffers: int
     others_s: float
     allowed_s: float
+    part_s: float = 0.0
+    kv_layers: int = 0
+    kv_buffers: int = 0
 
     def stall(self, longest_s: float) -> float:
         """Seconds per pass that it waits at most, beside a tenant whose longest piece takes `longest_s`."""
-        copies = delayed(self.copy_s, self.pieces, self.others_s + longest_s)
-        return schedule.stall(self.compute_s, copies, self.streamed, self.buffers)
+        wait_s = self.others_s + longest_s
+        copies = delayed(self.copy_s, self.pieces, wait_s)
+        if not self.part_s:
+            return schedule.stall(self.compute_s, copies, self.streamed, self.buffers)
+        block_s, buffers = 2 * (self.part_s + wait_s), max(1, self.buffers)
+        seconds = kv_stream.pass_seconds(
+            self.compute_s, copies, self.streamed, buffers, block_s, self.kv_layers, self.kv_buffers
+        )
+        return max(0.0, seconds - math.fsum(self.compute_s))
 
 
 def delayed(copy_s: Sequence[float], pieces: Sequence[int], wait_s: float) -> tuple[float, ...]:

@@ -133,9 +133,8 @@ class PrefillFirst(Scheduler):
         while self.swapped and self._held < self.max_num_seqs:
             sequence = self.swapped[0]
             blocks = self.blocks_for(sequence.length)
-            if pool.free_blocks - blocks < spare and (self._held or pool.free_blocks < blocks):
+            if not self._seat(sequence, sequence.length, blocks + (spare if self._held else 0), pool):
                 break
-            sequence.blocks = pool.allocate(blocks)
             started = self._fetch(sequence, pool)
             self.swapped.popleft()  # only now: a copy may fail, and it must not be lost
             if not started:

@@ -141,7 +141,7 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
         max_blocks=most,
         host_blocks=_HOST_BLOCKS if policy.swaps else 0,
     )
-    return (with_streamed(spec, reserved, setup.page_bytes) if policy.stream else spec), reserved
+    return (with_streamed(spec, 2 * reserved, setup.page_bytes) if policy.stream else spec), reserved
 
 
 def _memory(setup: Setup, tenant: TenantSetup) -> int:
