@@ -36,10 +36,12 @@ class Cell:
 
 
 THREE = Panel("8B, 13B and 14B ShareGPT", "Llama-3-8b:25%,Llama-2-13b:37%,Qwen2.5-14B:37%", ("sharegpt",))
+TWO = Panel("Qwen3-4B twice ShareGPT", "Qwen3-4B:45%,Qwen3-4B:45%", ("sharegpt",))
 CELLS = (
     *(Cell("GH200-96GB", C1[1], rate) for rate in (4.0, 6.0)),
     Cell("GH200-96GB", C2[1], 1.5),
     *(Cell("H100-PCIe", THREE, rate) for rate in (2.0, 4.0)),
+    *(Cell("RTX-4090", TWO, rate) for rate in (4.0, 8.0)),
 )
 POLICIES = (BASELINE, "swap", "pie", OURS, "remap:swap", IDEAL)
 SETTINGS = Settings(requests=1500, seeds=5)
@@ -54,8 +56,8 @@ COLUMNS = (
 PAGE = """# Between recompute and ideal: {seeds} seeds of {requests:,} requests
 
 Virtual time, bursts of the Azure code trace, ShareGPT lengths, models in turns of 1 s. C1 is OPT-13b, Llama-2-13b and
-Llama-3-8b, C2 is OPT-30b and OPT-6.7b, and the third load is Llama-3-8b, Llama-2-13b and Qwen2.5-14B. Each figure is the
-median of n seeds, (worst to best). Made by `python -m bench.lab gap`; equal settings give equal figures.
+Llama-3-8b, C2 is OPT-30b and OPT-6.7b, the third load is Llama-3-8b, Llama-2-13b and Qwen2.5-14B, and the last Qwen3-4B
+twice, on a machine of 24 GB whose link has 25.5 GB/s. Each figure is the median of n seeds, (worst to best). Made by `python -m bench.lab gap`; equal settings give equal figures.
 
 `ideal` is recompute with six times the memory. Gap closed: how far a policy comes from recompute (0 %) to ideal (100 %),
 each seed by itself; – where both are within 5 %. Goodput: requests with the first token within 2 s and TPOT of at most 0.2 s.

@@ -141,7 +141,15 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
         max_blocks=most,
         host_blocks=_HOST_BLOCKS if policy.swaps else 0,
     )
-    return (with_streamed(spec, 2 * reserved, setup.page_bytes) if policy.stream else spec), reserved
+    return (_with_streamed(spec, reserved, model, setup) if policy.stream else spec), reserved
+
+
+def _with_streamed(spec: KVSpec, reserved: int, model: Model, setup: Setup) -> KVSpec:
+    """As many streamed blocks as two reservations have, or one where their buffers would leave no room for the longest
+    request."""
+    longest = -(-model.context // setup.block_tokens)
+    wide = with_streamed(spec, 2 * reserved, setup.page_bytes)
+    return wide if wide.min_blocks >= longest else with_streamed(spec, reserved, setup.page_bytes)
 
 
 def _memory(setup: Setup, tenant: TenantSetup) -> int:
