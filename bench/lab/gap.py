@@ -57,7 +57,8 @@ PAGE = """# Between recompute and ideal: {seeds} seeds of {requests:,} requests
 
 Virtual time, bursts of the Azure code trace, ShareGPT lengths, models in turns of 1 s. C1 is OPT-13b, Llama-2-13b and
 Llama-3-8b, C2 is OPT-30b and OPT-6.7b, the third load is Llama-3-8b, Llama-2-13b and Qwen2.5-14B, and the last Qwen3-4B
-twice, on a machine of 24 GB whose link has 25.5 GB/s. Each figure is the median of n seeds, (worst to best). Made by `python -m bench.lab gap`; equal settings give equal figures.
+twice, on a machine of 24 GB whose link has 25.5 GB/s. Each figure is the median of n seeds, (worst to best). Made by
+`python -m bench.lab gap`; equal settings give equal figures.
 
 `ideal` is recompute with six times the memory. Gap closed: how far a policy comes from recompute (0 %) to ideal (100 %),
 each seed by itself; – where both are within 5 %. Goodput: requests with the first token within 2 s and TPOT of at most 0.2 s.
