@@ -45,10 +45,10 @@ void bind_arena(py::module_& module) {
           py::arg("count"), py::arg("owner"), py::arg("tenant"), py::arg("excluded") = std::vector<PageId>{}, ReleaseGil())
       .def(
           "add_layer_region",
-          [](Arena& arena, TenantId tenant, const std::string& name, const PageList& home) {
-            return arena.add_layer_region(tenant, name, home.pages);
+          [](Arena& arena, TenantId tenant, const std::string& name, const PageList& pages) {
+            return arena.add_layer_region(tenant, name, pages.pages);
           },
-          py::arg("tenant"), py::arg("name"), py::arg("home"), ReleaseGil())
+          py::arg("tenant"), py::arg("name"), py::arg("pages"), ReleaseGil())
       .def("add_ring_region", &Arena::add_ring_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
       .def("add_kv_region", &Arena::add_kv_region, py::arg("tenant"), py::arg("slots"), ReleaseGil())
       .def(

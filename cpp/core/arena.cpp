@@ -248,48 +248,58 @@ RegionId Arena::add_region(RegionKind kind, TenantId tenant, const std::string& 
   return next_region_++;
 }
 
-RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& home) {
+RegionId Arena::add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& pages) {
   refuse_fork(fork_generation_);
   const Both locks(*this);
   guard();
-  std::vector<PageId> sorted(home);
+  std::vector<PageId> sorted(pages);
   std::sort(sorted.begin(), sorted.end());
   const auto twice = std::adjacent_find(sorted.begin(), sorted.end());
   if (twice != sorted.end()) {
     throw Error(ErrorKind::invalid_argument, "Page " + std::to_string(*twice) + " is named twice. Nothing changed.",
                 {{"page", number(*twice)}});
   }
-  for (PageId id : home) {
-    if (id >= pages_.size() || pages_[id].owner != Owner::params || pages_[id].tenant != tenant) {
+  // A layer has a home, or it streams for good: then it shows its tenant's ring.
+  const bool streams = !pages.empty() && pages[0] < pages_.size() && pages_[pages[0]].owner == Owner::ring;
+  for (PageId id : pages) {
+    const bool its_own = id < pages_.size() && pages_[id].owner == (streams ? Owner::ring : Owner::params) &&
+                         pages_[id].tenant == tenant;
+    if (!its_own) {
       throw Error(ErrorKind::invalid_argument,
-                  "Page " + std::to_string(id) + " is not a params page of tenant " + std::to_string(tenant) +
-                      ". Nothing changed.",
+                  "Page " + std::to_string(id) + " is not a " + (streams ? "ring" : "params") + " page of tenant " +
+                      std::to_string(tenant) + ". Nothing changed.",
                   {{"page", number(id)}, {"tenant", number(tenant)}});
     }
   }
-  const RegionId id = add_region(RegionKind::layer, tenant, name, home.size());
+  const RegionId id = add_region(RegionKind::layer, tenant, name, pages.size());
   Region& fresh = regions_.at(id);
   try {
-    fresh.home = home;
-    fresh.target = home;
+    fresh.home = streams ? std::vector<PageId>(pages.size(), kNoPage) : pages;
+    fresh.target = pages;
     std::vector<DirtyPage> dirty;
-    for (std::size_t slot = 0; slot < home.size(); ++slot) {
-      if (is_dirty(home[slot], tenant)) dirty.push_back({id, slot_address(fresh.view, slot), home[slot], tenant});
+    for (std::size_t slot = 0; slot < pages.size(); ++slot) {
+      if (is_dirty(pages[slot], tenant)) dirty.push_back({id, slot_address(fresh.view, slot), pages[slot], tenant});
     }
-    Pointer(*this).map(fresh.view, 0, home);
+    Pointer(*this).map(fresh.view, 0, pages);
     zero_pages(dirty);
   } catch (...) {
     if (broken_) throw;
     try {
-      Pointer(*this).unmap(fresh.view, 0, home.size());
+      Pointer(*this).unmap(fresh.view, 0, pages.size());
     } catch (...) {
-      fail_broken("mapping a layer failed and so did undoing it: ", std::current_exception(), home);
+      fail_broken("mapping a layer failed and so did undoing it: ", std::current_exception(), pages);
     }
     discard({fresh.view.address, fresh.reserved_bytes, {}});
     regions_.erase(id);
     throw;
   }
-  for (PageId page : home) pages_[page].home = id;
+  for (PageId page : pages) {
+    if (streams) {
+      pages_[page].fixed = true;
+    } else {
+      pages_[page].home = id;
+    }
+  }
   ++epoch_;
   return id;
 }
@@ -422,7 +432,10 @@ void Arena::designate_ring(RegionId ring_region, std::size_t first_slot, const s
                 {{"region", number(ring_region)}, {"first_slot", number(first_slot)}, {"pages", number(pages.size())}});
   }
   require_pages(pages);
-  if (options_.mode == Mode::strict) return;
+  const bool its_ring = std::all_of(pages.begin(), pages.end(), [&](PageId id) {
+    return pages_[id].owner == Owner::ring && pages_[id].tenant == ring.tenant;
+  });
+  if (options_.mode == Mode::strict && !its_ring) return;
   refuse_registered(ring_region);
   Pointer(*this).slots(ring.view, first_slot, pages);
 }

@@ -63,7 +63,7 @@ Executor::Needs Executor::validate(const Plan& plan) {
                  {{"page", number(id)}, {"tenant", number(tenant)}});
         }
         const Page& page = arena.pages_[id];
-        if (page.fixed) refuse("Page " + std::to_string(id) + " stands in fixed slots of a KV region", {{"page", number(id)}});
+        if (page.fixed) refuse("Page " + std::to_string(id) + " stands in fixed slots", {{"page", number(id)}});
         const bool dirty = page.dirty != kNobody && page.dirty != after && move.to != Owner::kv;
         if (after != kNobody && (dirty || (page.tenant != kNobody && page.tenant != after))) refuse_mixing(id, after);
         moved_[id] = {validation_, after, move.to};

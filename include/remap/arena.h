@@ -165,8 +165,9 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // OutOfMemory (fields: requested, free = what could have been taken) if there are fewer; InvalidArgument for a page in
   // `excluded` that does not exist.
   std::vector<PageId> take(std::size_t count, Owner owner, TenantId tenant, const std::vector<PageId>& excluded = {});
-  // A region that shows `home` for now, populated and writable. Also used for what is never streamed.
-  RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& home);
+  // A region that shows `pages`, populated and writable. params pages are its home, which it shows for now; also used for what is
+  // never streamed. ring pages stay the tenant's ring: a layer without a home shows them for good, and may share them with others.
+  RegionId add_layer_region(TenantId tenant, const std::string& name, const std::vector<PageId>& pages);
   // A region of `slots` with nothing behind it; the ring's own view of its buffers, or the KV cache (one a tenant).
   RegionId add_ring_region(TenantId tenant, std::size_t slots);
   RegionId add_kv_region(TenantId tenant, std::size_t slots);
@@ -179,7 +180,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   // No more pages get a place in the KV region. aliased: slots without one are retired, so that looking at all of the region never
   // ends the process. strict: they stay as all that is not owned.
   void seal(RegionId kv_region);
-  // Maps ring slots ahead of use (aliased only; strict waits for the plan).
+  // Maps ring slots ahead of use. strict: only pages that are the tenant's ring already; others wait for the plan.
   void designate_ring(RegionId ring_region, std::size_t first_slot, const std::vector<PageId>& pages);
   // Makes a ready view of a layer's region so that pointing there later is one exchange. No-op without can_exchange().
   void prepare_view(RegionId layer_region, const std::vector<PageId>& pages);

@@ -39,13 +39,17 @@ def require(name: str, value: object, kinds: type | tuple[type, ...], expected: 
     )
 
 
-def require_attach(name: object, priority: object, kv: object, config: object, active: object) -> None:
+def require_attach(
+    name: object, priority: object, kv: object, config: object, active: object, resident_layers: object
+) -> None:
     """Checks the arguments that `Session.attach` and `attach_bytes` share; raises as `require` does."""
     require("name", name, str, "the tenant's name, a str")
     require("priority", priority, int, "an int")
     require("kv", kv, KVSpec, "a KVSpec")
     require("config", config, (Config, type(None)), "a remap.Config, or None for the session's")
     require("active", active, bool, "True or False")
+    if resident_layers is not None and not is_count(resident_layers):
+        raise invalid("resident_layers", resident_layers, "a number of layers, at least 0, or None for all of them")
 
 
 def require_module(model: object) -> None:

@@ -184,6 +184,7 @@ class Session:
         extra_layers: Sequence[Any] = (),
         embedding: str = "device",
         hooks: bool = True,
+        resident_layers: int | None = None,
     ) -> Tenant:
         """Move a torch model's tensors into the arena and give it a KV cache.
 
@@ -201,6 +202,9 @@ class Session:
         hooks: torch hooks make each layer wait for its weights and say when it is done, and make each call of the model
         a pass (`remap.model.hooks`). No layer streams before one whole pass has waited for every layer. False: the
         engine itself calls wait and done, for every layer in every pass.
+        resident_layers: so many layers have pages of their own. The others stream in every pass, for good, through a ring of
+        Knobs.buffers buffers (2 by default): so a model that is larger than the session can be attached. What streams then
+        never changes, and none of its layers becomes KV. None: all layers have pages, and may come and go.
 
         The model may be on the CPU or on the session's device. Afterwards it is on that device and computes as before,
         at new addresses that never change again. A model from the CPU needs no room on the device beside the session.
@@ -211,7 +215,7 @@ class Session:
         changes then.
         """
         self._passes.check_open()
-        require_attach(name, priority, kv, config, active)
+        require_attach(name, priority, kv, config, active, resident_layers)
         require_options(layers, mutable, weights, names, extra_layers, hooks)
         self._check_name(name)
         self._device.require_bytes()
@@ -231,7 +235,7 @@ class Session:
                 embedding=embedding,
                 hooks=hooks,
             )
-            return self._admit(source, name, priority, kv, config, host, active)
+            return self._admit(source, name, priority, kv, config, host, active, resident_layers)
 
     @exclusive
     def attach_bytes(
@@ -243,6 +247,7 @@ class Session:
         kv: KVSpec,
         config: Config | None = None,
         active: bool = True,
+        resident_layers: int | None = None,
     ) -> Tenant:
         """As `attach`, for an engine without torch: one buffer of bytes per layer. The session keeps it as the master
         copy.
@@ -251,12 +256,12 @@ class Session:
         any other. `remap.advanced.layer_address(session, name, i)` gives the address of layer i.
         """
         self._passes.check_open()
-        require_attach(name, priority, kv, config, active)
+        require_attach(name, priority, kv, config, active, resident_layers)
         self._check_name(name)
         views = require_buffers(layers)
         with self._host.taken(self._is_kept) as host:
             source = raw_source(views, self._masters(host))
-            return self._admit(source, name, priority, kv, config, host, active)
+            return self._admit(source, name, priority, kv, config, host, active, resident_layers)
 
     @exclusive
     def detach(self, name: str, *, device: Any = None) -> None:
@@ -517,6 +522,7 @@ class Session:
         config: Config | None,
         host: HostMemory,
         active: bool,
+        resident_layers: int | None,
     ) -> Tenant:
         made: list[Tenant] = []
 
@@ -534,6 +540,7 @@ class Session:
             active,
             self.clock,
             handle,
+            resident_layers,
         )
         return made[-1]
 

@@ -184,6 +184,49 @@ TEST(fixed_slots_show_their_pages_for_good) {
   }
 }
 
+TEST(layers_without_a_home_show_their_tenants_ring_for_good) {
+  for (const Mode mode : {Mode::aliased, Mode::strict}) {
+    World world(mode);
+    world.arena.reset();
+    const auto shared = std::make_shared<Arena>(world.fault, ArenaOptions{kPages * kPage, kPage, mode});
+    Arena& arena = *shared;
+    const auto bad = ErrorKind::invalid_argument;
+    const RegionId before = arena.add_layer_region(2, "layer", arena.take(3, Owner::params, 2));
+    std::memset(arena.address(before), 0x5A, 3 * kPage);  // somebody else has written into the pages
+    arena.remove_tenant(2);
+    const std::vector<PageId> ring = arena.take(3, Owner::ring, 1);
+    const RegionId whole = arena.add_layer_region(1, "whole", ring);
+    const RegionId small = arena.add_layer_region(1, "small", {ring[1], ring[2]});
+    const PageId own = arena.take(1, Owner::params, 1)[0];
+    arena.check();
+    std::byte* at = arena.address(whole);
+    CHECK(at[0] == std::byte{0} && at[3 * kPage - 1] == std::byte{0});
+    at[kPage] = std::byte{7};
+    CHECK(arena.address(small)[0] == std::byte{7});
+    const std::uint64_t epoch = arena.epoch();
+    const Usage usage = world.fault->usage();
+    CHECK_ERROR(bad, arena.add_layer_region(1, "both", {ring[0], own}));
+    CHECK_ERROR(bad, arena.add_layer_region(1, "both", {own, ring[0]}));
+    CHECK_ERROR(bad, arena.add_layer_region(2, "another's", ring));
+    CHECK_ERROR(bad, arena.add_layer_region(1, "twice", {ring[0], ring[0]}));
+    world.fault->arm(Call::map, 1);
+    CHECK_ERROR(ErrorKind::driver, arena.add_layer_region(1, "fails", ring));
+    world.fault->disarm();
+    CHECK(arena.epoch() == epoch && world.fault->usage().mappings == usage.mappings);
+    Executor executor(shared);
+    Step gone, free;
+    free.set_owner = {ring, Owner::ring, Owner::free, 1};
+    CHECK_ERROR(bad, executor.apply({epoch, {free}}));
+    gone.kind = Step::Kind::point;
+    gone.point = {whole, 0, {own, own, own}, false, 0};
+    CHECK_ERROR(bad, executor.apply({epoch, {gone}}));
+    arena.check();
+    arena.remove_tenant(1);
+    CHECK(arena.counts()[Owner::free] == kPages);
+    arena.check();
+  }
+}
+
 TEST(fixing_fails_whole) {
   World world(Mode::aliased);
   Arena& arena = *world.arena;

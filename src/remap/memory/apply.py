@@ -267,6 +267,10 @@ class Changes:
         """Replace a copy stream that has failed, since it fails for ever. The next pass would do so too, but an
         inactive tenant may have none. Configuring the prefetcher as it is configured now replaces the stream and
         repeats its copies."""
+        self.configure(tenant)
+
+    def configure(self, tenant: TenantState) -> None:
+        """Tell the prefetcher what streams now."""
         self._configure(tenant, tenant.prepare(plan_free_pages(tenant.pages, (), give=True)), (), 0)
 
     def _configure(self, tenant: TenantState, ready: PreparedPlan, held: Sequence[int], after: int) -> None:

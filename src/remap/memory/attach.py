@@ -21,7 +21,7 @@ from remap.memory.bounds import StallBounds
 from remap.memory.device import Device
 from remap.memory.host_memory import HostMemory
 from remap.memory.kv_copies import KVCopies
-from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages
+from remap.memory.plan import MAX_BUFFERS, TenantPages, plan_free_pages, run_of
 from remap.memory.shared_link import SharedLink
 from remap.memory.state import TenantState
 from remap.memory.streams import ComputeStream
@@ -84,10 +84,11 @@ class Arrivals:
         active: bool,
         clock: Callable[[], float],
         handle: Callable[[TenantState], Handle],
+        resident_layers: int | None = None,
     ) -> TenantState:
         """Make a new tenant of the session. host: the page-locked memory of its master copies, if they need any; if
         this raises, the caller gives it back. handle(state): makes the public tenant, which nobody knows before this
-        returns.
+        returns. resident_layers: see `Session.attach`.
 
         On any error nothing stays behind. Raises InvalidArgument, LimitExceeded and OutOfMemory (fields: requested,
         free, minimum_bytes) as `Session.attach` says.
@@ -96,7 +97,7 @@ class Arrivals:
         self._next = number + 1
         arrival = self._arriving = _Arrival(number, name, source)
         try:
-            tenant = self._place(arrival, priority, kv, config, host)
+            tenant = self._place(arrival, priority, kv, config, host, resident_layers)
             tenant.active = active
             tenant.last_pass_s = clock()  # now: it was not idle while its weights were copied
             tenant.handle = handle(tenant)
@@ -127,7 +128,15 @@ class Arrivals:
                 self._arena.remove_tenant(arrival.number, undoing=True)
         self._arriving = None
 
-    def _place(self, arrival: _Arrival, priority: int, kv: KVSpec, config: Knobs, host: HostMemory) -> TenantState:
+    def _place(
+        self,
+        arrival: _Arrival,
+        priority: int,
+        kv: KVSpec,
+        config: Knobs,
+        host: HostMemory,
+        resident_layers: int | None,
+    ) -> TenantState:
         """Make regions, pages and mappings for the source and its KV cache, and put the weights in place.
 
         Raises before anything changes if there are too few free pages. The layers' pages of tenants attached already
@@ -153,48 +162,58 @@ class Arrivals:
                 most=MAX_BLOCKS,
             )
         geometry = KVGeometry(kv, page_bytes)
-        home_pages = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
+        sizes = [max(1, -(-nbytes // page_bytes)) for nbytes in source.layer_bytes]
+        buffer_pages = max(sizes)
+        # Layers without bytes of their own (all tied) have nothing to give; they never stream.
+        pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
+        buffers = MAX_BUFFERS if config.buffers == "auto" else config.buffers
+        for_good = _without_home(len(sizes), pinned, resident_layers, buffers)
+        home_pages = [0 if layer in for_good else size for layer, size in enumerate(sizes)]
+        ring_pages = buffers * buffer_pages if for_good else 0
         rest_pages = -(-source.rest_bytes // page_bytes)
         first_pages = geometry.pages_for_blocks(kv.min_blocks)
         window = geometry.buffer_pages
-        needed = sum(home_pages) + rest_pages + first_pages + window
+        needed = sum(home_pages) + ring_pages + rest_pages + first_pages + window
         lent = sorted(set(arena.free_pages()).intersection(page for other in others for page in other.pages.lent))
         free = arena.counts()["free"] - len(lent)
         if needed > free:
             raise OutOfMemory(
-                f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages)} for layers, "
+                f"attaching {name!r} needs {needed} pages of {page_bytes} bytes ({sum(home_pages) + ring_pages} for layers, "
                 f"{rest_pages} for other tensors, {first_pages} for {kv.min_blocks} KV blocks, {window} for streamed blocks), "
                 f"{free} are free; "
                 f"nothing was attached; give the session {show_size((needed - free) * page_bytes)} more "
-                "capacity or lower min_blocks",
+                "capacity, lower min_blocks, or let layers stream for good with resident_layers=",
                 requested=needed,
                 free=free,
                 page_bytes=page_bytes,
                 minimum_bytes=needed * page_bytes,
             )
         params = _core.Owner.params
-        homes = tuple(tuple(arena.take(count, params, tenant, lent)) for count in home_pages)
-        regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(home)) for i, home in enumerate(homes))
+        homes = tuple(tuple(arena.take(count, params, tenant, lent)) if count else () for count in home_pages)
+        ring = [arena.take(buffer_pages, _core.Owner.ring, tenant, lent) for _ in range(buffers if for_good else 0)]
+        shows = list(homes)
+        for index, layer in enumerate(for_good):
+            shows[layer] = tuple(ring[index % buffers][-sizes[layer] :])
+        regions = tuple(arena.add_layer_region(tenant, f"{name}.{i}", list(pages)) for i, pages in enumerate(shows))
         addresses = [arena.address(region) for region in regions]
         rest_address = 0
         if rest_pages:
             rest = arena.add_layer_region(tenant, f"{name}.rest", arena.take(rest_pages, params, tenant, lent))
             rest_address = arena.address(rest)
             source.fill_rest(rest_address)
-        parts = zip(addresses, source.master_addresses, source.layer_bytes)
-        self._changes.streams.copy([part for part in parts if part[2]], keep=source.keep_alive)
+        parts = zip(addresses, source.master_addresses, source.layer_bytes, homes)
+        self._changes.streams.copy([part[:3] for part in parts if part[2] and part[3]], keep=source.keep_alive)
 
-        # Layers without bytes of their own (all tied) have nothing to give; they never stream.
-        pinned = {layer for layer, nbytes in enumerate(source.layer_bytes) if nbytes == 0}
-        order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned)
+        order = tuple(layer for layer in schedule.nested(len(homes)) if layer not in pinned and not for_good)
         ring_region, ring_address, preference = 0, 0, order[:MAX_BUFFERS]
-        buffer_pages = max(home_pages)
-        if len(order) > 1:
+        if for_good or len(order) > 1:
             ring_region = arena.add_ring_region(tenant, MAX_BUFFERS * buffer_pages)
             ring_address = arena.address(ring_region)
             for index, layer in enumerate(preference):
                 if home_pages[layer] == buffer_pages:
                     arena.designate_ring(ring_region, index * buffer_pages, list(homes[layer]))
+            for index, buffer in enumerate(ring):
+                arena.designate_ring(ring_region, index * buffer_pages, buffer)
 
         shared = arena.take(window, _core.Owner.ring, tenant, lent)
         lent_now = set(lent)
@@ -245,7 +264,17 @@ class Arrivals:
             priority=priority,
             config=config,
             source=source,
-            pages=TenantPages(tenant, homes, regions, ring_region, (0,) * len(homes), ring_preference=preference),
+            pages=TenantPages(
+                tenant,
+                tuple(map(run_of, homes)),
+                regions,
+                ring_region,
+                tuple(sizes[layer] if layer in for_good else 0 for layer in range(len(homes))),
+                tuple(map(run_of, ring)),
+                preference,
+                sizes=tuple(sizes),
+                buffer_pages=buffer_pages,
+            ),
             giving=giving,
             index_of={page: index for index, page in enumerate(giving)},
             layer_bytes=tuple(source.layer_bytes),
@@ -274,6 +303,9 @@ class Arrivals:
             chunk_bytes=self._copy_chunk_bytes,
         )
         self._calibrate(made)
+        if for_good:
+            made.by_hand = True
+            self._changes.configure(made)
         if window:  # at most what a copy costs whatever its size: one block's takes hardly longer
             shown = ranges[0][0] + geometry.first_streamed * unit
             made.copy_setup_s = self._changes.streams.copy_seconds(shown, store, unit)
@@ -302,6 +334,24 @@ class Arrivals:
             target, master = tenant.addresses[largest], source.master_addresses[largest]
             seconds = self._changes.streams.copy_seconds(target, master, nbytes, keep=source.keep_alive)
             tenant.timing.calibrate_link(nbytes / max(seconds, 1e-9))
+
+
+def _without_home(layers: int, pinned: set[int], resident: int | None, buffers: int) -> tuple[int, ...]:
+    """The layers that get no pages of their own, evenly spaced, ascending. resident: how many of the others there are; None:
+    all. Raises InvalidArgument (fields resident_layers, layers) for a number that leaves no more than the ring's to stream."""
+    streamable = [layer for layer in range(layers) if layer not in pinned]
+    if resident is None or resident >= layers:
+        return ()
+    streamed = min(len(streamable), layers - resident)
+    if streamed <= buffers:
+        raise InvalidArgument(
+            f"resident_layers={resident} leaves {streamed} of {layers} layers to stream, through {buffers} buffers as large as "
+            f"layers: that saves nothing; nothing was attached; give at most {layers - buffers - 1}, or None",
+            resident_layers=resident,
+            layers=layers,
+            buffers=buffers,
+        )
+    return tuple(streamable[index] for index in schedule.uniform(len(streamable), streamed - buffers, buffers))
 
 
 def _of_others(arena: Any, others: Sequence[TenantState]) -> list[int]:

@@ -11,6 +11,9 @@ pages frees the tails, except for the ring's own pages:
 The planner compares that with the present state and emits only the differences. It keeps each page of the ring at its
 place whenever it can, since moving it costs driver calls.
 
+A layer without a home streams for good, wholly, through ring buffers that are no layer's home either: no plan changes
+what streams then (`TenantPages.for_good`).
+
 Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its
 buffer, whatever the tail's length. So one more page of each layer leaves everything that streams already at its place:
 the buffers grow in front, by pages that the ring's region shows from the start (preferred layers' own), and each
@@ -24,7 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 
-from remap.errors import InvalidArgument
+from remap.errors import InvalidArgument, InvalidState
 
 __all__ = [
     "MAX_BUFFERS",
@@ -165,6 +168,11 @@ class TenantPages:
         """The layers that stream, wholly or by their last pages, ascending."""
         return tuple(layer for layer, tail in enumerate(self.tails) if tail)
 
+    @functools.cached_property
+    def for_good(self) -> bool:
+        """Whether layers without a home stream, so that what streams never changes."""
+        return any(tail and not home for tail, home in zip(self.tails, self.homes))
+
     @property
     def depth(self) -> int:
         """Pages of a ring buffer; 0 while nothing streams."""
@@ -240,8 +248,14 @@ def plan_streaming(
 
     Raises InvalidArgument, and nothing changes: fewer streamed layers than buffers + 1 (fields buffers, streamed),
     tails too small for the ring (needed_pages, available_pages), lent pages that come home without having been
-    reclaimed (pages).
+    reclaimed (pages). Raises InvalidState (field streamed) if what streams does so for good.
     """
+    if now.for_good:
+        raise InvalidState(
+            f"{len(now.streamed)} layers have no pages of their own and stream for good; nothing was planned; attach without "
+            "resident_layers for layers that come and go",
+            streamed=now.streamed,
+        )
     _check(target)
     ring = _choose_ring(now, target) if ring is None else tuple(map(run_of, ring))
     if ring == now.ring:

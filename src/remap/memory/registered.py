@@ -64,7 +64,8 @@ class Registered:
             empty = {layer for layer, nbytes in enumerate(tenant.layer_bytes) if nbytes == 0}
             pinned = empty | tenant.written.keys() | _layers_in(tenant, ranges)
             tenant.pinned = pinned
-            tenant.order = tuple(layer for layer in schedule.nested(tenant.layers) if layer not in pinned)
+            if not tenant.pages.for_good:
+                tenant.order = tuple(layer for layer in schedule.nested(tenant.layers) if layer not in pinned)
 
 
 def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:

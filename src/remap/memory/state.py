@@ -154,6 +154,8 @@ class TenantState:
     def remapped(self) -> int:
         """`alpha`, rounded down."""
         pages = self.pages  # asked for many times in each step
+        if pages.for_good:
+            return 0  # none of their pages could be anything else
         return int(self.alpha) if self.slicing else max(0, len(pages.streamed) - len(pages.ring))
 
     @property

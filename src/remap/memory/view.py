@@ -54,7 +54,7 @@ def view_of(
         most, shrink_blocks, unit = known[2], None, "pages of every layer"
     return TenantView(
         layers=layers,
-        remapped=pages.depth if slicing else max(0, len(pages.streamed) - buffers),
+        remapped=pages.depth if slicing else tenant.remapped,
         buffers=buffers,
         streamable=streamable,
         usable_blocks=pool.usable_blocks,

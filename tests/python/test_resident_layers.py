@@ -1,0 +1,200 @@
+"""Models that are larger than their session: layers without pages of their own stream for good."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from arena_worlds import PAGE, forward, make_backend, make_layers, make_spec, session_on
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sharing_worlds import attempt
+
+import remap
+from remap import _core
+from remap.errors import InvalidArgument, InvalidState, OutOfMemory
+
+MODES = pytest.mark.parametrize("mode", ["aliased", "strict"])
+SIZES = [3, 2, 3, 1, 2, 3, 2, 3]
+
+
+def session_of(pages: int, mode: str = "aliased", **settings) -> remap.Session:
+    return remap.Session(pages * PAGE, page_bytes=PAGE, mode=mode, **settings)
+
+
+def attached(session: remap.Session, sizes: list[int], resident: int | None, name: str = "m", tag: int = 0, **spec):
+    layers = make_layers(sizes, tag)
+    tenant = session.attach_bytes(layers, name=name, kv=make_spec(len(sizes), **spec), resident_layers=resident)
+    return layers, tenant
+
+
+@MODES
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=3, max_size=9),
+    resident=st.integers(0, 6),
+    buffers=st.sampled_from([1, 2, "auto"]),
+    data=st.data(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_pass_reads_every_layers_own_bytes(mode, sizes, resident, buffers, data) -> None:
+    ring = 2 if buffers == "auto" else buffers
+    resident = min(resident, len(sizes) - ring - 1)
+    if resident < 0:
+        return
+    spec = make_spec(len(sizes), min_blocks=2, max_blocks=64)
+    kv_pages = -(-64 * spec.block_bytes // PAGE)
+    capacity = sum(sorted(sizes)[::-1][:resident]) + ring * max(sizes) + kv_pages
+    with session_of(capacity, mode, config=remap.advanced.Knobs(buffers=buffers)) as session:
+        layers = make_layers(sizes, 5)
+        tenant = session.attach_bytes(layers, name="m", kv=spec, resident_layers=resident)
+        assert len(tenant.streamed) == len(sizes) - resident and tenant.remapped == 0
+        for _ in range(data.draw(st.integers(1, 4))):
+            forward(session, tenant, layers)
+            if data.draw(st.booleans()):
+                session.step({"m": data.draw(st.integers(0, 80))})
+            if data.draw(st.booleans()):
+                session.deactivate("m")
+                session.activate("m")
+            remap.advanced.check(session)
+        pages = session.snapshot().tenants["m"]
+        assert pages.streamed == tenant.streamed and tenant.remapped == 0
+        session.detach("m")
+        assert session.snapshot().pages.free == capacity
+
+
+@MODES
+def test_its_kv_grows_from_free_pages_and_goes_back(mode: str) -> None:
+    with session_of(40, mode) as session:
+        layers, tenant = attached(session, SIZES, 1, min_blocks=4, max_blocks=200)
+        before = tenant.kv.usable_blocks
+        for _ in range(4):
+            session.step({"m": 100})
+        assert tenant.kv.usable_blocks > before
+        ids = tenant.kv.allocate(tenant.kv.free_blocks)
+        forward(session, tenant, layers)
+        tenant.kv.free(ids)
+        assert tenant.remapped == 0 and len(tenant.streamed) == 7
+
+
+@MODES
+def test_beside_other_tenants_its_pages_stay(mode: str) -> None:
+    """A tenant with much demand takes what others can give, and nothing of one whose layers stream for good."""
+    with session_of(40, mode, config=remap.advanced.Knobs(slowdown=1e6, dwell=1)) as session:
+        layers, tenant = attached(session, SIZES, 2)
+        others, other = attached(session, [3, 3, 3, 3], None, "other", 9, min_blocks=2, max_blocks=200)
+        streamed = tenant.streamed
+        for active in (True, False, True):
+            (session.activate if active else session.deactivate)("m")
+            for _ in range(5):
+                forward(session, other, others)
+                session.step({"other": 150})
+            assert other.remapped > 0
+            assert (tenant.streamed, tenant.remapped) == (streamed, 0)
+            remap.advanced.check(session)
+        forward(session, tenant, layers)
+
+
+def test_what_it_refuses() -> None:
+    with session_of(60) as session:
+        for resident, error in ((-1, InvalidArgument), (True, InvalidArgument), ("2", InvalidArgument), (2.0, InvalidArgument)):
+            with pytest.raises(error) as caught:
+                attached(session, SIZES, resident)
+            assert caught.value.fields["field"] == "resident_layers"
+        for resident in (6, 7):
+            with pytest.raises(InvalidArgument) as caught:
+                attached(session, SIZES, resident)
+            assert caught.value.fields["layers"] == 8
+        free = session.snapshot().pages.free
+        assert free == 60
+        layers, tenant = attached(session, SIZES, 5)
+        assert len(tenant.streamed) == 3
+        session.detach("m")
+        layers, tenant = attached(session, SIZES, 8)  # as without
+        assert tenant.streamed == ()
+        session.detach("m")
+        layers, tenant = attached(session, SIZES, 3)
+        forward(session, tenant, layers)
+        before = session.snapshot()
+        for amount, selection in itertools.product((0, 1, 3), ("uniform", "nested", "slices")):
+            with pytest.raises((InvalidState, InvalidArgument)):
+                remap.advanced.remap(session, "m", amount, 1, selection)
+        with pytest.raises((InvalidState, InvalidArgument)):
+            remap.advanced.lend(session, "m", 1)
+        assert session.snapshot().tenants["m"].streamed == before.tenants["m"].streamed
+        forward(session, tenant, layers)
+
+
+def test_without_room_the_error_names_the_way_out() -> None:
+    with session_of(12) as session:
+        with pytest.raises(OutOfMemory, match="resident_layers"):
+            attached(session, SIZES, None)
+        layers, tenant = attached(session, SIZES, 0)
+        forward(session, tenant, layers)
+
+
+def test_a_pass_that_does_not_wait_for_one_of_them_raises() -> None:
+    with session_of(40) as session:
+        _, tenant = attached(session, SIZES, 4)
+        with pytest.raises(InvalidState, match="did not wait"), tenant.forward():
+            for layer in set(range(8)) - {tenant.streamed[1]}:
+                tenant.wait(layer)
+                tenant.done(layer)
+
+
+@MODES
+@pytest.mark.parametrize("forever", [False, True])
+def test_attaching_fails_whole(mode: str, forever: bool) -> None:
+    """Every backend call of the attachment fails in turn."""
+    capacity = 40 * PAGE
+    layers = make_layers(SIZES)
+    for nth in itertools.count(1):
+        fault = _core.make_fault_backend(make_backend(capacity))
+        with session_on(fault, capacity, mode=mode) as session:
+
+            made: list[remap.Tenant] = []
+
+            def attach(session=session, made=made) -> None:
+                made.append(session.attach_bytes(layers, name="m", kv=make_spec(len(SIZES)), resident_layers=2))
+
+            before = fault.calls()
+            fault.arm_any(nth, forever, _core.ErrorKind.driver)
+            error = attempt(attach)
+            reached = fault.calls() - before >= nth
+            fault.disarm()
+            if error is not None:
+                assert isinstance(error, remap.errors.DriverError) and session.snapshot().pages.free == 40
+                attach()
+            forward(session, made[-1], layers)
+            remap.advanced.check(session)
+        if not reached:
+            return
+
+
+def test_a_larger_model_generates_the_same_tokens_and_comes_back_whole() -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    from attached_models import llama, prompts
+
+    model = llama(layers=8)
+    wanted = {name: value.clone() for name, value in model.state_dict().items()}
+    given = prompts(2, 9)
+    with torch.inference_mode():
+        expected = model.generate(**given, max_new_tokens=12, do_sample=False)
+    weights = sum(value.numel() * value.element_size() for value in wanted.values())
+    spec = remap.KVSpec.from_config(model.config, min_blocks=1, max_blocks=8, block_tokens=4, dtype="float32")
+    capacity = int(0.6 * weights) // 4096 * 4096
+    with remap.Session(capacity, page_bytes=4096) as session:
+        with pytest.raises(OutOfMemory):
+            session.attach(model, kv=spec)
+        tenant = session.attach(model, kv=spec, resident_layers=1)
+        assert len(tenant.streamed) == 7
+        with torch.inference_mode():
+            for _ in range(2):
+                assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), expected)
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        session.detach("model")
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, wanted[name]), name
+        with torch.inference_mode():
+            assert torch.equal(model.generate(**given, max_new_tokens=12, do_sample=False), expected)
