@@ -96,7 +96,12 @@ def test_beside_other_tenants_its_pages_stay(mode: str) -> None:
 
 def test_what_it_refuses() -> None:
     with session_of(60) as session:
-        for resident, error in ((-1, InvalidArgument), (True, InvalidArgument), ("2", InvalidArgument), (2.0, InvalidArgument)):
+        for resident, error in (
+            (-1, InvalidArgument),
+            (True, InvalidArgument),
+            ("2", InvalidArgument),
+            (2.0, InvalidArgument),
+        ):
             with pytest.raises(error) as caught:
                 attached(session, SIZES, resident)
             assert caught.value.fields["field"] == "resident_layers"
@@ -150,7 +155,6 @@ def test_attaching_fails_whole(mode: str, forever: bool) -> None:
     for nth in itertools.count(1):
         fault = _core.make_fault_backend(make_backend(capacity))
         with session_on(fault, capacity, mode=mode) as session:
-
             made: list[remap.Tenant] = []
 
             def attach(session=session, made=made) -> None:
@@ -161,6 +165,9 @@ def test_attaching_fails_whole(mode: str, forever: bool) -> None:
             error = attempt(attach)
             reached = fault.calls() - before >= nth
             fault.disarm()
+            if isinstance(error, remap.errors.ArenaBroken):  # undoing it failed too
+                assert forever
+                continue
             if error is not None:
                 assert isinstance(error, remap.errors.DriverError) and session.snapshot().pages.free == 40
                 attach()
@@ -181,7 +188,7 @@ def test_a_larger_model_generates_the_same_tokens_and_comes_back_whole() -> None
     with torch.inference_mode():
         expected = model.generate(**given, max_new_tokens=12, do_sample=False)
     weights = sum(value.numel() * value.element_size() for value in wanted.values())
-    spec = remap.KVSpec.from_config(model.config, min_blocks=1, max_blocks=8, block_tokens=4, dtype="float32")
+    spec = remap.KVSpec(layers=8, kv_heads=2, head_dim=16, block_tokens=4, min_blocks=1, max_blocks=8, dtype="float32")
     capacity = int(0.6 * weights) // 4096 * 4096
     with remap.Session(capacity, page_bytes=4096) as session:
         with pytest.raises(OutOfMemory):
