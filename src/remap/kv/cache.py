@@ -237,6 +237,13 @@ class KVCache:
         return self._tensors
 
     @property
+    def scratch(self) -> range:
+        """The ids of the scratch blocks. Layer i's part of them is the engine's from `wait(i)` to `done(i)`, in passes and out of
+        no copy: what it holds before is not known. The pool knows nothing of them."""
+        first = self.geometry.first_streamed + self.spec.streamed_blocks
+        return range(first, first + self.spec.scratch_blocks)
+
+    @property
     def memory(self) -> torch.Tensor:
         """The KV region as bytes: uint8, one dimension, for engines that lay blocks out themselves. Block b of a
         block_major region is the bytes [b * spec.block_bytes, (b + 1) * spec.block_bytes). The rules of `tensors` hold

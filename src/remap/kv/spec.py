@@ -62,6 +62,8 @@ class KVSpec:
     streamed_blocks: blocks of the tensors that hold, in passes that name them, what lies in host blocks (`kv.stream`): each
     layer's part of them is copied in just before that layer reads it. They take the memory of
     streamed_blocks * 2 / layers blocks. layer_major only, and at most host_blocks.
+    scratch_blocks: blocks of the tensors that all layers share, one after another, as streamed blocks are, and into which nothing
+    is copied: whoever computes a layer's keys and values anew in each pass writes them there. With streamed blocks only.
     dtype: of the stored keys and values; by default "bfloat16", which a model of another dtype then refuses at attach
     (kv_fit.py). "uint8" says that the engine lays bytes out itself: then heads are not compared with a model's either.
     """
@@ -76,6 +78,7 @@ class KVSpec:
     layout: str = "block_major"
     host_blocks: int = 0
     streamed_blocks: int = 0
+    scratch_blocks: int = 0
     dtype_named: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +90,7 @@ class KVSpec:
         _require_int("min_blocks", self.min_blocks, 0)
         _require_int("host_blocks", self.host_blocks, 0)
         _require_int("streamed_blocks", self.streamed_blocks, 0)
+        _require_int("scratch_blocks", self.scratch_blocks, 0)
         if self.max_blocks < self.min_blocks:
             raise InvalidArgument(
                 f"max_blocks must be at least min_blocks, got {self.max_blocks} < {self.min_blocks}; nothing was "
@@ -121,6 +125,12 @@ class KVSpec:
                 value=self.streamed_blocks,
                 layout=self.layout,
                 host_blocks=self.host_blocks,
+            )
+        if self.scratch_blocks and not self.streamed_blocks:
+            raise InvalidArgument(
+                f"scratch_blocks={self.scratch_blocks} needs streamed_blocks, beside which they lie; nothing was created",
+                field="scratch_blocks",
+                value=self.scratch_blocks,
             )
 
     @property
@@ -189,7 +199,7 @@ class KVGeometry:
         columns = pages = -(-spec.max_blocks * unit // self.page_bytes)
         step = self.page_bytes // math.gcd(self.page_bytes, unit)  # every so many blocks one begins with a page
         first = -(-columns * self.page_bytes // (unit * step)) * step
-        streamed = -(-spec.streamed_blocks * unit // self.page_bytes)
+        streamed = -(-(spec.streamed_blocks + spec.scratch_blocks) * unit // self.page_bytes)
         if streamed:
             pages = first * unit // self.page_bytes + streamed
         for name, value in (
@@ -210,7 +220,8 @@ class KVGeometry:
     @property
     def tensor_blocks(self) -> int:
         """Blocks of a layer's tensor."""
-        return self.first_streamed + self.spec.streamed_blocks if self.streamed_columns else self.spec.max_blocks
+        spec = self.spec
+        return self.first_streamed + spec.streamed_blocks + spec.scratch_blocks if self.streamed_columns else spec.max_blocks
 
     def tensor_layout(self, layer: int) -> tuple[int, tuple[int, int, int, int, int], tuple[int, int, int, int, int]]:
         """Where `layer`'s tensor lies in the region: (offset in bytes, shape, stride in elements).

@@ -1,0 +1,300 @@
+"""Offline batches of a model that need not fit into memory, and whose KV lies in host memory: who runs in the next pass.
+
+Every pass reads all layers once, for all running sequences. Complete blocks go out to host memory and stream in again, layer by
+layer, in each pass. They go out in pairs of blocks, as keys and values (two host blocks), or as *activations*: the layer's
+input of these tokens, from which keys and values are made again (one host block, whose key half has the first block's and whose
+value half the second's). That halves what is copied, for one more matrix product: HybridServe, sections 3.3 and 4.2. Which
+pairs are activations is decided when their first token is computed, by `share`, so that each request has the same mixture.
+
+Nobody is preempted: a request is admitted when host memory has room for all of its life, and the pool for its last pair.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from remap.engine.chunk import Chunk
+from remap.engine.engine import Engine
+from remap.engine.request import Request, Sequence, State
+from remap.engine.scheduler import TILE, Schedule, Scheduler
+from remap.errors import Error, InvalidArgument
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from remap.engine.block_pool import BlockPool
+
+__all__ = ["Kept", "Pair", "ThroughputEngine", "ThroughputScheduler"]
+
+PAIR = 2
+END = PAIR + 1
+"""Blocks that the last pair of a sequence takes: with its staging."""
+
+
+@dataclass(slots=True)
+class Pair:
+    """Two consecutive blocks of a sequence. staging: the pool's block that takes their activations until both are complete; None
+    if they are keys and values. host, shown: once they are out: their host blocks, and the streamed blocks that show them."""
+
+    activations: bool
+    staging: int | None = None
+    host: list[int] = field(default_factory=list)
+    shown: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Kept:
+    """What a running sequence has: `out` pairs are in host memory, the first ones; `promised` host blocks are its own."""
+
+    pairs: list[Pair] = field(default_factory=list)
+    out: int = 0
+    promised: int = 0
+
+
+class ThroughputScheduler(Scheduler):
+    """First come, first served; each pass decodes a token of all who can, and prompts fill the budget.
+
+    share: of the pairs that are kept as activations. host_blocks: those that can stream. held: what each sequence has.
+    """
+
+    def __init__(self, *, share: float, host_blocks: int, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.share = share
+        self.host_blocks = host_blocks
+        self.held: dict[Sequence, Kept] = {}
+        self._leaving: list[int] = []  # blocks, of the pool and streamed, that nobody has any more and that are not free yet
+        self._leaving_host: list[int] = []  # and host blocks
+
+    def keeps_activations(self, pair: int) -> bool:
+        """Whether a request's pair of this number is activations: those whose share is behind. Of each n pairs n * share
+        are, rounded up or down."""
+        return int((pair + 1) * self.share) > int(pair * self.share)
+
+    def host_need(self, tokens: int) -> int:
+        """Host blocks of a request that becomes so long."""
+        pairs = self.blocks_for(tokens) // PAIR
+        return PAIR * pairs - int(pairs * self.share)
+
+    def activation_blocks(self, tokens: int) -> int:
+        """Scratch blocks that a sequence of so many tokens needs in a pass."""
+        return PAIR * int(self.blocks_for(tokens) // PAIR * self.share)
+
+    @property
+    def least_blocks(self) -> int:
+        """The pool's blocks without which nothing runs: for the end of one sequence's last pair, and the least chunk of its
+        prompt. With END more for each other sequence whoever runs can always go on."""
+        blocks = self.blocks_for(self.chunk_align)
+        return END + blocks + blocks // PAIR + 2
+
+    @property
+    def used_blocks(self) -> int:
+        return sum(map(self._in_pool, self.held)) + len(self._leaving)
+
+    def schedule(self, pool: BlockPool) -> Schedule:
+        """As `Scheduler.schedule`. Raises the pool's error if a copy out has failed: its sequences wait again, from their
+        first token."""
+        for sequence in [one for one in self.running if not pool.kept(self._host_blocks(one))]:
+            self._restart(sequence)
+        for sequence in self.running:
+            self._put_out(sequence, pool)
+        self._free_left(pool)
+        self._admit(pool)
+        # Of the pool's blocks `taken` are in use, or kept for the end of somebody's last pair.
+        taken = sum(max(END, self._in_pool(sequence)) for sequence in self.running)
+        budget, chunks = self.max_batch_tokens, list[Chunk]()
+        for sequence in self.running:
+            count, before = self._chunk(sequence, budget), max(END, self._in_pool(sequence))
+            while count:
+                after = max(END, self._in_pool(sequence) + self._missing(sequence, sequence.computed + count))
+                if taken - before + after <= pool.usable_blocks:
+                    break
+                end = (sequence.computed + count - 1) // self.chunk_align * self.chunk_align
+                count = max(0, end - sequence.computed)
+            if count:
+                self._grow(sequence, sequence.computed + count, pool)
+                chunks.append(Chunk(sequence, sequence.computed, count))
+                taken, budget = taken - before + after, budget - count
+        return Schedule(tuple(chunks), (), self.max_batch_tokens - budget)
+
+    def finish(self, sequence: Sequence, pool: BlockPool) -> None:
+        self._release(sequence)
+        if sequence.state is State.RUNNING:
+            self.running.remove(sequence)
+        else:
+            self._unqueue(sequence)
+        sequence.state = State.FINISHED
+        try:
+            self._free_left(pool)
+        except Error:  # a copy has failed: others' is found when they are scheduled, and this one's nobody needs
+            self._free_left(pool)
+
+    def _admit(self, pool: BlockPool) -> None:
+        promised = sum(kept.promised for kept in self.held.values())
+        most = (pool.usable_blocks - self.least_blocks) // END + 1
+        while self.waiting and len(self.running) < min(self.max_num_seqs, most):
+            sequence = self.waiting[0]
+            need = self.host_need(sequence.request.max_kv_tokens)
+            if need + promised > self.host_blocks:
+                return
+            promised += need
+            self.held[sequence] = Kept(promised=need)
+            self.waiting.popleft()
+            self.running.append(sequence)
+            sequence.state = State.RUNNING
+
+    def _in_pool(self, sequence: Sequence) -> int:
+        """Blocks of the pool that it holds."""
+        kept = self.held[sequence]
+        return len(sequence.blocks) - PAIR * kept.out + sum(pair.staging is not None for pair in kept.pairs[kept.out :])
+
+    def _new_pairs(self, sequence: Sequence, tokens: int) -> list[Pair]:
+        """The pairs that it needs beyond those that it has, for so many tokens."""
+        have, need = len(self.held[sequence].pairs), -(-self.blocks_for(tokens) // PAIR)
+        return [Pair(self.keeps_activations(number)) for number in range(have, need)]
+
+    def _missing(self, sequence: Sequence, tokens: int) -> int:
+        """Blocks of the pool that it needs beyond those that it holds, for so many tokens."""
+        staging = sum(pair.activations for pair in self._new_pairs(sequence, tokens))
+        return max(0, self.blocks_for(tokens) - len(sequence.blocks)) + staging
+
+    def _grow(self, sequence: Sequence, tokens: int, pool: BlockPool) -> None:
+        ids, new = pool.allocate(self._missing(sequence, tokens)), self._new_pairs(sequence, tokens)
+        for pair in new:
+            if pair.activations:
+                pair.staging = ids.pop()
+        sequence.blocks += ids
+        self.held[sequence].pairs += new
+
+    def _host_blocks(self, sequence: Sequence) -> list[int]:
+        return [block for pair in self.held[sequence].pairs for block in pair.host]
+
+    def _put_out(self, sequence: Sequence, pool: BlockPool) -> None:
+        """Let its complete pairs stream: they leave the pool."""
+        kept = self.held[sequence]
+        complete = sequence.computed // (PAIR * self.block_tokens)
+        while kept.out < complete:
+            at = PAIR * kept.out
+            pair, own = kept.pairs[kept.out], sequence.blocks[at : at + PAIR]
+            leaving = own if pair.staging is None else [pair.staging]
+            host = pool.copy_out(leaving, self.host_blocks)
+            try:
+                shown = pool.stream(host)
+            except BaseException:
+                pool.free_host(host)
+                raise
+            pair.host, pair.shown = host, shown
+            self._leaving += own if pair.staging is None else [*own, pair.staging]
+            # Activations show in no block of the sequence: the runner makes its keys and values in scratch blocks.
+            blocks = shown if pair.staging is None else [-1, -1]
+            sequence.blocks = [*sequence.blocks[:at], *blocks, *sequence.blocks[at + PAIR :]]
+            pair.staging = None
+            kept.out += 1
+
+    def _free_left(self, pool: BlockPool) -> None:
+        """Free what nobody has. If a copy out has failed this raises, and nothing is free yet; the next call tries again."""
+        if self._leaving:
+            pool.free(self._leaving)
+            self._leaving = []
+        if self._leaving_host:  # behind the blocks that showed them
+            pool.free_host(self._leaving_host)
+            self._leaving_host = []
+
+    def _release(self, sequence: Sequence) -> None:
+        """Take all that it has. It is free at the next `_free_left`."""
+        kept = self.held.pop(sequence, None)
+        if kept is not None:
+            self._leaving += sequence.blocks[PAIR * kept.out :]
+            sequence.blocks = []
+            for pair in kept.pairs:
+                self._leaving += pair.shown if pair.staging is None else [pair.staging]
+                self._leaving_host += pair.host
+
+    def _restart(self, sequence: Sequence) -> None:
+        self._release(sequence)
+        self.running.remove(sequence)
+        sequence.computed = 0
+        sequence.state = State.WAITING
+        self.waiting.appendleft(sequence)
+
+
+class ThroughputEngine(Engine):
+    """Offline batches: see the module.
+
+    model: a transformers causal LM whose layers the tenant owns. tenant: with `KVSpec.streamed_blocks`, at most as many of which
+    hold KV at a time, and, for activations, `KVSpec.scratch_blocks`: at least twice as many as one request needs.
+    share: of KV that is kept as activations, from 0 to 1. max_num_seqs, max_batch_tokens, chunk_align: see `Scheduler`.
+
+    Raises InvalidArgument if the model's activations are not smaller than its KV and `share` is not 0 (the numbers), if the
+    spec has no streamed blocks or a pool too small for one request, and for a tenant on a GPU, where this has not run yet.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tenant: Any,
+        *,
+        share: float = 0.0,
+        max_num_seqs: int = 256,
+        max_batch_tokens: int = 2048,
+        chunk_align: int = TILE,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        from remap.engine.throughput_runner import ThroughputRunner
+
+        spec = tenant.kv.spec
+        if not 0 <= share <= 1:
+            raise InvalidArgument(f"share must be from 0 to 1, got {share!r}; nothing was made", field="share", value=share)
+        if not spec.streamed_blocks or (share and not spec.scratch_blocks):
+            raise InvalidArgument(
+                f"offline batches keep KV in host memory, and make it anew from activations in scratch blocks: expected a KVSpec "
+                f"with streamed_blocks{' and scratch_blocks' if share else ''}, got {spec.streamed_blocks} and "
+                f"{spec.scratch_blocks}; nothing was made",
+                streamed_blocks=spec.streamed_blocks,
+                scratch_blocks=spec.scratch_blocks,
+            )
+        scheduler = ThroughputScheduler(
+            share=share,
+            host_blocks=spec.streamed_blocks,
+            block_tokens=spec.block_tokens,
+            max_num_seqs=max_num_seqs,
+            max_batch_tokens=max_batch_tokens,
+            chunk_align=chunk_align,
+        )
+        if tenant.kv.usable_blocks < scheduler.least_blocks:
+            raise InvalidArgument(
+                f"the pool has {tenant.kv.usable_blocks} blocks, at least {scheduler.least_blocks} are needed for a chunk of "
+                f"{chunk_align} tokens and the blocks behind it; nothing was made; raise min_blocks",
+                usable=tenant.kv.usable_blocks,
+                least=scheduler.least_blocks,
+            )
+        runner = ThroughputRunner(model, tenant, scheduler.held, activations=share > 0)
+        super().__init__(tenant, scheduler, runner, clock=clock)
+        self._numbers = count()
+
+    def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
+        """Queue a request. Raises InvalidArgument (nothing was queued) if its id is in use, or it could never run: longer than
+        the model, or with more KV than the host blocks or, of activations, the scratch blocks hold."""
+        scheduler, spec = self.scheduler, self.tenant.kv.spec
+        tokens = request.max_kv_tokens
+        if request.id in self._live:
+            raise InvalidArgument(
+                f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
+            )
+        for what, needed, limit in (
+            ("positions", tokens, self.runner.max_tokens),
+            ("host blocks", scheduler.host_need(tokens), spec.streamed_blocks),
+            ("scratch blocks", scheduler.activation_blocks(tokens), spec.scratch_blocks),
+        ):
+            if needed > limit:
+                raise InvalidArgument(
+                    f"request {request.id!r} needs {needed} {what}, there are {limit}; nothing was queued; shorten the prompt or "
+                    "lower max_tokens",
+                    needed=needed,
+                    limit=limit,
+                )
+        self._queue(Sequence.of(request, next(self._numbers), self._clock() if arrived_s is None else arrived_s))
