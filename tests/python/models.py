@@ -32,11 +32,19 @@ def _opt(**more: Any) -> Any:
     return transformers.OPTForCausalLM(transformers.OPTConfig(**given))
 
 
+def _gpt2() -> Any:
+    shape = {"n_embd": 64, "n_inner": 160, "n_head": 4, "n_layer": LAYERS, "n_positions": 128, "vocab_size": VOCAB}
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(**shape, bos_token_id=0, eos_token_id=0, pad_token_id=0)
+    )
+
+
 _MAKERS = {
     "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_GATED)),
     "llama-odd": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**_ODD, tie_word_embeddings=True)),
     "qwen2": lambda: transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**_GATED)),
     "qwen3": lambda: transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**_GATED, head_dim=24)),
+    "gpt2": _gpt2,
     "opt": _opt,
     "opt-odd": lambda: _opt(hidden_size=52, ffn_dim=75, do_layer_norm_before=False, word_embed_proj_dim=36),
 }
@@ -59,6 +67,8 @@ def make(kind: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
 
 def layers_of(model: Any) -> Any:
     """The model's list of layers."""
+    if hasattr(model, "transformer"):
+        return model.transformer.h
     return model.model.decoder.layers if hasattr(model.model, "decoder") else model.model.layers
 
 

@@ -69,7 +69,7 @@ def frozen(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("streaming", [False, True, "changing"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "opt", "gpt2"])
 def test_frozen_recordings_give_the_same_tokens(kind, streaming, frozen):
     """Nothing of a recorded pass is decided in Python: not the batch, not the lengths, not where the blocks lie."""
     model = make_model(kind)
@@ -128,7 +128,7 @@ def _decode_pass(kind, streaming, graphs, sizes=(5, 9, 3)):
     return before, tenant.kv.memory, written, runner.captured.hidden[: len(chunks)], tokens
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt", "opt-post-norm-projected"])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "opt", "opt-post-norm-projected", "gpt2"])
 def test_padding_and_recording_damage_no_block_and_change_no_bit(kind):
     """Three sequences in a bucket of four, recorded when first needed, whole or piecewise: three slots of all KV change."""
     results = [_decode_pass(kind, streaming, graphs) for streaming in (False, True) for graphs in ("eager", "off")]

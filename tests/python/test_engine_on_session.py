@@ -94,7 +94,7 @@ def reference(model, requests, **kv):
 @pytest.mark.parametrize(
     ("kind", "runner", "layout"),
     [
-        *((kind, "cpu", layout) for kind in ("llama", "qwen2", "qwen3", "opt") for layout in LAYOUTS),
+        *((kind, "cpu", layout) for kind in ("llama", "qwen2", "qwen3", "opt", "gpt2") for layout in LAYOUTS),
         *((kind, "gpu", "block_major") for kind in ("qwen2", "qwen3")),  # without recordings that are frozen
     ],
 )

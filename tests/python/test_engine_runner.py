@@ -31,6 +31,10 @@ COMMON = {
 }  # fmt: skip
 GATED = {**COMMON, "intermediate_size": 80, "num_key_value_heads": 2}
 OPT = {**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1}
+GPT2 = {
+    "vocab_size": VOCAB, "n_embd": 48, "n_layer": LAYERS, "n_head": 6, "n_positions": 128,
+    "scale_attn_by_inverse_layer_idx": True,
+}  # fmt: skip
 ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
@@ -40,6 +44,8 @@ KINDS = {
     "llama-bias-rope": ("Llama", {**GATED, "attention_bias": True, "mlp_bias": True, "rope_parameters": ROPE}),
     "qwen2": ("Qwen2", GATED),
     "qwen3": ("Qwen3", {**GATED, "head_dim": 16}),
+    "llama-all-heads": ("Llama", {**GATED, "num_key_value_heads": 6, "attention_bias": True}),
+    "gpt2": ("GPT2", GPT2),
     "opt": ("OPT", OPT),
     "opt-post-norm-projected": ("OPT", {**OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 32}),
 }
@@ -51,7 +57,8 @@ def make_model(kind):
     if kind not in _MODELS:
         torch.manual_seed(3)
         family, shape = KINDS[kind]
-        model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**shape)).eval()
+        config = getattr(transformers, f"{family}Config")(**shape)
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.normal_(0, 0.12) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -290,6 +297,10 @@ def test_refusals_change_nothing():
         with pytest.raises(InvalidArgument) as caught:
             engine.add_request(Request("long", (1,) * prompt, SamplingParams(max_tokens=tokens)))
         assert (caught.value.needed, caught.value.limit) == (needed, limit)
+    for token in (-1, VOCAB):
+        with pytest.raises(InvalidArgument) as caught:
+            engine.add_request(Request("strange", (1, token), SamplingParams(max_tokens=1)))
+        assert (caught.value.token, caught.value.vocabulary) == (token, VOCAB)
     assert not engine.unfinished
     engine.add_request(Request("fits", (1,) * 10, SamplingParams(max_tokens=7)))
     for call, argument in ((engine.add_request, Request("fits", (1,))), (engine.abort, "unknown")):
@@ -319,6 +330,7 @@ def test_a_pool_that_shrank_under_a_lone_request_is_an_error_not_a_loop():
         while engine.unfinished:
             engine.step()
     assert caught.value.requested > caught.value.usable == 3
+    assert caught.value.request == "a"
     assert engine.abort("a").tokens == reference_tokens(model, (1, 2, 3), 18)[: 3 * 4 - 2]
 
 

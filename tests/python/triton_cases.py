@@ -228,7 +228,9 @@ def test_fused_layers_are_the_plain_ones(kind):
         for decoder in (LlamaLike(model), FusedLlama(model)):
             hidden, rotary = decoder.embed(ids, positions)
             for layer in range(3):
+                made = decoder.keys_values(layer, hidden, decoder.rotary(hidden, positions))
                 hidden = decoder.layer(layer, hidden, rotary, attend)
+                assert torch.equal(made[0], seen[-1][1])
             results.append((hidden, decoder.head(hidden)))
     for plain, fused in zip(*results, strict=True):
         torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""The typer application: `remap demo`, `plan`, `simulate`, `fit` and `doctor`."""
+"""The typer application: `remap demo`, `offline`, `plan`, `simulate`, `fit` and `doctor`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from .demo_config import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .errors import EXIT_CODES, exit_on_error, writable
 from .fit import fit_command
+from .offline import offline
 from .plan import plan
 from .simulate import simulate
 
@@ -25,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+app.command("offline")(offline)
 app.command("plan")(plan)
 app.command("simulate")(simulate)
 app.command("fit")(fit_command)

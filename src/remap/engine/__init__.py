@@ -10,9 +10,10 @@ one token for every sequence whose last known token was in the pass.
 | scheduler.py | who runs in the next pass: admission, chunked prefill, preemption by recompute; pure |
 | metrics.py | latencies, throughput, recomputed tokens, and the timeline; pure |
 | attention.py | attention over blocks that may lie anywhere in the KV region |
-| models.py | one forward for Llama, Qwen2, Qwen3 and one for OPT, from the modules' own weights |
+| models.py | a forward for Llama, Qwen2 and Qwen3, for OPT and for GPT-2, from the modules' own weights; KV from activations |
 | runner.py | one pass on the CPU: flat token batch -> logits; sampling |
 | sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: what that cost |
+| offline.py | serves a file of requests; offline_file.py: the files of requests and answers; pure |
 | engine.py | the loop; with a model. **remap is adopted in `Engine.step` and `ModelRunner.forward`, about ten lines in all** |
 
 On a GPU, `gpu_runner` stands in the place of `runner`:
@@ -44,6 +45,7 @@ from remap.engine.shared_metrics import SharedResult
 if TYPE_CHECKING:
     from remap.engine.engine import LLMEngine, Result, StepOutput
     from remap.engine.gpu_runner import GpuRunner
+    from remap.engine.offline import OfflineProgress, generate_offline
     from remap.engine.runner import ModelRunner
     from remap.engine.sharing import SharedEngines
 
@@ -52,6 +54,7 @@ __all__ = [
     "LLMEngine",
     "Metrics",
     "ModelRunner",
+    "OfflineProgress",
     "Output",
     "Request",
     "Result",
@@ -61,15 +64,18 @@ __all__ = [
     "SharedEngines",
     "SharedResult",
     "StepOutput",
+    "generate_offline",
 ]
 
 _LAZY = {
     "GpuRunner": "gpu_runner",
     "LLMEngine": "engine",
     "ModelRunner": "runner",
+    "OfflineProgress": "offline",
     "Result": "engine",
     "SharedEngines": "sharing",
     "StepOutput": "engine",
+    "generate_offline": "offline",
 }
 
 

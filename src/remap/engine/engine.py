@@ -266,6 +266,7 @@ class Engine(ABC):
                 f"request {head.id!r} needs {needed} KV blocks and has the engine to itself, but "
                 f"{kv.free_blocks} of {kv.usable_blocks} usable blocks are free; nothing changed: "
                 "abort it, or let the pool grow",
+                request=head.id,
                 requested=needed,
                 free=kv.free_blocks,
                 usable=kv.usable_blocks,
@@ -351,9 +352,9 @@ class LLMEngine(Engine):
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. `arrived_s`, on the engine's clock, defaults to now.
 
-        Raises InvalidArgument (nothing changed) if the id is in use, or the request is longer than the model's
-        positions, or could never fit into the pool even alone: `usable_blocks` without a session, `max_blocks` with
-        one.
+        Raises InvalidArgument (nothing changed) if the id is in use, a token of the prompt is none of the model's, or the
+        request is longer than the model's positions, or could never fit into the pool even alone: `usable_blocks` without a
+        session, `max_blocks` with one.
         """
         tokens = request.max_kv_tokens
         blocks = self.scheduler.blocks_for(tokens)
@@ -362,6 +363,16 @@ class LLMEngine(Engine):
         if request.id in self._live:
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
+            )
+        # The embedding would fail on it in the middle of a pass, and everybody in that pass with it.
+        vocabulary = self.runner.decoder.vocabulary
+        strange = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
+        if strange is not None:
+            raise InvalidArgument(
+                f"request {request.id!r}: the prompt has token {strange}, the model's are 0 to {vocabulary - 1}; "
+                "nothing was queued",
+                token=strange,
+                vocabulary=vocabulary,
             )
         if tokens > self.runner.max_tokens:
             raise InvalidArgument(

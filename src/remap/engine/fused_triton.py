@@ -120,38 +120,38 @@ class FusedLlama(LlamaLike):
             and partial.get("partial_rotary_factor", 1.0) == 1.0
         )
 
-    def embed(
-        self, ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-        hidden = self.model.embed_tokens(ids)
+    def rotary(self, hidden: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = self.model.rotary_emb(hidden, positions[None])
-        return hidden, (cos[0].contiguous(), sin[0].contiguous())
+        return cos[0].contiguous(), sin[0].contiguous()
 
     def layer(
         self, index: int, hidden: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor], attend: Attend
     ) -> torch.Tensor:
         layer: Any = self.layers[index]
         attention, mlp = layer.self_attn, layer.mlp
-        tokens = hidden.shape[0]
-        x = _normed(layer.input_layernorm, hidden)
-        q, k, v = attention.q_proj(x), attention.k_proj(x), attention.v_proj(x)
-        if hasattr(attention, "q_norm"):
-            q = _normed(attention.q_norm, q.view(-1, attention.head_dim))
-            k = _normed(attention.k_norm, k.view(-1, attention.head_dim))
-        q, k, v = (one.view(tokens, -1, attention.head_dim) for one in (q, k, v))
-        rotate_(q, *rotary)
-        rotate_(k, *rotary)
+        x = self._normed(layer.input_layernorm, hidden)
+        q = self._rotated(attention.q_proj, getattr(attention, "q_norm", None), x, rotary)
+        k, v = self._keys_values(attention, x, rotary)
         _add_linear(hidden, attention.o_proj, attend(q, k, v, attention.scaling))
-        x = _normed(layer.post_attention_layernorm, hidden)
+        x = self._normed(layer.post_attention_layernorm, hidden)
         _add_linear(hidden, mlp.down_proj, silu_mul(mlp.gate_proj(x), mlp.up_proj(x)))
         return hidden
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.lm_head(_normed(self.model.norm, hidden))
+        return self.lm_head(self._normed(self.model.norm, hidden))
 
+    def _normed(self, norm: Any, x: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, norm.weight, norm.variance_epsilon)
 
-def _normed(norm: Any, x: torch.Tensor) -> torch.Tensor:
-    return rms_norm(x, norm.weight, norm.variance_epsilon)
+    def _rotated(
+        self, projection: Any, norm: Any, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor:
+        heads = projection(x)
+        if norm is not None:
+            heads = self._normed(norm, heads.view(-1, self.head_dim))
+        heads = heads.view(x.shape[0], -1, self.head_dim)
+        rotate_(heads, *rotary)
+        return heads
 
 
 def _add_linear(hidden: torch.Tensor, linear: Any, x: torch.Tensor) -> None:

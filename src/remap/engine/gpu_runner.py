@@ -25,7 +25,7 @@ from remap import advanced
 from remap.engine.captured import CapturedDecode
 from remap.engine.graphs import EagerGraphs, TorchCudaGraphs
 from remap.engine.inputs import TokenInputs
-from remap.engine.models import Decoder, decoder_of
+from remap.engine.models import Decoder, decoder_of, static_rotary
 from remap.engine.paged import choose_attention, triton_missing
 from remap.engine.runner import check_fits, sample
 from remap.engine.streaming import streamed
@@ -279,7 +279,7 @@ class GpuRunner:
     def _graphs(self, name: str) -> Graphs | None:
         if name not in GRAPHS:
             raise InvalidArgument(f"graphs must be one of {GRAPHS}, got {name!r}; nothing was created", graphs=name)
-        capturable = self.stream is not None and self.attention.capturable and _static_rotary(self.decoder)
+        capturable = self.stream is not None and self.attention.capturable and static_rotary(self.decoder)
         if name == "cuda" and not capturable:
             raise InvalidArgument(
                 f"CUDA graphs need KV on a GPU, an attention other than 'torch' and rotary angles that do not depend on "
@@ -313,9 +313,3 @@ def _decoder_for(model: nn.Module, device: torch.device) -> Decoder:
         if isinstance(decoder, LlamaLike) and FusedLlama.fits(model):
             return FusedLlama(model)
     return decoder
-
-
-def _static_rotary(decoder: Decoder) -> bool:
-    """Whether the rotary angles are a function of the position alone. Others look at the whole batch, on the host."""
-    kind = getattr(getattr(getattr(decoder, "model", None), "rotary_emb", None), "rope_type", "default")
-    return "dynamic" not in kind and kind != "longrope"

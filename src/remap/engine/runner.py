@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
-from remap.engine.models import decoder_of
+from remap.engine.models import decoder_of, min_rows
 from remap.engine.streaming import streamed
 from remap.errors import InvalidArgument
 
@@ -29,17 +29,6 @@ if TYPE_CHECKING:
     from remap.engine.request import SamplingParams
 
 __all__ = ["ModelRunner", "check_fits", "sample"]
-
-
-def min_rows(dtype: torch.dtype) -> int:
-    """Rows that a batch is padded to, so that a row's values do not depend on how many others share the matrix product.
-
-    Measured on x86 with MKL (fp32: other kernels for up to 3 rows, and with several threads for 9 to 11) and oneDNN
-    (bf16: another one for a single row, with some shapes: 2048 to 768 or to 1024).
-    """
-    if dtype is torch.bfloat16:
-        return 2
-    return 8 if torch.get_num_threads() == 1 else 12
 
 
 def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
@@ -57,7 +46,7 @@ def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
 
 
 class ModelRunner:
-    """Runs a transformers causal LM (Llama, Qwen2, Qwen3, OPT) over the tenant's paged KV, without gradients.
+    """Runs a transformers causal LM (Llama, Qwen2, Qwen3, OPT, GPT-2) over the tenant's paged KV, without gradients.
 
     tenant: `forward(phase, tokens)`, `wait(layer)`, `done(layer)`, and `kv.tensors`, one a layer.
     If the tenant has one layer more than the model, that is the head (`attach(extra_layers=["lm_head"])`).

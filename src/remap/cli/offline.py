@@ -1,0 +1,134 @@
+"""`remap offline`: answers a file of requests with a model, in as many runs as it takes (`remap.engine.generate_offline`)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from remap.errors import InvalidArgument
+from remap.sizes import parse_size, show_size
+
+from .errors import FAILED, exit_on_error, needed
+
+if TYPE_CHECKING:
+    from remap.engine import LLMEngine, OfflineProgress
+
+__all__ = ["offline"]
+
+# Without --memory there is KV cache for so many tokens.
+KV_TOKENS = 8192
+PAGE_BYTES = 2 << 20
+
+
+def offline(
+    requests: Annotated[Path, typer.Argument(help="JSON Lines: a request a line, with custom_id and prompt.")],
+    answers: Annotated[
+        Path, typer.Argument(help="JSON Lines, a line an answer. If it exists, the run goes on after it.")
+    ],
+    model: Annotated[str, typer.Option(help="Folder, or hub name, of a transformers model: Llama, Qwen, OPT, GPT-2.")],
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory for weights and KV cache, such as 8GiB.", show_default=f"weights, and KV of {KV_TOKENS} tokens"
+        ),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = 32,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
+) -> None:
+    """Answer every request of a file. Interrupt it as you like: the same command goes on where it ended."""
+    console = Console(soft_wrap=True)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.completed:>6.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=30),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    seen: list[OfflineProgress] = []
+    with exit_on_error():
+        from remap.engine.offline import generate_offline
+        from remap.engine.offline_file import AnswerFile
+
+        needed("torch", "transformers", "`remap offline`")
+        needed("transformers", "transformers", "`remap offline`")
+        with AnswerFile(requests, answers):
+            pass  # files that cannot be used are refused before a model is loaded
+        try:
+            with _serving(model, memory, max_num_seqs, max_batch_tokens) as (engine, tokenizer):
+                began = time.perf_counter()
+                with Progress(*columns, console=console) as bars:
+                    task = bars.add_task("requests", total=0, state="")
+
+                    def show(now: OfflineProgress) -> None:
+                        seen[:] = [now]
+                        speed = now.tokens / (time.perf_counter() - began)
+                        state = f"{speed:.0f} tokens/s, {now.errors} errors"
+                        bars.update(task, completed=now.answered, total=now.total, state=state)
+
+                    done = generate_offline(engine, requests, answers, tokenizer=tokenizer, on_progress=show)
+        except KeyboardInterrupt:
+            how = f"{seen[0].answered} of {seen[0].total} requests are answered" if seen else "nothing was served"
+            text = f"interrupted: {how}; the same command goes on from there"
+            Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
+            raise typer.Exit(FAILED) from None
+    text = f"{done.answered} of {done.total} requests are answered in {answers}, {done.errors} of them with an error"
+    console.print(text, markup=False, highlight=False)
+    raise typer.Exit(FAILED if done.errors else 0)
+
+
+@contextmanager
+def _serving(
+    name: str, memory: str | None, max_num_seqs: int, max_batch_tokens: int
+) -> Iterator[tuple[LLMEngine, Any]]:
+    """The engine, on a session with the model, and the model's tokenizer, or None if it has none.
+
+    Raises InvalidArgument if the model cannot be loaded, is of no known family, or does not fit.
+    """
+    import transformers
+
+    import remap
+    from remap.engine import LLMEngine
+    from remap.engine.models import decoder_of
+    from remap.model.footprint import footprint
+
+    budget = None if memory is None else parse_size(memory, "memory")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"model: {name} cannot be loaded: {error}", field="model", value=name) from error
+    decoder = decoder_of(model)
+    shape = {"layers": len(decoder.layers), "kv_heads": decoder.kv_heads, "head_dim": decoder.head_dim}
+    dtype = str(model.dtype).removeprefix("torch.")
+    probe = remap.KVSpec(**shape, dtype=dtype, min_blocks=0, max_blocks=1)
+    weights = footprint(model, None).pages(PAGE_BYTES) * PAGE_BYTES
+    if budget is None:
+        budget = weights + -(-KV_TOKENS // probe.block_tokens) * probe.block_bytes
+        budget = -(-budget // PAGE_BYTES) * PAGE_BYTES
+    # All that the weights leave is KV from the start; the region has addresses for the whole budget.
+    start, most = (budget - weights) // probe.block_bytes, max(1, budget // probe.block_bytes)
+    if start < 1:
+        raise InvalidArgument(
+            f"memory must hold the weights ({show_size(weights)}) and a block of KV, got {show_size(budget)}; "
+            "nothing was served",
+            field="memory",
+            value=budget,
+            needed=weights + probe.block_bytes,
+        )
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        tokenizer = None  # prompts have to be token ids
+    spec = remap.KVSpec(**shape, dtype=dtype, min_blocks=start, max_blocks=most)
+    with remap.Session(capacity=budget, device="cpu", page_bytes=PAGE_BYTES) as session:
+        tenant = session.attach(model, kv=spec, hooks=False)
+        yield (
+            LLMEngine(model, tenant, session=session, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens),
+            tokenizer,
+        )

@@ -1,0 +1,164 @@
+"""`remap offline` in processes, with a model on a session: killed, interrupted and resumed, it gives the same tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("typer")
+
+from models import Rig, kv_spec, make  # noqa: E402
+from test_cli import run as command  # noqa: E402
+from test_offline import answers  # noqa: E402
+
+from remap.engine import LLMEngine, Request, SamplingParams, generate_offline  # noqa: E402
+
+VOCAB = 101
+
+
+def write_requests(path, count, seed=0):
+    rng, lines = random.Random(seed), []
+    for index in range(count):
+        prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randint(1, 40))]
+        one = {"custom_id": f"r{index}", "prompt": prompt, "max_tokens": rng.randint(1, 12)}
+        if index % 3 == 0:
+            one |= {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": index}
+        lines.append(one)
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    return lines
+
+
+def offline(folder, *more):
+    files = (str(folder / "in.jsonl"), str(folder / "out.jsonl"))
+    return subprocess.Popen(
+        [sys.executable, "-m", "remap", "offline", "--model", str(folder / "model"), *more, *files],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_answers(folder, process, count):
+    """Return when the file has so many lines. The process may end before."""
+    path = folder / "out.jsonl"
+    while process.poll() is None and (not path.exists() or path.read_bytes().count(b"\n") < count):
+        time.sleep(0.002)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make("llama").save_pretrained(tmp_path / "model")
+    return tmp_path
+
+
+def engine_for(rig, **more):
+    rig.hooks.remove()
+    return LLMEngine(rig.model, rig.tenant, **more)
+
+
+def uninterrupted(lines):
+    """Line -> (custom_id, tokens), by the engine's own loop."""
+    names = ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    requests = [
+        Request(
+            one["custom_id"], tuple(one["prompt"]), SamplingParams(**{name: one[name] for name in names if name in one})
+        )
+        for one in lines
+    ]
+    model = make("llama")
+    with Rig(model, kv=kv_spec(model, min_blocks=300, max_blocks=400)) as rig:
+        outputs = engine_for(rig).run(requests).outputs
+    return {number: (request.id, outputs[request.id].tokens) for number, request in enumerate(requests, 1)}
+
+
+@pytest.mark.slow
+def test_a_thousand_prompts_killed_three_times_are_each_answered_once_with_the_same_tokens(folder):
+    lines, rng = write_requests(folder / "in.jsonl", 1000), random.Random(7)
+    moments = sorted(rng.sample(range(1, 900), 3))
+    for moment in moments:
+        process = offline(folder)
+        wait_for_answers(folder, process, moment)
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=120)
+        assert process.returncode == -signal.SIGKILL, "it ended before it was killed"
+        assert 0 < (folder / "out.jsonl").read_bytes().count(b"\n") < 1000
+    process = offline(folder)
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    assert "1000 of 1000 requests are answered" in " ".join(said.split())
+    assert answers(folder / "out.jsonl") == uninterrupted(lines)
+
+
+@pytest.mark.slow
+def test_an_interrupt_says_how_to_go_on_and_lines_with_errors_set_the_exit_code(folder):
+    lines = write_requests(folder / "in.jsonl", 600)
+    with (folder / "in.jsonl").open("a") as file:
+        file.write('{"broken\n' + json.dumps({"custom_id": "text", "prompt": "no tokenizer"}) + "\n")
+    process = offline(folder)
+    wait_for_answers(folder, process, 20)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 1 and "Traceback" not in errors
+    assert "of 602 requests are answered; the same command goes on from there" in " ".join(errors.split())
+    assert 0 < len(answers(folder / "out.jsonl")) < 602
+    process = offline(folder, "--max-num-seqs", "8", "--max-batch-tokens", "64")
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 1, errors
+    assert "602 of 602 requests are answered in" in said and "2 of them with an error" in " ".join(said.split())
+    wanted = uninterrupted(lines) | {601: (None, None), 602: ("text", None)}
+    assert answers(folder / "out.jsonl") == wanted
+
+
+@pytest.mark.parametrize("runner", ["cpu", "gpu"])
+def test_answers_are_those_of_the_engine_and_bad_lines_get_theirs(tmp_path, runner):
+    lines = write_requests(tmp_path / "in.jsonl", 12)
+    with (tmp_path / "in.jsonl").open("a") as file:
+        for prompt in ([1] * 200, [VOCAB], [-1], "text"):
+            file.write(json.dumps({"custom_id": str(prompt)[:20], "prompt": prompt}) + "\n")
+    model = make("llama")
+    with Rig(model, kv=kv_spec(model, min_blocks=60)) as rig:
+        engine = engine_for(rig, runner=runner, max_num_seqs=4, session=rig.session)
+        done = generate_offline(engine, tmp_path / "in.jsonl", tmp_path / "out.jsonl")
+        assert rig.kv.live_blocks == 0
+    assert (done.total, done.answered, done.errors) == (16, 16, 4)
+    found = answers(tmp_path / "out.jsonl")
+    assert {number: found[number] for number in range(1, 13)} == uninterrupted(lines)
+    said = [json.loads(text) for text in (tmp_path / "out.jsonl").read_text().splitlines()]
+    messages = {one["line"]: one["error"]["message"] for one in said if "error" in one}
+    assert sorted(messages) == [13, 14, 15, 16]
+    for number, text in zip(range(13, 17), ("215 positions", "token 101", "token -1", "no tokenizer")):
+        assert text in messages[number]
+
+
+def test_wrong_files_are_refused_with_2_before_a_model_is_loaded(tmp_path):
+    requests, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    write_requests(requests, 2)
+    for arguments, text in (
+        ((str(tmp_path / "none"), str(output)), "cannot be opened"),
+        ((str(requests), str(requests)), "the file of requests itself"),
+        ((str(requests), str(output), "--memory", "12 apples"), "memory must be an int of bytes"),
+        ((str(requests), str(output)), "model: /nowhere cannot be loaded"),
+    ):
+        found = command("offline", "--model", "/nowhere", *arguments)
+        assert found.exit_code == 2, found.output
+        assert text in " ".join(found.output.split()) and "Traceback" not in found.output
+
+
+def test_memory_that_does_not_hold_the_weights_is_refused_with_the_numbers(folder):
+    write_requests(folder / "in.jsonl", 2)
+    files = (str(folder / "in.jsonl"), str(folder / "out.jsonl"))
+    found = command("offline", "--model", str(folder / "model"), "--memory", "2MiB", *files)
+    assert found.exit_code == 2 and "memory must hold the weights" in " ".join(found.output.split())
+    found = command("offline", "--model", str(folder / "model"), *files)
+    assert found.exit_code == 0, found.output
+    assert "2 of 2 requests are answered" in " ".join(found.output.split())
