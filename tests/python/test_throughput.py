@@ -133,7 +133,7 @@ def test_activations_halve_what_is_copied_in_and_out() -> None:
     model, requests, found = opt(), requests_for(5, count=6, low=40, high=60), {}
     for share in (0.0, 1.0):
         with remap.Session("64MiB", page_bytes=PAGE) as session:
-            spec = spec_of(model, blocks=80, streamed=300, scratch=240)
+            spec = spec_of(model, blocks=240, streamed=300, scratch=240)
             tenant = session.attach(model, kv=spec, hooks=False)
             engine = ThroughputEngine(model, tenant, share=share, max_batch_tokens=512)
             serve(engine, requests)
@@ -168,20 +168,24 @@ def test_many_mini_batches_a_pass() -> None:
     blocks=st.integers(10, 40),
     streamed=st.integers(24, 120),
     share=st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 0.9, 1.0]),
-    seed=st.integers(0, 5),
+    seed=st.integers(0, 2),
     budget=st.sampled_from([32, 40, 64, 200]),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_every_request_is_answered_in_whatever_memory_it_fits(blocks, streamed, share, seed, budget) -> None:
-    model, requests = _MODEL, requests_for(seed)
+    model, requests = _MODEL, requests_for(seed, tokens=16)
+    if seed not in _WANTED:
+        _WANTED[seed] = expected(model, requests)
+    wanted = _WANTED[seed]
     with remap.Session("64MiB", page_bytes=PAGE) as session:
         spec = spec_of(model, blocks=blocks, streamed=streamed, scratch=30)
         tenant = session.attach(model, kv=spec, hooks=False)
-        try:
-            engine = ThroughputEngine(model, tenant, share=share, max_batch_tokens=budget)
-        except InvalidArgument as error:
-            assert error.fields["usable"] == blocks < error.fields["least"]
+        if blocks < 17:
+            with pytest.raises(InvalidArgument) as caught:
+                ThroughputEngine(model, tenant, share=share, max_batch_tokens=budget)
+            assert caught.value.fields["least"] == 17
             return
+        engine = ThroughputEngine(model, tenant, share=share, max_batch_tokens=budget)
         fit = []
         for request in requests:
             try:
@@ -196,7 +200,6 @@ def test_every_request_is_answered_in_whatever_memory_it_fits(blocks, streamed, 
             assert engine.scheduler.used_blocks == tenant.kv.live_blocks
             if not engine.unfinished:
                 break
-        wanted = _WANTED.setdefault(seed, expected(model, requests))
         assert found == {request.id: wanted[request.id] for request in fit}
         assert tenant.kv.live_blocks == 0 and tenant.kv.host.free_blocks == streamed
 
@@ -217,7 +220,7 @@ def test_the_mixture_follows_the_share(share: float, pairs: int) -> None:
     assert scheduler.activation_blocks(tokens) == 2 * sum(kinds)
 
 
-@pytest.mark.parametrize("nth", [1, 2, 5, 9, 14])
+@pytest.mark.parametrize("nth", [1, 4, 9])
 def test_a_copy_that_fails_costs_time_and_no_token(nth: int) -> None:
     """One asynchronous copy fails, out or in: `step` raises, is called again, and who lost KV starts again."""
     model, requests = opt(3), requests_for(11, count=5)

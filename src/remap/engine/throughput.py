@@ -12,12 +12,12 @@ Nobody is preempted: a request is admitted when host memory has room for all of 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from remap.engine.chunk import Chunk
 from remap.engine.engine import Engine
+from remap.engine.pairs import END, PAIR, Kept, Pair
 from remap.engine.request import Request, Sequence, State
 from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import Error, InvalidArgument
@@ -29,31 +29,7 @@ if TYPE_CHECKING:
 
     from remap.engine.block_pool import BlockPool
 
-__all__ = ["Kept", "Pair", "ThroughputEngine", "ThroughputScheduler"]
-
-PAIR = 2
-END = PAIR + 1
-"""Blocks that the last pair of a sequence takes: with its staging."""
-
-
-@dataclass(slots=True)
-class Pair:
-    """Two consecutive blocks of a sequence. staging: the pool's block that takes their activations until both are complete; None
-    if they are keys and values. host, shown: once they are out: their host blocks, and the streamed blocks that show them."""
-
-    activations: bool
-    staging: int | None = None
-    host: list[int] = field(default_factory=list)
-    shown: list[int] = field(default_factory=list)
-
-
-@dataclass(slots=True)
-class Kept:
-    """What a running sequence has: `out` pairs are in host memory, the first ones; `promised` host blocks are its own."""
-
-    pairs: list[Pair] = field(default_factory=list)
-    out: int = 0
-    promised: int = 0
+__all__ = ["ThroughputEngine", "ThroughputScheduler"]
 
 
 class ThroughputScheduler(Scheduler):
@@ -67,7 +43,9 @@ class ThroughputScheduler(Scheduler):
         self.share = share
         self.host_blocks = host_blocks
         self.held: dict[Sequence, Kept] = {}
-        self._leaving: list[int] = []  # blocks, of the pool and streamed, that nobody has any more and that are not free yet
+        self._leaving: list[
+            int
+        ] = []  # blocks, of the pool and streamed, that nobody has any more and that are not free yet
         self._leaving_host: list[int] = []  # and host blocks
 
     def keeps_activations(self, pair: int) -> bool:
@@ -122,7 +100,7 @@ class ThroughputScheduler(Scheduler):
         return Schedule(tuple(chunks), (), self.max_batch_tokens - budget)
 
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
-        self._release(sequence)
+        self._take_back(sequence)
         if sequence.state is State.RUNNING:
             self.running.remove(sequence)
         else:
@@ -204,7 +182,7 @@ class ThroughputScheduler(Scheduler):
             pool.free_host(self._leaving_host)
             self._leaving_host = []
 
-    def _release(self, sequence: Sequence) -> None:
+    def _take_back(self, sequence: Sequence) -> None:
         """Take all that it has. It is free at the next `_free_left`."""
         kept = self.held.pop(sequence, None)
         if kept is not None:
@@ -215,7 +193,7 @@ class ThroughputScheduler(Scheduler):
                 self._leaving_host += pair.host
 
     def _restart(self, sequence: Sequence) -> None:
-        self._release(sequence)
+        self._take_back(sequence)
         self.running.remove(sequence)
         sequence.computed = 0
         sequence.state = State.WAITING
@@ -248,7 +226,9 @@ class ThroughputEngine(Engine):
 
         spec = tenant.kv.spec
         if not 0 <= share <= 1:
-            raise InvalidArgument(f"share must be from 0 to 1, got {share!r}; nothing was made", field="share", value=share)
+            raise InvalidArgument(
+                f"share must be from 0 to 1, got {share!r}; nothing was made", field="share", value=share
+            )
         if not spec.streamed_blocks or (share and not spec.scratch_blocks):
             raise InvalidArgument(
                 f"offline batches keep KV in host memory, and make it anew from activations in scratch blocks: expected a KVSpec "
@@ -274,21 +254,22 @@ class ThroughputEngine(Engine):
             )
         runner = ThroughputRunner(model, tenant, scheduler.held, activations=share > 0)
         super().__init__(tenant, scheduler, runner, clock=clock)
+        self._plan, self._max_tokens = scheduler, runner.max_tokens
         self._numbers = count()
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. Raises InvalidArgument (nothing was queued) if its id is in use, or it could never run: longer than
         the model, or with more KV than the host blocks or, of activations, the scratch blocks hold."""
-        scheduler, spec = self.scheduler, self.tenant.kv.spec
+        plan, spec = self._plan, self.tenant.kv.spec
         tokens = request.max_kv_tokens
         if request.id in self._live:
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
             )
         for what, needed, limit in (
-            ("positions", tokens, self.runner.max_tokens),
-            ("host blocks", scheduler.host_need(tokens), spec.streamed_blocks),
-            ("scratch blocks", scheduler.activation_blocks(tokens), spec.scratch_blocks),
+            ("positions", tokens, self._max_tokens),
+            ("host blocks", plan.host_need(tokens), spec.streamed_blocks),
+            ("scratch blocks", plan.activation_blocks(tokens), spec.scratch_blocks),
         ):
             if needed > limit:
                 raise InvalidArgument(

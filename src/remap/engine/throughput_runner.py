@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remap.engine.chunk import Chunk
+    from remap.engine.pairs import Kept
     from remap.engine.request import Sequence
-    from remap.engine.throughput import Kept
 
 __all__ = ["ThroughputRunner"]
 
@@ -39,14 +39,10 @@ class _Group:
     batch: AttentionBatch
     hidden: torch.Tensor
     rotary: Any
-    # Activations -> keys and values: (streamed block, half) of each, the scratch block, and the positions of all tokens.
-    shown: torch.Tensor | None
-    halves: torch.Tensor | None
-    scratch: torch.Tensor | None
-    positions: torch.Tensor | None
+    # Activations that become keys and values: (half, streamed block) of each, its scratch block, and the positions of all tokens.
+    remade: tuple[tuple[torch.Tensor, torch.Tensor], torch.Tensor, torch.Tensor] | None = None
     # Rows whose activations are kept: which, and (half, staging block, place in the block) of each.
-    rows: torch.Tensor | None
-    places: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+    kept: tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] | None = None
 
 
 class ThroughputRunner:
@@ -155,33 +151,32 @@ class ThroughputRunner:
         if padding:
             ids, positions = F.pad(ids, (0, padding)), F.pad(positions, (0, padding))
         hidden, rotary = self.decoder.embed(ids, positions)
-        group = _Group(chunks, batch, hidden, rotary, None, None, None, None, None, None)
+        group = _Group(chunks, batch, hidden, rotary)
         if shown:
-            group.shown = torch.tensor(shown).repeat_interleave(2)
-            group.halves = torch.tensor([0, 1] * len(shown))
-            group.scratch = torch.tensor(targets)
-            group.positions = (torch.tensor(first_tokens)[:, None] + torch.arange(size)).flatten()
+            source = torch.tensor([0, 1] * len(shown)), torch.tensor(shown).repeat_interleave(2)
+            places = (torch.tensor(first_tokens)[:, None] + torch.arange(size)).flatten()
+            group.remade = source, torch.tensor(targets), places
         if rows:
-            group.rows = torch.tensor(rows)
-            at = batch.positions[group.rows]
-            group.places = at // size % 2, torch.tensor(staged), at % size
+            at = batch.positions[rows]
+            group.kept = torch.tensor(rows), (at // size % 2, torch.tensor(staged), at % size)
         return group
 
     def _remake(self, layer: int, group: _Group) -> None:
         """The layer's keys and values of what is kept as activations, into the scratch blocks."""
-        if group.shown is None:
-            return
-        tensor = self.tenant.kv.tensors[layer]
-        kept = tensor[group.halves, group.shown].flatten(0, 1).flatten(1)  # (tokens, width)
-        keys, values = kv_from_activations(self.decoder, layer, kept, group.positions)
-        tensor[0, group.scratch] = keys.unflatten(0, (-1, self.block_tokens))
-        tensor[1, group.scratch] = values.unflatten(0, (-1, self.block_tokens))
+        if group.remade is not None:
+            source, targets, positions = group.remade
+            tensor = self.tenant.kv.tensors[layer]
+            activations = tensor[source].flatten(0, 1).flatten(1)  # (tokens, width)
+            keys, values = kv_from_activations(self.decoder, layer, activations, positions)
+            tensor[0, targets] = keys.unflatten(0, (-1, self.block_tokens))
+            tensor[1, targets] = values.unflatten(0, (-1, self.block_tokens))
 
     def _keep(self, layer: int, group: _Group) -> None:
         """The layer's input of tokens whose pair is activations, into its staging block."""
-        if group.rows is not None:
+        if group.kept is not None:
+            rows, places = group.kept
             heads = (self.decoder.kv_heads, self.decoder.head_dim)
-            self.tenant.kv.tensors[layer][group.places] = group.hidden[group.rows].unflatten(1, heads)
+            self.tenant.kv.tensors[layer][places] = group.hidden[rows].unflatten(1, heads)
 
     def _logits(self, groups: list[_Group]) -> tuple[list[Chunk], torch.Tensor]:
         samplers: list[Chunk] = []

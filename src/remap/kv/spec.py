@@ -221,7 +221,11 @@ class KVGeometry:
     def tensor_blocks(self) -> int:
         """Blocks of a layer's tensor."""
         spec = self.spec
-        return self.first_streamed + spec.streamed_blocks + spec.scratch_blocks if self.streamed_columns else spec.max_blocks
+        return (
+            self.first_streamed + spec.streamed_blocks + spec.scratch_blocks
+            if self.streamed_columns
+            else spec.max_blocks
+        )
 
     def tensor_layout(self, layer: int) -> tuple[int, tuple[int, int, int, int, int], tuple[int, int, int, int, int]]:
         """Where `layer`'s tensor lies in the region: (offset in bytes, shape, stride in elements).
