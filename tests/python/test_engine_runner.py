@@ -33,7 +33,7 @@ GATED = {**COMMON, "intermediate_size": 80, "num_key_value_heads": 2}
 OPT = {**COMMON, "ffn_dim": 80, "word_embed_proj_dim": 48, "dropout": 0.1}
 GPT2 = {
     "vocab_size": VOCAB, "n_embd": 48, "n_layer": LAYERS, "n_head": 6, "n_positions": 128,
-    "scale_attn_by_inverse_layer_idx": True,
+    "scale_attn_by_inverse_layer_idx": True, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 ROPE = {
     "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -104,9 +105,14 @@ def _serving(
     except (OSError, ValueError) as error:
         raise InvalidArgument(f"model: {name} cannot be loaded: {error}", field="model", value=name) from error
     decoder = decoder_of(model)
-    shape = {"layers": len(decoder.layers), "kv_heads": decoder.kv_heads, "head_dim": decoder.head_dim}
-    dtype = str(model.dtype).removeprefix("torch.")
-    probe = remap.KVSpec(**shape, dtype=dtype, min_blocks=0, max_blocks=1)
+    spec = partial(
+        remap.KVSpec,
+        layers=len(decoder.layers),
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        dtype=str(model.dtype).removeprefix("torch."),
+    )
+    probe = spec(min_blocks=0, max_blocks=1)
     weights = footprint(model, None).pages(PAGE_BYTES) * PAGE_BYTES
     if budget is None:
         budget = weights + -(-KV_TOKENS // probe.block_tokens) * probe.block_bytes
@@ -125,9 +131,8 @@ def _serving(
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         tokenizer = None  # prompts have to be token ids
-    spec = remap.KVSpec(**shape, dtype=dtype, min_blocks=start, max_blocks=most)
     with remap.Session(capacity=budget, device="cpu", page_bytes=PAGE_BYTES) as session:
-        tenant = session.attach(model, kv=spec, hooks=False)
+        tenant = session.attach(model, kv=spec(min_blocks=start, max_blocks=most), hooks=False)
         yield (
             LLMEngine(model, tenant, session=session, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens),
             tokenizer,

@@ -199,19 +199,21 @@ class AnswerFile:
         seen: set[str] = set()
         for number, text in _lines(self.requests):
             prompt: str | tuple[int, ...] = ()
-            id = sampling = refused = None
+            given: object = None
+            sampling = refused = None
             try:
-                id, prompt, sampling = read_request(text, stop_token_ids)
+                given, prompt, sampling = read_request(text, stop_token_ids)
             except InvalidArgument as error:
-                id, refused = error.fields["custom_id"], error
-            if isinstance(id, str):
+                given, refused = error.fields["custom_id"], error
+            id = given if isinstance(given, str) else None
+            if id is not None:
                 if refused is None and id in seen:
                     refused = _refused(id, f"custom_id {_short(id)!r} is that of an earlier line, too")
                 seen.add(id)
             if number > len(self._done):  # it was appended since
                 return
             if not self._done[number - 1]:
-                yield Job(number, _digest(text), id if isinstance(id, str) else None, prompt, sampling, refused)
+                yield Job(number, _digest(text), id, prompt, sampling, refused)
 
     def write(self, job: Job, **answer: Any) -> None:
         """Append the answer to `job` as a line. Raises AnswersNotWritten; then nothing more can be written."""
