@@ -224,6 +224,30 @@ MUTANTS: tuple[Mutant, ...] = (
         breaks="A layer that comes home is loaded before its region shows its own pages: the bytes go into the ring.",
         tests=("prefetcher_test",),
     ),
+    Mutant(
+        name="schedule-blocks-before-their-buffer",
+        file="src/remap/policy/layerwise.py",
+        text="link = max(link, free) + copy.seconds",
+        replacement="link += copy.seconds",
+        breaks="Weights and blocks come in before the step that uses their buffer has ended.",
+        tests=("test_layerwise.py::test_every_pass_ends_when_it_does_event_by_event",),
+    ),
+    Mutant(
+        name="schedule-link-counts-no-activations",
+        file="src/remap/policy/hybrid.py",
+        text="loads = self.load_kv(mix.kv) + self.load_activations(mix.activations)",
+        replacement="loads = self.load_kv(mix.kv) + self.load_kv(mix.activations)",
+        breaks="The bound takes activations for as large as KV, so that the best division may be left out.",
+        tests=("test_hybrid.py::test_it_is_the_best_of_all_divisions",),
+    ),
+    Mutant(
+        name="schedule-tie-goes-to-kv",
+        file="src/remap/policy/activations.py",
+        text="(2 * wanted * blocks + wanted + other) // (2 * (wanted + other))",
+        replacement="(2 * wanted * blocks + wanted + other - 1) // (2 * (wanted + other))",
+        breaks="The closed form rounds a half down, so that requests keep another ratio than block by block.",
+        tests=("test_hybrid.py::test_blocks_keep_the_ratio_one_by_one",),
+    ),
     # -- controller: how much, when, and when back --------------------------------------------------------------------------
     Mutant(
         name="controller-low-watermark-ignored",

@@ -1,0 +1,275 @@
+"""How much of an offline batch's cache is KV and how much activations: the least certified seconds of a pass. Pure.
+
+    plan = best(blocks, costs, room)        # blocks of each request
+    plan.ratio, plan.packing, plan.seconds
+
+Loading activations takes the link half as long as loading K and V (multi-head attention), and the processor makes K and V
+again. Weights, KV, activations and stores share the link; making K and V again and the rest of the layer share the
+processor. `best` compares every division of the requests' blocks by the seconds that `layerwise.pass_seconds` certifies.
+`as_in_the_paper` is HybridServe's Algorithm 1 with its packing, timed in the same way.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from remap.errors import InvalidArgument, OutOfMemory
+from remap.policy import minibatches
+from remap.policy.activations import BlockBytes, Line, Ratio, activations_of, ratios
+from remap.policy.layerwise import Part, pass_seconds
+from remap.policy.maxplus import copied_uses
+from remap.policy.minibatches import Limits, Mix, Packing, total
+
+__all__ = ["Costs", "Plan", "Room", "algorithm_1", "as_in_the_paper", "best", "best_ratio", "fixed"]
+
+_BUFFERS = 2
+"""Of each kind of blocks: one is computed on while the next one comes."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a pass that gives each request a token; of one layer, but for ends_s.
+
+    weights_s: to copy all of a layer's weights in. load_kv, load_activations, recompute: of blocks of one mini-batch.
+    forward_s: of all else that is computed for so many requests with so many blocks; of two mini-batches together never
+    more than of both. ends_s: what no layer holds, for so many requests. store_kv_s, store_activations_s: to copy one
+    request's new token out. slowed: seconds that copies in take longer for each second of copies out.
+    """
+
+    layers: int
+    weights_s: float
+    load_kv: Line
+    load_activations: Line
+    recompute: Line
+    forward_s: Callable[[int, int], float]
+    ends_s: Callable[[int], float]
+    store_kv_s: float = 0.0
+    store_activations_s: float = 0.0
+    slowed: float = 0.0
+    ring: int = 2
+
+    def part(self, mix: Mix, last: bool = False) -> Part:
+        """One mini-batch in one layer; last: in the last one, with what no layer holds."""
+        share = mix.recomputed / mix.blocks if mix.blocks else 0.0
+        store_s = mix.requests * (share * self.store_activations_s + (1.0 - share) * self.store_kv_s)
+        load_activations_s, load_kv_s = self.load_activations(mix.activations), self.load_kv(mix.kv)
+        if load_kv_s:
+            load_kv_s += self.slowed * store_s
+        elif load_activations_s:
+            load_activations_s += self.slowed * store_s
+        forward_s = self.forward_s(mix.requests, mix.blocks) + (self.ends_s(mix.requests) if last else 0.0)
+        return Part(load_activations_s, load_kv_s, self.recompute(mix.recomputed), forward_s, store_s)
+
+    def parts(self, mixes: Sequence[Mix]) -> list[list[Part]]:
+        """All layers of all mini-batches."""
+        inner = [self.part(mix) for mix in mixes]
+        return [*([inner] * (self.layers - 1)), [self.part(mix, last=True) for mix in mixes]]
+
+    def seconds(self, mixes: Sequence[Mix], streamed: float = 1.0) -> float:
+        """The certified seconds of a pass over these mini-batches; streamed: the share of each layer's weights that is not
+        kept on the device."""
+        return pass_seconds([streamed * self.weights_s] * self.layers, self.parts(mixes), self.ring, _BUFFERS)
+
+    def least_seconds(self, mix: Mix, streamed: float = 1.0) -> float:
+        """A bound that no packing of these blocks goes below: what the link, or the processor, does in a pass."""
+        copies = len(copied_uses(self.layers, self.ring, "fixed"))
+        loads = self.load_kv(mix.kv) + self.load_activations(mix.activations)
+        link = copies * streamed * self.weights_s + self.layers * loads
+        computed = self.recompute(mix.recomputed) + self.forward_s(mix.requests, mix.blocks)
+        return max(link, self.layers * computed + self.ends_s(mix.requests))
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory for blocks. block: bytes of one in one layer. host_bytes: for blocks in host memory. device_bytes: for
+    activations that stay on the device, then weights, then KV. weight_bytes: of one layer. buffer_bytes: for one layer's
+    blocks of the mini-batches: two buffers of KV, two of activations, and K and V that are made again.
+    """
+
+    layers: int
+    block: BlockBytes
+    host_bytes: int
+    device_bytes: int
+    weight_bytes: int
+    buffer_bytes: int
+
+    @property
+    def held(self) -> int:
+        """The most activation blocks that the device holds, in all layers."""
+        return self.device_bytes // (self.layers * self.block.activations)
+
+    def divided(self, blocks: Sequence[int], ratio: Ratio) -> list[Mix]:
+        """The requests' blocks at a ratio. What the device holds is spread evenly over all blocks of its kind.
+
+        A byte that the device holds saves a byte on the link in each pass, whatever it is of: activations come first, as
+        in HybridServe, section 4.2.1, then weights, then KV.
+        """
+        counts = [activations_of(each, ratio) for each in blocks]
+        held = _spread(self.held, counts)
+        left = self.device_bytes - self.layers * (sum(held) * self.block.activations + self.weight_bytes)
+        keys = [each - count for each, count in zip(blocks, counts, strict=True)]
+        held_kv = _spread(max(0, left) // (self.layers * self.block.kv), keys)
+        return [
+            Mix(kv - here_kv, count - here, here, here_kv)
+            for kv, count, here, here_kv in zip(keys, counts, held, held_kv, strict=True)
+        ]
+
+    def host_bytes_of(self, mix: Mix) -> int:
+        """Bytes in host memory."""
+        return self.layers * (mix.kv * self.block.kv + mix.activations * self.block.activations)
+
+    def streamed(self, mix: Mix) -> float:
+        """The share of each layer's weights that is streamed: the device keeps as much as activations leave room for."""
+        left = self.device_bytes - self.layers * mix.held * self.block.activations
+        return max(0.0, 1.0 - left / (self.layers * self.weight_bytes))
+
+    @property
+    def limits(self) -> Limits:
+        """Of one mini-batch."""
+        kv, activations = self.block.kv, self.block.activations
+        return Limits(self.buffer_bytes, _BUFFERS * kv, _BUFFERS * activations + kv, kv)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A division of all requests' blocks, mini-batches, and the seconds of a pass that they certify."""
+
+    ratio: Ratio
+    mixes: tuple[Mix, ...]  # of each request
+    packing: Packing
+    seconds: float
+
+
+def fixed(blocks: Sequence[int], ratio: Ratio, costs: Costs, room: Room) -> Plan:
+    """The plan of one ratio: of `minibatches.candidates` the packing with the shortest pass.
+
+    blocks: of each request, at least one request. Raises OutOfMemory (fields requested, free; bytes) if host memory cannot
+    hold them, InvalidArgument as `minibatches.candidates` if a request fits into no mini-batch.
+    """
+    mixes = _divided(blocks, ratio, room)
+    all_of = total(mixes)
+    found = minibatches.candidates(mixes, room.limits, costs.recompute, costs.load_kv, costs.load_activations)
+    return _timed(ratio, mixes, found, costs, room.streamed(all_of))
+
+
+def best(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
+    """Of all divisions that any ratio gives, the one with the least certified seconds of a pass; of equal ones the one with
+    the fewest activations.
+
+    Never slower than KV alone, activations alone, or `as_in_the_paper`, where they fit. Errors as for `fixed`, if no ratio
+    fits.
+    """
+    return fixed(blocks, best_ratio([(1, blocks)], costs, room), costs, room)
+
+
+def best_ratio(passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: Room) -> Ratio:
+    """The ratio with which all passes together take the least certified seconds. passes: how many there are in which the
+    requests have these blocks. Exact: a ratio is left out only if a lower bound of its seconds is above the best.
+
+    Errors as for `fixed`, if no ratio fits all passes.
+    """
+    ordered = []
+    for place, ratio in enumerate(ratios(each for _, blocks in passes for each in blocks)):
+        bound = 0.0
+        for count, blocks in passes:
+            mixes = room.divided(blocks, ratio)
+            all_of = total(mixes)
+            if room.host_bytes_of(all_of) > room.host_bytes or not all(map(room.limits.holds, mixes)):
+                break
+            bound += count * costs.least_seconds(all_of, room.streamed(all_of))
+        else:
+            ordered.append((bound, place, ratio))
+    if not ordered:
+        for _, blocks in passes:
+            fixed(blocks, (1, 0), costs, room)  # activations alone are the smallest: raises, with the numbers
+    found = (math.inf, 0, (1, 0))
+    for bound, place, ratio in sorted(ordered):
+        if bound > found[0]:
+            break
+        seconds = math.fsum(count * fixed(blocks, ratio, costs, room).seconds for count, blocks in passes)
+        found = min(found, (seconds, place, ratio))
+    return found[2]
+
+
+def as_in_the_paper(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
+    """HybridServe: the ratio by `algorithm_1`, mini-batches by its greedy packing, seconds by our certificate. Errors as
+    for `fixed`."""
+    ratio = algorithm_1(costs, room)
+    mixes = _divided(blocks, ratio, room)
+    all_of = total(mixes)
+    found = minibatches.as_in_the_paper(mixes, room.limits, costs.recompute, costs.load_kv)
+    return _timed(ratio, mixes, [found], costs, room.streamed(all_of))
+
+
+def algorithm_1(costs: Costs, room: Room) -> Ratio:
+    """HybridServe's Algorithm 1: how many blocks of activations and of KV host memory is divided into.
+
+    It balances T_load_w + T_load_kv(KV) with T_kv_gen(activations in host memory and on the device) for a host memory that
+    is full, whatever is served, and counts neither loading activations, stores nor the rest of the layer. Decided here,
+    where the paper is silent: the lines' base is paid once, by whoever has blocks first, so step 1 solves
+    T_kv_gen(device + x) = T_load_w; a solution outside the memory is moved to its end; blocks are whole, and what is then
+    left over, less than a block of KV, stays free; on the device are as many activations as it holds.
+
+    Raises InvalidArgument (fields host_bytes, block_bytes) if not one block of KV fits.
+    """
+    kv_bytes, activation_bytes = room.layers * room.block.kv, room.layers * room.block.activations
+    if room.host_bytes < kv_bytes:
+        raise InvalidArgument(
+            f"host memory for blocks must hold one block of KV at least: {room.host_bytes} bytes, a block has {kv_bytes}; "
+            "nothing changed",
+            host_bytes=room.host_bytes,
+            block_bytes=kv_bytes,
+        )
+    make, load = costs.recompute, costs.load_kv
+    budget = costs.weights_s - make(room.held)
+    activations = kv = 0
+    if budget >= 0.0:  # step 1: nothing is idle while weights come
+        more = _solved(budget - (0.0 if room.held else make.base_s), make.each_s)
+        activations = min(more, room.host_bytes // activation_bytes)
+    else:
+        kv = min(_solved(-budget - load.base_s, load.each_s), room.host_bytes // kv_bytes)
+    remaining = room.host_bytes - activations * activation_bytes - kv * kv_bytes
+    # step 2: x more of activations, y more of KV, with x activation_bytes + y kv_bytes = remaining and equal seconds
+    make_base = 0.0 if room.held + activations else make.base_s
+    load_base = 0.0 if kv else load.base_s
+    slope = make.each_s + load.each_s * activation_bytes / kv_bytes
+    wanted = load.each_s * remaining / kv_bytes + load_base - make_base
+    x = min(_solved(wanted, slope), remaining // activation_bytes)
+    y = (remaining - x * activation_bytes) // kv_bytes
+    return activations + x, kv + y
+
+
+def _solved(seconds: float, each_s: float) -> int:
+    """How many whole blocks take at most `seconds`; with blocks that take nothing, more than any memory holds."""
+    if seconds < 0.0:
+        return 0
+    return math.floor(seconds / each_s) if each_s else 1 << 62
+
+
+def _spread(most: int, counts: Sequence[int]) -> list[int]:
+    """At most `most` in all, of each count the same share."""
+    every = max(1, sum(counts))
+    return [count * min(most, every) // every for count in counts]
+
+
+def _divided(blocks: Sequence[int], ratio: Ratio, room: Room) -> list[Mix]:
+    mixes = room.divided(blocks, ratio)
+    wanted = room.host_bytes_of(total(mixes))
+    if wanted > room.host_bytes:
+        raise OutOfMemory(
+            f"blocks of {len(blocks)} requests need {wanted} bytes of host memory at {ratio[0]} of activations to {ratio[1]} "
+            f"of KV, and there are {room.host_bytes}; nothing changed; serve fewer requests at a time",
+            requested=wanted,
+            free=room.host_bytes,
+        )
+    return mixes
+
+
+def _timed(ratio: Ratio, mixes: Sequence[Mix], packings: Sequence[Packing], costs: Costs, streamed: float) -> Plan:
+    def seconds(packing: Packing) -> float:
+        return costs.seconds([total(mixes[at] for at in each) for each in packing], streamed)
+
+    found, packing = minibatches.least(packings, seconds)
+    return Plan(ratio, tuple(mixes), packing, found)
