@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import random
 
 import pytest
@@ -17,6 +19,7 @@ from hypothesis import strategies as st  # noqa: E402
 
 from remap import _core  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams  # noqa: E402
+from remap.engine.offline import generate_offline  # noqa: E402
 from remap.engine.throughput import ThroughputEngine, ThroughputScheduler  # noqa: E402
 from remap.errors import DriverError, InvalidArgument  # noqa: E402
 
@@ -103,15 +106,15 @@ def expected(model, requests: list[Request], dtype: str = "float32") -> dict[str
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("ratio", [(0, 1), (2, 3), (1, 0)])
 @pytest.mark.parametrize("resident", [None, 2])
-def test_tokens_are_those_of_ample_memory(name: str, share: float, resident: int | None) -> None:
+def test_tokens_are_those_of_ample_memory(name: str, ratio: tuple[int, int], resident: int | None) -> None:
     model, requests = MODELS[name](), requests_for(1)
     wanted = expected(model, requests)
     with remap.Session("64MiB", page_bytes=PAGE) as session:
-        spec = spec_of(model, blocks=40, streamed=300, scratch=40 if share else 0)
+        spec = spec_of(model, blocks=40, streamed=300, scratch=40 if ratio[0] else 0)
         tenant = session.attach(model, kv=spec, hooks=False, resident_layers=resident)
-        engine = ThroughputEngine(model, tenant, share=share, max_batch_tokens=64)
+        engine = ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=64)
         assert serve(engine, requests) == wanted
         stats, kv = tenant.stats(), tenant.kv
         assert stats.block_bytes > 0 and (stats.copied_bytes > 0) is (resident is not None)
@@ -125,23 +128,23 @@ def test_in_bfloat16_too() -> None:
     with remap.Session("64MiB", page_bytes=PAGE) as session:
         spec = spec_of(model, blocks=40, streamed=300, scratch=60, dtype="bfloat16")
         tenant = session.attach(model, kv=spec, hooks=False, resident_layers=0)
-        assert serve(ThroughputEngine(model, tenant, share=0.5, max_batch_tokens=64), requests) == wanted
+        assert serve(ThroughputEngine(model, tenant, ratio=(1, 1), max_batch_tokens=64), requests) == wanted
 
 
 def test_activations_halve_what_is_copied_in_and_out() -> None:
     """The same requests in the same passes."""
     model, requests, found = opt(), requests_for(5, count=6, low=40, high=60), {}
-    for share in (0.0, 1.0):
+    for ratio in ((0, 1), (1, 0)):
         with remap.Session("64MiB", page_bytes=PAGE) as session:
             spec = spec_of(model, blocks=240, streamed=300, scratch=240)
             tenant = session.attach(model, kv=spec, hooks=False)
-            engine = ThroughputEngine(model, tenant, share=share, max_batch_tokens=512)
+            engine = ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=512)
             serve(engine, requests)
-            found[share] = (engine.metrics.steps, tenant.kv.copied_out_bytes, tenant.stats().block_bytes)
-    assert found[1.0][0] == found[0.0][0]
-    assert 2 * found[1.0][1] == found[0.0][1]
+            found[ratio] = (engine.metrics.steps, tenant.kv.copied_out_bytes, tenant.stats().block_bytes)
+    assert found[1, 0][0] == found[0, 1][0]
+    assert 2 * found[1, 0][1] == found[0, 1][1]
     # A pass copies a run of host blocks, with what lies between.
-    assert found[1.0][2] <= 0.6 * found[0.0][2]
+    assert found[1, 0][2] <= 0.6 * found[0, 1][2]
 
 
 def test_many_mini_batches_a_pass() -> None:
@@ -151,7 +154,7 @@ def test_many_mini_batches_a_pass() -> None:
     most = max(-(-request.max_kv_tokens // BLOCK) for request in requests)
     with remap.Session("64MiB", page_bytes=PAGE) as session:
         tenant = session.attach(model, kv=spec_of(model, blocks=60, streamed=400, scratch=most), hooks=False)
-        engine = ThroughputEngine(model, tenant, share=1.0, max_batch_tokens=96)
+        engine = ThroughputEngine(model, tenant, ratio=(1, 0), max_batch_tokens=96)
         groups = []
         original = engine.runner._groups
 
@@ -167,12 +170,12 @@ def test_many_mini_batches_a_pass() -> None:
 @given(
     blocks=st.integers(10, 40),
     streamed=st.integers(24, 120),
-    share=st.sampled_from([0.0, 0.25, 1 / 3, 0.5, 0.9, 1.0]),
+    ratio=st.sampled_from([(0, 1), (1, 3), (1, 2), (1, 1), (9, 1), (1, 0)]),
     seed=st.integers(0, 2),
     budget=st.sampled_from([32, 40, 64, 200]),
 )
 @settings(max_examples=15, deadline=None)
-def test_every_request_is_answered_in_whatever_memory_it_fits(blocks, streamed, share, seed, budget) -> None:
+def test_every_request_is_answered_in_whatever_memory_it_fits(blocks, streamed, ratio, seed, budget) -> None:
     model, requests = _MODEL, requests_for(seed, tokens=16)
     if seed not in _WANTED:
         _WANTED[seed] = expected(model, requests)
@@ -182,10 +185,10 @@ def test_every_request_is_answered_in_whatever_memory_it_fits(blocks, streamed, 
         tenant = session.attach(model, kv=spec, hooks=False)
         if blocks < 17:
             with pytest.raises(InvalidArgument) as caught:
-                ThroughputEngine(model, tenant, share=share, max_batch_tokens=budget)
+                ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=budget)
             assert caught.value.fields["least"] == 17
             return
-        engine = ThroughputEngine(model, tenant, share=share, max_batch_tokens=budget)
+        engine = ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=budget)
         fit = []
         for request in requests:
             try:
@@ -208,13 +211,13 @@ _MODEL = opt(3)
 _WANTED: dict[int, dict[str, tuple[int, ...]]] = {}
 
 
-@given(share=st.floats(0, 1), pairs=st.integers(0, 200))
-def test_the_mixture_follows_the_share(share: float, pairs: int) -> None:
+@given(ratio=st.tuples(st.integers(0, 9), st.integers(0, 9)).filter(any), pairs=st.integers(0, 200))
+def test_the_mixture_follows_the_ratio(ratio: tuple[int, int], pairs: int) -> None:
     scheduler = ThroughputScheduler(
-        share=share, host_blocks=9, block_tokens=BLOCK, max_num_seqs=1, max_batch_tokens=8, chunk_align=8
+        ratio=ratio, host_blocks=9, block_tokens=BLOCK, max_num_seqs=1, max_batch_tokens=8, chunk_align=8
     )
     kinds = [scheduler.keeps_activations(number) for number in range(pairs)]
-    assert abs(sum(kinds) - share * pairs) <= 1
+    assert abs(sum(kinds) - ratio[0] * pairs / sum(ratio)) <= 0.5
     tokens = 2 * BLOCK * pairs
     assert scheduler.host_need(tokens) == sum(1 if kind else 2 for kind in kinds)
     assert scheduler.activation_blocks(tokens) == 2 * sum(kinds)
@@ -228,7 +231,7 @@ def test_a_copy_that_fails_costs_time_and_no_token(nth: int) -> None:
     fault = _core.make_fault_backend(_host(64 << 20))
     with remap.Session("64MiB", page_bytes=PAGE, platform=remap.advanced.Platform(backend=fault)) as session:
         tenant = session.attach(model, kv=spec_of(model, blocks=40, streamed=200, scratch=60), hooks=False)
-        engine = ThroughputEngine(model, tenant, share=0.5, max_batch_tokens=64)
+        engine = ThroughputEngine(model, tenant, ratio=(1, 1), max_batch_tokens=64)
         for request in requests:
             engine.add_request(request)
         found, failures = {}, 0
@@ -246,6 +249,34 @@ def test_a_copy_that_fails_costs_time_and_no_token(nth: int) -> None:
         assert tenant.kv.live_blocks == 0 and tenant.kv.host.free_blocks == 200
 
 
+def test_a_file_of_requests_to_a_model_larger_than_its_session(tmp_path) -> None:
+    """Interrupted twice, and resumed with another mixture."""
+    model, requests = opt(16), requests_for(21, count=24, tokens=12)
+    wanted = expected(model, requests)
+    questions, answers = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [
+        {"custom_id": one.id, "prompt": list(one.prompt), "max_tokens": one.sampling.max_tokens} for one in requests
+    ]
+    questions.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    weights = sum(value.numel() * value.element_size() for value in model.parameters())
+    for ratio, stop in (((1, 0), 5), ((0, 1), 14), ((1, 2), 99)):
+
+        def interrupt(progress, stop=stop) -> None:
+            if progress.answered >= stop:
+                raise KeyboardInterrupt
+
+        with remap.Session(int(0.9 * weights) // PAGE * PAGE, page_bytes=PAGE) as session:
+            spec = spec_of(model, blocks=30, streamed=60, scratch=24)
+            tenant = session.attach(model, kv=spec, hooks=False, resident_layers=0)
+            engine = ThroughputEngine(model, tenant, ratio=ratio, max_batch_tokens=64)
+            with contextlib.suppress(KeyboardInterrupt):
+                generate_offline(engine, questions, answers, on_progress=interrupt)
+            assert engine.unfinished == 0 and tenant.kv.live_blocks == 0
+            session.detach("model")
+    found = [json.loads(line) for line in answers.read_text().splitlines()]
+    assert len(found) == 24 and {one["custom_id"]: tuple(one["tokens"]) for one in found} == wanted
+
+
 def _host(capacity: int):
     from arena_worlds import make_backend
 
@@ -257,7 +288,7 @@ def test_what_is_refused() -> None:
     with remap.Session("64MiB", page_bytes=PAGE) as session:
         tenant = session.attach(model, kv=spec_of(model, blocks=40, streamed=60, scratch=20), hooks=False)
         with pytest.raises(InvalidArgument) as caught:
-            ThroughputEngine(model, tenant, share=0.5)
+            ThroughputEngine(model, tenant, ratio=(1, 1))
         assert caught.value.fields["activation_bytes"] == caught.value.fields["kv_bytes"] == 256
         engine = ThroughputEngine(model, tenant)  # as KV it works
         requests = requests_for(2, count=3)
@@ -268,9 +299,9 @@ def test_what_is_refused() -> None:
         ):
             with pytest.raises(InvalidArgument, match=field):
                 engine.add_request(request)
-        for share in (-0.1, 1.1):
+        for ratio in ((-1, 1), (0, 0)):
             with pytest.raises(InvalidArgument):
-                ThroughputEngine(model, tenant, share=share)
+                ThroughputEngine(model, tenant, ratio=ratio)
         engine.add_request(requests[0])
         with pytest.raises(InvalidArgument):
             engine.add_request(requests[0])

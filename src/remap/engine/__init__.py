@@ -14,6 +14,7 @@ one token for every sequence whose last known token was in the pass.
 | runner.py | one pass on the CPU: flat token batch -> logits; sampling |
 | sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: what that cost |
 | offline.py | serves a file of requests; offline_file.py: the files of requests and answers; pure |
+| throughput.py | offline batches whose KV lies in host memory, of models of any size; throughput_runner.py: their passes; pairs.py: what is kept of each |
 | engine.py | the loop; with a model. **remap is adopted in `Engine.step` and `ModelRunner.forward`, about ten lines in all** |
 
 On a GPU, `gpu_runner` stands in the place of `runner`:
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from remap.engine.offline import OfflineProgress, generate_offline
     from remap.engine.runner import ModelRunner
     from remap.engine.sharing import SharedEngines
+    from remap.engine.throughput import ThroughputEngine
 
 __all__ = [
     "GpuRunner",
@@ -64,6 +66,7 @@ __all__ = [
     "SharedEngines",
     "SharedResult",
     "StepOutput",
+    "ThroughputEngine",
     "generate_offline",
 ]
 
@@ -75,6 +78,7 @@ _LAZY = {
     "Result": "engine",
     "SharedEngines": "sharing",
     "StepOutput": "engine",
+    "ThroughputEngine": "throughput",
     "generate_offline": "offline",
 }
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Callable
 
-    from remap.engine.engine import LLMEngine
+    from remap.engine.engine import Engine
     from remap.engine.request import Output
 
 __all__ = ["OfflineProgress", "Tokenizer", "generate_offline"]
@@ -48,7 +48,7 @@ class OfflineProgress:
 
 
 def generate_offline(
-    engine: LLMEngine,
+    engine: Engine,
     requests_path: str | os.PathLike[str],
     output_path: str | os.PathLike[str],
     *,

@@ -4,7 +4,7 @@ Every pass reads all layers once, for all running sequences. Complete blocks go 
 layer, in each pass. They go out in pairs of blocks, as keys and values (two host blocks), or as *activations*: the layer's
 input of these tokens, from which keys and values are made again (one host block, whose key half has the first block's and whose
 value half the second's). That halves what is copied, for one more matrix product: HybridServe, sections 3.3 and 4.2. Which
-pairs are activations is decided when their first token is computed, by `share`, so that each request has the same mixture.
+pairs are activations is decided when their first token is computed, by `ratio`, so that each request has the same mixture.
 
 Nobody is preempted: a request is admitted when host memory has room for all of its life, and the pool for its last pair.
 """
@@ -21,6 +21,7 @@ from remap.engine.pairs import END, PAIR, Kept, Pair
 from remap.engine.request import Request, Sequence, State
 from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import Error, InvalidArgument
+from remap.policy.activations import activations_of, next_is_activations
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remap.engine.block_pool import BlockPool
+    from remap.policy.activations import Ratio
 
 __all__ = ["ThroughputEngine", "ThroughputScheduler"]
 
@@ -35,12 +37,12 @@ __all__ = ["ThroughputEngine", "ThroughputScheduler"]
 class ThroughputScheduler(Scheduler):
     """First come, first served; each pass decodes a token of all who can, and prompts fill the budget.
 
-    share: of the pairs that are kept as activations. host_blocks: those that can stream. held: what each sequence has.
+    ratio: (activations, KV), of the pairs of each request. host_blocks: those that can stream. held: what each sequence has.
     """
 
-    def __init__(self, *, share: float, host_blocks: int, **settings: Any) -> None:
+    def __init__(self, *, ratio: Ratio, host_blocks: int, **settings: Any) -> None:
         super().__init__(**settings)
-        self.share = share
+        self.ratio = ratio
         self.host_blocks = host_blocks
         self.held: dict[Sequence, Kept] = {}
         self._leaving: list[
@@ -49,18 +51,18 @@ class ThroughputScheduler(Scheduler):
         self._leaving_host: list[int] = []  # and host blocks
 
     def keeps_activations(self, pair: int) -> bool:
-        """Whether a request's pair of this number is activations: those whose share is behind. Of each n pairs n * share
-        are, rounded up or down."""
-        return int((pair + 1) * self.share) > int(pair * self.share)
+        """Whether a request's pair of this number is activations."""
+        before = activations_of(pair, self.ratio)
+        return next_is_activations(before, pair - before, self.ratio)
 
     def host_need(self, tokens: int) -> int:
         """Host blocks of a request that becomes so long."""
         pairs = self.blocks_for(tokens) // PAIR
-        return PAIR * pairs - int(pairs * self.share)
+        return PAIR * pairs - activations_of(pairs, self.ratio)
 
     def activation_blocks(self, tokens: int) -> int:
         """Scratch blocks that a sequence of so many tokens needs in a pass."""
-        return PAIR * int(self.blocks_for(tokens) // PAIR * self.share)
+        return PAIR * activations_of(self.blocks_for(tokens) // PAIR, self.ratio)
 
     @property
     def least_blocks(self) -> int:
@@ -205,10 +207,11 @@ class ThroughputEngine(Engine):
 
     model: a transformers causal LM whose layers the tenant owns. tenant: with `KVSpec.streamed_blocks`, at most as many of which
     hold KV at a time, and, for activations, `KVSpec.scratch_blocks`: at least twice as many as one request needs.
-    share: of KV that is kept as activations, from 0 to 1. max_num_seqs, max_batch_tokens, chunk_align: see `Scheduler`.
+    ratio: (activations, KV), what of each request is kept how (`remap.policy.hybrid` says which is best); (0, 1): KV alone.
+    max_num_seqs, max_batch_tokens, chunk_align: see `Scheduler`.
 
-    Raises InvalidArgument if the model's activations are not smaller than its KV and `share` is not 0 (the numbers), if the
-    spec has no streamed blocks or a pool too small for one request, and for a tenant on a GPU, where this has not run yet.
+    Raises InvalidArgument if activations are to be kept and are not smaller than KV (the numbers), for an impossible ratio, if
+    the spec has no streamed blocks or a pool too small for one request, and for a tenant on a GPU, where this has not run yet.
     """
 
     def __init__(
@@ -216,7 +219,7 @@ class ThroughputEngine(Engine):
         model: nn.Module,
         tenant: Any,
         *,
-        share: float = 0.0,
+        ratio: Ratio = (0, 1),
         max_num_seqs: int = 256,
         max_batch_tokens: int = 2048,
         chunk_align: int = TILE,
@@ -225,20 +228,18 @@ class ThroughputEngine(Engine):
         from remap.engine.throughput_runner import ThroughputRunner
 
         spec = tenant.kv.spec
-        if not 0 <= share <= 1:
-            raise InvalidArgument(
-                f"share must be from 0 to 1, got {share!r}; nothing was made", field="share", value=share
-            )
-        if not spec.streamed_blocks or (share and not spec.scratch_blocks):
+        activations_of(0, ratio)  # refuses an impossible one
+        activations = ratio[0] > 0
+        if not spec.streamed_blocks or (activations and not spec.scratch_blocks):
             raise InvalidArgument(
                 f"offline batches keep KV in host memory, and make it anew from activations in scratch blocks: expected a KVSpec "
-                f"with streamed_blocks{' and scratch_blocks' if share else ''}, got {spec.streamed_blocks} and "
+                f"with streamed_blocks{' and scratch_blocks' if activations else ''}, got {spec.streamed_blocks} and "
                 f"{spec.scratch_blocks}; nothing was made",
                 streamed_blocks=spec.streamed_blocks,
                 scratch_blocks=spec.scratch_blocks,
             )
         scheduler = ThroughputScheduler(
-            share=share,
+            ratio=ratio,
             host_blocks=spec.streamed_blocks,
             block_tokens=spec.block_tokens,
             max_num_seqs=max_num_seqs,
@@ -252,7 +253,7 @@ class ThroughputEngine(Engine):
                 usable=tenant.kv.usable_blocks,
                 least=scheduler.least_blocks,
             )
-        runner = ThroughputRunner(model, tenant, scheduler.held, activations=share > 0)
+        runner = ThroughputRunner(model, tenant, scheduler.held, activations=activations)
         super().__init__(tenant, scheduler, runner, clock=clock)
         self._plan, self._max_tokens = scheduler, runner.max_tokens
         self._numbers = count()
