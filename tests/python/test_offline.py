@@ -267,6 +267,24 @@ def test_answers_of_other_requests_are_refused_and_stay(job):
     assert answers(output) == expected(requests.read_bytes())
 
 
+def test_an_id_of_a_line_that_an_earlier_run_answered_is_taken(job):
+    requests, output = job
+    requests.write_bytes(line("a") + b"\n")
+    generate_offline(Engine(), requests, output)
+    requests.write_bytes(line("a") + b"\n" + line("a"))
+    generate_offline(Engine(), requests, output)
+    assert [tokens is None for _, tokens in answers(output).values()] == [False, True]
+
+
+def test_lines_that_are_appended_during_a_run_are_for_the_next(job):
+    requests, _ = job
+    with AnswerFile(*job) as file, requests.open("ab") as more:
+        more.write(b"\n" + line("late"))
+        more.flush()
+        assert [each.line for each in file.jobs()] == list(expected(FIXED))
+    assert generate_offline(Engine(), *job).total == len(expected(FIXED)) + 1
+
+
 @pytest.mark.parametrize(
     "text",
     [
