@@ -7,6 +7,7 @@
     headline.py   the simulated headline of the README, over several seeds
     gap.py        what each policy gets of what memory is worth, over several seeds
     pie/          Pie's figures beside KV that streams, over several seeds
+    hybridserve/  HybridServe's figures beside the library's division of KV and activations
     real/         the project's engine under each policy on this machine, against memory for everything
     seeds.py      tables of several seeds or rounds, and their files
     apart.py      runs in processes of their own

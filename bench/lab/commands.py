@@ -134,6 +134,26 @@ def pie(
 
 
 @app.command()
+def hybridserve(
+    quick: Annotated[bool, typer.Option("--quick", help="One batch of each table, two seeds.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[
+        Path | None, typer.Option(help="The file.", show_default="bench/results/hybridserve.json")
+    ] = None,
+) -> None:
+    """HybridServe's Figures 12 to 15 beside the library's way to divide KV and activations. What is in the file stays."""
+    from .hybridserve.command import QUICK, RESULTS, SETTINGS, run_hybridserve
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/hybridserve.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_hybridserve(path, QUICK if quick else SETTINGS, jobs=jobs, report_only=report_only))
+
+
+@app.command()
 def real(
     quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,

@@ -58,14 +58,14 @@ def _point(run: Run, settings: Settings) -> Point:
 
 def run_missing(
     data: dict[str, Any],
-    runs: Mapping[str, tuple[Run, Settings]],
+    runs: Mapping[str, tuple[Any, ...]],
     path: Path,
     jobs: int,
-    run: Callable[[Run, Settings], Point] = _point,
+    run: Callable[..., Point] = _point,
 ) -> None:
     """Run what data["points"] lacks, in order, and write `path` after each run: a run that is stopped loses one point.
 
-    run: a function of a module, which another process can find.
+    runs: by name, what `run` is called with: a function of a module, which another process can find.
     """
     points = data["points"]
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:

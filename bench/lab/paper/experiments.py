@@ -24,6 +24,7 @@ from remap.sim.serving import Setup, TenantSetup, tenants
 
 __all__ = [
     "BASELINE",
+    "ELSEWHERE",
     "FACTORS",
     "IDEAL",
     "LOWEST",
@@ -52,6 +53,8 @@ FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0)
 """Request rates, as shares of the saturation rate. Bursts fill the memory far below it."""
 LOWEST = 3
 """If the baseline still preempts at the lowest rate of the grid, it is halved, at most so many times."""
+ELSEWHERE = ("HybridServe",)
+"""Papers whose figures have a command and a page of their own: `bench.lab hybridserve`."""
 SATURATED = (1.0, 1.5, 2.0, 3.0, 5.0)
 """Where only throughput at a full memory is asked for."""
 
@@ -229,7 +232,7 @@ def check(experiments: Iterable[Experiment], metrics: Iterable[str], special: It
             if not set(pair.metrics) <= metrics or not {pair.test, pair.base} <= set(experiment.policies):
                 wrong.append(f"{experiment.id}: {pair}")
     for name, headline in known.items():
-        if bool(headline.left_out) == (name in used):
+        if headline.paper not in ELSEWHERE and bool(headline.left_out) == (name in used):
             wrong.append(f"{name} is {'left out and in use' if headline.left_out else 'neither in use nor left out'}")
     wrong += [f"{name} is reckoned twice" for name in {name for name in used if used.count(name) > 1}]
     wrong += [f"no panel {one.like!r}" for one in panels.values() if one.like and one.like not in panels]

@@ -1,0 +1,6 @@
+"""`bench.lab hybridserve`: HybridServe's Figures 12 to 15 beside the library's division of KV and activations, simulated.
+
+batches.py   one offline batch on one machine: costs from the roofline, seconds from the library's certificate
+figures.py   what is run, and which of the paper's figures it stands beside
+command.py   runs what is missing, and writes the page
+"""
