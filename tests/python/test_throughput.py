@@ -296,6 +296,7 @@ def test_what_is_refused() -> None:
         for field, request in (
             ("positions", Request("long", (5,) * 250, SamplingParams(max_tokens=20))),
             ("host blocks", Request("wide", (5,) * 245, SamplingParams(max_tokens=5))),
+            ("token 101", Request("strange", (5, 101))),
         ):
             with pytest.raises(InvalidArgument, match=field):
                 engine.add_request(request)

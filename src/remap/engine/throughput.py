@@ -255,20 +255,15 @@ class ThroughputEngine(Engine):
             )
         runner = ThroughputRunner(model, tenant, scheduler.held, activations=activations)
         super().__init__(tenant, scheduler, runner, clock=clock)
-        self._plan, self._max_tokens = scheduler, runner.max_tokens
+        self._plan, self._decoder = scheduler, runner.decoder
         self._numbers = count()
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. Raises InvalidArgument (nothing was queued) if its id is in use, or it could never run: longer than
         the model, or with more KV than the host blocks or, of activations, the scratch blocks hold."""
-        plan, spec = self._plan, self.tenant.kv.spec
-        tokens = request.max_kv_tokens
-        if request.id in self._live:
-            raise InvalidArgument(
-                f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
-            )
+        self._require_servable(request, self._decoder)
+        plan, spec, tokens = self._plan, self.tenant.kv.spec, request.max_kv_tokens
         for what, needed, limit in (
-            ("positions", tokens, self._max_tokens),
             ("host blocks", plan.host_need(tokens), spec.streamed_blocks),
             ("scratch blocks", plan.activation_blocks(tokens), spec.scratch_blocks),
         ):

@@ -58,7 +58,6 @@ class ThroughputRunner:
         self.layers = len(self.decoder.layers)
         self.head_streams = tenant.layers > self.layers
         self.dtype = next(model.parameters()).dtype
-        self.max_tokens = self.decoder.max_tokens
         check_fits(self.decoder, model, tenant)
         tensors = tenant.kv.tensors
         if tensors[0].device.type != "cpu":
