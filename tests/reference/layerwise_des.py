@@ -34,19 +34,19 @@ def _weight_copies(weights: Sequence[int], batches: int, ring: int, divided: boo
     layers = len(weights)
     streamed = [layer for layer in range(layers) if weights[layer]]
     in_slot: dict[int, tuple[int, int]] = {}  # slot -> layer, and the first step after it is done
-    copies = []
+    copies, latest = [], -3 * layers * batches
     for number in range(-2, passes):
         for position, layer in enumerate(streamed):
             begin = (number * layers + layer) * batches
             before, after = in_slot.get(position % ring, (-1, 0))
-            if number >= 0 and before != layer:
+            if position % ring in in_slot and before != layer:
                 freed = after - 1
                 pieces = batches if divided else 1
                 for piece in range(pieces):
-                    issued = min(freed + piece, begin - 1)
+                    issued = latest = max(latest, min(freed + piece, begin - 1))
                     copies.append(Copy(issued, begin, "0 weights", weights[layer] // pieces, ("forward", freed)))
             in_slot[position % ring] = layer, begin + batches
-    return copies
+    return [copy for copy in copies if copy.needed >= 0]
 
 
 def ends(weights: Sequence[int], steps: Sequence[Sequence[Step]], ring: int, buffers: int, passes: int) -> list[int]:

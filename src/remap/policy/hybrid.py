@@ -231,11 +231,12 @@ def algorithm_1(costs: Costs, room: Room) -> Ratio:
     else:
         kv = min(_solved(-budget - load.base_s, load.each_s), room.host_bytes // kv_bytes)
     remaining = room.host_bytes - activations * activation_bytes - kv * kv_bytes
-    # step 2: x more of activations, y more of KV, with x activation_bytes + y kv_bytes = remaining and equal seconds
-    make_base = 0.0 if room.held + activations else make.base_s
-    load_base = 0.0 if kv else load.base_s
+    # step 2: x more of activations, y more of KV, with x activation_bytes + y kv_bytes = remaining and equal seconds; what
+    # step 1 left over in whole blocks, and the bases of who had no block yet, count here
+    link = costs.weights_s + load(kv) + (0.0 if kv else load.base_s)
+    computing = make(room.held + activations) + (0.0 if room.held + activations else make.base_s)
     slope = make.each_s + load.each_s * activation_bytes / kv_bytes
-    wanted = load.each_s * remaining / kv_bytes + load_base - make_base
+    wanted = load.each_s * remaining / kv_bytes + link - computing
     x = min(_solved(wanted, slope), remaining // activation_bytes)
     y = (remaining - x * activation_bytes) // kv_bytes
     return activations + x, kv + y

@@ -10,9 +10,10 @@ KV are copied in through buffers of their own, and what it adds leaves on the ot
     each copy in begins when the one before it in the fixed order has ended, and the step that used its buffer too
 
 The order: by the step that frees the buffer, then by the step that needs the copy; of one step the weights first, then the
-activations. Weights that may come during several steps are divided among these, so that no step's KV waits for a whole
-layer's weights. With a fixed order these equations are linear in (max, +). So a pass never takes less time if a copy or a
-computation takes more, and the seconds of a pass are the same for ever once all times have shifted by as much.
+activations; weights never before those of an earlier layer. Weights that may come during several steps are divided among
+these, so that no step's KV waits for a whole layer's weights. With a fixed order these equations are linear in (max, +).
+So a pass never takes less time if a copy or a computation takes more, and the seconds of a pass are the same for ever once
+all times have shifted by as much.
 tests/reference/layerwise_des.py is an independent event simulation that the tests compare against. Source: derived, with
 the pipeline of HybridServe, section 4.2.
 """
@@ -156,13 +157,14 @@ def _order(
     copied = copied_uses(len(streamed), ring, "fixed")
     last = {use % ring: streamed[use] for use in copied}  # place -> the last layer there
     pieces = batches if any(part.activations_s or part.kv_s for part in steps) else 1
+    latest = -2 * total  # before any step that frees a buffer
     for use in copied:
         layer = streamed[use]
         needed = layer * batches
         before = streamed[use - ring] if use >= ring else last[use % ring]
         freed = (before + 1) * batches - 1 - (total if use < ring else 0)
         for piece in range(pieces):
-            issued = min(freed + piece, needed - 1)
+            issued = latest = max(latest, min(freed + piece, needed - 1))
             copy = _Copy(weights_s[layer] / pieces, 0, issued - freed, needed - issued)
             found.append((issued, needed, 0, copy))
     for step, part in enumerate(steps):

@@ -128,12 +128,14 @@ class PrefillFirst(Scheduler):
             super()._unqueue(sequence)
 
     def _swap_in(self, pool: BlockPool) -> None:
-        """Whoever has room comes back."""
+        """Whoever has room comes back. With `overlap` room is a block for each of those who have some, too: somebody who takes
+        the last one is preempted again before he has paid for his copy."""
         spare = int(self.watermark * pool.usable_blocks)
         while self.swapped and self._held < self.max_num_seqs:
-            sequence = self.swapped[0]
+            sequence, held = self.swapped[0], self._held
             blocks = self.blocks_for(sequence.length)
-            if not self._seat(sequence, sequence.length, blocks + (spare if self._held else 0), pool):
+            left = max(spare, held if self.overlap else 0) if held else 0
+            if not self._seat(sequence, sequence.length, blocks + left, pool):
                 break
             started = self._fetch(sequence, pool)
             self.swapped.popleft()  # only now: a copy may fail, and it must not be lost
