@@ -77,6 +77,7 @@ def test_what_is_run() -> None:
     assert [(cell.machine, cell.rate) for cell in gap.CELLS] == [
         *(("GH200-96GB", rate) for rate in (4.0, 6.0, 1.5)),
         *(("H100-PCIe", rate) for rate in (2.0, 4.0)),
+        *(("RTX-4090", rate) for rate in (4.0, 8.0)),
     ]
     names = {cell.name(policy, 0) for cell in gap.CELLS for policy in gap.POLICIES}
     assert len(names) == len(gap.CELLS) * len(gap.POLICIES)
