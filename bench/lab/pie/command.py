@@ -80,28 +80,24 @@ Good: Pie's figures come out as its text has them, at 3 c within 13 % of every "
 fixed
 expansion of OPT-13b with 7 GB is 1.6, and with 3 GB the adaptive one is within 0.2 % of the best fixed one. Higher
 than in the paper are the gains of OPT-30b in Figure 8, where Pie expands up to 4.4 times. Not reproduced: at 3 GB an
-expansion of 2.2 does not block. `remap:swap` serves 1 to 14 % more tokens a second
-than `pie` at 3 c, but for OPT-13b Alpaca with 9 and 12 GB (6 and 11 % fewer).
+expansion of 2.2 does not block. `remap:swap` serves 1 to 20 % more tokens a second
+than `pie` at 3 c, but for OPT-13b Alpaca with 9 and 12 GB (3 and 11 % fewer).
 
-Bad: **KV only is behind Pie wherever memory is full.** At 3 c it serves 56 to 77 % of Pie's tokens a second with
-OPT-30b, 74 to 98 % with the others, and a token takes 1.1 to 9 times as long, since more requests wait. At c both
-serve what comes, but first tokens come later: P99 TTFT is 53 times Pie's for OPT-30b ShareGPT. KV
-only is better in bytes, which are 30 to 54 % of Pie's in the single runs at 3 c (of those that go out 0.3 to 1.9 %),
-and in the P99 time between tokens with ShareGPT at 3 to 7 GB, 60 to 94 % of Pie's, where fewer requests run at once.
+Bad: **KV only is behind Pie wherever memory is full.** At 3 c it serves 59 to 82 % of Pie's tokens a second with
+OPT-30b, 84 to 99 % with the others, and a token takes 1 to 8 times as long, since more requests wait. At c both
+serve what comes, but first tokens come later: P99 TTFT is 35 times Pie's for OPT-30b ShareGPT. KV
+only is better in bytes, which are 34 to 53 % of Pie's at 3 c (of those that go out 0.3 to 1.6 %), and in the P99 time
+between tokens with ShareGPT at 3 and 5 GB, 69 to 88 % of Pie's, where fewer requests run at once.
 
 Why, by profiles of single runs (seed 0 at 3 c; not stored, and nothing in the tables is of them):
 
-- Fewer requests run at once: with OPT-30b ShareGPT 5.9 against Pie's 13.6 on average. KV only has as many streamed
-  blocks as the reservation has blocks, so it can at most double, while Pie goes to 3.7 times; and of the 136 blocks
-  that the certificate lets stream, 66 do. One reason is in the scheduler (`PrefillFirst._swap_in`): who was preempted
-  comes back when all its blocks are free, without letting others stream for it, and nobody new is admitted until
-  then. Four times as many streamed blocks give 302 instead of 272 tokens/s there, 1,759 instead of 1,405 with OPT-30b
-  Alpaca, and nothing with OPT-13b ShareGPT.
-- Copies out of a layer_major cache are 2 x layers small ones, and whoever needs the pages waits: 5.6 of the 10.3 s
-  that passes wait with OPT-30b ShareGPT, 5.0 of 5.7 s with Alpaca. If starting a copy took 0.1
-  instead of 10 us, KV only would serve 2 % more there, 4 % more with OPT-13b ShareGPT, 11 % more with OPT-30b Alpaca.
-  The model of Pie has no such copies: expanding is free in it.
-- The two buffers of streamed blocks come out of the same memory: 128 blocks are left of 136, 204 of 228.
+- Fewer requests run at once: with OPT-30b ShareGPT 6.4 against Pie's 13.6 on average. There KV only has as many
+  streamed blocks as the reservation has blocks (twice as many would leave no room for the longest request), so it can
+  at most double, while Pie goes to 3.7 times; and of the 136 blocks that the certificate lets stream, 82 do: prompts
+  are computed whole, and one that needs most of the pool waits until that is free.
+- Copies out of a layer_major cache are 2 x layers small ones, and whoever needs the pages waits for them. The model
+  of Pie has no such copies: expanding is free in it.
+- The two buffers of streamed blocks come out of the same memory: 128 blocks are left of 136 with OPT-30b.
 
 """
 
