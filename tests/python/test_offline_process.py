@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -154,11 +155,49 @@ def test_wrong_files_are_refused_with_2_before_a_model_is_loaded(tmp_path):
         assert text in " ".join(found.output.split()) and "Traceback" not in found.output
 
 
-def test_memory_that_does_not_hold_the_weights_is_refused_with_the_numbers(folder):
+def test_memory_that_holds_nothing_is_refused_with_the_numbers(folder):
     write_requests(folder / "in.jsonl", 2)
     files = (str(folder / "in.jsonl"), str(folder / "out.jsonl"))
-    found = command("offline", "--model", str(folder / "model"), "--memory", "2MiB", *files)
-    assert found.exit_code == 2 and "memory must hold the weights" in " ".join(found.output.split())
+    for options, text in (
+        (("--memory", "64KiB", "--host-kv", "64MiB"), "memory must be"),
+        (("--host-kv", "1KiB"), "host memory must hold the KV of one request"),
+        (("--ratio", "1:1"), "activations would save nothing"),  # grouped queries
+        (("--ratio", "0:0"), "ratio must be two whole numbers"),
+        (("--ratio", "half"), "ratio must be two whole numbers"),
+    ):
+        found = command("offline", "--model", str(folder / "model"), *options, *files)
+        assert found.exit_code == 2 and text in " ".join(found.output.split()), found.output
     found = command("offline", "--model", str(folder / "model"), *files)
     assert found.exit_code == 0, found.output
     assert "2 of 2 requests are answered" in " ".join(found.output.split())
+
+
+def test_a_model_larger_than_the_memory_is_served(tmp_path):
+    """With the smallest memory that is enough, as the error names it; and in two runs, with two mixtures."""
+    config = transformers.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        ffn_dim=1024,
+        num_hidden_layers=10,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        word_embed_proj_dim=256,
+    )
+    model = transformers.OPTForCausalLM(config).eval()
+    model.save_pretrained(tmp_path / "model")
+    lines = write_requests(tmp_path / "in.jsonl", 9)
+    weights = sum(value.numel() * value.element_size() for value in model.parameters())
+    files = ("--max-num-seqs", "4", "--max-batch-tokens", "64", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
+    outputs = []
+    for ratio in ("0:1", "1:0", "1:1"):
+        options = ("--model", str(tmp_path / "model"), "--host-kv", "8MiB", "--ratio", ratio)
+        found = command("offline", *options, "--memory", "1MiB", *files)
+        needed = re.search(r"memory must be ([0-9.]+) MiB", " ".join(found.output.split()))
+        assert found.exit_code == 2 and needed
+        enough = int(1.01 * float(needed[1]) * 2**20)
+        assert enough < 0.8 * weights
+        found = command("offline", *options, "--memory", f"{enough}B", *files)
+        assert found.exit_code == 0, found.output
+        outputs.append({number: tokens for number, (_, tokens) in answers(tmp_path / "out.jsonl").items()})
+        (tmp_path / "out.jsonl").unlink()
+    assert len(outputs[0]) == len(lines) and outputs[1] == outputs[0] and outputs[2] == outputs[0]

@@ -14,12 +14,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from remap.errors import InvalidArgument
-from remap.sizes import parse_size, show_size
+from remap.sizes import parse_size
 
 from .errors import FAILED, exit_on_error, needed
 
 if TYPE_CHECKING:
-    from remap.engine import LLMEngine, OfflineProgress
+    from remap.engine import OfflineProgress
+    from remap.engine.engine import Engine
 
 __all__ = ["offline"]
 
@@ -37,9 +38,19 @@ def offline(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory for weights and KV cache, such as 8GiB.", show_default=f"weights, and KV of {KV_TOKENS} tokens"
+            help="Memory for weights and KV cache, such as 8GiB. It may be less than the weights have: then layers stream.",
+            show_default=f"weights, and KV of {KV_TOKENS} tokens",
         ),
     ] = None,
+    host_kv: Annotated[
+        str | None,
+        typer.Option(
+            help="Beside it, memory for KV that streams in each pass.", show_default="if layers stream: as --memory"
+        ),
+    ] = None,
+    ratio: Annotated[
+        str, typer.Option(help="Of KV that streams, how much is kept as activations: ACTIVATIONS:KV, such as 1:1.")
+    ] = "0:1",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = 32,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
 ) -> None:
@@ -62,7 +73,7 @@ def offline(
         with AnswerFile(requests, answers):
             pass  # files that cannot be used are refused before a model is loaded
         try:
-            with _serving(model, memory, max_num_seqs, max_batch_tokens) as (engine, tokenizer):
+            with _serving(model, memory, host_kv, ratio, max_num_seqs, max_batch_tokens) as (engine, tokenizer):
                 began = time.perf_counter()
                 with Progress(*columns, console=console) as bars:
                     task = bars.add_task("requests", total=0, state="")
@@ -86,8 +97,8 @@ def offline(
 
 @contextmanager
 def _serving(
-    name: str, memory: str | None, max_num_seqs: int, max_batch_tokens: int
-) -> Iterator[tuple[LLMEngine, Any]]:
+    name: str, memory: str | None, host_kv: str | None, ratio: str, max_num_seqs: int, max_batch_tokens: int
+) -> Iterator[tuple[Engine, Any]]:
     """The engine, on a session with the model, and the model's tokenizer, or None if it has none.
 
     Raises InvalidArgument if the model cannot be loaded, is of no known family, or does not fit.
@@ -95,11 +106,15 @@ def _serving(
     import transformers
 
     import remap
-    from remap.engine import LLMEngine
+    from remap.engine import LLMEngine, ThroughputEngine
     from remap.engine.models import decoder_of
+    from remap.engine.scheduler import TILE
+    from remap.engine.throughput_layout import lay_out
     from remap.model.footprint import footprint
 
     budget = None if memory is None else parse_size(memory, "memory")
+    host = None if host_kv is None else parse_size(host_kv, "host_kv")
+    mixture = _ratio(ratio)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
     except (OSError, ValueError) as error:
@@ -112,28 +127,53 @@ def _serving(
         head_dim=decoder.head_dim,
         dtype=str(model.dtype).removeprefix("torch."),
     )
-    probe = spec(min_blocks=0, max_blocks=1)
-    weights = footprint(model, None).pages(PAGE_BYTES) * PAGE_BYTES
+    probe, size = spec(min_blocks=0, max_blocks=1), footprint(model, None)
+    weights = size.pages(PAGE_BYTES) * PAGE_BYTES
     if budget is None:
         budget = weights + -(-KV_TOKENS // probe.block_tokens) * probe.block_bytes
         budget = -(-budget // PAGE_BYTES) * PAGE_BYTES
-    # All that the weights leave is KV from the start; the region has addresses for the whole budget.
-    start, most = (budget - weights) // probe.block_bytes, max(1, budget // probe.block_bytes)
-    if start < 1:
-        raise InvalidArgument(
-            f"memory must hold the weights ({show_size(weights)}) and a block of KV, got {show_size(budget)}; "
-            "nothing was served",
-            field="memory",
-            value=budget,
-            needed=weights + probe.block_bytes,
-        )
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         tokenizer = None  # prompts have to be token ids
+    if host is not None or mixture[0] or budget < weights + probe.block_bytes:
+        page = size.page_size(ranges=2 * probe.layers)
+        layout = lay_out(
+            budget,
+            page,
+            size,
+            spec,
+            host_bytes=budget if host is None else host,
+            longest_tokens=decoder.max_tokens,
+            num_seqs=max_num_seqs,
+            batch_tokens=max_batch_tokens,
+            chunk_align=TILE,
+            ratio=mixture,
+        )
+        # Nothing is served in time here: passes wait for copies as long as they take.
+        config = remap.advanced.Knobs(slowdown=1e6)
+        with remap.Session(capacity=budget, device="cpu", page_bytes=page, config=config) as session:
+            tenant = session.attach(model, kv=layout.spec, hooks=False, resident_layers=layout.resident_layers)
+            seqs, tokens = layout.num_seqs, max_batch_tokens
+            yield ThroughputEngine(model, tenant, ratio=mixture, max_num_seqs=seqs, max_batch_tokens=tokens), tokenizer
+        return
+    # All that the weights leave is KV from the start; the region has addresses for the whole budget.
+    start, most = (budget - weights) // probe.block_bytes, max(1, budget // probe.block_bytes)
     with remap.Session(capacity=budget, device="cpu", page_bytes=PAGE_BYTES) as session:
         tenant = session.attach(model, kv=spec(min_blocks=start, max_blocks=most), hooks=False)
         yield (
             LLMEngine(model, tenant, session=session, max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens),
             tokenizer,
         )
+
+
+def _ratio(text: str) -> tuple[int, int]:
+    """Raises InvalidArgument (field ratio)."""
+    parts = text.split(":")
+    if len(parts) == 2 and all(part.isdecimal() for part in parts) and any(map(int, parts)):
+        return int(parts[0]), int(parts[1])
+    raise InvalidArgument(
+        f"ratio must be two whole numbers, ACTIVATIONS:KV, such as 1:1, got {text!r}; nothing was served",
+        field="ratio",
+        value=text,
+    )

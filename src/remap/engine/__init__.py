@@ -14,7 +14,7 @@ one token for every sequence whose last known token was in the pass.
 | runner.py | one pass on the CPU: flat token batch -> logits; sampling |
 | sharing.py | several engines on one arena, in turns or in rounds; shared_metrics.py: what that cost |
 | offline.py | serves a file of requests; offline_file.py: the files of requests and answers; pure |
-| throughput.py | offline batches, KV in host memory; throughput_runner.py: their passes; pairs.py: what is kept of each request |
+| throughput.py | offline batches, KV in host memory; throughput_runner.py: their passes; throughput_layout.py, pairs.py |
 | engine.py | the loop; with a model. **remap is adopted in `Engine.step` and `ModelRunner.forward`, about ten lines in all** |
 
 On a GPU, `gpu_runner` stands in the place of `runner`:
