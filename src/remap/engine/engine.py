@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from remap.engine.gpu_runner import GpuRunner
-    from remap.engine.models import Decoder
     from remap.engine.runner import ModelRunner
 
 __all__ = ["Engine", "LLMEngine", "Result", "Runner", "StepOutput"]
@@ -221,15 +220,14 @@ class Engine(ABC):
         self._check_progress(bool(sampled))
         return StepOutput(sampled, chosen, tuple(finished), schedule.tokens)
 
-    def _require_servable(self, request: Request, decoder: Decoder) -> None:
-        """Raises InvalidArgument if the id is in use, a token is none of the model's, or it needs more positions than the
-        model has."""
+    def _require_servable(self, request: Request, vocabulary: int, positions: int) -> None:
+        """Raises InvalidArgument if the id is in use, a token is none of the model's, or it needs more positions than there
+        are."""
         if request.id in self._live:
             raise InvalidArgument(
                 f"request id {request.id!r} is in use; ids must be unique among unfinished requests", id=request.id
             )
         # The embedding would fail on it in the middle of a pass, and everybody in that pass with it.
-        vocabulary = decoder.vocabulary
         strange = next((token for token in request.prompt if not 0 <= token < vocabulary), None)
         if strange is not None:
             raise InvalidArgument(
@@ -238,12 +236,12 @@ class Engine(ABC):
                 token=strange,
                 vocabulary=vocabulary,
             )
-        if request.max_kv_tokens > decoder.max_tokens:
+        if request.max_kv_tokens > positions:
             raise InvalidArgument(
-                f"request {request.id!r} needs {request.max_kv_tokens} positions, the model has {decoder.max_tokens}; "
+                f"request {request.id!r} needs {request.max_kv_tokens} positions, the model has {positions}; "
                 f"nothing was queued, shorten the prompt or lower max_tokens",
                 needed=request.max_kv_tokens,
-                limit=decoder.max_tokens,
+                limit=positions,
             )
 
     def _queue(self, sequence: Sequence) -> None:
@@ -386,7 +384,7 @@ class LLMEngine(Engine):
         blocks = self.scheduler.blocks_for(tokens)
         kv = self.tenant.kv
         most = kv.usable_blocks if self.session is None else kv.tensors[0].shape[1]
-        self._require_servable(request, self.runner.decoder)
+        self._require_servable(request, self.runner.decoder.vocabulary, self.runner.max_tokens)
         if blocks > most:
             raise InvalidArgument(
                 f"request {request.id!r} needs {blocks} KV blocks at its longest, the pool can have {most}; "

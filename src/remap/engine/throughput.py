@@ -261,7 +261,7 @@ class ThroughputEngine(Engine):
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. Raises InvalidArgument (nothing was queued) if its id is in use, or it could never run: longer than
         the model, or with more KV than the host blocks or, of activations, the scratch blocks hold."""
-        self._require_servable(request, self._decoder)
+        self._require_servable(request, self._decoder.vocabulary, self._decoder.max_tokens)
         plan, spec, tokens = self._plan, self.tenant.kv.spec, request.max_kv_tokens
         for what, needed, limit in (
             ("host blocks", plan.host_need(tokens), spec.streamed_blocks),

@@ -64,7 +64,7 @@ def lay_out(
     if host < least:
         raise InvalidArgument(
             f"host memory must hold the KV of one request of {longest_tokens} tokens, {show_size(least * bare.block_bytes)}, got "
-            f"{show_size(host_bytes)}; nothing was made",
+            f"{show_size(host_bytes)}; nothing was made; give more",
             field="host_kv",
             value=host_bytes,
             needed=least * bare.block_bytes,
