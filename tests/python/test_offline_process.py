@@ -24,6 +24,12 @@ from test_offline import answers  # noqa: E402
 from remap.engine import LLMEngine, Request, SamplingParams, generate_offline  # noqa: E402
 
 VOCAB = 101
+# As `python -m remap`; a background shell starts its children without the handler.
+COMMAND = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("remap", run_name="__main__", alter_sys=True)
+"""
 
 
 def write_requests(path, count, seed=0):
@@ -41,7 +47,7 @@ def write_requests(path, count, seed=0):
 def offline(folder, *more):
     files = (str(folder / "in.jsonl"), str(folder / "out.jsonl"))
     return subprocess.Popen(
-        [sys.executable, "-m", "remap", "offline", "--model", str(folder / "model"), *more, *files],
+        [sys.executable, "-c", COMMAND, "offline", "--model", str(folder / "model"), *more, *files],
         env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
