@@ -404,6 +404,22 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_museum_bytes.py::test_a_failed_attach_does_not_leave_its_weights_to_the_next_tenant",),
     ),
     Mutant(
+        name="lending-switches-take-nothing-of-the-link",
+        file="src/remap/memory/shared_link.py",
+        text="tuple(each / (1.0 - share) for each in times.transfer_s)",
+        replacement="times.transfer_s",
+        breaks="Who streams beside switches is certified as if it had the whole link: its passes wait behind all that comes back.",
+        tests=("test_switching.py::test_a_tenant_has_the_rest_of_the_link",),
+    ),
+    Mutant(
+        name="lending-streams-whatever-that-costs",
+        file="src/remap/engine/sharing.py",
+        text="default = False if self._prepares else PARTIAL",
+        replacement="default = not self._prepares",
+        breaks="A turn's passes stream whole layers over a slow link for as long as others' blocks live.",
+        tests=("test_switching.py::test_passes_do_not_spend_turns_waiting_over_a_slow_link[remap-0.25]",),
+    ),
+    Mutant(
         name="lending-streams-less-than-it-may",
         file="src/remap/memory/activate.py",
         text="    for remapped in range(tenant.remapped, keep, -1):",

@@ -143,13 +143,15 @@ class Session:
         self._lock = SessionLock(_core.fork_generation, self, Session._begin_call, Session._end_call)
         self._changes = Changes(self._streams, self._arena, self._executor)
         self._lending = Lending(self._tenants, self._changes)
-        self._offers = Offers(self._tenants, self._changes, self._lending, self._config, self.clock)
-        self._steps = Steps(self._tenants, self._changes, self._lending, self._offers)
         self._memory = partial(_memory, self._device, self._arena)
         self._arrivals = Arrivals(
             self._changes, self._tenants, self._device, self._lock, self._memory, int(platform.copy_chunk_bytes)
         )
         self._link = self._arrivals.link
+        self._offers = Offers(
+            self._tenants, self._changes, self._lending, self._config, self.clock, self._link.switching
+        )
+        self._steps = Steps(self._tenants, self._changes, self._lending, self._offers)
         self._stalls = StallWatch()
         self._passes = Passes(self._changes, self._tenants, self._lock, self._stalls, self.clock)
         self._registered = Registered(self._arena, self._tenants)

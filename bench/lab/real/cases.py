@@ -41,12 +41,10 @@ POLICIES: Mapping[str, Policy] = {
     # A session, so that whoever has the turn has the link; no layer leaves.
     "stream": Policy(
         "KV of running requests streams from host memory",
-        Wiring({"max_layers": 0, "lends": False}, swap=True, stream=True, partial=None),
+        Wiring({"max_layers": 0, "lends": False}, swap=True, stream=True),
     ),
     "remap": Policy("the controller remaps weights", Wiring(controller={})),
-    "all": Policy(
-        "the controller, KV in host memory, and KV that streams", Wiring({}, swap=True, stream=True, partial=None)
-    ),
+    "all": Policy("the controller, KV in host memory, and KV that streams", Wiring({}, swap=True, stream=True)),
 }
 
 

@@ -93,7 +93,7 @@ class Wiring:
     controller: Mapping[str, Any] | None = None
     by_hand: float = 0.0
     buffers: int = 2
-    partial: bool | None = True
+    partial: bool | None = None
     swap: bool = False
     stream: bool = False
 

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["SharedEngines", "latest_first"]
 
 MODES = ("temporal", "spatial")
+PARTIAL = 0.25
+"""By which share of their computation a turn's passes may wait for layers whose place live blocks of others have taken. Over a
+slow link whole layers would cost many times a pass, in every turn, for as long as these blocks live."""
 
 
 @dataclass
@@ -57,9 +60,10 @@ class SharedEngines:
     temporal turn ends when the active tenant has nothing to do or gets nothing done, or when it has lasted so long; only if
     somebody else has work. Turns go round in the order of `engines`. clock: the engines' own.
 
-    partial: a turn begins at once, and layers whose place live blocks of others have taken are streamed; otherwise the requests
-    that hold these blocks are preempted first, and all layers come home. None: at once, unless all engines swap: then to
-    preempt costs a copy, and nothing is recomputed.
+    partial: a turn begins at once, and layers whose place live blocks of others have taken are streamed (a number: while passes
+    then wait for at most this share of their computation); otherwise the requests that hold these blocks are preempted
+    first, and the layers come home. None: `PARTIAL`, unless all engines swap: then to preempt costs a copy, nothing is
+    recomputed, and all come home.
 
     Raises InvalidArgument for an unknown mode, no engines, a name that is not its tenant's, or an engine of another session.
     """
@@ -97,7 +101,8 @@ class SharedEngines:
         self.quantum_s = quantum_s
         # Only who can give its blocks up for a copy does so before its turn is over.
         self._prepares = session is not None and all(engine.scheduler.swap for engine in engines.values())
-        self.partial = not self._prepares if partial is None else partial
+        default = False if self._prepares else PARTIAL
+        self.partial: bool | float = default if partial is None else partial
         self._clock = clock
         self._sleep = sleep
         self._active: str | None = None  # temporal only; None before the first turn

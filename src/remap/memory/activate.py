@@ -28,6 +28,11 @@ from remap.policy import schedule
 __all__ = ["ActivationReport", "activate", "deactivate"]
 
 
+WELL_ABOVE = 0.25
+"""By which share of its computation a pass may wait beside switches, above what it waits without them, before layers that their
+tenant gave its own KV come home with its turn. Well above any slowdown: layers do not go to and fro as times vary."""
+
+
 @dataclass(frozen=True)
 class ActivationReport:
     """The result of `Session.activate`. If `activated` is False, only the set of inactive tenants has changed.
@@ -63,19 +68,20 @@ def activate(
     """
     report = _activate(changes.arena, lending, tenant, partial)
     # An activation without success counts as a use as well; a call that raises changes nothing.
-    offers.activated(tenant, now)
+    offers.activated(tenant, now, report.restored)
     return report
 
 
 def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool | float) -> ActivationReport:
     away = tenant.streamed
-    if not any(map(tenant.lends, away)):
+    own = _own(tenant)
+    keep = _certified(tenant, own)
+    lent = sum(map(tenant.lends, away))
+    if not lent and keep == own:
         tenant.active = True
         return ActivationReport(True, arena.epoch, streamed=away, reason=f"{tenant.name} has lent nothing")
-    lent = sum(map(tenant.lends, away))
-    keep = _own(tenant)
     preempt: Mapping[str, tuple[int, ...]] = {}
-    most = _most_streamed(tenant, keep, partial)
+    most = _most_streamed(tenant, own, partial)
     # Bring home as many layers as there is room for, the first ones first. The present number of layers need not be
     # tried.
     for remapped in _candidates(tenant, keep, min(most, tenant.remapped - 1)):
@@ -93,8 +99,8 @@ def _activate(arena: Any, lending: Lending, tenant: TenantState, partial: bool |
         tenant.active = True
         _certify(tenant)
         reason = (
-            f"{len(restored)} of {lent} lent layers come home and load in layer order, which delays the first prefill "
-            f"by {stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
+            f"{len(restored)} layers, of {lent} lent ones, come home and load in layer order, which delays the first "
+            f"prefill by {stall * 1e3:.3g} ms; {len(tenant.streamed)} stay streamed"
         )
         return ActivationReport(True, arena.epoch, result.moved, {}, restored, tenant.streamed, stall, reason)
     blocks = sum(map(len, preempt.values()))
@@ -114,6 +120,20 @@ def _own(tenant: TenantState) -> int:
         if not any(map(tenant.lends, tenant.select(remapped, tenant.buffers, "inward"))):
             return remapped
     return 0
+
+
+def _certified(tenant: TenantState, own: int) -> int:
+    """alpha of its own that it keeps, of `own`: fewer if switches now take so much of the link that its passes would wait
+    for more than `WELL_ABOVE` beside them. The others come home now, while its blocks are few."""
+    times = tenant.timing.decode()
+    slower = tenant.link.beside_switches(tenant, times)
+    if not own or times is None or slower is times or tenant.by_hand or tenant.slicing:
+        return own
+    streaming = tenant.streaming_at(own, tenant.buffers, "inward")
+    if tenant.stall(slower, streaming) - tenant.stall(times, streaming) <= WELL_ABOVE * math.fsum(times.compute_s):
+        return own
+    most: int = tenant.bounds.bound(slower)[0]
+    return min(own, most)
 
 
 def _most_streamed(tenant: TenantState, keep: int, partial: bool | float) -> int:

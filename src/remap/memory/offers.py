@@ -7,7 +7,7 @@ active ones); the minimum-idle rule is ours.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 from remap.config import Knobs
@@ -17,6 +17,7 @@ from remap.memory.lend import Lending
 from remap.memory.state import TenantState
 from remap.policy.donors.ranking import Candidate, NextUse, may_donate, rank
 from remap.policy.donors.supply import Quote, share_of_pass
+from remap.policy.switching import Switching
 from remap.policy.views import Take
 
 __all__ = ["Offers", "paused"]
@@ -55,11 +56,14 @@ class Offers:
         lending: Lending,
         config: Knobs,
         clock: Callable[[], float],
+        switching: Switching,
     ) -> None:
         self._tenants = tenants
         self._config = config
         self._clock = clock
         self._activity = NextUse()
+        self._switching = switching
+        self._came_in = 0  # bytes of all tenants' KV that had been copied in when `switching` was told last
         self._activations = 0
         self.unused_kv = UnusedKV(changes, lending)
         # No method of this object: it would keep it alive.
@@ -71,9 +75,14 @@ class Offers:
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
-    def activated(self, tenant: TenantState, now: float) -> None:
-        """Note that the tenant was asked for at `now`."""
+    def activated(self, tenant: TenantState, now: float, home: Collection[int] = ()) -> None:
+        """Note that the tenant was asked for at `now`, and that these layers of it come home."""
         self._activity.activated(tenant.name, now)
+        if not _stuck(self._tenants):
+            came_in = sum(each.kv.copied_in_bytes for each in self._tenants.values())
+            nbytes = max(0, came_in - self._came_in) + sum(tenant.layer_bytes[layer] for layer in home)
+            self._came_in = came_in
+            self._switching.activated(tenant.name, now, nbytes * tenant.timing.seconds_per_byte())
         self._activations += 1
         tenant.last_use = self._activations
 
@@ -93,6 +102,7 @@ class Offers:
             if tenant is not receiver and tenant.config.lends and not tenant.busy
         ]
         now = self._clock()
+        self._switching.look(now)
         stuck = _stuck(self._tenants)
         idle = self._ranked([one for one in others if not one.active and not (stuck and paused(one))], now)
         busy = [one for one in others if one.active or (stuck and paused(one))]

@@ -12,6 +12,7 @@ from remap.kv.spec import BUFFERS
 from remap.memory.state import TenantState
 from remap.policy.cost import LayerTimes
 from remap.policy.link import Neighbour
+from remap.policy.switching import Switching
 
 __all__ = ["SharedLink"]
 
@@ -20,11 +21,14 @@ class SharedLink:
     """A session's. Inactive tenants run no passes, so they copy nothing; a tenant that is active alone waits for nobody,
     and its times are those that were measured.
 
+    switching: what turns take of the link, if all tenants can make room by a copy; `Offers` tells it.
+
     It reads tenants whose passes may be open: their pages and times are replaced, never changed.
     """
 
     def __init__(self, tenants: Mapping[str, TenantState]) -> None:
         self._tenants = tenants
+        self.switching = Switching()
 
     def times(self, tenant: TenantState) -> LayerTimes | None:
         """Seconds per layer of a decode pass beside what the other active tenants compute and copy now: the same object
@@ -33,13 +37,22 @@ class SharedLink:
             return tenant.timing.decode()
         sharers = self._active()
         if not tenant.active or len(sharers) < 2:
-            return tenant.timing.decode()
+            return self.beside_switches(tenant, tenant.timing.decode())
         times, wait_s, known = tenant.timing.shared(len(sharers)), self._waits(tenant), tenant.known_times
         if times is None or wait_s == 0.0:
             return times
         if known is None or known[0] is not times or known[1].wait_s != wait_s:
             known = tenant.known_times = (times, replace(times, wait_s=wait_s))
         return known[1]
+
+    def beside_switches(self, tenant: TenantState, times: LayerTimes | None) -> LayerTimes | None:
+        share, known = self.switching.share, tenant.known_turns
+        if times is None or not share:
+            return times
+        if known is None or known[0] is not times or known[1] != share:
+            slower = replace(times, transfer_s=tuple(each / (1.0 - share) for each in times.transfer_s))
+            known = tenant.known_turns = (times, share, slower)
+        return known[2]
 
     def neighbours(self, tenant: TenantState) -> Callable[[], list[Neighbour]] | None:
         """What `TenantView.neighbours` is for this tenant."""

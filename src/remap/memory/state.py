@@ -118,6 +118,7 @@ class TenantState:
     known_free: tuple[int, tuple[int, ...]] | None = None  # (epoch, pages): view.free_pages_of
     known_depths: tuple[tuple[int, ...], int, int] | None = None  # (order, ...): view.view_of
     known_times: tuple[LayerTimes, LayerTimes] | None = None  # (alone, beside others): shared_link.SharedLink
+    known_turns: tuple[LayerTimes, float, LayerTimes] | None = None  # (as measured, share, beside switches): SharedLink
     known_piece: tuple[tuple[int, ...], float, float] | None = None  # (tails, rate, seconds): longest_piece
     known_claim: tuple[tuple[object, ...], dict[str, int]] | None = None  # step.py: the blocks that coming home costs
 

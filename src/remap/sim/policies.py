@@ -41,7 +41,8 @@ class Policy:
     expansion, 0 if it is adaptive. pooled: the
     share of each tenant's KV reservation that is its own; the rest is free for whoever needs it first. partial: see
     `Session.activate`. Both may be given as settings: "remap:pooled=0.25+partial=0.5". memory: how many times the
-    setup's memory it has (`Setup.times`). stream: complete blocks of running requests stream from host memory, layer by layer.
+    setup's memory it has (`Setup.times`). whole: `Setup.whole`: what lending between tenants in turns could reach at most, if
+    the link were infinitely fast. stream: complete blocks of running requests stream from host memory, layer by layer.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Policy:
     swap: bool = False
     stream: bool = False
     memory: int = 1
+    whole: bool = False
 
     @property
     def swaps(self) -> bool:
@@ -81,6 +83,12 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
             ),
             _policy("remap", "the production controller", "remap"),
             _policy("ideal", "recompute with six times the memory", "recompute", memory=IDEAL_MEMORY),
+            _policy(
+                "whole",
+                "recompute; whoever has the turn has all memory, and switching costs nothing",
+                "recompute",
+                whole=True,
+            ),
         )
     }
 )
@@ -88,7 +96,10 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     {
         # What the paper has: evenly spaced layers, the most recently used donor first.
-        "oneiros": ("evenly spaced layers, MRU, two buffers", {"selection": "uniform", "policy": "mru", "buffers": 2}),
+        "oneiros": (
+            "evenly spaced layers, MRU, two buffers",
+            {"selection": "uniform", "policy": "mru", "buffers": 2, "partial": True},
+        ),
         "uniform": ("evenly spaced layers", {"selection": "uniform"}),
         "nested": ("nested sets of layers (the default)", {"selection": "nested"}),
         "slices": ("a slice of every layer", {"selection": "slices"}),
@@ -101,11 +112,6 @@ ABLATIONS: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
         "mru": ("the most recently used inactive tenant gives first", {"policy": "mru"}),
         "lru": ("the least recently used one", {"policy": "lru"}),
         "self": ("no tenant gives layers to another", {"lends": False}),
-    }
-)
-# Settings that are the simulation's, not the controller's.
-_OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
-    {
         "pool": ("three quarters of every KV reservation are everybody's", {"pooled": 0.25}),
         "swap": ("preempted requests keep their KV in host memory", {"swap": True}),
         "stream": (
@@ -116,12 +122,14 @@ _OWN: Mapping[str, tuple[str, Mapping[str, Any]]] = MappingProxyType(
     }
 )
 _SHARES = ("partial", "pooled")
+_OWN = (*_SHARES, "swap", "stream")
+"""Settings that are the simulation's, not the controller's."""
 _TYPES = {one.name: one.type for one in fields(Knobs)}
 
 
 def known() -> tuple[str, ...]:
     """All names, ablations included."""
-    return (*POLICIES, *(f"remap:{name}" for name in (*ABLATIONS, *_OWN)))
+    return (*POLICIES, *(f"remap:{name}" for name in ABLATIONS))
 
 
 def find(name: str) -> Policy:
@@ -144,24 +152,21 @@ def find(name: str) -> Policy:
     own: dict[str, Any] = {}
     abouts = []
     for part in rest.split("+"):
-        setting, equals, value = part.partition("=")
+        setting, equals, text = part.partition("=")
         if setting in _SHARES and equals:
-            own[setting] = _share(name, setting, value)
+            own[setting] = _share(name, setting, text)
             abouts.append(part)
         elif equals:
-            controller[setting] = _value(name, setting, value)
+            controller[setting] = _value(name, setting, text)
             abouts.append(part)
         elif part in ABLATIONS:
             about, settings = ABLATIONS[part]
-            controller.update(settings)
-            abouts.append(about)
-        elif part in _OWN:
-            about, settings = _OWN[part]
-            own.update(settings)
+            for setting, value in settings.items():
+                (own if setting in _OWN else controller)[setting] = value
             abouts.append(about)
         else:
             raise InvalidArgument(
-                f"remap has no ablation {part!r}; there are {', '.join((*ABLATIONS, *_OWN))}, and SETTING=VALUE of "
+                f"remap has no ablation {part!r}; there are {', '.join(ABLATIONS)}, and SETTING=VALUE of "
                 f"{', '.join(sorted(_TYPES))}; nothing was run",
                 policy=name,
                 ablation=part,

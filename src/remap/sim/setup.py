@@ -114,6 +114,14 @@ class Setup:
         )
         return replace(self, machine=self.machine.with_(hbm_bytes=factor * self.machine.hbm_bytes), tenants=tenants)
 
+    def whole(self) -> Setup:
+        """The same, but every tenant's reservation is as large as all are together."""
+        reserved = sum(tenant.memory_bytes for tenant in self.tenants)
+        tenants = tuple(replace(tenant, memory_bytes=reserved, kv_blocks=None) for tenant in self.tenants)
+        return replace(
+            self, machine=self.machine.with_(hbm_bytes=len(tenants) * self.machine.hbm_bytes), tenants=tenants
+        )
+
     def kv_blocks(self, tenant: TenantSetup) -> int:
         """Blocks of KV that the reservation leaves, layers in whole pages, or that were given."""
         if tenant.kv_blocks is not None:

@@ -47,7 +47,7 @@ class World:
 def make_world(setup: Setup, policy: Policy) -> World:
     """Everything attached and ready, at some virtual time. On an error nothing stays behind. Raises what `fitting` raises."""
     fitting(setup, policy)
-    setup = setup.times(policy.memory)
+    setup = setup.whole() if policy.whole else setup.times(policy.memory)
     return _pie_world(setup, policy) if policy.kind == "pie" else _session_world(setup, policy)
 
 
@@ -146,10 +146,10 @@ def _spec(setup: Setup, tenant: TenantSetup, policy: Policy) -> tuple[KVSpec, in
 
 def _with_streamed(spec: KVSpec, reserved: int, model: Model, setup: Setup) -> KVSpec:
     """As many streamed blocks as two reservations have, or one where their buffers would leave no room for the longest
-    request."""
+    request; none where they would leave no room at all."""
     longest = -(-model.context // setup.block_tokens)
-    wide = with_streamed(spec, 2 * reserved, setup.page_bytes)
-    return wide if wide.min_blocks >= longest else with_streamed(spec, reserved, setup.page_bytes)
+    wide, narrow = (with_streamed(spec, times * reserved, setup.page_bytes) for times in (2, 1))
+    return wide if wide.min_blocks >= longest else narrow if narrow.min_blocks else spec
 
 
 def _memory(setup: Setup, tenant: TenantSetup) -> int:
