@@ -192,6 +192,11 @@ class Engine(ABC):
         if self.scheduler.swap:
             self.scheduler.save(self.tenant.kv, complete=soon)
 
+    def bring_back(self) -> None:
+        """The engine's turn will begin soon: KV of its requests comes back from host memory, if it swaps."""
+        if self.scheduler.swap:
+            self.scheduler.bring_back(self.tenant.kv)
+
     def advance(self, begin: float | None = None) -> StepOutput:
         """`step` without asking the session: whoever calls it has done that. begin: when the step began (default: now)."""
         begin = self._clock() if begin is None else begin

@@ -239,6 +239,15 @@ class Scheduler:
             if sequence.computed and not self._save(sequence, pool, (), complete):
                 return
 
+    def bring_back(self, pool: BlockPool) -> None:
+        """Start copying the KV of those back who are next and have it in host memory, while there is room: before their turn."""
+        while self.waiting and self.waiting[0].host and self._held < self.max_num_seqs:
+            sequence = self.waiting[0]
+            if not self._seat(sequence, sequence.length, self.blocks_for(sequence.length), pool):
+                return
+            if self._fetch(sequence, pool):
+                self.waiting.popleft()
+
     def finish(self, sequence: Sequence, pool: BlockPool) -> None:
         """Take a sequence out, wherever it is, and free its blocks."""
         try:

@@ -281,6 +281,7 @@ class SharedEngines:
             self._activate(name, alone=False)
         except InvalidState:
             return
+        self.engines[name].bring_back()
 
     def _switch(self, name: str) -> None:
         """Make `name` the active tenant. If that fails, the turn is the former one's again, or nobody's if that fails too."""

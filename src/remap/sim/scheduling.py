@@ -78,6 +78,9 @@ class PrefillFirst(Scheduler):
             rows += [Chunk(one, one.computed, one.length - one.computed) for one in self._arrive(pool, last)]
         return Schedule(tuple(rows), tuple(preempted), sum(row.count for row in rows))
 
+    def bring_back(self, pool: BlockPool) -> None:
+        self._swap_in(pool)
+
     def _queued(self) -> Iterable[Sequence]:
         return chain(self.swapped, self.waiting)
 
