@@ -175,10 +175,11 @@ void bind_arena(py::module_& module) {
           py::arg("plan"), py::arg("after") = 0, py::arg("zero_on") = 0, ReleaseGil())
       .def(
           "commit",
-          [](Executor& executor, const std::shared_ptr<Prefetcher>& prefetcher, EventHandle after) {
-            executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(prefetcher) : nullptr, after);
+          [](Executor& executor, const std::shared_ptr<Prefetcher>& prefetcher, EventHandle after, bool asleep) {
+            executor.commit(prefetcher ? std::make_shared<PrefetcherObserver>(prefetcher) : nullptr, after, asleep);
           },
-          py::arg("prefetcher").none(true), py::arg("after") = 0, ReleaseGil())
+          py::arg("prefetcher").none(true), py::arg("after") = 0, py::arg("asleep") = false, ReleaseGil())
+      .def("wake", &Executor::wake, py::arg("tenant"), py::arg("after") = 0, ReleaseGil())
       .def("rollback", &Executor::rollback, ReleaseGil())
       .def("drain", &Executor::drain, ReleaseGil())
       .def("undecided", &Executor::undecided)

@@ -404,6 +404,14 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_museum_bytes.py::test_a_failed_attach_does_not_leave_its_weights_to_the_next_tenant",),
     ),
     Mutant(
+        name="executor-idle-lenders-are-re-pointed",
+        file="src/remap/memory/apply.py",
+        text="asleep = self._deferring and not tenant.active",
+        replacement="asleep = False",
+        breaks="Each turn re-points all layers that it borrows, and back: seconds of driver calls that nobody needs.",
+        tests=("test_lending.py::test_who_is_idle_lends_and_gets_its_layers_back_without_a_call_of_the_driver",),
+    ),
+    Mutant(
         name="lending-switches-take-nothing-of-the-link",
         file="src/remap/memory/shared_link.py",
         text="tuple(each / (1.0 - share) for each in times.transfer_s)",

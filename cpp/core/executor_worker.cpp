@@ -15,28 +15,54 @@ constexpr std::chrono::milliseconds kTurn{1};
 
 }  // namespace
 
-void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after) {
+void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after, bool asleep) {
   refuse_fork(arena_->fork_generation_);
+  std::list<Job> gone;  // dropped behind the locks, with what their observers hold
   {
     std::lock_guard<std::mutex> lock(arena_->mutex_);
     Arena& arena = *arena_;
     if (!arena.undecided_) throw Error(ErrorKind::invalid_state, "No applied plan waits for a decision. Nothing changed.");
     // All that can fail comes before the first change.
-    std::list<Job> jobs;
+    std::list<Job> jobs, sleeping;
     const auto fence = std::make_shared<Fence>(Fence{after, nullptr});
     for (const Point& point : deferred_) {
-      jobs.push_back(Job{point.region, point.layer, arena.region(point.region).tenant, observer, fence, nullptr});
+      const Region& region = arena.region(point.region);
+      (asleep && region.target != region.home ? sleeping : jobs)
+          .push_back(Job{point.region, point.layer, region.tenant, observer, fence, nullptr});
     }
     std::lock_guard<std::mutex> queue_lock(queue_mutex_);
-    if (stopping_ && !jobs.empty()) {
+    if (stopping_ && !deferred_.empty()) {
       throw Error(ErrorKind::invalid_state,
                   "The executor is stopped, nobody would re-point what the plan deferred. The plan is applied as before; roll it back.");
     }
+    // A job points its region to the present target, so the new one does what a sleeping one of the same region would.
+    for (const Point& point : deferred_) {
+      const auto found = std::find_if(asleep_.begin(), asleep_.end(), [&](const Job& job) { return job.region == point.region; });
+      if (found != asleep_.end()) gone.splice(gone.end(), asleep_, found);
+    }
+    asleep_.splice(asleep_.end(), sleeping);
     queue_.splice(queue_.end(), jobs);
     arena.undecided_ = false;
     undo_.clear();
     deferred_.clear();
     ++arena.epoch_;
+  }
+  queue_changed_->notify_all();
+}
+
+void Executor::wake(TenantId tenant, EventHandle after) {
+  refuse_fork(arena_->fork_generation_);
+  const auto fence = std::make_shared<Fence>(Fence{after, nullptr});
+  {
+    std::lock_guard<std::mutex> lock(queue_mutex_);
+    for (auto job = asleep_.begin(); job != asleep_.end();) {
+      const auto next = std::next(job);
+      if (job->tenant == tenant) {
+        job->behind = fence;
+        queue_.splice(queue_.end(), asleep_, job);
+      }
+      job = next;
+    }
   }
   queue_changed_->notify_all();
 }
@@ -200,10 +226,12 @@ void Executor::forget(TenantId tenant) {
   drain();
   std::list<Job> gone;  // dropped behind the lock, with what their observers hold
   std::lock_guard<std::mutex> lock(queue_mutex_);
-  for (auto job = failed_.begin(); job != failed_.end();) {
-    const auto next = std::next(job);
-    if (job->tenant == tenant) gone.splice(gone.end(), failed_, job);
-    job = next;
+  for (std::list<Job>* jobs : {&failed_, &asleep_}) {
+    for (auto job = jobs->begin(); job != jobs->end();) {
+      const auto next = std::next(job);
+      if (job->tenant == tenant) gone.splice(gone.end(), *jobs, job);
+      job = next;
+    }
   }
 }
 

@@ -64,15 +64,21 @@ class Executor {
   // copy into it), once for all steps of the plan. Tenants take turns, a step each, and one whose event has not come keeps no
   // other waiting. It lives until drain() has returned and no step of the plan has failed;
   // recorded anew before, it makes the worker wait for longer than needed.
+  // asleep: nobody uses the plan's layers before wake(), so steps that point them away from home wait for that, and none is made
+  // for a layer that comes home before: a tenant that lends its layers while it is idle costs no driver call. Until then such a
+  // region shows pages that may be somebody else's, as every region does whose step is deferred.
   // Throws InvalidState if no plan is applied, or if the plan has deferred steps and the worker was stopped. After any error the
   // plan is applied as before: commit() again or rollback().
-  void commit(const std::shared_ptr<PointObserver>& observer, EventHandle after = 0);
+  void commit(const std::shared_ptr<PointObserver>& observer, EventHandle after = 0, bool asleep = false);
+  // The worker begins with the steps of this tenant's regions that sleep, behind `after` (as in commit(); an event that comes
+  // behind those of their commits). Nothing to do is no error.
+  void wake(TenantId tenant, EventHandle after = 0);
   // Pre: nothing that the plan gave has been used, except behind Ordering::zero_on in pages that were zeroed there.
   void rollback();
   // Whether a plan is applied, and neither committed nor rolled back. False when the arena is closed.
   bool undecided() const;
 
-  // Blocks until the worker has nothing to do, so for the events that its steps come behind. Then no thread of this library
+  // Blocks until the worker has nothing to do, so for the events that its steps come behind; not for steps that sleep. Then no thread of this library
   // makes a driver call by itself until the next commit() (a stream can be captured undisturbed). Does not throw the worker's
   // errors: they are kept with their layer.
   void drain();
@@ -155,6 +161,7 @@ class Executor {
   // Lists: a job changes its list without being allocated anew, so none is lost when memory runs out.
   std::list<Job> queue_;
   std::list<Job> failed_;
+  std::list<Job> asleep_;  // at most one of a region
   bool busy_ = false;
   bool stopping_ = false;
   std::thread worker_;

@@ -363,6 +363,8 @@ class Session:
             report = activate(self._changes, self._lending, self._offers, tenant, partial, self.clock())
             for other in others:
                 deactivate(self._changes, other)
+            if report.activated:
+                self._changes.wake(tenant)
             self._link.certify()
             entry = {"added": 0, "unmet": 0, "stall": report.predicted_stall_s, "reason": report.reason}
             self._log.add(self._arena.epoch, {name: entry})

@@ -162,7 +162,8 @@ struct Tenant {
     shared.executor->commit(observer);
   }
 
-  void change(const std::vector<LayerId>& next) {
+  // asleep: no pass comes before `pass` wakes it.
+  void change(const std::vector<LayerId>& next, bool asleep) {
     const bool strict = shared.arena->mode() == Mode::strict;
     bool settled = is(next, 0) == is(streamed, 0);
     for (const LayerId layer : next) settled = settled && (is(streamed, layer) || prefetcher->ready(layer));
@@ -207,12 +208,13 @@ struct Tenant {
     c.fresh = !is(streamed, 0);
     c.after = after;
     prefetcher->configure(c);
-    shared.executor->commit(observer, after);
+    shared.executor->commit(observer, after, asleep);
     streamed = next;
   }
 
   void pass(std::mt19937_64& random) {
     const std::size_t stop = random() % 4 != 0 ? kLayers : random() % kLayers;
+    shared.executor->wake(id, shared.record(stream));
     prefetcher->begin_pass(stream);
     for (LayerId layer = 0; layer < stop; ++layer) {
       CHECK(prefetcher->wait(layer, 0, std::chrono::seconds(60)));
@@ -268,7 +270,7 @@ struct World : Shared {
           }
           if (next.size() == 1) next.push_back(1 + static_cast<LayerId>(random() % (kLayers - 1)));
         }
-        tenant.change(next);
+        tenant.change(next, random() % 2 == 0);
         break;
       }
       case 1: {
@@ -345,7 +347,7 @@ TEST(strict_on_the_host) { on_the_host(Mode::strict); }
 TEST(stops_with_work_left) {
   for (int i = 0; i < 20; ++i) {
     World world(Machine::host(), Mode::aliased);
-    world.tenants[0]->change({0, 1, 2, 3});
+    world.tenants[0]->change({0, 1, 2, 3}, false);
     world.executor->stop();
     world.tenants[0]->prefetcher->drain();
     world.end();

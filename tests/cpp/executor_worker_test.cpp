@@ -209,4 +209,93 @@ TEST(a_plan_rolled_back_beside_the_worker_leaves_no_trace) {
   world.arena->check();
 }
 
+// Layer two streams, of a tenant that uses it no more until it is woken.
+void give_asleep(World& world, EventHandle after = 0) {
+  world.apply({owner(World::home_of_one(), Owner::params, Owner::ring), owner(World::home_of_two(), Owner::params, Owner::kv),
+               show(world.one, World::home_of_one()), show(world.two, World::home_of_one())});
+  world.executor->commit(world.observer, after, true);
+  world.executor->drain();
+}
+
+std::vector<Step> home(World& world) {
+  return {owner(World::home_of_two(), Owner::kv, Owner::params), owner(World::home_of_one(), Owner::ring, Owner::params),
+          show(world.two, World::home_of_two())};
+}
+
+TEST(a_layer_that_comes_home_before_its_tenant_wakes_costs_no_call) {
+  World world;
+  world.gate->shut();  // whoever calls the driver hangs
+  for (int times = 1; times <= 3; ++times) {
+    give_asleep(world);
+    CHECK(world.arena->shown(world.two) == World::home_of_two() && world.arena->counts()[Owner::kv] == kLayerPages);
+    CHECK(world.observer->released_count == 2 * times - 1);  // layer one shows its home: nothing sleeps there
+    world.arena->check();
+    world.apply(home(world));
+    world.executor->commit(world.observer, 0, true);
+    world.executor->drain();
+    CHECK(world.observer->released_count == 2 * times && world.observer->stale == 0);
+    CHECK(world.arena->shown(world.two) == World::home_of_two() && world.arena->counts()[Owner::kv] == 0);
+    world.arena->check();
+  }
+  world.executor->wake(kTenant);
+  world.executor->drain();
+  CHECK(world.observer->released_count == 6);  // nothing has slept on
+}
+
+TEST(who_wakes_is_pointed_behind_the_event_of_that_moment) {
+  World world;
+  give_asleep(world);
+  world.executor->wake(kTenant + 1);
+  world.executor->drain();
+  CHECK(world.observer->released_count == 1 && world.arena->shown(world.two) == World::home_of_two());
+  const StreamHandle stream = world.gate->create_stream();
+  const EventHandle event = world.gate->create_event(false);
+  world.gate->hold_events(true);
+  world.gate->record(event, stream);
+  world.executor->wake(kTenant, event);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  CHECK(world.observer->released_count == 1);
+  world.gate->hold_events(false);
+  world.executor->drain();
+  CHECK(world.observer->released_count == 2 && world.arena->shown(world.two) == World::home_of_one());
+  world.arena->check();
+  world.gate->destroy_event(event);
+  world.gate->destroy_stream(stream);
+}
+
+TEST(a_plan_over_a_sleeping_layer_is_rolled_back_and_it_sleeps_on) {
+  World world;
+  give_asleep(world);
+  world.apply(home(world));
+  world.executor->rollback();
+  CHECK(world.arena->counts()[Owner::kv] == kLayerPages && world.arena->shown(world.two) == World::home_of_two());
+  world.arena->check();
+  world.executor->wake(kTenant);
+  world.executor->drain();
+  CHECK(world.arena->shown(world.two) == World::home_of_one() && world.observer->released_count == 2);
+  world.arena->check();
+}
+
+TEST(what_sleeps_is_forgotten_with_its_tenant) {
+  World world;
+  give_asleep(world);
+  const std::weak_ptr<Observer> observer = world.observer;
+  world.executor->forget(kTenant);
+  world.observer.reset();
+  CHECK(observer.expired());  // nobody keeps it
+  world.executor->wake(kTenant);
+  world.executor->drain();
+  CHECK(world.arena->shown(world.two) == World::home_of_two());
+}
+
+TEST(awake_steps_are_done_at_once) {
+  World world;
+  give_asleep(world);
+  world.apply({owner(from(2 * kLayerPages, 4), Owner::free, Owner::kv), show(world.two, World::home_of_one())});
+  world.executor->commit(world.observer);  // the same target once more: who sleeps is woken by it
+  world.executor->drain();
+  CHECK(world.arena->shown(world.two) == World::home_of_one());
+  world.arena->check();
+}
+
 }  // namespace

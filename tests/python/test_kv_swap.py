@@ -347,6 +347,9 @@ def serve_with_a_model_of_contents(seed: int) -> int:
                     scheduler.preempt(sequence, pool)
         if rng.random() < 0.1:
             scheduler.save(pool)
+        if rng.random() < 0.1:
+            with contextlib.suppress(DriverError):
+                scheduler.bring_back(pool)
         pool.fails = pool.fails or rng.random() < 0.02
         try:
             schedule = scheduler.schedule(pool)

@@ -7,6 +7,7 @@ from arena_worlds import read_block
 from sharing_worlds import Shared, set_times, times_of
 
 import remap
+from remap import _core
 
 SIZES = {"a": [2] * 6, "b": [3] * 8, "c": [1] * 5}
 
@@ -34,6 +35,57 @@ def test_layers_of_an_inactive_tenant_become_kv_of_another_and_come_home(mode: s
         assert a.kv.usable_blocks == before
         world.check()
         assert world.session.snapshot().tenants["b"].lent_pages == 0
+
+
+def mappings(world: Shared) -> int:
+    """Calls so far that change what an address shows."""
+    return sum(world.backend.calls(call) for call in (_core.Call.map, _core.Call.unmap, _core.Call.exchange))
+
+
+def test_who_is_idle_lends_and_gets_its_layers_back_without_a_call_of_the_driver() -> None:
+    """No pass reads them, so their regions are re-pointed only when a pass is to come. All bytes are right nevertheless."""
+    with Shared(SIZES, around=_core.make_fault_backend) as world:
+        a, before = world.engines["a"], 0
+        for turn in range(4):
+            before = before if turn > 1 else mappings(world)  # the ring is shown once, in the first turn
+            world.session.deactivate("b")
+            world.lend("b", 4, to="a")
+            remap.advanced.settle(world.session)
+            a.fill()
+            a.poison()
+            world.check()
+            a.free()
+            assert world.activate("b").activated and not world.engines["b"].tenant.streamed
+            assert mappings(world) == before or turn == 0
+            world.check()
+
+
+@pytest.mark.parametrize("wakes_in", ["activation", "the pass"])
+def test_what_is_still_away_is_re_pointed_when_its_tenant_wakes(wakes_in: str) -> None:
+    with Shared(SIZES, around=_core.make_fault_backend) as world:
+        a, b = world.engines["a"], world.engines["b"]
+        world.session.deactivate("b")
+        world.lend("b", 5, to="a")
+        a.fill()
+        remap.advanced.settle(world.session)
+        before = mappings(world)
+        if wakes_in == "the pass":
+            b.tenant._state.active = True
+        else:
+            assert world.session.activate("b", partial=True).streamed
+        world.check()  # serves: every layer's bytes
+        assert mappings(world) > before and not b.tenant._state.asleep
+
+
+def test_a_tenant_that_leaves_in_its_sleep_leaves_nothing_behind() -> None:
+    with Shared(SIZES) as world:
+        world.session.deactivate("b")
+        world.lend("b", 4, to="a")
+        world.engines["a"].fill()
+        world.detach("b")
+        world.check()
+        world.engines["a"].free()
+        world.check()
 
 
 def test_partial_activation_depends_on_nobody() -> None:

@@ -19,6 +19,9 @@ wait for that work: moves and zeroes are enqueued behind it on the same stream, 
 the copies and to the re-pointing worker. Three kinds of change do wait: one that takes back what an earlier one gave
 waits until the worker has finished with that; one that moves the ring unmaps something inside apply(), and waits for
 copies in flight; and in strict mode every change waits.
+
+Layers that leave while their tenant is inactive are re-pointed when it serves passes again (`wake`), and not at all if
+they come home before.
 """
 
 from __future__ import annotations
@@ -333,7 +336,20 @@ class Changes:
         # Behind the last reader and the last writer of the pages that changed hands, moves and zeroes included.
         after = tenant.compute.mark()
         self._configure(tenant, ready, ready.plan.held if self._deferring else (), after)
-        self._executor.commit(tenant.prefetcher, after)
+        asleep = self._deferring and not tenant.active
+        tenant.asleep = (
+            tenant.asleep or asleep
+        )  # before: to wake nobody is no error, to let somebody sleep would be one
+        self._executor.commit(tenant.prefetcher, after, asleep)
+
+    def wake(self, tenant: TenantState) -> None:
+        """The tenant serves passes again: the worker begins to re-point what it left while the tenant was inactive. Raises the
+        backend's error; then it can be called again."""
+        if tenant.asleep:
+            self._executor.wake(tenant.number, tenant.compute.mark())
+            tenant.asleep = False  # only now
+            if self._simulator is not None:
+                self._executor.drain()  # as in `settle`
 
     def apply_and_settle(
         self,

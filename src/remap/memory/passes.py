@@ -74,6 +74,7 @@ class Passes:
         """Begin a pass after the change that was in progress, and finish first what the last change has left."""
         self._changes.settle(tenant)
         self._changes.retry_failed(tenant)
+        self._changes.wake(tenant)
         if not self._try_begin(tenant, stream, mark, streamed, finished=True):
             raise InvalidState(
                 f"tenant {tenant.name!r}: a listener cannot begin a pass while the call that it is told of is in "
@@ -98,7 +99,7 @@ class Passes:
                 _verify_masters(tenant)
             if turn.claimed:
                 return False
-            if not finished and (tenant.unsettled is not None or self._changes.failed_points(tenant)):
+            if not finished and (tenant.unsettled is not None or tenant.asleep or self._changes.failed_points(tenant)):
                 return False
             run, filled = tenant.kv.reading(streamed) if streamed else (None, 0)
             turn.open_pass = mark  # before the pass begins, so that end() or close() ends it even after an interrupt

@@ -102,6 +102,9 @@ class TenantState:
     # -- bytes that are not where they should be
     written: dict[int, list[str]] = field(default_factory=dict)  # layer -> tensors written after attach
     absent: set[int] = field(default_factory=set)  # noted when the tenant leaves: layers not all at their addresses
+    asleep: bool = (
+        False  # regions of layers that left while it was inactive may still be to be re-pointed: `Changes.wake`
+    )
     all_ready: bool = False  # every layer was seen ready since the last change
     from_masters: set[int] = field(
         default_factory=set
