@@ -416,7 +416,7 @@ MUTANTS: tuple[Mutant, ...] = (
         file="src/remap/memory/shared_link.py",
         text="tuple(each / (1.0 - share) for each in times.transfer_s)",
         replacement="times.transfer_s",
-        breaks="Who streams beside switches is certified as if it had the whole link: its passes wait behind all that comes back.",
+        breaks="Who streams beside switches is certified as if it had the whole link: its passes wait behind what comes back.",
         tests=("test_switching.py::test_a_tenant_has_the_rest_of_the_link",),
     ),
     Mutant(
