@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
+from remap.errors import OutOfMemory
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
-from remap.policy.cluster.placement import Group, Instance, Layer, Load, Model, Placement, Stage, alone
+from remap.policy.cluster.placement import Group, Instance, Layer, Load, Model, Placement, Stage, alone, check
 
 # Sixteenths of a second: sums and products with few tokens are exact.
 LINES = st.builds(lambda base, each: Line(base / 16, each / 16), st.integers(0, 8), st.integers(0, 4))
@@ -39,10 +40,11 @@ def fused(draw: st.DrawFn, most: int = 6, most_layers: int = 5) -> Placement:
     """Some of the instances serve together, in any order, with any consecutive runs and with layers that came back."""
     model = draw(models(most_layers))
     count = len(model.layers)
-    instances = [
-        Instance(f"i{n}", draw(st.integers(0, 30)) + model.weight_bytes(0, count), draw(LOADS))
-        for n in range(draw(st.integers(1, most)))
-    ]
+    loads = draw(st.lists(LOADS, min_size=1, max_size=most))
+    least = model.weight_bytes(0, count) + draw(st.integers(0, 1)) * sum(
+        load.tokens * model.kv_bytes(0, count) for load in loads
+    )
+    instances = [Instance(f"i{n}", least + draw(st.integers(0, 30)), load) for n, load in enumerate(loads)]
     instances = draw(st.permutations(instances))
     groups = []
     while instances:
@@ -52,3 +54,16 @@ def fused(draw: st.DrawFn, most: int = 6, most_layers: int = 5) -> Placement:
         arrived = [draw(st.frozensets(st.integers(0, count - 1), max_size=2)) for _ in taken]
         groups.append(Group(tuple(map(Stage, taken, cuts, cuts[1:], arrived))))
     return Placement(model, tuple(groups), draw(st.integers(0, 9)))
+
+
+def _serves(placement: Placement) -> bool:
+    try:
+        check(placement)
+    except OutOfMemory:
+        return False
+    return True
+
+
+def serving(most: int = 6, most_layers: int = 5) -> st.SearchStrategy[Placement]:
+    """Alone or fused in part, with room for what runs."""
+    return st.one_of(clusters(most, most_layers), fused(most, most_layers).filter(_serves))

@@ -113,11 +113,12 @@ class Splits:
 
     def _row(self, numbers: Sequence[int]) -> _Row:
         """Of these kinds in the best order."""
-        counts = Counter(numbers)
+        counts, row = Counter(numbers), self._nothing
+        # By what they are, not by who was seen first: the same question has one answer.
+        ordered = tuple(sorted(numbers, key=lambda number: self._kinds[number]))
         if len(counts) > 1 and math.prod(count + 1 for count in counts.values()) <= self._orders:
-            return self._set(tuple(sorted(numbers)))
-        row = self._nothing
-        for number in sorted(numbers, key=lambda number: self._kinds[number]):
+            return self._set(ordered)
+        for number in ordered:
             key = (id(row), number)
             if key not in self._chains:
                 best, begins = _extended(row.best, self._capacity(number))
@@ -128,7 +129,7 @@ class Splits:
     def _set(self, key: tuple[int, ...]) -> _Row:
         if key not in self._sets:
             row: _Row | None = None
-            for number in sorted(set(key)):
+            for number in dict.fromkeys(key):
                 place = key.index(number)
                 before = self._set(key[:place] + key[place + 1 :])
                 best, begins = _extended(before.best, self._capacity(number))
