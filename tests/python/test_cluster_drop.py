@@ -99,7 +99,7 @@ def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple
     return tokens - sum(max(0, group.capacity(before.model)) for group in groups), math.fsum(added), len(stages)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(serving(), NEEDS)
 def test_a_plan_is_the_best_of_all_partitions(before: Placement, need: int) -> None:
     found = plan(before, need, NETWORK)
@@ -107,7 +107,15 @@ def test_a_plan_is_the_best_of_all_partitions(before: Placement, need: int) -> N
     assert (found.missing, found.added_s, found.longest, found.squares) == best_of_all(before, need)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=25, deadline=None)
+@given(clusters(8), NEEDS)
+def test_a_plan_of_up_to_eight_is_the_best_of_all_partitions(before: Placement, need: int) -> None:
+    found = plan(before, need, NETWORK)
+    check_plan(before, need, found)
+    assert (found.missing, found.added_s, found.longest, found.squares) == best_of_all(before, need)
+
+
+@settings(max_examples=60, deadline=None)
 @given(serving(most=4, most_layers=4))
 def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placement) -> None:
     """End to end: every partition, every order of stages and every division of layers."""
@@ -132,7 +140,7 @@ def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placeme
     assert most - plan(before, most, NETWORK).missing == max(freed)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.one_of(serving(), clusters(14), clusters(14, equal=True), serving(12, 4)), NEEDS)
 def test_never_worse_than_greedy(before: Placement, need: int) -> None:
     found, papers = plan(before, need, NETWORK), greedy(before, need, NETWORK)
