@@ -268,6 +268,20 @@ def test_running_requests_are_not_pushed_out() -> None:
     assert found.freed == 12 - 2
 
 
+def test_groups_of_equal_size_have_room_for_what_runs() -> None:
+    """Ten instances in pairs: a small one beside a large one holds less than both apart, and stays alone."""
+    model = Model((Layer(10, 1, Line(1 / 16, 0)),) * 2)
+    instances = tuple(Instance(f"i{n}", 220 if n % 2 else 22, Load(n // 2, 100 if n % 2 else 1)) for n in range(10))
+    before = alone(model, instances)
+    for need in (5, 20, 10_000):
+        found = plan(before, need, NETWORK)
+        check(found.placement)
+        assert found <= greedy(before, need, NETWORK)
+        assert all(
+            group.capacity(model) > len(group.stages) for group in found.placement.groups if len(group.stages) > 1
+        )
+
+
 @example(whole(5, requests=2), 7)
 @settings(max_examples=60, deadline=None)
 @given(serving(5), st.integers(1, 4))

@@ -1,8 +1,9 @@
 """Which groups merge when KV runs out: the drop plan, and a drop as an offer among others. Pure.
 
 A plan divides the present groups into those that merge; nothing is copied, and no group is taken apart (`restore` does that).
-Merging g groups leaves one copy of the model where there were g. A merged group is divided by `stages`, for most tokens, and
-must hold the tokens of its running requests. Plans are compared by, in this order:
+Merging g groups leaves one copy of the model where there were g. A merged group is divided by `stages`, for most tokens. A
+merger that frees tokens has room for what runs in it, since its parts had; no plan below has one that frees none. Plans
+are compared by, in this order:
 
     missing     tokens of the need that the plan does not free
     added_s     seconds by which requests wait longer for their next token, over all requests, running and waiting. What is
@@ -134,11 +135,6 @@ class _Mergers:
             return max(0, self.placement.groups[part[0]].capacity(self.placement.model))
         return self.splits.tokens([stage for number in part for stage in self.placement.groups[number].stages])
 
-    def allowed(self, part: tuple[int, ...]) -> bool:
-        """Whether these may merge: what runs there has room."""
-        tokens = sum(self.placement.groups[number].load.tokens for number in part)
-        return len(part) == 1 or self.capacity(part) >= tokens
-
     def gain(self, part: tuple[int, ...]) -> int:
         """Tokens that the merger frees; below 0 if it loses some."""
         return self.capacity(part) - sum(self.capacity((number,)) for number in part)
@@ -183,8 +179,7 @@ class _Mergers:
         if self.instances > EXACT:
             found = [self.trimmed(parts, need) for parts in (self.greedy(need), self.even(need))]
             return min(found, key=partial(self.order, need=need))
-        allowed = (parts for parts in _partitions(len(none)) if all(map(self.allowed, parts)))
-        return min(allowed, key=partial(self.order, need=need))
+        return min(_partitions(len(none)), key=partial(self.order, need=need))
 
     def greedy(self, need: int) -> _Parts:
         queue: list[tuple[int, tuple[int, ...]]] = [
@@ -197,7 +192,7 @@ class _Mergers:
             (size, part), (other_size, other) = heapq.heappop(queue), heapq.heappop(queue)
             merged = tuple(sorted((*part, *other)))
             more = self.capacity(merged) - self.capacity(part) - self.capacity(other)
-            if more <= 0 or not self.allowed(merged):
+            if more <= 0:
                 left.append(part)
                 heapq.heappush(queue, (other_size, other))
                 continue
@@ -229,7 +224,7 @@ class _Mergers:
         return most[1]
 
     def _dealt(self, count: int) -> _Parts:
-        """So many parts, of as equal sizes as whole groups allow; those that may not merge stay apart."""
+        """So many parts, of as equal sizes as whole groups allow; those whose merger frees nothing stay apart."""
         groups = self.placement.groups
         room = [-(-(self.instances - place) // count) for place in range(count)]
         parts: list[list[int]] = [[] for _ in room]
@@ -245,7 +240,7 @@ class _Mergers:
             room[place] -= size
         found: list[tuple[int, ...]] = []
         for each in map(tuple, map(sorted, filter(None, parts))):
-            found += [each] if len(each) == 1 or (self.gain(each) > 0 and self.allowed(each)) else [(i,) for i in each]
+            found += [each] if len(each) == 1 or self.gain(each) > 0 else [(i,) for i in each]
         return tuple(sorted(found))
 
     def trimmed(self, parts: _Parts, need: int) -> _Parts:
