@@ -186,7 +186,7 @@ MUTANTS: tuple[Mutant, ...] = (
         name="cluster-mergers-in-vain",
         file="src/remap/policy/cluster/drop.py",
         text="if more <= 0:",
-        replacement="if more < 0:",
+        replacement="if more == 0:",
         breaks="Groups merge although that frees nothing.",
         tests=("test_cluster_drop.py::test_thirds_and_a_whole_copy_do_not_merge",),
     ),

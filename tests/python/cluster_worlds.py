@@ -37,22 +37,25 @@ def clusters(draw: st.DrawFn, most: int = 8, most_layers: int = 6, equal: bool =
 
 @st.composite
 def fused(draw: st.DrawFn, most: int = 6, most_layers: int = 5) -> Placement:
-    """Some of the instances serve together, in any order, with any consecutive runs and with layers that came back."""
+    """Some of the instances serve together, in any order, with any consecutive runs and with layers that came back. Some may
+    have no room for the whole model."""
     model = draw(models(most_layers))
     count = len(model.layers)
     loads = draw(st.lists(LOADS, min_size=1, max_size=most))
-    least = model.weight_bytes(0, count) + draw(st.integers(0, 1)) * sum(
-        load.tokens * model.kv_bytes(0, count) for load in loads
-    )
-    instances = [Instance(f"i{n}", least + draw(st.integers(0, 30)), load) for n, load in enumerate(loads)]
-    instances = draw(st.permutations(instances))
+    room = draw(st.integers(0, 1)) * sum(load.tokens * model.kv_bytes(0, count) for load in loads)
+    names = draw(st.permutations([f"i{n}" for n in range(len(loads))]))
     groups = []
-    while instances:
-        size = draw(st.integers(1, len(instances)))
-        taken, instances = instances[:size], instances[size:]
+    while names:
+        size = draw(st.integers(1, len(names)))
+        taken, names = names[:size], names[size:]
         cuts = [0, *sorted(draw(st.lists(st.integers(0, count), min_size=size - 1, max_size=size - 1))), count]
-        arrived = [draw(st.frozensets(st.integers(0, count - 1), max_size=2)) for _ in taken]
-        groups.append(Group(tuple(map(Stage, taken, cuts, cuts[1:], arrived))))
+        stages = []
+        for name, first, end in zip(taken, cuts, cuts[1:]):
+            arrived = draw(st.frozensets(st.integers(0, count - 1), max_size=2))
+            held = {*range(first, end), *arrived} if draw(st.booleans()) else range(count)
+            memory = sum(model.layers[layer].weight_bytes for layer in held) + room + draw(st.integers(0, 30))
+            stages.append(Stage(Instance(name, memory, loads[int(name[1:])]), first, end, arrived))
+        groups.append(Group(tuple(stages)))
     return Placement(model, tuple(groups), draw(st.integers(0, 9)))
 
 

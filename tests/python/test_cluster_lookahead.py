@@ -105,7 +105,7 @@ def test_never_worse_than_halving_or_counting(
         assert sum(chunk.tokens for chunk in microbatch) <= max(budget, grain)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(QUEUES, COSTS, st.integers(1, 4), st.integers(1, 4))
 def test_lookahead_is_near_the_shortest_of_all_counts(
     requests: list[Waiting], cost: ChunkCost, stages: int, grain: int
