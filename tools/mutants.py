@@ -191,11 +191,11 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_cluster_drop.py::test_thirds_and_a_whole_copy_do_not_merge",),
     ),
     Mutant(
-        name="cluster-quicker-requests-pay-for-slower",
+        name="cluster-relief-counts-as-a-gain",
         file="src/remap/policy/cluster/drop.py",
-        text="* max(0.0, whole - self._round_s((number,)))",
-        replacement="* (whole - self._round_s((number,)))",
-        breaks="A merger that relieves one instance counts as a gain, and groups merge in vain.",
+        text="return self.requests(part) * max(0.0, self.round_s(part) - before)",
+        replacement="return self.requests(part) * (self.round_s(part) - before)",
+        breaks="A merger that relieves a full instance counts as a gain, and groups merge in vain.",
         tests=("test_cluster_drop.py::test_a_plan_is_the_best_of_all_partitions",),
     ),
     Mutant(

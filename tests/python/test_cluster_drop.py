@@ -31,7 +31,8 @@ def sizes(found: DropPlan) -> list[int]:
 
 def whole(count: int, model: Model = EVEN, spare: int = 60, requests: int = 0) -> Placement:
     memory = model.weight_bytes(0, len(model.layers)) + spare
-    return alone(model, tuple(Instance(f"i{n}", memory, Load(requests)) for n in range(count)))
+    tokens = spare // model.kv_bytes(0, len(model.layers))
+    return alone(model, tuple(Instance(f"i{n}", memory, Load(requests, requests and tokens)) for n in range(count)))
 
 
 def check_plan(before: Placement, need: int, found: DropPlan) -> None:
@@ -50,23 +51,34 @@ def check_plan(before: Placement, need: int, found: DropPlan) -> None:
         assert kept <= held
         assert set(gone.get(name, ())) == held - kept
         assert after is before or len(after.groups) == len(before.groups) or name in gone or kept == held
-    by_name = {stage.instance.name: group for group in after.groups for stage in group.stages}
-    added = 0.0
-    for group in before.groups:
-        now = by_name[group.stages[0].instance.name]
-        assert {stage.instance.name for stage in group.stages} <= {stage.instance.name for stage in now.stages}
-        if len(now.stages) > len(group.stages):
-            waits = [group_round_s(model, each.stages, each.load.requests, NETWORK) for each in (group, now)]
-            added += group.load.requests * max(0.0, waits[1] - waits[0])
+    home = {stage.instance.name: group for group in before.groups for stage in group.stages}
+    added, stalled = 0.0, 0
+    for group in after.groups:
+        parts = {id(home[stage.instance.name]): home[stage.instance.name] for stage in group.stages}
+        assert sum(len(part.stages) for part in parts.values()) == len(group.stages)
+        if len(parts) > 1:
+            added += added_by(before, list(parts.values()), group)
+            stalled += group.load.tokens
     assert found.added_s == pytest.approx(added)
     lengths = [len(group.stages) for group in after.groups]
     assert (found.longest, found.squares) == (max(lengths), sum(length**2 for length in lengths))
+    assert found.stalled == stalled
+
+
+def added_by(before: Placement, parts: list[Group], now: Group) -> float:
+    """Over the requests that fill the merged group, how much longer a round is than the mean of its parts when full."""
+    loads = [group.load for group in before.groups]
+    density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
+    counts = [math.ceil(density * max(0, group.capacity(before.model))) for group in (*parts, now)]
+    rounds = [group_round_s(before.model, group.stages, count, NETWORK) for group, count in zip((*parts, now), counts)]
+    mean = sum(count * each for count, each in zip(counts[:-1], rounds)) / max(1, sum(counts[:-1]))
+    return counts[-1] * max(0.0, rounds[-1] - mean)
 
 
 def best_of_all(before: Placement, need: int) -> tuple[float, ...]:
     """The least of what plans are compared by, over every partition whose groups have room for what runs there."""
     splits, found = Splits(before.model), []
-    merged: dict[tuple[int, ...], tuple[int, float, int] | None] = {}
+    merged: dict[tuple[int, ...], tuple[int, float, int, int] | None] = {}
     for parts in cluster_brute.partitions(range(len(before.groups))):
         for part in map(tuple, parts):
             if part not in merged:
@@ -76,27 +88,26 @@ def best_of_all(before: Placement, need: int) -> tuple[float, ...]:
             chosen = [outcome for outcome in outcomes if outcome]
             freed = sum(outcome[0] for outcome in chosen)
             lengths = [outcome[2] for outcome in chosen]
-            added = math.fsum(outcome[1] for outcome in chosen)
-            found.append((max(0, need - freed), added, max(lengths), sum(length**2 for length in lengths)))
+            added = sum(outcome[1] for outcome in chosen)
+            squares, stalled = sum(length**2 for length in lengths), sum(outcome[3] for outcome in chosen)
+            found.append((max(0, need - freed), added, max(lengths), squares, stalled))
     return min(found)
 
 
-def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple[int, float, int] | None:
+def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple[int, float, int, int] | None:
+    """Of these groups as one: tokens that are freed, seconds added, instances, tokens that run."""
     groups = [before.groups[number] for number in part]
     if len(groups) == 1:
-        return 0, 0.0, len(groups[0].stages)
+        return 0, 0.0, len(groups[0].stages), 0
     stages = [stage for group in groups for stage in group.stages]
-    requests = sum(group.load.requests for group in groups)
-    now = Group(splits.split(stages, max(1, math.ceil(requests / len(stages)))))
-    tokens = now.capacity(before.model)
-    if tokens < sum(group.load.tokens for group in groups):
+    tokens, running = splits.tokens(stages), sum(group.load.tokens for group in groups)
+    if tokens < running:
         return None
-    after = group_round_s(before.model, now.stages, requests, NETWORK)
-    added = [
-        group.load.requests * max(0.0, after - group_round_s(before.model, group.stages, group.load.requests, NETWORK))
-        for group in groups
-    ]
-    return tokens - sum(max(0, group.capacity(before.model)) for group in groups), math.fsum(added), len(stages)
+    loads = [group.load for group in before.groups]
+    density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
+    now = Group(splits.split(stages, max(1, math.ceil(math.ceil(density * tokens) / len(stages)))))
+    freed = tokens - sum(max(0, group.capacity(before.model)) for group in groups)
+    return freed, added_by(before, groups, now), len(stages), running
 
 
 @settings(max_examples=200, deadline=None)
@@ -104,7 +115,11 @@ def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple
 def test_a_plan_is_the_best_of_all_partitions(before: Placement, need: int) -> None:
     found = plan(before, need, NETWORK)
     check_plan(before, need, found)
-    assert (found.missing, found.added_s, found.longest, found.squares) == best_of_all(before, need)
+    # Sums of a different order: what is equal but for rounding counts as equal.
+    best = best_of_all(before, need)
+    assert (found.missing, found.added_s) == (best[0], pytest.approx(best[1]))
+    if found.added_s == best[1]:
+        assert (found.longest, found.squares, found.stalled) == best[2:]
 
 
 @settings(max_examples=25, deadline=None)
@@ -112,7 +127,11 @@ def test_a_plan_is_the_best_of_all_partitions(before: Placement, need: int) -> N
 def test_a_plan_of_up_to_eight_is_the_best_of_all_partitions(before: Placement, need: int) -> None:
     found = plan(before, need, NETWORK)
     check_plan(before, need, found)
-    assert (found.missing, found.added_s, found.longest, found.squares) == best_of_all(before, need)
+    # Sums of a different order: what is equal but for rounding counts as equal.
+    best = best_of_all(before, need)
+    assert (found.missing, found.added_s) == (best[0], pytest.approx(best[1]))
+    if found.added_s == best[1]:
+        assert (found.longest, found.squares, found.stalled) == best[2:]
 
 
 @settings(max_examples=60, deadline=None)
@@ -208,12 +227,27 @@ def test_equal_instances_merge_into_groups_of_equal_sizes(count: int) -> None:
 
 
 def test_six_instances_and_four_copies() -> None:
-    """The paper's example of sizes: greedy makes {4, 2} where {3, 3} is possible."""
-    before = whole(6, requests=8)
-    papers, found = greedy(before, 40, NETWORK), plan(before, 40, NETWORK)
+    """The paper's greedy makes {4, 2} where {3, 3} is possible: 80 requests wait for four hops and 32 for two, or all 112 for
+    three. A layer takes as long for any number of tokens."""
+    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    before = whole(6, model, requests=8)
+    papers, found = greedy(before, 40, network), plan(before, 40, network)
     assert (sizes(papers), sizes(found)) == ([4, 2], [3, 3])
     assert papers.freed == found.freed == 40
-    assert found.added_s < papers.added_s
+    assert (papers.added_s, found.added_s) == (80 * 0.5 + 32 * 0.25, 112 * 0.375)
+    # Without load: as few stages as possible.
+    assert sizes(plan(whole(6), 40, network)) == [3, 3]
+
+
+def test_of_equal_plans_the_one_that_moves_the_least_kv() -> None:
+    instances = tuple(Instance(f"i{n}", 180, Load(tokens, tokens)) for n, tokens in enumerate((4, 1, 5, 2)))
+    found = plan(alone(EVEN, instances), 10, NETWORK)
+    assert found.stalled == 3
+    assert [[stage.instance.name for stage in group.stages] for group in found.placement.groups] == [
+        ["i0"],
+        ["i1", "i3"],
+        ["i2"],
+    ]
 
 
 def test_no_need_changes_nothing() -> None:
@@ -287,7 +321,8 @@ def test_groups_of_equal_size_have_room_for_what_runs() -> None:
 @given(serving(5), st.integers(1, 4))
 def test_drops_are_one_donor_among_others(before: Placement, block_tokens: int) -> None:
     offered = quotes(before, NETWORK, block_tokens)
-    requests = sum(group.load.requests for group in before.groups)
+    loads = [group.load for group in before.groups]
+    density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
     blocks, stall = 0, 0.0
     for quote in offered:
         assert (quote.donor, quote.kind, quote.share) == ("replicas", "active", 0.0)
@@ -297,7 +332,8 @@ def test_drops_are_one_donor_among_others(before: Placement, block_tokens: int) 
         step = quote.step
         assert isinstance(step, DropPlan)
         assert blocks == step.freed // block_tokens
-        assert stall == pytest.approx(step.added_s / max(1, requests))
+        full = sum(math.ceil(density * max(0, group.capacity(before.model))) for group in step.placement.groups)
+        assert stall == pytest.approx(step.added_s / max(1, full))
     assert len(offered) <= min(QUOTES, max(0, len(before.groups) - 1))
     if offered:
         last = offered[-1].step
@@ -316,7 +352,7 @@ def test_what_drops_offer() -> None:
     offered = quotes(whole(4, model, requests=8), Network(Line(0.25, 0.0), 10.0), 5)
     assert [quote.blocks for quote in offered] == [2, 2, 2]
     assert [sizes(quote.step) for quote in offered] == [[2, 1, 1], [2, 2], [4]]  # type: ignore[arg-type]
-    # Half of the requests wait for two hops, then all of them, then all of them for four.
-    assert [quote.stall_s for quote in offered] == [0.25, 0.25, 0.5]
+    # A pair has 20 of 30 tokens, so two thirds of the requests wait for two hops; then all of them; then all for four.
+    assert [quote.stall_s for quote in offered] == pytest.approx([1 / 3, 1 / 6, 0.5])
     # Half of 120 bytes to each, at 10 bytes/s; pairs restore side by side; then three quarters.
     assert [quote.reload_s for quote in offered] == [6.0, 0.0, 3.0]

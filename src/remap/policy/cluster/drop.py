@@ -6,16 +6,18 @@ merger that frees tokens has room for what runs in it, since its parts had; no p
 are compared by, in this order:
 
     missing     tokens of the need that the plan does not free
-    added_s     seconds by which requests wait longer for their next token, over all requests, running and waiting. What is
-                quicker in a merged group counts as 0: a load that is badly dispatched is no reason to drop
-    longest     instances of the largest group: requests of other groups do not make up for a slow one
+    added_s     seconds by which requests wait longer for their next token, over all requests of merged groups, when the burst
+                has filled the room that there is: a group then has requests in proportion to its capacity, however they
+                are spread now. A merged group that is quicker than its parts counts as 0: that is no reason to drop
+    longest     instances of the largest group
     squares     the sum of squared sizes, which is the mean number of stages times the instances; so nothing merges in vain
+    stalled     tokens of the requests that run in merged groups: part of their KV has to move
 
-Without load this is the paper's rule, as few stages as possible, and says which of two {4, 2} and {3, 3} is better.
+Without load this is the paper's rule, as few stages as possible, and says which of {4, 2} and {3, 3} is better.
 
 `plan` is exact for up to EXACT instances: it looks at every partition. With more it takes the better of the paper's greedy and
-of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest requests in
-the larger ones; and undoes what is superfluous. It is never worse than the greedy. A need that cannot be met is no error.
+of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest tokens in the
+larger ones; and undoes what is superfluous. It is never worse than the greedy. A need that cannot be met is no error.
 
 Source: KunServe, section 4.1, algorithm in its Figure 6 (`greedy`). Decided here: what a merge frees is counted exactly (it
 is a copy of the weights only if layers divide evenly and instances are equal); a group whose merger with the next smallest
@@ -62,6 +64,7 @@ class DropPlan:
     added_s: float
     longest: int
     squares: int
+    stalled: int
     freed: int = field(compare=False)
     epoch: int = field(compare=False)
     placement: Placement = field(compare=False)
@@ -94,22 +97,22 @@ def quotes(placement: Placement, network: Network, block_tokens: int, donor: str
     """Drops as one donor among others (`donors.supply.choose`): nested increments, up to QUOTES equal parts of all that drops
     can free; the step of the last one taken is the `DropPlan` to carry out.
 
-    blocks: of block_tokens tokens, of the whole cluster. stall_s: `added_s` of the plan for a mean request, more than of the
+    blocks: of block_tokens tokens, of the whole cluster. stall_s: `added_s` of the plan for a mean request, less that of the
     plan before. reload_s: of the copies that bring all layers back, likewise. The kind is "active": the layers are of a
     model that serves; nothing is copied meanwhile, so share is 0.
     """
-    requests = sum(group.load.requests for group in placement.groups)
     mergers = _Mergers(placement, network)
     most = mergers.plan(mergers.best(sys.maxsize), sys.maxsize).freed
     parts = min(QUOTES, len(placement.groups) - 1)
     found: list[Quote] = []
     blocks, stall_s, reload_s, freed = 0, 0.0, 0.0, 0
-    for part in range(1, parts + 1):
-        need = -(-most * part // parts)
+    for number in range(1, parts + 1):
+        need = -(-most * number // parts)
         if need <= freed:
             continue
-        chosen = mergers.plan(mergers.best(need), need)
-        freed, stall = chosen.freed, chosen.added_s / max(1, requests)
+        best = mergers.best(need)
+        chosen = mergers.plan(best, need)
+        freed, stall = chosen.freed, chosen.added_s / max(1, sum(map(mergers.requests, best)))
         reload = max(reload_s, restore.seconds(chosen.placement, restore.all_alone(chosen.placement), network))
         more = freed // block_tokens - blocks
         found.append(Quote(donor, "active", more, stall - stall_s, reload - reload_s, 0.0, chosen))
@@ -125,8 +128,12 @@ class _Mergers:
         self.network = network
         self.instances = sum(len(group.stages) for group in placement.groups)
         self.splits = Splits(placement.model, ORDERS if self.instances <= EXACT else 16)
+        loads = [group.load for group in placement.groups]
+        # Requests for each token that they ask for.
+        self.density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
         self.capacity = cache(self._capacity)
         self.group = cache(self._group)
+        self.round_s = cache(self._round_s)
         self.added_s = cache(self._added_s)
 
     def _capacity(self, part: tuple[int, ...]) -> int:
@@ -139,31 +146,35 @@ class _Mergers:
         """Tokens that the merger frees; below 0 if it loses some."""
         return self.capacity(part) - sum(self.capacity((number,)) for number in part)
 
+    def requests(self, part: tuple[int, ...]) -> int:
+        """As many as fill the group that these become."""
+        return math.ceil(self.density * self.capacity(part))
+
     def _group(self, part: tuple[int, ...]) -> Group:
         if len(part) == 1:
             return self.placement.groups[part[0]]
-        groups = [self.placement.groups[number] for number in part]
-        stages = [stage for group in groups for stage in group.stages]
-        requests = sum(group.load.requests for group in groups)
-        return Group(self.splits.split(stages, max(1, -(-requests // len(stages)))))
+        stages = [stage for number in part for stage in self.placement.groups[number].stages]
+        return Group(self.splits.split(stages, max(1, -(-self.requests(part) // len(stages)))))
 
     def _round_s(self, part: tuple[int, ...]) -> float:
-        requests = sum(self.placement.groups[number].load.requests for number in part)
-        return group_round_s(self.placement.model, self.group(part).stages, requests, self.network)
+        return group_round_s(self.placement.model, self.group(part).stages, self.requests(part), self.network)
 
     def _added_s(self, part: tuple[int, ...]) -> float:
         if len(part) == 1:
             return 0.0
-        whole = self._round_s(part)
-        return math.fsum(
-            self.placement.groups[number].load.requests * max(0.0, whole - self._round_s((number,))) for number in part
-        )
+        counts = [self.requests((number,)) for number in part]
+        rounds = [self.round_s((number,)) for number in part]
+        before = math.fsum(count * each for count, each in zip(counts, rounds)) / max(1, sum(counts))
+        return self.requests(part) * max(0.0, self.round_s(part) - before)
 
-    def order(self, parts: _Parts, need: int) -> tuple[int, float, int, int]:
+    def order(self, parts: _Parts, need: int) -> tuple[int, float, int, int, int]:
         """What plans are compared by."""
-        sizes = [sum(len(self.placement.groups[number].stages) for number in part) for part in parts]
+        groups = self.placement.groups
         missing = max(0, need - sum(map(self.gain, parts)))
-        return missing, math.fsum(map(self.added_s, parts)), max(sizes), sum(size * size for size in sizes)
+        added_s = math.fsum(map(self.added_s, parts))
+        sizes = [sum(len(groups[number].stages) for number in part) for part in parts]
+        stalled = sum(groups[number].load.tokens for part in parts if len(part) > 1 for number in part)
+        return missing, added_s, max(sizes), sum(size * size for size in sizes), stalled
 
     def plan(self, parts: _Parts, need: int) -> DropPlan:
         after, epoch = self.placement, self.placement.epoch
@@ -229,7 +240,7 @@ class _Mergers:
         room = [-(-(self.instances - place) // count) for place in range(count)]
         parts: list[list[int]] = [[] for _ in room]
         first = 0  # parts before it are full
-        for number in sorted(range(len(groups)), key=lambda i: (-len(groups[i].stages), groups[i].load.requests, i)):
+        for number in sorted(range(len(groups)), key=lambda i: (-len(groups[i].stages), groups[i].load.tokens, i)):
             size = len(groups[number].stages)
             while first < count - 1 and room[first] <= 0:
                 first += 1
