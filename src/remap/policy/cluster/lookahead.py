@@ -146,10 +146,11 @@ def balanced(requests: Sequence[Waiting], cost: ChunkCost, count: int, grain: in
     while low < high:
         bound = min((low + high) / 2, low + stride) if stride else (low + high) / 2
         ends, more = queue.filled(bound, count)
+        # Never beyond or below the bound: costs that are equal but for rounding must not keep this going.
         if ends and ends[-1] == queue.cuts:
-            best, high = ends, max(map(queue.seconds, [0, *ends], ends))
+            best, high = ends, min(bound, max(map(queue.seconds, [0, *ends], ends)))
         else:
-            low, stride = more, 4 * stride
+            low, stride = max(more, math.nextafter(bound, math.inf)), 4 * stride
     return queue.microbatches(best)
 
 

@@ -35,8 +35,8 @@ _Worth = Callable[[int, int], float]
 
 
 class _Kind(NamedTuple):
-    """What makes instances equal. middle: twice that of the layers computed until now. until: for each layer the first from
-    there on that they lack."""
+    """What makes instances equal. middle: twice the middle of the layers computed until now. until: for each layer the first
+    from there on that they lack."""
 
     middle: int
     memory_bytes: int
@@ -45,12 +45,13 @@ class _Kind(NamedTuple):
 
 class _Row(NamedTuple):
     """For each k: what the first k layers are worth at most, where the last stage begins then, and of which kind it is.
-    before: kind of the last stage -> the row without it."""
+    before: kind of the last stage -> the row without it. behind: kind of one more stage -> the row in just that order."""
 
     best: list[float]
     begins: list[int]
     kinds: list[int]
     before: dict[int, _Row]
+    behind: dict[int, _Row]
 
 
 class Splits:
@@ -61,11 +62,10 @@ class Splits:
         self.model = model
         self._orders = orders
         places = len(model.layers) + 1
-        self._nothing = _Row([math.inf] + [-math.inf] * (places - 1), [0] * places, [0] * places, {})
+        self._nothing = _Row([math.inf] + [-math.inf] * (places - 1), [0] * places, [0] * places, {}, {})
         self._kinds: list[_Kind] = []
         self._numbers: dict[tuple[object, ...], int] = {}  # of kinds, and of the stages that were found to be one
         self._sets: dict[tuple[int, ...], _Row] = {(): self._nothing}
-        self._chains: dict[tuple[int, ...], _Row] = {}
 
     def tokens(self, stages: Sequence[Stage]) -> int:
         """The capacity of these instances as one group, if its layers are divided for most tokens. The stages are those of
@@ -119,11 +119,10 @@ class Splits:
         if len(counts) > 1 and math.prod(count + 1 for count in counts.values()) <= self._orders:
             return self._set(ordered)
         for number in ordered:
-            key = (id(row), number)
-            if key not in self._chains:
+            if number not in row.behind:
                 best, begins = _extended(row.best, self._capacity(number))
-                self._chains[key] = _Row(best, begins, [number] * len(best), {number: row})
-            row = self._chains[key]
+                row.behind[number] = _Row(best, begins, [number] * len(best), {number: row}, {})
+            row = row.behind[number]
         return row
 
     def _set(self, key: tuple[int, ...]) -> _Row:
@@ -134,7 +133,7 @@ class Splits:
                 before = self._set(key[:place] + key[place + 1 :])
                 best, begins = _extended(before.best, self._capacity(number))
                 if row is None:
-                    row = _Row(best, begins, [number] * len(best), {number: before})
+                    row = _Row(best, begins, [number] * len(best), {number: before}, {})
                     continue
                 row.before[number] = before
                 for k, value in enumerate(best):
