@@ -12,7 +12,8 @@ So a run of tokens that is shortened at either end costs no more, which makes `b
 
 Requests stay in their order, so a request's chunks pass the pipeline in theirs, and are divided at multiples of `grain` tokens
 (blocks of KV; too few tokens use no device well). In stages of equal length a queue takes as long as all its microbatches
-and (stages - 1) times the largest; so `balanced` minimises the largest, and `lookahead` says how many there are.
+and (stages - 1) times the largest; so `balanced` minimises the largest, and `lookahead` says how many there are. Where
+microbatches come back for their next token, as many as stages are enough: a round takes as long as the largest.
 
 The paper's division is `halved`: cut the queue where the cost is halved, and each half again. It is a heuristic: cuts
 that were right for two parts need not be for four. Token counts, as in Sarathi-Serve, are `by_tokens`.

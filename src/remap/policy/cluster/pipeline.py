@@ -22,7 +22,7 @@ from remap.policy.activations import Line
 
 from .placement import Model, Stage
 
-__all__ = ["Network", "bubble_share", "equal_stages_s", "group_round_s", "makespan", "round_s"]
+__all__ = ["Network", "bubble_share", "equal_stages_round_s", "equal_stages_s", "group_round_s", "makespan", "round_s"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,13 @@ def equal_stages_s(costs: Sequence[float], stages: int) -> float:
     """`makespan` of microbatches that take as long in every stage, without hops: all costs, and the largest once more for
     each further stage. So of queues with equal work the one with the least largest microbatch is the shortest."""
     return math.fsum(costs) + (stages - 1) * max(costs, default=0.0)
+
+
+def equal_stages_round_s(costs: Sequence[float], stages: int) -> float:
+    """Seconds of a round of unequal microbatches, which go round as in `round_s`; costs: of each in all stages together, as
+    many seconds in each; without hops. Exact, by the same argument.
+
+    A stage has nothing to compute for the rest of the round beyond its share of the costs: with as many microbatches as
+    stages that is what the largest has more than the mean one.
+    """
+    return max(math.fsum(costs) / stages, max(costs, default=0.0))
