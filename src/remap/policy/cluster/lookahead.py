@@ -11,7 +11,7 @@ its prefix and, on average, to half of its own chunk; kernels that compute whole
 So a run of tokens that is shortened at either end costs no more, which makes `balanced` exact.
 
 Requests stay in their order, so a request's chunks pass the pipeline in theirs, and are divided at multiples of `grain` tokens
-(blocks of KV; too few tokens use no device well). In stages of equal length a queue takes as long as all its microbatches
+(blocks of KV; a few tokens use a device badly). In stages of equal length a queue takes as long as all its microbatches
 and (stages - 1) times the largest; so `balanced` minimises the largest, and `lookahead` says how many there are. Where
 microbatches come back for their next token, as many as stages are enough: a round takes as long as the largest.
 
