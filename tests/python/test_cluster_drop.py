@@ -280,6 +280,16 @@ def test_a_cluster_that_is_fused_in_part_goes_on() -> None:
     assert [(stage.first, stage.end) for stage in found.placement.groups[0].stages] == [(0, 3), (3, 6), (6, 9), (9, 12)]
 
 
+def test_groups_that_do_not_fit_into_equal_sizes() -> None:
+    """Three groups of three: of two groups one has six, though five and four would be equal sizes."""
+    thirds = tuple(
+        Group(tuple(Stage(Instance(f"{name}{n}", 180), 4 * n, 4 * n + 4) for n in range(3))) for name in "abc"
+    )
+    found = plan(Placement(EVEN, thirds), 10, NETWORK)
+    check_plan(Placement(EVEN, thirds), 10, found)
+    assert (sizes(found), found.freed, found.missing) == ([6, 3], 10, 0)
+
+
 def test_thirds_and_a_whole_copy_do_not_merge() -> None:
     """The greedy's next pair would free nothing: the paper counts a copy of the weights."""
     three = plan(whole(3), 20, NETWORK).placement

@@ -112,3 +112,11 @@ def test_a_small_instance_stands_where_another_two_meet() -> None:
     thirds = [Stage(a, 0, 2), Stage(b, 2, 4), Stage(c, 4, 6)]
     fourth = Stage(Instance("d", 60), 0, 6)
     assert Splits(model).tokens([*thirds, fourth]) == Splits(model).tokens(thirds)
+
+
+def test_an_instance_that_is_too_small_for_the_model_helps_others() -> None:
+    model = Model((Layer(10, 1, Line(1 / 16, 0)),) * 4)
+    small, large = Stage(Instance("small", 25), 0, 4), Stage(Instance("large", 60), 0, 4)
+    assert Splits(model).tokens([small]) == -1
+    assert Splits(model).tokens([small, large]) == 10  # one layer and 15 tokens, three and 10
+    assert [stage.end - stage.first for stage in Splits(model).split([large, small], 1)] in ([1, 3], [3, 1])
