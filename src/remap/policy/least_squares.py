@@ -8,7 +8,7 @@ from typing import Any
 
 from remap.errors import InvalidState
 
-__all__ = ["line", "minimise"]
+__all__ = ["line", "minimise", "shares"]
 
 Residuals = Callable[[Sequence[float]], list[float]]
 
@@ -25,17 +25,25 @@ def _optimise() -> Any:
         ) from error
 
 
+def shares(rows: Sequence[Sequence[float]], totals: Sequence[float]) -> list[float]:
+    """The factors, none below 0, with which each row's products add up to its total best, by the sum of squared *relative*
+    errors. Every total must be above 0; a column of zeros has the factor 0."""
+    # In units of each column's largest entry and of the largest total: squares of small and large would leave a float's range.
+    wide = [max(map(abs, column)) or 1.0 for column in zip(*rows)]
+    high = max(totals)
+    scaled = [[(x / most) / (y / high) for x, most in zip(row, wide)] for row, y in zip(rows, totals)]
+    found = _optimise().nnls(scaled, [1.0] * len(rows))[0]
+    return [float(factor) * high / most for factor, most in zip(found, wide)]
+
+
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """(a, b), neither below 0, for which a + b x meets the points (x, y) best by the sum of squared *relative* errors.
 
     With one point, or all at the same x, a is 0. Every y must be above 0, and some x.
     """
-    # In units of the largest x and y: squares of seconds and of bytes would leave the range of a float.
-    wide, high = max(x for x, _ in points), max(y for _, y in points)
-    columns = 2 if min(x for x, _ in points) < wide else 1
-    rows = [((x / wide) / (y / high), high / y)[:columns] for x, y in points]
-    b, a = (*_optimise().nnls(rows, [1.0] * len(rows))[0], 0.0)[:2]
-    return float(a) * high, float(b) * high / wide
+    columns = 2 if len({x for x, _ in points}) > 1 else 1
+    b, a = (*shares([(x, 1.0)[:columns] for x, _ in points], [y for _, y in points]), 0.0)[:2]
+    return a, b
 
 
 def minimise(

@@ -1,0 +1,282 @@
+"""Which groups merge when KV runs out: the drop plan, and a drop as an offer among others. Pure.
+
+A plan divides the present groups into those that merge; nothing is copied, and no group is taken apart (`restore` does that).
+Merging g groups leaves one copy of the model where there were g. A merged group is divided by `stages`, for most tokens. A
+merger that frees tokens has room for what runs in it, since its parts had; no plan below has one that frees none. Plans
+are compared by, in this order:
+
+    missing     tokens of the need that the plan does not free
+    added_s     seconds by which requests wait longer for their next token, over all requests of merged groups, when the burst
+                has filled the room that there is: a group then has requests in proportion to its capacity, however they
+                are spread now. A merged group that is quicker than its parts counts as 0: that is no reason to drop
+    longest     instances of the largest group
+    squares     the sum of squared sizes, which is the mean number of stages times the instances; so nothing merges in vain
+    stalled     tokens of the requests that run in merged groups: part of their KV has to move
+
+Without load this is the paper's rule, as few stages as possible, and says which of {4, 2} and {3, 3} is better.
+
+`plan` is exact for up to EXACT instances: it looks at every partition. With more it takes the better of the paper's greedy and
+of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest tokens in the
+larger ones; and undoes what is superfluous. It is never worse than the greedy. A need that cannot be met is no error.
+
+Source: KunServe, section 4.1, algorithm in its Figure 6 (`greedy`). Decided here: what a merge frees is counted exactly (it
+is a copy of the weights only if layers divide evenly and instances are equal); a group whose merger with the next smallest
+frees nothing stays as it is; equal sizes merge in the order given. The order of plans is derived.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+from remap.policy.donors.supply import Quote
+
+from . import restore
+from .pipeline import Network, group_round_s
+from .placement import Group, Model, Placement
+from .stages import ORDERS, Splits
+
+__all__ = ["EXACT", "QUOTES", "DropPlan", "dropped", "greedy", "plan", "quotes"]
+
+EXACT = 8
+"""Instances up to which every partition is looked at: 4,140 for 8."""
+
+QUOTES = 8
+"""Increments that drops are offered in, at most."""
+
+_Parts = tuple[tuple[int, ...], ...]
+"""Which groups become one, by their numbers; each in one part."""
+
+
+@dataclass(frozen=True, order=True)
+class DropPlan:
+    """A placement to change to, and what that is worth; plans compare as the module says, the better one is less.
+
+    placement: with the next epoch, or the present one if nothing merges. epoch: that the plan was made for. freed: tokens
+    by which capacity grows; missing: what the need exceeds that by.
+    """
+
+    missing: int
+    added_s: float
+    longest: int
+    squares: int
+    stalled: int
+    freed: int = field(compare=False)
+    epoch: int = field(compare=False)
+    placement: Placement = field(compare=False)
+
+
+def plan(placement: Placement, need: int, network: Network) -> DropPlan:
+    """The best plan (see the module) that frees `need` tokens of KV, or as many of them as can be freed. The placement must
+    pass `check`; it does not change."""
+    mergers = _Mergers(placement, network)
+    return mergers.plan(mergers.best(need), need)
+
+
+def greedy(placement: Placement, need: int, network: Network) -> DropPlan:
+    """KunServe's plan: merge the two smallest groups until enough is freed, or no two are left. Arguments as for `plan`."""
+    mergers = _Mergers(placement, network)
+    return mergers.plan(mergers.greedy(need), need)
+
+
+def dropped(before: Placement, after: Placement) -> dict[str, tuple[int, ...]]:
+    """The layers that each instance gives up, by its name; instances that give up none are left out."""
+    count, then = len(before.model.layers), before.stages
+    found = {
+        name: tuple(layer for layer in range(count) if then[name].holds(layer) and not stage.holds(layer))
+        for name, stage in after.stages.items()
+    }
+    return {name: layers for name, layers in found.items() if layers}
+
+
+def quotes(placement: Placement, network: Network, block_tokens: int, donor: str = "replicas") -> list[Quote]:
+    """Drops as one donor among others (`donors.supply.choose`): nested increments, up to QUOTES equal parts of all that drops
+    can free; the step of the last one taken is the `DropPlan` to carry out.
+
+    blocks: of block_tokens tokens, of the whole cluster. stall_s: `added_s` of the plan for a mean request, less that of the
+    plan before. reload_s: of the copies that bring all layers back, likewise. The kind is "active": the layers are of a
+    model that serves; nothing is copied meanwhile, so share is 0.
+    """
+    mergers = _Mergers(placement, network)
+    most = mergers.plan(mergers.best(sys.maxsize), sys.maxsize).freed
+    parts = min(QUOTES, len(placement.groups) - 1)
+    found: list[Quote] = []
+    blocks, stall_s, reload_s, freed = 0, 0.0, 0.0, 0
+    for number in range(1, parts + 1):
+        need = -(-most * number // parts)
+        if need <= freed:
+            continue
+        best = mergers.best(need)
+        chosen = mergers.plan(best, need)
+        freed, stall = chosen.freed, chosen.added_s / max(1, sum(map(mergers.requests, best)))
+        reload = max(reload_s, restore.seconds(chosen.placement, restore.all_alone(chosen.placement), network))
+        more = freed // block_tokens - blocks
+        found.append(Quote(donor, "active", more, stall - stall_s, reload - reload_s, 0.0, chosen))
+        blocks, stall_s, reload_s = freed // block_tokens, stall, reload
+    return found
+
+
+class _Mergers:
+    """Capacities and added seconds of merged groups of one placement; each is computed once."""
+
+    def __init__(self, placement: Placement, network: Network) -> None:
+        self.placement = placement
+        self.network = network
+        self.instances = sum(len(group.stages) for group in placement.groups)
+        self.splits = Splits(placement.model, ORDERS if self.instances <= EXACT else 16)
+        loads = [group.load for group in placement.groups]
+        # Requests for each token that they ask for.
+        self.density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
+        self.capacity = cache(self._capacity)
+        self.group = cache(self._group)
+        self.round_s = cache(self._round_s)
+        self.added_s = cache(self._added_s)
+
+    def _capacity(self, part: tuple[int, ...]) -> int:
+        """Tokens of the group that these become; of one alone its present ones, at least 0."""
+        if len(part) == 1:
+            return max(0, self.placement.groups[part[0]].capacity(self.placement.model))
+        return self.splits.tokens([stage for number in part for stage in self.placement.groups[number].stages])
+
+    def gain(self, part: tuple[int, ...]) -> int:
+        """Tokens that the merger frees; below 0 if it loses some."""
+        return self.capacity(part) - sum(self.capacity((number,)) for number in part)
+
+    def requests(self, part: tuple[int, ...]) -> int:
+        """As many as fill the group that these become."""
+        return math.ceil(self.density * self.capacity(part))
+
+    def _group(self, part: tuple[int, ...]) -> Group:
+        if len(part) == 1:
+            return self.placement.groups[part[0]]
+        stages = [stage for number in part for stage in self.placement.groups[number].stages]
+        return Group(self.splits.split(stages, max(1, -(-self.requests(part) // len(stages)))))
+
+    def _round_s(self, part: tuple[int, ...]) -> float:
+        return group_round_s(self.placement.model, self.group(part).stages, self.requests(part), self.network)
+
+    def _added_s(self, part: tuple[int, ...]) -> float:
+        if len(part) == 1:
+            return 0.0
+        counts = [self.requests((number,)) for number in part]
+        rounds = [self.round_s((number,)) for number in part]
+        before = math.fsum(count * each for count, each in zip(counts, rounds)) / max(1, sum(counts))
+        return self.requests(part) * max(0.0, self.round_s(part) - before)
+
+    def order(self, parts: _Parts, need: int) -> tuple[int, float, int, int, int]:
+        """What plans are compared by."""
+        groups = self.placement.groups
+        missing = max(0, need - sum(map(self.gain, parts)))
+        added_s = math.fsum(map(self.added_s, parts))
+        sizes = [sum(len(groups[number].stages) for number in part) for part in parts]
+        stalled = sum(groups[number].load.tokens for part in parts if len(part) > 1 for number in part)
+        return missing, added_s, max(sizes), sum(size * size for size in sizes), stalled
+
+    def plan(self, parts: _Parts, need: int) -> DropPlan:
+        after, epoch = self.placement, self.placement.epoch
+        if len(parts) < len(after.groups):
+            after = Placement(after.model, tuple(map(self.group, parts)), epoch + 1)
+        return DropPlan(*self.order(parts, need), sum(map(self.gain, parts)), epoch, after)
+
+    def best(self, need: int) -> _Parts:
+        """What `plan` carries out."""
+        none = tuple((number,) for number in range(len(self.placement.groups)))
+        if need <= 0:
+            return none
+        if self.instances > EXACT:
+            found = [self.trimmed(parts, need) for parts in (self.greedy(need), self.even(need))]
+            return min(found, key=partial(self.order, need=need))
+        return min(_partitions(len(none)), key=partial(self.order, need=need))
+
+    def greedy(self, need: int) -> _Parts:
+        queue: list[tuple[int, tuple[int, ...]]] = [
+            (len(group.stages), (number,)) for number, group in enumerate(self.placement.groups)
+        ]
+        heapq.heapify(queue)
+        left: list[tuple[int, ...]] = []
+        freed = 0
+        while freed < need and len(queue) > 1:
+            (size, part), (other_size, other) = heapq.heappop(queue), heapq.heappop(queue)
+            merged = tuple(sorted((*part, *other)))
+            more = self.capacity(merged) - self.capacity(part) - self.capacity(other)
+            if more <= 0:
+                left.append(part)
+                heapq.heappush(queue, (other_size, other))
+                continue
+            freed += more
+            heapq.heappush(queue, (size + other_size, merged))
+        return tuple(sorted([*left, *(part for _, part in queue)]))
+
+    def even(self, need: int) -> _Parts:
+        """Groups of equal sizes, as many as suffice; if none do, of the size that frees most.
+
+        Each merger frees about a copy, which says how many groups there may be. Sizes that do not divide the layers free
+        less, so fewer groups are tried, in growing strides, and every size once: a group has no use for more instances than
+        layers.
+        """
+        model, groups = self.placement.model, len(self.placement.groups)
+        high = max(1, groups + need // -max(1, _copy_tokens(model)))
+        sizes = range(1 + self.instances // high, 1 + min(self.instances, len(model.layers)))
+        strides = [high - (1 << power) for power in range((high - 1).bit_length())]
+        counts = {high, *(-(-self.instances // size) for size in sizes), *strides}
+        most: tuple[int, _Parts] | None = None
+        for count in sorted(counts, reverse=True):
+            parts = self._dealt(count)
+            freed = sum(map(self.gain, parts))
+            if freed >= need:
+                return parts
+            if most is None or freed > most[0]:
+                most = freed, parts
+        assert most is not None  # `high` is a count
+        return most[1]
+
+    def _dealt(self, count: int) -> _Parts:
+        """So many parts, of as equal sizes as whole groups allow; those whose merger frees nothing stay apart."""
+        groups = self.placement.groups
+        room = [-(-(self.instances - place) // count) for place in range(count)]
+        parts: list[list[int]] = [[] for _ in room]
+        first = 0  # parts before it are full
+        for number in sorted(range(len(groups)), key=lambda i: (-len(groups[i].stages), groups[i].load.tokens, i)):
+            size = len(groups[number].stages)
+            while first < count - 1 and room[first] <= 0:
+                first += 1
+            place = next((place for place in range(first, count) if room[place] >= size), None)
+            if place is None:
+                place = max(range(count), key=lambda place: room[place])
+            parts[place].append(number)
+            room[place] -= size
+        found: list[tuple[int, ...]] = []
+        for each in map(tuple, map(sorted, filter(None, parts))):
+            found += [each] if len(each) == 1 or self.gain(each) > 0 else [(i,) for i in each]
+        return tuple(sorted(found))
+
+    def trimmed(self, parts: _Parts, need: int) -> _Parts:
+        """Without mergers that are not needed, the dearest first."""
+        freed, found = sum(map(self.gain, parts)), list[tuple[int, ...]]()
+        for part in sorted(parts, key=lambda part: (-self.added_s(part), -len(part), part)):
+            if len(part) > 1 and freed - self.gain(part) >= min(need, freed):
+                freed -= self.gain(part)
+                found += [(number,) for number in part]
+            else:
+                found.append(part)
+        return tuple(sorted(found))
+
+
+def _copy_tokens(model: Model) -> int:
+    """Tokens of KV in as many bytes as the model has."""
+    return model.weight_bytes(0, len(model.layers)) // max(1, model.kv_bytes(0, len(model.layers)))
+
+
+def _partitions(count: int) -> Iterator[_Parts]:
+    """Every way to divide the numbers below `count` into parts."""
+    if not count:
+        yield ()
+        return
+    for parts in _partitions(count - 1):
+        yield (*parts, (count - 1,))
+        for place, part in enumerate(parts):
+            yield (*parts[:place], (*part, count - 1), *parts[place + 1 :])

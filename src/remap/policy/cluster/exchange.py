@@ -1,0 +1,127 @@
+"""KV that moves when groups change, in chunks that let activations pass; or is computed again. Pure.
+
+Each stage keeps the KV of its own layers. So a request that runs on while its group changes has KV on instances that
+no longer compute those layers: of a request of one instance that joins g - 1 others in equal stages, the share (g - 1) / g
+(KunServe, section 4.2). A restoration moves as much back.
+
+A link sends what has the highest priority, piece by piece: activations, then weights that a stage is about to need, then the
+exchange, then what restores. A piece that is being sent is not interrupted. KunServe's chunks take about as long to send as
+a stage takes to compute: so the link is asked again about once for each microbatch. An activation waits for at most the
+longest chunk below it, if the link has time for all activations (`longest_wait`, derived: the busy period of a line with
+fixed priorities and no interruption). tests/reference/priority_link_des.py simulates such a link.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from .lookahead import ChunkCost
+from .pipeline import Network
+from .placement import Group, Model
+
+__all__ = ["Flow", "Priority", "Resumption", "Running", "chunk_bytes", "longest_wait", "moves", "resumptions"]
+
+
+class Priority(IntEnum):
+    """Who goes first on a link: the lowest number."""
+
+    ACTIVATION = 0
+    WEIGHTS = 1
+    EXCHANGE = 2
+    RESTORE = 3
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Pieces of one kind on a link. seconds: of the longest piece. period_s: between two of them at least; > 0."""
+
+    priority: Priority
+    seconds: float
+    period_s: float
+
+
+@dataclass(frozen=True)
+class Running:
+    """A request that runs on: KV tokens that it has, and the bytes that have to move, from one instance."""
+
+    source: str
+    tokens: int
+    moved_bytes: int
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a request goes on. request: its place in what was given. again: its KV is computed again instead of moved. ready_s:
+    when its KV has come, if nothing else is sent; None if it is computed again, for the scheduler decides when."""
+
+    request: int
+    again: bool
+    ready_s: float | None
+
+
+def moves(model: Model, before: Group, after: Group, tokens: int) -> dict[tuple[str, str], int]:
+    """Bytes that go from instance to instance, (source, target), so that a request with so many tokens of KV in the stages of
+    `before` runs on in those of `after`."""
+    found: dict[tuple[str, str], int] = {}
+    for source in before.stages:
+        for target in after.stages:
+            first, end = max(source.first, target.first), min(source.end, target.end)
+            size = tokens * model.kv_bytes(first, end) if first < end else 0
+            if size and source.instance.name != target.instance.name:
+                found[source.instance.name, target.instance.name] = size
+    return found
+
+
+def chunk_bytes(network: Network, stage_s: float) -> int:
+    """Bytes that the network sends while a stage computes a microbatch; at least 1."""
+    return max(1, math.floor(network.bytes_per_s * stage_s))
+
+
+def longest_wait(flows: Sequence[Flow], number: int) -> float:
+    """Seconds that a piece of the flow with this number waits at most until it is sent; inf if the flows up to its priority
+    ask for all of the link's time.
+
+    A piece waits for one that is being sent, of any flow below it, and for those that go first. Pieces of equal priority
+    go in the order of asking. For the highest priority alone the bound is attained.
+    """
+    own = flows[number]
+    first = [flow for flow in flows if flow.priority <= own.priority]
+    if math.fsum(flow.seconds / flow.period_s for flow in first) >= 1.0:
+        return math.inf
+    blocked = max((flow.seconds for flow in flows if flow.priority > own.priority), default=0.0)
+    others = [flow for place, flow in enumerate(flows) if place != number and flow.priority <= own.priority]
+
+    def settled(begin: float, asked: Sequence[Flow]) -> float:
+        """When the link is free, if it begins with so much work and these flows ask as often as they may."""
+        now, later = -1.0, begin
+        while later > now:
+            now = later
+            later = begin + math.fsum((math.floor(now / flow.period_s) + 1) * flow.seconds for flow in asked)
+        return now
+
+    # While a piece is sent, others come that go first: its own line is not empty before all of them are gone.
+    busy = settled(blocked, first)
+    pieces = range(math.floor(busy / own.period_s) + 1)
+    return max(settled(blocked + sent * own.seconds, others) - sent * own.period_s for sent in pieces)
+
+
+def resumptions(requests: Sequence[Running], network: Network, cost: ChunkCost) -> list[Resumption]:
+    """How each request goes on, in the order in which they do: from each instance those with the fewest bytes first, so that
+    they wait the least in the mean; then those whose KV is computed again.
+
+    That is cheaper where the device is quicker with the request's tokens than the network with its bytes.
+    """
+    again = [cost.chunk(0, each.tokens) + cost.batch_s < each.moved_bytes / network.bytes_per_s for each in requests]
+    sent: dict[str, float] = {}
+    found = []
+    for place in sorted(range(len(requests)), key=lambda place: (again[place], requests[place].moved_bytes, place)):
+        each = requests[place]
+        if again[place]:
+            found.append(Resumption(place, True, None))
+            continue
+        sent[each.source] = sent.get(each.source, 0.0) + each.moved_bytes / network.bytes_per_s
+        found.append(Resumption(place, False, sent[each.source]))
+    return found

@@ -1,0 +1,162 @@
+"""Words of a cluster: the invariant is checked, capacity is what fits, requests go to the least loaded group."""
+
+from __future__ import annotations
+
+import pytest
+from cluster_worlds import clusters, fused, models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reference import cluster_brute
+from remap.errors import InvalidArgument, OutOfMemory
+from remap.policy.activations import Line
+from remap.policy.cluster.dispatch import dispatch, load_share, needed, overloaded
+from remap.policy.cluster.placement import (
+    UNLIMITED,
+    Group,
+    IncompleteCopy,
+    Instance,
+    Layer,
+    Load,
+    Model,
+    Placement,
+    Stage,
+    alone,
+    check,
+)
+
+NO_TIME = Line(0.0, 0.0)
+FOUR = Model((Layer(8, 2, NO_TIME),) * 4)
+A, B, C = (Instance(name, 64, Load(1, 4)) for name in "abc")
+
+
+@settings(max_examples=200, deadline=None)
+@given(fused())
+def test_capacity_is_what_fits_beside_the_weights(placement: Placement) -> None:
+    model, most = placement.model, 10_000
+    for group in placement.groups:
+        fits = []
+        for stage in group.stages:
+            held = [layer for layer in range(len(model.layers)) if stage.holds(layer)]
+            found = cluster_brute.tokens_of(model, stage.instance.memory_bytes, held, (stage.first, stage.end), most)
+            assert stage.capacity(model) == (UNLIMITED if found == most else found)
+            fits.append(stage.capacity(model))
+        assert group.capacity(model) == min(fits)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 9), st.integers(1, 9), st.integers(0, 500))
+def test_equal_instances_and_layers_have_the_closed_form(g: int, each: int, weight: int, kv: int, spare: int) -> None:
+    model = Model((Layer(weight, kv, NO_TIME),) * (g * each))
+    memory = g * each * weight + spare
+    stages = tuple(Stage(Instance(f"i{n}", memory), n * each, (n + 1) * each) for n in range(g))
+    assert Group(stages).capacity(model) == (g * memory - g * each * weight) // (g * each * kv)
+
+
+@settings(max_examples=200, deadline=None)
+@given(models(), st.integers(0, 40), st.floats(0, 4))
+def test_sums_over_runs_of_layers(model: Model, tokens: int, part: float) -> None:
+    count = len(model.layers)
+    for first in range(count + 1):
+        for end in range(first, count + 1):
+            run = model.layers[first:end]
+            assert model.weight_bytes(first, end) == sum(layer.weight_bytes for layer in run)
+            assert model.kv_bytes(first, end) == sum(layer.kv_bytes for layer in run)
+            assert model.seconds(first, end, tokens) == sum(layer.seconds(tokens) for layer in run)
+            assert model.seconds(first, end, part) == pytest.approx(sum(layer.seconds(part) for layer in run))
+
+
+@settings(max_examples=100, deadline=None)
+@given(clusters())
+def test_a_cluster_starts_with_all_layers_everywhere(placement: Placement) -> None:
+    check(placement)
+    assert placement.epoch == 0
+    assert list(placement.stages) == [f"i{n}" for n in range(len(placement.groups))]
+    for stage in placement.stages.values():
+        assert all(map(stage.holds, range(len(placement.model.layers))))
+
+
+def test_a_group_without_a_complete_copy_is_refused() -> None:
+    check(Placement(FOUR, (Group((Stage(A, 0, 2), Stage(B, 2, 4))),)))
+    broken = {
+        "missing": ((Stage(A, 0, 1), Stage(B, 2, 4)), (1,), ()),
+        "at the end": ((Stage(A, 0, 3),), (3,), ()),
+        "repeated": ((Stage(A, 0, 3), Stage(B, 2, 4)), (), (2,)),
+        "out of order": ((Stage(A, 2, 4), Stage(B, 0, 2)), (), ()),
+        "backwards": ((Stage(A, 0, 3), Stage(B, 3, 1), Stage(C, 3, 4)), (), ()),
+        "held but not computed": ((Stage(A, 0, 3, frozenset({3})),), (3,), ()),
+        "nobody": ((), (0, 1, 2, 3), ()),
+    }
+    for stages, missing, repeated in broken.values():
+        with pytest.raises(IncompleteCopy) as caught:
+            check(Placement(FOUR, (Group((Stage(Instance("other", 99), 0, 4),)), Group(stages)), epoch=7))
+        error = caught.value
+        assert (error.group, error.epoch, error.layers, error.instance) == (1, 7, 4, None)
+        assert (error.missing, error.repeated) == (missing, repeated)
+        assert error.runs == tuple((stage.first, stage.end) for stage in stages)
+
+
+def test_an_instance_is_in_one_group_only() -> None:
+    with pytest.raises(IncompleteCopy) as caught:
+        check(Placement(FOUR, (Group((Stage(A, 0, 4),)), Group((Stage(B, 0, 2), Stage(A, 2, 4))))))
+    assert (caught.value.group, caught.value.instance) == (1, "a")
+
+
+def test_running_requests_must_fit_beside_the_weights() -> None:
+    full = Instance("full", 40, Load(1, 1))
+    check(Placement(FOUR, (Group((Stage(full, 0, 4),)),)))
+    for instance, first, capacity in ((Instance("x", 40, Load(1, 2)), 4, 1), (Instance("x", 31, Load(0, 0)), 4, -1)):
+        with pytest.raises(OutOfMemory) as caught:
+            check(Placement(FOUR, (Group((Stage(instance, 0, first),)),)))
+        assert (caught.value.group, caught.value.requested, caught.value.free) == (0, instance.load.tokens, capacity)
+    # A layer that came back takes its room already.
+    with pytest.raises(OutOfMemory):
+        check(Placement(FOUR, (Group((Stage(full, 0, 3, frozenset({3})), Stage(Instance("y", 9), 3, 4))),)))
+
+
+def test_a_model_needs_layers_that_make_sense() -> None:
+    for layers in ((), (Layer(-1, 0, NO_TIME),), (Layer(0, -2, NO_TIME),), (Layer(0, 0, Line(-0.5, 0.0)),)):
+        with pytest.raises(InvalidArgument):
+            Model(layers)
+
+
+def test_a_groups_line_has_the_heads_first() -> None:
+    loads = (Load(1, 5, (1, 2, 3)), Load(2, 7, ()), Load(0, 0, (4, 5)))
+    stages = tuple(Stage(Instance(f"i{n}", 99, load), n, n + 1) for n, load in enumerate(loads))
+    load = Group(stages).load
+    assert load == Load(3, 12, (1, 4, 2, 5, 3))
+    assert (load.requests, load.demand, load.wanted) == (8, 13, 27)
+
+
+# ------------------------------------------------------------------------------------------------------- dispatch
+
+
+@settings(max_examples=200, deadline=None)
+@given(clusters(), st.lists(st.integers(0, 20), max_size=20))
+def test_requests_go_to_the_least_loaded(placement: Placement, asked: list[int]) -> None:
+    sent, expected = [0] * len(placement.groups), []
+    for tokens in asked:
+        shares = [load_share(placement.model, group, more) for group, more in zip(placement.groups, sent)]
+        expected.append(shares.index(min(shares)))
+        sent[expected[-1]] += tokens
+    assert dispatch(placement, asked) == expected
+
+
+def test_load_counts_running_requests_and_the_head_of_the_line() -> None:
+    busy = Instance("busy", 64, Load(3, 2, (1, 100)))  # room for 4 tokens
+    idle = Instance("idle", 48, Load())  # for 2
+    placement = alone(FOUR, (busy, idle))
+    assert [load_share(FOUR, group) for group in placement.groups] == [0.75, 0.0]
+    # Equal shares go to the first; what was sent counts in full.
+    assert dispatch(placement, [1, 1, 1]) == [1, 1, 0]
+    assert overloaded(placement) == []
+    assert overloaded(alone(FOUR, (Instance("x", 64, Load(3, 2, (3,))), idle))) == [0]
+    # Without room at all a group is the last choice.
+    assert dispatch(alone(FOUR, (Instance("none", 0), busy)), [1, 1]) == [1, 1]
+
+
+def test_needed_is_what_runs_and_waits_less_what_there_is() -> None:
+    idle = Instance("idle", 48)
+    assert needed(alone(FOUR, (Instance("x", 64, Load(3, 2, (3, 9))), idle))) == 2 + 12 - 4 - 2
+    assert needed(alone(FOUR, (Instance("x", 64, Load(3, 2, (3,))), idle))) == 0
+    assert needed(alone(FOUR, (Instance("too small", 0, Load(0, 0, (5,))),))) == 5
