@@ -46,7 +46,7 @@ from remap.errors import Error
 
 CASES = {case.name: case for case in (*CASES_BETWEEN, *INTERRUPTED)}
 PACKAGE = str(Path(remap.__file__).resolve().parent) + os.sep
-PATIENCE_S = 10.0
+PATIENCE_S = 5.0
 # Files whose functions change nothing but what they return.
 PURE = re.compile(
     r"((policy/\w+|policy/donors/\w+|kv/spec|memory/(bounds|moves|plan|view)|config|report|sizes)"
@@ -155,7 +155,8 @@ def _forget_frames(error: BaseException | None) -> None:
 
 
 def within(seconds: float, act: Callable[[], None]) -> str:
-    """Runs it in a thread of its own. What went wrong, or ""."""
+    """Runs it in a thread of its own. What went wrong, or "". Who stands at the same place after so many seconds is in a
+    deadlock; who has only become slow, on a busy machine, has moved on."""
     problem = [""]
 
     def run() -> None:
@@ -169,12 +170,16 @@ def within(seconds: float, act: Callable[[], None]) -> str:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(seconds)
-    if thread.is_alive():
+    before: list[tuple[str, int | None]] = []
+    while True:
+        thread.join(seconds)
+        if not thread.is_alive():
+            return problem[0]
         frame = sys._current_frames().get(thread.ident or 0)
-        stack = traceback.extract_stack(frame)[-4:] if frame else []
-        return f"deadlock in {' > '.join(f'{Path(each.filename).name}:{each.lineno}' for each in stack)}"
-    return problem[0]
+        stack = [(each.filename, each.lineno) for each in traceback.extract_stack(frame)] if frame else []
+        if stack and stack == before:
+            return f"deadlock in {' > '.join(f'{Path(name).name}:{line}' for name, line in stack[-4:])}"
+        before = stack
 
 
 def outline(session: remap.Session) -> dict[str, Any]:
