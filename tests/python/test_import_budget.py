@@ -1,4 +1,5 @@
-"""`import remap` is cheap: at most 150 ms of processor time over a bare interpreter (least of five processes each)."""
+"""`import remap` is cheap: at most 150 ms of processor time over a bare interpreter, on a machine that imports some modules of
+Python's own in 85 ms. Beside busy neighbours both take longer, so both are timed, in turns."""
 
 from __future__ import annotations
 
@@ -6,22 +7,22 @@ import resource
 import subprocess
 import sys
 
-BUDGET_S = 0.150
-RUNS = 5
+BUDGET_S, OWN_S = 0.150, 0.085
+RUNS = 7
+OWN = "import asyncio, email.message, http.client, unittest.mock, xml.dom.minidom, multiprocessing.pool, tarfile, pydoc"
 
 
-def _least_start_s(code: str) -> float:
-    """Processor time, and the least of it: neither knows what else the machine does."""
-    times = []
-    for _ in range(RUNS):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    return min(times)
+def _start_s(code: str) -> float:
+    """Processor time: it does not know what else the machine does, but for caches that are shared."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def test_import_remap_stays_within_its_budget() -> None:
     # The one timed assertion of the suite: the budget is a promise to users, and loading torch by mistake costs ten times it.
-    _least_start_s("import remap")  # writes the byte code, which an installed package has
-    assert _least_start_s("import remap") - _least_start_s("pass") <= BUDGET_S
+    _start_s("import remap")  # writes the byte code, which an installed package has
+    times = [[_start_s(code) for code in ("pass", OWN, "import remap")] for _ in range(RUNS)]
+    bare, own, ours = (min(column) for column in zip(*times))
+    assert ours - bare <= BUDGET_S * max(1.0, (own - bare) / OWN_S)
