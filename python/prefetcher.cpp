@@ -60,7 +60,7 @@ void bind_prefetcher(py::module_& module) {
           [](Prefetcher& prefetcher, std::vector<LayerId> streamed, const std::vector<std::uintptr_t>& ring,
              std::size_t ring_bytes, std::vector<LayerId> held, EventHandle after, bool fresh,
              std::vector<std::size_t> offsets, std::vector<std::size_t> places,
-             const std::vector<std::tuple<LayerId, std::size_t, std::size_t>>& home) {
+             const std::vector<std::tuple<LayerId, std::size_t, std::size_t>>& home, std::vector<LayerId> elsewhere) {
             StreamConfiguration configuration;
             configuration.streamed = std::move(streamed);
             for (std::uintptr_t address : ring) configuration.ring.push_back(to_address(address));
@@ -71,13 +71,15 @@ void bind_prefetcher(py::module_& module) {
             configuration.offsets = std::move(offsets);
             configuration.places = std::move(places);
             for (const auto& [layer, first, bytes] : home) configuration.home.push_back({layer, first, bytes});
+            configuration.elsewhere = std::move(elsewhere);
             const GilRelease release;
             prefetcher.configure(configuration);
           },
           py::arg("streamed"), py::arg("ring"), py::arg("ring_bytes"), py::arg("held") = std::vector<LayerId>{}, py::arg("after") = 0,
           py::arg("fresh") = false, py::arg("offsets") = std::vector<std::size_t>{},
           py::arg("places") = std::vector<std::size_t>{},
-          py::arg("home") = std::vector<std::tuple<LayerId, std::size_t, std::size_t>>{})
+          py::arg("home") = std::vector<std::tuple<LayerId, std::size_t, std::size_t>>{},
+          py::arg("elsewhere") = std::vector<LayerId>{})
       .def(
           "begin_pass",
           [](Prefetcher& prefetcher, StreamHandle stream,

@@ -74,7 +74,10 @@ void Arena::check() const {
         require(broken_ || region.view.shown[slot] == expected, "A4", name + " slot " + std::to_string(slot));
       }
     }
-    if (region.kind == RegionKind::layer && !broken_) {
+    if (region.kind == RegionKind::layer && !broken_ && elsewhere(region.target)) {
+      const bool shows_none = region.view.shown == region.target;
+      require(options_.mode == Mode::aliased || shows_none, "A6", name + " is computed elsewhere and shows a page");
+    } else if (region.kind == RegionKind::layer && !broken_) {
       bool tail = false;
       for (std::size_t slot = 0; slot < region.target.size(); ++slot) {
         const PageId page = region.target[slot];

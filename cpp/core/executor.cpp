@@ -84,7 +84,9 @@ Executor::Needs Executor::validate(const Plan& plan) {
     }
     for (PageId id : point.pages) {
       if (id != kNoPage && id >= arena.pages_.size()) refuse("Unknown page " + std::to_string(id), {{"page", number(id)}});
-      if (id == kNoPage && region.kind == RegionKind::layer) refuse("A layer's region never has holes", {});
+      if (id == kNoPage && region.kind == RegionKind::layer && !elsewhere(point.pages)) {
+        refuse("A layer's region has no holes, unless it is empty", {});
+      }
     }
     const std::vector<PageId>& shows = region.kind == RegionKind::layer ? region.target : region.view.shown;
     const auto first = shows.begin() + static_cast<std::ptrdiff_t>(point.first_slot);
@@ -140,6 +142,7 @@ void Executor::require_backed(const Plan& plan) const {
     const Region& region = arena.region(id);
     const auto found = pointed.find(id);
     const std::vector<PageId>& pages = found == pointed.end() ? region.target : *found->second;
+    if (elsewhere(pages)) continue;
     auto page = pages.begin();
     for (auto home = region.home.begin(); page != pages.end(); ++page, ++home) {
       if (*page != *home || !owned(*page, Owner::params, region.tenant)) break;
@@ -379,6 +382,7 @@ void Executor::point(const Point& step, Applied& applied) {
     return;
   }
   const bool was_pending = region.pending;
+  const std::vector<PageId>& concerned = elsewhere(step.pages) ? region.home : step.pages;
   std::vector<PageId> target = step.pages;
   if (step.deferred && arena.options_.mode == Mode::aliased) {
     const auto back = [&arena, &region, before = region.target, was_pending](const auto&) {
@@ -390,13 +394,14 @@ void Executor::point(const Point& step, Applied& applied) {
       ++region.targets;
       region.pending = was_pending && !done;
     };
-    change(back, step.pages, [&] {
-      deferred_.push_back(step);  // which may fail, with nothing changed
+    const bool looked_at = !elsewhere(step.pages);
+    change(back, concerned, [&] {
+      if (looked_at) deferred_.push_back(step);  // which may fail, with nothing changed
       region.target.swap(target);
       ++region.targets;
-      region.pending = true;
+      region.pending = looked_at || was_pending;  // the step of an earlier plan still comes, and has nothing to do
     });
-    ++applied.points_deferred;
+    if (looked_at) ++applied.points_deferred;
     return;
   }
   const auto back = [&arena, &region, before = region.target, was_pending](const auto&) {
@@ -405,7 +410,7 @@ void Executor::point(const Point& step, Applied& applied) {
     ++region.targets;
     region.pending = was_pending;
   };
-  change(back, step.pages, [&] {
+  change(back, concerned, [&] {
     Pointer(arena).layer(region, step.pages);
     region.target.swap(target);
     ++region.targets;

@@ -104,6 +104,7 @@ void Executor::repoint(RegionId id, std::uint64_t& targets) {
     arena_->guard();
     target = region.target;
   }
+  if (elsewhere(target)) return;  // a plan that came later: nobody looks at it any more
   Pointer(*arena_, Pointer::Tables::free).layer(arena_->region(id), target);
 }
 

@@ -143,7 +143,8 @@ View& Pointer::spare_view(Region& region, const std::vector<PageId>& pages) {
 
 void Pointer::layer(Region& region, const std::vector<PageId>& pages) {
   if (region.view.shown == pages) return;
-  if (!arena_.backend_->can_exchange()) {
+  // What shows nothing has no page tables to swap.
+  if (!arena_.backend_->can_exchange() || elsewhere(pages) || elsewhere(region.view.shown)) {
     slots(region.view, 0, pages);
     return;
   }

@@ -59,6 +59,7 @@ void Prefetcher::State::validate(const StreamConfiguration& c) const {
     }
   }
   for (const LayerId layer : c.held) name(layer, kHeld, "held");
+  for (const LayerId layer : c.elsewhere) name(layer, static_cast<std::uint8_t>(kStreamed | kReload), "elsewhere");
   validate_slices(c);
 }
 
@@ -107,12 +108,13 @@ std::vector<Reload> Prefetcher::State::outstanding(const StreamConfiguration& c)
   std::vector<std::size_t> resident(layers.size());
   for (std::size_t layer = 0; layer < layers.size(); ++layer) resident[layer] = layers[layer].bytes;
   for (std::size_t j = 0; j < c.streamed.size(); ++j) resident[c.streamed[j]] = c.offsets.empty() ? 0 : c.offsets[j];
+  for (const LayerId layer : c.elsewhere) resident[layer] = 0;
   std::vector<Reload> next;
   next.reserve(reloads.size() + c.home.size());
   for (const HomePart& part : c.home) next.push_back({part.layer, part.first, part.bytes, nullptr});
   const std::size_t named = next.size();
   for (const Reload& old : reloads) {
-    if (old.first >= resident[old.layer]) continue;  // streams from now on
+    if (old.first >= resident[old.layer]) continue;  // streams from now on, or is computed elsewhere
     const std::size_t end = std::min(old.first + old.bytes, resident[old.layer]);
     Reload* part = nullptr;
     for (std::size_t i = 0; i < named; ++i) {
@@ -151,6 +153,7 @@ void Prefetcher::configure(const StreamConfiguration& c) {
   for (LayerId layer = 0; layer < count_; ++layer) bits[layer] = static_cast<std::uint8_t>(s.get(layer) & ~kStreamed);
   for (const LayerId layer : c.streamed) bits[layer] = static_cast<std::uint8_t>((bits[layer] & kHeld) | kStreamed);
   for (const HomePart& part : c.home) bits[part.layer] = static_cast<std::uint8_t>(bits[part.layer] & ~kFailed);
+  for (const LayerId layer : c.elsewhere) bits[layer] = static_cast<std::uint8_t>(bits[layer] & (kHeld | kFailed));
   std::vector<Reload> reloads = s.outstanding(c);
   for (const Reload& reload : reloads) bits[reload.layer] = static_cast<std::uint8_t>(bits[reload.layer] | kReload);
   for (const LayerId layer : c.held) bits[layer] = static_cast<std::uint8_t>((bits[layer] & ~kFailed) | kHeld);

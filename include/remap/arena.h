@@ -14,6 +14,7 @@
 //   A6  layer region: shown = target unless a deferred re-pointing is pending; the target is a head, then a tail, of which one
 //       may be empty: the head's pages are params of its tenant and stand where they stand in its home, the tail's are the
 //       ring of its tenant (a ring buffer may be made of the layer's own home)
+//       Or it is empty, since another instance computes the layer: then strict mode shows nothing, and aliased mode whatever was there
 //   A7  ring region: every page shown in use is owned by the ring of its tenant   (aliased: or designated ahead of use)
 //   A8  no slot shows a quarantined page, unless the arena is broken
 //   A9  a region in a declared range shows what it showed when it was declared, and nothing is to change that

@@ -1,6 +1,7 @@
 // Plans: what the planner asks for and the executor does. Values only.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -32,7 +33,9 @@ struct SetOwner {
 // Step 2: slots [first_slot, first_slot + pages.size()) of a layer's or ring's region show these pages from now on.
 // `deferred`: may happen after apply() returned, by the re-pointing worker, since nobody reads the region before
 // Prefetcher::wait(layer) has seen it done. A layer's region is always pointed as a whole: where only its tail streams, the
-// pages of its head are named as well (and not touched, if the region shows them already).
+// pages of its head are named as well (and not touched, if the region shows them already). kNoPage in all of its slots: another
+// instance computes the layer, and nobody here looks at the region until a plan points it home. Then aliased mode leaves the region as
+// it is, without a backend call and without a deferred step, and strict mode unmaps it.
 struct Point {
   RegionId region = 0;
   std::size_t first_slot = 0;
@@ -40,6 +43,11 @@ struct Point {
   bool deferred = false;
   std::uint32_t layer = 0;  // told to the observer when a deferred step is done
 };
+
+// Whether a layer's region shows nothing: another instance computes the layer.
+inline bool elsewhere(const std::vector<PageId>& pages) noexcept {
+  return !pages.empty() && std::all_of(pages.begin(), pages.end(), [](PageId id) { return id == kNoPage; });
+}
 
 struct Step {
   enum class Kind : std::uint8_t { set_owner, point } kind = Kind::set_owner;

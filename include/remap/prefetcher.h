@@ -51,6 +51,8 @@ struct StreamConfiguration {
   std::vector<std::size_t> places;
   std::vector<HomePart> home;       // to be loaded before the layer's next use, at most one part a layer: of one that does not
                                     // stream any more, or of one that goes on streaming the rest (first + bytes <= its offset)
+  std::vector<LayerId> elsewhere;   // layers that another instance computes. None of them streams, and what was to be loaded
+                                    // of them is wanted no longer. Copies under way: as into memory that leaves the ring.
   std::vector<LayerId> held;        // layers whose region is being re-pointed: wait() blocks until released() or failed()
   EventHandle after = 0;            // copies wait for it: the last reader or writer of pages that changed hands, and of the
                                     // regions to reload (0: nobody). Uses of layers that were resident leave no trace here:

@@ -11,6 +11,8 @@ exception ends it.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from remap.arguments import require, require_range
 from remap.config import Knobs
 from remap.errors import InvalidArgument
@@ -18,6 +20,8 @@ from remap.memory.by_hand import check_by_hand, lend_by_hand, remap_by_hand
 from remap.memory.core import Core
 from remap.memory.device import Platform
 from remap.memory.observe import check_books
+from remap.memory.place import check_place
+from remap.memory.place import place as place_layers
 from remap.memory.step import Entries
 from remap.report import StepReport
 from remap.session import Session
@@ -29,6 +33,7 @@ __all__ = [
     "declare_registered",
     "layer_address",
     "lend",
+    "place",
     "remap",
     "settle",
     "unsettled",
@@ -83,6 +88,31 @@ def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str 
         if receiver is tenant:
             raise InvalidArgument(f"{name!r} cannot lend to itself; nothing changed; use remap", tenant=name)
         return lend_by_hand(core.changes, core.lending, tenant, layers, buffers, receiver)
+
+    return session.change(verb)
+
+
+def place(session: Session, name: str, first: int, end: int, *, hold: Collection[int] = ()) -> StepReport:
+    """Make the tenant's passes compute the layers first <= i < end alone, and hold those of `hold` besides: other instances
+    compute the others. Their pages become the tenant's KV, and nothing of them is copied. Layers that come back are loaded
+    from their master copies; those of `hold` may load while passes compute others.
+
+    In passes `wait` refuses layers that are computed elsewhere. The engine computes a part of the model itself: with
+    attach(hooks=False). place(session, name, 0, layers) brings everything home.
+
+    Raises InvalidArgument (fields first, end, hold, layers) for layers that are none, and (pages, max_blocks) if pages have no
+    place in the KV region; OutOfBlocks (field preempt) if live blocks in the pages of layers that come back do not fit into
+    the others; InvalidState inside a pass, where layers stream for good (attach(resident_layers=)), or (layers, written) for
+    layers that must stay, as something wrote into them or registered their memory. Nothing changes then.
+    """
+
+    def verb(core: Core) -> Entries:
+        tenant = core.tenant(name)
+        tenant.require_idle()
+        for field, value in (("first", first), ("end", end)):
+            require(field, value, int, "an int")
+        check_place(tenant, first, end, hold)
+        return place_layers(core.changes, core.lending, tenant, first, end, hold)
 
     return session.change(verb)
 

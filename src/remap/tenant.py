@@ -108,6 +108,7 @@ class Tenant:
         self.done = state.prefetcher.done
         self.hooks: AttachedHooks | None = None
         self._first_wait: Any = None
+        self._part_wait: Any = None
 
     # -- passes ----------------------------------------------------------------------------------------------------
 
@@ -159,6 +160,30 @@ class Tenant:
     def whole_pass_seen(self) -> None:
         """A pass has waited for every layer: from now on `wait` is the core's own method."""
         if self.wait is self._first_wait:
+            self.wait = self._state.prefetcher.wait
+
+    def compute_parts(self) -> None:
+        """Passes may compute a part of the layers from now on: `wait` refuses the others."""
+        state, core = self._state, self._state.prefetcher.wait
+
+        # Not a method, as in `expect_whole_pass`. The engine's thread reads `pages` in its passes; a change replaces them
+        # outside of passes.
+        def wait(layer: int, stream: int = 0) -> None:
+            if not state.pages.computes(layer):
+                raise InvalidState(
+                    f"tenant {state.name!r} does not compute layer {layer} now, another instance does; abandon the pass, or "
+                    "place its layers anew (advanced.place)",
+                    tenant=state.name,
+                    layer=layer,
+                    elsewhere=tuple(sorted(state.pages.gone)),
+                )
+            core(layer, stream)
+
+        self.wait = self._part_wait = wait
+
+    def compute_all(self) -> None:
+        """Passes compute all layers again: `wait` is the core's own method."""
+        if self.wait is self._part_wait:
             self.wait = self._state.prefetcher.wait
 
     def retire(self) -> None:
@@ -214,6 +239,17 @@ class Tenant:
     def streamed(self) -> tuple[int, ...]:
         """The layers that are loaded on each pass, ascending."""
         return self._state.streamed
+
+    @property
+    def computed(self) -> range:
+        """The layers that its passes compute: all, unless `advanced.place` says otherwise."""
+        computed = self._state.pages.computed
+        return range(self.layers) if computed is None else computed
+
+    @property
+    def elsewhere(self) -> tuple[int, ...]:
+        """The layers that it does not hold, ascending, since another instance computes them: their pages are KV."""
+        return tuple(sorted(self._state.pages.gone))
 
     @property
     def buffers(self) -> int:
@@ -285,6 +321,11 @@ class Tenant:
     def copy_seconds(self) -> float:
         """Mean measured seconds to copy in one layer; 0 if the link was not measured."""
         return self._state.timing.copy_seconds()
+
+    def streamed_seconds(self, blocks: int) -> float:
+        """Seconds to copy one layer's keys and values of so many streamed blocks in, by what was measured; 0 if the link was
+        not measured."""
+        return 2.0 * self._state.part_seconds(blocks)
 
     def calibrate_link(self, bytes_per_s: float) -> None:
         """Set the estimate of the copy bandwidth, in bytes per second; measured copies refine it."""

@@ -70,6 +70,52 @@ TEST(rolls_back) {
 
 TEST(every_call_fails) { every_call_of_a_plan_fails<World>(); }
 
+// Layer two is computed elsewhere: its pages are KV, and its region shows nothing.
+struct Leaving : World {
+  using World::World;
+  Plan leave() const { return plan({point(two, {kNoPage, kNoPage}, true, 1), owner({2, 3}, Owner::params, Owner::kv)}); }
+  Plan come() const { return plan({owner({2, 3}, Owner::kv, Owner::params), point(two, {2, 3}, true, 1)}); }
+  Plan sweep() const { return leave(); }
+  void reached() const {
+    CHECK(arena->counts()[Owner::kv] == 2 && arena->counts()[Owner::ring] == 0 && reads(one, 1));
+    std::memset(arena->address(kv) + 2 * kPage, 7, 2 * kPage);
+  }
+};
+
+TEST(a_layer_that_is_computed_elsewhere_comes_back) {
+  everywhere<Leaving>([](Leaving& world) {
+    const auto observer = std::make_shared<Observer>();
+    const bool strict = world.arena->mode() == Mode::strict;
+    for (int times = 1; times <= 3; ++times) {
+      const Applied applied = world.executor->apply(world.leave());
+      world.decide(observer);
+      CHECK(applied.points_deferred == 0 && applied.pages_moved == 2);
+      CHECK(world.arena->shown(world.two)[0] == (strict ? kNoPage : 2) && observer->released_count == (strict ? 0 : times - 1));
+      world.reached();
+      world.arena->check();
+      // From there to the ring, and back to nothing.
+      world.executor->apply(world.plan({owner({0, 1}, Owner::params, Owner::ring), point(world.one, {0, 1}, true, 0),
+                                        point(world.two, {0, 1}, true, 1)}));
+      world.executor->rollback();
+      world.arena->check();
+      world.executor->apply(world.come());
+      world.executor->rollback();
+      world.reached();
+      world.executor->apply(world.come());
+      world.decide(observer);
+      CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}) && world.reads(world.two, 7));
+      CHECK(world.arena->counts()[Owner::params] == 4);
+      world.arena->check();
+    }
+    world.executor->apply(world.leave());
+    world.executor->rollback();
+    CHECK((world.arena->shown(world.two) == std::vector<PageId>{2, 3}) && world.arena->counts()[Owner::params] == 4);
+    world.arena->check();
+  });
+}
+
+TEST(every_call_of_leaving_fails) { every_call_of_a_plan_fails<Leaving>(); }
+
 // Undoing a plan needs the regions and pages that it names.
 TEST(a_tenant_of_an_undecided_plan_is_not_removed) {
   everywhere<World>([](World& world) {

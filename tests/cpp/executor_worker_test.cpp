@@ -288,6 +288,27 @@ TEST(what_sleeps_is_forgotten_with_its_tenant) {
   CHECK(world.arena->shown(world.two) == World::home_of_two());
 }
 
+// A layer that streamed goes elsewhere before the worker has pointed it at the ring: there is nothing to point any more.
+TEST(a_layer_that_goes_elsewhere_costs_no_call) {
+  World world;
+  world.gate->shut();  // whoever calls the driver hangs
+  give_asleep(world);
+  const std::vector<PageId> nothing(kLayerPages, kNoPage);
+  for (int times = 0; times < 2; ++times) {
+    world.apply({show(world.two, nothing)});
+    world.executor->commit(world.observer);
+    world.executor->wake(kTenant);
+    world.executor->drain();
+    CHECK(world.arena->shown(world.two) == World::home_of_two() && world.executor->failed_points() == 0);
+    world.arena->check();
+  }
+  world.apply(home(world));
+  world.executor->commit(world.observer);
+  world.executor->drain();
+  CHECK(world.arena->shown(world.two) == World::home_of_two());
+  world.arena->check();
+}
+
 TEST(awake_steps_are_done_at_once) {
   World world;
   give_asleep(world);

@@ -348,6 +348,26 @@ TEST(parts_add_up_and_growth_cuts_them) {
   world.pass(0);
 }
 
+TEST(what_was_to_be_loaded_of_a_layer_that_goes_elsewhere_is_forgotten) {
+  World world(2);
+  world.slice(5, 1);
+  world.prefetcher->drain();
+  for (Buffer& region : world.regions) std::fill(region.begin() + 1, region.end(), kOther);
+  StreamConfiguration c = world.change({}, 0, 6);
+  world.configure(c, 6);  // held: nothing is loaded yet
+  CHECK(world.prefetcher->loading() && !world.prefetcher->ready(1));
+  StreamConfiguration gone;
+  gone.elsewhere = {1};
+  world.prefetcher->configure(gone);
+  world.release(c);
+  world.prefetcher->drain();
+  CHECK(world.regions[1][1] == kOther && world.regions[0][1] != kOther && world.prefetcher->ready(1));
+  gone.elsewhere = {2};
+  CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->configure(gone));
+  gone.elsewhere = {1, 1};
+  CHECK_ERROR(ErrorKind::invalid_argument, world.prefetcher->configure(gone));
+}
+
 TEST(bad_configurations_change_nothing) {
   World world({6, 6, 3, 6});
   world.configure(world.configuration({0, 1, 2}, 2));

@@ -66,9 +66,10 @@ def set_times(tenant: Any, decode: LayerTimes, prefill: LayerTimes | None = None
 
 
 def forward(session: remap.Session, tenant: remap.Tenant, layers: Sequence[bytes]) -> None:
-    """One pass that reads every layer whole."""
+    """One pass that reads every layer that the tenant computes whole."""
     with tenant.forward():
-        for index, expected in enumerate(layers):
+        for index in (layer for layer in tenant.computed if layer not in tenant.elsewhere):
+            expected = layers[index]
             tenant.wait(index)
             got = ctypes.string_at(remap.advanced.layer_address(session, tenant.name, index), len(expected))
             tenant.done(index)

@@ -171,6 +171,9 @@ class Shared:
     def lend(self, *args: Any, **named: Any) -> Any:
         return self.tell(remap.advanced.lend(self.session, *args, **named))
 
+    def place(self, *args: Any, **named: Any) -> Any:
+        return self.tell(remap.advanced.place(self.session, *args, **named))
+
     def activate(self, name: str, **how: Any) -> Any:
         """Preempts what it is told to, and tries again: twice at most."""
         report = self.tell(self.session.activate(name, **how))

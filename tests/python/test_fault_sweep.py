@@ -166,6 +166,16 @@ def full(layers: float, buffers: int, selection: str, name: str = "a", leave: in
     return prepare
 
 
+def computing(first: int, end: int, leave: int) -> Callable[[Faulty], None]:
+    """a computes a part of its layers, and has live blocks in the pages of the others."""
+
+    def prepare(world: Faulty) -> None:
+        world.place("a", first, end)
+        world.engines["a"].fill(leave)
+
+    return prepare
+
+
 def wanting(world: Faulty) -> None:
     """b and c sleep, c with unused blocks, and a has none left."""
     world.step(c=20)
@@ -206,6 +216,11 @@ CASES_BETWEEN = [
         ("fewer slices", full(2.5, 2, "slices", "b", 6), lambda w: w.remap("b", 1, 1, "slices")),
         ("detach the lender", crowded, lambda w: w.detach("b")),
         ("detach a holder", crowded, lambda w: w.detach("a")),
+        ("layers go elsewhere", nothing, lambda w: w.place("a", 0, 3)),
+        ("streamed layers go elsewhere", full(2, 1, "nested", leave=9), lambda w: w.place("a", 2, 5)),
+        ("layers come back", computing(0, 3, leave=20), lambda w: w.place("a", 0, 7)),
+        ("layers come back to be held", computing(0, 3, leave=20), lambda w: w.place("a", 0, 3, hold=(4, 6))),
+        ("others are computed", computing(0, 3, leave=9), lambda w: w.place("a", 4, 7)),
         ("a step takes free pages", nothing, lambda w: w.step(a=8)),
         ("a step for one", wanting, lambda w: w.step(a=60)),
         ("a step for three", nothing, lambda w: w.step(a=40, b=40, c=40)),

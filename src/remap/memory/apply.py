@@ -137,6 +137,7 @@ class Changes:
                 self._executor.rollback()
             tenant.unsettled = self._unsettled = None
         tenant.pages, tenant.reclaimed = saved.pages, saved.reclaimed
+        tenant.renew_order()
         tenant.draining, tenant.draining_target = saved.draining, saved.draining_target
         tenant.active, tenant.selection = saved.active, saved.selection
         if saved.moved is None:
@@ -216,6 +217,8 @@ class Changes:
         saved.applying = True
         self._executor.apply(ready.core, after, stream)
         tenant.pages = ready.after
+        if plan.elsewhere is not None:
+            tenant.renew_order()
         if tenant.reclaimed or reclaimed:
             tenant.reclaimed = tenant.reclaimed.difference(plan.lost) | reclaimed
         if plan.gained:
@@ -237,6 +240,7 @@ class Changes:
         pages, prefetcher = tenant.pages, tenant.prefetcher
         stream = tenant.compute.current()
         longer = [layer for layer in plan.streamed if plan.tails[layer] > pages.tails[layer]]
+        leaving = [layer for layer, _ in plan.elsewhere or () if layer not in pages.gone]
         ring_moves = stream and plan.ring != pages.ring and self._ring_is_pointed(plan)
         if not (
             # A ring that only grows in front keeps its copies; another number of buffers gives layers other buffers.
@@ -246,6 +250,7 @@ class Changes:
             # A layer that streams is never ready: pages of it that came home may still be loading.
             or (any(pages.tails[layer] for layer in longer) and prefetcher.loading())
             or not all(prefetcher.ready(layer) for layer in longer if not pages.tails[layer])
+            or not all(map(prefetcher.ready, leaving))
         ):
             return
         # Wait for the worker first: when it is done with a region, it starts the copy that waits for the region.
@@ -282,7 +287,16 @@ class Changes:
         size = tenant.pages.buffer_pages * self.arena.page_bytes
         ring = [tenant.ring_address + index * size for index in range(len(plan.ring))]
         tenant.prefetcher.configure(
-            plan.streamed, ring, size, held, after, ready.ring_changes, copies.offsets, copies.places, copies.home
+            plan.streamed,
+            ring,
+            size,
+            held,
+            after,
+            ready.ring_changes,
+            copies.offsets,
+            copies.places,
+            copies.home,
+            sorted(ready.after.gone),
         )
 
     def failed_points(self, tenant: TenantState | None = None) -> bool:
@@ -537,6 +551,7 @@ class Changes:
         # Noted while it is still known: some bytes of these layers are not at their addresses.
         tenant.absent.update(layer for layer in range(tenant.layers) if not prefetcher.ready(layer))
         tenant.absent.update(pages.streamed)
+        tenant.absent.update(pages.gone)
         if tenant.unsettled is not None:
             tenant.absent.update(tenant.unsettled.plan.reload, tenant.unsettled.plan.held)
         self.forget(tenant)

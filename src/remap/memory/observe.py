@@ -59,7 +59,7 @@ def _tenant(arena: Any, lending: Lending, tenants: Mapping[str, TenantState], te
     )
     since = tenant.since
     passes = stats.passes - tenant.timing.abandoned
-    times = tenant.timing.known
+    times, computed = tenant.timing.known, tenant.pages.computed
     return TenantSnapshot(
         name=tenant.name,
         active=tenant.active,
@@ -70,6 +70,8 @@ def _tenant(arena: Any, lending: Lending, tenants: Mapping[str, TenantState], te
         buffers=tenant.buffers,
         selection=tenant.selection if tenant.streamed else "",
         streamed=tenant.streamed,
+        computed=(0, tenant.layers) if computed is None else (computed.start, computed.stop),
+        elsewhere=tuple(sorted(tenant.pages.gone)),
         pinned=tuple(sorted(tenant.pinned)),
         pages=pages,
         lent_pages=len(tenant.pages.lent),

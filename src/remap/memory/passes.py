@@ -155,7 +155,7 @@ class Passes:
         # No local name for the prefetcher: a traceback that somebody keeps would keep its events beyond the session's
         # end.
         timing = tenant.timing
-        missed = tenant.prefetcher.unwaited() if completed else []
+        missed = [*filter(tenant.pages.computes, tenant.prefetcher.unwaited())] if completed else []
         number = tenant.prefetcher.end_pass()
         tenant.bounds.plan_growth()
         if completed and not missed:
@@ -191,7 +191,7 @@ class Passes:
                 tenant.handle.whole_pass_seen()
         if tenant.from_masters:
             _verify_masters(tenant)
-        if tenant.streamed:
+        if tenant.streamed or tenant.pages.elsewhere:
             tenant.refuse_lost_writes()
 
 

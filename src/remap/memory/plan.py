@@ -14,6 +14,9 @@ place whenever it can, since moving it costs driver calls.
 A layer without a home streams for good, wholly, through ring buffers that are no layer's home either: no plan changes
 what streams then (`TenantPages.for_good`).
 
+A layer that another instance computes has no home either while it is away, and nothing of it is copied: all of its pages are
+KV, and its region shows nothing (`TenantPages.elsewhere`). It neither streams nor gives pages to the ring.
+
 Tails are aligned to the end of the ring's buffers: slot s of a home of p pages shows slot (buffer slots - p) + s of its
 buffer, whatever the tail's length. So one more page of each layer leaves everything that streams already at its place:
 the buffers grow in front, by pages that the ring's region shows from the start (preferred layers' own), and each
@@ -23,14 +26,15 @@ layer's region changes in one slot.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
 from remap.errors import InvalidArgument, InvalidState
 
 __all__ = [
     "MAX_BUFFERS",
+    "NO_PAGE",
     "Copies",
     "Pages",
     "Plan",
@@ -40,6 +44,7 @@ __all__ = [
     "TenantPages",
     "copies_of",
     "plan_free_pages",
+    "plan_held",
     "plan_streaming",
     "ring_of",
     "run_of",
@@ -47,6 +52,9 @@ __all__ = [
 
 MAX_BUFFERS = 2
 """Ring buffers for which the ring's region has room. More never beat two (theory: beta >= 3 buys only slack)."""
+
+NO_PAGE = 0xFFFFFFFF
+"""In a region that shows nothing, as the core says it."""
 
 Pages = Sequence[int]
 """Page ids in order: a `range` if they are consecutive, as a layer's usually are, and otherwise a tuple. So equal pages
@@ -150,13 +158,16 @@ class TenantPages:
     lent: frozenset[int] = frozenset()  # pages of tails that are free, or another tenant's KV
     sizes: tuple[int, ...] = ()  # pages of each home; `replace` carries them over unchanged
     buffer_pages: int = 0  # slots of one buffer in the ring's region: the largest layer's pages
+    # Layers that another instance computes, ascending, with the pages that are their homes again when they come back.
+    elsewhere: tuple[tuple[int, Pages], ...] = ()
+    computed: range | None = None  # the layers that passes compute, where that is a part of them
 
     def __post_init__(self) -> None:
         if not self.sizes:
             object.__setattr__(self, "homes", tuple(map(run_of, self.homes)))
             object.__setattr__(self, "ring", tuple(map(run_of, self.ring)))
             object.__setattr__(self, "sizes", tuple(map(len, self.homes)))
-            object.__setattr__(self, "buffer_pages", max(self.sizes))
+            object.__setattr__(self, "buffer_pages", self.buffer_pages or max(self.sizes))
 
     @property
     def streaming(self) -> Streaming:
@@ -196,8 +207,30 @@ class TenantPages:
 
     @functools.cached_property
     def kv_from_homes(self) -> frozenset[int]:
-        """Pages of streamed layers that are the tenant's own KV now."""
-        return frozenset(chain.from_iterable(map(self.away, self.streamed))).difference(*self.ring, self.lent)
+        """Pages of its layers, streamed or elsewhere, that are the tenant's own KV now."""
+        gone = [pages for _, pages in self.elsewhere]
+        return frozenset(chain(*map(self.away, self.streamed), *gone)).difference(*self.ring, self.lent)
+
+    @functools.cached_property
+    def gone(self) -> frozenset[int]:
+        """The layers of `elsewhere`."""
+        return frozenset(layer for layer, _ in self.elsewhere)
+
+    def computes(self, layer: int) -> bool:
+        """Whether passes compute this layer."""
+        return layer not in self.gone and (self.computed is None or layer in self.computed)
+
+    def after(self, plan: Plan) -> TenantPages:
+        """These pages when the plan has been carried out."""
+        there = replace(self, tails=plan.tails, ring=plan.ring, lent=plan.lent)
+        if plan.elsewhere is None:
+            return there
+        homes = list(self.homes)
+        for layer, pages in self.elsewhere:
+            homes[layer] = pages
+        for layer, _ in plan.elsewhere:
+            homes[layer] = ()
+        return replace(there, homes=tuple(homes), elsewhere=plan.elsewhere, sizes=())
 
     def to_reclaim(self, target: Streaming) -> frozenset[int]:
         """The lent pages that must be the tenant's KV again before `plan_streaming` can plan the target."""
@@ -221,6 +254,7 @@ class Plan:
     ring_moves: bool  # copies in flight into the old ring must have finished before this plan is applied
     lent: frozenset[int] = frozenset()  # as in TenantPages, after it
     selection: str = ""  # how the layers that stream after it were chosen; "": as before it
+    elsewhere: tuple[tuple[int, Pages], ...] | None = None  # as in TenantPages, after it; None: as before it
 
     @functools.cached_property
     def streamed(self) -> tuple[int, ...]:
@@ -263,16 +297,12 @@ def plan_streaming(
     moves = _moves(now, target.tails, ring, to)
     regions = _region_points(now, target, ring)
 
-    # Pages leave KV first (strict mode unmaps them) and enter KV last (their layers' regions have let go of them by
-    # then).
-    def owners(last: bool) -> list[Step]:
-        return [
-            SetOwner(pages, was, becomes, now.tenant)
-            for (was, becomes), pages in moves.items()
-            if (becomes in ("kv", "free")) is last
-        ]
-
-    steps = (*owners(False), *_ring_points(now, ring), *regions, *owners(True))
+    steps = (
+        *_owner_steps(now, moves, last=False),
+        *_ring_points(now, ring),
+        *regions,
+        *_owner_steps(now, moves, last=True),
+    )
     freed = joined([pages for (_, becomes), pages in moves.items() if becomes == "free"])
     return Plan(
         steps=steps,
@@ -286,9 +316,56 @@ def plan_streaming(
         held=tuple(point.layer for point in regions if point.layer is not None),
         gained=joined([pages for (_, becomes), pages in moves.items() if becomes == "kv"]),
         lost=joined([pages for (was, _), pages in moves.items() if was == "kv"]),
-        ring_moves=ring is not now.ring and not _by_place(now.ring).items() <= _by_place(ring).items(),
+        ring_moves=_ring_moves(now, ring),
         lent=now.lent.union(freed) if freed else now.lent,
         selection=selection,
+    )
+
+
+def plan_held(now: TenantPages, layers: Collection[int], target: Streaming, *, ring: Ring | None = None) -> Plan:
+    """The plan after which the tenant holds exactly these layers, all others are elsewhere, and of those held `target` streams.
+    No page of what leaves is lent.
+
+    ring: the ring's pages, to restore an earlier state. What comes home is loaded (`home`).
+    """
+    gone = dict(now.elsewhere)
+    whole = replace(now, homes=tuple(gone.get(layer, home) for layer, home in enumerate(now.homes)), sizes=())
+    after = {layer: home for layer, home in enumerate(whole.homes) if layer not in layers}
+    ring = _choose_ring(now, target) if ring is None else ring
+    if ring == now.ring:
+        ring = now.ring  # the same object: `_moves` compares by identity
+
+    # To the pages a layer that is elsewhere is one of which all pages have left.
+    def tails(of: tuple[int, ...], away: Collection[int]) -> tuple[int, ...]:
+        return tuple(whole.sizes[layer] if layer in away else tail for layer, tail in enumerate(of))
+
+    had, has = tails(now.tails, gone), tails(target.tails, after)
+    moves = _moves(replace(whole, tails=had), has, ring, "kv")
+    regions = [point for point in _region_points(whole, target, ring) if point.layer not in after]
+    for layer, home in enumerate(whole.homes):
+        if home and (layer in gone) is not (layer in after) and not target.tails[layer]:
+            shown = (NO_PAGE,) * len(home) if layer in after else home
+            regions.append(Point(now.layer_regions[layer], 0, shown, deferred=True, layer=layer))
+    return Plan(
+        steps=(
+            *_owner_steps(now, moves, last=False),
+            *_ring_points(now, ring),
+            *regions,
+            *_owner_steps(now, moves, last=True),
+        ),
+        tails=target.tails,
+        ring=ring,
+        home=tuple(
+            (layer, whole.sizes[layer] - before, before - later)
+            for layer, (before, later) in enumerate(zip(had, has))
+            if later < before
+        ),
+        held=tuple(point.layer for point in regions if point.layer is not None and point.layer not in after),
+        gained=joined([pages for (_, becomes), pages in moves.items() if becomes == "kv"]),
+        lost=joined([pages for (was, _), pages in moves.items() if was == "kv"]),
+        ring_moves=_ring_moves(now, ring),
+        lent=now.lent,
+        elsewhere=tuple(after.items()),
     )
 
 
@@ -414,6 +491,20 @@ def _moves(now: TenantPages, tails: Sequence[int], ring: Ring, to: str) -> dict[
             pages=len(absent),
         )
     return found
+
+
+def _owner_steps(now: TenantPages, moves: dict[tuple[str, str], Pages], *, last: bool) -> list[Step]:
+    """Pages leave KV first (strict mode unmaps them), and enter KV last (their layers' regions have let go of them by
+    then)."""
+    return [
+        SetOwner(pages, was, becomes, now.tenant)
+        for (was, becomes), pages in moves.items()
+        if (becomes in ("kv", "free")) is last
+    ]
+
+
+def _ring_moves(now: TenantPages, ring: Ring) -> bool:
+    return ring is not now.ring and not _by_place(now.ring).items() <= _by_place(ring).items()
 
 
 def _ring_points(now: TenantPages, ring: Ring) -> list[Point]:

@@ -8,7 +8,7 @@ the prefetcher's copies.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from remap import _core
@@ -47,6 +47,6 @@ def prepare(
             core.set_owner(step.pages, _OWNERS[step.from_owner], _OWNERS[step.to_owner], step.tenant)
         else:
             core.point(step.region, step.first_slot, step.pages, step.deferred, step.layer or 0)
-    after = replace(before, tails=plan.tails, ring=plan.ring, lent=plan.lent)
-    copies = copies_of(before, plan, layer_bytes, page_bytes)
+    after = before.after(plan)
+    copies = copies_of(after, plan, layer_bytes, page_bytes)
     return PreparedPlan(plan, before, after, core, gained, copies, plan.ring != before.ring, frees)

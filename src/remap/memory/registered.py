@@ -11,7 +11,6 @@ from typing import Any
 
 from remap.errors import InvalidState
 from remap.memory.state import TenantState
-from remap.policy import schedule
 
 __all__ = ["Registered"]
 
@@ -64,8 +63,7 @@ class Registered:
             empty = {layer for layer, nbytes in enumerate(tenant.layer_bytes) if nbytes == 0}
             pinned = empty | tenant.written.keys() | _layers_in(tenant, ranges)
             tenant.pinned = pinned
-            if not tenant.pages.for_good:
-                tenant.order = tuple(layer for layer in schedule.nested(tenant.layers) if layer not in pinned)
+            tenant.renew_order()
 
 
 def _layers_in(tenant: TenantState, ranges: Iterable[_Range]) -> set[int]:

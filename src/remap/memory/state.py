@@ -141,6 +141,13 @@ class TenantState:
         """The layers that are loaded on each pass, ascending."""
         return self.pages.streamed
 
+    def renew_order(self) -> None:
+        """Make `order` what the present pages and pinned layers leave to be streamed."""
+        gone = self.pinned | self.pages.gone
+        order = () if self.pages.for_good else tuple(n for n in schedule.nested(self.layers) if n not in gone)
+        if order != self.order:  # it is the key of kept answers
+            self.order = order
+
     @property
     def buffers(self) -> int:
         """Ring buffers in use (beta); 0 while nothing is streamed."""
@@ -199,7 +206,7 @@ class TenantState:
 
     def away(self) -> set[int]:
         """The layers of which some bytes are not at their addresses now: streamed, loading, or to be re-pointed."""
-        found = set(self.absent)
+        found = self.absent | self.pages.gone
         if self.streaming:
             found.update(self.streamed)
             found.update(layer for layer in range(self.layers) if not self.prefetcher.ready(layer))
@@ -210,7 +217,7 @@ class TenantState:
     def refuse_lost_writes(self) -> None:
         """Raises InvalidState (fields tenant, written) for writes into the ring: layers that something wrote into
         before they streamed are pinned, so a write found now went into the ring."""
-        written = self.source.writes(self.streamed)
+        written = self.source.writes((*self.streamed, *self.pages.gone))
         if written:
             raise InvalidState(
                 f"tenant {self.name!r}: something wrote into layers while they were streamed, or replaced their "
@@ -357,7 +364,10 @@ class TenantState:
     def _copied(self, target: Streaming) -> list[int]:
         """Bytes of each layer that a pass copies, if it streams."""
         page_bytes, sizes = self.kv.geometry.page_bytes, self.pages.sizes
-        return [max(0, n - (size - tail) * page_bytes) for n, size, tail in zip(self.layer_bytes, sizes, target.tails)]
+        return [
+            max(0, n - (size - tail) * page_bytes) if tail else 0
+            for n, size, tail in zip(self.layer_bytes, sizes, target.tails)
+        ]
 
     def decode_times(self) -> LayerTimes | None:
         """Seconds per layer of a decode pass, beside what the other active tenants compute and copy now

@@ -41,6 +41,17 @@ class PassTimes:
         self._seen_bytes = 0
         self._seen_copies = 0
 
+    def compute_only(self, layers: range) -> None:
+        """From now on passes compute these layers alone: what was learnt of passes over others is forgotten. The link is the
+        same."""
+        rate = self._cost.undisturbed_seconds_per_byte
+        self._cost = CostModel(self._layer_bytes, layers)
+        if rate:
+            self._cost.calibrate(1.0 / rate)
+        self._known = self._prepared = self._last_shape = self.known_shared = None
+        self._shapes.clear()
+        self._prompts.clear()
+
     def completed(self, number: int, phase: str, tokens: int) -> None:
         """Pass `number` had this shape. Its times come now or, from a stream, some passes later."""
         self._shapes.append((number, "decode" if phase == "decode" else "prefill", max(1, tokens)))

@@ -14,7 +14,16 @@ from dataclasses import dataclass
 
 from remap.errors import InvalidArgument
 
-__all__ = ["BlockBytes", "Line", "Ratio", "activations_of", "block_bytes", "next_is_activations", "ratios"]
+__all__ = [
+    "BlockBytes",
+    "Line",
+    "Ratio",
+    "activations_of",
+    "activations_of_each",
+    "block_bytes",
+    "next_is_activations",
+    "ratios",
+]
 
 Ratio = tuple[int, int]
 """(activations, KV): so many blocks of each kind. Not both 0."""
@@ -109,8 +118,14 @@ def next_is_activations(activations: int, kv: int, ratio: Ratio) -> bool:
 def activations_of(blocks: int, ratio: Ratio) -> int:
     """How many of a request's first `blocks` blocks keep activations, if `next_is_activations` chose each: their share of
     the ratio, rounded to the nearest, a half up."""
+    return activations_of_each((blocks,), ratio)[0]
+
+
+def activations_of_each(blocks: Iterable[int], ratio: Ratio) -> list[int]:
+    """`activations_of` of each of these numbers of blocks."""
     wanted, other = _checked(ratio)
-    return (2 * wanted * blocks + wanted + other) // (2 * (wanted + other))
+    every = wanted + other
+    return [(2 * wanted * each + every) // (2 * every) for each in blocks]
 
 
 def ratios(blocks: Iterable[int]) -> list[Ratio]:

@@ -138,11 +138,12 @@ class Range:
 
 
 class CostModel:
-    """Estimates of one tenant's times. Only whole passes are measured, so all layers count as equally long."""
+    """Estimates of one tenant's times. Only whole passes are measured, so all computed layers count as equally long."""
 
-    def __init__(self, layer_bytes: Iterable[int]) -> None:
-        """layer_bytes: bytes copied to bring in each layer."""
+    def __init__(self, layer_bytes: Iterable[int], computed: range | None = None) -> None:
+        """layer_bytes: bytes copied to bring in each layer. computed: the layers that passes compute; None: all."""
         self._layer_bytes = tuple(layer_bytes)
+        self._computed = range(len(self._layer_bytes)) if computed is None else computed
         self._compute: dict[tuple[Phase, int], Ewma] = {}  # seconds of a pass
         self._ranges: dict[tuple[Phase, int], Range] = {}
         self._link = Range()  # of seconds per byte
@@ -209,9 +210,10 @@ class CostModel:
                 tokens=tokens,
             )
 
-        n = len(self._layer_bytes)
         whole = self._compute[self._nearest(phase, tokens)].value or 0.0
-        return LayerTimes((1.0 / n * whole,) * n, tuple(size * per_byte for size in self._layer_bytes))
+        each = 1.0 / max(1, len(self._computed)) * whole
+        compute = tuple(each if layer in self._computed else 0.0 for layer in range(len(self._layer_bytes)))
+        return LayerTimes(compute, tuple(size * per_byte for size in self._layer_bytes))
 
     def alone(self, phase: Phase, tokens: int, sharers: int) -> float:
         """The share of such a pass's estimated computation that it takes at least while none of the `sharers` - 1 other

@@ -1,0 +1,262 @@
+"""`advanced.place`: layers that another instance computes give their pages to KV and come back, with all bytes right."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+from typing import Any
+
+import pytest
+from sharing_worlds import Engine, Shared, attempt, seen, set_times, spec, times_of
+
+import remap
+from remap import _core
+from remap.errors import InvalidArgument, InvalidState, OutOfBlocks
+
+SIZES = {"a": [2] * 6}
+MODES = ("aliased", "strict")
+
+
+def mappings(world: Shared) -> int:
+    return sum(world.backend.calls(call) for call in (_core.Call.map, _core.Call.unmap, _core.Call.exchange))
+
+
+def pages(world: Shared) -> Any:
+    return world.session.snapshot().pages
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_others_compute_is_kv_and_comes_back(mode: str) -> None:
+    with Shared(SIZES, mode=mode) as world:
+        a = world.engines["a"]
+        before, usable = pages(world), a.kv.usable_blocks
+        report = world.place("a", 0, 2)
+        per_page = a.kv.geometry.page_bytes / a.kv.spec.block_bytes
+        assert a.kv.usable_blocks == usable + report.added_blocks["a"] >= usable + int(8 * per_page) - 1
+        assert (pages(world).params, pages(world).kv) == (before.params - 8, before.kv + 8)
+        assert (a.tenant.computed, a.tenant.elsewhere, a.tenant.streamed) == (range(2), (2, 3, 4, 5), ())
+        a.fill()
+        world.check()
+        a.free(sorted(a.held)[: len(a.held) - usable])  # the last ones stay, so that they have to move
+        report = world.place("a", 0, 6)
+        assert report.moved["a"] and (a.tenant.computed, a.tenant.elsewhere) == (range(6), ())
+        assert a.kv.usable_blocks == usable and pages(world) == before
+        a.free()
+        a.poison()
+        world.check()
+
+
+def test_pages_change_hands_without_a_call_of_the_driver_and_without_a_copy() -> None:
+    with Shared(SIZES, around=_core.make_fault_backend) as world:
+        a = world.engines["a"]
+        world.place("a", 3, 6)  # what is made once is made
+        world.place("a", 0, 6)
+        world.check()
+        calls, copies = mappings(world), a.tenant.stats().copies
+        world.place("a", 0, 3)
+        remap.advanced.settle(world.session)
+        a.fill()
+        a.poison()
+        world.check()
+        assert (mappings(world), a.tenant.stats().copies) == (calls, copies)
+        a.free()
+        world.place("a", 0, 6)
+        world.check()
+        assert mappings(world) == calls and a.tenant.stats().copies == copies + 3
+
+
+def test_a_pass_that_computes_what_is_elsewhere_is_refused() -> None:
+    with Shared(SIZES) as world:
+        tenant = world.engines["a"].tenant
+        plain = tenant.wait
+        world.place("a", 1, 4)
+        for layer in (0, 4, 5):
+            with pytest.raises(InvalidState) as refused, tenant.forward():
+                tenant.wait(layer)
+            assert refused.value.fields["layer"] == layer and refused.value.fields["elsewhere"] == (0, 4, 5)
+        assert tenant.away() == {0, 4, 5}
+        world.check()
+        world.place("a", 0, 6)
+        assert tenant.wait == plain and tenant.away() <= {0, 4, 5}
+        world.check()
+        assert tenant.away() == set()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_arrive_while_passes_compute_others(mode: str) -> None:
+    with Shared(SIZES, mode=mode) as world:
+        tenant = world.engines["a"].tenant
+        world.place("a", 0, 2)
+        for held in (3, 4, 6):
+            world.place("a", 0, 2, hold=range(2, held))
+            assert (tenant.computed, tenant.elsewhere) == (range(2), tuple(range(held, 6)))
+            world.check()
+        with pytest.raises(InvalidState), tenant.forward():
+            tenant.wait(3)
+        remap.advanced.settle(world.session)
+        tenant._state.prefetcher.drain()
+        copies = tenant.stats().copies
+        world.place("a", 0, 6)
+        world.check()
+        assert tenant.stats().copies == copies
+
+
+def test_an_instance_may_compute_nothing() -> None:
+    with Shared(SIZES) as world:
+        world.place("a", 3, 3)
+        assert len(world.engines["a"].tenant.computed) == 0
+        world.check()
+        world.place("a", 0, 6)
+        world.check()
+
+
+def test_room_is_made_before_layers_come_back() -> None:
+    """From the first half to the second with more blocks than either leaves on the way: the first half goes before."""
+    with Shared(SIZES) as world:
+        a = world.engines["a"]
+        world.place("a", 0, 3)
+        a.fill(leave=2)  # blocks straddle pages, so some room is lost where they move
+        world.place("a", 3, 6)
+        world.check()
+        before = seen(world.session)
+        with pytest.raises(OutOfBlocks) as refused:
+            world.place("a", 0, 6)
+        world.check()
+        assert seen(world.session) == before
+        a.free(refused.value.fields["preempt"]["a"])
+        world.place("a", 0, 6)
+        world.check()
+
+
+def test_a_call_without_room_makes_no_step() -> None:
+    """Neither are layers given first, whose pages then could not come home either."""
+    with Shared(SIZES) as world:
+        a = world.engines["a"]
+        world.place("a", 0, 2)
+        a.fill()
+        epoch = world.session.snapshot().epoch
+        with pytest.raises(OutOfBlocks) as refused:
+            world.place("a", 1, 6)
+        assert refused.value.fields["requested"] > refused.value.fields["free"]
+        assert world.session.snapshot().epoch == epoch
+        seen_now = world.session.snapshot().tenants["a"]
+        assert (seen_now.computed, seen_now.elsewhere) == ((0, 2), (2, 3, 4, 5))
+        world.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("selection", ["uniform", "nested", "slices"])
+def test_layers_stream_before_and_beside(mode: str, selection: str) -> None:
+    with Shared({"a": [2] * 8}, mode=mode, spare=2) as world:
+        a = world.engines["a"]
+        world.remap("a", 3, 1, selection)
+        world.place("a", 0, 5)
+        assert a.tenant.elsewhere == (5, 6, 7) and set(a.tenant.streamed) <= set(range(5))
+        world.check()
+        world.remap("a", 2, 1, selection)
+        assert set(a.tenant.streamed) <= set(range(5))
+        world.check()
+        world.place("a", 0, 5, hold=(6,))  # who stays streams on
+        assert a.tenant.streamed
+        world.check()
+        world.place("a", 0, 8)
+        world.check()
+        world.remap("a", 0)
+        world.check()
+        assert not a.tenant.streamed
+
+
+def test_a_step_grows_by_what_is_left() -> None:
+    knobs = remap.advanced.Knobs(reserve_blocks=0, slowdown=9.0, hysteresis_blocks=0)
+    with Shared({"a": [2] * 8}, config=knobs) as world:
+        a = world.engines["a"]
+        world.place("a", 0, 4)
+        set_times(a, times_of(8, 1.0, 0.1))
+        world.step(a=10_000)
+        assert a.tenant.remapped == 3 and set(a.tenant.streamed) == set(range(4))
+        world.check()
+
+
+def test_pages_that_come_back_are_lent_to_nobody() -> None:
+    with Shared({"a": [2] * 6, "b": [1] * 4}) as world:
+        world.place("a", 0, 2)
+        world.step(b=10_000)
+        world.engines["b"].fill()
+        world.place("a", 0, 6)
+        world.check()
+
+
+def test_what_is_refused_changes_nothing() -> None:
+    with Shared(SIZES) as world:
+        before = seen(world.session)
+        for first, end, hold in ((-1, 2, ()), (3, 2, ()), (0, 7, ()), (0, 2, (6,)), (True, 2, ()), (0, 2.0, ())):
+            with pytest.raises(InvalidArgument):
+                world.place("a", first, end, hold=hold)
+        with pytest.raises(InvalidArgument):
+            world.place("nobody", 0, 2)
+        with world.engines["a"].tenant.forward(), pytest.raises(InvalidState):
+            world.place("a", 0, 2)
+        assert seen(world.session) == before
+        world.check()
+
+
+def test_layers_without_a_place_in_the_kv_region_stay() -> None:
+    with Shared(SIZES, options={"a": {"kv": spec(6, max_blocks=6)}}) as world:
+        before = seen(world.session)
+        with pytest.raises(InvalidArgument) as refused:
+            world.place("a", 0, 1)
+        assert refused.value.fields["max_blocks"] == 6 and seen(world.session) == before
+        world.check()
+
+
+def test_layers_that_stream_for_good_are_refused() -> None:
+    with Shared(SIZES, options={"a": {"resident_layers": 3}}) as world:
+        with pytest.raises(InvalidState):
+            world.place("a", 0, 3)
+        world.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_who_leaves_while_layers_are_elsewhere_leaves_nothing_behind(mode: str) -> None:
+    with Shared({"a": [2] * 6, "b": [2] * 4}, mode=mode) as world:
+        world.place("a", 0, 2)
+        world.engines["a"].fill()
+        world.detach("a")
+        world.check()
+        assert pages(world).free >= 12
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(12))
+def test_anything_in_any_order(mode: str, seed: int) -> None:
+    rng = random.Random(f"place {seed}")
+    sizes = {"a": [rng.randint(0, 3) for _ in range(7)] + [1, 1], "b": [rng.randint(1, 3) for _ in range(5)]}
+    with Shared(sizes, mode=mode, spare=rng.choice((0, 5))) as world:
+        for _ in range(60):
+            name = rng.choice(("a", "a", "b"))
+            engine: Engine = world.engines[name]
+            count = engine.tenant.layers
+            deed = rng.random()
+            if deed < 0.35:
+                first, end = sorted(rng.choices(range(count + 1), k=2))
+                hold = rng.sample(range(count), rng.randint(0, count)) if rng.random() < 0.3 else ()
+                attempt(partial(world.place, name, first, end, hold=hold))
+            elif deed < 0.5:
+                selection = rng.choice(("uniform", "nested"))
+                attempt(partial(world.remap, name, rng.randint(0, 3), rng.randint(1, 2), selection))
+            elif deed < 0.6:
+                attempt(partial(world.lend, name, rng.randint(0, 2)))
+            elif deed < 0.7:
+                attempt(partial(world.step, **{name: rng.randint(0, 40)}))
+            elif deed < 0.75:
+                world.session.deactivate(name)
+                if rng.random() < 0.5:
+                    attempt(partial(world.lend, name, rng.randint(0, 3)))
+                world.activate(name, partial=True)
+            else:
+                world.churn(rng)
+            world.check()
+        for name in world.engines:
+            world.engines[name].free()
+            world.place(name, 0, world.engines[name].tenant.layers)
+        world.check()
