@@ -38,6 +38,8 @@ class TenantSnapshot:
     buffers: int
     selection: str  # how the streamed layers were chosen last; "" while none stream
     streamed: tuple[int, ...]
+    computed: tuple[int, int]  # passes compute the layers from the first to before the second (`advanced.place`)
+    elsewhere: tuple[int, ...]  # layers that other instances compute: their pages are KV here
     pinned: tuple[int, ...]  # layers that may not stream (`Tenant.pinned`)
     pages: PageTotals
     lent_pages: int  # pages of its layers that are free for other tenants, or are theirs

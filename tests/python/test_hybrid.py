@@ -256,6 +256,68 @@ def test_one_ratio_for_several_passes_is_the_best_of_all(
     assert found <= papers * (1 + 1e-9)
 
 
+def slow_best_ratio(passes: list[tuple[int, list[int]]], costs: Costs, memory: Room) -> tuple[float, tuple[int, int]]:
+    """Every ratio, none left out."""
+    found = (math.inf, 0, (1, 0))
+    for place, ratio in enumerate(ratios(each for _, blocks in passes for each in blocks)):
+        try:
+            plans = [(count, hybrid.fixed(blocks, ratio, costs, memory)) for count, blocks in passes]
+        except (InvalidArgument, OutOfMemory):
+            continue
+        found = min(found, (math.fsum(count * plan.seconds for count, plan in plans), place, ratio))
+    return found[0], found[2]
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.lists(st.tuples(st.integers(0, 20), BLOCKS), min_size=1, max_size=3),
+    COSTS,
+    st.integers(0, 200),
+    st.integers(60, 500),
+    st.integers(0, 120),
+)
+def test_ratios_are_left_out_only_if_they_are_not_the_best(
+    passes: list[tuple[int, list[int]]], costs: Costs, device: int, buffers: int, host: int
+) -> None:
+    """Where little fits into the buffers or host memory, too."""
+    memory = room(costs.layers, device, buffers, host * costs.layers)
+    seconds = slow_best_ratio(passes, costs, memory)[0]
+    if seconds == math.inf:
+        with pytest.raises((InvalidArgument, OutOfMemory)):
+            hybrid.best_ratio(passes, costs, memory)
+        return
+    found = hybrid.best_ratio(passes, costs, memory)
+    plans = [(count, hybrid.fixed(blocks, found, costs, memory)) for count, blocks in passes]
+    assert math.fsum(count * plan.seconds for count, plan in plans) == pytest.approx(seconds)
+
+
+@RELAXED
+@given(BLOCKS, st.integers(0, 300), st.integers(1, 4), st.data())
+def test_no_ratio_of_a_range_loads_or_makes_less_than_its_bound(
+    blocks: list[int], device: int, layers: int, data: st.DataObject
+) -> None:
+    memory, every = room(layers, device), ratios(blocks)
+    first, at, last = sorted(data.draw(st.lists(st.integers(0, len(every) - 1), min_size=3, max_size=3)))
+    least, streamed = memory.least(blocks, every[first], every[last])
+    found = total(memory.divided(blocks, every[at]))
+    assert (least.requests, least.blocks) == (found.requests, found.blocks)
+    for name in ("kv", "activations", "recomputed"):
+        assert getattr(least, name) <= getattr(found, name)
+    assert streamed <= memory.streamed(found)
+    if first == last:
+        assert (least, streamed) == (found, memory.streamed(found))
+
+
+def test_few_ratios_of_mixed_lengths_are_looked_at_closely(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, looked = [3 + 7 * at % 31 for at in range(31)], list[tuple[int, int]]()
+    costs = Costs(8, 9.0, Line(0, 0.1), Line(0, 0.05), Line(0, 0.1), lambda r, b: 0.1, lambda r: 0.0)
+    memory, original = room(8, device=2000, buffers=4000), hybrid.fixed
+    ratio = slow_best_ratio([(1, blocks)], costs, memory)[1]
+    monkeypatch.setattr(hybrid, "fixed", lambda *given: (looked.append(given[1]), original(*given))[1])
+    assert hybrid.best_ratio([(1, blocks)], costs, memory) == ratio
+    assert len(looked) < 0.05 * len(ratios(blocks))
+
+
 @RELAXED
 @given(BLOCKS, st.integers(0, 4), st.integers(0, 4), st.integers(1, 4), st.integers(0, 900))
 def test_blocks_are_divided_whole_and_the_device_holds_no_more_than_it_has(

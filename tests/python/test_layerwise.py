@@ -79,6 +79,17 @@ def test_one_mini_batch_and_weights_alone_have_the_exact_period(
     assert found == pytest.approx(schedule.period(compute, copies, streamed, ring))
 
 
+def test_a_step_that_stores_nothing_frees_no_buffer() -> None:
+    """Every second step stores, for four seconds, through one buffer: the one after the next computes when that is over."""
+    steps = [[des.Step(0, 0, 0, 1, 0), des.Step(0, 0, 0, 1, 4)]]
+    assert pass_seconds([0], parts_of(steps), 1, 1) == 5 > busiest([0], parts_of(steps), 1)
+    assert (
+        des.ends([0], steps, 1, 1, 4)
+        == list(itertools.islice(pass_ends([0], parts_of(steps), 1, 1), 4))
+        == [2, 7, 12, 17]
+    )
+
+
 @RELAXED
 @given(cases(), st.data())
 def test_no_schedule_is_quicker_and_whatever_takes_longer_makes_no_pass_shorter(

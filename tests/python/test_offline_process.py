@@ -172,14 +172,18 @@ def test_memory_that_holds_nothing_is_refused_with_the_numbers(folder):
         (("--memory", "64KiB", "--host-kv", "64MiB"), "memory must be"),
         (("--host-kv", "1KiB"), "host memory must hold the KV of one request"),
         (("--ratio", "1:1"), "activations would save nothing"),  # grouped queries
-        (("--ratio", "0:0"), "ratio must be two whole numbers"),
-        (("--ratio", "half"), "ratio must be two whole numbers"),
+        (("--ratio", "0:0"), "ratio must be auto, or two whole numbers"),
+        (("--ratio", "half"), "ratio must be auto, or two whole numbers"),
     ):
         found = command("offline", "--model", str(folder / "model"), *options, *files)
         assert found.exit_code == 2 and text in " ".join(found.output.split()), found.output
-    found = command("offline", "--model", str(folder / "model"), *files)
-    assert found.exit_code == 0, found.output
-    assert "2 of 2 requests are answered" in " ".join(found.output.split())
+    for options, text in (
+        ((), "2 of 2 requests are answered"),
+        (("--host-kv", "64MiB"), "0:1, activations would save"),
+    ):
+        found = command("offline", "--model", str(folder / "model"), *options, *files)
+        assert found.exit_code == 0 and text in " ".join(found.output.split()), found.output
+        (folder / "out.jsonl").unlink()
 
 
 def test_a_model_larger_than_the_memory_is_served(tmp_path):
@@ -199,15 +203,18 @@ def test_a_model_larger_than_the_memory_is_served(tmp_path):
     weights = sum(value.numel() * value.element_size() for value in model.parameters())
     files = ("--max-num-seqs", "4", "--max-batch-tokens", "64", str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl"))
     outputs = []
-    for ratio in ("0:1", "1:0", "1:1"):
+    for ratio in ("0:1", "1:0", "1:1", "auto"):
         options = ("--model", str(tmp_path / "model"), "--host-kv", "8MiB", "--ratio", ratio)
         found = command("offline", *options, "--memory", "1MiB", *files)
         needed = re.search(r"memory must be ([0-9.]+) MiB", " ".join(found.output.split()))
         assert found.exit_code == 2 and needed
-        enough = int(1.01 * float(needed[1]) * 2**20)
+        # Of the least memory everything is for KV alone, without room to make any again.
+        enough = int((1.1 if ratio == "auto" else 1.01) * float(needed[1]) * 2**20)
         assert enough < 0.8 * weights
         found = command("offline", *options, "--memory", f"{enough}B", *files)
         assert found.exit_code == 0, found.output
+        said = " ".join(found.output.split())
+        assert ("by measured times: " if ratio == "auto" else f"activations to KV {ratio}, as asked for") in said
         outputs.append({number: tokens for number, (_, tokens) in answers(tmp_path / "out.jsonl").items()})
         (tmp_path / "out.jsonl").unlink()
-    assert len(outputs[0]) == len(lines) and outputs[1] == outputs[0] and outputs[2] == outputs[0]
+    assert len(outputs[0]) == len(lines) and all(one == outputs[0] for one in outputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import random
 
@@ -155,16 +156,68 @@ def test_many_mini_batches_a_pass() -> None:
     with remap.Session("64MiB", page_bytes=PAGE) as session:
         tenant = session.attach(model, kv=spec_of(model, blocks=60, streamed=400, scratch=most), hooks=False)
         engine = ThroughputEngine(model, tenant, ratio=(1, 0), max_batch_tokens=96)
-        groups = []
-        original = engine.runner._groups
+        groups, original = [], engine.runner._packed
 
-        def watched(ordered):
-            groups.append(original(ordered))
-            return groups[-1]
+        def watched(chunks):
+            packed = original(chunks)
+            needs = [sum(map(engine.runner._remade_blocks, group)) for group in packed]
+            # Two of them never fit into one, in whatever order the requests came.
+            assert max(needs) <= most and all(sum(pair) > most for pair in itertools.combinations(needs, 2))
+            groups.append(packed)
+            return packed
 
-        engine.runner._groups = watched
+        engine.runner._packed = watched
         assert serve(engine, requests) == wanted
         assert max(map(len, groups)) > 2
+
+
+def test_a_pass_has_the_order_that_its_certificate_counts() -> None:
+    """Each layer once: it is waited for, all its mini-batches are made again and attend, one after another, and it is done."""
+    model, requests = llama(), requests_for(7, count=6, low=30)
+    with remap.Session("64MiB", page_bytes=PAGE) as session:
+        tenant = session.attach(
+            model, kv=spec_of(model, blocks=60, streamed=400, scratch=24), hooks=False, resident_layers=2
+        )
+        engine = ThroughputEngine(model, tenant, ratio=(1, 0), max_batch_tokens=512)
+        events, runner = [], engine.runner
+
+        class Watched:
+            def __getattr__(self, name):
+                return getattr(tenant, name)
+
+            def wait(self, layer):
+                tenant.wait(layer)
+                events.append(("wait", layer))
+
+            def done(self, layer):
+                events.append(("done", layer))
+                tenant.done(layer)
+
+        remake, attention = runner.remake, runner.attention
+        runner.tenant = Watched()
+        runner.remake = lambda layer, group: (events.append(("made", layer, group.first)), remake(layer, group))
+        runner.attention = lambda layer, batch, *given: (
+            events.append(("attended", layer)),
+            attention(layer, batch, *given),
+        )[1]
+        most = 0
+        for request in requests:
+            engine.add_request(request)
+        while engine.unfinished:
+            events.clear()
+            engine.step()
+            firsts = [event[2] for event in events if event[:2] == ("made", 0)]
+            most = max(most, len(firsts))
+            assert events == [
+                event
+                for layer in range(6)
+                for event in (
+                    ("wait", layer),
+                    *(one for first in firsts for one in (("made", layer, first), ("attended", layer))),
+                    ("done", layer),
+                )
+            ]
+        assert most > 2
 
 
 @given(

@@ -23,7 +23,7 @@ PAGE = 4096
     host=st.integers(1, 4000),
     longest=st.integers(1, 200),
     seqs=st.integers(1, 40),
-    ratio=st.sampled_from([(0, 1), (1, 1), (1, 0)]),
+    ratio=st.sampled_from([(0, 1), (1, 1), (1, 0), None]),
 )
 def test_the_layout_fits_the_budget(layers, rest, budget, host, longest, seqs, ratio) -> None:
     model = Footprint(tuple(layers), rest)
@@ -56,6 +56,9 @@ def test_the_layout_fits_the_budget(layers, rest, budget, host, longest, seqs, r
             ask(needed - PAGE)
         return
     assert 1 <= found.num_seqs <= seqs and found.spec.host_blocks * found.spec.block_bytes <= host * 1024
+    if ratio in ((1, 0), None):  # any request can be made again, and if the engine chooses, be kept as KV
+        assert found.spec.scratch_blocks == -(-longest // 4) // 2 * 2
+        assert ratio is not None or found.spec.host_blocks >= found.spec.scratch_blocks
     geometry, pages = KVGeometry(found.spec, PAGE), sorted(model.layer_pages(PAGE))
     taken = -(-rest // PAGE) + geometry.pages_for_blocks(found.spec.min_blocks) + geometry.buffer_pages
     if found.resident_layers is None:

@@ -92,8 +92,10 @@ def ends(weights: Sequence[int], steps: Sequence[Sequence[Step]], ring: int, buf
             if stage == "recompute":
                 begin("processor", step.recompute, at)
             else:
-                user = at - buffers  # of the same buffer for what leaves
-                if not step.store or user < 0 or not flat[user % len(flat)].store or has_ended("store", user):
+                user = at - buffers  # of the same buffer for what leaves, the last that left anything in it
+                while user >= 0 and not flat[user % len(flat)].store:
+                    user -= buffers
+                if not step.store or user < 0 or has_ended("store", user):
                     begin("processor", step.forward, at)
         now, _, engine, number = heapq.heappop(events)
         free[engine] = True

@@ -140,7 +140,7 @@ def _group(chunks: Sequence[Chunk], row: int, width: int, block_tokens: int, dty
 def _prefill(chunk: Chunk, row: int, block_tokens: int, dtype: torch.dtype) -> _Prefill:
     tiles, again = [], []
     start = chunk.start
-    prompt = min(chunk.end, len(chunk.sequence.request.prompt))
+    prompt = min(chunk.end, chunk.sequence.prompt_tokens)
     while start < prompt:
         end = min(start + TILE - start % TILE, prompt)
         later = torch.arange(end) > torch.arange(start, end)[:, None]

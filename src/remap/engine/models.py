@@ -33,6 +33,7 @@ __all__ = [
     "decoder_of",
     "kv_from_activations",
     "min_rows",
+    "require_block_activations",
     "require_smaller_activations",
     "static_rotary",
 ]
@@ -308,6 +309,23 @@ def require_smaller_activations(decoder: Decoder) -> None:
             "keys cannot be made again from activations: this model's rotary angles depend on the whole batch; keep the KV",
             activation_bytes=activation,
             kv_bytes=kv,
+        )
+
+
+def require_block_activations(decoder: Decoder) -> None:
+    """Raises InvalidArgument (the numbers) if two blocks' activations cannot lie in one block, as its keys and its values.
+
+    That is so as `require_smaller_activations` says, and (fields activation_width, kv_width: elements of one token) where
+    activations are not as wide as keys.
+    """
+    require_smaller_activations(decoder)
+    width = decoder.kv_heads * decoder.head_dim
+    if decoder.activation_width != width:
+        raise InvalidArgument(
+            f"activations of {decoder.activation_width} elements do not fill a block's keys of {width} elements a token; "
+            "keep the KV",
+            activation_width=decoder.activation_width,
+            kv_width=width,
         )
 
 

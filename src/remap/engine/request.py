@@ -121,6 +121,10 @@ class Sequence:
         return self.request.id
 
     @property
+    def sampling(self) -> SamplingParams:
+        return self.request.sampling
+
+    @property
     def held_blocks(self) -> int:
         """Blocks of the pool that it holds: those that stream are none, those that are being copied back are."""
         return len(self.blocks) - self.streamed + (len(self.homing[1]) if self.homing is not None else 0)

@@ -1,21 +1,17 @@
-"""One pass over the model: chunks of many sequences as one flat batch of tokens, and the choice of the next tokens.
+"""One pass over the whole model on the CPU (layer_run.py says how), and the choice of the next tokens.
 
-This is where an engine adopts remap in the pass: `tenant.forward()` around it, `tenant.wait(i)` before layer i reads
-its weights, `tenant.done(i)` after. If anything raises, leaving `tenant.forward()` abandons the pass; no sequence has
-advanced, and the same pass can be run again.
+If anything raises, the pass is abandoned; no sequence has advanced, and the same pass can be run again.
 """
 
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 
-from remap.engine.attention import AttentionBatch, PagedAttention, decode_first
-from remap.engine.models import decoder_of, min_rows
+from remap.engine.layer_run import LayerRun
+from remap.engine.models import decoder_of
 from remap.engine.streaming import streamed
 from remap.errors import InvalidArgument
 
@@ -45,7 +41,7 @@ def check_fits(decoder: Decoder, model: nn.Module, tenant: Any) -> None:
         )
 
 
-class ModelRunner:
+class ModelRunner(LayerRun):
     """Runs a transformers causal LM (Llama, Qwen2, Qwen3, OPT, GPT-2) over the tenant's paged KV, without gradients.
 
     tenant: `forward(phase, tokens)`, `wait(layer)`, `done(layer)`, and `kv.tensors`, one a layer.
@@ -54,14 +50,10 @@ class ModelRunner:
     """
 
     def __init__(self, model: nn.Module, tenant: Any) -> None:
-        self.decoder = decoder_of(model)
-        self.tenant = tenant
-        self.layers = len(self.decoder.layers)
-        self.head_streams = getattr(tenant, "layers", self.layers) > self.layers  # attach(extra_layers=["lm_head"])
-        self.dtype = next(model.parameters()).dtype
-        self.max_tokens = self.decoder.max_tokens
-        check_fits(self.decoder, model, tenant)
-        self.attention = PagedAttention(tenant.kv.tensors)
+        decoder = decoder_of(model)
+        check_fits(decoder, model, tenant)
+        super().__init__(decoder, tenant, tenant.kv.tensors, next(model.parameters()).dtype)
+        self.max_tokens = decoder.max_tokens
 
     def prepare(self, batch_sizes: Sequence[int] | None = None) -> None:
         """As `GpuRunner.prepare`; nothing is recorded on the CPU."""
@@ -71,45 +63,12 @@ class ModelRunner:
         samplers, logits = self.forward(chunks)
         return samplers, sample(samplers, logits)
 
-    @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], torch.Tensor]:
         """One pass. Writes the chunks' KV; returns the chunks that yield a token and their logits, (chunks,
         vocabulary).
         """
-        ordered = decode_first(chunks)
-        batch = AttentionBatch(ordered, self.attention.block_tokens, self.dtype)
-        ids = torch.tensor([token for chunk in ordered for token in chunk.sequence.tokens[chunk.start : chunk.end]])
-        samplers, rows, row = [], [], -1
-        for chunk in ordered:
-            row += chunk.count
-            if chunk.samples:
-                samplers.append(chunk)
-                rows.append(row)
-        decodes = {chunk.decodes for chunk in ordered}
-        phase = "mixed" if len(decodes) > 1 else "decode" if True in decodes else "prefill"
-        rows_wanted = min_rows(self.dtype)
-        padding = max(0, rows_wanted - batch.tokens)
-        positions = batch.positions
-        if padding:
-            ids, positions = F.pad(ids, (0, padding)), F.pad(positions, (0, padding))
-        with self.tenant.forward(phase=phase, tokens=batch.tokens, streamed=streamed(ordered)):
-            hidden, rotary = self.decoder.embed(ids, positions)
-            for layer in range(self.layers):
-                self.tenant.wait(layer)
-                hidden = self.decoder.layer(layer, hidden, rotary, partial(self.attention, layer, batch))
-                self.tenant.done(layer)
-            if samplers:
-                rows += [rows[-1]] * (rows_wanted - len(rows))
-            if self.head_streams:
-                self.tenant.wait(self.layers)
-                logits = self.decoder.head(hidden[rows]) if samplers else None
-                self.tenant.done(self.layers)
-        if not samplers:
-            return [], hidden.new_empty(0, 0)
-        if not self.head_streams:
-            logits = self.decoder.head(hidden[rows])
-        assert logits is not None
-        return samplers, logits[: len(samplers)]
+        batch = self.batch(chunks)
+        return batch.samplers, self.compute(batch, streamed=streamed(batch.chunks))
 
 
 def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:
@@ -121,7 +80,7 @@ def sample(chunks: Sequence[Chunk], logits: torch.Tensor) -> list[int]:
     wide = logits.float()
     tokens: list[int] = wide.argmax(-1).tolist()
     for index, chunk in enumerate(chunks):
-        sampling = chunk.sequence.request.sampling
+        sampling = chunk.sequence.sampling
         if sampling.temperature > 0:
             tokens[index] = _draw(wide[index], sampling, chunk.end)
     return tokens

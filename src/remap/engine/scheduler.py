@@ -110,6 +110,11 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 
+    def adopt(self, sequence: Sequence) -> None:
+        """A sequence runs on whose blocks hold the KV of its `computed` tokens: it came from another scheduler."""
+        sequence.state = State.RUNNING
+        insort(self.running, sequence, key=_order)
+
     @property
     def used_blocks(self) -> int:
         return sum(sequence.held_blocks for sequence in (*self.running, *self.arriving))

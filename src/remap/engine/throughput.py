@@ -12,6 +12,7 @@ Nobody is preempted: a request is admitted when host memory has room for all of 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +23,20 @@ from remap.engine.request import Request, Sequence, State
 from remap.engine.scheduler import TILE, Schedule, Scheduler
 from remap.errors import Error, InvalidArgument
 from remap.policy.activations import activations_of, next_is_activations
+from remap.policy.offline import at_once, choose
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch import nn
 
     from remap.engine.block_pool import BlockPool
+    from remap.engine.throughput_runner import ThroughputRunner
+    from remap.engine.throughput_times import Times
     from remap.policy.activations import Ratio
+    from remap.policy.offline import Option
 
-__all__ = ["ThroughputEngine", "ThroughputScheduler"]
+__all__ = ["Chosen", "ThroughputEngine", "ThroughputScheduler"]
 
 
 class ThroughputScheduler(Scheduler):
@@ -70,6 +75,10 @@ class ThroughputScheduler(Scheduler):
         prompt. With END more for each other sequence whoever runs can always go on."""
         blocks = self.blocks_for(self.chunk_align)
         return END + blocks + blocks // PAIR + 2
+
+    def most_at_once(self, pool: BlockPool) -> int:
+        """Requests that run at once at most, whatever host memory has."""
+        return min(self.max_num_seqs, (pool.usable_blocks - self.least_blocks) // END + 1)
 
     @property
     def used_blocks(self) -> int:
@@ -115,8 +124,7 @@ class ThroughputScheduler(Scheduler):
 
     def _admit(self, pool: BlockPool) -> None:
         promised = sum(kept.promised for kept in self.held.values())
-        most = (pool.usable_blocks - self.least_blocks) // END + 1
-        while self.waiting and len(self.running) < min(self.max_num_seqs, most):
+        while self.waiting and len(self.running) < self.most_at_once(pool):
             sequence = self.waiting[0]
             need = self.host_need(sequence.request.max_kv_tokens)
             if need + promised > self.host_blocks:
@@ -202,34 +210,55 @@ class ThroughputScheduler(Scheduler):
         self.waiting.appendleft(sequence)
 
 
+@dataclass(frozen=True)
+class Chosen:
+    """Which ratio of (activations, KV) an engine keeps, and why. times, options: what was measured and what follows from it
+    (`remap.policy.offline.choose`), if the engine chose among ratios."""
+
+    ratio: Ratio
+    why: str
+    times: Times | None = None
+    options: Mapping[str, Option] = field(default_factory=dict)
+
+
 class ThroughputEngine(Engine):
     """Offline batches: see the module.
 
     model: a transformers causal LM whose layers the tenant owns. tenant: with `KVSpec.streamed_blocks`, at most as many of which
-    hold KV at a time, and, for activations, `KVSpec.scratch_blocks`: at least twice as many as one request needs.
-    ratio: (activations, KV), what of each request is kept how (`remap.policy.hybrid` says which is best); (0, 1): KV alone.
+    hold KV at a time, and, for activations, `KVSpec.scratch_blocks`: at least as many as the longest request has.
+    ratio: (activations, KV), what of each request is kept how; (0, 1): KV alone. None: the first step chooses, before any
+    request begins: it measures what a pass costs here (`throughput_times`, about as long as one pass) and takes the ratio with
+    the most tokens a second for the requests that wait then (`remap.policy.offline.choose`). Where that cannot be measured,
+    and where activations are not smaller than KV, it is KV alone.
     max_num_seqs, max_batch_tokens, chunk_align: see `Scheduler`.
 
-    Raises InvalidArgument if activations are to be kept and are not smaller than KV (the numbers), for an impossible ratio, if
+    chosen: the ratio and why it is this one; None until the first step has chosen.
+
+    Raises InvalidArgument if activations are asked for and are not smaller than KV (the numbers), for an impossible ratio, if
     the spec has no streamed blocks or a pool too small for one request, and for a tenant on a GPU, where this has not run yet.
     """
+
+    runner: ThroughputRunner
+    scheduler: ThroughputScheduler
 
     def __init__(
         self,
         model: nn.Module,
         tenant: Any,
         *,
-        ratio: Ratio = (0, 1),
+        ratio: Ratio | None = None,
         max_num_seqs: int = 256,
         max_batch_tokens: int = 2048,
         chunk_align: int = TILE,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        from remap.engine.models import require_block_activations
         from remap.engine.throughput_runner import ThroughputRunner
 
         spec = tenant.kv.spec
-        activations_of(0, ratio)  # refuses an impossible one
-        activations = ratio[0] > 0
+        if ratio is not None:
+            activations_of(0, ratio)  # refuses an impossible one
+        activations = ratio is not None and ratio[0] > 0
         if not spec.streamed_blocks or (activations and not spec.scratch_blocks):
             raise InvalidArgument(
                 f"offline batches keep KV in host memory, and make it anew from activations in scratch blocks: expected a KVSpec "
@@ -239,7 +268,7 @@ class ThroughputEngine(Engine):
                 scratch_blocks=spec.scratch_blocks,
             )
         scheduler = ThroughputScheduler(
-            ratio=ratio,
+            ratio=(0, 1) if ratio is None else ratio,
             host_blocks=spec.streamed_blocks,
             block_tokens=spec.block_tokens,
             max_num_seqs=max_num_seqs,
@@ -253,16 +282,44 @@ class ThroughputEngine(Engine):
                 usable=tenant.kv.usable_blocks,
                 least=scheduler.least_blocks,
             )
-        runner = ThroughputRunner(model, tenant, scheduler.held, activations=activations)
+        runner = ThroughputRunner(model, tenant, scheduler.held)
+        self.chosen: Chosen | None = None if ratio is None else Chosen(ratio, "as asked for")
+        if activations:
+            require_block_activations(runner.decoder)
+        elif ratio is None and (why := _kv_alone(runner)) is not None:
+            self.chosen = Chosen((0, 1), why)
         super().__init__(tenant, scheduler, runner, clock=clock)
-        self._plan, self._decoder = scheduler, runner.decoder
         self._numbers = count()
+
+    def launch(self) -> Schedule:
+        """As `Engine.launch`. The first one with requests chooses the ratio."""
+        if self.chosen is None and self.scheduler.waiting:
+            self.chosen = self._choose()
+            self.scheduler.ratio = self.chosen.ratio
+        return super().launch()
+
+    def _choose(self) -> Chosen:
+        from remap.engine.throughput_times import costs_of, measure, room_of
+
+        scheduler, spec, tenant = self.scheduler, self.tenant.kv.spec, self.tenant
+        layers, pair_tokens = self.runner.layers, PAIR * spec.block_tokens
+        room = room_of(layers, tenant.kv.geometry.unit_bytes, spec.streamed_blocks, spec.scratch_blocks)
+        requests = [sequence.request for sequence in scheduler.waiting]
+        lengths = [(len(each.prompt), each.sampling.max_tokens - 1) for each in requests]
+        most = scheduler.most_at_once(tenant.kv)
+        together = lengths[: max(1, at_once(lengths[:most], pair_tokens, (1, 0), room))]
+        mean = sum(prompt + answer for prompt, answer in together) // len(together)
+        times = measure(self.runner, len(together), min(mean, self.runner.decoder.max_tokens - 1), self._clock)
+        costs = costs_of(times, layers, spec.block_tokens, max(1, tenant.buffers))
+        options = choose(lengths, pair_tokens, costs, room, most)
+        said = [f"{name} {option}" for name, option in options.items() if name != "best"]
+        return Chosen(options["best"].ratio, f"by measured times: {options['best']}; {', '.join(said)}", times, options)
 
     def add_request(self, request: Request, *, arrived_s: float | None = None) -> None:
         """Queue a request. Raises InvalidArgument (nothing was queued) if its id is in use, or it could never run: longer than
         the model, or with more KV than the host blocks or, of activations, the scratch blocks hold."""
-        self._require_servable(request, self._decoder.vocabulary, self._decoder.max_tokens)
-        plan, spec, tokens = self._plan, self.tenant.kv.spec, request.max_kv_tokens
+        self._require_servable(request, self.runner.decoder.vocabulary, self.runner.decoder.max_tokens)
+        plan, spec, tokens = self.scheduler, self.tenant.kv.spec, request.max_kv_tokens
         for what, needed, limit in (
             ("host blocks", plan.host_need(tokens), spec.streamed_blocks),
             ("scratch blocks", plan.activation_blocks(tokens), spec.scratch_blocks),
@@ -275,3 +332,17 @@ class ThroughputEngine(Engine):
                     limit=limit,
                 )
         self._queue(Sequence.of(request, next(self._numbers), self._clock() if arrived_s is None else arrived_s))
+
+
+def _kv_alone(runner: ThroughputRunner) -> str | None:
+    """Why nothing but KV can be kept, or nobody could say what is best; None if there is a choice."""
+    from remap.engine.models import require_block_activations
+
+    tenant = runner.tenant
+    try:
+        require_block_activations(runner.decoder)
+    except InvalidArgument as error:
+        return str(error)
+    if len(tenant.kv.scratch) < PAIR:
+        return "the KVSpec has no scratch_blocks, in which keys and values could be made again"
+    return None if tenant.copy_seconds() and tenant.streamed_seconds(1) else "the link was not measured"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from remap.engine.pairs import END
+from remap.engine.pairs import END, PAIR
 from remap.engine.throughput import ThroughputScheduler
 from remap.errors import InvalidArgument
 from remap.kv.spec import KVGeometry, KVSpec
@@ -41,10 +41,11 @@ def lay_out(
     num_seqs: int,
     batch_tokens: int,
     chunk_align: int,
-    ratio: Ratio,
+    ratio: Ratio | None,
 ) -> Layout:
     """The layout with the most requests at once (`num_seqs` at most), of those the one with the most host blocks (`host_bytes` at
     most), and then as many layers as fit. longest_tokens: of one request. batch_tokens, chunk_align: see `Scheduler`.
+    ratio: None: room for whichever the engine chooses, so host blocks for KV alone and scratch blocks for activations alone.
 
     Raises InvalidArgument (fields field, value, needed) if host memory, or the budget, has no room for one request.
     """
@@ -52,7 +53,7 @@ def lay_out(
     rest = -(-model.rest_bytes // page_bytes)
     bare = spec(min_blocks=0, max_blocks=1, layout="layer_major")
     plan = ThroughputScheduler(
-        ratio=ratio,
+        ratio=(0, 1) if ratio is None else ratio,
         host_blocks=0,
         block_tokens=bare.block_tokens,
         max_num_seqs=num_seqs,
@@ -60,6 +61,8 @@ def lay_out(
         chunk_align=chunk_align,
     )
     least, scratch = max(1, plan.host_need(longest_tokens)), plan.activation_blocks(longest_tokens)
+    if ratio is None:
+        scratch = plan.blocks_for(longest_tokens) // PAIR * PAIR
     host = host_bytes // bare.block_bytes
     if host < least:
         raise InvalidArgument(

@@ -14,18 +14,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy import minibatches
-from remap.policy.activations import BlockBytes, Line, Ratio, activations_of, ratios
+from remap.policy.activations import BlockBytes, Line, Ratio, activations_of_each, ratios
 from remap.policy.layerwise import Part, pass_seconds
 from remap.policy.maxplus import copied_uses
 from remap.policy.minibatches import Limits, Mix, Packing, total
 
-__all__ = ["Costs", "Plan", "Room", "algorithm_1", "as_in_the_paper", "best", "best_ratio", "fixed"]
+__all__ = ["Costs", "Plan", "Room", "algorithm_1", "as_in_the_paper", "best", "best_ratio", "better_ratio", "fixed"]
 
 _BUFFERS = 2
 """Of each kind of blocks: one is computed on while the next one comes."""
+_ROUNDING = 1e-9
+"""Seconds that differ by less than this share may be the same sum in another order."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,10 @@ class Costs:
         inner = [self.part(mix) for mix in mixes]
         return [*([inner] * (self.layers - 1)), [self.part(mix, last=True) for mix in mixes]]
 
+    def packings(self, mixes: Sequence[Mix], limits: Limits) -> list[Packing]:
+        """Ways to form mini-batches, of which the one with the shortest pass is taken. Errors as `minibatches.candidates`."""
+        return minibatches.candidates(mixes, limits, self.recompute, self.load_kv, self.load_activations)
+
     def seconds(self, mixes: Sequence[Mix], streamed: float = 1.0) -> float:
         """The certified seconds of a pass over these mini-batches; streamed: the share of each layer's weights that is not
         kept on the device."""
@@ -106,7 +113,7 @@ class Room:
         A byte that the device holds saves a byte on the link in each pass, whatever it is of: activations come first, as
         in HybridServe, section 4.2.1, then weights, then KV.
         """
-        counts = [activations_of(each, ratio) for each in blocks]
+        counts = activations_of_each(blocks, ratio)
         held = _spread(self.held, counts)
         left = self.device_bytes - self.layers * (sum(held) * self.block.activations + self.weight_bytes)
         keys = [each - count for each, count in zip(blocks, counts, strict=True)]
@@ -115,6 +122,23 @@ class Room:
             Mix(kv - here_kv, count - here, here, here_kv)
             for kv, count, here, here_kv in zip(keys, counts, held, held_kv, strict=True)
         ]
+
+    def least(self, blocks: Sequence[int], fewest: Ratio, most: Ratio) -> tuple[Mix, float]:
+        """What is loaded of all requests together at least at any ratio from `fewest` activations to `most`, and the least
+        share of each layer's weights that is streamed. Exact if both are one ratio.
+
+        A request has the fewest activations at one end and the fewest K and V at the other. The share of a kind that the
+        device holds falls as the kind grows, so what is left to be loaded of it is least where there is the least of it.
+        """
+        few, many = activations_of_each(blocks, fewest), activations_of_each(blocks, most)
+        every = max(1, sum(many))
+        held = sum(count * min(self.held, every) // every for count in few)  # at least
+        left = self.device_bytes - self.layers * held * self.block.activations
+        keys = [each - count for each, count in zip(blocks, many, strict=True)]
+        held_kv = sum(_spread(max(0, left - self.layers * self.weight_bytes) // (self.layers * self.block.kv), keys))
+        loaded = sum(few) - sum(_spread(self.held, few))
+        found = Mix(sum(keys) - held_kv, loaded, sum(few) - loaded, sum(many) - sum(few) + held_kv, len(blocks))
+        return found, max(0.0, 1.0 - left / (self.layers * self.weight_bytes))
 
     def host_bytes_of(self, mix: Mix) -> int:
         """Bytes in host memory."""
@@ -143,15 +167,13 @@ class Plan:
 
 
 def fixed(blocks: Sequence[int], ratio: Ratio, costs: Costs, room: Room) -> Plan:
-    """The plan of one ratio: of `minibatches.candidates` the packing with the shortest pass.
+    """The plan of one ratio: of `Costs.packings` the one with the shortest pass.
 
     blocks: of each request, at least one request. Raises OutOfMemory (fields requested, free; bytes) if host memory cannot
     hold them, InvalidArgument as `minibatches.candidates` if a request fits into no mini-batch.
     """
     mixes = _divided(blocks, ratio, room)
-    all_of = total(mixes)
-    found = minibatches.candidates(mixes, room.limits, costs.recompute, costs.load_kv, costs.load_activations)
-    return _timed(ratio, mixes, found, costs, room.streamed(all_of))
+    return _timed(ratio, mixes, costs.packings(mixes, room.limits), costs, room.streamed(total(mixes)))
 
 
 def best(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
@@ -165,32 +187,80 @@ def best(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:
 
 
 def best_ratio(passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: Room) -> Ratio:
-    """The ratio with which all passes together take the least certified seconds. passes: how many there are in which the
-    requests have these blocks. Exact: a ratio is left out only if a lower bound of its seconds is above the best.
+    """The ratio with which all passes together take the least certified seconds; of equal ones the one with the fewest
+    activations. passes: how many there are in which the requests have these blocks; 0: the blocks only have to fit. Exact.
 
     Errors as for `fixed`, if no ratio fits all passes.
     """
-    ordered = []
-    for place, ratio in enumerate(ratios(each for _, blocks in passes for each in blocks)):
-        bound = 0.0
-        for count, blocks in passes:
-            mixes = room.divided(blocks, ratio)
-            all_of = total(mixes)
-            if room.host_bytes_of(all_of) > room.host_bytes or not all(map(room.limits.holds, mixes)):
-                break
-            bound += count * costs.least_seconds(all_of, room.streamed(all_of))
-        else:
-            ordered.append((bound, place, ratio))
-    if not ordered:
+    found = better_ratio(passes, costs, room, ratios(each for _, blocks in passes for each in blocks))
+    if found is None:
         for _, blocks in passes:
             fixed(blocks, (1, 0), costs, room)  # activations alone are the smallest: raises, with the numbers
-    found = (math.inf, 0, (1, 0))
-    for bound, place, ratio in sorted(ordered):
-        if bound > found[0]:
+    return found or (1, 0)
+
+
+def better_ratio(
+    passes: Sequence[tuple[int, Sequence[int]]],
+    costs: Costs,
+    room: Room,
+    among: Sequence[Ratio],
+    below_s: float = math.inf,
+) -> Ratio | None:
+    """`best_ratio` of these ratios, ascending by their share of activations; None if with none of them the passes fit and
+    take less than `below_s` together.
+
+    Exact. A range of the ratios is left out if a lower bound of their seconds is above the best that was found: no ratio of
+    the range loads less K and V than its last one, nor makes less again than its first one (`Room.least`). The range with
+    the lowest bound is halved first.
+    """
+    looked = _Looked(passes, costs, room)
+    found: tuple[float, int, Ratio | None] = (below_s, -1, None)
+    left = [(looked.least_seconds(among[0], among[-1]), 0, len(among) - 1)] if among else []
+    while left:
+        bound, low, high = heappop(left)
+        if bound == math.inf or bound > found[0] * (1.0 + _ROUNDING):
             break
-        seconds = math.fsum(count * fixed(blocks, ratio, costs, room).seconds for count, blocks in passes)
-        found = min(found, (seconds, place, ratio))
+        if low == high:
+            found = min(found, (looked.seconds(among[low], found[0]), low, among[low]))
+            continue
+        middle = (low + high) // 2
+        for first, last in ((low, middle), (middle + 1, high)):
+            heappush(left, (looked.least_seconds(among[first], among[last]), first, last))
     return found[2]
+
+
+class _Looked:
+    """Seconds of all passes at a ratio, and bounds of them. Ratios that divide a pass's blocks equally share its seconds."""
+
+    def __init__(self, passes: Sequence[tuple[int, Sequence[int]]], costs: Costs, room: Room) -> None:
+        self._passes, self._costs, self._room = passes, costs, room
+        self._known: list[dict[tuple[int, ...], float]] = [{} for _ in passes]
+
+    def least_seconds(self, fewest: Ratio, most: Ratio) -> float:
+        """At least so many seconds at any ratio from `fewest` activations to `most`; inf: host memory holds none of them."""
+        bound = 0.0
+        for count, blocks in self._passes:
+            mix, streamed = self._room.least(blocks, fewest, most)
+            if self._room.host_bytes_of(mix) > self._room.host_bytes:
+                return math.inf
+            bound += count * self._costs.least_seconds(mix, streamed)
+        return bound
+
+    def seconds(self, ratio: Ratio, enough: float) -> float:
+        """Certified. inf if they are more than `enough`, or the ratio does not fit."""
+        rest, seconds, room = self.least_seconds(ratio, ratio), 0.0, self._room
+        for (count, blocks), known in zip(self._passes, self._known, strict=True):
+            key = tuple(activations_of_each(blocks, ratio))
+            if key not in known:
+                if not all(map(room.limits.holds, room.divided(blocks, ratio))):
+                    return math.inf
+                known[key] = fixed(blocks, ratio, self._costs, room).seconds if count else 0.0
+            mix, streamed = room.least(blocks, ratio, ratio)
+            rest += count * (known[key] - self._costs.least_seconds(mix, streamed))
+            seconds += count * known[key]
+            if rest > enough * (1.0 + _ROUNDING):
+                return math.inf
+        return seconds
 
 
 def as_in_the_paper(blocks: Sequence[int], costs: Costs, room: Room) -> Plan:

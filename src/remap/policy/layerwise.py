@@ -5,8 +5,9 @@ passes. A layer's weights are copied in once a pass, through a ring of buffers w
 KV are copied in through buffers of their own, and what it adds leaves on the other direction of the link:
 
     R_t = max(C_{t-1}, W_t, A_t) + recompute_t         K and V are made again from the activations
-    C_t = max(R_t, K_t, S_{t-buffers}) + forward_t     W, A, K: when weights, activations and KV have come
-    S_t = max(S_{t-1}, C_t) + store_t
+    C_t = max(R_t, K_t, S_u) + forward_t               W, A, K: when weights, activations and KV have come
+                                                       u: the last of t - buffers, t - 2 buffers, ... that stores anything
+    S_t = max(S_{t'}, C_t) + store_t                   t': the last step before t that stores anything
     each copy in begins when the one before it in the fixed order has ended, and the step that used its buffer too
 
 The order: by the step that frees the buffer, then by the step that needs the copy; of one step the weights first, then the
@@ -129,7 +130,8 @@ def _passes(
             begin = max(read[place], second.pop(step, 0.0))
             if part.store_s:
                 begin = max(begin, stored[(step - buffers) % depth])
-            end = stored[place] = done[place] = begin + part.forward_s
+            end = done[place] = begin + part.forward_s
+            stored[place] = stored[(step - buffers) % depth]  # who stores nothing leaves the buffer as it is
             if part.store_s:
                 out = stored[place] = max(out, end) + part.store_s
         for copy in after[step % total]:

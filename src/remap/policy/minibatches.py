@@ -14,7 +14,18 @@ from dataclasses import dataclass
 from remap.errors import InvalidArgument
 from remap.policy.activations import Line
 
-__all__ = ["Limits", "Mix", "Packing", "as_in_the_paper", "candidates", "first_fit", "imbalance", "least", "total"]
+__all__ = [
+    "Limits",
+    "Mix",
+    "Packing",
+    "as_in_the_paper",
+    "candidates",
+    "fewest",
+    "first_fit",
+    "imbalance",
+    "least",
+    "total",
+]
 
 
 @dataclass(frozen=True)
@@ -121,19 +132,30 @@ def first_fit(
     the difference larger. Errors as for `candidates`.
     """
     _check(mixes, limits)
-    packed, sums = list[list[int]](), list[Mix]()
+    packed, sums, free = list[list[int]](), list[Mix](), list[int]()
     for at in order:
-        for number, mix in enumerate(sums):
-            joined = total((mix, mixes[at]))
+        taken = limits.taken(mixes[at])
+        for number, left in enumerate(free):
+            if taken > left:
+                continue
+            joined = total((sums[number], mixes[at]))
             difference = abs(apart(joined))
-            if limits.holds(joined) and (difference <= most_s or difference <= abs(apart(mix))):
+            if difference <= most_s or difference <= abs(apart(sums[number])):
                 packed[number].append(at)
                 sums[number] = joined
+                free[number] -= taken
                 break
         else:
             packed.append([at])
             sums.append(mixes[at])
+            free.append(limits.most - taken)
     return tuple(tuple(sorted(each)) for each in packed)
+
+
+def fewest(mixes: Sequence[Mix], limits: Limits) -> Packing:
+    """First-fit decreasing: at most 2 f + 1 mini-batches where all requests fill the buffers f times, as two mini-batches
+    never fit into one. Errors as for `candidates`."""
+    return first_fit(mixes, limits, sorted(range(len(mixes)), key=lambda at: (-limits.taken(mixes[at]), at)))
 
 
 def even(mixes: Sequence[Mix], limits: Limits, count: int, seconds: Callable[[Mix], float]) -> Packing | None:
@@ -155,9 +177,8 @@ def candidates(
 ) -> list[Packing]:
     """Ways to pack all requests, the paper's first; `least` chooses.
 
-    First-fit decreasing, which needs at most 2 f + 1 mini-batches where all requests fill the buffers f times (two
-    mini-batches never fit into one). The same with a bound on the difference of the pipelines: 1.25 times the mean
-    difference of its mini-batches. And even ones, as many as are needed at least.
+    `fewest`. The same with a bound on the difference of the pipelines: 1.25 times the mean difference of its mini-batches.
+    And even ones, as many as are needed at least.
 
     Raises InvalidArgument (fields request, taken, most; bytes) if a request fits into no mini-batch.
     """
@@ -169,12 +190,12 @@ def candidates(
         return load_kv.each_s * mix.kv + load_activations.each_s * mix.activations
 
     decreasing = sorted(range(len(mixes)), key=lambda at: (-limits.taken(mixes[at]), at))
-    tried = [as_in_the_paper(mixes, limits, recompute, load_kv), first_fit(mixes, limits, decreasing)]
-    fewest = min(len(packing) for packing in tried)
-    if fewest > 1:
-        mean = abs(sum(make(mix) - load(mix) for mix in mixes)) / fewest
+    tried = [as_in_the_paper(mixes, limits, recompute, load_kv), fewest(mixes, limits)]
+    count = min(len(packing) for packing in tried)
+    if count > 1:
+        mean = abs(sum(make(mix) - load(mix) for mix in mixes)) / count
         tried.append(first_fit(mixes, limits, decreasing, lambda mix: make(mix) - load(mix), 1.25 * mean))
-        found = even(mixes, limits, fewest, lambda mix: max(make(mix), load(mix)))
+        found = even(mixes, limits, count, lambda mix: max(make(mix), load(mix)))
         tried += [found] if found else []
     return list(dict.fromkeys(tried))
 
