@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import count
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from reference import lookahead_brute
 from remap.errors import InvalidArgument
+from remap.policy.cluster import lookahead as module
 from remap.policy.cluster.lookahead import (
     Chunk,
     ChunkCost,
@@ -158,6 +160,22 @@ def test_counting_tokens_makes_bubbles_that_costs_do_not() -> None:
     assert bubbles(even) < bubbles(counted)
 
 
+def test_it_ends_where_the_mean_of_two_bounds_is_the_upper_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A queue of the twin's, between whose last two bounds there is no number."""
+    looks, filled = count(), module._Queue.filled
+
+    def counted(self: module._Queue, bound: float, most: int) -> tuple[list[int], float]:
+        assert next(looks) < 1000
+        return filled(self, bound, most)
+
+    monkeypatch.setattr(module._Queue, "filled", counted)
+    cost = ChunkCost(7.876923076921734e-09, 0.0, 0.00012601900882021894, 0.0, 0.010239813169120371)
+    prefixes = {305: 1024, 113: 128}
+    tokens = (305, 22, 505, 113, 1197, 102, 832, 1659, 1027, 587, 363, 127, 34)
+    divided = balanced([Waiting(prefixes.get(each, 0), each) for each in tokens], cost, 9, 128)
+    assert len(divided) <= 9 and largest(divided, cost) == pytest.approx(0.1178, abs=1e-4)
+
+
 def test_a_queue_with_thousands_of_places() -> None:
     queue = [Waiting(17 * n % 4000, 100 + 37 * n % 6000) for n in range(300)]
     cost = ChunkCost(2e-9, 1e-9, 2e-5, 1e-5, 5e-3)
@@ -214,3 +232,20 @@ def test_too_few_passes_or_none_that_took_time_are_refused() -> None:
         with pytest.raises(InvalidArgument) as caught:
             fit(passes)
         assert (caught.value.passes, caught.value.needed) == (len(passes), 5)
+
+
+def test_bounds_that_are_neighbours_end():
+    """Found by a search that hung: the middle of two neighbouring numbers was rounded to the higher one, for ever."""
+    asked = 0
+
+    class Counted(ChunkCost):
+        def chunk(self, prefix, tokens):
+            nonlocal asked
+            asked += 1
+            assert asked < 100_000, "it goes on for ever"
+            return super().chunk(prefix, tokens)
+
+    cost = Counted(0.0, 0.0, 7.123576525162418e-06, 0.0, 0.009036830491131374)
+    tokens = [24, 1, 1, 1, 1, 1, 1, 1, 1, 26, 1]
+    found = balanced([Waiting(0, count) for count in tokens], cost, 4, 32)
+    assert max(sum(chunk.tokens for chunk in each) for each in found) == 26

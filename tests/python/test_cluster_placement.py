@@ -133,10 +133,12 @@ def test_a_groups_line_has_the_heads_first() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(clusters(), st.lists(st.integers(0, 20), max_size=20))
-def test_requests_go_to_the_least_loaded(placement: Placement, asked: list[int]) -> None:
+def test_requests_go_where_least_is_wanted(placement: Placement, asked: list[int]) -> None:
     sent, expected = [0] * len(placement.groups), []
     for tokens in asked:
-        shares = [load_share(placement.model, group, more) for group, more in zip(placement.groups, sent)]
+        rooms = [group.capacity(placement.model) for group in placement.groups]
+        wanted = [group.load.wanted + more for group, more in zip(placement.groups, sent)]
+        shares = [each / room if room > 0 else float("inf") for each, room in zip(wanted, rooms)]
         expected.append(shares.index(min(shares)))
         sent[expected[-1]] += tokens
     assert dispatch(placement, asked) == expected
@@ -147,8 +149,11 @@ def test_load_counts_running_requests_and_the_head_of_the_line() -> None:
     idle = Instance("idle", 48, Load())  # for 2
     placement = alone(FOUR, (busy, idle))
     assert [load_share(FOUR, group) for group in placement.groups] == [0.75, 0.0]
+    # Whoever waits behind the head counts for those who come.
+    assert dispatch(placement, [1, 1, 1]) == [1, 1, 1]
     # Equal shares go to the first; what was sent counts in full.
-    assert dispatch(placement, [1, 1, 1]) == [1, 1, 0]
+    short = Instance("busy", 64, Load(3, 2, (1,)))
+    assert dispatch(alone(FOUR, (short, idle)), [1, 1, 1]) == [1, 1, 0]
     assert overloaded(placement) == []
     assert overloaded(alone(FOUR, (Instance("x", 64, Load(3, 2, (3,))), idle))) == [0]
     # Without room at all a group is the last choice.

@@ -1,4 +1,4 @@
-"""The typer application: `remap demo`, `offline`, `plan`, `simulate`, `fit` and `doctor`."""
+"""The typer application: `remap demo`, `offline`, `cluster`, `top`, `plan`, `simulate`, `fit` and `doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from rich.console import Console
 
 from remap.sizes import parse_size
 
+from . import cluster
 from .demo_config import DemoConfig, default_config
 from .demo_tenants import MOST_TENANTS
 from .errors import EXIT_CODES, exit_on_error, writable
@@ -17,6 +18,7 @@ from .fit import fit_command
 from .offline import offline
 from .plan import plan
 from .simulate import simulate
+from .top import top
 
 __all__ = ["app"]
 
@@ -30,6 +32,8 @@ app.command("offline")(offline)
 app.command("plan")(plan)
 app.command("simulate")(simulate)
 app.command("fit")(fit_command)
+app.add_typer(cluster.app, name="cluster")
+app.command("top")(top)
 DEFAULTS = default_config()
 
 

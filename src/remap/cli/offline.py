@@ -49,8 +49,11 @@ def offline(
         ),
     ] = None,
     ratio: Annotated[
-        str, typer.Option(help="Of KV that streams, how much is kept as activations: ACTIVATIONS:KV, such as 1:1.")
-    ] = "0:1",
+        str,
+        typer.Option(
+            help="Of KV that streams, how much is kept as activations: ACTIVATIONS:KV, such as 1:1; or auto, by measured times."
+        ),
+    ] = "auto",
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once, at most.")] = 32,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
 ) -> None:
@@ -85,14 +88,25 @@ def offline(
                         bars.update(task, completed=now.answered, total=now.total, state=state)
 
                     done = generate_offline(engine, requests, answers, tokenizer=tokenizer, on_progress=show)
+                chosen = _chosen(engine)
         except KeyboardInterrupt:
             how = f"{seen[0].answered} of {seen[0].total} requests are answered" if seen else "nothing was served"
             text = f"interrupted: {how}; the same command goes on from there"
             Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
             raise typer.Exit(FAILED) from None
     text = f"{done.answered} of {done.total} requests are answered in {answers}, {done.errors} of them with an error"
-    console.print(text, markup=False, highlight=False)
+    for line in (text, chosen):
+        if line:
+            console.print(line, markup=False, highlight=False)
     raise typer.Exit(FAILED if done.errors else 0)
+
+
+def _chosen(engine: Engine) -> str:
+    """What a throughput engine kept as activations, and why; "" if nothing was served, or by another engine."""
+    from remap.engine import ThroughputEngine
+
+    chosen = engine.chosen if isinstance(engine, ThroughputEngine) else None
+    return "" if chosen is None else "activations to KV {}:{}, {}".format(*chosen.ratio, chosen.why)
 
 
 @contextmanager
@@ -107,14 +121,14 @@ def _serving(
 
     import remap
     from remap.engine import LLMEngine, ThroughputEngine
-    from remap.engine.models import decoder_of
+    from remap.engine.models import decoder_of, require_block_activations
     from remap.engine.scheduler import TILE
     from remap.engine.throughput_layout import lay_out
     from remap.model.footprint import footprint
 
     budget = None if memory is None else parse_size(memory, "memory")
     host = None if host_kv is None else parse_size(host_kv, "host_kv")
-    mixture = _ratio(ratio)
+    mixture = None if ratio == "auto" else _ratio(ratio)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(name, dtype="auto").eval()
     except (OSError, ValueError) as error:
@@ -136,9 +150,10 @@ def _serving(
         tokenizer = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError):
         tokenizer = None  # prompts have to be token ids
-    if host is not None or mixture[0] or budget < weights + probe.block_bytes:
+    if host is not None or (mixture or (0, 1))[0] or budget < weights + probe.block_bytes:
         page = size.page_size(ranges=2 * probe.layers)
-        layout = lay_out(
+        lay = partial(
+            lay_out,
             budget,
             page,
             size,
@@ -148,8 +163,15 @@ def _serving(
             num_seqs=max_num_seqs,
             batch_tokens=max_batch_tokens,
             chunk_align=TILE,
-            ratio=mixture,
         )
+        try:
+            if mixture is None:
+                require_block_activations(decoder)
+            layout = lay(ratio=mixture)
+        except InvalidArgument:
+            if mixture is not None:
+                raise
+            layout = lay(ratio=(0, 1))  # the engine says why
         # Nothing is served in time here: passes wait for copies as long as they take.
         config = remap.advanced.Knobs(slowdown=1e6)
         with remap.Session(capacity=budget, device="cpu", page_bytes=page, config=config) as session:
@@ -173,7 +195,7 @@ def _ratio(text: str) -> tuple[int, int]:
     if len(parts) == 2 and all(part.isdecimal() for part in parts) and any(map(int, parts)):
         return int(parts[0]), int(parts[1])
     raise InvalidArgument(
-        f"ratio must be two whole numbers, ACTIVATIONS:KV, such as 1:1, got {text!r}; nothing was served",
+        f"ratio must be auto, or two whole numbers, ACTIVATIONS:KV, such as 1:1, got {text!r}; nothing was served",
         field="ratio",
         value=text,
     )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from remap.engine import LLMEngine, Request, SharedEngines, SharedResult
     from remap.sim.workload import Item, Lengths
 
-__all__ = ["LARGE", "SMALL", "ModelSpec", "Preset", "Wiring", "World"]
+__all__ = ["LARGE", "SMALL", "ModelSpec", "Preset", "Wiring", "World", "build"]
 
 
 @dataclass(frozen=True)

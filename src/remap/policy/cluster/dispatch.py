@@ -1,8 +1,8 @@
 """How loaded each group is, where requests go, and how many tokens the cluster lacks. Pure.
 
-KunServe dispatches as Llumnix does (section 3): a group's load is the KV of its running requests and of the head of its
-line, as a share of its capacity. Decided here: within one call, requests that were just sent count in full. If only the head
-of the line counted, a burst would go to one group.
+Memory is overloaded as Llumnix and KunServe count it (section 2.2): a group's demand is the KV of its running requests and of
+the head of its line. Requests go where least is wanted, the whole line counted. KunServe dispatches by demand (section 3), which
+does not see lines that wait for computation, and makes them longer. That is decided here.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from .placement import Group, Model, Placement
 __all__ = ["dispatch", "load_share", "needed", "overloaded"]
 
 
-def load_share(model: Model, group: Group, sent: int = 0) -> float:
-    """The group's demand, and `sent` tokens more, as a share of its capacity; inf without capacity."""
-    capacity = group.capacity(model)
-    return (group.load.demand + sent) / capacity if capacity > 0 else float("inf")
+def load_share(model: Model, group: Group) -> float:
+    """The group's demand as a share of its capacity; inf without capacity."""
+    return _share(group.load.demand, group.capacity(model))
 
 
 def dispatch(placement: Placement, asked: Sequence[int]) -> list[int]:
-    """For each request, in order, the number of the group that it goes to: the least loaded, of equal ones the first.
+    """For each request, in order, the number of the group that it goes to: where the least share of capacity is wanted, of
+    equal ones the first.
 
     asked: tokens of KV that each asks for. The placement does not change.
     """
-    groups = placement.groups
-    sent = [0] * len(groups)
-    least = [(load_share(placement.model, group), number) for number, group in enumerate(groups)]
+    wanted = [group.load.wanted for group in placement.groups]
+    capacity = [group.capacity(placement.model) for group in placement.groups]
+    least = [(_share(*each), number) for number, each in enumerate(zip(wanted, capacity))]
     heapq.heapify(least)
     chosen = []
     for tokens in asked:
         number = least[0][1]
-        sent[number] += tokens
-        heapq.heapreplace(least, (load_share(placement.model, groups[number], sent[number]), number))
+        wanted[number] += tokens
+        heapq.heapreplace(least, (_share(wanted[number], capacity[number]), number))
         chosen.append(number)
     return chosen
 
@@ -48,3 +48,7 @@ def needed(placement: Placement) -> int:
     """Tokens of KV that the cluster lacks to run everything that waits: the `need` of a drop. At least 0."""
     wanted = sum(group.load.wanted for group in placement.groups)
     return max(0, wanted - sum(max(0, group.capacity(placement.model)) for group in placement.groups))
+
+
+def _share(tokens: int, capacity: int) -> float:
+    return tokens / capacity if capacity > 0 else float("inf")

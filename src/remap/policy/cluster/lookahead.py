@@ -146,8 +146,10 @@ def balanced(requests: Sequence[Waiting], cost: ChunkCost, count: int, grain: in
     stride = low / 256  # the optimum is near the lower bound where places are many
     while low < high:
         bound = min((low + high) / 2, low + stride) if stride else (low + high) / 2
+        # Below `high`, which the mean of two neighbours may be, and then never beyond or below the bound: costs that are equal
+        # but for rounding must not keep this going.
+        bound = min(bound, math.nextafter(high, low))
         ends, more = queue.filled(bound, count)
-        # Never beyond or below the bound: costs that are equal but for rounding must not keep this going.
         if ends and ends[-1] == queue.cuts:
             best, high = ends, min(bound, max(map(queue.seconds, [0, *ends], ends)))
         else:

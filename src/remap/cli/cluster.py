@@ -1,0 +1,153 @@
+"""`remap cluster serve`: instances of one model behind OpenAI's endpoints (`remap.cluster.server`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from remap.errors import InvalidArgument
+from remap.sizes import parse_size
+
+from .errors import FAILED, exit_on_error, needed
+
+if TYPE_CHECKING:
+    from remap.cluster.control import Policy
+    from remap.cluster.openai import Served
+    from remap.cluster.ray_cluster import RayInstances
+
+__all__ = ["app"]
+
+TIMEOUT_S = 30.0
+"""Without a report, or an answer to a command, for so long an instance is killed and started again."""
+SMOLLM2 = "SmolLM2"
+
+app = typer.Typer(help="Several instances of one model that answer bursts together.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Several instances of one model that answer bursts together."""
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Option(help="Folder, or hub name, of a transformers model: Llama, Qwen, OPT, GPT-2; or SmolLM2.")
+    ],
+    instances: Annotated[int, typer.Option(min=1, help="Instances of the model, each a process.")] = 2,
+    memory: Annotated[
+        str | None,
+        typer.Option(
+            help="Memory of each instance for weights and KV cache, such as 2GiB.",
+            show_default="weights, and KV of 8192 tokens",
+        ),
+    ] = None,
+    policy: Annotated[str, typer.Option(help="When instances merge: remap, kunserve, alone or pipeline.")] = "remap",
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 8000,
+    threads: Annotated[int, typer.Option(min=1, help="Threads that compute, of each instance.")] = 1,
+    address: Annotated[
+        str | None, typer.Option(help="Of a Ray cluster, such as auto.", show_default="one on this machine")
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once in an instance, at most.")] = 32,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
+) -> None:
+    """Serve a model with several instances. Interrupt it to end it."""
+    console = Console(soft_wrap=True)
+    with exit_on_error():
+        for package in ("ray", "msgspec", "fastapi", "uvicorn", "prometheus_client"):
+            needed(package, "cluster", "`remap cluster serve`")
+        for package in ("torch", "transformers"):
+            needed(package, "transformers", "`remap cluster serve`")
+        from remap.cluster.control import Policy
+        from remap.cluster.ray_cluster import RayInstances
+
+        chosen = Policy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
+        budget = None if memory is None else parse_size(memory, "memory")
+        folder, served = _model(model, budget)
+        # Before instances are started, which takes longer than to say that the port is taken.
+        with _listening(host, port) as listening:
+            arguments = {
+                "model": folder,
+                "memory": budget,
+                "threads": threads,
+                "max_num_seqs": max_num_seqs,
+                "max_batch_tokens": max_batch_tokens,
+                "host": "127.0.0.1" if address is None else None,
+            }
+            names = [f"i{number}" for number in range(instances)]
+            try:
+                started = RayInstances(
+                    "remap.cluster.served_model:make", names, arguments, {"CPU": threads}, address=address
+                )
+                try:
+                    asyncio.run(_serve(started, chosen, served, listening, console))
+                finally:
+                    started.close()
+            except KeyboardInterrupt:
+                text = "interrupted before the instances were ready; nothing was served"
+                Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
+                raise typer.Exit(FAILED) from None
+    console.print("ended", highlight=False)
+
+
+def _model(name: str, memory: int | None) -> tuple[str, Served]:
+    """The model's folder or hub name, and what the server says of it. Raises InvalidArgument if it cannot be served."""
+    from remap.cluster.openai import Served
+    from remap.cluster.served_model import ends_of, layout_of, shapes, tokenizer_of
+
+    folder = name
+    if name == SMOLLM2:
+        from . import smollm2
+
+        path = smollm2.cached_folder(smollm2.find_gguf(), "float32")
+        if not path.is_dir():
+            smollm2.load("float32")  # converts it
+        folder = str(path)
+    elif os.path.isdir(name):
+        folder = str(Path(name).resolve())  # instances have working folders of their own
+    layout, tokenizer = layout_of(shapes(folder), memory), tokenizer_of(folder)
+    shown = name.rstrip("/").rpartition("/")[2]
+    return folder, Served(shown, tokenizer, layout.positions, ends_of(folder, tokenizer))
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Raises InvalidArgument (fields host, port) if nobody may listen there."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, UnicodeError) as error:
+        raise InvalidArgument(
+            f"host and port: {host}:{port} cannot be listened at: {error}; nothing was started; choose another",
+            host=host,
+            port=port,
+        ) from error
+
+
+async def _serve(
+    instances: RayInstances, policy: Policy, served: Served, listening: socket.socket, console: Console
+) -> None:
+    from remap.cluster.control import Control
+    from remap.cluster.front import Front
+    from remap.cluster.served_model import NETWORK
+    from remap.cluster.server import serve as serve_http
+    from remap.engine.request import Request
+
+    described = await instances.connections[0].call("describe")
+    control = Control(described.model, NETWORK, policy, TIMEOUT_S)
+    front = Front[Request](control, instances.connections, lambda request: len(request.prompt))
+    try:
+        await front.start()
+        for name, error in front.rejected.items():
+            console.print(f"{name} does not serve: {error}", style="yellow", markup=False, highlight=False)
+        host, port = listening.getsockname()[:2]
+        url = f"http://{host}:{port}"
+        ready = f"{len(front.groups)} instances of {served.name} answer at {url}/v1; remap top --url {url}"
+        await serve_http(front, served, listening, lambda: console.print(ready, markup=False, highlight=False))
+    finally:
+        await front.close()

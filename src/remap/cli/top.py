@@ -1,0 +1,90 @@
+"""`remap top`: what the groups of a running cluster do, as its server's /cluster says."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Annotated, Any
+from urllib.error import URLError
+from urllib.request import urlopen
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from remap.errors import InvalidArgument
+
+from .errors import exit_on_error
+
+__all__ = ["top"]
+
+EVERY_S = 0.5
+ANSWER_S = 5.0
+
+
+def top(
+    url: Annotated[str, typer.Option(help="Of `remap cluster serve`.")] = "http://127.0.0.1:8000",
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and end.")] = False,
+) -> None:
+    """Show the groups of a cluster, their layers, requests and KV cache, until it is interrupted."""
+    console = Console()
+    with exit_on_error():
+        table = _table(_state(url))
+        if once:
+            console.print(table)
+            return
+        try:
+            with Live(table, console=console, auto_refresh=False) as live:
+                while True:
+                    time.sleep(EVERY_S)
+                    live.update(_table(_state(url)), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _state(url: str) -> dict[str, Any]:
+    """Raises InvalidArgument (fields field, value) if no cluster answers there."""
+    try:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError("the address must begin with http:// or https://")
+        with urlopen(f"{url.rstrip('/')}/cluster", timeout=ANSWER_S) as answer:
+            state = json.loads(answer.read())
+        if not isinstance(state, dict) or "groups" not in state:
+            raise ValueError("what answers is no cluster")
+    except (URLError, OSError, ValueError) as error:
+        raise InvalidArgument(
+            f"url: {url} shows no cluster: {error}; give the address that `remap cluster serve` said",
+            field="url",
+            value=url,
+        ) from error
+    return state
+
+
+def _table(state: dict[str, Any]) -> Table:
+    title = f"epoch {state['epoch']}, {state['unfinished']} requests unfinished, {state['restarts']} restarted"
+    table = Table(title=title, title_justify="left")
+    for name in ("group", "epoch", "phase", "stages: layers"):
+        table.add_column(name)
+    for name in ("running", "waiting", "KV tokens", "of", "used"):
+        table.add_column(name, justify="right")
+    for group in state["groups"]:
+        stages = group["stages"]
+        capacity, tokens = group["kv_capacity"], group["kv_tokens"]
+        changing = "" if group["changing"] is None else f" -> {group['changing']}"
+        table.add_row(
+            stages[0]["instance"],
+            f"{group['epoch']}{changing}",
+            group["phase"],
+            "  ".join(_layers(stage) for stage in stages),
+            *(str(group[name]) for name in ("running", "waiting")),
+            *(str(tokens), str(capacity), f"{tokens / capacity:.0%}" if capacity else "-"),
+        )
+    for name, why in state["rejected"].items():
+        table.add_row(name, "-", "rejected", why, *5 * ["-"])
+    return table
+
+
+def _layers(stage: dict[str, Any]) -> str:
+    first, end = stage["first"], stage["end"]
+    return f"{stage['instance']}: {f'{first}-{end - 1}' if first < end else 'none'}"

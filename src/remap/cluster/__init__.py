@@ -1,0 +1,22 @@
+"""A cluster of instances that serve one model, and that merge into pipelines while KV is short (KunServe).
+
+    messages   values that go between control and instances: plans, reports, commands, events
+    control    the state machine that decides: events in, commands out; no clock and no IO
+    ledger     every request: where it is, and which of its tokens were delivered
+    service    control and ledger together: from a question to its last token
+
+These are pure, and the simulator drives the same code. What decides who merges is `remap.policy.cluster`. One instance:
+
+    instance   the loop of one instance, and what control asks of it: a stage of a group, always, if only of a group of one
+    head       the first stage's part: scheduling, in as many lanes as the group has stages
+    stage      consecutive layers of a microbatch
+    exchange   KV that moves when groups change
+    slots      where the logical blocks of a stage lie; pool: their numbers; stage_kv: the views of its layers
+    transport  messages and tensors between instances; wire: the messages
+
+And what serves:
+
+    front         connects the service with instances and callers
+    ray_cluster   instances as Ray actors; served_model: what they serve
+    server        OpenAI's endpoints; openai: their bodies; answer_text: tokens into text; metrics: figures for Prometheus
+"""

@@ -1,0 +1,657 @@
+"""Control of a cluster: who serves with whom, and how that changes. Pure: events in, commands out, no clock and no IO.
+
+Every change, a merger or a dissolution, goes through the same steps and has an epoch of its own:
+
+    fetching    dissolutions only: the missing layers come home while the group serves. It can be given up
+    preparing   all instances of the change check the plan and make ready, and go on serving as before
+    switching   all were ready, so the change is decided: each switches at its next pass boundary
+    exchanging  each has switched: KV moves to where it is needed now, and new requests run
+
+Until it is decided, a refusal, a death or a deadline aborts a change, and nothing has changed. Afterwards these are a fault:
+the instance at fault is evicted, those that it shared the change or the group with recover (each serves alone, with layers
+from its host's master copy), and their requests start again elsewhere. An instance that joins recovers in the same way, for it
+has an epoch that nobody knows. So each group holds a complete copy at every moment (`placement.check` sees each plan before it
+is sent), and epochs only rise.
+
+What instances have done is read from their reports, which come in order with the tokens that they made. Loads are judged at
+ticks: who merges by `drop`, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
+
+    remap      exact plan; ski rental: a group dissolves when what its requests have waited longer for their tokens reaches
+               what the copies cost, while each instance has room for its own demand and `MARGIN` more. A group without
+               requests dissolves: there is nobody whom the copies could delay
+    kunserve   the paper's: greedy plan; dissolves when less than half of the KV is used that there is without a drop
+    alone      never merges
+    pipeline   groups of `stages` instances as soon as so many serve alone; never dissolves
+
+Who runs where after a dissolution is the old head's decision, when it knows the requests. Here the load of a group counts
+as if its instances had equal shares of it.
+
+Claim: while no instance dies and demand is constant, groups do not merge again after they were dissolved by "remap". It
+dissolves while demand and the margin fit into each instance alone, and merges when demand is above capacity; so demand must
+rise by more than the margin between them (claim 3 of `policy.rental`, with the margin as its sigma). "kunserve" has the
+other half of capacity between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from remap.errors import Error, InvalidArgument, OutOfMemory
+from remap.policy.cluster import drop, restore
+from remap.policy.cluster.dispatch import dispatch, needed, overloaded
+from remap.policy.cluster.pipeline import Network, group_round_s
+from remap.policy.cluster.placement import Group, Instance, Load, Model, Placement, Stage, check
+from remap.policy.cluster.stages import Splits
+from remap.policy.rental import Rental
+
+from .messages import (
+    NOTHING,
+    Abort,
+    Asked,
+    Command,
+    Commit,
+    Decline,
+    Description,
+    Died,
+    Event,
+    Evict,
+    Fetch,
+    Finished,
+    GroupPlan,
+    Joined,
+    Part,
+    Prepare,
+    Prepared,
+    Recover,
+    Refused,
+    Report,
+    Reported,
+    Restart,
+    Route,
+    Tick,
+)
+
+__all__ = ["MARGIN", "Control", "GroupView", "NoCopy", "OtherModel", "Phase", "Policy", "PolicyName"]
+
+MARGIN = 0.1
+"""Share of an instance's KV, alone, that must stay free when a group dissolves under "remap"."""
+
+Phase = Literal["recovering", "serving", "fetching", "preparing", "switching", "exchanging"]
+PolicyName = Literal["remap", "kunserve", "alone", "pipeline"]
+
+
+class OtherModel(Error):
+    """An instance that serves another model, or another version of it, wants to join. Nothing changed.
+
+    Fields: instance, expected and got (fingerprints, or layers with their bytes), differs (the names of what differs).
+    """
+
+
+class NoCopy(Error):
+    """No instance is left, and none comes back: there is no complete copy of the model. The request is answered with this.
+
+    Fields: request (its id), instances (how many are left, 0).
+    """
+
+
+@dataclass(frozen=True)
+class Policy:
+    """When groups change (see the module). stages: instances of a group of "pipeline"; the others ignore it. restores: whether
+    groups dissolve at all, which ablations turn off.
+
+    Raises InvalidArgument for another name, or stages below 1.
+    """
+
+    name: PolicyName = "remap"
+    stages: int = 1
+    restores: bool = True
+
+    def __post_init__(self) -> None:
+        if self.name not in ("remap", "kunserve", "alone", "pipeline") or self.stages < 1:
+            raise InvalidArgument(
+                f"the policy must be remap, kunserve, alone or pipeline, with at least one stage, got {self.name!r} with "
+                f"{self.stages}; nothing was created",
+                name=self.name,
+                stages=self.stages,
+            )
+
+
+REMAP = Policy()
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """What there is to show of a group. epoch: of its last change; changing: the epoch of the one under way, if any. capacity:
+    tokens of KV."""
+
+    epoch: int
+    changing: int | None
+    phase: Phase
+    stages: tuple[Part, ...]
+    load: Load
+    capacity: int
+
+
+@dataclass(eq=False)
+class _Change:
+    """From `before` to `after`. waiting_for: instances that have not answered in this phase. Its members are those of `before`,
+    and of `after` as well."""
+
+    epoch: int
+    before: list[_Group]
+    after: list[Group]
+    phase: Phase
+    plans: list[GroupPlan] = field(default_factory=list)
+    waiting_for: set[str] = field(default_factory=set)
+    deadline_s: float = 0.0
+
+    @property
+    def members(self) -> list[str]:
+        return [name for each in self.before for name in each.names]
+
+
+@dataclass(eq=False)
+class _Group:
+    """A group as it serves now. reported: the load that its head reported last; sent: tokens of requests that were routed to
+    it and that no report has shown yet. quiet_s: before this time no change begins with it, for one was just aborted."""
+
+    group: Group
+    epoch: int
+    reported: Load = NOTHING
+    sent: dict[str, int] = field(default_factory=dict)
+    change: _Change | None = None
+    recovering: bool = False
+    deadline_s: float = 0.0
+    rental: Rental = field(default_factory=Rental)
+    rent_s: float | None = None
+    quiet_s: float = float("-inf")
+
+    @property
+    def names(self) -> list[str]:
+        return [stage.instance.name for stage in self.group.stages]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return _parts(self.group)
+
+    @property
+    def phase(self) -> Phase:
+        if self.recovering:
+            return "recovering"
+        return "serving" if self.change is None else self.change.phase
+
+    @property
+    def routable(self) -> bool:
+        """Whether its head is known to the instances themselves: not while they recover or switch."""
+        return self.phase not in ("recovering", "switching")
+
+    @property
+    def load(self) -> Load:
+        return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()))
+
+    def seen(self) -> Group:
+        """The group with its load, spread over its instances."""
+        shares = _spread(self.load, len(self.group.stages))
+        stages = zip(self.group.stages, shares)
+        return Group(tuple(replace(stage, instance=replace(stage.instance, load=load)) for stage, load in stages))
+
+
+class Control:
+    """The state machine (see the module). Not thread-safe: one thread calls `on`.
+
+    model: of the instances that may join. timeout_s: without a report for so long, or without an answer to what was asked, an
+    instance counts as dead, and a change that was not decided is aborted.
+
+    Raises InvalidArgument (fields timeout_s) unless the timeout is above 0.
+    """
+
+    def __init__(self, model: Model, network: Network, policy: Policy = REMAP, timeout_s: float = 10.0) -> None:
+        if not timeout_s > 0:
+            raise InvalidArgument(
+                f"the timeout must be above 0 s, got {timeout_s!r}; nothing was created", timeout_s=timeout_s
+            )
+        self.model = model
+        self.network = network
+        self.policy = policy
+        self.timeout_s = timeout_s
+        self.epoch = 0
+        """The highest epoch that was given out."""
+        self._known: dict[str, Description] = {}
+        self._groups: list[_Group] = []
+        self._of: dict[str, _Group] = {}
+        self._heard_s: dict[str, float] = {}
+        self._returning: set[str] = set()
+        self._held: dict[str, int] = {}
+        self._splits = Splits(model)
+        self._commands: list[Command] = []
+
+    # -- What there is --------------------------------------------------------------------------------------------------------
+
+    @property
+    def placement(self) -> Placement:
+        """Who computes which layers, with the loads as they were last reported and sent; a new value each time."""
+        return self._placement(self._groups)
+
+    @property
+    def groups(self) -> list[GroupView]:
+        """What there is to show."""
+        return [
+            GroupView(
+                each.epoch,
+                None if each.change is None else each.change.epoch,
+                each.phase,
+                each.parts,
+                each.load,
+                each.group.capacity(self.model),
+            )
+            for each in self._groups
+        ]
+
+    @property
+    def held(self) -> int:
+        """Requests that wait until an instance serves."""
+        return len(self._held)
+
+    @property
+    def descriptions(self) -> dict[str, Description]:
+        """Of the instances in the cluster, as they joined."""
+        return dict(self._known)
+
+    def epoch_of(self, instance: str) -> int | None:
+        """Of the group that this instance is in, by what was decided; None if it is in none."""
+        return self._of[instance].epoch if instance in self._of else None
+
+    def members(self, instance: str) -> tuple[str, ...]:
+        """The instances of this one's group, its head first; nobody if it is not in the cluster."""
+        return tuple(self._of[instance].names) if instance in self._of else ()
+
+    # -- Events ---------------------------------------------------------------------------------------------------------------
+
+    def on(self, event: Event, now_s: float) -> list[Command]:
+        """What to do because of this event, in this order. now_s: seconds on the caller's clock; it never goes back.
+
+        Raises, with nothing changed: OtherModel and OutOfMemory, for an instance that cannot serve this model.
+        """
+        self._commands = []
+        match event:
+            case Joined(description):
+                self._join(description, now_s)
+            case Died(instance, returns):
+                self._die(instance, returns, now_s)
+            case Reported(report):
+                self._report(report, now_s)
+            case Prepared(instance, epoch):
+                self._prepared(instance, epoch, now_s)
+            case Refused(instance, epoch, error, reason):
+                self._refused(instance, epoch, f"{error}: {reason}", now_s)
+            case Asked(id, tokens):
+                self._held[id] = tokens
+            case Finished(id):
+                self._held.pop(id, None)
+                for each in self._groups:
+                    each.sent.pop(id, None)
+            case Tick():
+                self._tick(now_s)
+        self._route()
+        return self._commands
+
+    def _join(self, description: Description, now_s: float) -> None:
+        name = description.name
+        self._require_same(description)
+        instance = Instance(name, description.memory_bytes)
+        whole = Group((Stage(instance, 0, len(self.model.layers)),))
+        check(Placement(self.model, (whole,), self.epoch))  # it has room for the model
+        if name in self._of:
+            self._lose(name, now_s)  # it was started again before its death was noticed
+        self._returning.discard(name)
+        self._known[name] = description
+        self._heard_s[name] = now_s
+        self._recover([whole.stages[0]], now_s)
+
+    def _require_same(self, description: Description) -> None:
+        """Raises OtherModel unless it serves what the others serve."""
+        sizes = [
+            [(layer.weight_bytes, layer.kv_bytes) for layer in model.layers]
+            for model in (self.model, description.model)
+        ]
+        others = [each.fingerprint for name, each in self._known.items() if name != description.name]
+        expected, got = others[0] if others else description.fingerprint, description.fingerprint
+        differs = tuple(key for key in vars(expected) if getattr(expected, key) != getattr(got, key))
+        if sizes[0] != sizes[1]:
+            differs = (*differs, "layers' bytes")
+        if differs:
+            raise OtherModel(
+                f"instance {description.name!r} must serve the cluster's model, and differs in {', '.join(differs)}: "
+                f"expected {expected} of {len(sizes[0])} layers, got {got} of {len(sizes[1])}; nothing changed; start it "
+                "with the same files, dtype and version",
+                instance=description.name,
+                expected=expected,
+                got=got,
+                differs=differs,
+            )
+
+    def _die(self, instance: str, returns: bool, now_s: float) -> None:
+        (self._returning.add if returns else self._returning.discard)(instance)
+        if instance in self._of:
+            self._lose(instance, now_s)
+
+    def _report(self, report: Report, now_s: float) -> None:
+        group = self._of.get(report.instance)
+        if group is None:
+            return  # evicted, or not joined yet
+        self._heard_s[report.instance] = now_s
+        change = group.change
+        if change is not None and change.phase in ("switching", "exchanging"):
+            done = report.phase == "serving" or (change.phase == "switching" and report.phase == "exchanging")
+            if report.epoch == change.epoch and done:
+                self._answered(change, report.instance, now_s)
+        if report.epoch != group.epoch:
+            return
+        if group.recovering:
+            if report.phase == "serving":
+                group.recovering = False
+            return
+        if group.phase == "fetching":
+            self._arrived(group, report, now_s)
+        # Until all have switched, a new head does not have the requests of the others: the sum of what they had reported is
+        # nearer to the truth.
+        if group.phase != "switching" and report.instance == group.names[0]:
+            group.reported = report.load
+            for id, _ in report.requests:
+                group.sent.pop(id, None)
+
+    def _prepared(self, instance: str, epoch: int, now_s: float) -> None:
+        group = self._of.get(instance)
+        if group is not None:
+            self._heard_s[instance] = now_s
+            change = group.change
+            if change is not None and change.epoch == epoch and change.phase == "preparing":
+                self._answered(change, instance, now_s)
+
+    def _refused(self, instance: str, epoch: int, reason: str, now_s: float) -> None:
+        group = self._of.get(instance)
+        if group is None:
+            return
+        self._heard_s[instance] = now_s
+        change = group.change
+        if change is not None and change.epoch == epoch and change.phase in ("fetching", "preparing"):
+            self._abort(change, now_s)
+        elif group.epoch == epoch and group.phase in ("switching", "exchanging", "recovering"):
+            self._evict(instance, reason, now_s)
+
+    def _route(self) -> None:
+        """Send every request that is held, if any group serves; decline them if none ever will."""
+        if not self._held:
+            return
+        if not self._of and not self._returning:
+            self._commands += [Decline(id, _no_copy(id)) for id in self._held]
+            self._held.clear()
+        open_ = [each for each in self._groups if each.routable]
+        if not open_:
+            return
+        numbers = dispatch(self._placement(open_), list(self._held.values()))
+        for (id, tokens), number in zip(self._held.items(), numbers):
+            open_[number].sent[id] = tokens
+            self._commands.append(Route(id, open_[number].names[0]))
+        self._held.clear()
+
+    # -- Changes --------------------------------------------------------------------------------------------------------------
+
+    def _begin(self, before: list[_Group], after: list[Group], phase: Phase, now_s: float) -> _Change | None:
+        """Start a change of these groups; None if there is no room for what runs. Raises IncompleteCopy, with nothing changed,
+        for a plan that has no complete copy."""
+        try:
+            check(Placement(self.model, tuple(after), self.epoch + 1))
+        except OutOfMemory:
+            for each in before:
+                each.quiet_s = now_s + self.timeout_s
+            return None
+        self.epoch += 1
+        change = _Change(self.epoch, before, after, phase)
+        for each in before:
+            each.change = change
+        old = tuple(each.parts for each in before)
+        known = self._known[after[0].stages[0].instance.name]
+        change.plans = [
+            GroupPlan(change.epoch, _parts(group), old, known.fingerprint, known.rendezvous) for group in after
+        ]
+        return change
+
+    def _prepare(self, change: _Change, now_s: float) -> None:
+        self._enter(change, "preparing", now_s)
+        self._commands += [Prepare(part.instance, plan) for plan in change.plans for part in plan.stages]
+
+    def _enter(self, change: _Change, phase: Phase, now_s: float) -> None:
+        change.phase = phase
+        change.waiting_for = set(change.members)
+        change.deadline_s = now_s + self.timeout_s
+
+    def _answered(self, change: _Change, instance: str, now_s: float) -> None:
+        """This instance is ready with the present phase; the last one ends it."""
+        change.waiting_for.discard(instance)
+        if change.waiting_for:
+            return
+        if change.phase == "preparing":
+            self._decide(change, now_s)
+        elif change.phase == "switching":
+            self._enter(change, "exchanging", now_s)
+        else:
+            for each in self._groups:
+                if each.change is change:
+                    each.change = None
+
+    def _decide(self, change: _Change, now_s: float) -> None:
+        """All are ready: from here on the new groups are the placement, and there is no way back but a fault."""
+        names, sent = change.members, dict[str, int]()
+        for each in change.before:
+            sent |= each.sent
+        loads = _spread(_together([each.reported for each in change.before]), len(change.after))
+        made = [
+            _Group(Group(tuple(map(_bare, group.stages))), change.epoch, load, change=change)
+            for group, load in zip(change.after, loads)
+        ]
+        made[0].sent = sent  # the old head, or the one that took its place, has them until a report shows them
+        place = min(self._groups.index(each) for each in change.before)
+        kept = [each for each in self._groups if each not in change.before]
+        self._groups = [*kept[:place], *made, *kept[place:]]
+        self._of |= {name: each for each in made for name in each.names}
+        self._enter(change, "switching", now_s)
+        self._commands += [Commit(name, change.epoch) for name in names]
+
+    def _abort(self, change: _Change, now_s: float, quiet: bool = True, lost: str | None = None) -> None:
+        """Nothing has changed: tell all of it but the one that died."""
+        for each in change.before:
+            each.change = None
+            each.group = Group(tuple(replace(stage, arrived=frozenset()) for stage in each.group.stages))
+            each.rental.forfeit()
+            each.rent_s = None
+            each.quiet_s = now_s + self.timeout_s if quiet else each.quiet_s
+        self._commands += [Abort(name, change.epoch) for name in change.members if name != lost]
+
+    def _arrived(self, group: _Group, report: Report, now_s: float) -> None:
+        """Layers have come home to this instance; the last of them lets the group dissolve."""
+        change = group.change
+        assert change is not None  # its phase is "fetching"
+        stages = [
+            replace(stage, arrived=report.arrived) if stage.instance.name == report.instance else stage
+            for stage in group.group.stages
+        ]
+        group.group = Group(tuple(stages))
+        if all(stage.holds(layer) for stage in stages for layer in range(len(self.model.layers))):
+            self._prepare(change, now_s)
+
+    # -- Faults ---------------------------------------------------------------------------------------------------------------
+
+    def _evict(self, instance: str, reason: str, now_s: float) -> None:
+        self._commands.append(Evict(instance, reason))
+        self._returning.add(instance)
+        self._lose(instance, now_s)
+
+    def _lose(self, instance: str, now_s: float) -> None:
+        """This instance is gone: its group's survivors, and those of a change that was decided, serve alone again."""
+        group = self._of[instance]
+        change = group.change
+        hit = [group]
+        if change is not None and change.phase in ("fetching", "preparing"):
+            self._abort(change, now_s, quiet=False, lost=instance)
+        elif change is not None:
+            hit = [each for each in self._groups if each.change is change]
+        count = len(self.model.layers)
+        names = [name for each in hit for name in each.names]
+        stages = [replace(stage, first=0, end=count) for each in hit for stage in each.group.stages]
+        self._groups = [each for each in self._groups if each not in hit]
+        for name in names:
+            del self._of[name]
+        del self._known[instance], self._heard_s[instance]
+        self._recover([_bare(stage) for stage in stages if stage.instance.name != instance], now_s)
+        # Last: when these requests are asked for again, nobody must still count as able to serve them who is not.
+        self._commands.append(Restart(tuple(names)))
+
+    def _recover(self, stages: Sequence[Stage], now_s: float) -> None:
+        """These instances serve alone from a new epoch on, once they report so."""
+        if not stages:
+            return
+        self.epoch += 1
+        for stage in stages:
+            name = stage.instance.name
+            alone = _Group(Group((stage,)), self.epoch, recovering=True, deadline_s=now_s + self.timeout_s)
+            self._groups.append(alone)
+            self._of[name] = alone
+            self._commands.append(Recover(name, self.epoch))
+
+    # -- Ticks ----------------------------------------------------------------------------------------------------------------
+
+    def _tick(self, now_s: float) -> None:
+        self._deadlines(now_s)
+        for each in list(self._groups):
+            if each.phase == "fetching" and not restore.fits(self._placement([each]), 0, 0):
+                assert each.change is not None  # its phase is "fetching"
+                self._abort(each.change, now_s, quiet=False)
+        if self.policy.name == "alone":
+            return
+        if self.policy.name == "pipeline":
+            self._line_up(now_s)
+            return
+        self._drop(now_s)
+        if self.policy.restores:
+            self._restore(now_s)
+
+    def _deadlines(self, now_s: float) -> None:
+        """Evict who is silent or late. What is not decided is aborted instead: nothing was asked of them that they had to do."""
+        for name in [name for name, heard_s in self._heard_s.items() if now_s - heard_s > self.timeout_s]:
+            if name in self._of:
+                self._evict(name, f"no report for {self.timeout_s} s", now_s)
+        for group in list(self._groups):
+            if group not in self._groups:
+                continue  # it was hit by the fault of another
+            if group.recovering and now_s > group.deadline_s:
+                self._evict(group.names[0], f"not recovered within {self.timeout_s} s", now_s)
+            change = group.change
+            if change is None or now_s <= change.deadline_s:
+                continue
+            if change.phase == "preparing":
+                self._abort(change, now_s)
+            elif change.phase == "switching":
+                late = [name for name in change.members if name in change.waiting_for]
+                self._evict(late[0], f"not switched to epoch {change.epoch} within {self.timeout_s} s", now_s)
+
+    def _ready(self, now_s: float) -> list[_Group]:
+        """Groups that may change now."""
+        return [each for each in self._groups if each.phase == "serving" and now_s >= each.quiet_s]
+
+    def _drop(self, now_s: float) -> None:
+        """Merge groups if one asks for more KV than it has, and all of them together do, too."""
+        ready = self._ready(now_s)
+        placement = self._placement(ready)
+        if len(ready) < 2 or not overloaded(placement):
+            return
+        need = needed(placement)
+        plan = (drop.greedy if self.policy.name == "kunserve" else drop.plan)(placement, need, self.network)
+        self._merge(ready, plan.placement.groups, now_s)
+
+    def _line_up(self, now_s: float) -> None:
+        """Groups of so many instances, of those that serve alone."""
+        size = self.policy.stages
+        single = sorted((each for each in self._ready(now_s) if len(each.names) == 1), key=lambda each: each.names)
+        if size < 2:
+            return
+        for first in range(0, len(single) - size + 1, size):
+            stages = [stage for each in single[first : first + size] for stage in each.seen().stages]
+            self._merge(single, [Group(self._splits.split(stages, 1.0))], now_s)
+
+    def _merge(self, ready: Iterable[_Group], after: Iterable[Group], now_s: float) -> None:
+        """Begin a change for each group of `after` that several groups become."""
+        of = {name: each for each in ready for name in each.names}
+        for group in after:
+            before = list(dict.fromkeys(of[s.instance.name] for s in group.stages if s.instance.name in of))
+            if len(before) > 1:
+                change = self._begin(before, [group], "preparing", now_s)
+                if change is not None:
+                    self._prepare(change, now_s)
+
+    def _restore(self, now_s: float) -> None:
+        """Begin to dissolve the groups for which that pays."""
+        for each in self._ready(now_s):
+            if len(each.names) < 2 or not self._pays(each, now_s):
+                continue
+            here = self._placement([each])
+            after = restore.dissolved(here, 0)
+            change = self._begin([each], list(after.groups), "fetching", now_s)
+            if change is not None:
+                self._enter(change, "fetching", now_s)
+                copies = tuple(restore.copies(here, after, self.network))
+                self._commands += [Fetch(name, change.epoch, copies) for name in each.names]
+
+    def _pays(self, each: _Group, now_s: float) -> bool:
+        """Whether this group should dissolve now."""
+        here, before_s, each.rent_s = self._placement([each]), each.rent_s, now_s
+        if self.policy.name == "kunserve":
+            return restore.half_used(here, 0) and restore.fits(here, 0, 0)
+        group, count = here.groups[0], len(self.model.layers)
+        alone = min(Stage(stage.instance, 0, count).capacity(self.model) for stage in group.stages)
+        fits = restore.fits(here, 0, round(MARGIN * alone))
+        requests = group.load.requests
+        if not requests or before_s is None:
+            return each.rental.accrue(0.0 if requests else 1.0, fits)
+        rounds = (now_s - before_s) / max(1e-9, group_round_s(self.model, group.stages, requests, self.network))
+        return each.rental.accrue(rounds * restore.income_of(here, 0, self.network), fits)
+
+    def _placement(self, groups: Iterable[_Group]) -> Placement:
+        return Placement(self.model, tuple(each.seen() for each in groups), self.epoch)
+
+
+def _no_copy(id: str) -> NoCopy:
+    return NoCopy(
+        f"request {id!r} needs a complete copy of the model, and no instance is left or comes back; nothing changed; start "
+        "instances",
+        request=id,
+        instances=0,
+    )
+
+
+def _parts(group: Group) -> tuple[Part, ...]:
+    return tuple(Part(stage.instance.name, stage.first, stage.end) for stage in group.stages)
+
+
+def _bare(stage: Stage) -> Stage:
+    """Without load, which `_Group` keeps, and without layers that it does not compute."""
+    return replace(stage, instance=replace(stage.instance, load=NOTHING), arrived=frozenset())
+
+
+def _together(loads: Iterable[Load]) -> Load:
+    """Of groups that merge, with the heads of their lines first."""
+    return Group(tuple(Stage(Instance("", 0, load), 0, 0) for load in loads)).load
+
+
+def _spread(load: Load, parts: int) -> list[Load]:
+    """Into parts that are as equal as whole requests and tokens allow; together they are `load`."""
+    return [
+        Load(
+            load.running * (part + 1) // parts - load.running * part // parts,
+            load.tokens * (part + 1) // parts - load.tokens * part // parts,
+            load.waiting[part::parts],
+        )
+        for part in range(parts)
+    ]

@@ -1,0 +1,356 @@
+"""KV that moves when groups change: who sends which layers of which request where, in chunks behind activations.
+
+All instances of a change take part, joined by a mesh. What an instance had computed before lies in its old places (`Departure`)
+until it is not needed any more; then the physical blocks go to whatever the instance is now. One request after another:
+
+    old head   Handover to all: its unfinished requests, with the old logical blocks of each, and who goes on with it
+    new head   takes blocks of the new group for the request, and says Move; or Forget, if it is computed again: because that
+               is cheaper (`policy.cluster.exchange.resumptions`), or because there is no room
+    members    of the old group send each layer to whoever computes it in the new group, as Pieces; what stays, they copy
+    receivers  count what they have written; with all of it they say Done
+    new head   lets the request run on when every stage with layers is done; when it waits for nothing more, it says Over
+
+An instance is through when it has handed everything on and every new head said Over. Nobody waits for anybody in a circle:
+pieces are sent from a copy by a thread of their own, and received in full before they are looked at.
+
+The loop thread of the instance owns this object; `sent` is called by it too, when the sender thread says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from remap.cluster.slots import Departure, Places
+from remap.cluster.transport import bytes_of, tensor_of
+from remap.cluster.wire import Done, Forget, Handed, Handover, Message, Move, Over, Piece
+from remap.policy.cluster.exchange import Running, resumptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+
+    from remap.cluster.stage_kv import StageKV
+    from remap.policy.cluster.lookahead import ChunkCost
+    from remap.policy.cluster.pipeline import Network
+
+__all__ = ["Exchange", "Run", "Taker"]
+
+
+class Run(NamedTuple):
+    """The member with this rank in the mesh computes the layers first <= i < end."""
+
+    rank: int
+    first: int
+    end: int
+
+
+class Taker(Protocol):
+    """What a new head does with the requests that it takes over."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it knows how much room there is."""
+        ...
+
+    def room(self, blocks: int) -> list[int] | None:
+        """So many blocks of the new group; None if it has no room now."""
+        ...
+
+    def unused(self, blocks: list[int]) -> None:
+        """Blocks of `room` that are not needed any more."""
+        ...
+
+    def resume(self, handed: Handed, blocks: list[int]) -> None:
+        """The request runs on: these blocks hold its KV; with none, it is computed again."""
+        ...
+
+
+class _Send(NamedTuple):
+    """One piece that has not been sent: of request `id`, blocks number `begin` to `stop` of what moves."""
+
+    id: str
+    owner: int
+    to: Run
+    begin: int
+    stop: int
+    last: bool
+
+
+class Exchange:
+    """One instance's part in one change.
+
+    rank: its own; members: how many there are. old: where its old KV is, held: in which physical blocks. heads: ranks of the
+    old heads; head: that of its own old group. runs: of each new head, who computes what in its group. new, places: where KV
+    goes here; None, None without layers. taker: if the instance is a new head. send(to, message, payload): enqueue; one at
+    a time, then `sent` is called. freed(blocks): physical blocks that the instance can use for something else.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        members: int,
+        *,
+        old: StageKV,
+        departing: Callable[[dict[str, Sequence[int]]], Departure],
+        heads: Iterable[int],
+        head: int,
+        before: dict[int, list[Run]],
+        runs: dict[int, list[Run]],
+        new: StageKV,
+        places: Places,
+        taker: Taker | None,
+        send: Callable[[int, Message, torch.Tensor | None], None],
+        freed: Callable[[list[int]], None],
+        network: Network,
+        cost: ChunkCost,
+        chunk_bytes: int,
+    ) -> None:
+        self._rank = rank
+        self._others = [other for other in range(members) if other != rank]
+        self._old, self._new, self._places = old, new, places
+        self._departing = departing
+        self._departure: Departure | None = None
+        self._heads, self._head = set(heads), head
+        self._before, self._runs = before, runs
+        self._taker = taker
+        self._send, self._freed = send, freed
+        self._network, self._cost = network, cost
+        self._chunk_bytes = chunk_bytes
+        self._early: list[tuple[int, Move | Forget]] = []  # that came before its own head's handover
+        self._pieces: deque[_Send] = deque()
+        self._moves: dict[str, list[int]] = {}  # of what leaves from here: the new blocks
+        self._sending = False
+        self._written: dict[str, int] = {}
+        self._coming: dict[
+            str, tuple[Handed, int]
+        ] = {}  # as a new head: not decided yet, with the head that it comes from
+        self._queue: deque[tuple[str, bool]] = deque()
+        self._transit: dict[str, tuple[Handed, list[int], int]] = {}  # blocks, and how many stages are not done
+        self._cancelled: set[str] = set()
+        self._takers = set(runs)
+        self._ordered = self._said_over = False
+
+    # -- state -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def over(self) -> bool:
+        """Nothing is left to send or to wait for, here and at any new head."""
+        gone = self._departure is not None and not self._departure.live
+        return gone and not self._takers and not self._pieces and not self._sending and not self._heads
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` would do something."""
+        return bool(self._pieces) and not self._sending
+
+    @property
+    def stalled(self) -> list[Handed]:
+        """As a new head: requests that do not run yet, the oldest first."""
+        return [*(each for each, _, _ in self._transit.values()), *(each for each, _ in self._coming.values())]
+
+    def cancel(self, id: str) -> Handed | None:
+        """As a new head: take a stalled request out. None if it is not one of these."""
+        if id in self._coming:
+            handed, _ = self._coming.pop(id)
+            self._tell(Forget(id))
+            self.pump()
+            return handed
+        if id in self._transit:
+            self._cancelled.add(id)  # its KV is on its way: it ends when that has come
+            return self._transit[id][0]
+        return None
+
+    # -- messages ----------------------------------------------------------------------------------------------------------
+
+    def on(self, source: int, message: Message, payload: torch.Tensor | None = None) -> None:
+        """A message of the mesh, or one of its own."""
+        match message:
+            case Handover():
+                self._handed(source, message)
+            case Move() | Forget():
+                if self._departure is None:
+                    self._early.append((source, message))
+                else:
+                    self._leaves(source, message)
+            case Piece() if payload is not None:
+                self._write(message, tensor_of(payload, message.shape, message.dtype))
+            case Done(id):
+                self._done(id)
+            case Over():
+                self._takers.discard(source)
+
+    def hand_over(self, requests: list[Handed]) -> None:
+        """As an old head: pass these on; nothing is in flight any more."""
+        self._tell(Handover(requests))
+
+    def sent(self) -> None:
+        """What `send` was given last has left."""
+        self._sending = False
+
+    def step(self) -> None:
+        """Send, or copy, one piece."""
+        if not self.busy:
+            return
+        piece = self._pieces.popleft()
+        assert self._departure is not None  # pieces are of what leaves
+        old = self._departure.live[piece.id][piece.begin : piece.stop]
+        firsts, first, end = self._departure.places.table(old), piece.to.first, piece.to.end
+        data = self._old.read(firsts, first, end)
+        blocks = self._moves[piece.id]
+        payload, shape, dtype = bytes_of(data)
+        part = blocks[piece.begin : piece.stop]
+        message = Piece(piece.id, piece.owner, first, end, part, len(blocks), shape, dtype)
+        if piece.last:
+            # `data` is a copy: what it was made from is not needed any more.
+            del self._moves[piece.id]
+            self._free(self._departure.leave(piece.id))
+        if piece.to.rank == self._rank:
+            self._write(message, data)
+        else:
+            self._sending = True
+            self._send(piece.to.rank, message, payload)
+
+    # -- as a member of an old group -----------------------------------------------------------------------------------------
+
+    def _leaves(self, owner: int, message: Move | Forget) -> None:
+        """What becomes of a request whose KV is here, if it is."""
+        departure = self._departure
+        assert departure is not None
+        if message.id not in departure.live:
+            return
+        if isinstance(message, Forget):
+            self._free(departure.leave(message.id))
+            return
+        self._moves[message.id] = message.blocks
+        found = []
+        for run in self._runs[owner]:
+            first, end = max(run.first, self._old.first), min(run.end, self._old.end)
+            if first >= end:
+                continue
+            stride = max(1, self._chunk_bytes // (self._old.slot_bytes * (end - first)))
+            for begin in range(0, len(message.blocks), stride):
+                stop = min(begin + stride, len(message.blocks))
+                found.append(_Send(message.id, owner, Run(run.rank, first, end), begin, stop, False))
+        # What stays comes last: until then its places are not free, and what goes has the network to wait for.
+        found.sort(key=lambda piece: piece.to.rank == self._rank)
+        if found:
+            self._pieces += [*found[:-1], found[-1]._replace(last=True)]
+        else:  # a stage without layers has nothing
+            del self._moves[message.id]
+            self._free(departure.leave(message.id))
+
+    def _free(self, blocks: list[int]) -> None:
+        if blocks:
+            self._freed(blocks)
+            self.pump()
+
+    # -- as a stage of a new group -------------------------------------------------------------------------------------------
+
+    def _write(self, piece: Piece, data: torch.Tensor) -> None:
+        self._new.write(self._places.table(piece.blocks), piece.first, piece.end, data)
+        count = self._written.get(piece.id, 0) + len(piece.blocks) * (piece.end - piece.first)
+        self._written[piece.id] = count
+        if count < piece.total * (self._new.end - self._new.first):
+            return
+        del self._written[piece.id]
+        if piece.owner == self._rank:
+            self._done(piece.id)
+        else:
+            self._send(piece.owner, Done(piece.id), None)
+
+    # -- as a new head -------------------------------------------------------------------------------------------------------
+
+    def _handed(self, source: int, message: Handover) -> None:
+        self._heads.discard(source)
+        if source == self._head:
+            live = {each.id: each.blocks for each in message.requests if each.computed}
+            self._departure = self._departing(dict(live))
+            self._free(self._departure.unused())
+            early, self._early = self._early, []
+            for owner, waited in early:
+                self._leaves(owner, waited)
+        for each in message.requests:
+            if each.to == self._rank:
+                self._coming[each.id] = each, source
+        if self._taker is not None and not self._heads:
+            self._order()
+            self._ordered = True
+            self.pump()
+
+    def _order(self) -> None:
+        """Those of whom little moves first, and those that are computed again last."""
+        ids = list(self._coming)
+        running = []
+        for id in ids:
+            handed, source = self._coming[id]
+            blocks = len(handed.blocks)
+            moved = sum(
+                blocks * self._old.slot_bytes * max(0, min(run.end, its.end) - max(run.first, its.first))
+                for its in self._before[source]
+                for run in self._runs[self._rank]
+                if its.rank != run.rank
+            )
+            running.append(Running(str(source), handed.computed, moved))
+        for each in resumptions(running, self._network, self._cost):
+            self._queue.append((ids[each.request], each.again))
+
+    def pump(self) -> None:
+        """As a new head: decide about as many requests as there is room for. Call it when there may be more, and from time to
+        time: where nothing moves that would make room, the last request gives its own up each time."""
+        if self._taker is None or not self._ordered or not self._taker.ready:
+            return
+        while self._queue:
+            id, again = self._queue[0]
+            if id not in self._coming:  # cancelled
+                self._queue.popleft()
+                continue
+            handed, _ = self._coming[id]
+            if again or not handed.computed:
+                self._queue.popleft()
+                self._anew(id)
+                continue
+            blocks = self._taker.room(len(handed.blocks))
+            if blocks is None:
+                if not self._transit:
+                    self._anew(self._queue.pop()[0])
+                return
+            self._queue.popleft()
+            del self._coming[id]
+            stages = sum(run.first < run.end for run in self._runs[self._rank])
+            self._transit[id] = handed, blocks, stages
+            self._tell(Move(id, blocks))
+        if not self._transit and not self._said_over:
+            self._said_over = True
+            self._tell(Over())
+
+    def _anew(self, id: str) -> None:
+        """This request is computed again, if it was not cancelled."""
+        if id not in self._coming:
+            return
+        handed, _ = self._coming.pop(id)
+        assert self._taker is not None  # it asks
+        if handed.computed:
+            self._tell(Forget(id))
+        self._taker.resume(handed, [])
+
+    def _done(self, id: str) -> None:
+        handed, blocks, left = self._transit[id]
+        if left > 1:
+            self._transit[id] = handed, blocks, left - 1
+            return
+        del self._transit[id]
+        assert self._taker is not None  # it asked for the KV
+        if id in self._cancelled:
+            self._cancelled.discard(id)
+            self._taker.unused(blocks)
+        else:
+            self._taker.resume(handed, blocks)
+        self.pump()
+
+    def _tell(self, message: Message) -> None:
+        """To all, itself included."""
+        for other in self._others:
+            self._send(other, message, None)
+        self.on(self._rank, message)

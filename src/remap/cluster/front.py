@@ -1,0 +1,307 @@
+"""The process that serves: it connects a `Service` with the instances and with the callers. Asynchronous, without Ray.
+
+One event loop owns the service, with control and ledger, and every queue of a caller; nobody else touches them, so nothing
+here is locked. Each instance has one task that asks for its tokens and its report, again and again (a poll waits at the
+instance until there is something); commands go out as tasks of their own, in any order, which the epochs allow for.
+
+An instance counts as dead when its connection says so (`Lost`), and control evicts those that are silent. Then its task asks
+it to describe itself again until it is back, and it joins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from remap.errors import Error, InvalidState
+
+from .control import Control, GroupView
+from .ledger import Delivery
+from .messages import (
+    Abort,
+    Commit,
+    Decline,
+    Description,
+    Died,
+    Evict,
+    Fetch,
+    Joined,
+    Prepare,
+    Prepared,
+    Recover,
+    Refused,
+    Report,
+    Reported,
+    Tick,
+    Tokens,
+)
+from .service import Action, Cancel, Service, Submit
+
+__all__ = ["Connection", "Front", "InstanceFailed", "Lost"]
+
+LOG = logging.getLogger(__name__)
+POLL_S = 0.25
+"""Seconds that a poll waits for tokens at most; so often an instance reports at least."""
+TICK_S = 0.1
+REJOIN_S = 0.2
+"""Seconds between two attempts to reach an instance that is being started."""
+
+RequestT = TypeVar("RequestT")
+
+
+class Lost(Error):
+    """An instance's process is gone. Fields: instance, returns (whether it is being started again)."""
+
+
+class InstanceFailed(Error):
+    """A call of an instance raised what is none of this library's errors. Fields: instance, method, cause (its name)."""
+
+
+class Connection(Protocol):
+    """One instance, wherever it runs."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """Call the instance's method. Raises what that raises, Lost if its process is gone, InstanceFailed for other errors."""
+
+    def kill(self) -> None:
+        """End its process; it may be started again."""
+
+
+class Front(Generic[RequestT]):
+    """Requests on a cluster, for callers in this event loop.
+
+    size: tokens of a request's prompt. The caller awaits `start` before anything else and `close` at the end.
+    """
+
+    def __init__(
+        self,
+        control: Control,
+        connections: Sequence[Connection],
+        size: Callable[[RequestT], int],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.service = Service[RequestT](control, size)
+        self.rejected: dict[str, Error] = {}
+        """Instances that may not join, and why."""
+        self.failure: BaseException | None = None
+        """What ended a task that must not end: a defect. Every request is answered with it."""
+        self.reports: dict[str, Report] = {}
+        self.restarts = 0
+        """Submissions of a request beyond its first: it was lost, or had come to an instance that was no head any more."""
+        self._connections = {each.name: each for each in connections}
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._queues: dict[str, asyncio.Queue[Delivery | Error]] = {}
+        self._complete = asyncio.Event()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Connect; returns when every instance serves or was rejected. Raises what rejected the first one, if none may join."""
+        for connection in self._connections.values():
+            self._spawn(self._attend(connection))
+        self._spawn(self._ticks())
+        await self._complete.wait()
+        if len(self.rejected) == len(self._connections):
+            await self.close()
+            raise next(iter(self.rejected.values()))
+
+    async def close(self) -> None:
+        """End every task. Unfinished requests are answered with InvalidState; instances are left as they are."""
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._fail_all(InvalidState("the server is closing; the request was not finished; send it again elsewhere"))
+
+    @property
+    def groups(self) -> list[GroupView]:
+        """What there is to show."""
+        return self.service.control.groups
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are not answered yet."""
+        return len(self.service.ledger)
+
+    async def generate(self, id: str, request: RequestT) -> AsyncGenerator[Delivery, None]:
+        """The request's tokens as they come; the last delivery has the finish reason. Who stops to ask for more cancels it.
+
+        Raises InvalidArgument for an id that is in use and for a request that the model cannot serve, NoCopy when no instance is
+        left, InvalidState when the server closes.
+        """
+        if self.failure is not None:
+            raise InvalidState("the server has failed and serves nobody; restart it") from self.failure
+        queue = asyncio.Queue[Delivery | Error]()
+        actions = self.service.ask(id, request, self._clock())
+        self._queues[id] = queue
+        try:
+            self._carry_out(actions)
+            while True:
+                found = await queue.get()
+                if isinstance(found, Error):
+                    raise found
+                yield found
+                if found.finish_reason is not None:
+                    return
+        finally:
+            self._queues.pop(id, None)
+            if self.failure is None:
+                self._carry_out(self.service.cancel(id, self._clock()))  # does nothing if it is answered
+
+    # -- Instances ------------------------------------------------------------------------------------------------------------
+
+    async def _attend(self, connection: Connection) -> None:
+        """One instance's life, and its next ones."""
+        while True:
+            try:
+                description: Description = await connection.call("describe")
+                if not self._join(description):
+                    return
+                await self._poll(connection)
+            except Lost as lost:
+                self._event(Died(connection.name, bool(lost.returns)))
+                if not lost.returns:
+                    self.rejected[connection.name] = lost
+                    self._note_complete()
+                    return
+                await asyncio.sleep(REJOIN_S)
+            except Error as error:
+                # It answers, but not as agreed: another process in its place may do better.
+                LOG.error("instance %s failed and is killed: %s", connection.name, error)
+                self._event(Died(connection.name))
+                connection.kill()
+                await asyncio.sleep(REJOIN_S)
+
+    def _join(self, description: Description) -> bool:
+        """Whether it may join. One that may not is asked nothing more."""
+        try:
+            self._event(Joined(description))
+        except Error as error:
+            LOG.error("instance %s may not join: %s", description.name, error)
+            self.rejected[description.name] = error
+            self._note_complete()
+            return False
+        return True
+
+    def _note_complete(self) -> None:
+        serving = {part.instance for view in self.groups if view.phase != "recovering" for part in view.stages}
+        known = serving | self.rejected.keys()
+        if known >= self._connections.keys():
+            self._complete.set()
+
+    async def _poll(self, connection: Connection) -> None:
+        while True:
+            outputs: list[Tokens]
+            report: Report
+            outputs, report = await connection.call("poll", POLL_S)
+            # Tokens first: control may act on the report as if they had been delivered.
+            for tokens in outputs:
+                delivery = self.service.take(tokens, self._clock())
+                if delivery is not None and tokens.id in self._queues:
+                    self._queues[tokens.id].put_nowait(delivery)
+            self.reports[connection.name] = report
+            self._event(Reported(report))
+            if not self._complete.is_set():
+                self._note_complete()
+
+    async def _ticks(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self._event(Tick())
+
+    # -- Commands -------------------------------------------------------------------------------------------------------------
+
+    def _event(self, event: Any) -> None:
+        self._carry_out(self.service.on(event, self._clock()))
+
+    def _carry_out(self, actions: Sequence[Action[RequestT]]) -> None:
+        for action in actions:
+            match action:
+                case Decline(id, error):
+                    self._answer(id, error)
+                case Evict(instance, reason):
+                    LOG.warning("instance %s is evicted: %s", instance, reason)
+                    self._connections[instance].kill()
+                case _:
+                    self._spawn(self._send(action))
+
+    async def _send(self, action: Any) -> None:
+        """One command to one instance, and its answer."""
+        connection, name = self._connections[action.instance], action.instance
+        try:
+            match action:
+                case Prepare(_, plan):
+                    await self._ask_of(connection, plan.epoch, "prepare", plan)
+                case Commit(_, epoch):
+                    await self._ask_of(connection, epoch, "commit", epoch)
+                case Abort(_, epoch):
+                    await self._ask_of(connection, epoch, "abort", epoch)
+                case Fetch(_, epoch, copies):
+                    await self._ask_of(connection, epoch, "fetch", epoch, copies)
+                case Recover(_, epoch):
+                    await self._ask_of(connection, epoch, "recover", epoch)
+                case Cancel(_, id):
+                    await connection.call("cancel", id)
+                case Submit(_, submission):
+                    await self._submit(connection, submission)
+        except Lost:
+            LOG.info("instance %s was lost before it answered %s", name, type(action).__name__)  # its task notices too
+
+    async def _ask_of(self, connection: Connection, epoch: int, method: str, *arguments: object) -> None:
+        """A step of a change: control hears of what is refused, and of what is prepared."""
+        try:
+            await connection.call(method, *arguments)
+        except Lost:
+            raise
+        except Error as error:
+            LOG.info("instance %s refused to %s epoch %d: %s", connection.name, method, epoch, error)
+            self._event(Refused(connection.name, epoch, type(error).__name__, str(error)))
+            return
+        if method == "prepare":
+            self._event(Prepared(connection.name, epoch))
+
+    async def _submit(self, connection: Connection, submission: Any) -> None:
+        self.restarts += submission.attempt > 1
+        try:
+            await connection.call("submit", submission.request, submission.attempt, submission.tokens)
+        except Lost:
+            raise
+        except InvalidState:
+            self._carry_out(self.service.bounced(submission.id, submission.attempt, self._clock()))
+        except Error as error:
+            self._answer(submission.id, error)
+
+    # -- Callers --------------------------------------------------------------------------------------------------------------
+
+    def _answer(self, id: str, error: Error) -> None:
+        """End a request with an error."""
+        if id in self._queues:
+            self._queues[id].put_nowait(error)
+
+    def _fail_all(self, error: Error) -> None:
+        for id in list(self._queues):
+            self._answer(id, error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._closing:
+            work.close()
+            return
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or task.exception() is None:
+            return
+        self.failure = task.exception()
+        LOG.critical("the front of the cluster failed", exc_info=self.failure)
+        failed = InvalidState("the server has failed; the request was not finished; restart the server")
+        failed.__cause__ = self.failure
+        self._fail_all(failed)

@@ -1,0 +1,153 @@
+"""Every request of a cluster: where it is, and which of its tokens were delivered. Each is answered once. Pure.
+
+A request is sent in attempts. When the instance that has it is lost, the next attempt begins behind the tokens that were
+delivered: they are part of its prompt then, and since a token depends on those before it and on its place only, the answer is
+the same (`SamplingParams`). What an older attempt still produces is ignored.
+
+Tokens of one attempt can come from several instances, for requests move when groups change, and in any order. They are
+delivered in theirs: those that come early wait here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from remap.errors import InvalidArgument
+
+from .messages import Tokens
+
+__all__ = ["Delivery", "Ledger", "Submission"]
+
+RequestT = TypeVar("RequestT")
+"""What a caller asks for: `engine.Request` in production; the ledger passes it on."""
+
+
+@dataclass(frozen=True)
+class Submission(Generic[RequestT]):
+    """What an instance is sent: the request, the number of the attempt, and the tokens that it has generated until now."""
+
+    id: str
+    request: RequestT
+    attempt: int
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Tokens of a request that are new to its caller; `first` is the place of the first. finish_reason: None unless these
+    are the last."""
+
+    first: int
+    tokens: tuple[int, ...]
+    finish_reason: str | None
+
+
+@dataclass
+class _Entry(Generic[RequestT]):
+    """early: tokens by their place, behind a gap. ends: place behind the last token, and the reason, once known."""
+
+    request: RequestT
+    attempt: int = 0
+    instance: str | None = None
+    tokens: list[int] = field(default_factory=list)
+    early: dict[int, int] = field(default_factory=dict)
+    ends: tuple[int, str] | None = None
+
+
+class Ledger(Generic[RequestT]):
+    """All unfinished requests by their id. Not thread-safe: one thread owns it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entry[RequestT]] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._entries
+
+    def add(self, id: str, request: RequestT) -> None:
+        """A new request. Raises InvalidArgument (field id), with nothing changed, if an unfinished one has this id."""
+        if id in self._entries:
+            raise InvalidArgument(
+                f"request id {id!r} is in use; ids must be unique among unfinished requests; nothing changed", id=id
+            )
+        self._entries[id] = _Entry(request)
+
+    def send(self, id: str, instance: str) -> Submission[RequestT] | None:
+        """Record that the request goes to this instance, in a new attempt, and return what to submit. Call it before that is
+        submitted. None if the request has ended meanwhile."""
+        entry = self._entries.get(id)
+        if entry is None:
+            return None
+        entry.attempt += 1
+        entry.instance = instance
+        entry.early.clear()
+        entry.ends = None
+        return Submission(id, entry.request, entry.attempt, tuple(entry.tokens))
+
+    def located(self, instance: str, requests: Iterable[tuple[str, int]]) -> None:
+        """A report of this instance shows these attempts (id and number): they are there now. Others than the last one of a
+        request are ignored."""
+        for id, attempt in requests:
+            entry = self._entries.get(id)
+            if entry is not None and entry.instance is not None and entry.attempt == attempt:
+                entry.instance = instance
+
+    def restart(self, instances: Collection[str]) -> list[str]:
+        """The requests that were at these instances, in the order in which they came. They are nowhere now."""
+        lost = [id for id, entry in self._entries.items() if entry.instance in instances]
+        for id in lost:
+            self._entries[id].instance = None
+        return lost
+
+    def take(self, tokens: Tokens) -> Delivery | None:
+        """Record what an instance produced, and return what its caller has not had yet; None if that is nothing.
+
+        With the finish reason the request is over and forgotten, so nothing is delivered twice.
+        """
+        entry = self._entries.get(tokens.id)
+        if entry is None or tokens.attempt != entry.attempt:
+            return None
+        for place, token in enumerate(tokens.tokens, tokens.first):
+            if place >= len(entry.tokens):
+                entry.early[place] = token
+        if tokens.finish_reason is not None:
+            entry.ends = tokens.first + len(tokens.tokens), tokens.finish_reason
+        first = len(entry.tokens)
+        while len(entry.tokens) in entry.early:
+            entry.tokens.append(entry.early.pop(len(entry.tokens)))
+        reason = entry.ends[1] if entry.ends is not None and len(entry.tokens) >= entry.ends[0] else None
+        if reason is not None:
+            del self._entries[tokens.id]
+        elif first == len(entry.tokens):
+            return None
+        return Delivery(first, tuple(entry.tokens[first:]), reason)
+
+    def forget(self, id: str) -> str | None:
+        """The request is cancelled or answered with an error; where it was, if anywhere. Unknown ids are ignored."""
+        entry = self._entries.pop(id, None)
+        return None if entry is None else entry.instance
+
+    def tokens(self, id: str) -> tuple[int, ...]:
+        """Those delivered of an unfinished request; KeyError if there is none of this id."""
+        return tuple(self._entries[id].tokens)
+
+    def request(self, id: str) -> RequestT:
+        """An unfinished request; KeyError if there is none of this id."""
+        return self._entries[id].request
+
+    def attempt(self, id: str) -> int:
+        """The number of an unfinished request's last attempt, 0 before the first; KeyError if there is none of this id."""
+        return self._entries[id].attempt
+
+    def where(self, id: str) -> str | None:
+        """The instance that has an unfinished request; KeyError if there is none of this id."""
+        return self._entries[id].instance
+
+    @property
+    def ids(self) -> list[str]:
+        """Of all unfinished requests, in the order in which they came."""
+        return list(self._entries)

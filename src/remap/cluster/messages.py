@@ -1,0 +1,299 @@
+"""The values that go between control and the instances of a cluster. Pure, and frozen; each can be pickled.
+
+Epochs order everything. Control gives each change (a merger, a restoration, a recovery) a number that nothing had before. So
+an instance can tell an old command from a new one, however they were delayed on their way:
+
+    prepare   valid if its epoch is above the instance's own and above every epoch that was aborted; a newer one takes the
+              place of an older one
+    commit    valid for the epoch that is prepared
+    abort     ends what was prepared or fetched for this epoch and forbids it from now on; nothing else happens
+    fetch     like prepare: the instance's own epoch stays
+    recover   valid if its epoch is above the instance's own: it ends everything older
+
+What is not valid is refused with StalePlan, and nothing changes. What an instance has done it says in its reports, which state
+how things are and not what happened. So a report that is lost costs nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from remap.policy.cluster.placement import Load
+
+if TYPE_CHECKING:
+    from remap.errors import Error
+    from remap.policy.cluster.placement import Model
+    from remap.policy.cluster.restore import Copy
+
+__all__ = [
+    "NOTHING",
+    "Abort",
+    "Asked",
+    "Command",
+    "Commit",
+    "Decline",
+    "Description",
+    "Died",
+    "Event",
+    "Evict",
+    "Fetch",
+    "Fingerprint",
+    "Finished",
+    "GroupPlan",
+    "Joined",
+    "Part",
+    "Prepare",
+    "Prepared",
+    "Recover",
+    "Refused",
+    "Report",
+    "Reported",
+    "Restart",
+    "Route",
+    "Tick",
+    "Tokens",
+]
+
+NOTHING = Load()
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """What must be equal for instances to compute parts of one model. config: a digest of the model's configuration and of
+    its weights' names and shapes; version: of this library; layers: transformer layers."""
+
+    config: str
+    dtype: str
+    version: str
+    layers: int
+
+
+@dataclass(frozen=True)
+class Description:
+    """An instance that is ready. model: its layers, with their bytes and measured seconds. memory_bytes: for layers and KV
+    together. block_tokens: of a KV block. rendezvous: where those that merge with it find each other ("host:port" of the
+    store that it serves)."""
+
+    name: str
+    fingerprint: Fingerprint
+    model: Model
+    memory_bytes: int
+    block_tokens: int = 16
+    rendezvous: str = ""
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """The layers first <= i < end, which this instance computes."""
+
+    instance: str
+    first: int
+    end: int
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """A group as it is to be from this epoch on. The first stage's instance is its head, where the scheduler is.
+
+    before: the groups, as they are now, of all instances of the change; so each member knows who has which KV now. rendezvous:
+    where all instances in `before` find each other, with the epoch as a prefix.
+    """
+
+    epoch: int
+    stages: tuple[Part, ...]
+    before: tuple[tuple[Part, ...], ...]
+    fingerprint: Fingerprint
+    rendezvous: str = ""
+
+    @property
+    def head(self) -> str:
+        """The instance that schedules."""
+        return self.stages[0].instance
+
+    def part(self, instance: str) -> Part:
+        """What this member computes; KeyError if it is none."""
+        for stage in self.stages:
+            if stage.instance == instance:
+                return stage
+        raise KeyError(instance)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens that a request got. attempt: the one that computed them; first: the place of the first of them among all tokens that
+    the request generates. finish_reason: None unless the request has ended."""
+
+    id: str
+    attempt: int
+    first: int
+    tokens: tuple[int, ...]
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """How things are at an instance. epoch: of the group that it serves in; it rises when the instance switches.
+
+    phase: "exchanging" from the switch until every old head of the change has handed its requests over, and all KV has moved
+    that this instance needs or that others need from it; "recovering" while it brings home what `recover` asks for.
+    load, requests (id and attempt): what its scheduler has, running and waiting. Nothing unless it is the head, and never
+    what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
+    and does not compute. The report comes after all tokens that were made before it.
+    """
+
+    instance: str
+    epoch: int
+    phase: Literal["serving", "exchanging", "recovering"] = "serving"
+    load: Load = NOTHING
+    requests: tuple[tuple[str, int], ...] = ()
+    capacity: int = 0
+    arrived: frozenset[int] = frozenset()
+
+
+# -- Commands: what control asks for ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Check the plan and make ready; go on serving as before. Answered by Prepared or Refused."""
+
+    instance: str
+    plan: GroupPlan
+
+
+@dataclass(frozen=True)
+class Commit:
+    """Switch to the prepared plan at the next pass boundary."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Abort:
+    """Undo what was prepared or fetched for this epoch."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Bring the layers home that `copies` names for this instance, and send those that it names it as the source of, behind
+    all else; free the room first. copies: of the whole group."""
+
+    instance: str
+    epoch: int
+    copies: tuple[Copy, ...]
+
+
+@dataclass(frozen=True)
+class Recover:
+    """Forget every request and serve alone from this epoch on, with layers from the host's master copy."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Evict:
+    """Kill this instance: it did not answer, or could not carry out what was decided. Answered by Joined, when it is back, or by
+    Died, if it does not come back."""
+
+    instance: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Route:
+    """Submit this request to this instance."""
+
+    id: str
+    instance: str
+
+
+@dataclass(frozen=True)
+class Restart:
+    """What these instances had was lost: ask for their requests again (`Ledger.restart`, then Asked)."""
+
+    instances: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Decline:
+    """Answer this request with the error: nobody can serve it, now or later."""
+
+    id: str
+    error: Error
+
+
+Command = Prepare | Commit | Abort | Fetch | Recover | Evict | Route | Restart | Decline
+
+
+# -- Events: what control is told ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Joined:
+    """An instance is ready, for the first time or again. It serves nothing yet."""
+
+    description: Description
+
+
+@dataclass(frozen=True)
+class Died:
+    """An instance's process ended. returns: it is being started again."""
+
+    instance: str
+    returns: bool = True
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A report came."""
+
+    report: Report
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """The instance is ready to commit this epoch."""
+
+    instance: str
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The instance refused, or failed in, what it was asked for this epoch. error: the name of the error's class."""
+
+    instance: str
+    epoch: int
+    error: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request has to be placed: a new one, one that is started again, or one whose instance was not a head any more.
+    tokens: of KV that it asks for now."""
+
+    id: str
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A request was answered or cancelled."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time passed: look at deadlines and loads. Control acts on loads at ticks only."""
+
+
+Event = Joined | Died | Reported | Prepared | Refused | Asked | Finished | Tick

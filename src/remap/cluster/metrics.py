@@ -1,0 +1,91 @@
+"""/metrics of a server: what it counted, and what its front shows at the moment of the look."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from .front import Front
+
+__all__ = ["Metrics"]
+
+TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
+TPOT_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Metrics:
+    """In a registry of its own, so that a process may have several. The event loop that owns the front calls all of it."""
+
+    def __init__(self, front: Front[Any]) -> None:
+        self._registry = CollectorRegistry()
+        self._requests = Counter(
+            "remap_cluster_requests",
+            "Requests that ended, by how: stop, length, cancelled, or the error's name",
+            ["outcome"],
+            registry=self._registry,
+        )
+        self._tokens = Counter("remap_cluster_tokens", "Tokens, by kind", ["kind"], registry=self._registry)
+        self._ttft = Histogram(
+            "remap_cluster_ttft_seconds", "From a request to its first token", buckets=TTFT_S, registry=self._registry
+        )
+        self._tpot = Histogram(
+            "remap_cluster_tpot_seconds",
+            "Between tokens of one request, on average, of requests that were answered with two or more",
+            buckets=TPOT_S,
+            registry=self._registry,
+        )
+        self._registry.register(_Now(front))
+
+    def first(self, seconds: float) -> None:
+        """A request got its first token, so long after it was asked."""
+        self._ttft.observe(seconds)
+
+    def ended(self, outcome: str, prompt: int, tokens: int, decoding_s: float) -> None:
+        """A request ended. tokens: generated, the last of them `decoding_s` after the first."""
+        self._requests.labels(outcome).inc()
+        self._tokens.labels("prompt").inc(prompt)
+        self._tokens.labels("generated").inc(tokens)
+        if tokens > 1 and outcome in ("stop", "length"):
+            self._tpot.observe(decoding_s / (tokens - 1))
+
+    def text(self) -> bytes:
+        """What Prometheus reads."""
+        return generate_latest(self._registry)
+
+
+class _Now(Collector):
+    """Read off the front when somebody looks, so that nothing has to be kept up to date. A group's name is its head's."""
+
+    def __init__(self, front: Front[Any]) -> None:
+        self._front = front
+
+    def collect(self) -> Iterator[Metric]:
+        front = self._front
+        yield CounterMetricFamily(
+            "remap_cluster_restarts", "Submissions of a request beyond its first", value=front.restarts
+        )
+        yield GaugeMetricFamily("remap_cluster_epoch", "Of the last change", value=front.service.control.epoch)
+        yield GaugeMetricFamily("remap_cluster_groups", "Groups of instances", value=len(front.groups))
+        yield GaugeMetricFamily("remap_cluster_unfinished", "Requests without their answer", value=front.unfinished)
+        families = {
+            "stages": GaugeMetricFamily("remap_cluster_group_stages", "Instances of the group", labels=["group"]),
+            "running": GaugeMetricFamily("remap_cluster_group_running", "Requests that run", labels=["group"]),
+            "waiting": GaugeMetricFamily("remap_cluster_group_waiting", "Requests that wait", labels=["group"]),
+            "used": GaugeMetricFamily("remap_cluster_group_kv_tokens", "Tokens whose KV is held", labels=["group"]),
+            "capacity": GaugeMetricFamily(
+                "remap_cluster_group_kv_capacity_tokens", "Tokens that KV has room for", labels=["group"]
+            ),
+        }
+        for view in front.groups:
+            name = [view.stages[0].instance]
+            families["stages"].add_metric(name, len(view.stages))
+            families["running"].add_metric(name, view.load.running)
+            families["waiting"].add_metric(name, len(view.load.waiting))
+            families["used"].add_metric(name, view.load.tokens)
+            families["capacity"].add_metric(name, view.capacity)
+        yield from families.values()

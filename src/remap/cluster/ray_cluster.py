@@ -1,0 +1,152 @@
+"""Instances as Ray actors: where they run, that they come back, and what Ray says when they do not.
+
+Ray places them (a placement group, spread over the nodes), starts them, starts them again (`max_restarts`), and carries
+calls. What is between instances, activations and KV, goes its own way (`transport`). Calls run in threads of the actor, for
+a poll waits there; Ray does not keep their order then, which the epochs of `messages` allow for.
+
+Without Ray's own head process (GCS) calls go on, for they go from process to process; actors that die are not started again
+then. Ray ends processes that have not reached it for a minute. Here they wait for a day: a cluster that serves is worth more
+than one that can restart (`GCS_PATIENCE_S`). On a cluster that runs already, that is its operator's setting.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayActorError, RayError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from remap.errors import Error, InvalidArgument, OutOfMemory
+
+from .front import InstanceFailed, Lost
+
+__all__ = ["GCS_PATIENCE_S", "RayConnection", "RayInstances"]
+
+GCS_PATIENCE_S = 86_400
+OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes is 75 MiB: nothing large goes through it
+PLACING_S = 60.0
+THREADS = 8
+"""Calls of one instance at a time: a poll that waits, and commands beside it."""
+
+
+class _Actor:
+    """An instance in an actor. It answers ("ok", value) or ("error", error): Ray wraps errors that a call raises."""
+
+    def __init__(self, factory: str, name: str, arguments: Mapping[str, Any]) -> None:
+        module, _, function = factory.partition(":")
+        self._instance = getattr(importlib.import_module(module), function)(name=name, **arguments)
+
+    def call(self, method: str, arguments: Sequence[Any]) -> tuple[str, Any]:
+        try:
+            return "ok", getattr(self._instance, method)(*arguments)
+        except Error as error:
+            return "error", error
+
+
+class RayConnection:
+    """A `front.Connection` to an actor."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self.name = name
+        self._actor = actor
+
+    async def call(self, method: str, *arguments: object) -> Any:
+        """See `front.Connection`."""
+        try:
+            outcome, value = await self._actor.call.remote(method, arguments)
+        except RayActorError as error:
+            returns = not isinstance(error, ActorDiedError)
+            raise Lost(
+                f"instance {self.name!r} is gone, and {'is being' if returns else 'cannot be'} started again; what it had "
+                f"starts elsewhere: {error}",
+                instance=self.name,
+                returns=returns,
+            ) from error
+        except RayTaskError as error:
+            raise InstanceFailed(
+                f"instance {self.name!r} failed in {method!r} with {type(error.cause).__name__}: {error.cause}; it is to be "
+                "started again",
+                instance=self.name,
+                method=method,
+                cause=type(error.cause).__name__,
+            ) from error
+        if outcome == "error":
+            raise value
+        return value
+
+    def kill(self) -> None:
+        """See `front.Connection`."""
+        ray.kill(self._actor, no_restart=False)
+
+
+class RayInstances:
+    """Actors, one for each name, with these resources each; they end with `close`.
+
+    factory: "module:function" that makes an instance in its actor, called with `name` and these arguments. resources: such as
+    {"CPU": 1} or {"GPU": 1}. address: of a Ray cluster; None starts one on this machine, without a dashboard.
+
+    Raises InvalidArgument for a name that occurs twice, and OutOfMemory (field resources) if Ray has no room for all of them
+    within a minute; then nothing is left behind.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        names: Sequence[str],
+        arguments: Mapping[str, Any],
+        resources: Mapping[str, float],
+        address: str | None = None,
+    ) -> None:
+        if len(set(names)) < len(names) or not names:
+            raise InvalidArgument(
+                f"instances need names, each its own, got {list(names)}; nothing was started", names=names
+            )
+        if address is None:
+            ray.init(
+                "local",  # else it joins whatever cluster it finds on this machine
+                num_cpus=max(1, round(sum(resources.get("CPU", 0) for _ in names))),
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES,
+                log_to_driver=False,
+                configure_logging=False,
+                _system_config={"gcs_rpc_server_reconnect_timeout_s": GCS_PATIENCE_S},
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, configure_logging=False)
+        self._group = placement_group([dict(resources) for _ in names], strategy="SPREAD")
+        if not self._group.wait(PLACING_S):
+            self.close()
+            raise OutOfMemory(
+                f"{len(names)} instances need {dict(resources)} each, and Ray did not find that within {PLACING_S:.0f} s; "
+                "nothing was left behind; start fewer, or add nodes",
+                resources=dict(resources),
+            )
+        make = ray.remote(_Actor).options
+        gpus, cpus = resources.get("GPU", 0), resources.get("CPU", 0)
+        more = {key: value for key, value in resources.items() if key not in ("CPU", "GPU")}
+        self.connections = [
+            RayConnection(
+                name,
+                make(
+                    num_cpus=cpus,
+                    num_gpus=gpus,
+                    resources=more,
+                    max_restarts=-1,
+                    max_concurrency=THREADS,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, bundle),
+                ).remote(factory, name, dict(arguments)),
+            )
+            for bundle, name in enumerate(names)
+        ]
+
+    def close(self) -> None:
+        """End the actors and this process's part of Ray."""
+        # Without Ray's head process nobody answers; `shutdown` ends what this process started nevertheless.
+        with suppress(RayError):
+            remove_placement_group(self._group)
+        ray.shutdown()

@@ -1,0 +1,168 @@
+"""An instance of `remap cluster serve`: a transformers model from a folder or the hub, on a session of its own.
+
+`layout_of` reads shapes only. So the process that serves says what is wrong with the model or the memory before it starts
+instances, and loads no weights itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+
+import remap
+from remap.engine.models import decoder_of
+from remap.errors import InvalidArgument
+from remap.model.footprint import footprint
+from remap.policy.activations import Line
+from remap.policy.cluster.pipeline import Network
+from remap.sizes import show_size
+
+from .instance import ClusterInstance
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["NETWORK", "Layout", "Tokenizer", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
+
+NETWORK = Network(Line(5e-4, 0.0), 2e9, 4e9)
+"""gloo over loopback, and a processor's memory: orders of magnitude, by which KV is moved or computed again."""
+
+KV_TOKENS = 8192
+"""Without a given memory there is KV for so many tokens beside the weights."""
+
+Tokenizer = Any
+"""A transformers tokenizer, or None if the model has none: then prompts are token ids."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """An instance's session: its bytes, its pages, its KV. positions: tokens of a prompt and its answer, at most."""
+
+    capacity: int
+    page_bytes: int
+    spec: remap.KVSpec
+    positions: int
+
+
+def shapes(name: str) -> nn.Module:
+    """The model with weights that nobody wrote: they have addresses, and no memory. Raises InvalidArgument (fields field, value)
+    if there is none, or no causal one."""
+    try:
+        config = transformers.AutoConfig.from_pretrained(name)
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        made: nn.Module = model.to_empty(device="cpu")
+        model.tie_weights()  # which `to_empty` parted
+        return made
+    except (OSError, ValueError) as error:
+        raise _unloaded(name, error) from error
+
+
+def tokenizer_of(name: str) -> Tokenizer:
+    """The model's tokenizer, or None if it has none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError):
+        return None
+
+
+def ends_of(name: str, tokenizer: Tokenizer) -> frozenset[int]:
+    """The ids that end an answer, as the model's files and its tokenizer have them."""
+    try:
+        known = transformers.GenerationConfig.from_pretrained(name).eos_token_id
+    except (OSError, ValueError):
+        known = None  # it has no such file
+    ends = {*(known if isinstance(known, list) else [known]), None if tokenizer is None else tokenizer.eos_token_id}
+    return frozenset(ends - {None})
+
+
+def layout_of(model: nn.Module, memory: int | None) -> Layout:
+    """memory: bytes for weights and KV together; None: KV of KV_TOKENS.
+
+    All of it has places in the KV region: so pages of layers can be KV while others compute these.
+
+    Raises InvalidArgument for a family of models that the reference engine does not know, and (fields field, value, minimum)
+    for a memory that does not hold the weights and one KV block.
+    """
+    decoder = decoder_of(model)
+    common: dict[str, Any] = {
+        "layers": len(decoder.layers),
+        "kv_heads": decoder.kv_heads,
+        "head_dim": decoder.head_dim,
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+    }
+    block = remap.KVSpec(**common, min_blocks=0, max_blocks=1)
+    size = footprint(model, None)
+    page_bytes = size.page_size()
+    weights = size.pages(page_bytes) * page_bytes
+    minimum = weights + -(-block.block_bytes // page_bytes) * page_bytes
+    if memory is None:
+        memory = weights + -(-KV_TOKENS // block.block_tokens) * block.block_bytes + page_bytes
+    capacity = memory // page_bytes * page_bytes
+    if capacity < minimum:
+        raise InvalidArgument(
+            f"memory: an instance needs {show_size(minimum)} for its weights and one KV block, got {show_size(memory)}; "
+            "nothing was started; give more",
+            field="memory",
+            value=memory,
+            minimum=minimum,
+        )
+    blocks = (capacity - weights) // block.block_bytes
+    spec = remap.KVSpec(**common, min_blocks=blocks, max_blocks=capacity // block.block_bytes + 1)
+    return Layout(capacity, page_bytes, spec, decoder.max_tokens)
+
+
+def make(
+    name: str,
+    model: str,
+    memory: int | None,
+    threads: int,
+    max_num_seqs: int = 32,
+    max_batch_tokens: int = 512,
+    host: str | None = "127.0.0.1",
+) -> ClusterInstance:
+    """The instance; its session lives as long as it does.
+
+    model: a folder, or a hub name. memory: see `layout_of`. threads: that compute. host: under which other instances reach it;
+    None: under its node's address, by Ray. The instance gives up its layers to the cluster alone: it streams none of its own.
+
+    Raises InvalidArgument as `shapes` and `layout_of` do, and what `Session.attach` raises.
+    """
+    torch.set_num_threads(threads)
+    if host is None:
+        import ray
+
+        host = str(ray.util.get_node_ip_address())
+    try:
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype="auto").eval()
+    except (OSError, ValueError) as error:
+        raise _unloaded(model, error) from error
+    layout = layout_of(loaded, memory)
+    session = remap.Session(
+        layout.capacity, device="cpu", page_bytes=layout.page_bytes, config=remap.Config(max_layers=0)
+    )
+    # Files of weights are the master copy as they are: the instances of one machine share them.
+    weights = model if any(Path(model).glob("*.safetensors")) else None
+    tenant = session.attach(loaded, name=name, kv=layout.spec, weights=weights, hooks=False)
+    return ClusterInstance(
+        name,
+        loaded,
+        session,
+        tenant,
+        NETWORK,
+        host=host,
+        max_num_seqs=max_num_seqs,
+        max_batch_tokens=max_batch_tokens,
+    )
+
+
+def _unloaded(name: str, error: Exception) -> InvalidArgument:
+    return InvalidArgument(
+        f"model: {name} cannot be loaded: {error}; nothing was started; give a folder or a hub name of a transformers model",
+        field="model",
+        value=name,
+    )

@@ -1,0 +1,215 @@
+"""Messages and tensors between the instances of a group or of a change, over torch.distributed's gloo process groups.
+
+A `Link` is one process group that belongs to nobody else: made from a store and a prefix, never the default group. A message is
+a header of bytes (wire.py), and perhaps a tensor. Nothing is pickled.
+
+What ends a wait: the message, the end of the peer's process (its connections close), or the peer's own `close`, which says so
+to everybody first. gloo cannot give up a receive without breaking the connection, so a receive has no time limit; a peer
+that lives and is silent is for the control plane to find. A send has one: a peer that takes no message for so long is as good
+as gone.
+
+Threads: `post` never waits: one daemon thread of the link sends, in the order of posting, and one for each peer that is
+listened to receives from it. They call `deliver`, `then` and `lost`, which only enqueue (instance.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from remap.errors import Error, InvalidArgument
+
+__all__ = ["FRAME", "Deliver", "Link", "PeerLost", "ServedStore", "bytes_of", "connect", "tensor_of"]
+
+FRAME = 4096
+"""Bytes of the first part of each message: two lengths, and as much of the header as fits."""
+
+_c10d: Any = dist  # torch's annotations do not export what its documentation names
+
+_FOREVER = timedelta(days=3650)
+
+
+Deliver = Callable[[int, bytes, torch.Tensor | None], None]
+
+
+class _Outgoing(NamedTuple):
+    """A message that was posted; without a header the last one, a farewell."""
+
+    to: int
+    header: bytes
+    payload: torch.Tensor | None
+    then: Callable[[], None] | None
+
+
+class PeerLost(Error):
+    """An instance that this one waits for ended, or takes no messages. Nothing more comes from it.
+
+    Fields: peer (its name), link (the prefix of the process group).
+    """
+
+
+class Link:
+    """One process group. names: of the members, in the order of their ranks. Nothing is sent or received before `open`."""
+
+    def __init__(self, group: dist.ProcessGroup, prefix: str, names: Sequence[str], rank: int) -> None:
+        self.names = tuple(names)
+        self.rank = rank
+        self._prefix = prefix
+        # The link's threads keep references of their own: connections close when the last of them has ended.
+        self._group: dist.ProcessGroup | None = group
+        self._outbox: SimpleQueue[_Outgoing | None] = SimpleQueue()
+        self._closed = threading.Event()
+        self._listeners: list[int] = []
+
+    def open(
+        self, sources: Iterable[int], listeners: Iterable[int], deliver: Deliver, lost: Callable[[PeerLost], None]
+    ) -> None:
+        """From now on hand each message of these members to deliver(source, header, payload), in the order of sending, and send
+        what is posted. listeners: who listens to this one. lost(error): for each that is gone. `close` ends both."""
+        group = self._group
+        if group is None:
+            return
+        self._listeners = list(listeners)
+        for source in sources:
+            self._start(self._listen, group, source, deliver, lost)
+        self._start(self._send, group, lost)
+
+    def post(
+        self,
+        to: int,
+        header: bytes,
+        payload: torch.Tensor | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> None:
+        """Send to the member with this rank, behind what was posted before. payload: uint8, one dimension; it must not change.
+        then(): it has left. After `close`, or when the peer is gone, nothing is sent."""
+        self._outbox.put(_Outgoing(to, header, payload, then))
+
+    def close(self) -> None:
+        """Tell who listens that nothing comes after what was posted, and go. Does not wait, raises nothing; a second call does
+        nothing."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        self._closed.set()
+        for to in self._listeners:
+            self._outbox.put(_Outgoing(to, b"", None, None))
+        self._outbox.put(None)
+
+    def _start(self, target: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=target, args=args, name=f"{self._prefix} {self.names[self.rank]}", daemon=True).start()
+
+    def _send(self, group: dist.ProcessGroup, lost: Callable[[PeerLost], None]) -> None:
+        gone: set[int] = set()
+        while (message := self._outbox.get()) is not None:
+            if message.to in gone:
+                continue
+            try:
+                for part in _parts(message.header, message.payload):
+                    group.send([part], message.to, 0).wait()
+            except RuntimeError as error:  # gloo has no types of its own: whatever it was, the connection is broken
+                gone.add(message.to)
+                self._tell(message.to, error, lost)
+            else:
+                if message.then is not None:
+                    message.then()
+
+    def _tell(self, rank: int, error: RuntimeError, lost: Callable[[PeerLost], None]) -> None:
+        if self._closed.is_set():
+            return  # it ended as well, perhaps sooner
+        found = PeerLost(
+            f"{self.names[rank]!r} is gone, or takes no messages ({self._prefix}); what was in flight is lost; recover",
+            peer=self.names[rank],
+            link=self._prefix,
+        )
+        found.__cause__ = error
+        lost(found)
+
+    def _listen(
+        self, group: dist.ProcessGroup, source: int, deliver: Deliver, lost: Callable[[PeerLost], None]
+    ) -> None:
+        def received(size: int) -> torch.Tensor:
+            part = torch.empty(size, dtype=torch.uint8)
+            group.recv([part], source, 0).wait(_FOREVER)
+            return part
+
+        try:
+            while True:
+                frame = received(FRAME).numpy().tobytes()
+                length, nbytes = int.from_bytes(frame[:8], "little"), int.from_bytes(frame[8:16], "little")
+                if not length:
+                    break
+                header = frame[16 : 16 + length]
+                if len(header) < length:
+                    header += received(length - len(header)).numpy().tobytes()
+                payload = received(nbytes) if nbytes else None
+                if self._closed.is_set():
+                    continue  # until the peer says good-bye: else its send would wait for a receiver
+                deliver(source, header, payload)
+        except RuntimeError as error:
+            self._tell(source, error, lost)
+
+
+class ServedStore:
+    """Where instances find each other: a torch.distributed.TCPStore, which lives as long as this object. address: of it,
+    "host:port"."""
+
+    def __init__(self, host: str) -> None:
+        self._store = _c10d.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        self.address = f"{host}:{self._store.port}"
+
+
+def connect(address: str, prefix: str, names: Sequence[str], name: str, timeout_s: float) -> Link:
+    """The link of these members, of whom each calls this. Waits for all.
+
+    address: "host:port" of a torch.distributed.TCPStore. timeout_s: for all to come, and later for a send. Raises
+    InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link) if not all came.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise InvalidArgument(
+            f"a rendezvous is 'host:port' of a store, got {address!r}; nothing was made", address=address
+        )
+    limit, rank = timedelta(seconds=timeout_s), names.index(name)
+    try:
+        store = _c10d.TCPStore(host, int(port), is_master=False, timeout=limit)
+        group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(prefix, store), rank, len(names), limit)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"not all of {', '.join(names)} came to {address} ({prefix}) within {timeout_s} s; nothing changed; plan anew",
+            peer="",
+            link=prefix,
+        ) from error
+    return Link(group, prefix, names, rank)
+
+
+def _parts(header: bytes, payload: torch.Tensor | None) -> list[torch.Tensor]:
+    """What is sent for a message, one after another."""
+    nbytes = 0 if payload is None else payload.numel()
+    frame = bytearray(FRAME)
+    frame[:8], frame[8:16] = len(header).to_bytes(8, "little"), nbytes.to_bytes(8, "little")
+    first, rest = header[: FRAME - 16], header[FRAME - 16 :]
+    frame[16 : 16 + len(first)] = first
+    parts = [torch.frombuffer(frame, dtype=torch.uint8)]
+    if rest:
+        parts.append(torch.frombuffer(bytearray(rest), dtype=torch.uint8))
+    if payload is not None and nbytes:
+        parts.append(payload)
+    return parts
+
+
+def bytes_of(tensor: torch.Tensor) -> tuple[torch.Tensor, list[int], str]:
+    """(its bytes, shape, dtype): what `tensor_of` makes it from."""
+    whole = tensor.contiguous()
+    return whole.view(torch.uint8).flatten(), list(whole.shape), str(whole.dtype).removeprefix("torch.")
+
+
+def tensor_of(payload: torch.Tensor, shape: Sequence[int], dtype: str) -> torch.Tensor:
+    """The inverse of `bytes_of`; shares the bytes."""
+    return payload.view(getattr(torch, dtype)).view(*shape)

@@ -1,0 +1,165 @@
+"""What instances of a cluster say to each other: msgpack, one struct for each message.
+
+The *ring* joins the stages of a group: each stage sends to the next, the last to the head. So everything that concerns the group
+passes all stages in one order: a block that is reused after a message cannot be read by a microbatch before it. The *mesh*
+joins all instances of one change, each with each, until KV has moved. Ranks are places in the ring or in the mesh.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from remap.cluster.stage import Row
+from remap.engine.request import Request, SamplingParams, Sequence
+
+__all__ = [
+    "Chosen",
+    "Done",
+    "End",
+    "Forget",
+    "Handed",
+    "Handover",
+    "Message",
+    "Microbatch",
+    "Move",
+    "Over",
+    "Piece",
+    "Room",
+    "Shrink",
+    "decode",
+    "encode",
+]
+
+
+class Microbatch(msgspec.Struct, frozen=True, tag=True):
+    """Ring: compute these rows; the hidden states of the stage before come along. shape and dtype: theirs."""
+
+    lane: int
+    rows: list[Row]
+    shape: list[int] = []
+    dtype: str = ""
+
+
+class Chosen(msgspec.Struct, frozen=True, tag=True):
+    """Ring, to the head: the tokens of this lane's microbatch."""
+
+    lane: int
+    tokens: list[int]
+
+
+class Room(msgspec.Struct, frozen=True, tag=True):
+    """Ring, to the head: this stage has places for so many logical blocks. leaving: it will have, when the head has answered
+    with Shrink."""
+
+    stage: int
+    blocks: int
+    leaving: bool = False
+
+
+class Shrink(msgspec.Struct, frozen=True, tag=True):
+    """Ring: logical blocks from `limit` on end; these (old, new) live ones change their number."""
+
+    limit: int
+    moves: list[tuple[int, int]]
+
+
+class End(msgspec.Struct, frozen=True, tag=True):
+    """Ring: nothing comes after this; the stages become what they prepared for this epoch."""
+
+    epoch: int
+
+
+class Handed(msgspec.Struct, frozen=True):
+    """A request that another head goes on with. to: the rank in the mesh of that head. blocks: logical ones of the old group,
+    of the first `computed` of its tokens, prompt and `tokens` together."""
+
+    id: str
+    attempt: int
+    to: int
+    prompt: list[int]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    seed: int
+    stops: list[int]
+    tokens: list[int]
+    computed: int
+    blocks: list[int]
+
+    @classmethod
+    def of(cls, sequence: Sequence, attempt: int, to: int, block_tokens: int) -> Handed:
+        """A sequence between two passes."""
+        request, sampling = sequence.request, sequence.sampling
+        return cls(
+            request.id,
+            attempt,
+            to,
+            list(request.prompt),
+            sampling.max_tokens,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.seed,
+            sorted(sampling.stop_token_ids),
+            sequence.tokens[sequence.prompt_tokens :],
+            sequence.computed,
+            sequence.blocks[: -(-sequence.computed // block_tokens)],
+        )
+
+    @property
+    def request(self) -> Request:
+        """As it was submitted."""
+        sampling = SamplingParams(
+            self.max_tokens, self.temperature, self.top_k, self.top_p, self.seed, frozenset(self.stops)
+        )
+        return Request(self.id, tuple(self.prompt), sampling)
+
+
+class Handover(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, from the head of a group that ends, to all: its unfinished requests, in the order of their age."""
+
+    requests: list[Handed]
+
+
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, from the request's new head, to all: its KV goes to these logical blocks of the new group."""
+
+    id: str
+    blocks: list[int]
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True):
+    """Mesh: KV of the layers first <= i < end in these logical blocks of the new group; owner: rank of its head; total: how many
+    blocks the request has. shape and dtype: of the bytes that come along."""
+
+    id: str
+    owner: int
+    first: int
+    end: int
+    blocks: list[int]
+    total: int
+    shape: list[int] = []
+    dtype: str = ""
+
+
+class Done(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, to the request's new head: this stage has all of its KV."""
+
+    id: str
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, from the request's new head, to all: nobody needs the KV that it had."""
+
+    id: str
+
+
+class Over(msgspec.Struct, frozen=True, tag=True):
+    """Mesh, from a new head, to all: it waits for no KV any more."""
+
+
+Message = Microbatch | Chosen | Room | Shrink | End | Handover | Move | Piece | Done | Forget | Over
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Message).decode

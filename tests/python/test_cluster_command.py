@@ -1,0 +1,199 @@
+"""`remap cluster serve` and `remap top`: what they refuse, and a cluster from its start to Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extras cluster and transformers")
+pytest.importorskip("msgspec", reason="needs the extras cluster and transformers")
+pytest.importorskip("fastapi", reason="needs the extras cluster and transformers")
+pytest.importorskip("uvicorn", reason="needs the extras cluster and transformers")
+pytest.importorskip("prometheus_client", reason="needs the extras cluster and transformers")
+pytest.importorskip("torch", reason="needs the extras cluster and transformers")
+pytest.importorskip("transformers", reason="needs the extras cluster and transformers")
+
+from cluster_folder import save_model
+from test_cli import run
+from test_offline_process import COMMAND
+
+LIMIT_S = 180.0
+PAGE_OF_GROUPS = {
+    "epoch": 5,
+    "unfinished": 3,
+    "restarts": 1,
+    "rejected": {"i2": "another model"},
+    "groups": [
+        {
+            "epoch": 4,
+            "changing": 5,
+            "phase": "fetching",
+            "stages": [{"instance": "i0", "first": 0, "end": 3}, {"instance": "i1", "first": 3, "end": 4}],
+            "running": 2,
+            "waiting": 1,
+            "kv_tokens": 30,
+            "kv_capacity": 120,
+        }
+    ],
+}
+
+
+@contextmanager
+def answering(text: bytes) -> Iterator[str]:
+    """A server that answers everything with this: its address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def test_top_shows_groups_with_their_layers_requests_and_kv() -> None:
+    with answering(json.dumps(PAGE_OF_GROUPS).encode()) as url:
+        found = run("top", "--once", "--url", url)
+    said = " ".join(found.output.split())
+    assert found.exit_code == 0, found.output
+    for text in ("4 -> 5", "fetching", "i0: 0-2", "i1: 3-3", "120", "25%", "3 requests unfinished", "another model"):
+        assert text in said, text
+
+
+@pytest.mark.parametrize("text", [b"{}", b"[]", b"<html>", None])
+def test_top_refuses_what_is_no_cluster(text: bytes | None) -> None:
+    if text is None:
+        found = run("top", "--once", "--url", "ftp://127.0.0.1")
+    else:
+        with answering(text) as url:
+            found = run("top", "--once", "--url", url)
+    assert found.exit_code == 2 and "shows no cluster" in " ".join(found.output.split())
+
+
+def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    model = str(tmp_path / "model")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        for arguments, text in (
+            (("--model", str(tmp_path / "nowhere")), "cannot be loaded"),
+            (("--model", model, "--memory", "12 apples"), "memory must be"),
+            (("--model", model, "--memory", "64KiB"), "memory: an instance needs"),
+            (("--model", model, "--policy", "best"), "the policy must be"),
+            (("--model", model, "--port", str(taken.getsockname()[1])), "cannot be listened at"),
+        ):
+            found = run("cluster", "serve", *arguments)
+            said = " ".join(found.output.split())
+            assert found.exit_code == 2 and text in said and "Traceback" not in said, found.output
+
+
+def ask(url: str, body: dict[str, Any]) -> bytes:
+    with urlopen(Request(url, json.dumps(body).encode()), timeout=LIMIT_S) as answer:
+        return bytes(answer.read())
+
+
+def reference(folder: Path, prompt: list[int], count: int, endless: bool = False) -> list[int]:
+    """Greedy tokens of the model alone. endless: no token ends them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model.generation_config.eos_token_id = None if endless else model.generation_config.eos_token_id
+    ids = torch.tensor([prompt])
+    return model.generate(ids, max_new_tokens=count, do_sample=False)[0, len(prompt) :].tolist()
+
+
+def actors_of(pid: int) -> list[int]:
+    """The processes of the instances: grandchildren, below Ray's own."""
+
+    def below(parent: int, *pattern: str) -> list[int]:
+        found = subprocess.run(["pgrep", "-P", str(parent), *pattern], capture_output=True, text=True, check=False)
+        return [int(line) for line in found.stdout.split()]
+
+    return [actor for child in below(pid) for actor in below(child, "-f", "ray::_Actor")]
+
+
+def until_merged(url: str) -> None:
+    begin = time.monotonic()
+    while time.monotonic() < begin + LIMIT_S:
+        with urlopen(f"{url}/cluster", timeout=LIMIT_S) as answer:
+            groups = json.loads(answer.read())["groups"]
+        if [(len(group["stages"]), group["phase"]) for group in groups] == [(2, "serving")]:
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no group of two instances after {LIMIT_S} s: {groups}")
+
+
+@pytest.mark.slow
+def test_a_cluster_answers_as_the_model_alone_would_and_ends_at_an_interrupt(tmp_path: Path) -> None:
+    save_model(tmp_path / "model")
+    arguments = ("--model", str(tmp_path / "model"), "--memory", "3MiB", "--policy", "pipeline", "--port", "0")
+    process = subprocess.Popen(
+        [sys.executable, "-c", COMMAND, "cluster", "serve", *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("2 instances of model answer at"), (line, process.poll())
+        url = line.rpartition(" ")[2].strip()
+        # The two of them are to be one pipeline before anything is asked.
+        until_merged(url)
+        greedy = {"max_tokens": 12, "temperature": 0}
+        *events, done = ask(f"{url}/v1/completions", {"prompt": [7, 8, 9], "stream": True} | greedy).split(b"\n\n")[:-1]
+        assert done == b"data: [DONE]"
+        tokens = [one for each in events for one in json.loads(each[6:])["choices"][0]["token_ids"]]
+        assert tokens == reference(tmp_path / "model", [7, 8, 9], 12)
+        chat = json.loads(ask(f"{url}/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]} | greedy))
+        assert chat["choices"][0]["message"]["role"] == "assistant"
+        assert run("top", "--once", "--url", url).exit_code == 0
+
+        bodies = [{"prompt": [number] * 60} | greedy for number in range(6)]
+        with ThreadPoolExecutor(len(bodies)) as pool:
+            answers = [json.loads(each) for each in pool.map(partial(ask, f"{url}/v1/completions"), bodies)]
+        for number, answer in enumerate(answers):
+            assert answer["choices"][0]["token_ids"] == reference(tmp_path / "model", [number] * 60, 12)
+
+        # One of the two is killed in the middle of an answer, which goes on with the tokens that it would have had.
+        asked = {"prompt": [5, 6], "stream": True, "max_tokens": 190, "temperature": 0, "stop_token_ids": []}
+        with urlopen(Request(f"{url}/v1/completions", json.dumps(asked).encode()), timeout=LIMIT_S) as answer:
+            begin = answer.readline() + answer.readline()
+            os.kill(actors_of(process.pid)[-1], signal.SIGKILL)
+            *events, done = (begin + answer.read()).split(b"\n\n")[:-1]
+        assert done == b"data: [DONE]"
+        tokens = [one for each in events for one in json.loads(each[6:])["choices"][0]["token_ids"]]
+        assert tokens == reference(tmp_path / "model", [5, 6], 190, endless=True)
+        until_merged(url)  # it came back
+
+        process.send_signal(signal.SIGINT)
+        said, errors = process.communicate(timeout=LIMIT_S)
+        assert process.returncode == 0 and "ended" in said and "Traceback" not in errors, errors
+    finally:
+        process.kill()
+        process.wait()

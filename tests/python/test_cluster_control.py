@@ -1,0 +1,494 @@
+"""Control of a cluster: random worlds in which nothing is lost, and each rule of a change by itself."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from control_worlds import (
+    FINGERPRINT,
+    LAYERS,
+    MEMORY,
+    MODEL,
+    NETWORK,
+    TIMEOUT_S,
+    Chaos,
+    World,
+    description,
+    joined,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from remap.cluster.control import Control, GroupView, NoCopy, OtherModel, Policy
+from remap.cluster.messages import (
+    NOTHING,
+    Abort,
+    Asked,
+    Command,
+    Commit,
+    Decline,
+    Description,
+    Died,
+    Evict,
+    Fetch,
+    Fingerprint,
+    Finished,
+    Joined,
+    Prepare,
+    Prepared,
+    Recover,
+    Refused,
+    Report,
+    Reported,
+    Restart,
+    Route,
+    Tick,
+)
+from remap.errors import InvalidArgument, OutOfMemory
+from remap.policy.activations import Line
+from remap.policy.cluster.placement import Layer, Load, Model
+
+REMAP = Policy()
+FULL = Load(4, 38, (20, 20))
+"""Of an instance that has room for 40 tokens alone."""
+
+
+def told(control: Control, name: str, load: Load = NOTHING, now_s: float = 0.0, **more: object) -> list[Command]:
+    """This instance reports, as a member of the group that it is in."""
+    epoch = more.pop("epoch", control.epoch_of(name))
+    return control.on(Reported(Report(name, epoch, load=load, **more)), now_s)
+
+
+def pair(policy: Policy = REMAP, now_s: float = 0.0) -> tuple[Control, list[Command]]:
+    """Two instances, of which one asks for more than it has: and what control does about it."""
+    control = Control(MODEL, NETWORK, policy, TIMEOUT_S)
+    joined(control, "a", "b", now_s=now_s)
+    told(control, "a", FULL, now_s)
+    told(control, "b", Load(4, 36, (20,)), now_s)
+    return control, control.on(Tick(), now_s)
+
+
+def merged(policy: Policy = REMAP) -> Control:
+    """Two instances that serve together, at second 0."""
+    control, prepares = pair(policy)
+    epoch = prepares[0].plan.epoch
+    for name in "ab":
+        control.on(Prepared(name, epoch), 0.0)
+    for name in "ab":
+        told(control, name, phase="exchanging")
+    for name in "ab":
+        told(control, name)
+    (view,) = control.groups
+    assert (view.phase, view.epoch, len(view.stages)) == ("serving", epoch, 2)
+    return control
+
+
+def fetching(control: Control, now_s: float = 1.0) -> int:
+    """Its group is idle and begins to dissolve; the epoch of that."""
+    for tick in range(10):
+        for name in control.members("a"):
+            told(control, name, now_s=now_s)
+        commands = control.on(Tick(), now_s + tick / 100)
+        if commands:
+            assert {type(command) for command in commands} == {Fetch}
+            return commands[0].epoch
+    raise AssertionError("the group did not begin to dissolve")
+
+
+def shape(control: Control) -> list[tuple[object, ...]]:
+    return [(view.epoch, view.stages) for view in control.groups]
+
+
+# -- Random worlds ------------------------------------------------------------------------------------------------------------
+
+
+def burst(world: World, requests: int, until_s: float) -> None:
+    """Requests of random lengths at random times, most in the first half; some are cancelled."""
+    for number in range(requests):
+        prompt, length = world.random.randint(1, 12), world.random.randint(1, 20)
+        at_s = world.random.triangular(0.5, until_s, until_s / 3)
+        world.later(at_s, lambda id=f"r{number}", prompt=prompt, length=length: world.ask(id, prompt, length))
+        if world.random.random() < 0.1:
+            world.later(at_s + world.random.random() * 3, lambda id=f"r{number}": world.cancel(id))
+
+
+@pytest.mark.parametrize("policy", ["remap", "kunserve", "alone", "pipeline"])
+@settings(max_examples=15, deadline=None)
+@given(
+    instances=st.integers(1, 6),
+    seed=st.integers(0, 10_000),
+    refuse=st.sampled_from([0.0, 0.1, 0.5]),
+    die=st.sampled_from([0.0, 0.02, 0.1]),
+    hang=st.sampled_from([0.0, 0.03]),
+    delay_s=st.sampled_from([0.001, 0.05, 0.5]),
+)
+def test_no_request_is_lost_or_answered_twice_whatever_happens(
+    policy: str, instances: int, seed: int, refuse: float, die: float, hang: float, delay_s: float
+) -> None:
+    world = World(instances, Policy(policy, 2), seed, Chaos(refuse, die, hang, delay_s, until_s=15.0))
+    burst(world, 15 * instances, 10.0)
+    world.run(60.0)
+    world.all_answered()
+    assert not world.declined
+    if policy != "pipeline":
+        assert world.alone, world.control.groups
+
+
+def test_random_worlds_reach_every_phase() -> None:
+    phases: set[str] = set()
+    for seed in range(6):
+        world = World(4, Policy("remap"), seed, Chaos(0.1, 0.03, 0.02, 0.1, until_s=15.0))
+        burst(world, 80, 8.0)
+        world.run(60.0)
+        world.all_answered()
+        phases |= set(world.phases)
+    assert phases == {"recovering", "serving", "fetching", "preparing", "switching", "exchanging"}
+
+
+def test_a_calm_burst_merges_instances_and_leaves_them_alone_again() -> None:
+    for policy in ("remap", "kunserve"):
+        world = World(4, Policy(policy), 1)
+        burst(world, 100, 4.0)
+        world.run(40.0)
+        world.all_answered()
+        assert world.largest >= 2
+        assert world.alone
+
+
+def test_equal_seeds_give_equal_worlds() -> None:
+    def trace(seed: int) -> object:
+        world = World(3, Policy(), seed, Chaos(0.2, 0.05, 0.05, 0.1, until_s=10.0))
+        burst(world, 40, 8.0)
+        world.run(30.0)
+        return world.control.epoch, world.phases, shape(world.control)
+
+    assert trace(5) == trace(5) != trace(6)
+
+
+def test_instances_that_do_not_come_back_are_mourned_and_their_requests_served_elsewhere() -> None:
+    for seed in range(8):
+        world = World(4, Policy(), seed, Chaos(0.0, 0.1, 0.0, 0.05, until_s=12.0, gone=0.5))
+        burst(world, 50, 10.0)
+        world.run(60.0)
+        left = {part.instance for view in world.control.groups for part in view.stages}
+        assert left == {name for name, double in world.doubles.items() if double.alive}
+        if not world.declined:
+            world.all_answered()
+        else:
+            assert len(world.service.ledger) == 0
+
+
+# -- Merging ------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_lacks_kv_prepares_a_group() -> None:
+    control, commands = pair()
+    assert [type(command) for command in commands] == [Prepare, Prepare]
+    plan = commands[0].plan
+    assert plan == commands[1].plan
+    assert {command.instance for command in commands} == {"a", "b"}
+    assert [(part.first, part.end) for part in plan.stages] == [(0, 4), (4, 8)]
+    assert len(plan.before) == 2
+    assert plan.fingerprint == FINGERPRINT
+    assert [view.phase for view in control.groups] == ["preparing", "preparing"]
+    assert pickle.loads(pickle.dumps(plan)) == plan
+
+
+def test_requests_go_on_being_routed_while_a_group_is_prepared_and_none_while_it_switches() -> None:
+    control, prepares = pair()
+    (route,) = control.on(Asked("r", 5), 0.0)
+    assert route == Route("r", "b")
+    epoch = prepares[0].plan.epoch
+    assert control.on(Prepared("a", epoch), 0.0) == []
+    assert control.on(Prepared("a", epoch), 0.0) == []  # told twice is told once
+    assert control.on(Prepared("b", epoch), 0.0) == [Commit("a", epoch), Commit("b", epoch)]
+    assert control.on(Asked("s", 5), 0.0) == []
+    assert control.held == 1
+    told(control, "a", phase="exchanging")
+    assert told(control, "b", phase="exchanging") == [Route("s", "a")]
+
+
+def test_a_group_that_is_being_made_counts_requests_until_a_report_shows_them() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    assert control.on(Asked("r", 5), 0.0) == [Route("r", "a")]
+    told(control, "a")  # older than the submission
+    assert control.groups[0].load == Load(0, 0, (5,))
+    assert control.on(Asked("s", 1), 0.0) == [Route("s", "b")]
+    told(control, "a", Load(1, 6), requests=(("r", 1),))
+    assert control.groups[0].load == Load(1, 6)
+    control.on(Finished("s"), 0.0)
+    assert control.groups[1].load == Load()
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_a_refusal_leaves_the_placement_as_it_was(first: str) -> None:
+    control, prepares = pair()
+    before, epoch = shape(control), prepares[0].plan.epoch
+    control.on(Prepared("b" if first == "a" else "a", epoch), 0.0)
+    found = control.on(Refused(first, epoch, "OutOfBlocks", "no room"), 0.0)
+    assert found == [Abort("a", epoch), Abort("b", epoch)]
+    assert shape(control) == before
+    assert control.on(Prepared(first, epoch), 0.0) == []  # too late
+    assert control.on(Tick(), 0.1) == []  # not at once again
+    for name, load in (("a", FULL), ("b", FULL)):
+        told(control, name, load, TIMEOUT_S)
+    again = control.on(Tick(), TIMEOUT_S)
+    assert again[0].plan.epoch > epoch
+
+
+def test_a_plan_that_is_not_answered_in_time_is_aborted() -> None:
+    control, prepares = pair()
+    before, epoch = shape(control), prepares[0].plan.epoch
+    control.on(Prepared("a", epoch), 0.0)
+    for name in "ab":
+        told(control, name, FULL, TIMEOUT_S)
+    assert control.on(Tick(), TIMEOUT_S) == []
+    assert control.on(Tick(), TIMEOUT_S + 0.01) == [Abort("a", epoch), Abort("b", epoch)]
+    assert shape(control) == before
+
+
+def test_a_death_while_preparing_aborts_and_nothing_happens_to_the_others() -> None:
+    control, prepares = pair()
+    epoch = prepares[0].plan.epoch
+    assert control.on(Died("b"), 0.0) == [Abort("a", epoch), Restart(("b",))]
+    assert [(view.phase, view.stages[0].instance) for view in control.groups] == [("serving", "a")]
+
+
+def test_alone_never_merges() -> None:
+    assert pair(Policy("alone"))[1] == []
+
+
+def test_load_that_fits_elsewhere_merges_nobody() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    told(control, "a", Load(1, 38, (10,)))
+    assert control.on(Tick(), 0.0) == []
+
+
+def test_pipelines_are_made_of_those_who_are_there() -> None:
+    control = Control(MODEL, NETWORK, Policy("pipeline", 2))
+    joined(control, "a", "b", "c", "d", "e")
+    prepares = control.on(Tick(), 0.0)
+    assert [[part.instance for part in command.plan.stages] for command in prepares[::2]] == [["a", "b"], ["c", "d"]]
+    assert len({command.plan.epoch for command in prepares}) == 2
+    assert control.on(Tick(), 0.0) == []
+
+
+# -- Dissolving ---------------------------------------------------------------------------------------------------------------
+
+
+def test_an_idle_group_brings_its_layers_home_and_dissolves() -> None:
+    control = merged()
+    epoch = fetching(control)
+    half = frozenset(range(4)), frozenset(range(4, 8))
+    by_name = {part.instance: half[0] if part.first else half[1] for part in control.groups[0].stages}
+    assert told(control, "a", arrived=frozenset({*by_name["a"]} - {3, 7})) == []
+    assert told(control, "b", arrived=by_name["b"]) == []
+    prepares = told(control, "a", arrived=by_name["a"])
+    assert [type(command) for command in prepares] == [Prepare, Prepare]
+    assert [command.plan.head for command in prepares] == [command.instance for command in prepares]
+    assert {command.plan.epoch for command in prepares} == {epoch}
+    assert len(prepares[0].plan.before) == 1
+    control.on(Prepared("a", epoch), 1.0)
+    assert {type(command) for command in control.on(Prepared("b", epoch), 1.0)} == {Commit}
+    for name in "abab":
+        told(control, name)  # nothing to exchange
+    assert all(view.phase == "serving" and len(view.stages) == 1 for view in control.groups)
+
+
+def test_a_restoration_is_given_up_when_demand_no_longer_fits_alone() -> None:
+    control = merged()
+    before, epoch = shape(control), fetching(control)
+    head = control.groups[0].stages[0].instance
+    told(control, head, Load(2, 60, (40, 40)), 1.2)
+    assert control.on(Tick(), 1.2) == [Abort(name, epoch) for name in control.members("a")]
+    assert shape(control) == before
+    assert control.groups[0].phase == "serving"
+
+
+def test_a_refused_fetch_ends_the_restoration_for_a_while() -> None:
+    control = merged()
+    before, epoch = shape(control), fetching(control)
+    assert {type(each) for each in control.on(Refused("b", epoch, "OutOfBlocks", "live"), 1.2)} == {Abort}
+    assert shape(control) == before
+    for _ in range(10):
+        for name in "ab":
+            told(control, name, now_s=1.3)
+        assert control.on(Tick(), 1.3) == []
+
+
+def test_a_group_that_is_slower_than_its_parts_pays_rent_until_it_dissolves() -> None:
+    control, now_s = merged(), 0.0
+    head = control.groups[0].stages[0].instance
+    for _ in range(2000):
+        now_s += 0.1
+        for name in "ab":
+            told(control, name, Load(4, 20) if name == head else Load(), now_s)
+        if control.on(Tick(), now_s):
+            break
+    assert control.groups[0].phase == "fetching"
+    assert now_s > 0.5  # not before there was rent to pay
+
+
+def test_a_group_whose_demand_leaves_no_margin_stays() -> None:
+    control, now_s = merged(), 0.0
+    head = control.groups[0].stages[0].instance
+    for _ in range(300):
+        now_s += 0.1
+        for name in "ab":  # 37 of 40 tokens each, and a tenth is the margin
+            told(control, name, Load(4, 74) if name == head else Load(), now_s)
+        assert control.on(Tick(), now_s) == []
+
+
+def test_the_papers_rule_dissolves_below_half() -> None:
+    control = merged(Policy("kunserve"))
+    head = control.groups[0].stages[0].instance
+    told(control, head, Load(4, 40), 0.1)
+    assert control.on(Tick(), 0.1) == []
+    told(control, head, Load(4, 39), 0.2)
+    assert {type(command) for command in control.on(Tick(), 0.2)} == {Fetch}
+
+
+# -- Faults -------------------------------------------------------------------------------------------------------------------
+
+
+def test_when_a_stage_dies_the_others_serve_alone_and_all_requests_start_again() -> None:
+    control = merged()
+    last = control.epoch
+    found = control.on(Died("b"), 0.0)
+    assert found == [Recover("a", last + 1), Restart(control_names(found))]
+    assert control.on(Asked("r", 5), 0.0) == []  # nobody serves yet
+    assert told(control, "a", phase="recovering") == []
+    assert told(control, "a", epoch=last) == []  # an old report says nothing
+    assert told(control, "a") == [Route("r", "a")]
+
+
+def control_names(found: list[Command]) -> tuple[str, ...]:
+    (restart,) = [each for each in found if isinstance(each, Restart)]
+    assert set(restart.instances) == {"a", "b"}
+    return restart.instances
+
+
+@pytest.mark.parametrize("phase", ["switching", "exchanging"])
+def test_who_fails_in_what_was_decided_is_evicted(phase: str) -> None:
+    control, prepares = pair()
+    epoch = prepares[0].plan.epoch
+    for name in "ab":
+        control.on(Prepared(name, epoch), 0.0)
+    if phase == "exchanging":
+        for name in "ab":
+            told(control, name, phase="exchanging")
+    found = control.on(Refused("b", epoch, "DriverError", "broken"), 0.0)
+    assert [type(each) for each in found] == [Evict, Recover, Restart]
+    assert found[0].instance == "b"
+    assert [(view.phase, view.stages[0].instance) for view in control.groups] == [("recovering", "a")]
+
+
+def test_who_does_not_switch_in_time_is_evicted() -> None:
+    control, prepares = pair()
+    epoch = prepares[0].plan.epoch
+    for name in "ab":
+        control.on(Prepared(name, epoch), 0.0)
+    told(control, "a", now_s=TIMEOUT_S)
+    told(control, "b", now_s=TIMEOUT_S, epoch=epoch - 1)
+    found = control.on(Tick(), TIMEOUT_S + 0.01)
+    assert [type(each) for each in found] == [Evict, Recover, Restart]
+    assert found[0].instance == "b"
+
+
+def test_who_is_silent_is_evicted_and_what_it_says_later_is_not_heard() -> None:
+    control = Control(MODEL, NETWORK, timeout_s=TIMEOUT_S)
+    joined(control, "a", "b")
+    told(control, "a", now_s=TIMEOUT_S)
+    found = control.on(Tick(), TIMEOUT_S + 0.01)
+    assert [type(each) for each in found] == [Evict, Restart]
+    assert control.on(Reported(Report("b", 2)), TIMEOUT_S + 0.1) == []
+    assert [view.stages[0].instance for view in control.groups] == ["a"]
+
+
+def test_who_does_not_recover_in_time_is_evicted() -> None:
+    control = merged()
+    control.on(Died("b"), 0.0)
+    told(control, "a", now_s=TIMEOUT_S, phase="recovering")
+    assert isinstance(control.on(Tick(), TIMEOUT_S + 0.01)[0], Evict)
+
+
+def test_one_that_comes_back_before_its_death_was_noticed_is_a_new_one() -> None:
+    control = merged()
+    found = control.on(Joined(description("b")), 1.0)
+    assert [type(each) for each in found] == [Recover, Restart, Recover]
+    assert [each.instance for each in found if isinstance(each, Recover)] == ["a", "b"]
+    assert control.on(Died("b"), 1.0)[-1] == Restart(("b",))
+
+
+def test_when_nobody_is_left_requests_are_declined_by_name() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a")
+    control.on(Died("a"), 0.0)
+    assert control.on(Asked("r", 3), 0.0) == []  # it comes back
+    (declined,) = control.on(Died("a", returns=False), 0.0)
+    assert isinstance(declined, Decline)
+    assert isinstance(declined.error, NoCopy)
+    assert (declined.id, declined.error.instances) == ("r", 0)
+    assert control.held == 0
+    joined(control, "a")
+    assert control.on(Asked("s", 3), 0.0) == [Route("s", "a")]
+
+
+# -- Who may join ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("other", "differs"),
+    [
+        (Fingerprint("huge", "float32", "1", LAYERS), ("config",)),
+        (Fingerprint("tiny", "bfloat16", "2", LAYERS), ("dtype", "version")),
+        (Fingerprint("tiny", "float32", "1", LAYERS + 1), ("layers",)),
+    ],
+)
+def test_an_instance_of_another_model_is_refused_by_name(other: Fingerprint, differs: tuple[str, ...]) -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a")
+    before, epoch = shape(control), control.epoch
+    with pytest.raises(OtherModel) as caught:
+        control.on(Joined(description("b", fingerprint=other)), 0.0)
+    assert (caught.value.instance, caught.value.differs) == ("b", differs)
+    assert (shape(control), control.epoch) == (before, epoch)
+
+
+def test_an_instance_whose_layers_have_other_sizes_is_refused_by_name() -> None:
+    control = Control(MODEL, NETWORK)
+    other = Model((Layer(11, 1, Line(0.0, 0.0)),) * LAYERS)
+    with pytest.raises(OtherModel) as caught:
+        control.on(Joined(Description("a", FINGERPRINT, other, MEMORY)), 0.0)
+    assert caught.value.differs == ("layers' bytes",)
+    assert control.groups == []
+
+
+def test_an_instance_without_room_for_the_model_is_refused() -> None:
+    control = Control(MODEL, NETWORK)
+    with pytest.raises(OutOfMemory):
+        control.on(Joined(description("a", memory=79)), 0.0)
+    assert control.groups == []
+    joined(control, "b")
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(InvalidArgument):
+        Policy("better")
+    with pytest.raises(InvalidArgument):
+        Policy("pipeline", 0)
+    with pytest.raises(InvalidArgument):
+        Control(MODEL, NETWORK, timeout_s=0.0)
+
+
+def test_what_there_is_to_show() -> None:
+    control, prepares = pair()
+    epoch = prepares[0].plan.epoch
+    assert [type(view) for view in control.groups] == [GroupView] * 2
+    assert [(view.changing, view.capacity) for view in control.groups] == [(epoch, 40), (epoch, 40)]
+    assert control.members("a") == ("a",)
+    assert control.members("nobody") == ()
+    assert control.epoch_of("nobody") is None

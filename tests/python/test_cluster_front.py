@@ -1,0 +1,203 @@
+"""The process that serves, with instances in threads: requests answered through mergers, deaths and refusals."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster_double import LocalConnection
+from control_worlds import MODEL, NETWORK, token
+
+from remap.cluster.control import Control, NoCopy, OtherModel, Policy
+from remap.cluster.front import Front
+from remap.cluster.messages import Report
+from remap.engine.request import Request, SamplingParams
+from remap.errors import InvalidArgument, InvalidState
+
+Body = Callable[[Front[Request], list[LocalConnection]], Coroutine[Any, Any, None]]
+
+
+def serving(folder: Path, names: str, body: Body, policy: str = "remap", **arguments: Any) -> None:
+    """Run `body` beside a front with these instances."""
+
+    async def run() -> None:
+        connections = [LocalConnection(name, folder=str(folder), **arguments.get(name, {})) for name in names]
+        control = Control(MODEL, NETWORK, Policy(policy, 2), timeout_s=5.0)
+        front = Front[Request](control, connections, lambda request: len(request.prompt))
+        try:
+            await front.start()
+            await body(front, connections)
+            assert front.failure is None
+        finally:
+            await front.close()
+            for connection in connections:
+                connection.instance.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+async def answer(front: Front[Request], id: str, prompt: int = 3, length: int = 5) -> list[int]:
+    found, reason = list[int](), None
+    async for delivery in front.generate(id, Request(id, tuple(range(prompt)), SamplingParams(max_tokens=length))):
+        assert delivery.first == len(found)
+        found += delivery.tokens
+        reason = delivery.finish_reason
+    assert reason == "length"
+    return found
+
+
+def expected(id: str, length: int = 5) -> list[int]:
+    return [token(id, place) for place in range(length)]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait until this holds; the test's own limit ends the wait."""
+    while not holds():
+        await asyncio.sleep(0.01)
+
+
+def test_requests_are_answered_by_instances_alone(tmp_path: Path) -> None:
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        ids = [f"r{number}" for number in range(12)]
+        assert await asyncio.gather(*(answer(front, id) for id in ids)) == [expected(id) for id in ids]
+        assert front.unfinished == 0
+        assert front.restarts == 0
+
+    serving(tmp_path, "abc", body)
+
+
+def test_a_burst_merges_instances_and_they_part_again(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        ids = [f"r{number}" for number in range(24)]
+        tasks = [asyncio.create_task(answer(front, id, 8, 30)) for id in ids]
+        await until(lambda: any(len(view.stages) > 1 for view in front.groups))
+        assert await asyncio.gather(*tasks) == [expected(id, 30) for id in ids]
+        await until(lambda: all(len(view.stages) == 1 and view.phase == "serving" for view in front.groups))
+        assert any("fetch" in connection.calls for connection in connections)
+
+    serving(tmp_path, "abc", body)
+
+
+@pytest.mark.parametrize("policy", ["alone", "pipeline"])
+def test_a_killed_instance_comes_back_and_each_token_is_delivered_once(tmp_path: Path, policy: str) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        if policy == "pipeline":
+            await until(lambda: len(front.groups) == 1 and front.groups[0].phase == "serving")
+        ids = [f"r{number}" for number in range(6)]
+        tasks = [asyncio.create_task(answer(front, id, 4, 30)) for id in ids]
+        ledger, epoch = front.service.ledger, front.service.control.epoch
+        await until(
+            lambda: any(
+                ledger.tokens(id) and "b" in front.service.control.members(ledger.where(id) or "") for id in ledger.ids
+            )
+        )
+        connections[1].kill()
+        assert await asyncio.gather(*tasks) == [expected(id, 30) for id in ids]
+        assert front.restarts > 0
+        assert front.service.control.epoch > epoch
+        await until(lambda: {part.instance for view in front.groups for part in view.stages} == {"a", "b"})
+
+    serving(tmp_path, "ab", body, policy)
+
+
+def test_who_stops_listening_cancels(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        stream = front.generate("r", Request("r", (1, 2), SamplingParams(max_tokens=90)))
+        async for _ in stream:
+            break
+        await stream.aclose()
+        assert front.unfinished == 0
+        await until(lambda: "cancel" in connections[0].calls)
+        await until(lambda: not front.reports["a"].requests)
+        assert await answer(front, "r") == expected("r")  # the id is free again
+
+    serving(tmp_path, "a", body)
+
+
+def test_what_cannot_be_served_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        first = asyncio.create_task(answer(front, "r", 3, 30))
+        await asyncio.sleep(0)
+        with pytest.raises(InvalidArgument):
+            await answer(front, "r")
+        with pytest.raises(InvalidArgument):
+            await answer(front, "long", 100, 100)
+        assert await first == expected("r", 30)
+        assert front.unfinished == 0
+
+    serving(tmp_path, "a", body)
+
+
+def test_an_instance_of_another_model_does_not_join(tmp_path: Path) -> None:
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        assert list(front.rejected) == ["b"]
+        assert isinstance(front.rejected["b"], OtherModel)
+        assert await answer(front, "r") == expected("r")
+
+    serving(tmp_path, "ab", body, b={"config": "other"})
+
+
+def test_without_an_instance_that_may_join_nothing_starts(tmp_path: Path) -> None:
+    async def run() -> None:
+        connections = [LocalConnection("a", folder=str(tmp_path))]
+        front = Front[Request](Control(MODEL, NETWORK), connections, lambda request: len(request.prompt))
+        connections[0].returns = False
+        connections[0].kill()
+        with pytest.raises(Exception) as caught:
+            await front.start()
+        assert caught.value.instance == "a"
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))
+
+
+def test_when_the_last_instance_is_gone_for_good_requests_are_declined(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        task = asyncio.create_task(answer(front, "r", 3, 90))
+        await until(lambda: "submit" in connections[0].calls)
+        connections[0].returns = False
+        connections[0].kill()
+        with pytest.raises(NoCopy):
+            await task
+        with pytest.raises(NoCopy):
+            await answer(front, "s")
+
+    serving(tmp_path, "a", body)
+
+
+def test_closing_answers_what_is_unfinished(tmp_path: Path) -> None:
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        task = asyncio.create_task(answer(front, "r", 3, 90))
+        await until(lambda: "r" in front.service.ledger)
+        await front.close()
+        with pytest.raises(InvalidState):
+            await task
+
+    serving(tmp_path, "a", body)
+
+
+def test_a_defect_fails_every_request_and_does_not_hang(tmp_path: Path) -> None:
+    async def run() -> None:
+        connections = [LocalConnection("a", folder=str(tmp_path))]
+        front = Front[Request](Control(MODEL, NETWORK), connections, lambda request: len(request.prompt))
+        await front.start()
+        task = asyncio.create_task(answer(front, "r", 3, 90))
+        await until(lambda: "r" in front.service.ledger)
+
+        def broken(event: object, now_s: float) -> list[object]:
+            raise ZeroDivisionError
+
+        front.service.control.on = broken  # type: ignore[method-assign]
+        with pytest.raises(InvalidState) as caught:
+            await task
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+        with pytest.raises(InvalidState):
+            await answer(front, "s")
+        assert isinstance(front.failure, ZeroDivisionError)
+        assert isinstance(front.reports["a"], Report)
+        await front.close()
+        connections[0].instance.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 30.0))

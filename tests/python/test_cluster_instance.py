@@ -1,0 +1,360 @@
+"""Instances in threads: alone, merged, dissolved again; whatever happens, the tokens are those of one engine."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("msgspec")
+
+from cluster_instances import Cluster, expected_tokens, requests_for  # noqa: E402
+from models import LAYERS, make  # noqa: E402
+
+from remap.cluster.instance import ClusterInstance  # noqa: E402
+from remap.cluster.messages import Part  # noqa: E402
+from remap.engine import Request, SamplingParams  # noqa: E402
+from remap.errors import InvalidArgument, InvalidState, StalePlan  # noqa: E402
+from remap.policy.activations import Line  # noqa: E402
+from remap.policy.cluster.pipeline import Network  # noqa: E402
+from remap.policy.cluster.placement import IncompleteCopy, Instance, Stage  # noqa: E402
+from remap.policy.cluster.stages import Splits  # noqa: E402
+
+
+def test_one_instance_alone_answers_as_an_engine():
+    model, requests = make("llama"), requests_for(1, count=10)
+    with Cluster(model, 1, blocks=14) as cluster:
+        cluster.submit("i0", requests)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (("i0", 3), ("i1", 6)),
+        (("i1", 1), ("i0", 6)),
+        (("i0", 2), ("i1", 2), ("i2", 6)),
+        (("i2", 0), ("i0", 6), ("i1", 6)),
+    ],
+    ids=str,
+)
+def test_a_fixed_group_answers_as_an_engine(stages):
+    model, requests = make("qwen2"), requests_for(len(stages), count=12)
+    with Cluster(model, len(stages), blocks=14) as cluster:
+        cluster.change(stages)
+        cluster.submit(stages[0][0], requests)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        capacity = cluster.reports[stages[0][0]].capacity
+        assert (
+            capacity
+            >= 14 * 4 * LAYERS // max(end - cut for (_, end), cut in zip(stages, [0, *(e for _, e in stages)])) - 8
+        )
+
+
+def some_tokens(cluster, requests, least=2):
+    """Wait until each of these has a few tokens, or its end."""
+    wanted = [one.id for one in requests]
+    cluster.until(lambda: all(id in cluster.ends or len(cluster.tokens.get(id, ())) >= least for id in wanted))
+
+
+def long_requests(seed, count):
+    """That run on through several changes."""
+    return [
+        Request(one.id, one.prompt, replace(one.sampling, max_tokens=60)) for one in requests_for(seed, count, high=30)
+    ]
+
+
+@pytest.fixture
+def resumed(monkeypatch):
+    """What new heads did with the requests that they took over: (id, whether its KV came along)."""
+    found = []
+    plain = ClusterInstance.resume
+
+    def resume(self, handed, blocks):
+        found.append((handed.id, bool(blocks)))
+        plain(self, handed, blocks)
+
+    monkeypatch.setattr(ClusterInstance, "resume", resume)
+    return found
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["moved", "computed-again"])
+def test_requests_run_on_while_instances_merge_and_part(again, resumed):
+    model, requests = make("llama"), long_requests(5, 8)
+    network = Network(Line(0.0, 0.0), 1.0 if again else 1e12)  # bytes a second: KV that is too dear to move, or free
+    with Cluster(model, 2, blocks=120, network=network) as cluster:
+        cluster.submit("i0", requests[:3])
+        cluster.submit("i1", requests[3:5])
+        some_tokens(cluster, requests[:5])
+        cluster.change((("i0", 4), ("i1", 6)))
+        with pytest.raises(InvalidState):
+            cluster.submit("i1", requests[5:])
+        cluster.submit("i0", requests[5:])
+        some_tokens(cluster, requests)
+        cluster.fetch("i0", "i1")
+        cluster.change((("i0", 6),), (("i1", 6),))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        for _, tenant, _ in cluster.attached.values():
+            assert tenant.kv.live_blocks == 0
+        assert {id for id, _ in resumed[:5]} == {one.id for one in requests[:5]}
+        assert {moved for _, moved in resumed} == {not again}
+
+
+def merged(cluster, rng, groups):
+    """Stages of the one group that these become: each within what its instance has."""
+    parts = [part for group in groups for part in group]
+    if all(len(group) == 1 for group in groups):
+        names = rng.sample([part.instance for part in parts], len(parts))
+        return tuple(zip(names, [*sorted(rng.randrange(LAYERS + 1) for _ in names[1:]), LAYERS]))
+    model = cluster.instances["i0"].describe().model
+    stages = [Stage(Instance(part.instance, model.weight_bytes(0, LAYERS) * 2), part.first, part.end) for part in parts]
+    return tuple((stage.instance.name, stage.end) for stage in Splits(model).split(stages, 1.0))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_changes_with_scarce_memory(seed):
+    """Groups merge and part in any order; pools are small, so requests are preempted, and some have no room when they move."""
+    rng = random.Random(seed)
+    model, requests = make(rng.choice(["llama", "opt-odd", "gpt2", "qwen3"]), seed), long_requests(seed, 12)
+    pending = list(requests)
+    with Cluster(model, 3, blocks=26) as cluster:
+        for _ in range(5):
+            for request in [pending.pop() for _ in range(min(2, len(pending)))]:
+                group = rng.choice(list(cluster.groups.values()))
+                cluster.submit(group[0].instance, [request])
+            for _ in range(rng.randrange(20)):
+                cluster.poll()
+            joined = [group for group in dict.fromkeys(cluster.groups.values()) if len(group) > 1]
+            if joined and rng.random() < 0.6:
+                names = [part.instance for part in rng.choice(joined)]
+                cluster.fetch(*names)
+                cluster.change(*(((name, LAYERS),) for name in names))
+                continue
+            groups = sorted(set(cluster.groups.values()), key=str)
+            if len(groups) < 2:
+                continue
+            cluster.change(merged(cluster, rng, rng.sample(groups, 2)))
+        for request in pending:
+            cluster.submit(rng.choice(list(cluster.groups.values()))[0].instance, [request])
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert set(cluster.ends.values()) <= {"length", "stop"}
+        for name, group in cluster.groups.items():
+            part = next(each for each in group if each.instance == name)
+            holds_all = len(group) > 1 and part.first < part.end  # a stage of several holds all blocks there are
+            assert (cluster.attached[name][1].kv.live_blocks > 0) == holds_all
+
+
+def test_a_stage_lets_no_layer_stream():
+    """What an instance remapped alone comes home when it becomes a stage, and its requests run on."""
+    model, requests = make("llama"), long_requests(9, 6)
+    with Cluster(model, 2, blocks=20) as cluster:
+        cluster.submit("i0", requests)
+        tenant = cluster.attached["i0"][1]
+        some_tokens(cluster, requests[:2])
+        cluster.until(lambda: tenant.streamed or len(cluster.ends) == len(requests))
+        assert tenant.streamed and not cluster.ends
+        cluster.change((("i0", 5), ("i1", 6)))
+        assert not tenant.streamed and tenant.elsewhere == (5,)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def states(cluster):
+    """What must not change when something is refused."""
+    return {
+        name: (cluster.reports[name].epoch, cluster.reports[name].phase, tenant.kv.usable_blocks, tenant.kv.live_blocks)
+        for name, (_, tenant, _) in cluster.attached.items()
+    }
+
+
+def test_plans_that_do_not_fit_are_refused_by_name_and_nothing_changes():
+    with Cluster(make("llama"), 3, blocks=20, timeout_s=2.0) as cluster:
+        cluster.poll()
+        before = states(cluster)
+        good = cluster.plans((("i0", 3), ("i1", 6)))["i0"]
+        one = cluster.instances["i0"]
+        other = replace(good.fingerprint, version="0.0", layers=7)
+        for bad, error, fields in (
+            (replace(good, epoch=0), StalePlan, {"plan_epoch": 0, "epoch": 0}),
+            (replace(good, fingerprint=other), InvalidArgument, {"differs": ("version", "layers"), "got": other}),
+            (replace(good, stages=(Part("i1", 0, 3), Part("i2", 3, 6))), InvalidArgument, {"instance": "i0"}),
+            (replace(good, stages=(Part("i0", 0, 3), Part("i1", 4, 6))), IncompleteCopy, {"missing": (3,)}),
+            (replace(good, stages=(Part("i0", 0, 3), Part("i1", 2, 6))), IncompleteCopy, {"repeated": (2,)}),
+            (replace(good, before=((Part("i0", 0, 2),), (Part("i1", 0, 6),))), InvalidArgument, {}),
+            (replace(good, before=(*good.before, (Part("i2", 0, 6),))), InvalidArgument, {}),  # i2 is left out
+            (replace(good, stages=(Part("i0", 0, 6),), before=good.before[:1]), InvalidArgument, {}),
+            (replace(good, rendezvous="here"), InvalidArgument, {"address": "here"}),
+        ):
+            with pytest.raises(error) as refused:
+                one.prepare(bad)
+            assert {key: refused.value.fields[key] for key in fields} == fields
+        with pytest.raises(StalePlan):
+            one.commit(good.epoch)
+        cluster.poll()
+        assert states(cluster) == before
+        # The group that has dropped layers may not do without them.
+        cluster.change((("i0", 3), ("i1", 6)))
+        alone = cluster.plans((("i0", 6),), (("i1", 6),))
+        errors = cluster.prepare(alone)
+        assert [(type(error), error.fields["layers"]) for error in sorted(errors, key=str)] == [
+            (InvalidState, (3, 4, 5)),
+            (InvalidState, (0, 1, 2)),
+        ]
+        swapped = cluster.plans((("i2", 0), ("i1", 4), ("i0", 6)))
+        assert {type(error) for error in cluster.prepare(swapped)} >= {InvalidState}
+
+
+def test_what_is_aborted_changes_nothing_and_is_refused_from_then_on():
+    model, requests = make("llama"), requests_for(3, count=6)
+    with Cluster(model, 2, blocks=30) as cluster:
+        cluster.poll()
+        before = states(cluster)
+        plans = cluster.plans((("i0", 3), ("i1", 6)))
+        assert cluster.prepare(plans) == []
+        for name in plans:
+            cluster.instances[name].abort(cluster.epoch)
+            with pytest.raises(StalePlan) as refused:
+                cluster.instances[name].commit(cluster.epoch)
+            assert refused.value.plan_epoch == cluster.epoch
+            with pytest.raises(StalePlan):
+                cluster.instances[name].prepare(plans[name])
+        cluster.poll()
+        assert states(cluster) == before
+        cluster.submit("i0", requests[:3])
+        cluster.submit("i1", requests[3:])
+        # The next one is taken, and a newer one in its place.
+        assert cluster.prepare(cluster.plans((("i1", 3), ("i0", 6)))) == []
+        cluster.change((("i0", 4), ("i1", 6)))
+        # Layers that came home for a change that was given up become KV again.
+        capacity = cluster.reports["i0"].capacity
+        cluster.fetch("i0", "i1")
+        cluster.until(lambda: cluster.reports["i0"].capacity < capacity)
+        for name in plans:
+            cluster.instances[name].abort(cluster.epoch)
+        cluster.until(lambda: cluster.reports["i0"].capacity == capacity)
+        assert not cluster.reports["i0"].arrived and not cluster.reports["i1"].arrived
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_survivors_recover_and_requests_start_again_behind_their_tokens():
+    model, requests = make("qwen3"), long_requests(11, 6)
+    with Cluster(model, 3, blocks=60) as cluster:
+        cluster.change((("i0", 2), ("i1", 4), ("i2", 6)))
+        cluster.submit("i0", requests)
+        some_tokens(cluster, requests)
+        cluster.end("i1")
+        cluster.epoch += 1
+        lost = set()
+        for name in ("i0", "i2"):
+            lost.update(cluster.instances[name].recover(cluster.epoch))
+            cluster.groups[name] = (Part(name, 0, LAYERS),)
+            with pytest.raises(StalePlan):
+                cluster.instances[name].recover(cluster.epoch)
+        cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in cluster.instances))
+        assert lost == {one.id for one in requests} - set(cluster.ends)
+        for _, tenant, _ in cluster.attached.values():
+            assert tenant.kv.live_blocks == 0
+        for number, one in enumerate(request for request in requests if request.id in lost):
+            cluster.instances[("i0", "i2")[number % 2]].submit(one, 2, cluster.delivered(one.id))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        cluster.change((("i2", 3), ("i0", 6)))  # and they merge again
+
+
+@pytest.mark.parametrize("moment", ["running", "moving"])
+def test_requests_that_are_cancelled_end_once(moment):
+    model, requests = make("llama"), long_requests(2, 8)
+    network = Network(Line(0.0, 0.0), 1e12)
+    with Cluster(model, 2, blocks=100, network=network) as cluster:
+        cluster.submit("i0", requests[:4])
+        cluster.submit("i1", requests[4:])
+        some_tokens(cluster, requests)
+        if moment == "running":
+            for one in requests[::2]:
+                cluster.instances["i0"].cancel(one.id)
+                cluster.instances["i1"].cancel(one.id)
+        else:
+            plans = cluster.plans((("i0", 3), ("i1", 6)))
+            assert cluster.prepare(plans) == []
+            cluster.commit(plans)
+            cluster.until(lambda: cluster.reports["i0"].epoch == cluster.epoch)
+            for one in requests[::2]:
+                cluster.instances["i0"].cancel(one.id)
+            cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in plans))
+        cluster.instances["i0"].cancel("nobody")
+        answers, expected = cluster.answers(requests), expected_tokens(model, requests)
+        for number, one in enumerate(requests):
+            aborted = cluster.ends[one.id] == "abort"
+            assert aborted <= (number % 2 == 0)
+            assert answers[one.id] == expected[one.id][: len(answers[one.id])]
+            assert aborted or answers[one.id] == expected[one.id]
+
+
+def test_bad_requests_are_refused_and_one_that_never_fits_ends():
+    with Cluster(make("llama"), 1, blocks=8, kv={"max_blocks": 400}) as cluster:
+        one = cluster.instances["i0"]
+        for bad in (Request("a", (1, 999)), Request("b", (1,) * 200)):
+            with pytest.raises(InvalidArgument):
+                one.submit(bad, 1)
+        good = Request("c", (1, 2, 3), SamplingParams(max_tokens=4))
+        one.submit(good, 1)
+        with pytest.raises(InvalidArgument):
+            one.submit(good, 2)
+        cluster.answers([good])
+        assert cluster.ends == {"c": "length"}
+
+
+def test_an_error_of_the_model_is_raised_by_poll_until_recovery(monkeypatch):
+    model, requests = make("llama"), requests_for(4, count=3)
+    with Cluster(model, 2, blocks=30) as cluster:
+        cluster.change((("i0", 3), ("i1", 6)))
+        with monkeypatch.context() as patched:
+            patched.setattr(
+                cluster.attached["i1"][1], "forward", lambda **_: (_ for _ in ()).throw(ZeroDivisionError())
+            )
+            cluster.submit("i0", requests)
+            with pytest.raises(ZeroDivisionError):
+                cluster.until(lambda: False)
+            with pytest.raises(ZeroDivisionError):
+                cluster.instances["i1"].poll()
+        cluster.epoch += 1
+        for name, instance in cluster.instances.items():
+            assert set(instance.recover(cluster.epoch)) == ({one.id for one in requests} if name == "i0" else set())
+            instance.poll()
+        cluster.submit("i1", requests, attempt=2)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_member_that_is_gone_at_any_moment_of_a_change(seed):
+    """The others recover, whatever they were doing, and no token is wrong or comes twice."""
+    rng = random.Random(seed)
+    model, requests = make("llama"), long_requests(seed, 7)
+    with Cluster(model, 3, blocks=40, network=Network(Line(0.0, 0.0), rng.choice([1e5, 1e12]))) as cluster:
+        for number, one in enumerate(requests):
+            cluster.submit(f"i{number % 3}", [one])
+        some_tokens(cluster, requests, least=1)
+        plans = cluster.plans((("i0", 2), ("i1", 4), ("i2", 6)))
+        assert cluster.prepare(plans) == []
+        cluster.commit(plans)
+        if rng.random() < 0.5:
+            cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in plans))
+            cluster.epoch += 1
+            for name in plans:
+                cluster.instances[name].fetch(cluster.epoch, ())
+        for _ in range(rng.randrange(8)):
+            cluster.poll()
+        cluster.end(rng.choice(sorted(plans)))
+        cluster.epoch += 1
+        for name, instance in cluster.instances.items():
+            instance.recover(cluster.epoch)
+            cluster.groups[name] = (Part(name, 0, LAYERS),)
+        cluster.until(lambda: all(cluster.settled(name, cluster.epoch) for name in cluster.instances))
+        for one in requests:
+            if one.id not in cluster.ends:
+                got = cluster.tokens.get(one.id, {})
+                cluster.instances[rng.choice(sorted(cluster.instances))].submit(
+                    one, 2, [got[n] for n in range(len(got))]
+                )
+        assert cluster.answers(requests) == expected_tokens(model, requests)

@@ -1,0 +1,151 @@
+"""Bodies of OpenAI's endpoints into requests of the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec")
+pytest.importorskip("transformers")
+
+from cluster_folder import byte_tokenizer
+
+from remap.cluster.control import NoCopy
+from remap.cluster.openai import Asked, Chat, Completion, Served, UnknownModel, error_of, parse, status_of
+from remap.engine.request import SamplingParams
+from remap.errors import DriverError, InvalidArgument, InvalidState, OutOfBlocks
+
+SERVED = Served("tiny", byte_tokenizer(), 100, frozenset({256}), 0)
+BARE = Served("tiny", None, 100, frozenset(), 0)
+HELLO = tuple(byte_tokenizer().encode("hello"))
+
+
+def completion(served: Served = SERVED, **body: Any) -> Asked:
+    return parse(json.dumps({"prompt": "hello"} | body).encode(), Completion, served)
+
+
+def chat(served: Served = SERVED, **body: Any) -> Asked:
+    messages = [{"role": "user", "content": "hi"}]
+    return parse(json.dumps({"messages": messages} | body).encode(), Chat, served)
+
+
+def test_a_prompt_is_text_or_token_ids() -> None:
+    assert completion().request.prompt == completion(prompt=["hello"]).request.prompt == HELLO
+    assert completion(BARE, prompt=[1, 2]).request.prompt == (1, 2)
+    assert completion().request.id != completion().request.id
+
+
+def test_a_chat_goes_through_the_models_template_and_may_fill_all_positions() -> None:
+    asked = chat()
+    assert SERVED.tokenizer.decode(asked.request.prompt) == "user: hi\nassistant:"
+    assert asked.request.sampling.max_tokens == 100 - len(asked.request.prompt)
+    assert chat(max_tokens=3).request.sampling.max_tokens == 3
+    assert chat(max_tokens=3, max_completion_tokens=4).request.sampling.max_tokens == 4
+
+
+def test_sampling_is_the_engines_with_openais_defaults() -> None:
+    found = completion(temperature=0.5, top_p=0.9, top_k=7, seed=3, max_tokens=9, stop_token_ids=[1]).request.sampling
+    assert found == SamplingParams(9, 0.5, 7, 0.9, 3, frozenset({1}))
+    plain = completion().request.sampling
+    assert (plain.max_tokens, plain.temperature, plain.top_p, plain.top_k) == (16, 1.0, 1.0, 0)
+    assert plain.stop_token_ids == {256}
+    assert len({completion().request.sampling.seed for _ in range(8)}) > 1  # nobody named one
+
+
+def test_stops_and_streams() -> None:
+    assert completion(stop="x").stops == completion(stop=["x"]).stops == ("x",)
+    asked = completion(stream=True, stream_options={"include_usage": True})
+    assert (asked.stream, asked.usage, completion().stream) == (True, True, False)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"n": 2}, "n"),
+        ({"best_of": 2}, "best_of"),
+        ({"echo": True}, "echo"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"suffix": "x"}, "suffix"),
+        ({"presence_penalty": 1.0}, "presence_penalty"),
+        ({"frequency_penalty": -1.0}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1.0}}, "logit_bias"),
+        ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+        ({"stop": ""}, "stop"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": [1, "b"]}, "prompt"),
+    ],
+)
+def test_what_there_is_not_is_refused_by_name(body: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        completion(**body)
+    assert caught.value.param == named and named in str(caught.value)
+
+
+@pytest.mark.parametrize("body", [{"logprobs": True}, {"top_logprobs": 2}, {"tools": [{}]}, {"tool_choice": "auto"}])
+def test_what_a_chat_has_not_is_refused_by_name(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        chat(**body)
+    assert [caught.value.param] == list(body)
+
+
+def test_what_asks_for_nothing_is_taken() -> None:
+    completion(n=1, best_of=1, echo=False, logprobs=None, suffix="", presence_penalty=0, frequency_penalty=0, user="me")
+    chat(logprobs=False, tools=[], tool_choice="none", response_format={"type": "text"}, logit_bias={})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [{"nonsense": 1}, {"temperature": "hot"}, {"temperature": -1}, {"top_p": 0}, {"max_tokens": 0}, {"top_k": -2}],
+)
+def test_values_that_cannot_be_are_refused(body: dict[str, Any]) -> None:
+    with pytest.raises(InvalidArgument) as caught:
+        completion(**body)
+    assert next(iter(body)) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b"[]", b'{"prompt": 7}', b"{}", b"\xff"])
+def test_what_is_no_body_is_refused(text: bytes) -> None:
+    with pytest.raises(InvalidArgument):
+        parse(text, Completion, SERVED)
+
+
+def test_a_model_without_a_tokenizer_or_a_template_says_so() -> None:
+    for call, body, served in (
+        (completion, {"prompt": "text"}, BARE),
+        (completion, {"prompt": [1], "stop": "x"}, BARE),
+        (chat, {}, BARE),
+        (chat, {}, Served("tiny", byte_tokenizer(None), 100)),
+    ):
+        with pytest.raises(InvalidArgument):
+            call(served, **body)
+
+
+def test_a_template_that_fails_is_the_bodys_fault() -> None:
+    strict = Served("tiny", byte_tokenizer("{{ raise_exception('roles must alternate') }}"), 100)
+    with pytest.raises(InvalidArgument) as caught:
+        chat(strict)
+    assert caught.value.param == "messages" and "roles must alternate" in str(caught.value)
+
+
+def test_errors_have_openais_form_and_the_right_status() -> None:
+    with pytest.raises(UnknownModel) as caught:
+        completion(model="other")
+    assert (caught.value.model, caught.value.served) == ("other", "tiny")
+    statuses = {
+        InvalidArgument("x", param="n"): 400,
+        caught.value: 404,
+        NoCopy("x"): 503,
+        InvalidState("x"): 503,
+        OutOfBlocks("x"): 503,
+        DriverError("x"): 500,
+    }
+    for error, status in statuses.items():
+        assert status_of(error) == status
+        assert error_of(error)["error"]["type"] == ("invalid_request_error" if status < 500 else "server_error")
+    assert error_of(InvalidArgument("why", param="n")) == {
+        "error": {"message": "why", "type": "invalid_request_error", "param": "n", "code": "InvalidArgument"}
+    }

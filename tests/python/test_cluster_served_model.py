@@ -1,0 +1,89 @@
+"""What an instance of a served model is laid out as, from a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("msgspec")
+
+import torch
+from cluster_folder import save_model
+from transformers import AutoModelForCausalLM
+
+from remap.cluster.served_model import KV_TOKENS, ends_of, layout_of, make, shapes, tokenizer_of
+from remap.engine import Request, SamplingParams
+from remap.errors import InvalidArgument
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_shapes_give_the_layout_of_the_loaded_model(tmp_path: Path, dtype: str) -> None:
+    save_model(tmp_path, dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for memory in (None, 3 * MIB):
+        assert layout_of(shapes(str(tmp_path)), memory) == layout_of(loaded, memory)
+
+
+def test_tied_weights_count_once(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=5000, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    config.tie_word_embeddings = True
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert layout_of(shapes(str(tmp_path)), None) == layout_of(loaded, None)
+
+
+def test_memory_is_weights_and_kv_and_all_of_it_may_be_kv(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    model = shapes(str(tmp_path))
+    plain = layout_of(model, None)
+    assert plain.spec.min_blocks * plain.spec.block_tokens >= KV_TOKENS and plain.positions == 256
+    given = layout_of(model, 3 * MIB + 1)
+    assert given.capacity <= 3 * MIB and given.capacity % given.page_bytes == 0
+    assert given.spec.max_blocks * given.spec.block_bytes > given.capacity
+    with pytest.raises(InvalidArgument) as caught:
+        layout_of(model, 64 << 10)
+    least = int(str(caught.value.minimum))
+    assert layout_of(model, least).spec.min_blocks >= 1
+    with pytest.raises(InvalidArgument):
+        layout_of(model, least - 1)
+
+
+def test_a_folder_without_a_model_is_refused_and_without_a_tokenizer_is_not(tmp_path: Path) -> None:
+    for call in (lambda: shapes(str(tmp_path)), lambda: make("a", str(tmp_path), None, 1)):
+        with pytest.raises(InvalidArgument) as caught:
+            call()
+        assert (caught.value.field, caught.value.value) == ("model", str(tmp_path))
+    assert tokenizer_of(str(tmp_path)) is None
+    assert ends_of(str(tmp_path), None) == frozenset()
+
+
+def test_an_instance_of_a_folder_answers_as_the_model_does(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    assert ends_of(str(tmp_path), tokenizer_of(str(tmp_path))) == {256}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    expected = loaded.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=9, do_sample=False)[0, 3:].tolist()
+    threads = torch.get_num_threads()
+    instance = make("a", str(tmp_path), 3 * MIB, threads)
+    try:
+        described = instance.describe()
+        assert described.memory_bytes <= 3 * MIB and described.fingerprint.layers == 4
+        instance.recover(1)
+        instance.submit(Request("r", (3, 1, 4), SamplingParams(max_tokens=9)), 1)
+        found, reason = list[int](), None
+        while reason is None:
+            outputs, _ = instance.poll(10.0)
+            for each in outputs:
+                found += each.tokens
+                reason = each.finish_reason
+        assert (found, reason) == (expected, "length")
+    finally:
+        instance.close()

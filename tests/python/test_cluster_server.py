@@ -1,0 +1,294 @@
+"""The endpoints, over a front whose instances are doubles in threads of this process; no network."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("msgspec", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("fastapi", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("uvicorn", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("prometheus_client", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("httpx", reason="needs the extras cluster, test-cluster and transformers")
+pytest.importorskip("transformers", reason="needs the extras cluster, test-cluster and transformers")
+
+import httpx
+from cluster_double import LocalConnection
+from cluster_folder import byte_tokenizer
+from control_worlds import MODEL, NETWORK, token
+from test_cluster_front import until
+
+from remap.cluster.control import Control, Policy
+from remap.cluster.front import Front
+from remap.cluster.ledger import Delivery
+from remap.cluster.openai import Served
+from remap.cluster.server import make_app
+from remap.engine.request import Request
+from remap.errors import Error, InvalidState
+
+SERVED = Served("tiny", byte_tokenizer(), 100)
+Body = Callable[[httpx.AsyncClient, Front[Request], list[LocalConnection]], Coroutine[Any, Any, None]]
+
+
+def client_of(app: Any) -> httpx.AsyncClient:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test")
+
+
+def serving(folder: Path, body: Body, names: str = "a") -> None:
+    """Run `body` beside a server with these instances."""
+
+    async def run() -> None:
+        connections = [LocalConnection(name, folder=str(folder)) for name in names]
+        control = Control(MODEL, NETWORK, Policy("remap"), timeout_s=5.0)
+        front = Front[Request](control, connections, lambda request: len(request.prompt))
+        try:
+            await front.start()
+            async with client_of(make_app(front, SERVED)) as client:
+                await body(client, front, connections)
+            assert front.failure is None
+        finally:
+            await front.close()
+            for connection in connections:
+                connection.instance.stop()
+
+    asyncio.run(asyncio.wait_for(run(), 60.0))
+
+
+def expected(id: str, length: int) -> list[int]:
+    return [token(id, place) for place in range(length)]
+
+
+def events(text: str) -> list[Any]:
+    """What server-sent events carry; the last is the word DONE."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [line if line == "[DONE]" else json.loads(line) for line in lines]
+
+
+def test_a_completion_has_its_text_its_tokens_and_its_usage(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, *_: Any) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 7})
+        found = answer.json()
+        tokens = expected(found["id"], 7)
+        assert answer.status_code == 200 and found["object"] == "text_completion" and found["model"] == "tiny"
+        assert found["choices"] == [
+            {
+                "index": 0,
+                "text": SERVED.tokenizer.decode(tokens),
+                "finish_reason": "length",
+                "logprobs": None,
+                "token_ids": tokens,
+            }
+        ]
+        assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 7, "total_tokens": 12}
+
+    serving(tmp_path, body)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_stream_brings_the_same_in_chunks(tmp_path: Path, path: str) -> None:
+    asked: dict[str, Any] = (
+        {"prompt": [1, 2, 3]} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+    )
+
+    async def body(client: httpx.AsyncClient, *_: Any) -> None:
+        more = {"max_tokens": 20, "stream": True, "stream_options": {"include_usage": True}}
+        answer = await client.post(path, json=asked | more)
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        *chunks, usage, done = events(answer.text)
+        assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["completion_tokens"] == 20
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert [one for choice in choices for one in choice["token_ids"]] == expected(usage["id"], 20)
+        parts = [one["text"] if "text" in one else one["delta"]["content"] for one in choices]
+        assert "".join(parts) == SERVED.tokenizer.decode(expected(usage["id"], 20))
+        assert [one["finish_reason"] for one in choices] == [*[None] * (len(choices) - 1), "length"]
+        if "messages" in asked:
+            assert choices[0]["delta"]["role"] == "assistant" and "role" not in choices[-1]["delta"]
+
+    serving(tmp_path, body)
+
+
+def test_a_chat_is_answered_by_an_assistant(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, *_: Any) -> None:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
+        found = (await client.post("/v1/chat/completions", json=asked)).json()
+        text = SERVED.tokenizer.decode(expected(found["id"], 4))
+        assert found["object"] == "chat.completion"
+        assert found["choices"][0]["message"] == {"role": "assistant", "content": text}
+
+    serving(tmp_path, body)
+
+
+def test_what_is_wrong_gets_its_status_in_openais_form(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, *_: Any) -> None:
+        for asked, status, code in (
+            ({"prompt": "x", "n": 2}, 400, "InvalidArgument"),
+            ({"prompt": "x", "max_tokens": 1000}, 400, "InvalidArgument"),  # the instance refuses it
+            ({"prompt": "x", "max_tokens": 1000, "stream": True}, 400, "InvalidArgument"),
+            ({"prompt": "x", "model": "other"}, 404, "UnknownModel"),
+        ):
+            answer = await client.post("/v1/completions", json=asked)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+    serving(tmp_path, body)
+
+
+def test_models_health_and_the_cluster(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, front: Front[Request], connections: list[LocalConnection]) -> None:
+        (model,) = (await client.get("/v1/models")).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("tiny", 100)
+        await until(lambda: all(view.phase == "serving" for view in front.groups))
+        assert (await client.get("/health")).status_code == 200
+        state = (await client.get("/cluster")).json()
+        stages = [one["stages"] for one in state["groups"]]
+        assert sorted(one["instance"] for (one,) in stages) == ["a", "b"]
+        assert [(one["first"], one["end"]) for (one,) in stages] == [(0, 8), (0, 8)]
+        assert state["groups"][0]["kv_capacity"] == 40 and state["groups"][0]["phase"] == "serving"
+        for connection in connections:
+            connection.returns = False
+            connection.kill()
+        await until(lambda: not front.groups)
+        assert (await client.get("/health")).status_code == 503
+        answer = await client.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "NoCopy")
+        assert sorted((await client.get("/cluster")).json()["rejected"]) == ["a", "b"]
+
+    serving(tmp_path, body, "ab")
+
+
+def test_metrics_count_what_was_served(tmp_path: Path) -> None:
+    async def body(client: httpx.AsyncClient, *_: Any) -> None:
+        for _ in range(3):
+            await client.post("/v1/completions", json={"prompt": [1, 2], "max_tokens": 5})
+        await client.post("/v1/completions", json={"prompt": [1], "max_tokens": 1000})
+        lines = (await client.get("/metrics")).text.splitlines()
+        found = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        for name, value in {
+            'requests_total{outcome="length"}': 3,
+            'requests_total{outcome="InvalidArgument"}': 1,
+            'tokens_total{kind="prompt"}': 7,
+            'tokens_total{kind="generated"}': 15,
+            "ttft_seconds_count": 3,
+            "tpot_seconds_count": 3,
+            "restarts_total": 0,
+            "groups": 1,
+            "unfinished": 0,
+            'group_stages{group="a"}': 1,
+            'group_kv_capacity_tokens{group="a"}': 40,
+        }.items():
+            assert float(found[f"remap_cluster_{name}"]) == value, name
+
+    serving(tmp_path, body)
+
+
+async def ask_and_leave(app: Any, asked: dict[str, Any], leave: asyncio.Event) -> list[dict[str, Any]]:
+    """A caller who goes away at `leave`: what the app sent. The transport of httpx cannot go away."""
+    body, sent = json.dumps(asked).encode(), list[dict[str, Any]]()
+    messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> dict[str, Any]:
+        for message in messages:
+            return message
+        await leave.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST"}
+    scope |= {"path": "/v1/completions", "raw_path": b"", "query_string": b"", "root_path": "", "scheme": "http"}
+    await app(scope | {"headers": [], "client": None, "server": None}, receive, send)
+    return sent
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_caller_who_goes_away_cancels(tmp_path: Path, stream: bool) -> None:
+    async def body(client: httpx.AsyncClient, front: Front[Request], connections: list[LocalConnection]) -> None:
+        app, leave = client._transport.app, asyncio.Event()  # type: ignore[attr-defined]
+        asked = {"prompt": [1, 2], "max_tokens": 90, "stream": stream}
+        caller = asyncio.create_task(ask_and_leave(app, asked, leave))
+        await until(lambda: any(front.service.ledger.tokens(id) for id in front.service.ledger.ids))
+        leave.set()
+        sent = await caller
+        assert front.unfinished == 0
+        await until(lambda: "cancel" in connections[0].calls)
+        await until(lambda: not front.reports["a"].requests)
+        assert sent[0].get("status") == (200 if stream else 499)
+        assert 'outcome="cancelled"} 1.0' in (await client.get("/metrics")).text
+
+    serving(tmp_path, body)
+
+
+class Scripted:
+    """A front that answers with what it was given; it notes whether the caller let go of the answer."""
+
+    failure = None
+    groups: tuple[Any, ...] = ()
+    restarts = unfinished = 0
+    service = SimpleNamespace(control=SimpleNamespace(epoch=0))
+
+    def __init__(self, *script: Delivery | Error) -> None:
+        self._script = script
+        self.closed = False
+
+    async def generate(self, id: str, request: Request) -> AsyncIterator[Delivery]:
+        try:
+            for each in self._script:
+                if isinstance(each, Error):
+                    raise each
+                yield each
+        finally:
+            self.closed = True
+
+
+def scripted(front: Scripted, body: Callable[[httpx.AsyncClient], Awaitable[None]]) -> None:
+    async def run() -> None:
+        async with client_of(make_app(front, SERVED)) as client:  # type: ignore[arg-type]
+            await body(client)
+
+    asyncio.run(run())
+
+
+def deliveries(text: str, reason: str | None) -> list[Delivery]:
+    """A byte each."""
+    tokens = SERVED.tokenizer.encode(text)
+    return [Delivery(place, (one,), reason if place == len(tokens) - 1 else None) for place, one in enumerate(tokens)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_ends_the_answer_before_it_and_cancels_the_rest(stream: bool) -> None:
+    front = Scripted(*deliveries("one END two", "length"))
+
+    async def body(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "x", "stop": [" END"], "stream": stream})
+        objects = events(answer.text)[:-1] if stream else [answer.json()]
+        choices = [each["choices"][0] for each in objects]
+        assert "".join(each["text"] for each in choices) == "one"
+        assert choices[-1]["finish_reason"] == "stop" and front.closed
+
+    scripted(front, body)
+
+
+def test_a_request_for_which_there_is_no_room_is_an_error() -> None:
+    async def body(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "abc"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "OutOfBlocks")
+
+    scripted(Scripted(Delivery(0, (), "out_of_blocks")), body)
+
+
+def test_an_error_in_the_middle_of_a_stream_ends_it_with_the_error() -> None:
+    front = Scripted(*deliveries("on", None), InvalidState("the server is closing"))
+
+    async def body(client: httpx.AsyncClient) -> None:
+        answer = await client.post("/v1/completions", json={"prompt": "abc", "stream": True})
+        *chunks, last = events(answer.text)
+        assert answer.status_code == 200 and len(chunks) == 2 and front.closed
+        assert last["error"]["code"] == "InvalidState"
+
+    scripted(front, body)

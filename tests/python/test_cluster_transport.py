@@ -1,0 +1,132 @@
+"""Links between threads of one process and between processes: order, sizes, ends, and peers that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from queue import Queue
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("msgspec")
+
+import torch.distributed as dist  # noqa: E402
+
+from remap.cluster.transport import FRAME, Link, PeerLost, bytes_of, connect, tensor_of  # noqa: E402
+from remap.errors import InvalidArgument  # noqa: E402
+
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def address():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield f"127.0.0.1:{store.port}"
+    del store
+
+
+def links(address, prefix, names) -> list[Link]:
+    found: dict[str, Link] = {}
+
+    def join(name):
+        found[name] = connect(address, prefix, names, name, LIMIT_S)
+
+    threads = [threading.Thread(target=join, args=(name,)) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [found[name] for name in names]
+
+
+def test_messages_come_whole_and_in_order_from_everybody(address):
+    three = links(address, "t", ["a", "b", "c"])
+    inbox: Queue = Queue()
+    three[0].open((1, 2), (), lambda *message: inbox.put(message), inbox.put)
+    sizes = [1, FRAME - 17, FRAME - 16, FRAME - 15, 3 * FRAME]
+    sent = {
+        rank: [(bytes([rank + 1]) * size, torch.full((size % 7,), rank, dtype=torch.uint8)) for size in sizes]
+        for rank in (1, 2)
+    }
+    left: Queue = Queue()
+    for rank, messages in sent.items():
+        three[rank].open((), [0], lambda *message: None, inbox.put)
+        for header, payload in messages:
+            three[rank].post(0, header, payload, lambda rank=rank: left.put(rank))
+    got: dict[int, list] = {1: [], 2: []}
+    for _ in range(2 * len(sizes)):
+        source, header, payload = inbox.get(timeout=LIMIT_S)
+        got[source].append((header, payload))
+    for rank, messages in sent.items():
+        for (header, payload), (its, tensor) in zip(messages, got[rank], strict=True):
+            assert header == its
+            assert torch.equal(payload, tensor) if payload.numel() else tensor is None
+    assert sorted(left.get(timeout=LIMIT_S) for _ in range(2 * len(sizes))) == [1] * len(sizes) + [2] * len(sizes)
+    three[1].close()
+    three[1].close()
+    three[1].post(0, b"too late")
+    three[2].post(0, b"last")
+    assert inbox.get(timeout=LIMIT_S)[1] == b"last"
+    three[2].close()
+    three[0].close()
+    assert inbox.empty()  # an end that was announced is no loss
+
+
+def test_tensors_keep_shape_and_type():
+    for dtype in (torch.float32, torch.bfloat16, torch.uint8):
+        tensor = torch.arange(24).to(dtype).view(2, 3, 4).transpose(0, 2)
+        payload, shape, name = bytes_of(tensor)
+        assert payload.dtype is torch.uint8 and payload.dim() == 1
+        assert torch.equal(tensor_of(payload, shape, name), tensor)
+
+
+def test_who_does_not_come_is_named_and_nothing_is_left(address):
+    with pytest.raises(PeerLost) as lost:
+        connect(address, "late", ["a", "b"], "a", 1.0)
+    assert lost.value.link == "late"
+    for bad in ("nowhere", "host:", ":1", "host:port"):
+        with pytest.raises(InvalidArgument) as refused:
+            connect(bad, "x", ["a", "b"], "a", 1.0)
+        assert refused.value.address == bad
+
+
+CHILD = """
+import sys
+from remap.cluster.transport import connect
+link = connect(sys.argv[1], "kill", ["a", "b", "c"], sys.argv[2], 60.0)
+link.open([0], [0], lambda source, header, payload: link.post(0, header), lambda error: None)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_process_that_is_killed_ends_every_wait(address):
+    children = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", CHILD, address, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=os.environ
+        )
+        for name in ("b", "c")
+    }
+    try:
+        link = connect(address, "kill", ["a", "b", "c"], "a", LIMIT_S)
+        inbox: Queue = Queue()
+        link.open((1, 2), (1, 2), lambda *message: inbox.put(message), inbox.put)
+        link.post(1, b"hello")
+        assert inbox.get(timeout=LIMIT_S)[:2] == (1, b"hello")
+        children["b"].send_signal(signal.SIGKILL)
+        lost = inbox.get(timeout=LIMIT_S)
+        assert isinstance(lost, PeerLost) and (lost.peer, lost.link) == ("b", "kill")
+        link.post(1, b"still there?")
+        again = inbox.get(timeout=LIMIT_S)
+        assert isinstance(again, PeerLost) and again.peer == "b"
+        link.post(2, b"and you?")  # the others are not concerned
+        assert inbox.get(timeout=LIMIT_S)[:2] == (2, b"and you?")
+        link.close()
+    finally:
+        for child in children.values():
+            child.kill()
+            child.communicate()
