@@ -17,8 +17,8 @@ from remap.errors import InvalidArgument
 from remap.sim.hardware import Machine, machine, machines, model, models, namesakes
 
 MACHINES = (
-    *("GH200-96GB", "GB200", "B200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "RTX-4090", "L40S"),
-    "MI300X",
+    *("GH200-96GB", "GB200", "B200", "H100-SXM", "H100-PCIe", "H200-SXM", "A100-80GB-SXM", "A800-80GB", "H800-80GB"),
+    *("RTX-4090", "L40S", "MI300X"),
 )
 # Totals of the published checkpoints, which the layers and the rest must add up to.
 PARAMETERS = {

@@ -8,4 +8,6 @@ Serving in virtual time, with the production session on the `sim` backend and th
 (setup, `simulate`), `worlds` (session, tenants, engines), `running` (turns, and passes that overlap), `engine` and `sequences`
 (the loop's kind that has lengths for tokens), `passes` (its runner: what a pass does on the device), `scheduling` (vLLM V0's
 policy), `pools` and `clock` (for Pie, which the library does not have), `timeline`.
+
+`cluster`: many instances of one model under the production control, which merge into pipelines and come apart.
 """

@@ -1,0 +1,143 @@
+"""What `bench.lab cluster` compares: how a cluster answers a burst, and the bursts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from remap.cli.shared_world import ModelSpec
+from remap.cluster.control import Policy as Control
+from remap.engine.request import Request, SamplingParams
+from remap.errors import InvalidArgument
+
+__all__ = ["POLICIES", "SUITES", "Case", "Policy", "Suite", "find"]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """control: of the cluster. instances: how many; 0: as the case says. ample: KV for all requests at once in each. streams:
+    whether an instance may stream its own layers as well (`Session.step`)."""
+
+    about: str
+    control: Control
+    instances: int = 0
+    ample: bool = False
+    streams: bool = False
+
+
+_ALONE = Control("alone")
+ONE = "one"
+POLICIES: Mapping[str, Policy] = {
+    ONE: Policy("one instance with memory for all requests at once", _ALONE, instances=1, ample=True),
+    "ideal": Policy("each instance has memory for all requests at once", _ALONE, ample=True),
+    "recompute": Policy("each instance alone; preempt and recompute", _ALONE),
+    "pipeline": Policy("one pipeline of all instances, from the start", Control("pipeline")),
+    "kunserve": Policy("the paper's: greedy plan, back when less than half of the KV is used", Control("kunserve")),
+    "remap": Policy("exact plan, back by ski rental", Control("remap")),
+    "all": Policy("`remap`, and each instance streams its own layers, too", Control("remap"), streams=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """`instances` copies of a model, each with KV for `kv_share` of its weights. Requests come at `rate` a second for
+    `before_s`, then `burst` of them within `burst_s`, then at `rate` for `after_s`. prompts, answers: tokens, least and most.
+    ttft_s, tpot_s: what a request may take, or it counts as violated."""
+
+    name: str
+    model: ModelSpec
+    dtype: str
+    kv_share: float
+    rate: float
+    before_s: float
+    burst: int
+    burst_s: float
+    after_s: float
+    prompts: tuple[int, int]
+    answers: tuple[int, int]
+    ttft_s: float
+    tpot_s: float
+    instances: int = 4
+    page_bytes: int = 64 << 10
+    block_tokens: int = 16
+    max_num_seqs: int = 32
+    max_batch_tokens: int = 192
+    seed: int = 0
+
+    def requests(self) -> list[Request]:
+        """Prompts of random tokens, greedy answers of fixed lengths; equal for every policy."""
+        rng = random.Random(f"cluster {self.seed}")
+        times: list[float] = []
+        now = 0.0
+        while (now := now + rng.expovariate(self.rate)) < self.before_s:
+            times.append(now)
+        times += sorted(self.before_s + rng.uniform(0.0, self.burst_s) for _ in range(self.burst))
+        begin = now = self.before_s + self.burst_s
+        while (now := now + rng.expovariate(self.rate)) < begin + self.after_s:
+            times.append(now)
+        top = self.model.vocabulary if self.model.layers else 49152
+        made = []
+        for index, time_s in enumerate(times):
+            prompt = tuple(rng.randrange(3, top) for _ in range(rng.randint(*self.prompts)))
+            sampling = SamplingParams(max_tokens=rng.randint(*self.answers))
+            made.append(Request(f"{index:04d}", prompt, sampling, time_s))
+        return made
+
+    def __str__(self) -> str:
+        return (
+            f"{self.instances} instances of {self.model.name} in {self.dtype}, each with KV of {self.kv_share:.0%} of its "
+            f"weights; {self.rate:g} requests/s for {self.before_s:g} s, {self.burst} within {self.burst_s:g} s, then "
+            f"{self.rate:g}/s for {self.after_s:g} s; prompts of {self.prompts[0]} to {self.prompts[1]} tokens, answers of "
+            f"{self.answers[0]} to {self.answers[1]}; violated: the first token after {self.ttft_s:g} s, or TPOT above "
+            f"{self.tpot_s:g} s"
+        )
+
+
+@dataclass(frozen=True)
+class Suite:
+    """The cases of one file of results. threads: of each instance."""
+
+    cases: tuple[Case, ...]
+    rounds: int
+    threads: int = 1
+
+    def settings(self) -> dict[str, Any]:
+        """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
+        made: dict[str, Any] = json.loads(json.dumps({"cases": [*map(asdict, self.cases)], "threads": self.threads}))
+        return made
+
+
+_LLAMA = ModelSpec("random Llama", layers=16, hidden=512, intermediate=1408, heads=8, kv_heads=8, vocabulary=4096)
+FULL = Suite(
+    (
+        Case("SmolLM2", ModelSpec("SmolLM2"), "float32", 0.06, 0.5, 4.0, 48, 2.0, 24.0, (48, 144), (16, 48), 5.0, 0.5),
+        Case("Llama", _LLAMA, "float32", 0.12, 1.0, 4.0, 64, 2.0, 20.0, (48, 144), (16, 48), 5.0, 0.5),
+    ),
+    rounds=3,
+)
+_TINY = ModelSpec("tiny", layers=6, hidden=64, intermediate=128, heads=4, kv_heads=2, vocabulary=256, positions=512)
+# All arrive at once, so that memory is scarce however fast the machine is. The longest request fits into one instance.
+QUICK = Suite(
+    (
+        Case("tiny", _TINY, "float32", 0.8, 1000.0, 0.01, 40, 0.01, 0.01, (12, 40), (60, 90), 5.0, 0.5, instances=2,
+             page_bytes=4096, block_tokens=4),
+    ),
+    rounds=1,
+)  # fmt: skip
+SUITES: Mapping[str, Suite] = {"full": FULL, "quick": QUICK}
+
+
+def find(suite: str, case: str) -> tuple[Suite, Case]:
+    """By name. Raises InvalidArgument (fields suite and case) if there is no such case."""
+    for one in SUITES[suite].cases if suite in SUITES else ():
+        if one.name == case:
+            return SUITES[suite], one
+    raise InvalidArgument(
+        f"no case {case!r} in the suite {suite!r}; nothing was run; there are "
+        f"{', '.join(f'{name}: {one.name}' for name, its in SUITES.items() for one in its.cases)}",
+        suite=suite,
+        case=case,
+    )

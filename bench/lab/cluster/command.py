@@ -1,0 +1,105 @@
+"""`bench.lab cluster`: a cluster on this machine under a burst, several rounds of the same requests.
+
+python -m bench.lab cluster                  runs what is missing (about half an hour on two cores) and writes the page
+python -m bench.lab cluster --quick          two instances of a tiny model: that it runs
+python -m bench.lab cluster --report-only    writes the page of what is stored
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bench.lab import ROOT, rounds, seeds
+from bench.lab.seeds import Column
+
+from .cases import POLICIES, SUITES, Suite
+
+__all__ = ["RESULTS", "run_cluster", "table"]
+
+RESULTS = ROOT / "bench" / "results" / "cluster.json"
+MODULE = "bench.lab.cluster.one"
+COLUMNS = (
+    Column("ttft_p50_s", "TTFT P50, s"),
+    Column("ttft_p99_s", "TTFT P99, s"),
+    Column("tpot_p50_s", "TPOT P50, ms", 1e3),
+    Column("tpot_p99_s", "TPOT P99, ms", 1e3),
+    Column("tokens_per_s", "tokens/s", more_is_better=True),
+    Column("violated", "violated, %", 100.0),
+    Column("stages", "stages, most"),
+    Column("drops", "drops"),
+    Column("restores", "restores"),
+    Column("drop_prepare_s", "drop: prepare, ms", 1e3),
+    Column("drop_switch_s", "drop: switch, ms", 1e3),
+    Column("exchange_s", "exchange, ms", 1e3),
+    Column("fetch_s", "restore: fetch, ms", 1e3),
+    Column("restore_s", "restore in all, ms", 1e3),
+    Column("pipeline_s", "as stages, s"),
+    Column("pipeline_computing_s", "of these computing, s"),
+    Column("activation_bytes", "activations, MB", 1e-6),
+    Column("kv_sent_bytes", "KV sent, MB", 1e-6),
+    Column("layer_bytes", "layers loaded, MB", 1e-6),
+)
+PAGE = """# A cluster under a burst, {rounds} rounds
+
+Measured on {machine}. The 1-minute load before the runs was {load}. Instances are processes (Ray actors)
+of {threads} thread each, which share these cores; activations and KV go through gloo over loopback. Greedy, prompts of random
+tokens; the requests of a case are asked for at fixed times and are the same in every run, and every run gave the tokens of
+`{first}`. Each figure is the median of n rounds, (worst to best); the policies alternate within a round. Made by
+`python -m bench.lab cluster`.
+
+{policies}
+
+{cases}
+
+Drop: from the plan until all instances have switched; exchange: until all KV of running requests has moved; restore: from the
+first layer that comes home until every instance serves alone and the KV has moved back. Each is the median over the changes of
+a run. As stages, computing: sums over the instances; computing is the time of passes, in which an instance may wait for a
+core. Layers loaded: from the host's master copies, at restores.
+
+{table}
+{text}"""
+TEXT = ""
+
+
+def table(data: Mapping[str, Any], suite: Suite) -> str:
+    """Markdown: a line for each case and policy."""
+    lines = [
+        seeds.Line(
+            (case.name,),
+            {
+                policy: [rounds.run_name(case.name, policy, number) for number in range(suite.rounds)]
+                for policy in POLICIES
+            },
+        )
+        for case in suite.cases
+    ]
+    return seeds.table(data["points"], ("case",), lines, COLUMNS, worst_first=True, of="rounds")
+
+
+def run_cluster(results: Path, suite_name: str = "full", *, report_only: bool = False) -> str:
+    """Run what `results` lacks, and write the page beside it. Returns the page.
+
+    What was run with other settings does not count: the file is begun anew. Raises InvalidArgument (field path) for a
+    file of something else or of another machine before anything runs, and what a run raises.
+    """
+    suite = SUITES[suite_name]
+    data = seeds.read(results, rounds.empty(suite.settings()), "cluster")
+    if not report_only:
+        cases = [case.name for case in suite.cases]
+        rounds.run_missing(data, results, MODULE, suite_name, cases, list(POLICIES), suite.rounds, suite.threads)
+    text = PAGE.format(
+        rounds=suite.rounds,
+        machine=rounds.machine_of(data),
+        load=rounds.loads_of(data),
+        threads=suite.threads,
+        first=next(iter(POLICIES)),
+        policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
+        cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
+        table=table(data, suite),
+        text=TEXT if suite_name == "full" else "",
+    )
+    results.parent.mkdir(parents=True, exist_ok=True)
+    results.with_suffix(".md").write_text(text, encoding="utf-8")
+    return text

@@ -1,0 +1,173 @@
+"""Kill instances of a cluster at random while it serves, and look whether a request is lost, answered twice, or otherwise.
+
+python -m bench.lab.cluster.kills [KILLS] [RESULT]      200 kills of three instances of a tiny model, and a line of JSON
+
+Requests are asked for without a pause, so that groups merge and part all the time; each answer is compared with that of one
+engine with room for everybody. Which change the victim was in is counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from remap.cluster.control import Control, Policy
+from remap.cluster.front import Front
+from remap.cluster.ray_cluster import RayInstances
+from remap.engine.request import Request
+
+from .cases import QUICK, Case
+from .instances import NETWORK, engine_answers
+
+__all__ = ["run"]
+
+INSTANCES = 3
+AT_ONCE = 24
+MEAN_GAP_S = 2.0
+"""Between two kills. An instance takes some seconds to come back."""
+
+
+async def _client(
+    front: Front[Request],
+    pool: list[Request],
+    wanted: dict[str, Any],
+    found: Counter[str],
+    stop: asyncio.Event,
+    number: int,
+) -> None:
+    """Ask for one request after another; compare each answer."""
+    turn = 0
+    while not stop.is_set():
+        one = pool[(number + turn * AT_ONCE) % len(pool)]
+        turn += 1
+        tokens: list[int] = []
+        ends = 0
+        async for delivery in front.generate(f"{number}-{turn}", replace(one, id=f"{number}-{turn}")):
+            if delivery.first != len(tokens):
+                found["tokens out of place"] += 1
+            tokens += delivery.tokens
+            if delivery.finish_reason is not None:
+                ends += 1
+                found[f"ended by {delivery.finish_reason}"] += 1
+        found["answered"] += 1
+        found["answered otherwise"] += tuple(tokens) != wanted[one.id]
+        found["ended twice"] += ends != 1
+
+
+async def _kill(
+    front: Front[Request], pids: dict[str, int], kills: int, phases: Counter[str], rng: random.Random
+) -> None:
+    done = 0
+    while done < kills:
+        await asyncio.sleep(rng.expovariate(1.0 / MEAN_GAP_S))
+        alive = [(part.instance, view.phase, len(view.stages)) for view in front.groups for part in view.stages]
+        alive = [each for each in alive if each[0] in pids and each[1] != "recovering"]
+        if not alive:
+            continue
+        name, phase, stages = rng.choice(alive)
+        try:
+            os.kill(pids.pop(name), signal.SIGKILL)
+        except ProcessLookupError:
+            continue  # it was evicted a moment ago
+        phases[phase if phase != "serving" else f"serving, {'alone' if stages == 1 else 'in a group'}"] += 1
+        done += 1
+
+
+async def _pids(front: Front[Request], instances: RayInstances, pids: dict[str, int]) -> None:
+    """Keep up with who runs where: a process that was killed comes back as another."""
+    while True:
+        known = front.service.control.descriptions
+        for name, description in known.items():
+            if pids.get(name) != description.pid and not _gone(description.pid):
+                pids[name] = description.pid
+        await asyncio.sleep(0.1)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+class _Heard(logging.Handler):
+    """What the front has to say: an instance that failed by itself, or had to be evicted."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep it."""
+        self.messages.append(record.getMessage())
+
+
+async def _run(case: Case, instances: RayInstances, kills: int, seed: int) -> dict[str, Any]:
+    pool = case.requests()
+    wanted = engine_answers(case, pool)
+    described = await instances.connections[0].call("describe")
+    control = Control(described.model, NETWORK, Policy("remap"), timeout_s=60.0)
+    heard = _Heard()
+    logging.getLogger("remap").addHandler(heard)
+    front = Front[Request](control, instances.connections, lambda request: len(request.prompt))
+    await front.start()
+    found, phases, stop, pids = Counter[str](), Counter[str](), asyncio.Event(), dict[str, int]()
+    begin = time.monotonic()
+    watch = asyncio.create_task(_pids(front, instances, pids))
+    clients = [asyncio.create_task(_client(front, pool, wanted, found, stop, number)) for number in range(AT_ONCE)]
+    await _kill(front, pids, kills, phases, random.Random(f"kills {seed}"))
+    stop.set()
+    await asyncio.gather(*clients)
+    watch.cancel()
+    epoch, restarts, unfinished = control.epoch, front.restarts, front.unfinished
+    await front.close()
+    return {
+        "kills": kills,
+        "seconds": round(time.monotonic() - begin, 1),
+        "phases": dict(phases),
+        "epochs": epoch,
+        "restarts": restarts,
+        "unfinished": unfinished,
+        "heard": heard.messages,
+        **{key: found[key] for key in ("answered", "answered otherwise", "ended twice", "tokens out of place")},
+        **{key: found[key] for key in sorted(found) if key.startswith("ended by")},
+    }
+
+
+def run(kills: int, seed: int = 0) -> dict[str, Any]:
+    """Counts of one run. Raises what serving raises."""
+    (case,) = QUICK.cases
+    instances = RayInstances(
+        "bench.lab.cluster.instances:make",
+        [f"i{number}" for number in range(INSTANCES)],
+        {"suite": "quick", "case": case.name, "policy": "remap"},
+        {"CPU": 1},
+    )
+    try:
+        return asyncio.run(_run(case, instances, kills, seed))
+    finally:
+        instances.close()
+
+
+def main(arguments: list[str]) -> None:
+    """[KILLS] [RESULT(path)]."""
+    found = json.dumps(run(int(arguments[0]) if arguments else 200))
+    if len(arguments) > 1:
+        Path(arguments[1]).write_text(found + "\n", encoding="utf-8")
+    else:
+        sys.stdout.write(found + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,15 @@
+"""The twin of a cluster that drops replicated layers: the production control (`remap.cluster.control`) and planners in virtual
+time.
+
+    events      what happens next
+    setup       instances, their network, what computing takes
+    network     ports, priorities, pieces
+    lanes       who runs in the next microbatch, and how prompts are cut
+    pipeline    one group: stages, microbatches, requests
+    host        KV that goes to host memory (InferCept)
+    migration   requests that move (Llumnix)
+    systems     what is compared
+    loads       KunServe's data sets and bursts
+    world       all of it, driven by control
+    results     answers and figures
+"""

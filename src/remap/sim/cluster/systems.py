@@ -1,0 +1,50 @@
+"""What is compared: KunServe's baselines, its own steps, and the library. Pure description."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from remap.cluster.control import Policy
+
+from .lanes import Cut
+
+__all__ = ["SYSTEMS", "System"]
+
+_ALONE = Policy("alone")
+
+
+@dataclass(frozen=True)
+class System:
+    """policy: of the production control. cut: how prompts are cut in groups of several stages. coordinated: whether activations
+    go before KV on the network, and KV in chunks. swap: preempted KV goes to host memory. migrates: requests move to the
+    instance with the most room. shares: the next part of a prompt may go with the next microbatch, whatever lane that is;
+    otherwise a request stays in its lane."""
+
+    name: str
+    policy: Policy = _ALONE
+    cut: Cut = "tokens"
+    coordinated: bool = True
+    swap: bool = False
+    migrates: bool = False
+    shares: bool = False
+
+
+SYSTEMS = {
+    one.name: one
+    for one in (
+        System("vllm"),
+        System("vllm-pp", Policy("pipeline", 2)),
+        System("infercept", swap=True),
+        System("llumnix", migrates=True),
+        System("kunserve", Policy("kunserve"), "halved", shares=True),
+        System("remap", Policy("remap"), "balanced", shares=True),
+        System("remap-sticky", Policy("remap"), "balanced"),
+        # KunServe's own steps (its Figure 14, and 16).
+        System("drop", Policy("kunserve", restores=False), "tokens", coordinated=False, shares=True),
+        System("drop+exchange", Policy("kunserve", restores=False), "tokens", shares=True),
+        System("drop+exchange+lookahead", Policy("kunserve", restores=False), "halved", shares=True),
+    )
+}
+"""vllm: each instance alone, preemption by recompute. vllm-pp: fixed pairs. infercept, llumnix: the essentials of swapping and of
+migration. kunserve: the paper's greedy plan, its lookahead and its rule for restoring. remap: the exact plan, the balanced
+lookahead, ski rental; remap-sticky is that without `shares`. drop...: KunServe without what follows, and without restoring."""
