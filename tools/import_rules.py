@@ -1,6 +1,7 @@
 """Who may import whom. Run as `python tools/import_rules.py`; tests/python/test_import_rules.py runs it as well.
 
-    errors, config, sizes, locking, report <- policy, kv, model <- memory <- session, tenant <- adapters, engine, sim, cli
+    errors, config, sizes, locking, report <- policy, kv, model <- memory <- session, tenant
+    session, tenant <- adapters, engine <- cluster <- sim, cli
 
 Python: no two modules import each other, directly or in a circle, imports for annotations (`if TYPE_CHECKING`) counted; a
 package imports from lower floors only (FLOORS). The pure modules import neither torch nor `remap._core`, nor anything here that
@@ -26,6 +27,8 @@ PACKAGE = "remap"
 PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
     *("memory.plan", "memory.moves", "sim"),
+    *("cluster.messages", "cluster.control", "cluster.ledger", "cluster.service"),
+    *("cluster.slots", "cluster.pool"),
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")
@@ -36,15 +39,16 @@ CORE_IMPORTERS = (
 )
 # Loaded on request only. Of the simulator, what serves: it runs the reference engine's scheduler and turns.
 SIMULATOR = (*("engine", "passes", "running", "scheduling", "sequences", "serving", "setup", "timeline", "worlds"),)
-LAZY = ("adapters", "cli", "engine", *(f"sim.{name}" for name in SIMULATOR))
+LAZY = ("adapters", "cli", "sim.cluster", "cluster", "engine", *(f"sim.{name}" for name in SIMULATOR))
 # Heavy or optional packages: nobody outside LAZY may load them when the package is imported.
 OPTIONAL_PACKAGES = (
     *("transformers", "typer", "rich", "jinja2", "gguf", "safetensors", "accelerate", "vllm", "sglang"),
-    *("triton", "flashinfer", "nvtx", "cuda"),
+    *("triton", "flashinfer", "nvtx", "cuda", "ray", "msgspec", "fastapi", "uvicorn", "prometheus_client"),
+    *("starlette", "httpx"),
 )
 
 # What each package, or module, of the core imports from others here, besides itself. What stands above (adapters, engine,
-# sim, cli) may import any of it; nothing here may import them, but for the table of machines that "sim:NAME" names.
+# cluster, sim, cli) may import any of it; nothing here may import them, but for the table of machines that "sim:NAME" names.
 BASE = ("errors", "config", "sizes", "locking", "nvtx", "report")
 FLOORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(BASE, BASE),

@@ -8,7 +8,10 @@
     gap.py        what each policy gets of what memory is worth, over several seeds
     pie/          Pie's figures beside KV that streams, over several seeds
     hybridserve/  HybridServe's figures beside the library's division of KV and activations
+    kunserve/     KunServe's figures beside its baselines, in the twin of its clusters
     real/         the project's engine under each policy on this machine, against memory for everything
+    offline/      offline batches of models larger than their memory: KV, activations or both
+    rounds.py     runs of `real` and `offline`: alternating rounds, equal tokens
     seeds.py      tables of several seeds or rounds, and their files
     apart.py      runs in processes of their own
     twin/         the demo's runs on this machine against their simulation

@@ -55,7 +55,9 @@ def paper(
     requests: Annotated[
         int | None, typer.Option(min=20, help="Requests of a run; three times as many of Alpaca's.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs of each point, each with requests of its own.")] = 1,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="Runs of each point, each with requests of its own; 5, or 2 if quick.")
+    ] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = (
         os.cpu_count() or 1
     ),
@@ -64,7 +66,7 @@ def paper(
     results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/paper.json")] = None,
     page: Annotated[Path | None, typer.Option(help="The page.", show_default="docs/paper-vs-ours.md")] = None,
 ) -> None:
-    """Figures of Oneiros and Pie beside those of a simulation. What is in the file already is not run again."""
+    """Figures of Oneiros beside those of a simulation, five seeds. What is in the file already is not run again."""
     from .paper.command import run_paper
     from .paper.runs import Settings
 
@@ -75,7 +77,9 @@ def paper(
             results or Path("out/paper.json" if quick else "bench/results/paper.json"),
             page or Path("out/paper.md" if quick else "docs/paper-vs-ours.md"),
             Console(),
-            settings=Settings(requests=requests or (100 if quick else 500), seeds=seeds, quick=quick),
+            settings=Settings(
+                requests=requests or (100 if quick else 500), seeds=seeds or (2 if quick else 5), quick=quick
+            ),
             jobs=jobs,
             again=again,
             report_only=report_only,
@@ -154,6 +158,24 @@ def hybridserve(
 
 
 @app.command()
+def kunserve(
+    quick: Annotated[bool, typer.Option("--quick", help="Short runs, two seeds.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; the results do not depend on it.")] = 1,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/kunserve.json")] = None,
+) -> None:
+    """KunServe's Figures 12 to 17 beside its baselines and the library's plans. What is in the file already is not run again."""
+    from .kunserve.command import QUICK, RESULTS, SETTINGS, run_kunserve
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/kunserve.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        typer.echo(run_kunserve(path, QUICK if quick else SETTINGS, jobs=jobs, report_only=report_only))
+
+
+@app.command()
 def real(
     quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,
     report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
@@ -167,6 +189,38 @@ def real(
     with exit_on_error():
         writable(path)
         typer.echo(run_real(path, "quick" if quick else "full", report_only=report_only))
+
+
+@app.command()
+def offline(
+    quick: Annotated[bool, typer.Option("--quick", help="Small random models, one round: that it runs.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/offline.json")] = None,
+) -> None:
+    """Offline batches of models larger than their memory: KV, activations or both. What is in the file is not run again."""
+    from .offline.command import RESULTS, run_offline
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/offline.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        typer.echo(run_offline(path, "quick" if quick else "full", report_only=report_only))
+
+
+@app.command()
+def cluster(
+    quick: Annotated[bool, typer.Option("--quick", help="Two tiny instances, one round: that it runs.")] = False,
+    report_only: Annotated[bool, typer.Option("--report-only", help="Write the page from the file.")] = False,
+    results: Annotated[Path | None, typer.Option(help="The file.", show_default="bench/results/cluster.json")] = None,
+) -> None:
+    """Four instances on this machine under a burst, by policy. What is in the file is not run again."""
+    from .cluster.command import RESULTS, run_cluster
+
+    # Other settings begin the file anew, so quick runs have one of their own.
+    path = results or (Path("out/cluster.json") if quick else RESULTS)
+    with exit_on_error():
+        writable(path)
+        typer.echo(run_cluster(path, "quick" if quick else "full", report_only=report_only))
 
 
 @app.command()

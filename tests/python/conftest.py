@@ -9,6 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# No test depends on how long something takes: an example may be slow on a busy machine.
+settings.register_profile("remap", deadline=None)
+settings.load_profile("remap")
 
 
 @pytest.fixture(params=["host", "trace", "limit", "fault", "stacked", "cuda", "cuda-stacked", "sim", "sim-stacked"])

@@ -27,7 +27,19 @@ def test_the_commands_that_there_are() -> None:
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "python -m bench.lab [OPTIONS] COMMAND" in said and "2 nothing was done" in said
-    for command in ("machine", "paper", "headline", "gap", "pie", "real", "twin", "vllm", "ablations"):
+    for command in (
+        "machine",
+        "paper",
+        "headline",
+        "gap",
+        "pie",
+        "hybridserve",
+        "real",
+        "offline",
+        "twin",
+        "vllm",
+        "ablations",
+    ):
         assert run(command, "--help").exit_code == 0, command
 
 

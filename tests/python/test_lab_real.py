@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
-from bench.lab import seeds
+from bench.lab import rounds, seeds
 from bench.lab.apart import run_apart
 from bench.lab.commands import app
 from bench.lab.real import command
@@ -24,7 +24,7 @@ from remap.engine.request import Output, Request, SamplingParams, Sequence
 from remap.errors import InvalidArgument, InvalidState
 from remap.sim.results import Targets
 
-NAMES = {command._name(case.name, policy, 0) for case in QUICK.cases for policy in POLICIES}
+NAMES = {rounds.run_name(case.name, policy, 0) for case in QUICK.cases for policy in POLICIES}
 BYTES = ("weights_in_bytes", "kv_in_bytes", "kv_out_bytes")
 
 
@@ -44,7 +44,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A file of the quick suite, measured in this process, and its page."""
     path = tmp_path_factory.mktemp("real") / "real.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "run_apart", here)
+        patch.setattr(rounds, "run_apart", here)
         found = CliRunner().invoke(app, ["real", "--quick", "--results", str(path)])
     assert found.exit_code == 0, found.output
     return path
@@ -57,7 +57,7 @@ def test_every_policy_serves_the_same_tokens_and_copies_what_it_may(measured: Pa
     for case in QUICK.cases:
         tokens = data["tokens"][case.name]
         assert len(set(tokens.values())) > len(tokens) / 2  # the answers vary, so equal ones say something
-        found = {policy: data["points"][command._name(case.name, policy, 0)] for policy in POLICIES}
+        found = {policy: data["points"][rounds.run_name(case.name, policy, 0)] for policy in POLICIES}
         generated = sum(len(text.split()) for text in tokens.values())
         assert {(one["requests"], one["generated_tokens"]) for one in found.values()} == {(len(tokens), generated)}
         assert len({one["capacity_bytes"] for policy, one in found.items() if policy != IDEAL}) == 1
@@ -88,19 +88,19 @@ def test_the_page_and_what_is_run_again(measured: Path, monkeypatch: pytest.Monk
     rows = [line.split(" | ") for line in page.splitlines() if line.startswith(("| one", "| three"))]
     assert [row[1] for row in rows] == [*POLICIES, *POLICIES] and {row[2] for row in rows} == {"1"}
     assert all(f"- `{name}`: " in page for name in POLICIES) and all(str(case) in page for case in QUICK.cases)
-    lost = command._name("one", "swap", 0)
+    lost = rounds.run_name("one", "swap", 0)
     made: list[str] = []
 
     def once(kind: str, *arguments: str, threads: int) -> Any:
         made.append(kind)
         return {"figures": kept["points"][lost], "tokens": kept["tokens"]["one"]}
 
-    monkeypatch.setattr(command, "run_apart", once)
+    monkeypatch.setattr(rounds, "run_apart", once)
     del (data := json.loads(json.dumps(kept)))["points"][lost]
     seeds.write(measured, data)
     assert command.run_real(measured, "quick") == page
     assert made == [lost] and json.loads(measured.read_text(encoding="utf-8")) == kept
-    monkeypatch.setattr(command, "machine_info", lambda: {"cpu": "another"})
+    monkeypatch.setattr(rounds, "machine_info", lambda: {"cpu": "another"})
     assert command.run_real(measured, "quick", report_only=True) == page
     with pytest.raises(InvalidArgument, match="another machine") as caught:
         command.run_real(measured, "quick")
@@ -110,26 +110,26 @@ def test_the_page_and_what_is_run_again(measured: Path, monkeypatch: pytest.Monk
 def test_different_tokens_end_the_run_and_nothing_of_it_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrong = command._name("one", "remap", 0)
+    wrong = rounds.run_name("one", "remap", 0)
 
     def pretended(kind: str, *arguments: str, threads: int) -> Any:
         return {"figures": figures(), "tokens": {"opt 0": "1 2", "opt 1": "1 3" if kind == wrong else "1 2"}}
 
-    monkeypatch.setattr(command, "run_apart", pretended)
+    monkeypatch.setattr(rounds, "run_apart", pretended)
     path = tmp_path / "real.json"
     with pytest.raises(InvalidState, match="'opt 1'") as caught:
         command.run_real(path, "quick")
     assert caught.value.fields == {"run": wrong, "different": 1, "requests": 2}
     data = json.loads(path.read_text(encoding="utf-8"))
     before = list(POLICIES)[: list(POLICIES).index("remap")]
-    assert list(data["points"]) == sorted(command._name("one", policy, 0) for policy in before)
+    assert list(data["points"]) == sorted(rounds.run_name("one", policy, 0) for policy in before)
     assert data["tokens"] == {"one": {"opt 0": "1 2", "opt 1": "1 2"}}
 
 
 @pytest.mark.parametrize("found", [{"a": "1"}, {"a": "1", "b": "2", "c": "3"}], ids=["missing", "more"])
 def test_a_request_that_only_one_of_both_has_is_different(found: dict[str, str]) -> None:
     with pytest.raises(InvalidState) as caught:
-        command._compare("x", found, {"a": "1", "b": "2"})
+        rounds.compare("x", found, {"a": "1", "b": "2"}, "ideal")
     assert caught.value.fields["different"] == 1
 
 

@@ -5,22 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from .experiments import (
-    BASELINE,
-    IDEAL,
-    OURS,
-    PAPERS_OWN,
-    SATURATED,
-    Comparison,
-    Experiment,
-    Panel,
-    Reckoning,
-)
+from .experiments import BASELINE, IDEAL, OURS, PAPERS_OWN, Comparison, Experiment, Panel, Reckoning
 
-__all__ = ["EXPANSIONS", "EXPERIMENTS"]
-
-EXPANSIONS = tuple(f"pie:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
-"""Static expansions of Pie; 1.0 is `recompute`."""
+__all__ = ["EXPERIMENTS"]
 
 MANY = 3.0
 """Alpaca's answers are six times as short as ShareGPT's: a run needs more of them, or it is all beginning and end."""
@@ -64,7 +51,7 @@ PEAK_QUIET = Panel(
     "OPT-13b Alpaca, peak, then a fifth of it",
     "OPT-13b:35%",
     ("alpaca",),
-    factors=(0.3, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0),
+    factors=(0.3, 0.5, 0.7, 1.0, 1.5, 2.0),
     quiet=0.2,
     requests=MANY,
 )
@@ -77,32 +64,6 @@ TEN_ONE = Panel(
     quiet=0.1,
     requests=MANY,
 )
-
-
-def _pie(model: str, lengths: str, gigabytes: int, **changes: object) -> Panel:
-    name = {"alpaca": "Alpaca", "sharegpt": "ShareGPT"}[lengths]
-    return Panel(
-        f"{model} {name}, KV {gigabytes} GB",
-        model,
-        (lengths,),
-        arrivals="poisson",
-        kv_bytes=gigabytes * 10**9,
-        requests=MANY if lengths == "alpaca" else 1.0,
-        **changes,  # type: ignore[arg-type]
-    )
-
-
-# Without bursts there is nothing to see far below saturation.
-_OVER = tuple(percent / 100 for percent in (30, 50, 70, 85, 100, 125, 150, 200, 300, 500))
-PIE_30 = tuple(_pie("OPT-30b", lengths, 3, factors=_OVER) for lengths in ("alpaca", "sharegpt"))
-PIE_LLAMA = _pie("Llama-2-13b", "alpaca", 3, factors=SATURATED)
-PIE_13 = _pie("OPT-13b", "sharegpt", 3, factors=SATURATED)
-_ALPACA = _pie("OPT-13b", "alpaca", 3, factors=SATURATED)
-_MORE = (5, 7, 9, 12)
-# All sizes get the requests of the smallest one.
-SIZES_CHAT = (PIE_13, *(_pie("OPT-13b", "sharegpt", size, factors=SATURATED, like=PIE_13.name) for size in _MORE))
-SIZES_ALPACA = (_ALPACA, *(_pie("OPT-13b", "alpaca", size, factors=SATURATED, like=_ALPACA.name) for size in _MORE))
-PIE_13_7 = SIZES_CHAT[2]
 
 _LIST = (
     Experiment(
@@ -243,90 +204,6 @@ _LIST = (
             Reckoning("oneiros-03", _RATE, how="range"),
         ),
         stated="Lowest and highest of the averages of Figs 8-10, 12 and 13.",
-    ),
-    Experiment(
-        id="pie-fig6",
-        figure="Pie, Fig 6",
-        title="Throughput against the expansion",
-        panels=(*PIE_30, PIE_13, PIE_13_7, PIE_LLAMA),
-        policies=(BASELINE, *EXPANSIONS),
-        reckonings=(
-            Reckoning("pie-01", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_30[1].name,)),
-            Reckoning("pie-02", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_30[0].name,)),
-            Reckoning(
-                "pie-03", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_13.name, PIE_13_7.name)
-            ),
-            Reckoning("pie-04", "throughput_ratio", tests=EXPANSIONS, how="best_static", panels=(PIE_LLAMA.name,)),
-            Reckoning("pie-05", "expansion", tests=EXPANSIONS, how="best_expansion", panels=(PIE_13.name,)),
-            Reckoning("pie-06", "expansion", tests=EXPANSIONS, how="best_expansion", panels=(PIE_13_7.name,)),
-        ),
-        stated="OPT-13B, OPT-30B, Llama-13B on a GH200; KV of 3 and 7 GB for OPT-13B; Poisson arrivals.",
-        assumed="KV of 3 GB where the text gives none; Llama-2-13b for Llama-13B; rates from saturation on.",
-        factors=SATURATED,
-    ),
-    Experiment(
-        id="pie-fig7",
-        figure="Pie, Fig 7",
-        title="From 3 to 12 GB of KV",
-        panels=(*SIZES_ALPACA, *SIZES_CHAT),
-        policies=(BASELINE, "pie", PAPERS_OWN, OURS),
-        reckonings=(
-            Reckoning(
-                "pie-08",
-                "throughput_ratio",
-                tests=("pie", OURS),
-                how="most",
-                panels=tuple(panel.name for panel in SIZES_ALPACA),
-            ),
-            Reckoning(
-                "pie-09",
-                "throughput_ratio",
-                tests=("pie", OURS),
-                how="most",
-                panels=tuple(panel.name for panel in SIZES_CHAT),
-            ),
-            Reckoning(
-                "pie-10",
-                "throughput_ratio",
-                tests=("pie", OURS),
-                how="about_one",
-                panels=(SIZES_ALPACA[-1].name, SIZES_CHAT[-1].name),
-            ),
-            Reckoning("pie-22", "host_gb", tests=("pie",), how="host_gb"),
-        ),
-        stated="3 to 12 GB of KV, Alpaca and ShareGPT, one request rate for all sizes; Poisson arrivals.",
-        assumed="OPT-13b; rates from the saturation of 3 GB on.",
-    ),
-    Experiment(
-        id="pie-fig8",
-        figure="Pie, Fig 8",
-        title="Throughput over the request rate",
-        panels=PIE_30,
-        policies=(BASELINE, "pie", PAPERS_OWN, OURS),
-        reckonings=(
-            Reckoning("pie-11", "throughput_ratio", tests=("pie", OURS), how="most", panels=(PIE_30[0].name,)),
-            Reckoning("pie-12", "throughput_ratio", tests=("pie", OURS), how="most", panels=(PIE_30[1].name,)),
-            Reckoning("pie-13", "rate", tests=("pie",), how="gain_begins", panels=(PIE_30[0].name,)),
-            Reckoning("pie-14", "rate", tests=("pie",), how="gain_begins", panels=(PIE_30[1].name,)),
-        ),
-        comparisons=(Comparison(OURS, "pie", (_TBT, _TTFT, _RATE, _GOOD, "preemptions_cut")),),
-        stated="OPT-30B, KV of 3 GB, Alpaca and ShareGPT, Poisson arrivals, rates on the axis.",
-        assumed="A gain begins at 5 %.",
-    ),
-    Experiment(
-        id="pie-fig9",
-        figure="Pie, Fig 9",
-        title="Adaptive expansion against the best fixed one",
-        panels=(PIE_13,),
-        policies=(BASELINE, "pie", *EXPANSIONS),
-        reckonings=(
-            Reckoning("pie-15", "overhead", tests=("pie",), how="adaptive_overhead"),
-            Reckoning("pie-16", "expansion", tests=("pie",), how="adaptive_expansion"),
-            Reckoning("pie-17", "expansion", tests=EXPANSIONS, how="expansion_that_blocks"),
-        ),
-        stated="Adaptive within 2 % of the best fixed expansion; 2.08 best, 2.2 too much.",
-        assumed="OPT-13b, ShareGPT, KV of 3 GB: the paper states none for this figure.",
-        factors=SATURATED,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""What `bench.lab paper` compares: figures of two papers, and how a simulation is held against them. Pure description.
+"""What `bench.lab paper` compares: figures of Oneiros, and how a simulation is held against them. Pure description.
 
     headlines()["oneiros-04"].value       # 54.4, in the unit of the entry
     EXPERIMENTS["fig8-c1"].panels         # what is served, by which policies, and which headlines it answers
@@ -26,11 +26,11 @@ __all__ = [
     "BASELINE",
     "ELSEWHERE",
     "FACTORS",
+    "HOW",
     "IDEAL",
     "LOWEST",
     "OURS",
     "PAPERS_OWN",
-    "SATURATED",
     "Comparison",
     "Experiment",
     "Headline",
@@ -49,20 +49,19 @@ PAPERS_OWN = "remap:oneiros"
 IDEAL = "ideal"
 """`BASELINE` with six times the memory."""
 
-FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.85, 1.0, 1.25, 1.5, 2.0, 3.0)
+FACTORS = (0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 """Request rates, as shares of the saturation rate. Bursts fill the memory far below it."""
 LOWEST = 3
 """If the baseline still preempts at the lowest rate of the grid, it is halved, at most so many times."""
-ELSEWHERE = ("HybridServe",)
-"""Papers whose figures have a command and a page of their own: `bench.lab hybridserve`."""
-SATURATED = (1.0, 1.5, 2.0, 3.0, 5.0)
-"""Where only throughput at a full memory is asked for."""
+ELSEWHERE = ("Pie", "HybridServe")
+"""Papers whose figures have a command and a page of their own: `bench.lab pie` and `bench.lab hybridserve`."""
+HOW = ("mean", "most", "about_zero", "range", "hidden_by_batch")
 
 
 @dataclass(frozen=True)
 class Headline:
     """One figure of a paper. value: a number, or (lowest, highest). kind: "quant" (a number to compare) or "shape" (a direction
-    or a turning point). left_out: why it is not compared, if it is not."""
+    or a turning point)."""
 
     id: str
     paper: str
@@ -73,7 +72,6 @@ class Headline:
     unit: str
     kind: str
     note: str = ""
-    left_out: str = ""
 
     @property
     def least(self) -> float:
@@ -129,8 +127,9 @@ class Panel:
 class Reckoning:
     """How a headline is reckoned. metric: of `reckoning.METRICS`. tests: each against `base`, on its own.
 
-    how: "mean" (over the panels, at each rate), "most" (the largest over panels and rates: the paper says "up to"), or the name
-    of one of `reckoning.SPECIAL`. panels: all of the experiment's, if none are named.
+    how: "mean" (over the panels, at each rate), "most" (the largest over panels and rates: the paper says "up to"),
+    "about_zero" (over all rates from saturation on), or "range" and "hidden_by_batch", which the report reckons.
+    panels: all of the experiment's, if none are named.
     """
 
     headline: str
@@ -139,7 +138,6 @@ class Reckoning:
     tests: tuple[str, ...] = (PAPERS_OWN, OURS)
     how: str = "mean"
     panels: tuple[str, ...] = ()
-    quiet: bool = False
 
 
 @dataclass(frozen=True)
@@ -208,10 +206,10 @@ def select(experiments: Mapping[str, Experiment], only: Sequence[str] = ()) -> t
     )
 
 
-def check(experiments: Iterable[Experiment], metrics: Iterable[str], special: Iterable[str]) -> list[str]:
-    """What is wrong with a description: headlines that are unknown, in use twice, or neither in use nor left out; unknown
-    metrics, panels and ways to reckon; policies that are compared but not run. Empty if nothing is."""
-    known, metrics, special = headlines(), set(metrics), {"mean", "most", *special}
+def check(experiments: Iterable[Experiment], metrics: Iterable[str]) -> list[str]:
+    """What is wrong with a description: headlines that are unknown, in use twice, or not in use; unknown metrics, panels
+    and ways to reckon; policies that are compared but not run. Empty if nothing is."""
+    known, metrics = headlines(), set(metrics)
     used: list[str] = []
     wrong: list[str] = []
     panels: dict[str, Panel] = {}
@@ -224,16 +222,14 @@ def check(experiments: Iterable[Experiment], metrics: Iterable[str], special: It
             used.append(one.headline)
             if one.headline not in known:
                 wrong.append(f"{experiment.id}: no headline {one.headline!r}")
-            if one.metric not in metrics or one.how not in special or not set(one.panels) <= names:
+            if one.metric not in metrics or one.how not in HOW or not set(one.panels) <= names:
                 wrong.append(f"{experiment.id}: {one}")
             if not {one.base, *one.tests} <= set(experiment.policies):
                 wrong.append(f"{experiment.id}: {one.headline} compares policies that are not run")
         for pair in experiment.comparisons:
             if not set(pair.metrics) <= metrics or not {pair.test, pair.base} <= set(experiment.policies):
                 wrong.append(f"{experiment.id}: {pair}")
-    for name, headline in known.items():
-        if headline.paper not in ELSEWHERE and bool(headline.left_out) == (name in used):
-            wrong.append(f"{name} is {'left out and in use' if headline.left_out else 'neither in use nor left out'}")
+    wrong += [f"{name} is not in use" for name, one in known.items() if one.paper not in ELSEWHERE and name not in used]
     wrong += [f"{name} is reckoned twice" for name in {name for name in used if used.count(name) > 1}]
     wrong += [f"no panel {one.like!r}" for one in panels.values() if one.like and one.like not in panels]
     return wrong

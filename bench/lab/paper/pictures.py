@@ -1,4 +1,7 @@
-"""One picture an experiment of `bench.lab paper`, as SVG. Needs matplotlib (the extra `sim` or `bench`)."""
+"""One picture an experiment of `bench.lab paper`, as SVG: lines are medians of the seeds, bands their ranges.
+
+Needs matplotlib (the extra `sim` or `bench`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 from remap.cli.simulate_plots import STYLE, colours, need_matplotlib
 
 from .experiments import BASELINE, Experiment, Panel
+from .reckoning import Spread
 from .runs import Store
 
 __all__ = ["picture", "save"]
@@ -18,6 +22,7 @@ _ROWS = (
     ("P99 TTFT, s", "ttft_p99_s", "log"),
     ("tokens/s", "tokens_per_s", "linear"),
 )
+_BAND = {"alpha": 0.15, "lw": 0}
 _STYLE = {**STYLE, "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 8.5}
 
 
@@ -26,10 +31,6 @@ def picture(experiment: Experiment, store: Store) -> Any | None:
     with need_matplotlib().rc_context(_STYLE):
         if experiment.id == "fig4":
             return _arithmetic(store)
-        if experiment.id in ("pie-fig6", "pie-fig9"):
-            return _expansions(experiment, store)
-        if experiment.id == "pie-fig7":
-            return _sizes(experiment, store)
         if any(panel.quiet for panel in experiment.panels):
             return _gaps(experiment, store)
         return _rates(experiment, store)
@@ -47,12 +48,12 @@ def _figure(rows: int, columns: int, width: float, height: float) -> tuple[Any, 
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def _series(store: Store, panel: Panel, policy: str, figure: str) -> tuple[list[float], list[float]]:
+def _series(store: Store, panel: Panel, policy: str, figure: str) -> tuple[list[float], list[Spread]]:
     xs, ys = [], []
     for key in store.points.keys(panel.name, policy):
         points = store.points.at(panel.name, key, policy)
         xs.append(points[0]["rate"])
-        ys.append(sum(point[figure] for point in points) / len(points))
+        ys.append(Spread.of([point[figure] for point in points]))
     return xs, ys
 
 
@@ -69,9 +70,9 @@ def _rates(experiment: Experiment, store: Store) -> Any | None:
         for row, (label, name, scale) in enumerate(_ROWS):
             axis = axes[0][row] if alone else axes[row][column]
             for policy in experiment.policies:
-                axis.plot(
-                    *_series(store, panel, policy, name), "o-", ms=2.5, lw=1.2, color=painted[policy], label=policy
-                )
+                xs, ys = _series(store, panel, policy, name)
+                axis.plot(xs, [y.median for y in ys], "o-", ms=2.5, lw=1.2, color=painted[policy], label=policy)
+                axis.fill_between(xs, [y.low for y in ys], [y.high for y in ys], color=painted[policy], **_BAND)
             axis.set_xscale("log")
             axis.set_yscale(scale)
             if scale == "linear":
@@ -106,16 +107,12 @@ def _gaps(experiment: Experiment, store: Store) -> Any | None:
         peak = store.points.at(panel.name, key, BASELINE)[0]["rate"]
         axis.set_title(f"peak {peak:.3g}/s, then {peak * panel.quiet:.3g}/s", loc="left")
         for policy in experiment.policies:
-            values = store.gaps[panel.name][key].get(policy, [])
-            if values:
-                steps = len(values) - 1
-                axis.plot(
-                    [1e3 * value for value in values],
-                    [index / steps for index in range(steps + 1)],
-                    lw=1.3,
-                    color=painted[policy],
-                    label=policy,
-                )
+            seeds = store.gaps[panel.name][key].get(policy, [])
+            if seeds:
+                xs = [Spread.of([1e3 * value for value in values]) for values in zip(*seeds)]
+                ys = [index / (len(xs) - 1) for index in range(len(xs))]
+                axis.plot([x.median for x in xs], ys, lw=1.3, color=painted[policy], label=policy)
+                axis.fill_betweenx(ys, [x.low for x in xs], [x.high for x in xs], color=painted[policy], **_BAND)
         axis.set_xscale("log")
         axis.set_xlabel("gap between tokens after the peak, ms")
     axes[0][0].set_ylabel("share of gaps")
@@ -144,54 +141,4 @@ def _arithmetic(store: Store) -> Any | None:
         axis.set_xscale("log", base=2)
         axis.set_xlabel("sequences that decode, of 512 tokens")
     left.legend(frameon=False)
-    return figure
-
-
-def _expansions(experiment: Experiment, store: Store) -> Any | None:
-    fixed = [policy for policy in experiment.policies if policy == BASELINE or policy.startswith("pie:")]
-    figure, axes = _figure(1, 1, 5.6, 3.2)
-    axis, drawn = axes[0][0], False
-    for panel, colour in zip(experiment.panels, colours(panel.name for panel in experiment.panels).values()):
-        keys = store.points.keys(panel.name, *experiment.policies)
-        if not keys:
-            continue
-        seen = {
-            policy: store.points.at(panel.name, keys[-1], policy)[0]["tokens_per_s"] for policy in experiment.policies
-        }
-        xs = [1.0 if policy == BASELINE else float(policy[4:]) for policy in fixed]
-        axis.plot(
-            xs, [seen[policy] / seen[BASELINE] for policy in fixed], "o-", ms=3, lw=1.2, color=colour, label=panel.name
-        )
-        if "pie" in seen:
-            axis.axhline(seen["pie"] / seen[BASELINE], color=colour, lw=0.9, ls=":", label="pie, adaptive")
-        drawn = True
-    if not drawn:
-        return None
-    axis.set_xlabel("expansion of the KV cache")
-    axis.set_ylabel("tokens/s, without expansion = 1")
-    axis.legend(frameon=False)
-    return figure
-
-
-def _sizes(experiment: Experiment, store: Store) -> Any | None:
-    if not any(store.points.keys(panel.name, *experiment.policies) for panel in experiment.panels):
-        return None
-    kinds = ("Alpaca", "ShareGPT")
-    figure, axes = _figure(1, 2, 7.4, 2.9)
-    painted = colours(experiment.policies)
-    for axis, kind in zip(axes[0], kinds):
-        panels = [panel for panel in experiment.panels if kind in panel.name]
-        for policy in experiment.policies:
-            xs, ys = [], []
-            for panel in panels:
-                keys = store.points.keys(panel.name, *experiment.policies)
-                if keys:
-                    xs.append(panel.kv_bytes / 1e9)
-                    ys.append(store.points.at(panel.name, keys[-1], policy)[0]["tokens_per_s"])
-            axis.plot(xs, ys, "o-", ms=3, lw=1.2, color=painted[policy], label=policy)
-        axis.set_title(f"{kind}, highest rate", loc="left")
-        axis.set_xlabel("KV on the device, GB")
-        axis.set_ylim(bottom=0)
-    axes[0][0].set_ylabel("tokens/s")
-    _legend(figure, axes[0][0])
     return figure

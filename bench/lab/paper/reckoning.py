@@ -3,6 +3,10 @@
 A point is one run: its figures by name (`POINT`). A cell is a panel at one rate: its key is "x0.7" for a share of the saturation
 rate and "10/s" for a rate in requests per second; it holds the points of all policies there, one a seed.
 
+Each seed is compared with the same seed of the other policy; what is told is the median of the seeds, and their range (`Spread`).
+Whatever is decided about a rate, such as which one is quoted, is decided by medians too: by the best of several seeds, chance
+would choose.
+
 Which rates an average is taken over: those at which the baseline preempts, and still serves all requests within twice the time in
 which they came (`counts`). Below, memory is not scarce; far above, every policy only works off a queue.
 """
@@ -10,6 +14,7 @@ which they came (`counts`). Below, memory is not scarce; far above, every policy
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,13 +28,12 @@ __all__ = [
     "POINT",
     "Finding",
     "Points",
+    "Spread",
     "compare",
     "counts",
     "curve",
     "figures",
     "later_gaps",
-    "mean_of",
-    "places",
     "quantiles",
 ]
 
@@ -116,14 +120,27 @@ class Points:
         return sorted(found, key=lambda key: next(iter(self.cells[panel][key].values()))[0]["rate"])
 
 
+@dataclass(frozen=True)
+class Spread:
+    """The median of the seeds, and the lowest and the highest of them."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
+
+
+def _preempts(base: Sequence[Point]) -> bool:
+    return bool(base) and statistics.median(point["preemptions"] for point in base) > 0
+
+
 def counts(base: Sequence[Point]) -> bool:
-    """Whether averages are taken over this rate, by the points of `BASELINE`, one a seed."""
-    return all(
-        point["preemptions"] > 0
-        and point["requests_finished"] > 0
-        and point["virtual_s"] <= STILL_FINISHES * point["arrive_s"]
-        for point in base
-    )
+    """Whether averages are taken over this rate, by the points of `BASELINE`, one a seed: by their medians."""
+    late = [point["virtual_s"] - STILL_FINISHES * point["arrive_s"] for point in base]
+    return _preempts(base) and statistics.median(late) <= 0 and all(point["requests_finished"] for point in base)
 
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
@@ -164,7 +181,6 @@ METRICS: Mapping[str, Metric] = {
     "throughput_gain": Metric("tokens/s more", "%", lambda t, b: 100.0 * (t["tokens_per_s"] / b["tokens_per_s"] - 1.0)),
     "goodput_gain": Metric("requests in time more", "%", lambda t, b: _gain(t, b, "goodput_per_s")),
     "throughput_loss": Metric("tokens/s less", "%", _cut("tokens_per_s")),
-    "throughput_ratio": Metric("tokens/s", "x", lambda t, b: t["tokens_per_s"] / b["tokens_per_s"]),
     "tbt_p50_increase": Metric("P50 TBT higher", "%", lambda t, b: -_cut("tbt_p50_s")(t, b)),
     "preemptions_cut": Metric("preemptions fewer", "%", _cut("preemptions")),
     "stall_cut": Metric(
@@ -175,20 +191,15 @@ METRICS: Mapping[str, Metric] = {
     "decisions_cut": Metric("changes of memory fewer", "%", _cut("decisions")),
     # Of ALONE.
     "hidden_layers": Metric("layers that a decoding pass hides, largest / smallest batch", "x", lambda t, b: math.nan),
-    "expansion": Metric("expansion", "x", lambda t, b: math.nan),
-    "rate": Metric("requests a second below which nothing is gained", "req/s", lambda t, b: math.nan),
-    "overhead": Metric("tokens/s less than the best fixed expansion", "%", lambda t, b: math.nan),
-    "host_gb": Metric("host memory in use", "GB", lambda t, b: math.nan),
 }
 
-ALONE = frozenset({"hidden_layers", "expansion", "rate", "overhead", "host_gb"})
-"""Metrics that compare nothing; how they are reckoned is in reckoning_special.py."""
+ALONE = frozenset({"hidden_layers"})
+"""Metrics that compare nothing; the report reckons them."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What stands beside one figure, for one policy. value: ours, the mean of the seeds, from low to high; None if nothing was
-    run.
+    """What stands beside one figure, for one policy. value: ours; None if nothing was run. lowest: of a range, the lower end.
 
     at: (panel, requests a second) of all panels that it is of. reached: whether the paper's number is reached or passed.
     mean: over the rates that count, `rates` of them, at `better` of which the test is better. direction: "yes", "at some rates",
@@ -198,13 +209,12 @@ class Finding:
     headline: str
     test: str
     base: str
-    value: float | None = None
-    low: float = 0.0
-    high: float = 0.0
+    value: Spread | None = None
+    lowest: Spread | None = None
     key: str = ""
     at: tuple[tuple[str, float], ...] = ()
     reached: bool = False
-    mean: float | None = None
+    mean: Spread | None = None
     rates: int = 0
     better: int = 0
     direction: str = ""
@@ -224,16 +234,13 @@ def curve(
                 [METRICS[metric].of(t, b) for t, b in zip(points.at(p.name, key, test), points.at(p.name, key, base))]
                 for p in panels
             ]
-            found.append((key, tuple(math.fsum(values) / len(values) for values in zip(*rows))))
+            found.append((key, _over(rows)))
     return found
 
 
-def mean_of(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
-def places(points: Points, panels: Sequence[Panel], key: str, test: str) -> tuple[tuple[str, float], ...]:
-    return tuple((panel.name, points.at(panel.name, key, test)[0]["rate"]) for panel in panels)
+def _over(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean of the rows, seed by seed."""
+    return tuple(statistics.fmean(values) for values in zip(*rows))
 
 
 def compare(points: Points, headline: Headline, reckoning: Reckoning, panels: Sequence[Panel], test: str) -> Finding:
@@ -241,47 +248,59 @@ def compare(points: Points, headline: Headline, reckoning: Reckoning, panels: Se
     rate that comes nearest. A panel counts only where the baseline preempts: elsewhere all policies do the same (if it preempts
     nowhere, all of them count)."""
     metric, base = reckoning.metric, reckoning.base
+    if reckoning.how == "about_zero":
+        return _about_zero(points, headline, reckoning, panels, test)
     groups = [[panel] for panel in panels] if reckoning.how == "most" else [list(panels)]
     best: Finding | None = None
-    averaged: list[float] = []
+    averaged: list[tuple[float, ...]] = []
     for group in groups:
-        seen: list[tuple[str, list[Panel], tuple[float, ...]]] = []
+        seen: list[tuple[str, list[Panel], Spread]] = []
         for key, everybody in curve(points, group, test, base, metric):
-            scarce = [
-                panel for panel in group if any(one["preemptions"] for one in points.at(panel.name, key, BASELINE))
-            ]
+            scarce = [panel for panel in group if _preempts(points.at(panel.name, key, BASELINE))]
             if scarce:
-                seen.append((key, scarce, dict(curve(points, scarce, test, base, metric))[key]))
+                seen.append((key, scarce, Spread.of(dict(curve(points, scarce, test, base, metric))[key])))
                 finishing = [panel for panel in scarce if counts(points.at(panel.name, key, BASELINE))]
                 if finishing:
-                    averaged.append(mean_of(dict(curve(points, finishing, test, base, metric))[key]))
-            elif not any(_preempts(points, panel) for panel in group):
-                seen.append((key, group, everybody))
+                    averaged.append(dict(curve(points, finishing, test, base, metric))[key])
+            elif not any(_preempts_anywhere(points, panel) for panel in group):
+                seen.append((key, group, Spread.of(everybody)))
         if not seen:
             continue
-        reached = [one for one in seen if mean_of(one[2]) >= headline.least]
+        reached = [one for one in seen if one[2].median >= headline.least]
         first = bool(reached) and reckoning.how == "mean"
-        key, of, values = reached[0] if first else max(seen, key=lambda one: mean_of(one[2]))
-        at = places(points, of, key, test)
-        value = mean_of(values)
-        if best is None or value > (best.value or 0.0):
-            best = Finding(headline.id, test, base, value, min(values), max(values), key, at, bool(reached))
-    if best is None:
+        key, of, value = reached[0] if first else max(seen, key=lambda one: one[2].median)
+        if best is None or best.value is None or value.median > best.value.median:
+            at = tuple((panel.name, points.at(panel.name, key, test)[0]["rate"]) for panel in of)
+            best = Finding(headline.id, test, base, value, key=key, at=at, reached=bool(reached))
+    if best is None or best.value is None:
         return Finding(headline.id, test, base)
-    neutral = 1.0 if METRICS[metric].unit == "x" else 0.0
-    better = sum(value > neutral for value in averaged)
-    mean = mean_of(averaged) if averaged else None
+    better = sum(statistics.median(values) > 0 for values in averaged)
+    mean = Spread.of(_over(averaged)) if averaged else None
     direction = "no"
-    if best.value is not None and best.value > neutral:
-        mostly = 2 * better > len(averaged) or (reckoning.how == "most" and mean is not None and mean > neutral)
-        direction = "yes" if mostly else "at some rates"
+    if best.value.median > 0:
+        direction = "yes" if 2 * better > len(averaged) else "at some rates"
     return replace(best, mean=mean, rates=len(averaged), better=better, direction=direction)
 
 
-def _preempts(points: Points, panel: Panel) -> bool:
-    return any(
-        one["preemptions"] for key in points.keys(panel.name, BASELINE) for one in points.at(panel.name, key, BASELINE)
-    )
+def _preempts_anywhere(points: Points, panel: Panel) -> bool:
+    return any(_preempts(points.at(panel.name, key, BASELINE)) for key in points.keys(panel.name, BASELINE))
+
+
+NEAR_ZERO = 5.0
+"""Percent that count as "about 0 %"."""
+
+
+def _about_zero(
+    points: Points, headline: Headline, reckoning: Reckoning, panels: Sequence[Panel], test: str
+) -> Finding:
+    """The mean over all rates from saturation on; reached if it is near enough."""
+    seen = curve(points, panels, test, reckoning.base, reckoning.metric)
+    seen = [pair for pair in seen if pair[0].startswith("x") and float(pair[0][1:]) >= 1.0] or seen
+    if not seen:
+        return Finding(headline.id, test, reckoning.base)
+    value = Spread.of(_over([values for _, values in seen]))
+    near = abs(value.median) <= NEAR_ZERO
+    return Finding(headline.id, test, reckoning.base, value, reached=near, direction="yes" if near else "no")
 
 
 def quantiles(pairs: Sequence[tuple[float, int]], steps: int = 40) -> list[float]:

@@ -8,24 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.lab.seeds import AGAINST, GOODPUT, Column, Line
+from bench.lab.seeds import AGAINST, GOODPUT, Column, Line, cell
 from bench.lab.seeds import table as table_of_seeds
 
 from remap.sim.hardware import machine
 
 from .experiment_list import EXPERIMENTS
 from .experiments import BASELINE, IDEAL, Comparison, Experiment, Headline, Reckoning, headlines, setup_of
-from .reckoning import ALONE, METRICS, STILL_FINISHES, Finding, curve
-from .reckoning_special import SPECIAL, find
+from .reckoning import ALONE, METRICS, STILL_FINISHES, Finding, Spread, compare, curve
 from .report_text import INTRO, constants, facts
 from .runs import Store
 
 __all__ = ["Row", "markdown", "rows", "table", "write"]
 
-_CAUTION = """ So few are
-  good for directions, not for sizes: the P99 of one run is the luck of its largest burst, and another seed or the next rate may
-  differ by several times. Five seeds of 2,000 requests, with their ranges, for the two loads of Fig. 8 with ShareGPT's lengths:
-  [headline.md](../bench/results/headline.md)."""
 _RANGES = ("fig8-c1", "fig8-c2", "fig9", "fig10", "fig12", "fig13")
 
 
@@ -37,7 +32,7 @@ class Row:
     reckoning: Reckoning
     headline: Headline
     findings: tuple[Finding, ...]
-    why: str
+    why: tuple[str, ...]
 
     @property
     def done(self) -> bool:
@@ -55,14 +50,8 @@ def rows(store: Store) -> list[Row]:
             elif reckoning.how == "hidden_by_batch":
                 findings = _hidden(store, headline)
             else:
-                tests = (
-                    reckoning.tests[:1]
-                    if reckoning.how in ("best_static", "best_expansion", "expansion_that_blocks")
-                    else reckoning.tests
-                )
-                findings = tuple(
-                    find(store.points, headline, reckoning, experiment.panels_of(reckoning), test) for test in tests
-                )
+                panels = experiment.panels_of(reckoning)
+                findings = tuple(compare(store.points, headline, reckoning, panels, test) for test in reckoning.tests)
             why = facts(store, experiment, reckoning, findings)
             found.append(Row(experiment, reckoning, headline, findings, why))
     return found
@@ -82,16 +71,16 @@ def _ranges(done: Sequence[Row], reckoning: Reckoning, headline: Headline) -> tu
         if not seen:
             findings.append(Finding(headline.id, test, BASELINE))
             continue
+        least, most = (end(seen, key=lambda one: one.median) for end in (min, max))
         findings.append(
             Finding(
                 headline.id,
                 test,
                 BASELINE,
-                max(seen),
-                min(seen),
-                max(seen),
-                reached=min(seen) >= headline.least and max(seen) >= headline.most,
-                direction="yes" if min(seen) > 0 else "at some rates" if max(seen) > 0 else "no",
+                most,
+                least,
+                reached=least.median >= headline.least and most.median >= headline.most,
+                direction="yes" if least.median > 0 else "at some rates" if most.median > 0 else "no",
             )
         )
     return tuple(findings)
@@ -102,32 +91,33 @@ def _hidden(store: Store, headline: Headline) -> tuple[Finding, ...]:
         return (Finding(headline.id, "arithmetic", BASELINE),)
     hidden = [row["hidden"] for row in store.arithmetic]
     ratio = hidden[-1] / max(1.0, hidden[0])
-    return (
-        Finding(
-            headline.id,
-            "arithmetic",
-            BASELINE,
-            ratio,
-            ratio,
-            ratio,
-            reached=ratio > 1,
-            direction="yes" if ratio > 1 else "no",
-        ),
-    )
+    more = ratio > 1
+    value = Spread.of([ratio])
+    return (Finding(headline.id, "arithmetic", BASELINE, value, reached=more, direction="yes" if more else "no"),)
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
 
 
+def _tenths(value: float) -> float:
+    """To be written with one decimal: no "-0.0"."""
+    return round(value, 1) + 0.0
+
+
 def _number(value: float, unit: str) -> str:
-    if unit == "x" or unit == "expansion":
-        return f"{value:.2f}x"
-    return f"{value:.1f} {unit}".strip()
+    return f"{value:.2f}x" if unit == "x" else f"{_tenths(value):.1f} {unit}".strip()
 
 
 def _unit(headline: Headline) -> str:
-    unit = headline.unit.partition(" (")[0]
-    return "x" if unit == "expansion" else unit
+    return headline.unit.partition(" (")[0]
+
+
+def _spread(found: Spread, unit: str) -> str:
+    """ "54.4 % (50.1 to 60.0)": the median of the seeds, and their range if there is one."""
+    column = Column(
+        "", "", show=lambda values: [_number(values[0], unit), *(f"{_tenths(value):.1f}" for value in values[1:])]
+    )
+    return cell((found.low, found.median, found.high), column)
 
 
 def paper_says(headline: Headline) -> str:
@@ -140,38 +130,54 @@ def paper_says(headline: Headline) -> str:
 
 
 def ours(row: Row, one: Finding) -> str:
-    """ "54.4 % at 2.1 and 14/s (x0.5); mean 31.0 % over 5 rates"."""
+    """ "54.4 % (50.1 to 60.0) at 2.1 and 14/s (0.5 c); mean 31.0 % (28.0 to 33.1), better at 4 of 5"."""
     unit = _unit(row.headline)
     if one.value is None:
-        return (
-            "no such rate"
-            if row.reckoning.how in ("gain_begins", "expansion_that_blocks") and one.direction
-            else "not run"
-        )
-    if row.reckoning.how == "range":
-        return f"{_number(one.low, unit)} - {_number(one.high, unit)}"
-    text = _number(one.value, unit)
-    if one.high > one.low and row.reckoning.how in (
-        "mean",
-        "most",
-        "best_static",
-        "about_zero",
-        "about_one",
-        "adaptive_overhead",
-    ):
-        text += f" ({one.low:.3g} to {one.high:.3g})"
-    if one.at and row.reckoning.how not in ("gain_begins", "about_zero", "about_one", "adaptive_overhead"):
+        return "not run"
+    text = _spread(one.value, unit)
+    if one.lowest is not None:
+        return f"from {_spread(one.lowest, unit)} up to {text}"
+    if one.at:
         rates = dict.fromkeys(f"{rate:.3g}" for _, rate in one.at)
         share = f" ({one.key[1:]} c)" if one.key.startswith("x") else ""
         text += f" at {' and '.join(rates)}/s{share}"
     if one.mean is not None:
-        text += f"; mean {_number(one.mean, unit)}, better at {one.better} of {one.rates}"
+        text += f"; mean {_spread(one.mean, unit)}, better at {one.better} of {one.rates}"
     return text
 
 
+VERDICTS = ("reached", "at its best rate", "direction", "at some rates", "not reproduced")
+
+
+def _short(found: Sequence[Row]) -> list[str]:
+    """A line for each verdict, with the figures that have it."""
+    lines = []
+    for word in (*VERDICTS, "not run"):
+        names = [_name(row, found) for row in found if verdict(row) == word]
+        if names:
+            lines.append(f"- {word} ({len(names)}): {', '.join(names)}")
+    return lines
+
+
+def _name(row: Row, found: Sequence[Row]) -> str:
+    return f"{row.headline.figure} {METRICS[row.reckoning.metric].about}{_own(row, found)}"
+
+
+def _own(row: Row, found: Sequence[Row]) -> str:
+    """ " (C1 temporal sharing)": of its configuration what the others of its figure and metric lack; "" without others."""
+    key = (row.headline.figure, row.reckoning.metric)
+    others = [
+        one.headline.config.split(", ")
+        for one in found
+        if (one.headline.figure, one.reckoning.metric) == key and one is not row
+    ]
+    own = [part for part in row.headline.config.split(", ") if not any(part in other for other in others)]
+    return f" ({own[0]})" if others else ""
+
+
 def verdict(row: Row) -> str:
-    """One of the words under "How to read it", or "not run"; of the best of the policies."""
-    if not row.done and not any(one.direction for one in row.findings):
+    """One of `VERDICTS`, or "not run"; of the best of the policies."""
+    if not row.done:
         return "not run"
     if any(one.reached and _throughout(row, one) for one in row.findings):
         return "reached"
@@ -182,12 +188,9 @@ def verdict(row: Row) -> str:
 
 
 def _throughout(row: Row, one: Finding) -> bool:
-    """Whether the paper's number is reached as the paper means it: an "up to" at one rate; an average, and a range, in the mean
-    of the rates that count, and a range up to its upper end."""
-    one_rate_does = row.reckoning.how in SPECIAL and row.reckoning.how != "best_static"
-    if one_rate_does or (row.reckoning.how != "mean" and not isinstance(row.headline.value, tuple)):
-        return True
-    return one.mean is not None and one.mean >= row.headline.least and (one.value or 0.0) >= row.headline.most
+    """Whether the paper's number is reached as the paper means it: an average in the mean of the rates that count, anything
+    else by what was found."""
+    return row.reckoning.how != "mean" or (one.mean is not None and one.mean.median >= row.headline.least)
 
 
 def table(store: Store) -> list[tuple[str, str, str, str, str]]:
@@ -206,23 +209,21 @@ def markdown(store: Store, pictures: Mapping[str, str]) -> str:
     """The whole page. pictures: experiment -> path relative to the page."""
     found = rows(store)
     settings = store.settings
-    seeds = "one seed" if settings.seeds == 1 else f"{settings.seeds} seeds; (a to b) is the spread between them"
     out = [
         INTRO.format(
             machine=settings.machine,
+            figures=len(found),
+            short="\n".join(_short(found)),
             finishes=STILL_FINISHES,
             requests=settings.requests,
-            seeds=seeds,
-            caution=_CAUTION if settings.seeds < 5 else "",
+            seeds=settings.seeds,
             constants="\n".join(constants(settings.machine)),
             quantum=setup_of(EXPERIMENTS["fig8-c1"].panels[0], machine(settings.machine)).quantum_s,
         ),
         "## All figures\n",
         *_lines(found),
-        "",
-        *_left_out(),
     ]
-    for group, title in (("paper", "## Figure by figure"), ("beyond", "## What the papers do not have")):
+    for group, title in (("paper", "## Figure by figure"), ("beyond", "## What the paper does not have")):
         out.append(f"\n{title}\n")
         for experiment in EXPERIMENTS.values():
             if experiment.group == group and experiment.id != "oneiros-all":
@@ -239,18 +240,6 @@ def _lines(found: Sequence[Row]) -> list[str]:
             f"| {row.headline.paper} {row.headline.figure} | {what} | {paper_says(row.headline)} | {mine} | {verdict(row)} |"
         )
     return lines
-
-
-def _left_out() -> list[str]:
-    left = [one for one in headlines().values() if one.left_out]
-    return [
-        "Left out: "
-        + "; ".join(
-            f"{one.paper} {one.figure}, {one.metric.replace('_', ' ')} {paper_says(one)} ({one.left_out})"
-            for one in left
-        )
-        + "."
-    ]
 
 
 def _section(experiment: Experiment, store: Store, found: Sequence[Row], pictures: Mapping[str, str]) -> list[str]:
@@ -271,12 +260,10 @@ def _section(experiment: Experiment, store: Store, found: Sequence[Row], picture
     if experiment.id in pictures:
         out.append(f"\n![{experiment.title}]({pictures[experiment.id]})\n")
     for row in found:
-        out.append(
-            f"- {_against(row.reckoning)}: paper {paper_says(row.headline)}; ours "
-            + ", ".join(f"`{one.test}` {ours(row, one)}" for one in row.findings)
-            + f" ({verdict(row)})."
-            + (f" {row.why}." if row.why else "")
-        )
+        own = _own(row, found)
+        out.append(f"- {_against(row.reckoning)}{own}: paper {paper_says(row.headline)}; {verdict(row)}")
+        out += [f"  - `{one.test}`: {ours(row, one)}" for one in row.findings]
+        out += [f"  - {said}" for said in row.why]
     for pair in experiment.comparisons:
         out += _comparison(experiment, pair, store)
     if {BASELINE, IDEAL} <= set(experiment.policies):
@@ -292,11 +279,7 @@ def _against(reckoning: Reckoning) -> str:
     about = METRICS[reckoning.metric].about
     if reckoning.metric in ALONE:
         return about
-    return (
-        f"{about}, `{reckoning.base}` = 1"
-        if METRICS[reckoning.metric].unit == "x"
-        else f"{about} than `{reckoning.base}`"
-    )
+    return f"{about} than `{reckoning.base}`"
 
 
 def _between(experiment: Experiment, store: Store) -> list[str]:
@@ -330,11 +313,7 @@ def _comparison(experiment: Experiment, pair: Comparison, store: Store) -> list[
             if experiment.factors and (key[0] != "x" or float(key[1:]) not in experiment.factors):
                 continue
             rate = store.points.at(panel.name, key, pair.test)[0]["rate"]
-            values = []
-            for metric in metrics:
-                seen = curves[metric][key]
-                text = _signed(sum(seen) / len(seen), METRICS[metric].unit)
-                values.append(text if len(seen) == 1 else f"{text} ({min(seen):.1f} to {max(seen):.1f})")
+            values = [cell(curves[metric][key], _signed(METRICS[metric].unit)) for metric in metrics]
             share = key[1:] if key.startswith("x") else ""
             out.append(f"| {panel.name} | {share} | {rate:.3g} | " + " | ".join(values) + " |")
     return [*out, ""]
@@ -347,11 +326,15 @@ def _nowhere(experiment: Experiment, pair: Comparison, metric: str, store: Store
     return bool(values) and all(map(math.isnan, values))
 
 
-def _signed(value: float, unit: str) -> str:
-    """A dash for nan. A cut below -100 % reads better as how many times as much it is."""
-    if math.isnan(value):
-        return "–"
-    return f"x{1 - value / 100:.3g}" if unit == "%" and value < -100 else f"{value:+.1f}"
+def _signed(unit: str) -> Column:
+    """A cut below -100 % reads better as how many times as much it is."""
+
+    def show(values: Sequence[float]) -> list[str]:
+        return [
+            f"x{1 - value / 100:.3g}" if unit == "%" and value < -100 else f"{_tenths(value):+.1f}" for value in values
+        ]
+
+    return Column("", "", show=show)
 
 
 def _arithmetic(store: Store) -> list[str]:

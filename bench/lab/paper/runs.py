@@ -23,10 +23,10 @@ from remap.sim.results import PolicyResult, weighted_percentile
 from remap.sim.serving import Setup, simulate
 from remap.sim.workload import Item
 
+from .arithmetic import arithmetic
 from .experiment_list import EXPERIMENTS
 from .experiments import BASELINE, FACTORS, LOWEST, Experiment, Panel, setup_of
 from .reckoning import POINT, Points, figures, later_gaps, quantiles
-from .reckoning_special import arithmetic
 
 __all__ = ["Run", "Settings", "Store", "keys_of", "run_all", "run_one", "saturation", "serve"]
 
@@ -147,13 +147,14 @@ class Store:
         self.settings = settings
         self.points = Points()
         self.lows: dict[str, tuple[float, ...]] = {}
-        self.gaps: dict[str, dict[str, dict[str, list[float]]]] = {}
+        self.gaps: dict[str, dict[str, dict[str, list[list[float]]]]] = {}
         self.arithmetic: list[dict[str, float]] = []
 
     @classmethod
     def read(cls, path: Path, settings: Settings | None = None) -> Store:
-        """What the file holds. With `settings`, an empty store if there is no file, or one of other settings. Raises
-        InvalidArgument (field path) for a file that is none of this benchmark, or is missing while there are no settings."""
+        """What the file holds of what `EXPERIMENTS` run. With `settings`, an empty store if there is no file, or one of
+        other settings. Raises InvalidArgument (field path) for a file that is none of this benchmark, or is missing
+        while there are no settings."""
         if settings is not None and not path.exists():
             return cls(path, settings)
         try:
@@ -163,9 +164,12 @@ class Store:
             for name, panel in data["panels"].items():
                 found.points.c[name] = panel["c"]
                 found.lows[name] = tuple(panel["lows"])
+                wanted = found._wanted(name)
                 for policy, stored in panel["policies"].items():
                     columns = {**{figure: [None] * len(stored["key"]) for figure in _LATER}, **stored}
                     for place, key in enumerate(columns["key"]):
+                        if (key, policy) not in wanted:
+                            continue
                         point = {figure: columns[figure][place] for figure in POINT}
                         point = {figure: value for figure, value in point.items() if value is not None}
                         found.points.cells.setdefault(name, {}).setdefault(key, {}).setdefault(policy, []).append(point)
@@ -178,6 +182,17 @@ class Store:
                 value=str(path),
             ) from error
         return found if settings is None or found.settings == settings else cls(path, settings)
+
+    def _wanted(self, name: str) -> set[tuple[str, str]]:
+        """(rate key, policy) of all that is run of a panel."""
+        return {
+            (key, policy)
+            for experiment in EXPERIMENTS.values()
+            for panel in experiment.panels
+            if panel.name == name
+            for key in keys_of(experiment, panel, self.points.c[name], self.lows[name], self.settings)
+            for policy in experiment.policies
+        }
 
     def to_json(self) -> dict[str, Any]:
         panels: dict[str, Any] = {}
@@ -222,6 +237,9 @@ class Store:
             for cell in self.points.cells.get(panel.name, {}).values():
                 for policy in experiment.policies:
                     cell.pop(policy, None)
+            for gaps in self.gaps.get(panel.name, {}).values():
+                for policy in experiment.policies:
+                    gaps.pop(policy, None)
 
 
 def _lines(data: Mapping[str, Any]) -> str:
@@ -324,5 +342,5 @@ def _run(
         point, gaps = found[run]
         seen = store.points.at(run.panel.name, run.key, run.policy)
         store.points.add(run.panel.name, run.key, run.policy, [*seen, point])
-        if gaps and run.seed == 0:
-            store.gaps.setdefault(run.panel.name, {}).setdefault(run.key, {})[run.policy] = gaps
+        if gaps:
+            store.gaps.setdefault(run.panel.name, {}).setdefault(run.key, {}).setdefault(run.policy, []).append(gaps)

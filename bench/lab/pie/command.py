@@ -20,7 +20,7 @@ from bench.lab.paper.reckoning import figures
 from bench.lab.paper.runs import Run, Settings, saturation, serve
 from bench.lab.seeds import Column, Point
 
-from .figures import CLAIMS, FIGURES, KV_ONLY, PIE, Figure, Place, latency_s
+from .figures import CLAIMS, FIGURES, KV_ONLY, NOT_SIMULATED, PIE, Figure, Place, latency_s
 
 __all__ = ["QUICK", "RESULTS", "SETTINGS", "empty", "page", "run_missing", "run_pie", "run_point"]
 
@@ -58,13 +58,13 @@ Pie is its pipeline in closed form ([passes.py](../../src/remap/sim/passes.py)),
 waits for a copy unless all copies take longer than the pass, one copy moves a layer's KV however many blocks that is,
 and expanding is free.
 
-Figure 10 (FlexGen) is not simulated: FlexGen is another system.
-
 {text}## The paper's figures beside ours
 
 The paper's numbers are from its text; the ids are those of [headlines.json](../lab/paper/headlines.json).
 
 {claims}
+
+Not simulated: {left}.
 
 {figures}
 ## What is copied, and what it costs
@@ -299,6 +299,7 @@ def page(data: Mapping[str, Any], wanted: Sequence[Figure] = FIGURES) -> str:
         kv_only=KV_ONLY,
         text=TEXT,
         claims=claims(data),
+        left="; ".join(f"{name}, {headlines()[name].figure} ({why})" for name, why in NOT_SIMULATED.items()),
         figures="\n".join(parts),
         against=against(data, wanted),
     )

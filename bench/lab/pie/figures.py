@@ -9,12 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bench.lab.paper.experiment_list import EXPANSIONS, PIE_13, PIE_13_7, PIE_30, PIE_LLAMA, SIZES_ALPACA, SIZES_CHAT
+from bench.lab.paper.experiment_list import MANY
 from bench.lab.paper.experiments import BASELINE, IDEAL, Panel
 from bench.lab.seeds import Point
 
-__all__ = ["ALL", "CLAIMS", "FIGURES", "KV_ONLY", "PIE", "Claim", "Figure", "Place", "gain", "latency_s"]
+from remap.sim.hardware import model
+from remap.sim.serving import Setup
 
+__all__ = [
+    *("ALL", "CLAIMS", "FIGURES", "KV_ONLY", "NOT_SIMULATED", "PIE"),
+    *("Claim", "Figure", "Place", "gain", "latency_s"),
+]
+
+EXPANSIONS = tuple(f"pie:{value}" for value in (1.2, 1.4, 1.6, 1.8, 2.0, 2.2))
+"""Fixed expansions of Pie; 1.0 is `recompute`."""
 KV_ONLY = "remap:stream+max_layers=0+lends=false"
 """Of the library only what Pie has too: complete blocks of KV stream from host memory, weights stay."""
 PIE = "pie"
@@ -25,6 +33,32 @@ ADAPTIVE = (BASELINE, PIE, KV_ONLY, SWAP, IDEAL)
 Place = tuple[Panel, float]
 At = Callable[[Panel, float, str], Point]
 """The point of one seed. Raises KeyError where it was not run."""
+
+
+def _panel(model: str, lengths: str, gigabytes: int, like: str = "") -> Panel:
+    name = {"alpaca": "Alpaca", "sharegpt": "ShareGPT"}[lengths]
+    return Panel(
+        f"{model} {name}, KV {gigabytes} GB",
+        model,
+        (lengths,),
+        arrivals="poisson",
+        kv_bytes=gigabytes * 10**9,
+        like=like,
+        factors=(),  # a place names its own
+        requests=MANY if lengths == "alpaca" else 1.0,
+    )
+
+
+def _sizes(smallest: Panel) -> tuple[Panel, ...]:
+    """The same load with 3 to 12 GB of KV. All sizes get the requests of the smallest one."""
+    (lengths,) = smallest.lengths
+    return (smallest, *(_panel(smallest.tenants, lengths, size, smallest.name) for size in (5, 7, 9, 12)))
+
+
+PIE_30 = tuple(_panel("OPT-30b", lengths, 3) for lengths in ("alpaca", "sharegpt"))
+PIE_LLAMA = _panel("Llama-2-13b", "alpaca", 3)
+SIZES_ALPACA, SIZES_CHAT = (_sizes(_panel("OPT-13b", lengths, 3)) for lengths in ("alpaca", "sharegpt"))
+PIE_13, PIE_13_7 = SIZES_CHAT[0], SIZES_CHAT[2]
 
 FULL = 3.0
 """Times c where the figure is of a full memory: no policy can serve more than three times what `recompute` does."""
@@ -90,6 +124,19 @@ def _expansion(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> 
     return point["kv_blocks_peak"] / point["kv_blocks_start"]
 
 
+def _host_gb(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> float:
+    """The most KV in host memory, GB: blocks in use beyond those that the device holds, times the bytes of a block."""
+    (policy,) = policies
+    return max(
+        (point["kv_blocks_peak"] - point["kv_blocks_start"])
+        * Setup.block_tokens
+        * model(panel.tenants).kv_bytes_per_token
+        / 1e9
+        for panel, factor in places
+        for point in (at(panel, factor, policy),)
+    )
+
+
 def _blocked(at: At, places: tuple[Place, ...], policies: tuple[str, ...]) -> float:
     """Latency of a token at an expansion of 2.2, by that at 2.0."""
     ((panel, factor),), (policy,) = places, policies
@@ -108,6 +155,7 @@ HOW: Mapping[str, tuple[str, Callable[[At, tuple[Place, ...], tuple[str, ...]], 
     "begins": ("requests/s, the lowest of the rates run at which tokens/s are 5 % more", _begins),
     "less": ("tokens/s less than of the best fixed expansion, %", _less),
     "expansion": ("largest expansion in use", _expansion),
+    "host_gb": ("the most KV in host memory, GB", _host_gb),
     "blocked": ("latency of a token at 2.2, by that at 2.0 (above 1: copies hold up)", _blocked),
     "sooner": ("latency of a token under `recompute`, by this one's", _sooner),
 }
@@ -151,4 +199,11 @@ CLAIMS = (
     Claim("pie-16", "expansion", _9, ours=False),
     Claim("pie-17", "blocked", _9, ("pie:2.2",), ours=False),
     Claim("pie-18", "sooner", _9),
+    Claim("pie-22", "host_gb", (*_6, *_7, *_8), ours=False),
 )
+NOT_SIMULATED = {
+    "pie-07": "a saving of memory at equal throughput, of no one configuration; Figure 7 compares the sizes",
+    "pie-19": "FlexGen is another system",
+    "pie-20": "FlexGen is another system",
+}
+"""By id in paper/headlines.json: why."""

@@ -10,19 +10,14 @@ process of its own. Every token is compared with those of the first ideal run.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from bench.lab import ROOT, seeds
-from bench.lab.apart import run_apart
+from bench.lab import ROOT, rounds, seeds
 from bench.lab.seeds import AGAINST, GOODPUT, Column
 
-from remap.cli.machine import machine_info
-from remap.errors import InvalidArgument, InvalidState
-
-from .cases import IDEAL, POLICIES, SUITES, Suite
+from .cases import POLICIES, SUITES, Suite
 
 __all__ = ["RESULTS", "run_real", "table"]
 
@@ -60,60 +55,15 @@ Processor time: of all threads from the first step on, copies included.
 """
 
 
-def _name(case: str, policy: str, number: int) -> str:
-    return f"{case} | {policy} | {number}"
-
-
-def _run_missing(data: dict[str, Any], suite_name: str, path: Path) -> None:
-    """Run what `data` lacks, round by round, and write `path` after each run: a run that is stopped loses one.
-
-    Raises InvalidArgument (field path) for a file of another machine before anything runs, and InvalidState for tokens
-    that are not ideal's or a run that fails; what was run before stays in the file then.
-    """
-    suite, machine = SUITES[suite_name], machine_info()
-    if data["machine"] not in ({}, machine):
-        raise InvalidArgument(
-            f"the results in {path} were measured on another machine or with other versions, {data['machine']}, "
-            f"and this is {machine}; nothing was run; name another file",
-            field="path",
-            value=str(path),
-        )
-    data["machine"] = machine
-    for number in range(suite.rounds):
-        for case in suite.cases:
-            for policy in POLICIES:
-                name = _name(case.name, policy, number)
-                if name in data["points"]:
-                    continue
-                found = run_apart(name, "bench.lab.real.one", suite_name, case.name, policy, threads=suite.threads)
-                if policy == IDEAL:
-                    data["tokens"].setdefault(case.name, found["tokens"])
-                _compare(name, found["tokens"], data["tokens"][case.name])
-                data["points"][name] = found["figures"]
-                seeds.write(path, data)
-                print(name, file=sys.stderr, flush=True)
-
-
-def _compare(name: str, found: Mapping[str, str], ideal: Mapping[str, str]) -> None:
-    """Raises InvalidState (fields run, different, requests) if a request's tokens are not ideal's."""
-    requests = {**ideal, **found}
-    different = [one for one in requests if ideal.get(one) != found.get(one)]
-    if different:
-        raise InvalidState(
-            f"{name}: the tokens of {len(different)} of {len(requests)} requests are not ideal's, the first is "
-            f"{different[0]!r}; this run was not kept",
-            run=name,
-            different=len(different),
-            requests=len(requests),
-        )
-
-
 def table(data: Mapping[str, Any], suite: Suite) -> str:
     """Markdown: a line for each case and policy."""
     lines = [
         seeds.Line(
             (case.name,),
-            {policy: [_name(case.name, policy, number) for number in range(suite.rounds)] for policy in POLICIES},
+            {
+                policy: [rounds.run_name(case.name, policy, number) for number in range(suite.rounds)]
+                for policy in POLICIES
+            },
         )
         for case in suite.cases
     ]
@@ -121,12 +71,10 @@ def table(data: Mapping[str, Any], suite: Suite) -> str:
 
 
 def _page(data: Mapping[str, Any], suite: Suite) -> str:
-    machine, loads = data["machine"], [point["load_1min_before"] for point in data["points"].values()]
-    said = "{cpu}, {cores} cores, {memory}, {os}, torch {torch}, transformers {transformers}, remap {remap}"
     return PAGE.format(
         rounds=suite.rounds,
-        machine=said.format(**machine) if machine else "no machine yet",
-        load=f"{min(loads):.2f} to {max(loads):.2f}" if loads else "not taken",
+        machine=rounds.machine_of(data),
+        load=rounds.loads_of(data),
         threads=suite.threads,
         policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
@@ -141,9 +89,12 @@ def run_real(results: Path, suite_name: str = "full", *, report_only: bool = Fal
     file of something else or of another machine before anything runs, and what a run raises.
     """
     suite = SUITES[suite_name]
-    data = seeds.read(results, {"settings": suite.settings(), "machine": {}, "tokens": {}, "points": {}}, "real")
+    data = seeds.read(results, rounds.empty(suite.settings()), "real")
     if not report_only:
-        _run_missing(data, suite_name, results)
+        cases = [case.name for case in suite.cases]
+        rounds.run_missing(
+            data, results, "bench.lab.real.one", suite_name, cases, list(POLICIES), suite.rounds, suite.threads
+        )
     text = _page(data, suite)
     results.parent.mkdir(parents=True, exist_ok=True)
     results.with_suffix(".md").write_text(text, encoding="utf-8")

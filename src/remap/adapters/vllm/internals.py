@@ -430,7 +430,8 @@ def collect_in_every_registry(collector: Any) -> None:
         yield from collector.collect()
 
     collect.remap = True  # type: ignore[attr-defined]
-    MultiProcessCollector.collect = collect
+    patched: Any = MultiProcessCollector
+    patched.collect = collect
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
