@@ -227,6 +227,8 @@ Applied Executor::apply(const Plan& plan, const Ordering& ordering) {
   dirty_.clear();
   undo_.reserve(plan.steps.size() * 2);
   deferred_.reserve(plan.steps.size());
+  left_to_later_.clear();
+  left_to_later_.reserve(plan.steps.size());
   arena.undecided_of_.clear();
   for (const Step& step : plan.steps) {
     const bool moves = step.kind == Step::Kind::set_owner;
@@ -381,40 +383,39 @@ void Executor::point(const Point& step, Applied& applied) {
     ++applied.points_done;
     return;
   }
-  const bool was_pending = region.pending;
   const std::vector<PageId>& concerned = elsewhere(step.pages) ? region.home : step.pages;
   std::vector<PageId> target = step.pages;
   if (step.deferred && arena.options_.mode == Mode::aliased) {
-    const auto back = [&arena, &region, before = region.target, was_pending](const auto&) {
-      // The worker may have come to an earlier plan's step since, and done it with this plan's target: it will not come again.
-      // Only where apply() has let go of the tables, so in rollback(), which holds both locks.
-      const bool done = was_pending && !region.pending;
-      if (done) Pointer(arena).layer(region, before);
+    // From here until the plan is decided the worker leaves the region alone.
+    const auto back = [&region, before = region.target, targets = region.targets, undecided = region.undecided,
+                       pending = region.pending](const auto&) {
       region.target = before;
-      ++region.targets;
-      region.pending = was_pending && !done;
+      region.targets = targets;
+      region.undecided = undecided;
+      region.pending = pending;
     };
     const bool looked_at = !elsewhere(step.pages);
+    const bool first = std::none_of(deferred_.begin(), deferred_.end(), [&](const Point& each) { return each.region == step.region; });
     change(back, concerned, [&] {
-      if (looked_at) deferred_.push_back(step);  // which may fail, with nothing changed
+      if (looked_at && first) deferred_.push_back(step);  // apply() has made room, here and below
+      left_to_later_.push_back(step.region);
       region.target.swap(target);
+      region.undecided = true;
+      if (!looked_at) return;  // the step of an earlier plan still comes, lets go of the layer, and has nothing to point
       ++region.targets;
-      region.pending = looked_at || was_pending;  // the step of an earlier plan still comes, and has nothing to do
+      region.pending = true;
     });
-    if (looked_at) ++applied.points_deferred;
+    if (looked_at && first) ++applied.points_deferred;
     return;
   }
-  const auto back = [&arena, &region, before = region.target, was_pending](const auto&) {
+  // Whether a step is pending stays as it is: the step of an earlier plan still comes, and has nothing to point.
+  const auto back = [&arena, &region, before = region.target](const auto&) {
     Pointer(arena).layer(region, before);
     region.target = before;
-    ++region.targets;
-    region.pending = was_pending;
   };
   change(back, concerned, [&] {
     Pointer(arena).layer(region, step.pages);
     region.target.swap(target);
-    ++region.targets;
-    region.pending = false;
   });
   ++applied.points_done;
 }
@@ -442,6 +443,11 @@ void Executor::undo_all() {
   }
   undo_.clear();
   deferred_.clear();
+  {
+    const std::lock_guard<std::mutex> lock(queue_mutex_);
+    decided();
+  }
+  queue_changed_->notify_all();
   if (failure) arena.fail_broken("Undoing a plan failed: ", failure, {});
 }
 

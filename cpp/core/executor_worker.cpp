@@ -13,6 +13,20 @@ namespace {
 // How long the worker waits for one tenant's event before it looks at another's.
 constexpr std::chrono::milliseconds kTurn{1};
 
+// Those that are wanted go from one list behind the other's, in their order.
+template <typename List, typename Wanted>
+void take(List& from, Wanted&& wanted, List& to) noexcept {
+  for (auto job = from.begin(); job != from.end();) {
+    const auto next = std::next(job);
+    if (wanted(*job)) to.splice(to.end(), from, job);
+    job = next;
+  }
+}
+
+auto of(TenantId tenant) {
+  return [tenant](const auto& job) { return job.tenant == tenant; };
+}
+
 }  // namespace
 
 void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandle after, bool asleep) {
@@ -28,18 +42,16 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
     for (const Point& point : deferred_) {
       const Region& region = arena.region(point.region);
       (asleep && region.target != region.home ? sleeping : jobs)
-          .push_back(Job{point.region, point.layer, region.tenant, observer, fence, nullptr});
+          .push_back(Job{point.region, region.targets, point.layer, region.tenant, observer, fence, nullptr});
     }
     std::lock_guard<std::mutex> queue_lock(queue_mutex_);
     if (stopping_ && !deferred_.empty()) {
       throw Error(ErrorKind::invalid_state,
                   "The executor is stopped, nobody would re-point what the plan deferred. The plan is applied as before; roll it back.");
     }
-    // A job points its region to the present target, so the new one does what a sleeping one of the same region would.
-    for (const Point& point : deferred_) {
-      const auto found = std::find_if(asleep_.begin(), asleep_.end(), [&](const Job& job) { return job.region == point.region; });
-      if (found != asleep_.end()) gone.splice(gone.end(), asleep_, found);
-    }
+    decided();
+    const auto past = [&](const Job& job) { return standing(job) == Standing::past; };
+    for (std::list<Job>* list : {&queue_, &asleep_, &failed_}) take(*list, past, gone);
     asleep_.splice(asleep_.end(), sleeping);
     queue_.splice(queue_.end(), jobs);
     arena.undecided_ = false;
@@ -50,19 +62,25 @@ void Executor::commit(const std::shared_ptr<PointObserver>& observer, EventHandl
   queue_changed_->notify_all();
 }
 
+// The plan that was applied. Pre: the lock of the tables and queue_mutex_ are held; who calls tells queue_changed_.
+void Executor::decided() noexcept {
+  for (const RegionId id : left_to_later_) {
+    const auto found = arena_->regions_.find(id);
+    if (found != arena_->regions_.end()) found->second.undecided = false;
+  }
+  left_to_later_.clear();
+  queue_.splice(queue_.begin(), parked_);
+}
+
 void Executor::wake(TenantId tenant, EventHandle after) {
   refuse_fork(arena_->fork_generation_);
   const auto fence = std::make_shared<Fence>(Fence{after, nullptr});
   {
     std::lock_guard<std::mutex> lock(queue_mutex_);
-    for (auto job = asleep_.begin(); job != asleep_.end();) {
-      const auto next = std::next(job);
-      if (job->tenant == tenant) {
-        job->behind = fence;
-        queue_.splice(queue_.end(), asleep_, job);
-      }
-      job = next;
-    }
+    std::list<Job> woken;
+    take(asleep_, of(tenant), woken);
+    for (Job& job : woken) job.behind = fence;
+    queue_.splice(queue_.end(), woken);
   }
   queue_changed_->notify_all();
 }
@@ -84,60 +102,76 @@ bool Executor::await(Fence& fence, std::chrono::nanoseconds timeout) noexcept {
 
 // The tenant's jobs go behind all others', in their order. Pre: queue_mutex_ is held.
 void Executor::give_turn(TenantId tenant) noexcept {
-  std::list<Job> others;
-  for (auto job = queue_.begin(); job != queue_.end();) {
-    const auto next = std::next(job);
-    if (job->tenant != tenant) others.splice(others.end(), queue_, job);
-    job = next;
-  }
-  queue_.splice(queue_.begin(), others);
+  std::list<Job> its;
+  take(queue_, of(tenant), its);
+  queue_.splice(queue_.end(), its);
 }
 
-// The region shows its present target. `targets`: which one that is, known whatever fails later.
-void Executor::repoint(RegionId id, std::uint64_t& targets) {
+// Pre: the lock of the tables is held. Where there is no region any more, or no arena that works, the job is for repoint() to fail.
+Executor::Standing Executor::standing(const Job& job) const noexcept {
+  const Arena& arena = *arena_;
+  const auto found = arena.regions_.find(job.region);
+  if (found == arena.regions_.end() || arena.broken_) return Standing::present;
+  if (found->second.undecided) return Standing::undecided;
+  return found->second.targets == job.targets ? Standing::present : Standing::past;
+}
+
+// The region shows its target, if that is still its plan's. A plan that is applied meanwhile and sets another leaves the region to
+// the worker, so to what comes behind this; one that points the region itself waits for the lock of pointing.
+Executor::Standing Executor::repoint(const Job& job) {
   const std::lock_guard<std::mutex> pointing(arena_->pointing_mutex_);
   std::vector<PageId> target;
   {
     const std::lock_guard<std::mutex> tables(arena_->mutex_);
-    const Region& region = arena_->region(id);
-    targets = region.targets;
     arena_->guard();
-    target = region.target;
+    target = arena_->region(job.region).target;
+    const Standing now = standing(job);
+    if (now != Standing::present) return now;
   }
-  if (elsewhere(target)) return;  // a plan that came later: nobody looks at it any more
-  Pointer(*arena_, Pointer::Tables::free).layer(arena_->region(id), target);
+  if (elsewhere(target)) return Standing::present;  // a plan that came later: nobody looks at it any more
+  Pointer(*arena_, Pointer::Tables::free).layer(arena_->region(job.region), target);
+  return Standing::present;
 }
 
-void Executor::run(Job& job, std::exception_ptr error) noexcept {
+// Says how the job stood in the end: one that is present is done, or has failed and keeps its error; of one that is not, nobody was told.
+Executor::Standing Executor::run(Job& job, std::exception_ptr error) noexcept {
   // Whatever is thrown: an exception must not leave the thread (that would end the process); wait(layer) throws it instead.
   job.error = std::move(error);
-  std::uint64_t targets = 0;
-  // Under the lock of the tables: whether the region's target is still the one that this job was about. The region is settled then,
-  // if nothing failed. One that has gone is nobody's: whatever is said of it is as good as any.
+  Standing now = Standing::present;
   const auto current = [&] {
     const std::lock_guard<std::mutex> tables(arena_->mutex_);
+    now = standing(job);
+    if (now != Standing::present) return false;
     const auto found = arena_->regions_.find(job.region);
-    if (found == arena_->regions_.end()) return true;
-    if (found->second.targets != targets) return false;
-    if (!job.error) found->second.pending = false;
+    if (!job.error && found != arena_->regions_.end()) found->second.pending = false;
     return true;
   };
   const std::function<bool()> asked(std::ref(current));  // allocates nothing
-  if (job.error) {
-    const std::lock_guard<std::mutex> tables(arena_->mutex_);
-    const auto found = arena_->regions_.find(job.region);
-    if (found != arena_->regions_.end()) targets = found->second.targets;
-  }
-  while (!job.error) {
+  if (!job.error) {
     try {
-      repoint(job.region, targets);
-      if (job.observer ? job.observer->released(job.layer, asked) : asked()) return;
+      now = repoint(job);
+      if (now != Standing::present) return now;
+      job.observer ? job.observer->released(job.layer, asked) : asked();
+      return now;
     } catch (...) {
       job.error = std::current_exception();
     }
   }
-  // Where it is told in vain, a plan has set another target since, and its own step comes later.
-  if (job.observer) job.observer->failed(job.layer, job.error, asked);
+  job.observer ? job.observer->failed(job.layer, job.error, asked) : asked();
+  if (now != Standing::present) job.error = nullptr;
+  return now;
+}
+
+// Until the plan that keeps them waiting is decided, which may be now: hence both locks.
+void Executor::park(std::list<Job>& jobs) noexcept {
+  const std::lock_guard<std::mutex> tables(arena_->mutex_);
+  const std::lock_guard<std::mutex> lock(queue_mutex_);
+  for (auto job = jobs.begin(); job != jobs.end();) {
+    const auto next = std::next(job);
+    std::list<Job>& to = standing(*job) == Standing::undecided ? parked_ : queue_;
+    to.splice(to.end(), jobs, job);
+    job = next;
+  }
 }
 
 void Executor::work() noexcept {
@@ -153,8 +187,11 @@ void Executor::work() noexcept {
     const TenantId tenant = job.tenant;
     const bool arrived = await(*job.behind, kTurn);
     if (arrived) {
-      run(job, job.behind->error);
-      if (!job.error) taken.clear();  // without the lock: the observer may end here, and what it holds
+      if (run(job, job.behind->error) == Standing::undecided) {
+        park(taken);
+      } else if (!job.error) {
+        taken.clear();  // without the lock: the observer may end here, and what it holds
+      }
     }
     lock.lock();
     busy_ = false;
@@ -198,21 +235,22 @@ void Executor::retry_failed(TenantId tenant) {
   std::list<Job> jobs;
   {
     std::lock_guard<std::mutex> lock(queue_mutex_);
-    for (auto job = failed_.begin(); job != failed_.end();) {
-      const auto next = std::next(job);
-      if (job->tenant == tenant) jobs.splice(jobs.end(), failed_, job);
-      job = next;
-    }
+    take(failed_, of(tenant), jobs);
   }
   retry(jobs);
 }
 
 void Executor::retry(std::list<Job>& jobs) {
   for (Job& job : jobs) job.behind->error = nullptr;
-  for (Job& job : jobs) {
-    await(*job.behind, std::chrono::nanoseconds::max());
-    run(job, job.behind->error);
+  std::list<Job> undecided;
+  for (auto job = jobs.begin(); job != jobs.end();) {
+    const auto next = std::next(job);
+    await(*job->behind, std::chrono::nanoseconds::max());
+    if (run(*job, job->behind->error) == Standing::undecided) undecided.splice(undecided.end(), jobs, job);
+    job = next;
   }
+  park(undecided);
+  queue_changed_->notify_all();
   jobs.remove_if([](const Job& job) { return !job.error; });
   if (jobs.empty()) return;
   const std::exception_ptr first = jobs.front().error;
@@ -227,13 +265,7 @@ void Executor::forget(TenantId tenant) {
   drain();
   std::list<Job> gone;  // dropped behind the lock, with what their observers hold
   std::lock_guard<std::mutex> lock(queue_mutex_);
-  for (std::list<Job>* jobs : {&failed_, &asleep_}) {
-    for (auto job = jobs->begin(); job != jobs->end();) {
-      const auto next = std::next(job);
-      if (job->tenant == tenant) gone.splice(gone.end(), *jobs, job);
-      job = next;
-    }
-  }
+  for (std::list<Job>* jobs : {&failed_, &asleep_, &parked_}) take(*jobs, of(tenant), gone);
 }
 
 void Executor::stop() {

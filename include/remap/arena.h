@@ -132,7 +132,8 @@ struct Region {
   View view;                        // the address that tensors live at: never changes
   std::vector<PageId> home;         // layer: its own pages
   std::vector<PageId> target;       // layer: what view shows, or will once the deferred step is done
-  std::uint64_t targets = 0;        // layer: how often a plan, or its undoing, has set it
+  std::uint64_t targets = 0;        // layer: how many plans have set it, or left it to the worker anew
+  bool undecided = false;           // layer: the last of them is applied, and neither committed nor rolled back
   std::vector<View> spare_views;    // layer, where the backend can exchange: ready-made views to swap with
   bool pending = false;             // layer: a deferred step will make view show target
   std::vector<PageId> designated;   // kv: the page that stands at each slot whenever the slot is mapped

@@ -32,10 +32,11 @@
 
 namespace remap {
 
-// Told by the worker when a layer's region shows its target (Prefetcher is behind it in this library). No lock of the arena's or
-// the executor's is held then: what the observer does next, enqueueing copies say, may take its time.
+// Told by the worker when a layer's region shows its target (Prefetcher is behind it in this library): once for the last plan that
+// deferred a step of the region, and not for those whose steps it took over. No lock of the arena's or the executor's is held
+// then: what the observer does next, enqueueing copies say, may take its time.
 //
-// Meanwhile a plan may have been applied that points the layer elsewhere, and the layer be held for that. So the observer asks
+// Meanwhile a plan may have been applied that points the layer to other pages, and the layer be held for that. So the observer asks
 // `current`, under the lock that orders its own holds: false says that what it is told is of the past, and it changes nothing.
 // Where it is true a plan that comes later finds the observer's lock taken, and its hold comes behind. `current` takes the lock of
 // the arena's tables for a moment and throws nothing.
@@ -58,8 +59,9 @@ class Executor {
 
   // Throws StalePlan, InvalidArgument or InvalidState (a region in a declared range) before any backend call.
   Applied apply(const Plan& plan, const Ordering& ordering = {});
-  // observer: told of each deferred step, by the worker's thread; kept until the last of them is done. It passes that on to who
-  // holds the layers. nullptr: nobody is told, so what a Prefetcher holds for the plan stays held.
+  // observer: told of each deferred step, by the worker's thread, unless a later plan takes the step over; kept until the last of
+  // them is done. It passes that on to who holds the layers. nullptr: nobody is told, so what a Prefetcher holds for the plan
+  // stays held.
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
   // copy into it), once for all steps of the plan. Tenants take turns, a step each, and one whose event has not come keeps no
   // other waiting. It lives until drain() has returned and no step of the plan has failed;
@@ -102,11 +104,18 @@ class Executor {
   };
   struct Job {
     RegionId region = 0;
+    std::uint64_t targets = 0;  // Region::targets when it was committed
     std::uint32_t layer = 0;
     TenantId tenant = kNobody;  // the region's
     std::shared_ptr<PointObserver> observer;
     std::shared_ptr<Fence> behind;
     std::exception_ptr error;
+  };
+  // What has become of a job's plan, as far as the region is concerned.
+  enum class Standing : std::uint8_t {
+    present,    // no other has set the region's target since
+    undecided,  // another is applied that does: what the region is to show is not known yet
+    past,       // another has, and brought a job of its own; or the region is gone
   };
   // What applying a plan takes.
   struct Needs {
@@ -130,13 +139,17 @@ class Executor {
   void work() noexcept;
   bool await(Fence& fence, std::chrono::nanoseconds timeout) noexcept;
   void give_turn(TenantId tenant) noexcept;
-  void run(Job& job, std::exception_ptr error) noexcept;
-  void repoint(RegionId id, std::uint64_t& targets);
+  Standing standing(const Job& job) const noexcept;
+  Standing run(Job& job, std::exception_ptr error) noexcept;
+  Standing repoint(const Job& job);
+  void park(std::list<Job>& jobs) noexcept;
+  void decided() noexcept;
   void retry(std::list<Job>& jobs);
 
   std::shared_ptr<Arena> arena_;
   // Guarded by arena_->mutex_, the lock of the tables: the plan between apply() and commit() (Arena::undecided_).
-  std::vector<Point> deferred_;
+  std::vector<Point> deferred_;         // one a region
+  std::vector<RegionId> left_to_later_; // theirs, and those of layers that are computed elsewhere from now on
   std::vector<DirtyPage> dirty_;  // the pages that it has to zero
   struct Undo {
     Back action;
@@ -154,14 +167,17 @@ class Executor {
   std::uint64_t validation_ = 0;
 
   // Guarded by queue_mutex_: jobs for the worker. It takes a job out, lets go of this lock, and re-points under the arena's
-  // pointing lock. A job always points its region to the region's *present* target, and again if a plan has changed that
-  // meanwhile: who used the region before it was held is behind the event that the job came with, and nobody has used it since.
+  // pointing lock. A job points its region for the plan that it came with, and for no other: who used the region before it was
+  // held is behind the event of that plan, but the layer may have been let go of and used since, when a later plan comes. So a plan
+  // that is committed takes the jobs of its regions away (the one in hand sees it by Region::targets), and while one is applied
+  // and not decided, the jobs of its regions are parked.
   mutable std::mutex queue_mutex_;
   std::unique_ptr<std::condition_variable> queue_changed_ = std::make_unique<std::condition_variable>();
   // Lists: a job changes its list without being allocated anew, so none is lost when memory runs out.
   std::list<Job> queue_;
   std::list<Job> failed_;
-  std::list<Job> asleep_;  // at most one of a region
+  std::list<Job> asleep_;
+  std::list<Job> parked_;
   bool busy_ = false;
   bool stopping_ = false;
   std::thread worker_;

@@ -21,6 +21,10 @@ void* allocate(std::size_t bytes) {
 
 }  // namespace
 
+// With -fsanitize=thread gcc inlines these and not their counterparts, and takes them for a mismatch.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmismatched-new-delete"
+#endif
 void* operator new(std::size_t bytes) { return allocate(bytes); }
 void* operator new[](std::size_t bytes) { return allocate(bytes); }
 void operator delete(void* place) noexcept { std::free(place); }
