@@ -121,10 +121,10 @@ def test_a_model_needs_layers_that_make_sense() -> None:
 
 
 def test_a_groups_line_has_the_heads_first() -> None:
-    loads = (Load(1, 5, (1, 2, 3)), Load(2, 7, ()), Load(0, 0, (4, 5)))
+    loads = (Load(1, 5, (1, 2, 3), 5), Load(2, 7, (), 6), Load(0, 0, (4, 5), 5))
     stages = tuple(Stage(Instance(f"i{n}", 99, load), n, n + 1) for n, load in enumerate(loads))
     load = Group(stages).load
-    assert load == Load(3, 12, (1, 4, 2, 5, 3))
+    assert load == Load(3, 12, (1, 4, 2, 5, 3), 6)
     assert (load.requests, load.demand, load.wanted) == (8, 13, 27)
 
 
@@ -139,7 +139,8 @@ def test_requests_go_where_least_is_wanted(placement: Placement, asked: list[int
         rooms = [group.capacity(placement.model) for group in placement.groups]
         wanted = [group.load.wanted + more for group, more in zip(placement.groups, sent)]
         shares = [each / room if room > 0 else float("inf") for each, room in zip(wanted, rooms)]
-        expected.append(shares.index(min(shares)))
+        fitting = [number for number, room in enumerate(rooms) if room >= min(tokens, max(rooms))]
+        expected.append(min(fitting, key=shares.__getitem__))
         sent[expected[-1]] += tokens
     assert dispatch(placement, asked) == expected
 

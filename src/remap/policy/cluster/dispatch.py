@@ -2,7 +2,8 @@
 
 Memory is overloaded as Llumnix and KunServe count it (section 2.2): a group's demand is the KV of its running requests and of
 the head of its line. Requests go where least is wanted, the whole line counted. KunServe dispatches by demand (section 3), which
-does not see lines that wait for computation, and makes them longer. That is decided here.
+does not see lines that wait for computation, and makes them longer. That is decided here; so is that a request goes where it
+fits, if it fits anywhere.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ def load_share(model: Model, group: Group) -> float:
 
 
 def dispatch(placement: Placement, asked: Sequence[int]) -> list[int]:
-    """For each request, in order, the number of the group that it goes to: where the least share of capacity is wanted, of
-    equal ones the first.
+    """For each request, in order, the number of the group that it goes to: of those with room for it, the one where the least
+    share of capacity is wanted; where none has room, the largest; of equal ones the first.
 
     asked: tokens of KV that each asks for. The placement does not change.
     """
@@ -30,11 +31,17 @@ def dispatch(placement: Placement, asked: Sequence[int]) -> list[int]:
     capacity = [group.capacity(placement.model) for group in placement.groups]
     least = [(_share(*each), number) for number, each in enumerate(zip(wanted, capacity))]
     heapq.heapify(least)
+    largest = max(capacity)
     chosen = []
     for tokens in asked:
+        small = []
+        while capacity[least[0][1]] < min(tokens, largest):
+            small.append(heapq.heappop(least))
         number = least[0][1]
         wanted[number] += tokens
         heapq.heapreplace(least, (_share(wanted[number], capacity[number]), number))
+        for each in small:
+            heapq.heappush(least, each)
         chosen.append(number)
     return chosen
 
