@@ -217,7 +217,10 @@ def test_a_request_goes_to_a_group_that_has_room_for_it_already() -> None:
                 told(control, name, phase=phase)
     assert stuck(control, "c", 90) == [Move("c", "long")]
     assert control.on(Tick(), 0.0) == []  # asked once; until the next report
-    assert control.on(Asked("long", 90), 0.0) == [Route("long", "a")]
+    assert control.on(Asked("long", 40), 0.0) == [Route("long", "a")]  # c would have room for these, and had none
+    control.on(Finished("long"), 0.0)
+    told(control, "a", Load(1, 20))
+    assert control.on(Asked("long", 40), 0.0) == [Route("long", "c")]  # another request
 
 
 @pytest.mark.parametrize("policy", ["remap", "kunserve", "alone", "pipeline"])

@@ -232,6 +232,8 @@ class Control:
         self._heard_s: dict[str, float] = {}
         self._returning: set[str] = set()
         self._held: dict[str, int] = {}
+        # Requests that were stuck and moved, and the tokens that they asked for: more than whoever asks again may know.
+        self._moved: dict[str, int] = {}
         self._splits = Splits(model)
         self._commands: list[Command] = []
 
@@ -295,11 +297,13 @@ class Control:
             case Refused(instance, epoch, error, reason):
                 self._refused(instance, epoch, f"{error}: {reason}", now_s)
             case Asked(id, tokens):
-                self._held[id] = tokens
+                self._held[id] = max(tokens, self._moved.get(id, 0))
             case Finished(id):
                 self._held.pop(id, None)
+                self._moved.pop(id, None)
                 for each in self._groups:
                     each.sent.pop(id, None)
+                return []  # `Service.take` promises that: what is held waits for a group to open, not for the end of a request
             case Tick():
                 self._tick(now_s)
         self._route()
@@ -390,20 +394,23 @@ class Control:
             self._evict(instance, reason, now_s)
 
     def _route(self) -> None:
-        """Send every request that is held, if any group serves; decline them if none ever will."""
+        """Send requests that are held, if any group serves; decline them if none ever will. One whose group is not open yet waits
+        for it: the first that opens is not to have all of them."""
         if not self._held:
             return
         if not self._of and not self._returning:
             self._commands += [Decline(id, _no_copy(id)) for id in self._held]
             self._held.clear()
-        open_ = [each for each in self._groups if each.routable]
-        if not open_:
+        if not any(each.routable for each in self._groups):
             return
-        numbers = dispatch(self._placement(open_), list(self._held.values()))
-        for (id, tokens), number in zip(self._held.items(), numbers):
-            open_[number].sent[id] = tokens
-            self._commands.append(Route(id, open_[number].names[0]))
-        self._held.clear()
+        wanted = [each.load.wanted for each in self._groups]
+        capacities = [each.group.capacity(self.model) for each in self._groups]
+        for (id, tokens), number in zip(list(self._held.items()), dispatch(wanted, capacities, self._held.values())):
+            chosen = self._groups[number]
+            if chosen.routable:
+                del self._held[id]
+                chosen.sent[id] = tokens
+                self._commands.append(Route(id, chosen.names[0]))
 
     # -- Changes --------------------------------------------------------------------------------------------------------------
 
@@ -579,6 +586,7 @@ class Control:
             least = max(tokens, each.group.capacity(self.model) + 1)
             ready, group = self._ready(now_s), None
             if any(other.routable and other.group.capacity(self.model) >= least for other in self._groups):
+                self._moved[id] = tokens
                 self._unstick(each, Move(each.names[0], id))
                 continue
             if self.policy.name in ("remap", "kunserve") and each in ready:

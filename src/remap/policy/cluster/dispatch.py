@@ -9,7 +9,7 @@ fits, if it fits anywhere.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .placement import Group, Model, Placement
 
@@ -21,25 +21,24 @@ def load_share(model: Model, group: Group) -> float:
     return _share(group.load.demand, group.capacity(model))
 
 
-def dispatch(placement: Placement, asked: Sequence[int]) -> list[int]:
+def dispatch(wanted: Sequence[int], capacities: Sequence[int], asked: Iterable[int]) -> list[int]:
     """For each request, in order, the number of the group that it goes to: of those with room for it, the one where the least
     share of capacity is wanted; where none has room, the largest; of equal ones the first.
 
-    asked: tokens of KV that each asks for. The placement does not change.
+    wanted: tokens of KV that each group's requests ask for, `Load.wanted`. asked: those of each request. Nothing given changes.
     """
-    wanted = [group.load.wanted for group in placement.groups]
-    capacity = [group.capacity(placement.model) for group in placement.groups]
-    least = [(_share(*each), number) for number, each in enumerate(zip(wanted, capacity))]
+    wants = list(wanted)
+    least = [(_share(*each), number) for number, each in enumerate(zip(wants, capacities))]
     heapq.heapify(least)
-    largest = max(capacity)
+    largest = max(capacities)
     chosen = []
     for tokens in asked:
         small = []
-        while capacity[least[0][1]] < min(tokens, largest):
+        while capacities[least[0][1]] < min(tokens, largest):
             small.append(heapq.heappop(least))
         number = least[0][1]
-        wanted[number] += tokens
-        heapq.heapreplace(least, (_share(wanted[number], capacity[number]), number))
+        wants[number] += tokens
+        heapq.heapreplace(least, (_share(wants[number], capacities[number]), number))
         for each in small:
             heapq.heappush(least, each)
         chosen.append(number)
