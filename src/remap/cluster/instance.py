@@ -540,12 +540,9 @@ class ClusterInstance:
         phase: Literal["serving", "exchanging"] = "serving" if exchange is None else "exchanging"
         report = Report(self.name, now.epoch, phase, arrived=now.arrived)
         if now.head is not None:
-            load, requests = now.head.load(), now.head.requests
-            if exchange is not None:
-                stalled = exchange.stalled
-                held = sum(each.computed for each in stalled)
-                load = type(load)(load.running + len(stalled), load.tokens + held, load.waiting)
-                requests += tuple((each.id, each.attempt) for each in stalled)
+            stalled = [] if exchange is None else exchange.stalled
+            load = now.head.load(each.length for each in stalled)
+            requests = now.head.requests + tuple((each.id, each.attempt) for each in stalled)
             capacity = now.head.kv.usable_blocks * self._tenant.kv.block_tokens
             report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived)
         with self._lock:
@@ -973,11 +970,7 @@ class ClusterInstance:
         """`Taker.room`; called in the loop."""
         head = self._now.head
         assert head is not None
-        try:
-            found: list[int] = head.kv.allocate(blocks)
-        except OutOfBlocks:
-            return None
-        return found
+        return head.room(blocks)
 
     def unused(self, blocks: list[int]) -> None:
         """`Taker.unused`; called in the loop."""
