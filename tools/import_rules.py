@@ -28,7 +28,7 @@ PURE = (
     *("errors", "config", "sizes", "report", "schedule", "policy", "kv.spec", "kv.pages", "kv.pool", "model.pack"),
     *("memory.plan", "memory.moves", "sim"),
     *("cluster.messages", "cluster.control", "cluster.ledger", "cluster.service"),
-    *("cluster.slots", "cluster.pool"),
+    *("cluster.lanes", "cluster.slots", "cluster.pool"),
 )
 # What a pure module may never reach, directly or through another module of the package.
 IMPURE_ROOTS = ("torch", "transformers", f"{PACKAGE}._core")

@@ -187,6 +187,14 @@ def test_instances_that_do_not_come_back_are_mourned_and_their_requests_served_e
             assert len(world.service.ledger) == 0
 
 
+def test_a_request_goes_where_the_whole_line_is_shortest() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    told(control, "a", Load(1, 2, (1, 30)))
+    told(control, "b", Load(1, 10))
+    assert control.on(Asked("r", 1), 0.0) == [Route("r", "b")]
+
+
 # -- Requests that are too long ------------------------------------------------------------------------------------------------
 
 

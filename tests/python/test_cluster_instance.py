@@ -130,6 +130,27 @@ def test_a_request_that_is_too_long_for_one_instance_waits_for_two():
         assert cluster.ends == {"longer": "out_of_blocks"} and cluster.reports["i0"].requests == ()
 
 
+@pytest.mark.parametrize("blocks", [36, 90], ids=["preempted", "roomy"])
+def test_long_prompts_go_through_all_lanes_while_others_are_cancelled_and_groups_change(blocks):
+    """Each prompt is several parts, which follow each other through the stages in different lanes."""
+    model, requests = make("llama"), requests_for(blocks, count=9, low=70, high=110, tokens=8)
+    with Cluster(model, 3, blocks=blocks) as cluster:
+        cluster.change((("i0", 2), ("i1", 4), ("i2", 6)))
+        cluster.submit("i0", requests[:7])
+        for one in requests[1:7:3]:
+            cluster.poll()
+            cluster.instances["i0"].cancel(one.id)
+        cluster.fetch("i0", "i1", "i2")
+        cluster.change((("i0", 6),), (("i1", 6),), (("i2", 6),))
+        cluster.change((("i2", 3), ("i1", 6)))
+        cluster.submit("i2", requests[7:])
+        answers, expected = cluster.answers(requests), expected_tokens(model, requests)
+        for number, one in enumerate(requests):
+            assert cluster.ends[one.id] in (("length", "abort") if number in (1, 4) else ("length",))
+            got = answers[one.id]
+            assert got == expected[one.id] or (cluster.ends[one.id] == "abort" and got == expected[one.id][: len(got)])
+
+
 def merged(cluster, rng, groups):
     """Stages of the one group that these become: each within what its instance has."""
     parts = [part for group in groups for part in group]

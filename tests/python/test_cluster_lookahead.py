@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from dataclasses import replace
 from itertools import count
 
@@ -34,6 +35,16 @@ QUEUES = st.lists(st.builds(Waiting, st.integers(0, 20), st.integers(0, 8)), max
 TOKENS_ONLY = ChunkCost(0.0, 0.0, 1.0, 0.0, 0.0)
 
 Divided = list[Microbatch]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.builds(ChunkCost, *[st.floats(0.0, 2.0)] * 5), st.integers(0, 20_000), st.floats(0.0, 500.0))
+def test_the_longest_chunk_for_so_much_is_that_and_no_longer(cost: ChunkCost, prefix: int, seconds: float) -> None:
+    most = cost.tokens(prefix, seconds)
+    if most < sys.maxsize:
+        assert cost.chunk(prefix, most) <= seconds * (1 + 1e-9)
+        assert cost.chunk(prefix, most + 1) >= seconds * (1 - 1e-9)
+    assert cost.tokens(prefix, -1.0) == 0 and ChunkCost(0.0, 0.0, 0.0, 0.0, 1.0).tokens(prefix, 1.0) == sys.maxsize
 
 
 def largest(divided: Divided, cost: ChunkCost) -> float:

@@ -1,13 +1,8 @@
 """The scheduler of a group: who runs in which microbatch. It computes nothing itself.
 
-A pipeline of g stages is full while g microbatches are on their way. So a head has as many *lanes* as its group has stages:
-each lane is a production engine loop (`engine.Engine`, with its own `Scheduler`) of which at most one pass is in flight.
-They share the group's blocks. Between launching and landing a lane's sequences are left alone: what another lane frees or
-takes meanwhile are other blocks, and all microbatches pass all stages in the order of launching, so a block that is freed by
-one that has landed can be written by the next one.
-
-New requests go to the lane whose requests cost least to compute now, and prompts are cut so that microbatches cost about the
-same (`policy.cluster.lookahead`), since the largest one sets the pace of all stages.
+A head has as many lanes as its group has stages, each with at most one microbatch in flight: who goes where, and why that is
+right, is said in `lanes`. Each lane is a production engine loop (`engine.Engine`, with its own scheduler); requests belong to
+the head, so all of them know them all.
 
 An instance alone has one lane over its own blocks (`tenant.kv`), and asks its session before each pass, as `Engine.step` does.
 One thread owns a head.
@@ -20,13 +15,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from remap.cluster.lanes import Lane, Lanes
 from remap.cluster.messages import Tokens
 from remap.engine.engine import Engine
-from remap.engine.request import Sequence
-from remap.engine.scheduler import TILE, Schedule, Scheduler
+from remap.engine.request import Sequence, State
+from remap.engine.scheduler import TILE, Schedule
 from remap.errors import OutOfBlocks
-from remap.policy.cluster.lookahead import ChunkCost, Waiting, lookahead
-from remap.policy.cluster.placement import Load
+from remap.policy.cluster.allowances import Allowances
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -34,20 +29,19 @@ if TYPE_CHECKING:
 
     from remap.engine.chunk import Chunk
     from remap.engine.request import Request
+    from remap.policy.cluster.lookahead import ChunkCost
+    from remap.policy.cluster.placement import Load
 
 __all__ = ["Head", "Launch", "Limits"]
 
 MEASURED_STEPS = 4096
 """Passes of a lane until its metrics begin anew."""
 
-LOOKED_AT = 64
-"""Requests whose prompts are divided in advance, at most: `lookahead` takes longer the more there are."""
-
 
 @dataclass(frozen=True)
 class Limits:
-    """What requests and passes are held to. vocabulary, positions: of the model. max_num_seqs: running in each lane.
-    max_batch_tokens: of a microbatch. decode_cost: see `Scheduler`."""
+    """What requests and passes are held to. vocabulary, positions: of the model. max_num_seqs: running at once, for each
+    lane that there is. max_batch_tokens: of a microbatch. decode_cost: see `Scheduler`."""
 
     vocabulary: int
     positions: int
@@ -64,17 +58,21 @@ class Launch(NamedTuple):
 
 
 class _Lane(Engine):
-    """One lane. blocked: whether others than its own requests may be why it has no blocks."""
+    """One lane. live: the unfinished requests of all lanes. blocked: whether others than its own requests may be why it has no
+    blocks."""
 
-    def __init__(self, tenant: Any, session: Any, limits: Limits, blocked: Callable[[], bool]) -> None:
-        scheduler = Scheduler(
-            block_tokens=tenant.kv.block_tokens,
-            max_num_seqs=limits.max_num_seqs,
-            max_batch_tokens=limits.max_batch_tokens,
-            decode_cost=limits.decode_cost,
-        )
+    def __init__(
+        self,
+        tenant: Any,
+        session: Any,
+        scheduler: Lane,
+        limits: Limits,
+        live: dict[str, Sequence],
+        blocked: Callable[[], bool],
+    ) -> None:
         runner: Any = None  # the stages compute
         super().__init__(tenant, scheduler, runner, session=session)
+        self._live = live
         self._limits = limits
         self._blocked = blocked
 
@@ -83,19 +81,9 @@ class _Lane(Engine):
         self._require_servable(request.request, self._limits.vocabulary, self._limits.positions)
         self._queue(request)
 
-    def adopt(self, sequence: Sequence) -> None:
-        """It runs on: its blocks hold its KV."""
-        self._live[sequence.id] = sequence
-        self.scheduler.adopt(sequence)
-
     def again(self, sequence: Sequence) -> None:
         """Queue a sequence that was accepted before; its KV is computed again."""
         self._queue(sequence)
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        """All unfinished ones."""
-        return tuple(self._live.values())
 
     def _record(self, begin: float, schedule: Schedule) -> None:
         """No timeline, and measurements of the last passes only: a server runs for months."""
@@ -127,14 +115,26 @@ class Head:
         self.kv = tenant.kv if kv is None else kv
         self._alone = kv is None
         self._session = session
-        self._limits = limits
-        self._cost = cost
         seen = tenant if kv is None else _Shared(tenant.name, kv)
-        self._lanes = [_Lane(seen, session, limits, self._blocked) for _ in range(lanes)]
-        self._of: dict[str, _Lane] = {}
+        schedulers = [
+            Lane(
+                cost,
+                TILE,
+                block_tokens=self.kv.block_tokens,
+                max_num_seqs=limits.max_num_seqs,
+                max_batch_tokens=limits.max_batch_tokens,
+                decode_cost=limits.decode_cost,
+            )
+            for _ in range(lanes)
+        ]
+        allowances = Allowances(cost, lanes, limits.max_batch_tokens, TILE)
+        self._schedulers = Lanes(
+            schedulers, allowances, lambda decoding: sum(cost.chunk(one.computed, 1) for one in decoding)
+        )
+        self._live: dict[str, Sequence] = {}
+        self._lanes = [_Lane(seen, session, each, limits, self._live, self._blocked) for each in schedulers]
         self._attempts: dict[str, int] = {}
         self._cancelled: set[str] = set()
-        self._flying: dict[int, Schedule] = {}
         self._orders = count()
         self.exchanging = False
         """KV of requests is on its way: blocks may become free that no lane has, and none may move."""
@@ -151,43 +151,44 @@ class Head:
         that the model cannot serve, or whose id is in use."""
         sequence = Sequence.of(request, next(self._orders), time.perf_counter())
         sequence.tokens += tokens
-        lane = self._of.get(request.id) or self._least()  # the lane that has the id already says so
-        lane.add_request(sequence)
-        self._of[request.id], self._attempts[request.id] = lane, attempt
+        self._lanes[0].add_request(sequence)
+        self._attempts[request.id] = attempt
 
     def adopt(self, request: Request, attempt: int, tokens: Iterable[int], computed: int, blocks: list[int]) -> None:
         """A request of another head runs on: these blocks hold the KV of `computed` of its tokens. Without any it waits."""
         sequence = Sequence.of(request, next(self._orders), time.perf_counter())
         sequence.tokens += tokens
-        lane = self._least()
-        self._of[request.id], self._attempts[request.id] = lane, attempt
+        self._attempts[request.id] = attempt
         if not computed:
-            lane.again(sequence)
+            self._lanes[0].again(sequence)
             return
         sequence.computed = sequence.high_water = computed
         sequence.blocks = blocks
-        lane.adopt(sequence)
+        self._live[request.id] = sequence
+        self._schedulers.adopt(sequence)
 
     def cancel(self, id: str) -> list[Tokens]:
-        """Take a request out, after its pass if one is in flight: its end, with the reason "abort". Unknown ids are ignored."""
-        lane = self._of.get(id)
-        if lane is None:
+        """Take a request out, after its pass if its next token is on its way: its end, with the reason "abort". Unknown ids are
+        ignored."""
+        sequence = self._live.get(id)
+        if sequence is None:
             return []
-        if self._lanes.index(lane) in self._flying:
+        if self._schedulers.awaits(sequence):
             self._cancelled.add(id)
             return []
-        return self._end(lane, id, "abort")
+        return self._end(self._lanes[self._schedulers.of(sequence)], id, "abort")
 
     def give_up(self, id: str) -> list[Tokens]:
         """End a request that is stuck: its end, with the reason "out_of_blocks". Others are ignored."""
-        return self._end(self._of[id], id, "out_of_blocks") if self._is_stuck(id) else []
+        if not self._is_stuck(id):
+            return []
+        return self._end(self._lanes[self._schedulers.of(self._live[id])], id, "out_of_blocks")
 
     def _is_stuck(self, id: str) -> bool:
         return self.stuck is not None and self.stuck[0] == id
 
     def _end(self, lane: _Lane, id: str, reason: str) -> list[Tokens]:
         output = lane.abort(id)
-        del self._of[id]
         if self._is_stuck(id):
             self.stuck = None
         return [Tokens(id, self._attempts.pop(id), len(output.tokens), (), reason)]
@@ -195,7 +196,7 @@ class Head:
     def leave(self) -> list[tuple[Sequence, int]]:
         """All unfinished requests, the oldest first, with their attempts. Call it when nothing is in flight; then this head is
         of no more use. Their blocks stay allocated."""
-        found = sorted((one for lane in self._lanes for one in lane.sequences), key=lambda one: one.arrived_s)
+        found = sorted(self._live.values(), key=lambda one: one.arrived_s)
         return [(one, self._attempts[one.id]) for one in found]
 
     @property
@@ -203,23 +204,36 @@ class Head:
         """(id, attempt) of all unfinished ones."""
         return tuple(self._attempts.items())
 
-    def load(self) -> Load:
-        """Of all lanes, in tokens of KV."""
-        running = [one for lane in self._lanes for one in lane.scheduler.running]
-        waiting = sorted((one for lane in self._lanes for one in lane.scheduler.waiting), key=lambda one: one.arrived_s)
-        return Load(len(running), sum(one.computed for one in running), tuple(one.length for one in waiting))
+    def load(self, stalled: Iterable[int] = ()) -> Load:
+        """See `Lanes.load`: of all requests, and of those that are stalled, by their lengths in tokens."""
+        return self._schedulers.load(stalled)
+
+    def room(self, blocks: int) -> list[int] | None:
+        """So many blocks for KV that does not come through the pipeline; None, with nothing taken, if there are not. What a
+        microbatch in flight may still write to is no room yet (`lanes`)."""
+        writing, found, held = self._schedulers.writing(), list[int](), list[int]()
+        try:
+            while len(found) < blocks:
+                for block in self.kv.allocate(blocks - len(found)):
+                    (held if block in writing else found).append(block)
+        except OutOfBlocks:
+            self.kv.free(found)
+            return None
+        finally:
+            self.kv.free(held)
+        return found
 
     # -- passes ------------------------------------------------------------------------------------------------------------
 
     @property
     def in_flight(self) -> int:
         """Microbatches that were launched and have not landed."""
-        return len(self._flying)
+        return len(self._schedulers.flying)
 
     @property
     def idle(self) -> bool:
         """Nothing is in flight, and there is nothing to do."""
-        return not self._of
+        return not self._live and not self.in_flight
 
     def launch(self) -> Launch | None:
         """The next microbatch, of a lane that has none in flight; None if none can be launched now.
@@ -229,15 +243,18 @@ class Head:
         if self.draining:
             return None
         for number, lane in enumerate(self._lanes):
-            if number in self._flying or not lane.unfinished:
+            if number in self._schedulers.flying or not lane.unfinished:
                 continue
             if self._alone and not self.exchanging:
                 self.rest()
-            lane.scheduler.max_batch_tokens = self._budget(lane)
+            self._schedulers.gather(number)
+            if not lane.scheduler.running and not lane.scheduler.waiting:
+                continue
+            self._schedulers.allow(number)
             schedule = lane.launch()
             if schedule.chunks:
                 self.stuck = None
-                self._flying[number] = schedule
+                lane.metrics.recomputed_tokens += self._schedulers.launched(number, schedule)
                 return Launch(number, schedule)
             try:
                 lane.land(schedule, (), (), 0.0)
@@ -251,7 +268,7 @@ class Head:
         if not running:
             return False
         victim = max(running, key=lambda one: one.arrived_s)
-        self._of[victim.id].scheduler.preempt(victim, self.kv)
+        self._lanes[self._schedulers.of(victim)].scheduler.preempt(victim, self.kv)
         return True
 
     def follow(self, moved: Mapping[int, int]) -> None:
@@ -267,7 +284,7 @@ class Head:
 
     def land(self, number: int, samplers: Listed[Chunk], chosen: Listed[int]) -> list[Tokens]:
         """This lane's pass is over and chose these tokens, one for each of `samplers`."""
-        lane, schedule = self._lanes[number], self._flying.pop(number)
+        lane, schedule = self._lanes[number], self._schedulers.landed(number)
         places = {chunk.sequence.id: chunk.sequence.length - chunk.sequence.prompt_tokens for chunk in samplers}
         step = lane.land(schedule, samplers, chosen, 0.0)
         reasons = {output.id: output.finish_reason for output in step.finished}
@@ -275,10 +292,14 @@ class Head:
         for id, token in step.tokens:
             found.append(Tokens(id, self._attempts[id], places[id], (token,), reasons.get(id)))
             if id in reasons:
-                del self._of[id], self._attempts[id]
-        for id in [id for id in self._cancelled if self._of.get(id) in (lane, None)]:
-            self._cancelled.discard(id)
-            found += self.cancel(id)
+                del self._attempts[id]
+        for chunk in samplers:
+            sequence = chunk.sequence
+            if sequence.id in self._cancelled:
+                self._cancelled.discard(sequence.id)
+                found += self.cancel(sequence.id)
+            elif chunk.count > 1 and sequence.state is State.RUNNING:
+                self._schedulers.settle(number, sequence)
         return found
 
     def shrink(self, limit: int) -> Mapping[int, int]:
@@ -291,44 +312,6 @@ class Head:
         self.follow(moves)
         return moves
 
-    # -- which lane, how many tokens -----------------------------------------------------------------------------------------
-
-    def _least(self) -> _Lane:
-        """The lane whose requests cost least to compute now."""
-        if len(self._lanes) == 1:
-            return self._lanes[0]
-        return min(self._lanes, key=lambda lane: sum(self._cost.chunk(*_part(one)) for one in lane.sequences))
-
-    def _budget(self, lane: _Lane) -> int:
-        """Tokens of this lane's next microbatch: so that it costs no more than the largest, if all that waits is divided
-        evenly. At least one tile beside the sequences that decode."""
-        most = self._limits.max_batch_tokens
-        parts = [_part(one) for lane in self._lanes for one in lane.sequences[:LOOKED_AT]]
-        if len(self._lanes) == 1 or all(tokens <= TILE for _, tokens in parts):
-            return most
-        divided = lookahead([Waiting(*part) for part in parts], self._cost, len(self._lanes), TILE)
-        bound = max(map(self._cost.microbatch, divided))
-        own = [_part(one) for one in lane.sequences]
-        decoding = [part for part in own if part[1] == 1]
-        left = bound - self._cost.batch_s - sum(self._cost.chunk(*part) for part in decoding)
-        prompt = 0
-        for prefix, tokens in own:
-            if tokens == 1:
-                continue
-            taken = min(tokens, most)
-            while taken > TILE and self._cost.chunk(prefix, taken) > left:
-                taken = (taken - 1) // TILE * TILE
-            prompt += taken
-            left -= self._cost.chunk(prefix, taken)
-            if left <= 0:
-                break
-        return min(most, len(decoding) + max(TILE, prompt))
-
     def _blocked(self) -> bool:
         """Whether a lane without blocks need not be stuck: another has some, or some are on their way."""
         return self.exchanging or any(lane.scheduler.running for lane in self._lanes)
-
-
-def _part(sequence: Sequence) -> tuple[int, int]:
-    """(prefix, tokens) that it has to compute."""
-    return sequence.computed, sequence.length - sequence.computed

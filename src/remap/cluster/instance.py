@@ -56,7 +56,7 @@ from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks, Stal
 from remap.policy.activations import Line
 from remap.policy.cluster.exchange import chunk_bytes
 from remap.policy.cluster.lookahead import ChunkCost
-from remap.policy.cluster.placement import Group, Layer, Load, Model, Placement, check
+from remap.policy.cluster.placement import Group, Layer, Model, Placement, check
 from remap.policy.cluster.placement import Instance as Placed
 from remap.policy.cluster.placement import Stage as PlacedStage
 
@@ -549,13 +549,9 @@ class ClusterInstance:
         phase: Literal["serving", "exchanging"] = "serving" if exchange is None else "exchanging"
         report = Report(self.name, now.epoch, phase, arrived=now.arrived)
         if now.head is not None:
-            load, requests = now.head.load(), now.head.requests
-            if exchange is not None:
-                stalled = exchange.stalled
-                held = sum(each.computed for each in stalled)
-                longest = max((load.longest, *(each.computed for each in stalled)))
-                load = Load(load.running + len(stalled), load.tokens + held, load.waiting, longest)
-                requests += tuple((each.id, each.attempt) for each in stalled)
+            stalled = [] if exchange is None else exchange.stalled
+            load = now.head.load(each.length for each in stalled)
+            requests = now.head.requests + tuple((each.id, each.attempt) for each in stalled)
             capacity = now.head.kv.usable_blocks * self._tenant.kv.block_tokens
             report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived, now.head.stuck)
         with self._lock:
@@ -988,11 +984,7 @@ class ClusterInstance:
         """`Taker.room`; called in the loop."""
         head = self._now.head
         assert head is not None
-        try:
-            found: list[int] = head.kv.allocate(blocks)
-        except OutOfBlocks:
-            return None
-        return found
+        return head.room(blocks)
 
     def unused(self, blocks: list[int]) -> None:
         """`Taker.unused`; called in the loop."""

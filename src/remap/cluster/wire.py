@@ -108,6 +108,11 @@ class Handed(msgspec.Struct, frozen=True):
         )
 
     @property
+    def length(self) -> int:
+        """Tokens known: those of the prompt, and those generated."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
     def request(self) -> Request:
         """As it was submitted."""
         sampling = SamplingParams(

@@ -12,6 +12,7 @@ Later the layers come back and the group is dissolved. Where what is decided:
     restore     what has to be copied to dissolve a group, from where, and whether that pays
     exchange    which KV moves when groups change, in which chunks, and how long activations wait for them
     lookahead   what a microbatch costs, and how queued requests are divided into microbatches
+    allowances  how much of what waits the next microbatch of a lane takes, beside what decodes there
 
 Nothing here copies, maps, sends or measures: callers pass placements, loads and measured times in, and carry plans out.
 Source: KunServe (sections 4.1 to 4.4); each module says what it corrects or decides where the paper is silent.

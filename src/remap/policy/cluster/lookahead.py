@@ -22,6 +22,7 @@ that were right for two parts need not be for four. Token counts, as in Sarathi-
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -72,6 +73,17 @@ class ChunkCost:
             return 0.0
         attention = self.pair_s * (prefix * tokens + tokens * tokens / 2) + self.masked_s * tokens * tokens
         return attention + self.token_s * tokens + self.chunk_s
+
+    def tokens(self, prefix: int, seconds: float) -> int:
+        """Of the longest chunk behind this prefix that costs at most so much, but for rounding; `sys.maxsize` if any does."""
+        # half n^2 + linear n = left, solved without subtracting what may be nearly equal.
+        half, left = self.pair_s / 2 + self.masked_s, seconds - self.chunk_s
+        linear = self.pair_s * prefix + self.token_s
+        if left <= 0.0:
+            return 0
+        divisor = linear + math.sqrt(linear * linear + 4.0 * half * left)
+        most = 2.0 * left / divisor if divisor else math.inf
+        return math.floor(most) if most < sys.maxsize else sys.maxsize
 
     def microbatch(self, chunks: Iterable[Chunk]) -> float:
         """Of chunks that are computed together; of none 0."""

@@ -4,7 +4,7 @@ time.
     events      what happens next
     setup       instances, their network, what computing takes
     network     ports, priorities, pieces
-    lanes       who runs in the next microbatch, and how prompts are cut
+    lanes       who runs in the next microbatch in the systems that are compared, where that is not as in the library
     pipeline    one group: stages, microbatches, requests
     host        KV that goes to host memory (InferCept)
     migration   requests that move (Llumnix)

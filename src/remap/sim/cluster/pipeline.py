@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 
+from remap.cluster.lanes import Lane, Lanes
 from remap.cluster.messages import Part
 from remap.engine.request import Sequence as EngineSequence
 from remap.engine.request import State
@@ -24,7 +25,7 @@ from remap.sim.sequences import Sequence as SimSequence
 from remap.sim.sequences import Work
 
 from .events import Events
-from .lanes import Cut, Lane, Lookahead
+from .lanes import Cut, OwnLines, allowances, vllm_lane
 from .network import Links
 from .setup import Hardware
 
@@ -46,10 +47,6 @@ class _Microbatch:
 
     def __init__(self, lane: int, schedule: Schedule, seconds: list[float], tokens: int) -> None:
         self.lane, self.schedule, self.seconds, self.tokens = lane, schedule, seconds, tokens
-
-    def ends(self, request: EngineSequence) -> bool:
-        """Whether it has the last part of this prompt."""
-        return any(chunk.sequence is request and chunk.end == request.length for chunk in self.schedule.chunks)
 
 
 class Pipeline:
@@ -79,15 +76,12 @@ class Pipeline:
         self._events, self._links, self._hardware = events, links, hardware
         self.pool = pool
         self._on_token = on_token
-        self.lanes = [Lane(pool.block_tokens, hardware.chunk_cost, swap) for _ in stages]
-        self._lookahead = Lookahead(hardware, cut, self.lanes)
+        self.lanes = [vllm_lane(pool.block_tokens, hardware.chunk_cost, swap) for _ in stages]
         self._by_cost = cut == "balanced"
-        self._shares = shares and len(stages) > 1
-        if self._shares:
-            for lane in self.lanes[1:]:
-                lane.waiting = self.lanes[0].waiting
-        self._flying: list[_Microbatch | None] = [None] * len(stages)
-        self._ready_s, self._decode_s = [0.0] * len(stages), [0.0] * len(stages)
+        self._shares = shares
+        taken = allowances(hardware.chunk_cost, cut, len(stages))
+        self._schedulers = (Lanes if shares else OwnLines)(self.lanes, taken, self._decoding_s)
+        self._ready_s = [0.0] * len(stages)
         self._busy = [False] * len(stages)
         self._line: list[deque[_Microbatch]] = [deque() for _ in stages]
         self._next = 0
@@ -118,7 +112,7 @@ class Pipeline:
         """Its KV has come."""
         del self.stalled[request]
         request.state = State.RUNNING
-        lane = self._emptiest() if self._shares else self.lanes[request.lane]
+        lane = self._schedulers.emptiest() if self._shares else self.lanes[request.lane]
         insort(lane.running, request, key=_order)
         self.pump()
 
@@ -126,36 +120,30 @@ class Pipeline:
         """The lane with the least to do: of prompts, as they are computed once, else of requests."""
         if len(self.lanes) == 1 or self._shares:
             return 0
-        counts = [lane.sequences for lane in self.lanes]
+        counts = [_sequences(lane) for lane in self.lanes]
         for request in self.stalled:
             counts[request.lane] += 1
         if not self._by_cost:
             return min(range(len(counts)), key=lambda place: counts[place])
-        work = [lane.work_s() for lane in self.lanes]
+        work = [self._work_s(lane) for lane in self.lanes]
         return min(range(len(counts)), key=lambda place: (round(work[place], 1), counts[place]))
 
-    @property
-    def _lines(self) -> list[deque[Request]]:
-        """Of those that wait; lanes that share have one."""
-        lanes = self.lanes[:1] if self._shares else self.lanes
-        return [lane.waiting for lane in lanes]  # type: ignore[misc]
+    def _work_s(self, lane: Lane) -> float:
+        """What its prompts cost, for who comes next."""
+        cost = self._hardware.chunk_cost
+        return math.fsum(cost.chunk(one.computed, one.length - one.computed) for one in lane.prompts())
 
     @property
     def requests(self) -> list[Request]:
         """All that are here, in the order in which they came to the cluster."""
         found = [one for lane in self.lanes for one in (*lane.running, *lane.arriving)]
-        found += [one for line in self._lines for one in line]
+        found += [one for line in self._schedulers.lines for one in line]
         return sorted([*found, *self.stalled], key=_order)  # type: ignore[list-item]
 
     @property
     def load(self) -> Load:
-        """As a head reports it: in whole blocks, since that is what they take, or will."""
-        size = self.pool.block_tokens
-        running = [*(one for lane in self.lanes for one in (*lane.running, *lane.arriving)), *self.stalled]
-        waiting = sorted((one.order, -(-one.length // size) * size) for line in self._lines for one in line)
-        return Load(
-            len(running), sum(-(-one.length // size) for one in running) * size, tuple(tokens for _, tokens in waiting)
-        )
+        """As a head reports it."""
+        return self._schedulers.load(one.length for one in self.stalled)
 
     # -- Passes --------------------------------------------------------------------------------------------------------
 
@@ -167,7 +155,7 @@ class Pipeline:
         now, later = self._events.now, math.inf
         for turn in range(count):
             number = (self._next + turn) % count
-            if self._flying[number] is not None:
+            if number in self._schedulers.flying:
                 continue
             if self._ready_s[number] > now:
                 later = min(later, self._ready_s[number])
@@ -179,23 +167,18 @@ class Pipeline:
 
     def _launch(self, number: int) -> bool:
         lane, pool = self.lanes[number], self.pool
-        if self._shares:
-            self._gather(lane)
-        if not lane.sequences:
+        self._schedulers.gather(number)
+        if not _sequences(lane):
             return False
         while pool.live_blocks > pool.usable_blocks and lane.running:
             self.preemptions += 1
             lane.preempt(lane.running[-1], pool)  # type: ignore[arg-type]
-        self._lookahead.allow(lane, self._decoding_s(number))
+        self._schedulers.allow(number)
         schedule = lane.schedule(pool)  # type: ignore[arg-type]
         self.preemptions += len(schedule.preempted)
         if not schedule.chunks:
             return False
-        for chunk in schedule.chunks:
-            # The next part of a prompt may follow at once, whatever lane it is in: it passes each stage behind this one. What is
-            # preempted meanwhile has lost this part, too, and nothing more happens when that lands.
-            if chunk.end < chunk.sequence.length:
-                self.recomputed_tokens += lane.commit(chunk)
+        self.recomputed_tokens += self._schedulers.launched(number, schedule)
         work = Work.of(schedule.chunks)
         hardware = self._hardware
         layer_s = hardware.layers_s(1, work)
@@ -211,41 +194,17 @@ class Pipeline:
         microbatch = _Microbatch(number, schedule, seconds, work.tokens)
         if self._active_since_s is None:
             self._active_since_s = self._events.now
-        self._flying[number] = microbatch
         self._compute(microbatch, 0)
         return True
 
-    def _gather(self, lane: Lane) -> None:
-        """Prompts that are computed in part go on in this lane, and so do all that wait."""
-        for number, other in enumerate(self.lanes):
-            flying = self._flying[number]
-            for request in [one for one in other.running if one.length - one.computed > 1]:
-                last = flying is not None and flying.ends(request)
-                if other is not lane and not last:
-                    other.running.remove(request)
-                    insort(lane.running, request, key=_order)
-
-    def _settle(self, request: Request) -> None:
-        """From now on it decodes: where the fewest do."""
-        source = next(lane for lane in self.lanes if request in lane.running)
-        source.running.remove(request)
-        insort(self._emptiest().running, request, key=_order)
-
-    def _emptiest(self) -> Lane:
-        """The lane in which the fewest requests decode."""
-        return min(self.lanes, key=lambda lane: sum(one.length - one.computed == 1 for one in lane.running))
-
-    def _decoding_s(self, number: int) -> list[float]:
-        """What decoding takes in each lane, in all layers: of this one now, of the others as they were sent."""
-        if self._by_cost and len(self.lanes) > 1:
-            rows = context = 0
-            for one in self.lanes[number].running:
-                if one.length - one.computed == 1:
-                    rows += 1
-                    context += one.length
-            work = Work(0, 0, rows, context, rows)
-            self._decode_s[number] = self._hardware.layers_s(sum(self._layers), work) if rows else 0.0
-        return self._decode_s
+    def _decoding_s(self, decoding: Iterable[EngineSequence]) -> float:
+        """What decoding takes of these, in all layers."""
+        rows = context = 0
+        for one in decoding:
+            rows += 1
+            context += one.length
+        work = Work(0, 0, rows, context, rows)
+        return self._hardware.layers_s(sum(self._layers), work) if rows else 0.0
 
     def _compute(self, microbatch: _Microbatch, stage: int) -> None:
         self._busy[stage] = True
@@ -279,26 +238,24 @@ class Pipeline:
     def _land(self, microbatch: _Microbatch) -> None:
         """The tokens are known."""
         lane, now = self.lanes[microbatch.lane], self._events.now
-        for chunk in microbatch.schedule.chunks:
+        for chunk in self._schedulers.landed(microbatch.lane).chunks:
             request = chunk.sequence
-            if chunk.start + chunk.count == request.length:
-                self.recomputed_tokens += lane.commit(chunk)
-                if request.first_s is None:
-                    request.first_s = now
-                request.last_s = now
-                ended = request.append(0) is not None
-                if ended:
-                    lane.finish(request, self.pool)  # type: ignore[arg-type]
-                elif self._shares and chunk.count > 1:
-                    self._settle(request)  # type: ignore[arg-type]
-                self._on_token(request, ended)  # type: ignore[arg-type]
-        self._flying[microbatch.lane] = None
+            self.recomputed_tokens += lane.commit(chunk)
+            if request.first_s is None:
+                request.first_s = now
+            request.last_s = now
+            ended = request.append(0) is not None
+            if ended:
+                lane.finish(request, self.pool)  # type: ignore[arg-type]
+            elif chunk.count > 1:
+                self._schedulers.settle(microbatch.lane, request)
+            self._on_token(request, ended)  # type: ignore[arg-type]
         if len(self.lanes) > 1:
             self._ready_s[microbatch.lane] = now + self._hardware.machine.iteration_gap_s
-        if not any(self._flying) and self._active_since_s is not None:
+        if not self._schedulers.flying and self._active_since_s is not None:
             self.active_s += now - self._active_since_s
             self._active_since_s = None
-        if not any(self._flying):
+        if not self._schedulers.flying:
             calls, self._between = self._between, []
             for call in calls:
                 call()
@@ -315,7 +272,7 @@ class Pipeline:
         self._close_if_landed()
 
     def _close_if_landed(self) -> None:
-        if not any(self._flying) and self._closed is not None:
+        if not self._schedulers.flying and self._closed is not None:
             self._closed(self)
 
     def take(self, request: Request) -> int:
@@ -326,7 +283,7 @@ class Pipeline:
         for lane in self.lanes:
             if request in lane.running:
                 lane.running.remove(request)
-        for line in self._lines:
+        for line in self._schedulers.lines:
             if request in line:
                 line.remove(request)
         self.pool.free(request.blocks)
@@ -335,7 +292,12 @@ class Pipeline:
 
     def between(self, call: Callable[[], None]) -> None:
         """Call it when nothing is on its way: now, or before the next microbatch is sent."""
-        if any(self._flying):
+        if self._schedulers.flying:
             self._between.append(call)
         else:
             call()
+
+
+def _sequences(lane: Lane) -> int:
+    """Those that have a turn here."""
+    return len(lane.running) + len(lane.waiting) + len(lane.arriving)
