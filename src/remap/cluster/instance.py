@@ -33,7 +33,7 @@ import remap
 from remap.cluster.exchange import Exchange, Run
 from remap.cluster.head import Head, Limits
 from remap.cluster.messages import Description, Fingerprint, GroupPlan, Part, Report, Tokens
-from remap.cluster.own_layers import end_streaming, hold
+from remap.cluster.own_layers import end_streaming, hold, streamable
 from remap.cluster.pool import GroupPool
 from remap.cluster.slots import Departure, Places, Slots, Whole
 from remap.cluster.stage import Row, Stage, row_of
@@ -56,7 +56,7 @@ from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks, Stal
 from remap.policy.activations import Line
 from remap.policy.cluster.exchange import chunk_bytes
 from remap.policy.cluster.lookahead import ChunkCost
-from remap.policy.cluster.placement import Group, Layer, Model, Placement, check
+from remap.policy.cluster.placement import NO_LAYER, Group, Layer, Model, Placement, check
 from remap.policy.cluster.placement import Instance as Placed
 from remap.policy.cluster.placement import Stage as PlacedStage
 
@@ -547,7 +547,10 @@ class ClusterInstance:
                 load = type(load)(load.running + len(stalled), load.tokens + held, load.waiting)
                 requests += tuple((each.id, each.attempt) for each in stalled)
             capacity = now.head.kv.usable_blocks * self._tenant.kv.block_tokens
-            report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived)
+            gives = NO_LAYER
+            if now.alone:
+                gives = streamable(self._session, self.name, self._tenant.kv.spec.block_bytes)
+            report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived, gives)
         with self._lock:
             self._report, self._report_taken = report, False
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from remap.policy.cluster.placement import Load
+from remap.policy.cluster.placement import NO_LAYER, Load, Streamable
 
 if TYPE_CHECKING:
     from remap.errors import Error
@@ -140,7 +140,8 @@ class Report:
     that this instance needs or that others need from it; "recovering" while it brings home what `recover` asks for.
     load, requests (id and attempt): what its scheduler has, running and waiting. Nothing unless it is the head, and never
     what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
-    and does not compute. The report comes after all tokens that were made before it.
+    and does not compute. streamable: of an instance alone, what of its layers streams or may. The report comes after all tokens
+    that were made before it.
     """
 
     instance: str
@@ -150,6 +151,7 @@ class Report:
     requests: tuple[tuple[str, int], ...] = ()
     capacity: int = 0
     arrived: frozenset[int] = frozenset()
+    streamable: Streamable = NO_LAYER
 
 
 # -- Commands: what control asks for ------------------------------------------------------------------------------------------
