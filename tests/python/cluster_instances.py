@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 PAGE = 4096
 
 
-def attach(model: Any, name: str, blocks: int, **kv: Any) -> tuple[remap.Session, Any, Any]:
+def attach(
+    model: Any, name: str, blocks: int, config: remap.Config | None = None, **kv: Any
+) -> tuple[remap.Session, Any, Any]:
     """A session with a copy of the model: (session, tenant, the copy). blocks: of KV, in all layers."""
     mine = copy.deepcopy(model)
     spec = kv_spec(mine, layout="block_major", **{"min_blocks": blocks, "max_blocks": 2000, **kv})
-    session = remap.Session(minimum_bytes(mine, spec, PAGE), page_bytes=PAGE)
+    session = remap.Session(minimum_bytes(mine, spec, PAGE), page_bytes=PAGE, config=config)
     return session, session.attach(mine, kv=spec, name=name, hooks=False), mine
 
 
@@ -68,8 +70,8 @@ class Cluster:
 
     def __init__(self, model: Any, count: int, blocks: int = 24, **options: Any) -> None:
         self.layers = LAYERS
-        kv = options.pop("kv", {})
-        self.attached = {f"i{n}": attach(model, f"i{n}", blocks, **kv) for n in range(count)}
+        kv, config = options.pop("kv", {}), options.pop("config", None)
+        self.attached = {f"i{n}": attach(model, f"i{n}", blocks, config, **kv) for n in range(count)}
         options = {"max_num_seqs": 6, "max_batch_tokens": 64, "timeout_s": 60.0, **options}
         network = options.pop("network", Network(Line(0.0, 0.0), 1e12))
         self.instances = {

@@ -88,12 +88,17 @@ def serving(most: int = 6, most_layers: int = 5) -> st.SearchStrategy[Placement]
 
 @st.composite
 def streaming(draw: st.DrawFn, placements: st.SearchStrategy[Placement]) -> Placement:
-    """Instances alone may let some of their layers stream."""
+    """Instances alone may let some of their layers stream, and may run requests in that room."""
     placement = draw(placements)
     weights = placement.model.weight_bytes(0, len(placement.model.layers))
     offers = st.builds(Streamable, st.integers(0, weights), st.integers(0, 8).map(lambda n: n / 16))
     groups = []
     for group in placement.groups:
         offer = draw(offers) if len(group.stages) == 1 else NO_LAYER
-        groups.append(Group(tuple(replace(stage, streamable=offer) for stage in group.stages)))
+        stages = tuple(replace(stage, streamable=offer) for stage in group.stages)
+        if offer.nbytes:
+            instance, room = stages[0].instance, stages[0].capacity(placement.model) - stages[0].instance.load.tokens
+            tokens = instance.load.tokens + draw(st.sampled_from([0, max(0, min(room, weights))]))
+            stages = (replace(stages[0], instance=replace(instance, load=replace(instance.load, tokens=tokens))),)
+        groups.append(Group(stages))
     return replace(placement, groups=tuple(groups))

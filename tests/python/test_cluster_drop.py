@@ -428,10 +428,24 @@ def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
     assert preferred(stuck, network) == stuck
 
 
+def test_what_runs_in_streaming_that_does_not_count_has_to_fit_as_well() -> None:
+    """11 tokens run at each of two, where 5 fit beside all layers: a pair has 20."""
+    load = Load(5, 11, (4,))
+    before = with_streams(alone(EVEN, tuple(Instance(name, 180, load) for name in "ab")), Streamable(72, 10.0))
+    check(before)
+    judged = preferred(before, NETWORK)
+    assert capacity(judged) == 10
+    assert plan(judged, 10, NETWORK).freed == greedy(judged, 10, NETWORK).freed == 0
+    ten = replace(before, groups=(before.groups[0], alone(EVEN, (Instance("c", 180, Load(5, 4)),)).groups[0]))
+    found = plan(preferred(ten, NETWORK), 10, NETWORK)
+    check(found.placement)
+    assert (sizes(found), found.freed) == ([2], 20 - 11 - 5)
+
+
 @settings(max_examples=200, deadline=None)
 @given(streaming(serving()), NEEDS)
 def test_a_plan_without_dear_streaming_has_room_for_what_runs(before: Placement, need: int) -> None:
-    """Its requests may run in what streams already."""
+    """Also where they run in what streams already, which does not count."""
     judged = preferred(before, NETWORK)
     assert replace(before, groups=with_streams(before, NO_LAYER).groups) == with_streams(judged, NO_LAYER)
     for was, now in zip(before.groups, judged.groups):
