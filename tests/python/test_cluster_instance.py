@@ -370,6 +370,28 @@ def test_an_error_of_the_model_is_raised_by_poll_until_recovery(monkeypatch):
         assert cluster.answers(requests) == expected_tokens(model, requests)
 
 
+def test_an_error_of_the_session_is_raised_by_poll_and_asked_for_once(monkeypatch):
+    asked = []
+
+    def broken(*_):
+        asked.append(1)
+        raise ZeroDivisionError
+
+    with Cluster(make("llama"), 1) as cluster:
+        one = cluster.instances["i0"]
+        with monkeypatch.context() as patched:
+            patched.setattr("remap.cluster.instance.streamable", broken)
+            with pytest.raises(ZeroDivisionError):
+                cluster.until(lambda: one.cancel("nobody"))
+            for _ in range(20):
+                one.cancel("nobody")
+                with pytest.raises(ZeroDivisionError):
+                    one.poll(0.01)
+            assert asked == [1]
+        one.recover(1)
+        assert one.poll()[1].epoch == 1
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_member_that_is_gone_at_any_moment_of_a_change(seed):
     """The others recover, whatever they were doing, and no token is wrong or comes twice."""

@@ -548,7 +548,7 @@ class ClusterInstance:
                 requests += tuple((each.id, each.attempt) for each in stalled)
             capacity = now.head.kv.usable_blocks * self._tenant.kv.block_tokens
             gives = NO_LAYER
-            if now.alone:
+            if now.alone and not self._halted:
                 gives = streamable(self._session, self.name, self._tenant.kv.spec.block_bytes)
             report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived, gives)
         with self._lock:
