@@ -408,11 +408,12 @@ def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
     """A pass takes 3/4 s whatever runs. A pair has 20 tokens where two had 10, and its passes take 1/4 s longer, for two hops:
     for each token 20/10 of a quarter. The 60 bytes that stream make 10 tokens of 5: for each token 10/5 of what they add."""
     model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
-    before = whole(3, model, requests=5)
+    full = Load(5, 5, (1,))
+    before = alone(model, tuple(Instance(name, 180, full) for name in "abc"))
     for added_s, kept in ((0.0, True), (0.25, True), (0.26, False)):
         offered = with_streams(before, Streamable(60, added_s))
         assert preferred(offered, network) == (offered if kept else before)
-    # Instances are judged one by one, and without requests nobody waits for anything.
+    # Instances are judged one by one.
     cheap, dear = Streamable(60, 0.2), Streamable(60, 0.3)
     mixed = replace(before, groups=tuple(with_streams(before, each).groups[0] for each in (cheap, dear, NO_LAYER)))
     assert [stage.streamable for (stage,) in (group.stages for group in preferred(mixed, network).groups)] == [
@@ -420,11 +421,12 @@ def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
         NO_LAYER,
         NO_LAYER,
     ]
-    idle = with_streams(whole(3, model), dear)
-    assert preferred(idle, network) == idle
+    for load in (Load(), Load(5, 5)):  # nobody asks for more than fits beside all layers
+        calm = with_streams(alone(model, tuple(Instance(name, 180, load) for name in "abc")), dear)
+        assert preferred(calm, network) == calm
     # Where nothing can be dropped, streaming is all there is.
     single = Model((Layer(120, 12, Line(3 / 4, 0.0)),))
-    stuck = with_streams(whole(2, single, requests=5), dear)
+    stuck = with_streams(alone(single, tuple(Instance(name, 180, full) for name in "ab")), dear)
     assert preferred(stuck, network) == stuck
 
 

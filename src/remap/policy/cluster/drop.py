@@ -41,6 +41,7 @@ from functools import cache, partial
 from remap.policy.donors.supply import Quote
 
 from . import restore
+from .dispatch import overloaded
 from .pipeline import Network, group_round_s
 from .placement import NO_LAYER, Group, Load, Model, Placement, Stage
 from .stages import ORDERS, Splits
@@ -83,14 +84,16 @@ def plan(placement: Placement, need: int, network: Network) -> DropPlan:
 
 
 def preferred(placement: Placement, network: Network) -> Placement:
-    """The placement without what may stream where a drop costs less (see the module); the same one where none does. It does not
-    change."""
+    """The placement without what may stream where a drop costs less (see the module); the same one if nobody asks for more than
+    fits beside all layers. It does not change."""
+    if not overloaded(replace(placement, groups=tuple(map(_resident, placement.groups)))):
+        return placement
     density = _density(placement)
 
     @cache
     def dear(stage: Stage) -> bool:
-        plain = replace(stage, streamable=NO_LAYER)
-        pair = _Mergers(Placement(placement.model, (Group((plain,)), Group((plain,)))), network, density)
+        plain = _resident(Group((stage,)))
+        pair = _Mergers(Placement(placement.model, (plain, plain)), network, density)
         more = stage.capacity(placement.model)
         tokens, freed = more - pair.capacity((0,)), pair.gain((0, 1))
         requests = math.ceil(density * more)
@@ -99,9 +102,7 @@ def preferred(placement: Placement, network: Network) -> Placement:
 
     def kept(group: Group) -> Group:
         (stage, *others) = group.stages
-        if others or not stage.streamable.nbytes or not dear(_like(stage)):
-            return group
-        return Group((replace(stage, streamable=NO_LAYER),))
+        return group if others or not stage.streamable.nbytes or not dear(_like(stage)) else _resident(group)
 
     return replace(placement, groups=tuple(map(kept, placement.groups)))
 
@@ -153,6 +154,11 @@ def _density(placement: Placement) -> float:
     """Requests for each token that they ask for."""
     loads = [group.load for group in placement.groups]
     return sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
+
+
+def _resident(group: Group) -> Group:
+    """It, with nothing that may stream."""
+    return Group(tuple(replace(stage, streamable=NO_LAYER) for stage in group.stages))
 
 
 def _like(stage: Stage) -> Stage:
