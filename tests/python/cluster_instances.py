@@ -70,8 +70,8 @@ class Cluster:
 
     def __init__(self, model: Any, count: int, blocks: int = 24, **options: Any) -> None:
         self.layers = LAYERS
-        kv, config = options.pop("kv", {}), options.pop("config", None)
-        self.attached = {f"i{n}": attach(model, f"i{n}", blocks, config, **kv) for n in range(count)}
+        kv = options.pop("kv", {})
+        self.attached = {f"i{n}": attach(model, f"i{n}", blocks, **kv) for n in range(count)}
         options = {"max_num_seqs": 6, "max_batch_tokens": 64, "timeout_s": 60.0, **options}
         network = options.pop("network", Network(Line(0.0, 0.0), 1e12))
         self.instances = {

@@ -107,6 +107,32 @@ def test_requests_run_on_while_instances_merge_and_part(again, resumed):
         assert {moved for _, moved in resumed} == {not again}
 
 
+def test_a_request_that_is_too_long_for_one_instance_waits_for_two():
+    model, requests = make("llama"), [Request("long", tuple(range(1, 60)), SamplingParams(max_tokens=60))]
+    with Cluster(model, 2, blocks=20, kv={"config": remap.Config(max_layers=0)}) as cluster:
+        size = cluster.instances["i0"].describe().block_tokens
+        cluster.submit("i0", requests)
+        cluster.until(lambda: cluster.reports["i0"].stuck is not None)
+        assert cluster.reports["i0"].stuck == ("long", cluster.reports["i0"].capacity + size)
+        assert cluster.instances["i0"].release("nobody") is None
+        assert cluster.instances["i0"].release("long") == 1 and cluster.instances["i0"].release("long") is None
+        made = cluster.delivered("long")
+        cluster.instances["i1"].submit(requests[0], 2, made)
+        cluster.until(lambda: cluster.reports["i1"].stuck is not None)
+        assert cluster.reports["i0"].requests == ()
+        cluster.change((("i0", 3), ("i1", 6)))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert cluster.reports["i0"].stuck is None
+        cluster.fetch("i0", "i1")
+        cluster.change((("i0", 6),), (("i1", 6),))
+        cluster.ends.clear()
+        cluster.submit("i0", [Request("longer", (1,) * 100, SamplingParams(max_tokens=20))])
+        cluster.until(lambda: cluster.reports["i0"].stuck is not None)
+        cluster.instances["i0"].give_up("longer")
+        cluster.until(lambda: "longer" in cluster.ends)
+        assert cluster.ends == {"longer": "out_of_blocks"} and cluster.reports["i0"].requests == ()
+
+
 def merged(cluster, rng, groups):
     """Stages of the one group that these become: each within what its instance has."""
     parts = [part for group in groups for part in group]
@@ -154,7 +180,7 @@ def test_any_changes_with_scarce_memory(seed):
 def test_a_stage_lets_no_layer_stream():
     """What an instance remapped alone comes home when it becomes a stage, and its requests run on."""
     model, requests = make("llama"), long_requests(9, 6)
-    with Cluster(model, 2, blocks=20, config=ANY) as cluster:
+    with Cluster(model, 2, blocks=20, kv={"config": ANY}) as cluster:
         cluster.submit("i0", requests)
         tenant = cluster.attached["i0"][1]
         some_tokens(cluster, requests[:2])
@@ -169,7 +195,7 @@ def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_
     model = make("llama")
     requests = [replace(one, id=f"{turn}{one.id}") for turn in "abc" for one in long_requests(9, 6)]
     first, second, third = requests[:6], requests[6:12], requests[12:]
-    with Cluster(model, 2, blocks=20, config=ANY) as cluster:
+    with Cluster(model, 2, blocks=20, kv={"config": ANY}) as cluster:
         tenant = cluster.attached["i0"][1]
         block = tenant.kv.spec.block_bytes
         weights = cluster.instances["i0"].describe().model.weight_bytes(0, LAYERS)

@@ -56,7 +56,7 @@ from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks, Stal
 from remap.policy.activations import Line
 from remap.policy.cluster.exchange import chunk_bytes
 from remap.policy.cluster.lookahead import ChunkCost
-from remap.policy.cluster.placement import NO_LAYER, Group, Layer, Model, Placement, check
+from remap.policy.cluster.placement import NO_LAYER, Group, Layer, Load, Model, Placement, check
 from remap.policy.cluster.placement import Instance as Placed
 from remap.policy.cluster.placement import Stage as PlacedStage
 
@@ -319,6 +319,15 @@ class ClusterInstance:
         """Take a request out; its end comes with the reason "abort". Unknown ids are ignored."""
         self._inbox.put(partial(self._cancel, id))
 
+    def release(self, id: str) -> int | None:
+        """Forget a request without an answer, if it is still stuck (`Report.stuck`): its attempt. None for others."""
+        attempt: int | None = self._ask(partial(self._release, id))
+        return attempt
+
+    def give_up(self, id: str) -> None:
+        """End a request with the reason "out_of_blocks", if it is still stuck (`Report.stuck`). Others are ignored."""
+        self._inbox.put(partial(self._give_up_request, id))
+
     def poll(self, timeout_s: float = 0.0) -> tuple[list[Tokens], Report]:
         """What has been computed since the last call, and how things are. Waits for so long for any tokens.
 
@@ -544,13 +553,15 @@ class ClusterInstance:
             if exchange is not None:
                 stalled = exchange.stalled
                 held = sum(each.computed for each in stalled)
-                load = type(load)(load.running + len(stalled), load.tokens + held, load.waiting)
+                longest = max((load.longest, *(each.computed for each in stalled)))
+                load = Load(load.running + len(stalled), load.tokens + held, load.waiting, longest)
                 requests += tuple((each.id, each.attempt) for each in stalled)
             capacity = now.head.kv.usable_blocks * self._tenant.kv.block_tokens
             gives = NO_LAYER
             if now.alone and not self._halted:
                 gives = streamable(self._session, self.name, self._tenant.kv.spec.block_bytes)
-            report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived, gives)
+            stuck = now.head.stuck
+            report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived, stuck, gives)
         with self._lock:
             self._report, self._report_taken = report, False
 
@@ -608,6 +619,14 @@ class ClusterInstance:
         if self._now.head is not None:
             self._emit(self._now.head.cancel(id))
 
+    def _release(self, id: str) -> int | None:
+        ends = [] if self._now.head is None else self._now.head.give_up(id)
+        return ends[0].attempt if ends else None
+
+    def _give_up_request(self, id: str) -> None:
+        if self._now.head is not None:
+            self._emit(self._now.head.give_up(id))
+
     # -- passes --------------------------------------------------------------------------------------------------------------
 
     def _launch(self) -> bool:
@@ -617,9 +636,6 @@ class ClusterInstance:
         launch = head.launch()
         if launch is None:
             return False
-        if isinstance(launch, list):
-            self._emit(launch)
-            return True
         now, lane = self._now, launch.lane
         ordered = decode_first(launch.schedule.chunks)
         now.launched[lane] = ordered
