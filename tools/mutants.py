@@ -234,6 +234,22 @@ MUTANTS: tuple[Mutant, ...] = (
         tests=("test_cluster_drop.py::test_a_plan_is_the_best_of_all_partitions",),
     ),
     Mutant(
+        name="cluster-donors-compared-whole",
+        file="src/remap/policy/cluster/drop.py",
+        text="requests * rises_s * freed > pair.added_s((0, 1)) * tokens",
+        replacement="requests * rises_s > pair.added_s((0, 1))",
+        breaks="Streaming and a drop are compared by what they cost in all, not for each token of room.",
+        tests=("test_cluster_drop.py::test_a_drop_that_costs_less_than_streaming_comes_first",),
+    ),
+    Mutant(
+        name="cluster-stages-may-stream",
+        file="src/remap/policy/cluster/placement.py",
+        text="return self.streamable if self.end - self.first == len(model.layers) else NO_LAYER",
+        replacement="return self.streamable",
+        breaks="Layers of a stage of several count as room, though none of them may stream.",
+        tests=("test_cluster_placement.py::test_what_streams_counts_for_an_instance_alone",),
+    ),
+    Mutant(
         name="cluster-sender-is-always-free",
         file="src/remap/policy/cluster/restore.py",
         text="begin = max(arrives[name], sends[source])",

@@ -23,6 +23,8 @@ from remap.memory.observe import check_books
 from remap.memory.place import check_place
 from remap.memory.place import place as place_layers
 from remap.memory.step import Entries
+from remap.memory.view import view_of
+from remap.policy.donors.supply import Quote
 from remap.report import StepReport
 from remap.session import Session
 
@@ -33,6 +35,7 @@ __all__ = [
     "declare_registered",
     "layer_address",
     "lend",
+    "offer",
     "place",
     "remap",
     "settle",
@@ -90,6 +93,23 @@ def lend(session: Session, name: str, layers: int, buffers: int = 1, *, to: str 
         return lend_by_hand(core.changes, core.lending, tenant, layers, buffers, receiver)
 
     return session.change(verb)
+
+
+def offer(session: Session, name: str) -> Quote:
+    """What the tenant's own layers give its KV as far as its certificate allows: what streams now, and what still may (see
+    `Quote`). blocks: of its own, 0 for none; each pass then waits for stall_s, and copies for reload_s, of which `share` is lost
+    to the computation. By the times measured until now; before the first pass, one layer. Changes nothing.
+
+    Raises InvalidArgument for an unknown tenant, and InvalidState inside a pass.
+    """
+
+    def call(core: Core) -> Quote:
+        tenant = core.tenant(name)
+        tenant.require_idle()
+        return tenant.controller.whole_offer(view_of(core.changes, tenant), name)
+
+    found: Quote = session.exclusively(call)
+    return found
 
 
 def place(session: Session, name: str, first: int, end: int, *, hold: Collection[int] = ()) -> StepReport:

@@ -37,6 +37,7 @@ from remap.cluster.messages import (
     Tokens,
 )
 from remap.cluster.service import Cancel, Submit
+from remap.policy.cluster.placement import NO_LAYER
 
 STEP_S = 0.01
 
@@ -48,6 +49,7 @@ class _Place:
         self.name = name
         self.folder = folder
         self.chaos = Chaos()
+        self.streamable = NO_LAYER
         self.refused: Refused | None = None
         self.bounced = False
         self.doubles = self

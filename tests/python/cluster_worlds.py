@@ -2,12 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from remap.errors import OutOfMemory
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
-from remap.policy.cluster.placement import Group, Instance, Layer, Load, Model, Placement, Stage, alone, check
+from remap.policy.cluster.placement import (
+    NO_LAYER,
+    Group,
+    Instance,
+    Layer,
+    Load,
+    Model,
+    Placement,
+    Stage,
+    Streamable,
+    alone,
+    check,
+)
 
 # Sixteenths of a second: sums and products with few tokens are exact.
 LINES = st.builds(lambda base, each: Line(base / 16, each / 16), st.integers(0, 8), st.integers(0, 4))
@@ -70,3 +84,21 @@ def _serves(placement: Placement) -> bool:
 def serving(most: int = 6, most_layers: int = 5) -> st.SearchStrategy[Placement]:
     """Alone or fused in part, with room for what runs."""
     return st.one_of(clusters(most, most_layers), fused(most, most_layers).filter(_serves))
+
+
+@st.composite
+def streaming(draw: st.DrawFn, placements: st.SearchStrategy[Placement]) -> Placement:
+    """Instances alone may let some of their layers stream, and may run requests in that room."""
+    placement = draw(placements)
+    weights = placement.model.weight_bytes(0, len(placement.model.layers))
+    offers = st.builds(Streamable, st.integers(0, weights), st.integers(0, 8).map(lambda n: n / 16))
+    groups = []
+    for group in placement.groups:
+        offer = draw(offers) if len(group.stages) == 1 else NO_LAYER
+        stages = tuple(replace(stage, streamable=offer) for stage in group.stages)
+        if offer.nbytes:
+            instance, room = stages[0].instance, stages[0].capacity(placement.model) - stages[0].instance.load.tokens
+            tokens = instance.load.tokens + draw(st.sampled_from([0, max(0, min(room, weights))]))
+            stages = (replace(stages[0], instance=replace(instance, load=replace(instance.load, tokens=tokens))),)
+        groups.append(Group(stages))
+    return replace(placement, groups=tuple(groups))

@@ -40,7 +40,18 @@ from remap.cluster.messages import (
 from remap.cluster.service import Cancel, Service, Submit
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
-from remap.policy.cluster.placement import Group, Instance, Layer, Load, Model, Placement, Stage, check
+from remap.policy.cluster.placement import (
+    NO_LAYER,
+    Group,
+    Instance,
+    Layer,
+    Load,
+    Model,
+    Placement,
+    Stage,
+    Streamable,
+    check,
+)
 from remap.policy.cluster.stages import Splits
 
 LAYERS = 8
@@ -258,9 +269,16 @@ class Double:
                 del self.requests[held.ask.id]
 
     @property
+    def streamable(self) -> Streamable:
+        return self.world.streamable if len(self.parts) == 1 else NO_LAYER
+
+    @property
     def capacity(self) -> int:
-        """Of its group, alone in it as well."""
-        stages = [Stage(Instance(part.instance, MEMORY), part.first, part.end) for part in self.parts]
+        """Of its group; alone in it, with what may stream."""
+        stages = [
+            Stage(Instance(part.instance, MEMORY), part.first, part.end, streamable=self.streamable)
+            for part in self.parts
+        ]
         return Group(tuple(stages)).capacity(MODEL) if stages else 0
 
     @property
@@ -292,14 +310,25 @@ class Double:
         )
         requests = tuple((held.ask.id, held.attempt) for held in self.requests.values()) if self.head else ()
         arrived = frozenset(self.arrived)
-        return Report(self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, self.stuck)
+        return Report(
+            self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, self.stuck, self.streamable
+        )
 
 
 class World:
-    """Instances, callers and what lies between them, in virtual time; equal seeds give equal worlds."""
+    """Instances, callers and what lies between them, in virtual time; equal seeds give equal worlds. streamable: of each instance
+    alone."""
 
-    def __init__(self, instances: int, policy: Policy, seed: int = 0, chaos: Chaos | None = None) -> None:
+    def __init__(
+        self,
+        instances: int,
+        policy: Policy,
+        seed: int = 0,
+        chaos: Chaos | None = None,
+        streamable: Streamable = NO_LAYER,
+    ) -> None:
         self.random = random.Random(seed)
+        self.streamable = streamable
         self.chaos = chaos if chaos is not None else Chaos()
         self.control = Control(MODEL, NETWORK, policy, TIMEOUT_S)
         self.service = Service[Ask](self.control, lambda ask: ask.prompt)

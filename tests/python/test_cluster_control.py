@@ -49,7 +49,7 @@ from remap.cluster.messages import (
 )
 from remap.errors import InvalidArgument, OutOfMemory
 from remap.policy.activations import Line
-from remap.policy.cluster.placement import Layer, Load, Model
+from remap.policy.cluster.placement import NO_LAYER, Layer, Load, Model, Streamable
 
 REMAP = Policy()
 FULL = Load(4, 38, (20, 20))
@@ -130,11 +130,19 @@ def burst(world: World, requests: int, until_s: float) -> None:
     die=st.sampled_from([0.0, 0.02, 0.1]),
     hang=st.sampled_from([0.0, 0.03]),
     delay_s=st.sampled_from([0.001, 0.05, 0.5]),
+    streamable=st.sampled_from([NO_LAYER, Streamable(16, 0.0), Streamable(40, 9.0), Streamable(72, 9.0)]),
 )
 def test_no_request_is_lost_or_answered_twice_whatever_happens(
-    policy: str, instances: int, seed: int, refuse: float, die: float, hang: float, delay_s: float
+    policy: str,
+    instances: int,
+    seed: int,
+    refuse: float,
+    die: float,
+    hang: float,
+    delay_s: float,
+    streamable: Streamable,
 ) -> None:
-    world = World(instances, Policy(policy, 2), seed, Chaos(refuse, die, hang, delay_s, until_s=15.0))
+    world = World(instances, Policy(policy, 2), seed, Chaos(refuse, die, hang, delay_s, until_s=15.0), streamable)
     burst(world, 15 * instances, 10.0)
     world.run(60.0)
     world.all_answered()
@@ -344,6 +352,52 @@ def test_load_that_fits_elsewhere_merges_nobody() -> None:
     assert control.on(Tick(), 0.0) == []
 
 
+CHEAP, DEAR = Streamable(16, 1e-6), Streamable(16, 10.0)
+"""Two tokens more than the 40 of an instance alone. Two that merge have 90."""
+
+
+def asking(control: Control, load: Load, streamable: Streamable, now_s: float = 0.0) -> list[Command]:
+    """Each of two instances alone reports this; and what control does about it."""
+    for name in "ab":
+        told(control, name, load, now_s, streamable=streamable)
+    return control.on(Tick(), now_s)
+
+
+def test_instances_merge_when_they_ask_for_more_than_streaming_gives() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    assert asking(control, Load(4, 41, (1,)), CHEAP) == []
+    assert [view.capacity for view in control.groups] == [42, 42]
+    commands = asking(control, Load(4, 41, (2,)), CHEAP)
+    assert [type(command) for command in commands] == [Prepare, Prepare]
+    # Prepared, it still has what streams; merged, it has not.
+    assert [view.capacity for view in control.groups] == [42, 42]
+    for name in "ab":
+        control.on(Prepared(name, commands[0].plan.epoch), 0.0)
+    assert [view.capacity for view in control.groups] == [90]
+
+
+def test_instances_merge_sooner_where_that_costs_less_than_streaming() -> None:
+    for running in (38, 42):  # some of it streams already, since ticks are apart
+        control = Control(MODEL, NETWORK)
+        joined(control, "a", "b")
+        assert asking(control, Load(4, 38, (2,)), DEAR) == []
+        assert [type(each) for each in asking(control, Load(4, running, (3,)), DEAR)] == [Prepare, Prepare]
+    # More runs in what streams than a group has room for: there is nothing to gain.
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    assert asking(control, Load(4, 45, (3,)), Streamable(48, 10.0)) == []
+    assert {view.phase for view in control.groups} == {"serving"}
+
+
+def test_requests_go_where_there_is_room_that_streams() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    told(control, "a", Load(1, 20))
+    told(control, "b", Load(1, 21), streamable=Streamable(80, 0.0))  # 21 of 50 are a smaller share than 20 of 40
+    assert control.on(Asked("r", 5), 0.0) == [Route("r", "b")]
+
+
 def test_pipelines_are_made_of_those_who_are_there() -> None:
     control = Control(MODEL, NETWORK, Policy("pipeline", 2))
     joined(control, "a", "b", "c", "d", "e")
@@ -417,6 +471,44 @@ def test_a_group_whose_demand_leaves_no_margin_stays() -> None:
         for name in "ab":  # 37 of 40 tokens each, and a tenth is the margin
             told(control, name, Load(4, 74) if name == head else Load(), now_s)
         assert control.on(Tick(), now_s) == []
+
+
+def test_a_group_dissolves_only_when_its_demand_fits_beside_all_layers_and_does_not_merge_again() -> None:
+    """Whatever streams, or costs, before and afterwards."""
+    control, now_s, offers = merged(), 0.0, (NO_LAYER, CHEAP, DEAR)
+    head = control.groups[0].stages[0].instance
+
+    def pass_time(tokens: int, until_s: float) -> list[Command]:
+        """Each of the two asks for so many tokens."""
+        nonlocal now_s
+        while now_s < until_s:
+            now_s += 0.1
+            alone = len(control.groups) > 1
+            for name in "ab":
+                share = Load(4, tokens) if alone else Load(8, 2 * tokens) if name == head else NOTHING
+                told(control, name, share, now_s, **({"streamable": offers[int(now_s) % 3]} if alone else {}))
+            if commands := control.on(Tick(), now_s):
+                return commands
+        return []
+
+    for tokens in (42, 41, 40, 37):  # two of them could stream; or they fit without the margin
+        assert pass_time(tokens, now_s + 30.0) == []
+    fetches = pass_time(36, now_s + 300.0)
+    assert {type(command) for command in fetches} == {Fetch}
+    epoch = fetches[0].epoch
+    everything = frozenset(range(LAYERS))
+    for name in "ab":
+        (part,) = [part for part in control.groups[0].stages if part.instance == name]
+        told(control, name, Load(8, 72) if name == head else NOTHING, now_s,
+             arrived=everything - {*range(part.first, part.end)})  # fmt: skip
+    for name in "ab":
+        control.on(Prepared(name, epoch), now_s)
+    for phase in ("exchanging", "serving"):
+        for name in "ab":
+            told(control, name, Load(4, 36), now_s, phase=phase)
+    assert [view.phase for view in control.groups] == ["serving", "serving"]
+    assert pass_time(36, now_s + 30.0) == []
+    assert {type(command) for command in pass_time(43, now_s + 1.0)} == {Prepare}
 
 
 def test_the_papers_rule_dissolves_below_half() -> None:

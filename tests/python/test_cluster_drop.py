@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
-from cluster_worlds import NETWORK, clusters, serving
+from cluster_worlds import NETWORK, clusters, serving, streaming
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from reference import cluster_brute
 from remap.policy.activations import Line
-from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, dropped, greedy, plan, quotes
+from remap.policy.cluster.drop import EXACT, QUOTES, DropPlan, dropped, greedy, plan, preferred, quotes
 from remap.policy.cluster.pipeline import Network, group_round_s
-from remap.policy.cluster.placement import Group, Instance, Layer, Load, Model, Placement, Stage, alone, check
+from remap.policy.cluster.placement import (
+    NO_LAYER,
+    Group,
+    Instance,
+    Layer,
+    Load,
+    Model,
+    Placement,
+    Stage,
+    Streamable,
+    alone,
+    check,
+)
 from remap.policy.cluster.stages import Splits
 from remap.policy.donors.supply import choose
 
@@ -111,7 +124,7 @@ def one_group(before: Placement, part: tuple[int, ...], splits: Splits) -> tuple
 
 
 @settings(max_examples=200, deadline=None)
-@given(serving(), NEEDS)
+@given(st.one_of(serving(), streaming(serving())), NEEDS)
 def test_a_plan_is_the_best_of_all_partitions(before: Placement, need: int) -> None:
     found = plan(before, need, NETWORK)
     check_plan(before, need, found)
@@ -135,7 +148,7 @@ def test_a_plan_of_up_to_eight_is_the_best_of_all_partitions(before: Placement, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(serving(most=4, most_layers=4))
+@given(st.one_of(serving(most=4, most_layers=4), streaming(serving(most=4, most_layers=4))))
 def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placement) -> None:
     """End to end: every partition, every order of stages and every division of layers."""
     tokens: dict[tuple[int, ...], int] = {}
@@ -160,7 +173,7 @@ def test_as_much_is_freed_as_any_division_of_any_partition_frees(before: Placeme
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.one_of(serving(), clusters(14), clusters(14, equal=True), serving(12, 4)), NEEDS)
+@given(st.one_of(serving(), clusters(14), clusters(14, equal=True), serving(12, 4), streaming(clusters(14))), NEEDS)
 def test_never_worse_than_greedy(before: Placement, need: int) -> None:
     found, papers = plan(before, need, NETWORK), greedy(before, need, NETWORK)
     check_plan(before, need, papers)
@@ -169,7 +182,7 @@ def test_never_worse_than_greedy(before: Placement, need: int) -> None:
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.one_of(serving(), clusters(14)), NEEDS)
+@given(st.one_of(serving(), clusters(14), streaming(serving())), NEEDS)
 def test_greedy_merges_the_two_smallest(before: Placement, need: int) -> None:
     """The same by sorting a list each time."""
     splits = (
@@ -202,7 +215,7 @@ def test_greedy_merges_the_two_smallest(before: Placement, need: int) -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(clusters(14, 5), st.integers(1, 60))
+@given(st.one_of(clusters(14, 5), streaming(clusters(14, 5))), st.integers(1, 60))
 def test_nothing_merges_in_vain(before: Placement, need: int) -> None:
     found = plan(before, need, NETWORK)
     by_name = before.stages
@@ -328,7 +341,7 @@ def test_groups_of_equal_size_have_room_for_what_runs() -> None:
 
 @example(whole(5, requests=2), 7)
 @settings(max_examples=60, deadline=None)
-@given(serving(5), st.integers(1, 4))
+@given(st.one_of(serving(5), streaming(serving(5))), st.integers(1, 4))
 def test_drops_are_one_donor_among_others(before: Placement, block_tokens: int) -> None:
     offered = quotes(before, NETWORK, block_tokens)
     loads = [group.load for group in before.groups]
@@ -366,3 +379,79 @@ def test_what_drops_offer() -> None:
     assert [quote.stall_s for quote in offered] == pytest.approx([1 / 3, 1 / 6, 0.5])
     # Half of 120 bytes to each, at 10 bytes/s; pairs restore side by side; then three quarters.
     assert [quote.reload_s for quote in offered] == [6.0, 0.0, 3.0]
+
+
+# ------------------------------------------------------------------------------------------------- streaming, or a drop
+
+
+def with_streams(before: Placement, offer: Streamable) -> Placement:
+    """The same where each instance alone may let so much stream."""
+    groups = tuple(Group(tuple(replace(stage, streamable=offer) for stage in group.stages)) for group in before.groups)
+    return replace(before, groups=groups)
+
+
+def test_what_streams_is_room_that_a_merger_gives_up() -> None:
+    """A copy has 120 bytes, of which 36 may stream at each of two: 3 tokens each, and a pair has 10 - 6 more than they."""
+    before = with_streams(whole(2), Streamable(36, 0.0))
+    assert capacity(before) == 2 * (5 + 3)
+    found = plan(before, 1, NETWORK)
+    assert (sizes(found), found.freed) == ([2], 4)
+    assert all(stage.streamable == NO_LAYER for stage in found.placement.stages.values())
+    # Where more may stream than a merger frees, nobody merges, however much is needed; four free more than they give up.
+    most = Streamable(72, 0.0)
+    assert plan(with_streams(whole(2), most), 10_000, NETWORK).freed == 0
+    found = plan(with_streams(whole(4), most), 10_000, NETWORK)
+    assert (sizes(found), found.freed) == ([4], 3 * 10 - 4 * 6)
+
+
+def test_a_drop_that_costs_less_than_streaming_comes_first() -> None:
+    """A pass takes 3/4 s whatever runs. A pair has 20 tokens where two had 10, and its passes take 1/4 s longer, for two hops:
+    for each token 20/10 of a quarter. The 60 bytes that stream make 10 tokens of 5: for each token 10/5 of what they add."""
+    model, network = Model((Layer(10, 1, Line(1 / 16, 0.0)),) * 12), Network(Line(1 / 8, 0.0), 1.0)
+    full = Load(5, 5, (1,))
+    before = alone(model, tuple(Instance(name, 180, full) for name in "abc"))
+    for added_s, kept in ((0.0, True), (0.25, True), (0.26, False)):
+        offered = with_streams(before, Streamable(60, added_s))
+        assert preferred(offered, network) == (offered if kept else before)
+    # Instances are judged one by one.
+    cheap, dear = Streamable(60, 0.2), Streamable(60, 0.3)
+    mixed = replace(before, groups=tuple(with_streams(before, each).groups[0] for each in (cheap, dear, NO_LAYER)))
+    assert [stage.streamable for (stage,) in (group.stages for group in preferred(mixed, network).groups)] == [
+        cheap,
+        NO_LAYER,
+        NO_LAYER,
+    ]
+    for load in (Load(), Load(5, 5)):  # nobody asks for more than fits beside all layers
+        calm = with_streams(alone(model, tuple(Instance(name, 180, load) for name in "abc")), dear)
+        assert preferred(calm, network) == calm
+    # Where nothing can be dropped, streaming is all there is.
+    single = Model((Layer(120, 12, Line(3 / 4, 0.0)),))
+    stuck = with_streams(alone(single, tuple(Instance(name, 180, full) for name in "ab")), dear)
+    assert preferred(stuck, network) == stuck
+
+
+def test_what_runs_in_streaming_that_does_not_count_has_to_fit_as_well() -> None:
+    """11 tokens run at each of two, where 5 fit beside all layers: a pair has 20."""
+    load = Load(5, 11, (4,))
+    before = with_streams(alone(EVEN, tuple(Instance(name, 180, load) for name in "ab")), Streamable(72, 10.0))
+    check(before)
+    judged = preferred(before, NETWORK)
+    assert capacity(judged) == 10
+    assert plan(judged, 10, NETWORK).freed == greedy(judged, 10, NETWORK).freed == 0
+    ten = replace(before, groups=(before.groups[0], alone(EVEN, (Instance("c", 180, Load(5, 4)),)).groups[0]))
+    found = plan(preferred(ten, NETWORK), 10, NETWORK)
+    check(found.placement)
+    assert (sizes(found), found.freed) == ([2], 20 - 11 - 5)
+
+
+@settings(max_examples=200, deadline=None)
+@given(streaming(serving()), NEEDS)
+def test_a_plan_without_dear_streaming_has_room_for_what_runs(before: Placement, need: int) -> None:
+    """Also where they run in what streams already, which does not count."""
+    judged = preferred(before, NETWORK)
+    assert replace(before, groups=with_streams(before, NO_LAYER).groups) == with_streams(judged, NO_LAYER)
+    for was, now in zip(before.groups, judged.groups):
+        assert now == was or [stage.streamable for stage in now.stages] == [NO_LAYER]
+    for find in (plan, greedy):
+        found = find(judged, need, NETWORK).placement
+        check(replace(found, groups=tuple(group for group in found.groups if len(group.stages) > 1)))

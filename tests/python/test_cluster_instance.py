@@ -21,8 +21,11 @@ from remap.engine import Request, SamplingParams  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, StalePlan  # noqa: E402
 from remap.policy.activations import Line  # noqa: E402
 from remap.policy.cluster.pipeline import Network  # noqa: E402
-from remap.policy.cluster.placement import IncompleteCopy, Instance, Stage  # noqa: E402
+from remap.policy.cluster.placement import NO_LAYER, IncompleteCopy, Instance, Stage  # noqa: E402
 from remap.policy.cluster.stages import Splits  # noqa: E402
+
+ANY = remap.Config(slowdown=1e9)
+"""As many layers stream as there are, however long they take: what these tests see does not depend on measured times."""
 
 
 def test_one_instance_alone_answers_as_an_engine():
@@ -198,7 +201,7 @@ def test_any_changes_with_scarce_memory(seed):
 def test_a_stage_lets_no_layer_stream():
     """What an instance remapped alone comes home when it becomes a stage, and its requests run on."""
     model, requests = make("llama"), long_requests(9, 6)
-    with Cluster(model, 2, blocks=20) as cluster:
+    with Cluster(model, 2, blocks=20, kv={"config": ANY}) as cluster:
         cluster.submit("i0", requests)
         tenant = cluster.attached["i0"][1]
         some_tokens(cluster, requests[:2])
@@ -206,6 +209,46 @@ def test_a_stage_lets_no_layer_stream():
         assert tenant.streamed and not cluster.ends
         cluster.change((("i0", 5), ("i1", 6)))
         assert not tenant.streamed and tenant.elsewhere == (5,)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_layers_stream_before_a_group_and_after_it_and_recovery_meanwhile_loses_no_token():
+    model = make("llama")
+    requests = [replace(one, id=f"{turn}{one.id}") for turn in "abc" for one in long_requests(9, 6)]
+    first, second, third = requests[:6], requests[6:12], requests[12:]
+    with Cluster(model, 2, blocks=20, kv={"config": ANY}) as cluster:
+        tenant = cluster.attached["i0"][1]
+        block = tenant.kv.spec.block_bytes
+        weights = cluster.instances["i0"].describe().model.weight_bytes(0, LAYERS)
+        cluster.poll()
+        assert 0 < cluster.reports["i0"].streamable.nbytes < weights
+        assert not tenant.streamed
+        cluster.submit("i0", first)
+        cluster.until(lambda: tenant.streamed)
+        cluster.change((("i0", 5), ("i1", 6)))
+        assert not tenant.streamed
+        assert [cluster.reports[name].streamable for name in cluster.instances] == [NO_LAYER] * 2
+        some_tokens(cluster, first)
+        cluster.fetch("i0", "i1")
+        cluster.change((("i0", 6),), (("i1", 6),))
+        cluster.submit("i0", second)
+        cluster.until(lambda: tenant.streamed)
+        cluster.until(lambda: cluster.reports["i0"].capacity > 20 * tenant.kv.block_tokens)
+        # Beyond what it said at most a block: of two parts, in the pages of layers that stand together.
+        report = cluster.reports["i0"]
+        assert report.capacity <= (20 + report.streamable.nbytes // block + 1) * tenant.kv.block_tokens
+        assert set(cluster.answers(first + second).items()) <= set(expected_tokens(model, requests).items())
+
+        cluster.submit("i0", third)
+        some_tokens(cluster, third[:2], least=1)
+        cluster.until(lambda: tenant.streamed)
+        cluster.epoch += 1
+        lost = set(cluster.instances["i0"].recover(cluster.epoch))
+        assert tenant.kv.live_blocks == 0 and tenant.computed == range(LAYERS)
+        cluster.until(lambda: cluster.settled("i0", cluster.epoch))
+        for one in third:
+            if one.id in lost:
+                cluster.instances["i0"].submit(one, 2, cluster.delivered(one.id))
         assert cluster.answers(requests) == expected_tokens(model, requests)
 
 
@@ -372,6 +415,28 @@ def test_an_error_of_the_model_is_raised_by_poll_until_recovery(monkeypatch):
             instance.poll()
         cluster.submit("i1", requests, attempt=2)
         assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_an_error_of_the_session_is_raised_by_poll_and_asked_for_once(monkeypatch):
+    asked = []
+
+    def broken(*_):
+        asked.append(1)
+        raise ZeroDivisionError
+
+    with Cluster(make("llama"), 1) as cluster:
+        one = cluster.instances["i0"]
+        with monkeypatch.context() as patched:
+            patched.setattr("remap.cluster.instance.streamable", broken)
+            with pytest.raises(ZeroDivisionError):
+                cluster.until(lambda: one.cancel("nobody"))
+            for _ in range(20):
+                one.cancel("nobody")
+                with pytest.raises(ZeroDivisionError):
+                    one.poll(0.01)
+            assert asked == [1]
+        one.recover(1)
+        assert one.poll()[1].epoch == 1
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from cluster_worlds import clusters, fused, models
+from cluster_worlds import clusters, fused, models, streaming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +23,7 @@ from remap.policy.cluster.placement import (
     Model,
     Placement,
     Stage,
+    Streamable,
     alone,
     check,
 )
@@ -31,14 +34,18 @@ A, B, C = (Instance(name, 64, Load(1, 4)) for name in "abc")
 
 
 @settings(max_examples=200, deadline=None)
-@given(fused())
-def test_capacity_is_what_fits_beside_the_weights(placement: Placement) -> None:
+@given(st.one_of(fused(), streaming(fused())))
+def test_capacity_is_what_fits_beside_the_weights_that_do_not_stream(placement: Placement) -> None:
     model, most = placement.model, 10_000
     for group in placement.groups:
         fits = []
         for stage in group.stages:
             held = [layer for layer in range(len(model.layers)) if stage.holds(layer)]
-            found = cluster_brute.tokens_of(model, stage.instance.memory_bytes, held, (stage.first, stage.end), most)
+            memory = stage.instance.memory_bytes
+            if len(held) == stage.end - stage.first == len(model.layers):
+                # What streams is room for KV, and not for weights.
+                memory += stage.streamable.nbytes * (memory >= model.weight_bytes(0, len(model.layers)))
+            found = cluster_brute.tokens_of(model, memory, held, (stage.first, stage.end), most)
             assert stage.capacity(model) == (UNLIMITED if found == most else found)
             fits.append(stage.capacity(model))
         assert group.capacity(model) == min(fits)
@@ -112,6 +119,22 @@ def test_running_requests_must_fit_beside_the_weights() -> None:
     # A layer that came back takes its room already.
     with pytest.raises(OutOfMemory):
         check(Placement(FOUR, (Group((Stage(full, 0, 3, frozenset({3})), Stage(Instance("y", 9), 3, 4))),)))
+
+
+def test_what_streams_counts_for_an_instance_alone() -> None:
+    """Room for 4 tokens beside 32 bytes of weights, and for 2 more where 16 of them stream."""
+    offer = Streamable(16, 0.5)
+    assert Stage(A, 0, 4, streamable=offer).capacity(FOUR) == 4 + 2
+    running = replace(A, load=Load(1, 6))
+    check(Placement(FOUR, (Group((Stage(running, 0, 4, streamable=offer),)),)))
+    with pytest.raises(OutOfMemory):
+        check(Placement(FOUR, (Group((Stage(running, 0, 4),)),)))
+    # A stage of several lets nothing stream, and weights that do not fit do not begin to.
+    assert Stage(A, 0, 3, streamable=offer).capacity(FOUR) == Stage(A, 0, 3).capacity(FOUR)
+    assert Stage(Instance("small", 31), 0, 4, streamable=offer).capacity(FOUR) == -1
+    for wrong in ((-1, 0.0), (0, -0.5), (0, float("nan"))):
+        with pytest.raises(InvalidArgument):
+            Streamable(*wrong)
 
 
 def test_a_model_needs_layers_that_make_sense() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from cluster_worlds import NETWORK, fused, serving
+from cluster_worlds import NETWORK, fused, serving, streaming
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -11,7 +13,19 @@ from remap.errors import InvalidState, OutOfMemory
 from remap.policy.activations import Line
 from remap.policy.cluster.drop import plan
 from remap.policy.cluster.pipeline import Network, group_round_s
-from remap.policy.cluster.placement import Group, Instance, Layer, Load, Model, Placement, Stage, alone, check
+from remap.policy.cluster.placement import (
+    NO_LAYER,
+    Group,
+    Instance,
+    Layer,
+    Load,
+    Model,
+    Placement,
+    Stage,
+    Streamable,
+    alone,
+    check,
+)
 from remap.policy.cluster.restore import (
     all_alone,
     arrived,
@@ -105,7 +119,10 @@ def test_who_failed_sends_nothing() -> None:
 
 
 @settings(max_examples=150, deadline=None)
-@given(serving(5), st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), st.integers(0, 20)), max_size=6))
+@given(
+    st.one_of(serving(5), streaming(serving(5))),
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9), st.integers(0, 20)), max_size=6),
+)
 def test_a_complete_copy_exists_at_every_moment(before: Placement, steps: list[tuple[int, int, int]]) -> None:
     """Drops, restorations in pieces, and drops in the middle of them. What has no room is not done."""
     now = before
@@ -141,6 +158,23 @@ def test_fits_is_room_alone_for_the_demand_and_the_margin(before: Placement, mar
         assert fits(before, number, margin) == all(room >= 0 for room in rooms)
         tokens = sum(max(0, single.capacity(before.model)) for single in singles)
         assert half_used(before, number) == (group.load.tokens < tokens / 2)
+
+
+def test_who_serves_alone_again_fits_beside_all_of_its_layers() -> None:
+    """Whatever could stream then: layers come home, and KV to them, before anything streams."""
+    load = Load(4, 6)  # 5 tokens fit alone, and 9 where 48 bytes stream
+    apart = alone(EVEN, tuple(Instance(name, 180, load) for name in "ab"))
+    offered = replace(
+        apart,
+        groups=tuple(Group((replace(group.stages[0], streamable=Streamable(48)),)) for group in apart.groups),
+    )
+    check(offered)
+    for placement in (all_alone(offered), dissolved(offered, 0)):
+        assert placement.groups[0].stages[0].streamable == NO_LAYER
+        with pytest.raises(OutOfMemory):
+            check(placement)
+    assert not fits(pair(load), 0, 0)
+    assert fits(pair(Load(4, 5)), 0, 0)
 
 
 def test_the_rent_of_a_pipeline_brings_its_layers_back() -> None:

@@ -37,7 +37,9 @@ POLICIES: Mapping[str, Policy] = {
     "pipeline": Policy("one pipeline of all instances, from the start", Control("pipeline")),
     "kunserve": Policy("the paper's: greedy plan, back when less than half of the KV is used", Control("kunserve")),
     "remap": Policy("exact plan, back by ski rental", Control("remap")),
-    "all": Policy("`remap`, and each instance streams its own layers, too", Control("remap"), streams=True),
+    "all": Policy(
+        "`remap`, and each instance alone lets layers stream before it merges", Control("remap"), streams=True
+    ),
 }
 
 

@@ -17,8 +17,8 @@ What instances have done is read from their reports, which come in order with th
 ticks: who merges by `drop`, for as many tokens as the cluster lacks; when a group dissolves, by the policy:
 
     remap      exact plan; ski rental: a group dissolves when what its requests have waited longer for their tokens reaches
-               what the copies cost, while each instance has room for its own demand and `MARGIN` more. A group without
-               requests dissolves: there is nobody whom the copies could delay
+               what the copies cost, while each instance has room for its own demand and `MARGIN` more, beside all of its
+               layers. A group without requests dissolves: there is nobody whom the copies could delay
     kunserve   the paper's: greedy plan; dissolves when less than half of the KV is used that there is without a drop
     alone      never merges
     pipeline   groups of `stages` instances as soon as so many serve alone; never dissolves
@@ -29,10 +29,17 @@ does not dissolve while it runs. Where all instances together have no room for i
 Who runs where after a dissolution is the old head's decision, when it knows the requests. Here the load of a group counts
 as if its instances had equal shares of it.
 
+An instance that serves alone lets its own layers stream when its requests ask for more KV than it has, as far as its
+certificate allows. Its reports say how much that is and what it costs (`Streamable`): room like any other, to which requests are
+sent. Groups merge when they ask for more than that; or, where a drop costs less than streaming (`drop.preferred`), for more than
+fits beside all layers. Members of a group say nothing, and have nothing of it: their layers have to come home, and the KV to fit
+beside them, before the group is dissolved.
+
 Claim: while no instance dies and demand is constant, groups do not merge again after they were dissolved by "remap". It
-dissolves while demand and the margin fit into each instance alone, and merges when demand is above capacity; so demand must
-rise by more than the margin between them (claim 3 of `policy.rental`, with the margin as its sigma). "kunserve" has the
-other half of capacity between them.
+dissolves while demand and the margin fit into each instance alone beside all of its layers. It merges when demand is above
+capacity, which streaming only adds to, whether it counts or not, and however what reports say of it changes. So demand must rise
+by more than the margin between them (claim 3 of `policy.rental`, with the margin as its sigma). "kunserve" has the other half of
+capacity between them.
 """
 
 from __future__ import annotations
@@ -45,7 +52,7 @@ from remap.errors import Error, InvalidArgument, OutOfMemory
 from remap.policy.cluster import drop, restore
 from remap.policy.cluster.dispatch import dispatch, needed, overloaded
 from remap.policy.cluster.pipeline import Network, group_round_s
-from remap.policy.cluster.placement import Group, Instance, Load, Model, Placement, Stage, check
+from remap.policy.cluster.placement import NO_LAYER, Group, Instance, Load, Model, Placement, Stage, Streamable, check
 from remap.policy.cluster.stages import Splits
 from remap.policy.rental import Rental
 
@@ -159,13 +166,14 @@ class _Change:
 
 @dataclass(eq=False)
 class _Group:
-    """A group as it serves now. reported: the load that its head reported last; sent: tokens of requests that were routed to
-    it and that no report has shown yet. stuck: a request that its head cannot begin (`Report.stuck`). quiet_s: before this
-    time no change begins with it, for one was just aborted."""
+    """A group as it serves now. reported: the load that its head reported last; streamable: likewise, of one alone. sent: tokens
+    of requests that were routed to it and that no report has shown yet. stuck: a request that its head cannot begin
+    (`Report.stuck`). quiet_s: before this time no change begins with it, for one was just aborted."""
 
     group: Group
     epoch: int
     reported: Load = NOTHING
+    streamable: Streamable = NO_LAYER
     sent: dict[str, int] = field(default_factory=dict)
     stuck: tuple[str, int] | None = None
     change: _Change | None = None
@@ -199,11 +207,18 @@ class _Group:
         longest = max((self.reported.longest, *self.sent.values()))
         return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
 
+    def capacity(self, model: Model) -> int:
+        """Tokens of KV, with what may stream."""
+        return self._offering().capacity(model)
+
     def seen(self) -> Group:
-        """The group with its load, spread over its instances."""
-        shares = _spread(self.load, len(self.group.stages))
-        stages = zip(self.group.stages, shares)
-        return Group(tuple(replace(stage, instance=replace(stage.instance, load=load)) for stage, load in stages))
+        """The group with its load, spread over its instances, and with what may stream."""
+        stages = self._offering().stages
+        shares = zip(stages, _spread(self.load, len(stages)))
+        return Group(tuple(replace(stage, instance=replace(stage.instance, load=load)) for stage, load in shares))
+
+    def _offering(self) -> Group:
+        return Group(tuple(replace(stage, streamable=self.streamable) for stage in self.group.stages))
 
 
 class Control:
@@ -254,7 +269,7 @@ class Control:
                 each.phase,
                 each.parts,
                 each.load,
-                each.group.capacity(self.model),
+                each.capacity(self.model),
             )
             for each in self._groups
         ]
@@ -370,7 +385,7 @@ class Control:
         # Until all have switched, a new head does not have the requests of the others: the sum of what they had reported is
         # nearer to the truth.
         if group.phase != "switching" and report.instance == group.names[0]:
-            group.reported, group.stuck = report.load, report.stuck
+            group.reported, group.stuck, group.streamable = report.load, report.stuck, report.streamable
             for id, _ in report.requests:
                 group.sent.pop(id, None)
 
@@ -404,7 +419,7 @@ class Control:
         if not any(each.routable for each in self._groups):
             return
         wanted = [each.load.wanted for each in self._groups]
-        capacities = [each.group.capacity(self.model) for each in self._groups]
+        capacities = [each.capacity(self.model) for each in self._groups]
         for (id, tokens), number in zip(list(self._held.items()), dispatch(wanted, capacities, self._held.values())):
             chosen = self._groups[number]
             if chosen.routable:
@@ -583,9 +598,9 @@ class Control:
             if each.stuck is None or each.phase != "serving":
                 continue
             id, tokens = each.stuck
-            least = max(tokens, each.group.capacity(self.model) + 1)
+            least = max(tokens, each.capacity(self.model) + 1)
             ready, group = self._ready(now_s), None
-            if any(other.routable and other.group.capacity(self.model) >= least for other in self._groups):
+            if any(other.routable and other.capacity(self.model) >= least for other in self._groups):
                 self._moved[id] = tokens
                 self._unstick(each, Move(each.names[0], id))
                 continue
@@ -612,7 +627,7 @@ class Control:
     def _drop(self, now_s: float) -> None:
         """Merge groups if one asks for more KV than it has, and all of them together do, too."""
         ready = self._ready(now_s)
-        placement = self._placement(ready)
+        placement = drop.preferred(self._placement(ready), self.network)
         if len(ready) < 2 or not overloaded(placement):
             return
         need = needed(placement)
@@ -684,8 +699,9 @@ def _parts(group: Group) -> tuple[Part, ...]:
 
 
 def _bare(stage: Stage) -> Stage:
-    """Without load, which `_Group` keeps, and without layers that it does not compute."""
-    return replace(stage, instance=replace(stage.instance, load=NOTHING), arrived=frozenset())
+    """Without load and what may stream, which `_Group` keeps, and without layers that it does not compute."""
+    instance = replace(stage.instance, load=NOTHING)
+    return replace(stage, instance=instance, arrived=frozenset(), streamable=NO_LAYER)
 
 
 def _together(loads: Iterable[Load]) -> Load:

@@ -33,7 +33,7 @@ import remap
 from remap.cluster.exchange import Exchange, Run
 from remap.cluster.head import Head, Limits
 from remap.cluster.messages import Description, Fingerprint, GroupPlan, Part, Report, Tokens
-from remap.cluster.own_layers import end_streaming, hold
+from remap.cluster.own_layers import end_streaming, hold, streamable
 from remap.cluster.pool import GroupPool
 from remap.cluster.slots import Departure, Places, Slots, Whole
 from remap.cluster.stage import Row, Stage, row_of
@@ -56,7 +56,7 @@ from remap.errors import Error, InvalidArgument, InvalidState, OutOfBlocks, Stal
 from remap.policy.activations import Line
 from remap.policy.cluster.exchange import chunk_bytes
 from remap.policy.cluster.lookahead import ChunkCost
-from remap.policy.cluster.placement import Group, Layer, Model, Placement, check
+from remap.policy.cluster.placement import NO_LAYER, Group, Layer, Model, Placement, check
 from remap.policy.cluster.placement import Instance as Placed
 from remap.policy.cluster.placement import Stage as PlacedStage
 
@@ -553,7 +553,11 @@ class ClusterInstance:
             load = now.head.load(each.length for each in stalled)
             requests = now.head.requests + tuple((each.id, each.attempt) for each in stalled)
             capacity = now.head.kv.usable_blocks * self._tenant.kv.block_tokens
-            report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived, now.head.stuck)
+            gives = NO_LAYER
+            if now.alone and not self._halted:
+                gives = streamable(self._session, self.name, self._tenant.kv.spec.block_bytes)
+            stuck = now.head.stuck
+            report = Report(self.name, now.epoch, phase, load, requests, capacity, now.arrived, stuck, gives)
         with self._lock:
             self._report, self._report_taken = report, False
 

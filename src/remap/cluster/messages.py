@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from remap.policy.cluster.placement import Load
+from remap.policy.cluster.placement import NO_LAYER, Load, Streamable
 
 if TYPE_CHECKING:
     from remap.errors import Error
@@ -143,7 +143,8 @@ class Report:
     load, requests (id and attempt): what its scheduler has, running and waiting. Nothing unless it is the head, and never
     what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
     and does not compute. stuck: a request that has the group's KV to itself and still finds no room, and the tokens that it asks
-    for. The report comes after all tokens that were made before it.
+    for. streamable: of an instance alone, what of its layers streams or may. The report comes after all tokens that were made
+    before it.
     """
 
     instance: str
@@ -154,6 +155,7 @@ class Report:
     capacity: int = 0
     arrived: frozenset[int] = frozenset()
     stuck: tuple[str, int] | None = None
+    streamable: Streamable = NO_LAYER
 
 
 # -- Commands: what control asks for ------------------------------------------------------------------------------------------

@@ -1,16 +1,17 @@
-"""Which layers an instance computes and holds; the pages of the others are KV. The one place where the data plane asks for
-that."""
+"""Which layers an instance computes and holds, and what of them may stream; the pages of the others are KV. The one place where
+the data plane asks for that."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from remap import advanced
+from remap.policy.cluster.placement import Streamable
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-__all__ = ["end_streaming", "hold"]
+__all__ = ["end_streaming", "hold", "streamable"]
 
 
 def hold(session: Any, name: str, first: int, end: int, besides: Collection[int] = ()) -> Mapping[int, int]:
@@ -22,6 +23,13 @@ def hold(session: Any, name: str, first: int, end: int, besides: Collection[int]
     report = advanced.place(session, name, first, end, hold=besides)
     moved: Mapping[int, int] = report.moved.get(name, {})
     return moved
+
+
+def streamable(session: Any, name: str, block_bytes: int) -> Streamable:
+    """What of the tenant's layers streams now or still may, as its certificate allows; between passes. block_bytes: of a KV
+    block. Raises what `advanced.offer` raises."""
+    offer = advanced.offer(session, name)
+    return Streamable(offer.blocks * block_bytes, offer.stall_s + offer.share * offer.reload_s)
 
 
 def end_streaming(session: Any, name: str) -> Mapping[int, int]:

@@ -128,7 +128,7 @@ def make(
     """The instance; its session lives as long as it does.
 
     model: a folder, or a hub name. memory: see `layout_of`. threads: that compute. host: under which other instances reach it;
-    None: under its node's address, by Ray. The instance gives up its layers to the cluster alone: it streams none of its own.
+    None: under its node's address, by Ray.
 
     Raises InvalidArgument as `shapes` and `layout_of` do, and what `Session.attach` raises.
     """
@@ -142,9 +142,7 @@ def make(
     except (OSError, ValueError) as error:
         raise _unloaded(model, error) from error
     layout = layout_of(loaded, memory)
-    session = remap.Session(
-        layout.capacity, device="cpu", page_bytes=layout.page_bytes, config=remap.Config(max_layers=0)
-    )
+    session = remap.Session(layout.capacity, device="cpu", page_bytes=layout.page_bytes)
     # Files of weights are the master copy as they are: the instances of one machine share them.
     weights = model if any(Path(model).glob("*.safetensors")) else None
     tenant = session.attach(loaded, name=name, kv=layout.spec, weights=weights, hooks=False)

@@ -213,6 +213,15 @@ class Controller:
             at = alpha
         return quotes
 
+    def whole_offer(self, view: TenantView, donor: str = "") -> Quote:
+        """What streams now and all of `offers`, as one increment from nothing."""
+        more = self.offers(view, donor)
+        alpha, buffers = cast("tuple[int, int]", more[-1].step) if more else (view.remapped, view.buffers)
+        times = view.times
+        copy = math.fsum(times.transfer_s) / len(times.transfer_s) if times is not None else 0.0
+        blocks, stall = int(alpha * view.blocks_per_layer), self._stall_of(times, alpha, buffers)
+        return Quote(donor, "active", blocks, stall, alpha * copy, self.config.contention, (alpha, buffers))
+
     def _most(self, view: TenantView) -> tuple[int, int, str]:
         """(most layers within the slowdown, buffers for that, remark)."""
         fixed = self.config.buffers

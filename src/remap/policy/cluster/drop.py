@@ -15,6 +15,11 @@ are compared by, in this order:
 
 Without load this is the paper's rule, as few stages as possible, and says which of {4, 2} and {3, 3} is better.
 
+An instance alone may let layers stream as well (`Streamable`), which is room that it has already: a need is what goes beyond
+it, and a merger frees that much less. That is right where streaming is the cheaper donor. Where it is the dearer one,
+`preferred` leaves it out. Both are measured in the same way: by how many seconds requests wait longer when the room is filled,
+for each token of room; the drop is that of an instance and another like it.
+
 `plan` is exact for up to EXACT instances: it looks at every partition. With more it takes the better of the paper's greedy and
 of equal sizes, floor and ceil of N / G for the largest number of groups G that suffices, the groups with fewest tokens in the
 larger ones; and undoes what is superfluous. It is never worse than the greedy. A need that cannot be met is no error.
@@ -30,18 +35,18 @@ import heapq
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 
 from remap.policy.donors.supply import Quote
 
 from . import restore
-from .dispatch import load_share
+from .dispatch import load_share, overloaded
 from .pipeline import Network, group_round_s
-from .placement import Group, Model, Placement
+from .placement import NO_LAYER, Group, Load, Model, Placement, Stage
 from .stages import ORDERS, Splits
 
-__all__ = ["EXACT", "QUOTES", "DropPlan", "dropped", "greedy", "plan", "quotes", "wider"]
+__all__ = ["EXACT", "QUOTES", "DropPlan", "dropped", "greedy", "plan", "preferred", "quotes", "wider"]
 
 EXACT = 8
 """Instances up to which every partition is looked at: 4,140 for 8."""
@@ -73,9 +78,33 @@ class DropPlan:
 
 def plan(placement: Placement, need: int, network: Network) -> DropPlan:
     """The best plan (see the module) that frees `need` tokens of KV, or as many of them as can be freed. The placement must
-    pass `check`; it does not change."""
+    pass `check`, or be what `preferred` made of one that does; it does not change."""
     mergers = _Mergers(placement, network)
     return mergers.plan(mergers.best(need), need)
+
+
+def preferred(placement: Placement, network: Network) -> Placement:
+    """The placement without what may stream where a drop costs less (see the module); the same one if nobody asks for more than
+    fits beside all layers. It does not change."""
+    if not overloaded(replace(placement, groups=tuple(map(_resident, placement.groups)))):
+        return placement
+    density = _density(placement)
+
+    @cache
+    def dear(stage: Stage) -> bool:
+        plain = _resident(Group((stage,)))
+        pair = _Mergers(Placement(placement.model, (plain, plain)), network, density)
+        more = stage.capacity(placement.model)
+        tokens, freed = more - pair.capacity((0,)), pair.gain((0, 1))
+        requests = math.ceil(density * more)
+        rises_s = group_round_s(placement.model, [stage], requests, network) - pair.round_s((0,))
+        return freed > 0 and requests * rises_s * freed > pair.added_s((0, 1)) * tokens
+
+    def kept(group: Group) -> Group:
+        (stage, *others) = group.stages
+        return group if others or not stage.streamable.nbytes or not dear(_like(stage)) else _resident(group)
+
+    return replace(placement, groups=tuple(map(kept, placement.groups)))
 
 
 def greedy(placement: Placement, need: int, network: Network) -> DropPlan:
@@ -135,26 +164,43 @@ def quotes(placement: Placement, network: Network, block_tokens: int, donor: str
     return found
 
 
-class _Mergers:
-    """Capacities and added seconds of merged groups of one placement; each is computed once."""
+def _density(placement: Placement) -> float:
+    """Requests for each token that they ask for."""
+    loads = [group.load for group in placement.groups]
+    return sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
 
-    def __init__(self, placement: Placement, network: Network) -> None:
+
+def _resident(group: Group) -> Group:
+    """It, with nothing that may stream."""
+    return Group(tuple(replace(stage, streamable=NO_LAYER) for stage in group.stages))
+
+
+def _like(stage: Stage) -> Stage:
+    """What equal instances alone have in common."""
+    return replace(stage, instance=replace(stage.instance, name="", load=Load()))
+
+
+class _Mergers:
+    """Capacities and added seconds of merged groups of one placement; each is computed once. density: of requests, if they are
+    not those of the placement."""
+
+    def __init__(self, placement: Placement, network: Network, density: float | None = None) -> None:
         self.placement = placement
         self.network = network
         self.instances = sum(len(group.stages) for group in placement.groups)
         self.splits = Splits(placement.model, ORDERS if self.instances <= EXACT else 16)
-        loads = [group.load for group in placement.groups]
-        # Requests for each token that they ask for.
-        self.density = sum(load.requests for load in loads) / max(1, sum(load.wanted for load in loads))
+        self.density = _density(placement) if density is None else density
         self.capacity = cache(self._capacity)
         self.group = cache(self._group)
         self.round_s = cache(self._round_s)
         self.added_s = cache(self._added_s)
 
     def _capacity(self, part: tuple[int, ...]) -> int:
-        """Tokens of the group that these become; of one alone its present ones, at least 0."""
+        """Tokens of the group that these become; of one alone its present ones, at least what runs there: layers may stream
+        that do not count (`preferred`)."""
         if len(part) == 1:
-            return max(0, self.placement.groups[part[0]].capacity(self.placement.model))
+            group = self.placement.groups[part[0]]
+            return max(0, group.capacity(self.placement.model), group.load.tokens)
         return self.splits.tokens([stage for number in part for stage in self.placement.groups[number].stages])
 
     def gain(self, part: tuple[int, ...]) -> int:

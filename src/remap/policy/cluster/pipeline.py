@@ -61,12 +61,12 @@ def round_s(stage_s: Sequence[float], hop_s: float, microbatches: int) -> float:
 
 def group_round_s(model: Model, stages: Sequence[Stage], requests: int, network: Network) -> float:
     """Seconds of a round of so many requests with the best number of microbatches, at most two for each stage; 0 without
-    requests. Stages without layers are passed by."""
-    runs = [(stage.first, stage.end) for stage in stages if stage.first < stage.end]
+    requests. Stages without layers are passed by; what may stream does."""
+    runs = [(stage.first, stage.end, stage.streams(model).added_s) for stage in stages if stage.first < stage.end]
     least = math.inf if requests else 0.0
     for microbatches in range(1, min(requests, 2 * len(runs) if len(runs) > 1 else 1) + 1):
         tokens = -(-requests // microbatches)
-        stage_s = [model.seconds(first, end, tokens) for first, end in runs]
+        stage_s = [model.seconds(first, end, tokens) + added_s for first, end, added_s in runs]
         least = min(least, round_s(stage_s, network.hop_s(tokens), microbatches))
     return least
 
