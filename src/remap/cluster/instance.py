@@ -20,6 +20,7 @@ session's) is raised by `poll`, again and again, until `recover`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections import deque
@@ -100,6 +101,8 @@ class ClusterInstance:
         self._report = self._now.report()
         self._thread = threading.Thread(target=self._loop, name=f"instance {name}", daemon=True)
         self._thread.start()
+        # A thread that computes while the interpreter ends aborts the process (see transport.py).
+        atexit.register(self.close)
 
     # -- what control asks ---------------------------------------------------------------------------------------------------
 
@@ -181,9 +184,11 @@ class ClusterInstance:
         return self._has.counts.as_dict() | {"layer_bytes": float(self._has.tenant.stats().copied_bytes)}
 
     def close(self) -> None:
-        """End the loop and leave the group. The session and its tenant stay the caller's. A second call does nothing."""
+        """End the loop and leave the group. The session and its tenant stay the caller's. A second call does nothing; at the
+        interpreter's end it is called, if nobody has."""
         self._inbox.put(self._close)
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Carry this out in the loop, between two passes: its result, or what it raises."""
