@@ -109,9 +109,15 @@ class ClusterInstance:
     def describe(self) -> Description:
         """Who this is, and what it can hold."""
         has = self._has
-        block_tokens = has.tenant.kv.block_tokens
         return Description(
-            self.name, has.fingerprint, has.model, has.memory_bytes, block_tokens, self._store.address, os.getpid()
+            self.name,
+            has.fingerprint,
+            has.model,
+            has.memory_bytes,
+            has.tenant.kv.block_tokens,
+            self._store.address,
+            os.getpid(),
+            has.host_bytes_per_s,
         )
 
     def prepare(self, plan: GroupPlan) -> None:

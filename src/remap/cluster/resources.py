@@ -44,7 +44,8 @@ class Resources:
     """One instance's model, tenant and memory. Nothing of it changes but `counts`.
 
     layers: of the model. own_blocks: those that are KV while every layer is here and none streams. memory_bytes: for layers
-    and KV together. model: the layers' bytes and measured seconds. cost: of a pass through all layers. network: to other
+    and KV together. model: the layers' bytes and measured seconds. host_bytes_per_s: at which layers come from the
+    host's master copy, as the tenant measured at attach; 0 if it did not. cost: of a pass through all layers. network: to other
     instances.
 
     Measures two short passes. Raises InvalidArgument (field layout) for KV that is not block_major, and (fields max_blocks,
@@ -75,6 +76,8 @@ class Resources:
         sizes = [int(size) for size in tenant.layer_bytes[: self.layers]]
         self.memory_bytes = sum(sizes) + tenant.kv.usable_blocks * tenant.kv.spec.block_bytes
         self._require_addresses()
+        copy_s = tenant.copy_seconds()
+        self.host_bytes_per_s = sum(tenant.layer_bytes) / len(tenant.layer_bytes) / copy_s if copy_s else 0.0
         base_s, each_s = self._pass_line()
         self.cost = ChunkCost(0.0, 0.0, each_s, 0.0, base_s)
         spec = tenant.kv.spec
