@@ -126,6 +126,8 @@ def test_it_runs_and_counts_right(small: Any, monkeypatch: pytest.MonkeyPatch, n
         needs("torch", "transformers")
         made_small(monkeypatch, small)
     small.until = time.monotonic() + (3.0 if each.emulated_s < 3.0 else each.emulated_s + 7.0)
+    if name == "serving":
+        small.until += 120.0  # it ends when all are answered; too few are, where others keep the cores busy
     found = run(each.body, small, double=double)
     for figure in found.values():
         if figure.exact and figure.target is not None:

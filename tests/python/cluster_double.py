@@ -27,6 +27,7 @@ from remap.cluster.messages import (
     Commit,
     Description,
     Fetch,
+    GiveUp,
     GroupPlan,
     Part,
     Prepare,
@@ -179,6 +180,14 @@ class TinyInstance:
 
     def cancel(self, id: str) -> None:
         self._command(Cancel(self._double.name, id))
+
+    def release(self, id: str) -> int | None:
+        with self._news:
+            stuck = self._double.stuck
+            return self._double.requests.pop(id).attempt if stuck is not None and stuck[0] == id else None
+
+    def give_up(self, id: str) -> None:
+        self._command(GiveUp(self._double.name, id))
 
     def poll(self, timeout_s: float) -> tuple[list[Tokens], Report]:
         with self._news:

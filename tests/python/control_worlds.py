@@ -23,8 +23,10 @@ from remap.cluster.messages import (
     Evict,
     Fetch,
     Fingerprint,
+    GiveUp,
     GroupPlan,
     Joined,
+    Move,
     Part,
     Prepare,
     Prepared,
@@ -39,6 +41,7 @@ from remap.cluster.service import Cancel, Service, Submit
 from remap.policy.activations import Line
 from remap.policy.cluster.pipeline import Network
 from remap.policy.cluster.placement import Group, Instance, Layer, Load, Model, Placement, Stage, check
+from remap.policy.cluster.stages import Splits
 
 LAYERS = 8
 MODEL = Model((Layer(10, 1, Line(0.002, 0.0005)),) * LAYERS)
@@ -183,6 +186,13 @@ class Double:
                     self.requests[held.ask.id] = held
             case Cancel(_, id):
                 self.requests.pop(id, None)
+            case Move(_, id):
+                if self.stuck is not None and self.stuck[0] == id:
+                    self.world.bounce(id, self.requests.pop(id).attempt)
+            case GiveUp(_, id):
+                if self.stuck is not None and self.stuck[0] == id:
+                    held = self.requests.pop(id)
+                    self.out.append(Tokens(id, held.attempt, held.made, (), "out_of_blocks"))
         return None
 
     def refuse(self, epoch: int, error: str) -> None:
@@ -263,16 +273,26 @@ class Double:
             found.append(held)
         return found
 
+    @property
+    def stuck(self) -> tuple[str, int] | None:
+        """The first request, if it is too long for the whole group."""
+        if not self.head or self.running or not self.requests:
+            return None
+        held = next(iter(self.requests.values()))
+        return held.ask.id, held.ask.prompt + held.made + 1
+
     def report(self) -> Report:
         running = self.running if self.head else []
         waiting = list(self.requests.values())[len(running) :] if self.head else []
         load = Load(
             len(running),
             sum(held.ask.prompt + held.made for held in running),
-            tuple(held.ask.prompt + held.made for held in waiting),
+            tuple(held.ask.prompt + held.made + 1 for held in waiting),
+            max((held.ask.prompt + held.made + 1 for held in (*running, *waiting)), default=0),
         )
         requests = tuple((held.ask.id, held.attempt) for held in self.requests.values()) if self.head else ()
-        return Report(self.name, self.epoch, self.phase, load, requests, self.capacity, frozenset(self.arrived))
+        arrived = frozenset(self.arrived)
+        return Report(self.name, self.epoch, self.phase, load, requests, self.capacity, arrived, self.stuck)
 
 
 class World:
@@ -290,6 +310,7 @@ class World:
         self.ended = Counter[str]()
         self.declined: list[str] = []
         self.cancelled: set[str] = set()
+        self.exhausted: set[str] = set()
         self.phases = Counter[str]()
         self.epochs: dict[str, int] = {}
         self.largest = 1
@@ -350,6 +371,8 @@ class World:
                 given += delivery.tokens
                 if delivery.finish_reason is not None:
                     self.ended[tokens.id] += 1
+                if delivery.finish_reason == "out_of_blocks":
+                    self.exhausted.add(tokens.id)
         self.event(Reported(double.report()))
 
     def trouble(self, double: Double) -> None:
@@ -447,8 +470,21 @@ class World:
         for id, ask in self.asks.items():
             if id in self.cancelled:
                 continue
-            assert self.given[id] == [token(id, place) for place in range(ask.length)], id
+            made = len(self.given[id])
+            assert self.given[id] == [token(id, place) for place in range(made)], id
             assert self.ended[id] == 1
+            if id in self.exhausted:
+                assert ask.prompt + made + 1 > self.most
+            else:
+                assert made == ask.length
+
+    @property
+    def most(self) -> int:
+        """Tokens that the largest group has room for which the policy makes of the instances that are left."""
+        instances = [Stage(Instance(name, MEMORY), 0, LAYERS) for name, double in self.doubles.items() if double.alive]
+        sizes = {"alone": 1, "pipeline": self.control.policy.stages}
+        size = sizes.get(self.control.policy.name, len(instances))
+        return Splits(MODEL).tokens(instances[: size if len(instances) >= size else 1])
 
     @property
     def alone(self) -> bool:

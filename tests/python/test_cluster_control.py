@@ -35,7 +35,9 @@ from remap.cluster.messages import (
     Fetch,
     Fingerprint,
     Finished,
+    GiveUp,
     Joined,
+    Move,
     Prepare,
     Prepared,
     Recover,
@@ -105,9 +107,15 @@ def shape(control: Control) -> list[tuple[object, ...]]:
 
 
 def burst(world: World, requests: int, until_s: float) -> None:
-    """Requests of random lengths at random times, most in the first half; some are cancelled."""
+    """Requests of random lengths at random times, most in the first half; some are too long for one instance, some for all, and
+    some are cancelled."""
     for number in range(requests):
         prompt, length = world.random.randint(1, 12), world.random.randint(1, 20)
+        if world.random.random() < 0.02:
+            prompt, length = (
+                world.random.randint(20, 60),
+                world.random.randint(20, 60),
+            )  # alone an instance has room for 40
         at_s = world.random.triangular(0.5, until_s, until_s / 3)
         world.later(at_s, lambda id=f"r{number}", prompt=prompt, length=length: world.ask(id, prompt, length))
         if world.random.random() < 0.1:
@@ -180,6 +188,67 @@ def test_instances_that_do_not_come_back_are_mourned_and_their_requests_served_e
             assert len(world.service.ledger) == 0
 
 
+# -- Requests that are too long ------------------------------------------------------------------------------------------------
+
+
+def stuck(control: Control, name: str, tokens: int, now_s: float = 0.0) -> list[Command]:
+    """This instance has nothing but a request of so many tokens, and no room for it: and what control does about it."""
+    told(control, name, Load(0, 0, (tokens,), tokens), now_s, stuck=("long", tokens))
+    return control.on(Tick(), now_s)
+
+
+def test_a_request_that_is_too_long_makes_a_group_although_memory_suffices() -> None:
+    control = Control(MODEL, NETWORK, REMAP, TIMEOUT_S)
+    joined(control, "a", "b", "c")
+    told(control, "b", Load(2, 30))
+    commands = stuck(control, "a", 41)
+    assert [type(command) for command in commands] == [Prepare, Prepare]
+    assert {part.instance for part in commands[0].plan.stages} == {"a", "c"}  # c has less to do than b
+
+
+def test_a_request_goes_to_a_group_that_has_room_for_it_already() -> None:
+    control = Control(MODEL, NETWORK, Policy("pipeline", 2), TIMEOUT_S)
+    joined(control, "a", "b", "c")
+    prepares = control.on(Tick(), 0.0)
+    for phase in ("prepared", "exchanging", "serving"):
+        for name in "ab":
+            if phase == "prepared":
+                control.on(Prepared(name, prepares[0].plan.epoch), 0.0)
+            else:
+                told(control, name, phase=phase)
+    assert stuck(control, "c", 90) == [Move("c", "long")]
+    assert control.on(Tick(), 0.0) == []  # asked once; until the next report
+    assert control.on(Asked("long", 40), 0.0) == [Route("long", "a")]  # c would have room for these, and had none
+    control.on(Finished("long"), 0.0)
+    told(control, "a", Load(1, 20))
+    assert control.on(Asked("long", 40), 0.0) == [Route("long", "c")]  # another request
+
+
+@pytest.mark.parametrize("policy", ["remap", "kunserve", "alone", "pipeline"])
+def test_a_request_that_no_group_has_room_for_ends(policy: str) -> None:
+    control = Control(MODEL, NETWORK, Policy(policy, 3), TIMEOUT_S)
+    joined(control, "a", "b")
+    assert stuck(control, "a", 91) == [GiveUp("a", "long")]  # two together have room for 90
+    control.on(Died("b", True), 0.0)
+    assert stuck(control, "a", 91) == []  # and who comes back may be larger
+    control.on(Died("b", False), 0.0)
+    assert stuck(control, "a", 41) == [GiveUp("a", "long")]
+
+
+def test_a_group_with_a_request_that_is_too_long_for_one_does_not_dissolve() -> None:
+    for policy in (REMAP, Policy("kunserve")):
+        for longest in (41, 10):
+            control = merged(policy)
+            head = control.groups[0].stages[0].instance
+            commands: list[Command] = []
+            for tick in range(2000):
+                now_s = 1.0 + tick / 10
+                for name in "ab":
+                    told(control, name, Load(1, 4, (), longest) if name == head else NOTHING, now_s)
+                commands += control.on(Tick(), now_s)
+            assert any(isinstance(command, Fetch) for command in commands) == (longest == 10)
+
+
 # -- Merging ------------------------------------------------------------------------------------------------------------------
 
 
@@ -224,7 +293,7 @@ def test_a_group_that_is_being_made_counts_requests_until_a_report_shows_them() 
     joined(control, "a", "b")
     assert control.on(Asked("r", 5), 0.0) == [Route("r", "a")]
     told(control, "a")  # older than the submission
-    assert control.groups[0].load == Load(0, 0, (5,))
+    assert control.groups[0].load == Load(0, 0, (5,), 5)
     assert control.on(Asked("s", 1), 0.0) == [Route("s", "b")]
     told(control, "a", Load(1, 6), requests=(("r", 1),))
     assert control.groups[0].load == Load(1, 6)

@@ -81,6 +81,27 @@ def test_a_burst_merges_instances_and_they_part_again(tmp_path: Path) -> None:
     serving(tmp_path, "abc", body)
 
 
+def test_a_request_that_is_too_long_for_one_instance_is_served_by_two(tmp_path: Path) -> None:
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        others = [asyncio.create_task(answer(front, f"r{number}")) for number in range(6)]
+        assert await answer(front, "long", 30, 50) == expected("long", 50)  # alone an instance has room for 40 tokens
+        assert await asyncio.gather(*others) == [expected(f"r{number}") for number in range(6)]
+
+    serving(tmp_path, "ab", body)
+
+
+def test_a_request_that_is_too_long_for_all_instances_ends_and_the_others_do_not(tmp_path: Path) -> None:
+    async def body(front: Front[Request], _: list[LocalConnection]) -> None:
+        found = []
+        async for delivery in front.generate("long", Request("long", (1,) * 30, SamplingParams(max_tokens=100))):
+            found += delivery.tokens
+            reason = delivery.finish_reason
+        assert reason == "out_of_blocks" and found == expected("long", len(found)) and len(found) >= 90 - 30
+        assert await answer(front, "r") == expected("r")
+
+    serving(tmp_path, "ab", body)
+
+
 @pytest.mark.parametrize("policy", ["alone", "pipeline"])
 def test_a_killed_instance_comes_back_and_each_token_is_delivered_once(tmp_path: Path, policy: str) -> None:
     async def body(front: Front[Request], connections: list[LocalConnection]) -> None:

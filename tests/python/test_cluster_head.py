@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 pytest.importorskip("msgspec")
 
-from remap.cluster.head import Head, Launch, Limits
+from remap.cluster.head import Head, Limits
+from remap.cluster.messages import Tokens
 from remap.cluster.pool import GroupPool
 from remap.engine import Request, SamplingParams
 from remap.engine.attention import decode_first
@@ -59,7 +60,7 @@ class Line:
     def launch(self):
         """False if there was nothing to launch."""
         launch = self.head.launch()
-        if isinstance(launch, Launch):
+        if launch is not None:
             chunks = decode_first(launch.schedule.chunks)
             for chunk in chunks:
                 sequence = chunk.sequence
@@ -73,10 +74,7 @@ class Line:
             self.sizes.append(launch.schedule.tokens)
             self.most = max(self.most, len(self.flying))
             assert len({lane for lane, _, _ in self.flying}) == len(self.flying) == self.head.in_flight
-            return True
-        if launch:
-            self.take(launch)
-        return bool(launch)
+        return launch is not None
 
     def land(self):
         if self.flying:
@@ -135,7 +133,7 @@ def test_as_many_microbatches_as_lanes_and_prompts_in_equal_parts():
     assert one.sizes == [200]
 
 
-def test_a_request_that_finds_no_blocks_ends_and_the_others_do_not():
+def test_a_request_that_finds_no_blocks_waits_and_says_so_and_the_others_go_on():
     line = Line(2, 5)
     line.head.submit(Request("large", (1,) * 40, SamplingParams(max_tokens=2)), 3)
     line.head.submit(Request("small", (1,) * 4, SamplingParams(max_tokens=2)), 1)
@@ -143,17 +141,26 @@ def test_a_request_that_finds_no_blocks_ends_and_the_others_do_not():
         line.launch()
         line.land()
     tries = 0
-    while not line.head.idle:
-        assert not line.head.in_flight
-        line.launch()
+    while line.head.stuck is None:
+        assert not line.launch()
         tries += 1
-    assert line.ends == {"small": "length", "large": "out_of_blocks"} and STUCK_STEPS <= tries <= STUCK_STEPS + 2
-    line.head.submit(Request("large", (1,) * 40, SamplingParams(max_tokens=2)), 4)
-    line.pool.grow(20)  # or the group grows in time
-    line.ends.clear()
-    line.tokens.clear()
+    assert STUCK_STEPS <= tries <= STUCK_STEPS + 2
+    size = line.pool.block_tokens
+    assert line.head.stuck == ("large", -(-40 // size) * size)
+    line.head.submit(Request("next", (1,) * 4, SamplingParams(max_tokens=2)), 1)
+    assert not line.head.give_up("next")  # it is not stuck
+    line.pool.grow(20)  # the group grows in time
     line.run()
-    assert line.ends == {"large": "length"}
+    assert line.ends == {"small": "length", "large": "length", "next": "length"} and line.head.stuck is None
+
+
+def test_a_request_that_is_given_up_ends_and_is_over():
+    line = Line(1, 5)
+    line.head.submit(Request("large", (1,) * 40, SamplingParams(max_tokens=2)), 3)
+    while line.head.stuck is None:
+        line.launch()
+    assert line.head.give_up("large") == [Tokens("large", 3, 0, (), "out_of_blocks")]
+    assert line.head.idle and line.head.stuck is None and not line.head.give_up("large")
 
 
 def test_shrinking_takes_blocks_from_the_youngest_and_renames_the_others():

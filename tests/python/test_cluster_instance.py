@@ -14,6 +14,7 @@ pytest.importorskip("msgspec")
 from cluster_instances import Cluster, expected_tokens, requests_for  # noqa: E402
 from models import LAYERS, make  # noqa: E402
 
+import remap  # noqa: E402
 from remap.cluster.member import Member  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
 from remap.engine import Request, SamplingParams  # noqa: E402
@@ -101,6 +102,32 @@ def test_requests_run_on_while_instances_merge_and_part(again, resumed):
             assert tenant.kv.live_blocks == 0
         assert {id for id, _ in resumed[:5]} == {one.id for one in requests[:5]}
         assert {moved for _, moved in resumed} == {not again}
+
+
+def test_a_request_that_is_too_long_for_one_instance_waits_for_two():
+    model, requests = make("llama"), [Request("long", tuple(range(1, 60)), SamplingParams(max_tokens=60))]
+    with Cluster(model, 2, blocks=20, kv={"config": remap.Config(max_layers=0)}) as cluster:
+        size = cluster.instances["i0"].describe().block_tokens
+        cluster.submit("i0", requests)
+        cluster.until(lambda: cluster.reports["i0"].stuck is not None)
+        assert cluster.reports["i0"].stuck == ("long", cluster.reports["i0"].capacity + size)
+        assert cluster.instances["i0"].release("nobody") is None
+        assert cluster.instances["i0"].release("long") == 1 and cluster.instances["i0"].release("long") is None
+        made = cluster.delivered("long")
+        cluster.instances["i1"].submit(requests[0], 2, made)
+        cluster.until(lambda: cluster.reports["i1"].stuck is not None)
+        assert cluster.reports["i0"].requests == ()
+        cluster.change((("i0", 3), ("i1", 6)))
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+        assert cluster.reports["i0"].stuck is None
+        cluster.fetch("i0", "i1")
+        cluster.change((("i0", 6),), (("i1", 6),))
+        cluster.ends.clear()
+        cluster.submit("i0", [Request("longer", (1,) * 100, SamplingParams(max_tokens=20))])
+        cluster.until(lambda: cluster.reports["i0"].stuck is not None)
+        cluster.instances["i0"].give_up("longer")
+        cluster.until(lambda: "longer" in cluster.ends)
+        assert cluster.ends == {"longer": "out_of_blocks"} and cluster.reports["i0"].requests == ()
 
 
 def merged(cluster, rng, groups):

@@ -121,10 +121,10 @@ def test_a_model_needs_layers_that_make_sense() -> None:
 
 
 def test_a_groups_line_has_the_heads_first() -> None:
-    loads = (Load(1, 5, (1, 2, 3)), Load(2, 7, ()), Load(0, 0, (4, 5)))
+    loads = (Load(1, 5, (1, 2, 3), 5), Load(2, 7, (), 6), Load(0, 0, (4, 5), 5))
     stages = tuple(Stage(Instance(f"i{n}", 99, load), n, n + 1) for n, load in enumerate(loads))
     load = Group(stages).load
-    assert load == Load(3, 12, (1, 4, 2, 5, 3))
+    assert load == Load(3, 12, (1, 4, 2, 5, 3), 6)
     assert (load.requests, load.demand, load.wanted) == (8, 13, 27)
 
 
@@ -135,13 +135,15 @@ def test_a_groups_line_has_the_heads_first() -> None:
 @given(clusters(), st.lists(st.integers(0, 20), max_size=20))
 def test_requests_go_where_least_is_wanted(placement: Placement, asked: list[int]) -> None:
     sent, expected = [0] * len(placement.groups), []
+    rooms = [group.capacity(placement.model) for group in placement.groups]
+    loads = [group.load.wanted for group in placement.groups]
     for tokens in asked:
-        rooms = [group.capacity(placement.model) for group in placement.groups]
-        wanted = [group.load.wanted + more for group, more in zip(placement.groups, sent)]
+        wanted = [load + more for load, more in zip(loads, sent)]
         shares = [each / room if room > 0 else float("inf") for each, room in zip(wanted, rooms)]
-        expected.append(shares.index(min(shares)))
+        fitting = [number for number, room in enumerate(rooms) if room >= min(tokens, max(rooms))]
+        expected.append(min(fitting, key=shares.__getitem__))
         sent[expected[-1]] += tokens
-    assert dispatch(placement, asked) == expected
+    assert dispatch(loads, rooms, asked) == expected
 
 
 def test_load_counts_running_requests_and_the_head_of_the_line() -> None:
@@ -150,14 +152,13 @@ def test_load_counts_running_requests_and_the_head_of_the_line() -> None:
     placement = alone(FOUR, (busy, idle))
     assert [load_share(FOUR, group) for group in placement.groups] == [0.75, 0.0]
     # Whoever waits behind the head counts for those who come.
-    assert dispatch(placement, [1, 1, 1]) == [1, 1, 1]
+    assert dispatch([102, 0], [4, 2], [1, 1, 1]) == [1, 1, 1]
     # Equal shares go to the first; what was sent counts in full.
-    short = Instance("busy", 64, Load(3, 2, (1,)))
-    assert dispatch(alone(FOUR, (short, idle)), [1, 1, 1]) == [1, 1, 0]
+    assert dispatch([3, 0], [4, 2], [1, 1, 1]) == [1, 1, 0]
     assert overloaded(placement) == []
     assert overloaded(alone(FOUR, (Instance("x", 64, Load(3, 2, (3,))), idle))) == [0]
     # Without room at all a group is the last choice.
-    assert dispatch(alone(FOUR, (Instance("none", 0), busy)), [1, 1]) == [1, 1]
+    assert dispatch([0, 103], [-1, 4], [1, 1]) == [1, 1]
 
 
 def test_needed_is_what_runs_and_waits_less_what_there_is() -> None:

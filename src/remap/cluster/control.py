@@ -23,6 +23,9 @@ ticks: who merges by `drop`, for as many tokens as the cluster lacks; when a gro
     alone      never merges
     pipeline   groups of `stages` instances as soon as so many serve alone; never dissolves
 
+A request that is too long for its group, alone in it, goes to a group with room for it, or waits for one (`drop.wider`), which
+does not dissolve while it runs. Where all instances together have no room for it, or the policy makes no larger group, it ends.
+
 Who runs where after a dissolution is the old head's decision, when it knows the requests. Here the load of a group counts
 as if its instances had equal shares of it.
 
@@ -59,8 +62,10 @@ from .messages import (
     Evict,
     Fetch,
     Finished,
+    GiveUp,
     GroupPlan,
     Joined,
+    Move,
     Part,
     Prepare,
     Prepared,
@@ -155,12 +160,14 @@ class _Change:
 @dataclass(eq=False)
 class _Group:
     """A group as it serves now. reported: the load that its head reported last; sent: tokens of requests that were routed to
-    it and that no report has shown yet. quiet_s: before this time no change begins with it, for one was just aborted."""
+    it and that no report has shown yet. stuck: a request that its head cannot begin (`Report.stuck`). quiet_s: before this
+    time no change begins with it, for one was just aborted."""
 
     group: Group
     epoch: int
     reported: Load = NOTHING
     sent: dict[str, int] = field(default_factory=dict)
+    stuck: tuple[str, int] | None = None
     change: _Change | None = None
     recovering: bool = False
     deadline_s: float = 0.0
@@ -189,7 +196,8 @@ class _Group:
 
     @property
     def load(self) -> Load:
-        return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()))
+        longest = max((self.reported.longest, *self.sent.values()))
+        return replace(self.reported, waiting=(*self.reported.waiting, *self.sent.values()), longest=longest)
 
     def seen(self) -> Group:
         """The group with its load, spread over its instances."""
@@ -225,6 +233,8 @@ class Control:
         self._heard_s: dict[str, float] = {}
         self._returning: set[str] = set()
         self._held: dict[str, int] = {}
+        # Requests that were stuck and moved, and the tokens that they asked for: more than whoever asks again may know.
+        self._moved: dict[str, int] = {}
         self._splits = Splits(model)
         self._commands: list[Command] = []
 
@@ -288,11 +298,13 @@ class Control:
             case Refused(instance, epoch, error, reason):
                 self._refused(instance, epoch, f"{error}: {reason}", now_s)
             case Asked(id, tokens):
-                self._held[id] = tokens
+                self._held[id] = max(tokens, self._moved.get(id, 0))
             case Finished(id):
                 self._held.pop(id, None)
+                self._moved.pop(id, None)
                 for each in self._groups:
                     each.sent.pop(id, None)
+                return []  # `Service.take` promises that: what is held waits for a group to open, not for the end of a request
             case Tick():
                 self._tick(now_s)
         self._route()
@@ -362,7 +374,7 @@ class Control:
         # Until all have switched, a new head does not have the requests of the others: the sum of what they had reported is
         # nearer to the truth.
         if group.phase != "switching" and report.instance == group.names[0]:
-            group.reported = report.load
+            group.reported, group.stuck = report.load, report.stuck
             for id, _ in report.requests:
                 group.sent.pop(id, None)
 
@@ -386,20 +398,23 @@ class Control:
             self._evict(instance, reason, now_s)
 
     def _route(self) -> None:
-        """Send every request that is held, if any group serves; decline them if none ever will."""
+        """Send requests that are held, if any group serves; decline them if none ever will. One whose group is not open yet waits
+        for it: the first that opens is not to have all of them."""
         if not self._held:
             return
         if not self._of and not self._returning:
             self._commands += [Decline(id, _no_copy(id)) for id in self._held]
             self._held.clear()
-        open_ = [each for each in self._groups if each.routable]
-        if not open_:
+        if not any(each.routable for each in self._groups):
             return
-        numbers = dispatch(self._placement(open_), list(self._held.values()))
-        for (id, tokens), number in zip(self._held.items(), numbers):
-            open_[number].sent[id] = tokens
-            self._commands.append(Route(id, open_[number].names[0]))
-        self._held.clear()
+        wanted = [each.load.wanted for each in self._groups]
+        capacities = [each.group.capacity(self.model) for each in self._groups]
+        for (id, tokens), number in zip(list(self._held.items()), dispatch(wanted, capacities, self._held.values())):
+            chosen = self._groups[number]
+            if chosen.routable:
+                del self._held[id]
+                chosen.sent[id] = tokens
+                self._commands.append(Route(id, chosen.names[0]))
 
     # -- Changes --------------------------------------------------------------------------------------------------------------
 
@@ -533,6 +548,7 @@ class Control:
             if each.phase == "fetching" and not restore.fits(self._placement([each]), 0, 0):
                 assert each.change is not None  # its phase is "fetching"
                 self._abort(each.change, now_s, quiet=False)
+        self._widen(now_s)
         if self.policy.name == "alone":
             return
         if self.policy.name == "pipeline":
@@ -564,6 +580,38 @@ class Control:
     def _ready(self, now_s: float) -> list[_Group]:
         """Groups that may change now."""
         return [each for each in self._groups if each.phase == "serving" and now_s >= each.quiet_s]
+
+    def _widen(self, now_s: float) -> None:
+        """Find room for requests that have none in their group: in another, or in a larger one. End those that nothing helps."""
+        for each in self._groups:
+            if each.stuck is None or each.phase != "serving":
+                continue
+            id, tokens = each.stuck
+            least = max(tokens, each.group.capacity(self.model) + 1)
+            ready, group = self._ready(now_s), None
+            if any(other.routable and other.group.capacity(self.model) >= least for other in self._groups):
+                self._moved[id] = tokens
+                self._unstick(each, Move(each.names[0], id))
+                continue
+            if self.policy.name in ("remap", "kunserve") and each in ready:
+                group = drop.wider(self._placement(ready), ready.index(each), tokens)
+            if group is not None:
+                self._merge(ready, [group], now_s)
+            elif not self._may_widen(each, len(ready)):
+                self._unstick(each, GiveUp(each.names[0], id))
+
+    def _unstick(self, each: _Group, command: Move | GiveUp) -> None:
+        """The head of this group's line goes: nobody is to make room for it until a report shows it again."""
+        self._commands.append(command)
+        each.stuck, each.reported = None, replace(each.reported, waiting=each.reported.waiting[1:])
+
+    def _may_widen(self, each: _Group, ready: int) -> bool:
+        """Whether there may be a larger group later, this one or another. ready: groups that may change now."""
+        if self._returning or any(other.phase != "serving" for other in self._groups):
+            return True
+        if self.policy.name == "pipeline":
+            return len(each.names) < self.policy.stages <= sum(len(other.names) == 1 for other in self._groups)
+        return self.policy.name != "alone" and ready < len(self._groups)
 
     def _drop(self, now_s: float) -> None:
         """Merge groups if one asks for more KV than it has, and all of them together do, too."""
@@ -656,6 +704,7 @@ def _spread(load: Load, parts: int) -> list[Load]:
             load.running * (part + 1) // parts - load.running * part // parts,
             load.tokens * (part + 1) // parts - load.tokens * part // parts,
             load.waiting[part::parts],
+            load.longest,
         )
         for part in range(parts)
     ]

@@ -28,7 +28,9 @@ from .messages import (
     Died,
     Evict,
     Fetch,
+    GiveUp,
     Joined,
+    Move,
     Prepare,
     Prepared,
     Recover,
@@ -248,6 +250,12 @@ class Front(Generic[RequestT]):
                     await self._ask_of(connection, epoch, "recover", epoch)
                 case Cancel(_, id):
                     await connection.call("cancel", id)
+                case Move(_, id):
+                    attempt: int | None = await connection.call("release", id)
+                    if attempt is not None:
+                        self._carry_out(self.service.bounced(id, attempt, self._clock()))
+                case GiveUp(_, id):
+                    await connection.call("give_up", id)
                 case Submit(_, submission):
                     await self._submit(connection, submission)
         except Lost:

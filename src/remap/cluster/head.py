@@ -140,6 +140,9 @@ class Head:
         """KV of requests is on its way: blocks may become free that no lane has, and none may move."""
         self.draining = False
         """Launch nothing more."""
+        self.stuck: tuple[str, int] | None = None
+        """A request that found no blocks although nobody else has any, and the tokens that it asks for. It waits: for a pool that
+        grows, for a larger group, or for `give_up`."""
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 
@@ -175,9 +178,18 @@ class Head:
             return []
         return self._end(lane, id, "abort")
 
+    def give_up(self, id: str) -> list[Tokens]:
+        """End a request that is stuck: its end, with the reason "out_of_blocks". Others are ignored."""
+        return self._end(self._of[id], id, "out_of_blocks") if self._is_stuck(id) else []
+
+    def _is_stuck(self, id: str) -> bool:
+        return self.stuck is not None and self.stuck[0] == id
+
     def _end(self, lane: _Lane, id: str, reason: str) -> list[Tokens]:
         output = lane.abort(id)
         del self._of[id]
+        if self._is_stuck(id):
+            self.stuck = None
         return [Tokens(id, self._attempts.pop(id), len(output.tokens), (), reason)]
 
     def leave(self) -> list[tuple[Sequence, int]]:
@@ -209,9 +221,8 @@ class Head:
         """Nothing is in flight, and there is nothing to do."""
         return not self._of
 
-    def launch(self) -> Launch | list[Tokens] | None:
-        """The next microbatch, of a lane that has none in flight; None if none can be launched now. Tokens, without any token:
-        of a request that can have no blocks although nobody else has any ("out_of_blocks").
+    def launch(self) -> Launch | None:
+        """The next microbatch, of a lane that has none in flight; None if none can be launched now.
 
         What the session raises passes through; nothing was launched then, and it can be called again.
         """
@@ -225,12 +236,13 @@ class Head:
             lane.scheduler.max_batch_tokens = self._budget(lane)
             schedule = lane.launch()
             if schedule.chunks:
+                self.stuck = None
                 self._flying[number] = schedule
                 return Launch(number, schedule)
             try:
                 lane.land(schedule, (), (), 0.0)
             except OutOfBlocks as error:
-                return self._end(lane, str(error.fields["request"]), "out_of_blocks")
+                self.stuck = str(error.fields["request"]), int(str(error.fields["requested"])) * self.kv.block_tokens
         return None
 
     def preempt(self) -> bool:

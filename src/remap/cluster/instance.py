@@ -170,6 +170,15 @@ class ClusterInstance:
         """Take a request out; its end comes with the reason "abort". Unknown ids are ignored."""
         self._inbox.put(partial(self._cancel, id))
 
+    def release(self, id: str) -> int | None:
+        """Forget a request without an answer, if it is still stuck (`Report.stuck`): its attempt. None for others."""
+        attempt: int | None = self._ask(partial(self._release, id))
+        return attempt
+
+    def give_up(self, id: str) -> None:
+        """End a request with the reason "out_of_blocks", if it is still stuck (`Report.stuck`). Others are ignored."""
+        self._inbox.put(partial(self._give_up, id))
+
     def poll(self, timeout_s: float = 0.0) -> tuple[list[Tokens], Report]:
         """What has been computed since the last call, and how things are. Waits for so long for any tokens.
 
@@ -405,6 +414,14 @@ class ClusterInstance:
             self._emit([Tokens(id, handed.attempt, len(handed.tokens), (), "abort")])
         elif now.head is not None:
             self._emit(now.head.cancel(id))
+
+    def _release(self, id: str) -> int | None:
+        ends = [] if self._now.head is None else self._now.head.give_up(id)
+        return ends[0].attempt if ends else None
+
+    def _give_up(self, id: str) -> None:
+        if self._now.head is not None:
+            self._emit(self._now.head.give_up(id))
 
     def _fetch(self, epoch: int) -> None:
         now = self._now

@@ -12,6 +12,7 @@ from remap.cluster.slots import Places, Slots, Whole
 from remap.cluster.stage import Stage
 from remap.cluster.stage_kv import StageKV
 from remap.errors import OutOfBlocks
+from remap.policy.cluster.placement import Load
 
 if TYPE_CHECKING:
     import torch
@@ -112,10 +113,11 @@ class Member:
         if exchange is not None:
             stalled = exchange.stalled
             held = sum(each.computed for each in stalled)
-            load = type(load)(load.running + len(stalled), load.tokens + held, load.waiting)
+            longest = max((load.longest, *(each.computed for each in stalled)))
+            load = Load(load.running + len(stalled), load.tokens + held, load.waiting, longest)
             requests += tuple((each.id, each.attempt) for each in stalled)
         capacity = head.kv.usable_blocks * self.has.tenant.kv.block_tokens
-        return Report(name, self.epoch, phase, load, requests, capacity, self.arrived)
+        return Report(name, self.epoch, phase, load, requests, capacity, self.arrived, head.stuck)
 
     # -- as `exchange.Taker`, of a new head -----------------------------------------------------------------------------------
 

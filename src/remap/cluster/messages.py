@@ -40,8 +40,10 @@ __all__ = [
     "Fetch",
     "Fingerprint",
     "Finished",
+    "GiveUp",
     "GroupPlan",
     "Joined",
+    "Move",
     "Part",
     "Prepare",
     "Prepared",
@@ -141,7 +143,8 @@ class Report:
     that this instance needs or that others need from it; "recovering" while it brings home what `recover` asks for.
     load, requests (id and attempt): what its scheduler has, running and waiting. Nothing unless it is the head, and never
     what it hands over. capacity: tokens of KV that the group has room for, by the head's count. arrived: layers that it holds
-    and does not compute. The report comes after all tokens that were made before it.
+    and does not compute. stuck: a request that has the group's KV to itself and still finds no room, and the tokens that it asks
+    for. The report comes after all tokens that were made before it.
     """
 
     instance: str
@@ -151,6 +154,7 @@ class Report:
     requests: tuple[tuple[str, int], ...] = ()
     capacity: int = 0
     arrived: frozenset[int] = frozenset()
+    stuck: tuple[str, int] | None = None
 
 
 # -- Commands: what control asks for ------------------------------------------------------------------------------------------
@@ -216,6 +220,23 @@ class Route:
 
 
 @dataclass(frozen=True)
+class Move:
+    """Take this request away from this instance, if it is still stuck there: another has room. Answered by its attempt, which is
+    then asked for again (`Service.bounced`)."""
+
+    instance: str
+    id: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """End this request, with the reason "out_of_blocks": no group can have room for it."""
+
+    instance: str
+    id: str
+
+
+@dataclass(frozen=True)
 class Restart:
     """What these instances had was lost: ask for their requests again (`Ledger.restart`, then Asked)."""
 
@@ -230,7 +251,7 @@ class Decline:
     error: Error
 
 
-Command = Prepare | Commit | Abort | Fetch | Recover | Evict | Route | Restart | Decline
+Command = Prepare | Commit | Abort | Fetch | Recover | Evict | Route | Restart | Move | GiveUp | Decline
 
 
 # -- Events: what control is told ---------------------------------------------------------------------------------------------

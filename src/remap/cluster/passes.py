@@ -33,8 +33,8 @@ __all__ = ["compute", "land", "launch"]
 def launch(member: Member) -> list[Tokens] | None:
     """The head's next microbatch; None if none can be launched now. Raises what `Head.launch` and `Stage.compute` raise."""
     launched = None if member.head is None else member.head.launch()
-    if launched is None or isinstance(launched, list):
-        return launched
+    if launched is None:
+        return None
     ordered = decode_first(launched.schedule.chunks)
     member.launched[launched.lane] = ordered
     rows = [row_of(chunk) for chunk in ordered]

@@ -22,6 +22,8 @@ from .messages import (
     Evict,
     Fetch,
     Finished,
+    GiveUp,
+    Move,
     Prepare,
     Recover,
     Reported,
@@ -54,7 +56,7 @@ class Cancel:
     id: str
 
 
-Action = Prepare | Commit | Abort | Fetch | Recover | Evict | Submit[RequestT] | Cancel | Decline
+Action = Prepare | Commit | Abort | Fetch | Recover | Evict | Submit[RequestT] | Cancel | Move | GiveUp | Decline
 
 
 class Service(Generic[RequestT]):
@@ -74,7 +76,7 @@ class Service(Generic[RequestT]):
         return self.on(Asked(id, self._tokens(id)), now_s)
 
     def bounced(self, id: str, attempt: int, now_s: float) -> list[Action[RequestT]]:
-        """The instance that this attempt was submitted to refused it: it goes elsewhere."""
+        """The instance that this attempt was submitted to refused it, or let go of it (`Move`): it goes elsewhere."""
         if id not in self.ledger or self.ledger.attempt(id) != attempt:
             return []
         return self.on(Asked(id, self._tokens(id)), now_s)

@@ -2,13 +2,14 @@
 
 Memory is overloaded as Llumnix and KunServe count it (section 2.2): a group's demand is the KV of its running requests and of
 the head of its line. Requests go where least is wanted, the whole line counted. KunServe dispatches by demand (section 3), which
-does not see lines that wait for computation, and makes them longer. That is decided here.
+does not see lines that wait for computation, and makes them longer. That is decided here; so is that a request goes where it
+fits, if it fits anywhere.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .placement import Group, Model, Placement
 
@@ -20,21 +21,26 @@ def load_share(model: Model, group: Group) -> float:
     return _share(group.load.demand, group.capacity(model))
 
 
-def dispatch(placement: Placement, asked: Sequence[int]) -> list[int]:
-    """For each request, in order, the number of the group that it goes to: where the least share of capacity is wanted, of
-    equal ones the first.
+def dispatch(wanted: Sequence[int], capacities: Sequence[int], asked: Iterable[int]) -> list[int]:
+    """For each request, in order, the number of the group that it goes to: of those with room for it, the one where the least
+    share of capacity is wanted; where none has room, the largest; of equal ones the first.
 
-    asked: tokens of KV that each asks for. The placement does not change.
+    wanted: tokens of KV that each group's requests ask for, `Load.wanted`. asked: those of each request. Nothing given changes.
     """
-    wanted = [group.load.wanted for group in placement.groups]
-    capacity = [group.capacity(placement.model) for group in placement.groups]
-    least = [(_share(*each), number) for number, each in enumerate(zip(wanted, capacity))]
+    wants = list(wanted)
+    least = [(_share(*each), number) for number, each in enumerate(zip(wants, capacities))]
     heapq.heapify(least)
+    largest = max(capacities)
     chosen = []
     for tokens in asked:
+        small = []
+        while capacities[least[0][1]] < min(tokens, largest):
+            small.append(heapq.heappop(least))
         number = least[0][1]
-        wanted[number] += tokens
-        heapq.heapreplace(least, (_share(wanted[number], capacity[number]), number))
+        wants[number] += tokens
+        heapq.heapreplace(least, (_share(wants[number], capacities[number]), number))
+        for each in small:
+            heapq.heappush(least, each)
         chosen.append(number)
     return chosen
 

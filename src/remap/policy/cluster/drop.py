@@ -36,11 +36,12 @@ from functools import cache, partial
 from remap.policy.donors.supply import Quote
 
 from . import restore
+from .dispatch import load_share
 from .pipeline import Network, group_round_s
 from .placement import Group, Model, Placement
 from .stages import ORDERS, Splits
 
-__all__ = ["EXACT", "QUOTES", "DropPlan", "dropped", "greedy", "plan", "quotes"]
+__all__ = ["EXACT", "QUOTES", "DropPlan", "dropped", "greedy", "plan", "quotes", "wider"]
 
 EXACT = 8
 """Instances up to which every partition is looked at: 4,140 for 8."""
@@ -81,6 +82,20 @@ def greedy(placement: Placement, need: int, network: Network) -> DropPlan:
     """KunServe's plan: merge the two smallest groups until enough is freed, or no two are left. Arguments as for `plan`."""
     mergers = _Mergers(placement, network)
     return mergers.plan(mergers.greedy(need), need)
+
+
+def wider(placement: Placement, number: int, tokens: int) -> Group | None:
+    """This group merged with as few others as it takes, those with the least load first, until a request of so many tokens has
+    room, and more than the group has now; None if all of them do not suffice. The placement does not change."""
+    model, group = placement.model, placement.groups[number]
+    needs = max(tokens, group.capacity(model) + 1)
+    others = [each for place, each in enumerate(placement.groups) if place != number]
+    splits, stages = Splits(model), list(group.stages)
+    for other in sorted(others, key=lambda each: load_share(model, each)):
+        stages += other.stages
+        if splits.tokens(stages) >= needs:
+            return Group(splits.split(stages, 1.0))
+    return None
 
 
 def dropped(before: Placement, after: Placement) -> dict[str, tuple[int, ...]]:

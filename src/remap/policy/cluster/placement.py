@@ -113,11 +113,13 @@ class Model:
 @dataclass(frozen=True)
 class Load:
     """Requests of an instance, or of a group. running: how many run; tokens: KV tokens that they hold, in all.
-    waiting: KV tokens that each waiting request asks for, the head of the line first."""
+    waiting: KV tokens that each waiting request asks for, the head of the line first. longest: KV tokens that one request asks
+    for at most, running or waiting."""
 
     running: int = 0
     tokens: int = 0
     waiting: tuple[int, ...] = ()
+    longest: int = 0
 
     @property
     def requests(self) -> int:
@@ -185,7 +187,8 @@ class Group:
         lines = [load.waiting for load in loads]
         depth = max(map(len, lines))
         waiting = tuple(line[place] for place in range(depth) for line in lines if place < len(line))
-        return Load(sum(load.running for load in loads), sum(load.tokens for load in loads), waiting)
+        running, tokens = sum(load.running for load in loads), sum(load.tokens for load in loads)
+        return Load(running, tokens, waiting, max(load.longest for load in loads))
 
 
 @dataclass(frozen=True)

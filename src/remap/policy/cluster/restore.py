@@ -121,12 +121,12 @@ def seconds(before: Placement, after: Placement, network: Network) -> float:
 
 
 def fits(placement: Placement, number: int, margin: int) -> bool:
-    """Whether each instance of the group has, alone, room for its own demand and `margin` tokens more: the surplus condition
-    of `rental`, with the margin as its sigma."""
-    model, count = placement.model, len(placement.model.layers)
+    """Whether each instance of the group has, alone, room for its own demand, and for the group's longest request, and `margin`
+    tokens more: the surplus condition of `rental`, with the margin as its sigma."""
+    model, count, group = placement.model, len(placement.model.layers), placement.groups[number]
     return all(
-        Stage(stage.instance, 0, count).capacity(model) >= stage.instance.load.demand + margin
-        for stage in placement.groups[number].stages
+        Stage(stage.instance, 0, count).capacity(model) >= max(stage.instance.load.demand, group.load.longest) + margin
+        for stage in group.stages
     )
 
 
