@@ -103,6 +103,8 @@ def test_what_cannot_be_served_is_refused_with_2_before_instances_start(tmp_path
             (("--model", model, "--memory", "12 apples"), "memory must be"),
             (("--model", model, "--memory", "64KiB"), "memory: an instance needs"),
             (("--model", model, "--policy", "best"), "the policy must be"),
+            (("--model", model, "--bandwidth", "fast"), "bandwidth must be"),
+            (("--model", model, "--bandwidth", "0"), "bandwidth must be"),
             (("--model", model, "--port", str(taken.getsockname()[1])), "cannot be listened at"),
         ):
             found = run("cluster", "serve", *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from control_worlds import (
@@ -292,6 +293,15 @@ def test_requests_go_on_being_routed_while_a_group_is_prepared_and_none_while_it
     assert control.held == 1
     told(control, "a", phase="exchanging")
     assert told(control, "b", phase="exchanging") == [Route("s", "a")]
+
+
+def test_layers_come_from_hosts_at_the_least_measured_rate() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a")
+    assert control.network == NETWORK  # nobody measured
+    for name, rate in (("b", 30.0), ("c", 20.0), ("d", 40.0)):
+        control.on(Joined(replace(description(name), host_bytes_per_s=rate)), 0.0)
+    assert control.network == replace(NETWORK, host_bytes_per_s=20.0)
 
 
 def test_a_group_that_is_being_made_counts_requests_until_a_report_shows_them() -> None:

@@ -15,7 +15,7 @@ from cluster_instances import Cluster, expected_tokens, requests_for  # noqa: E4
 from models import LAYERS, make  # noqa: E402
 
 import remap  # noqa: E402
-from remap.cluster.instance import ClusterInstance  # noqa: E402
+from remap.cluster.member import Member  # noqa: E402
 from remap.cluster.messages import Part  # noqa: E402
 from remap.engine import Request, SamplingParams  # noqa: E402
 from remap.errors import InvalidArgument, InvalidState, StalePlan  # noqa: E402
@@ -75,13 +75,13 @@ def long_requests(seed, count):
 def resumed(monkeypatch):
     """What new heads did with the requests that they took over: (id, whether its KV came along)."""
     found = []
-    plain = ClusterInstance.resume
+    plain = Member.resume
 
     def resume(self, handed, blocks):
         found.append((handed.id, bool(blocks)))
         plain(self, handed, blocks)
 
-    monkeypatch.setattr(ClusterInstance, "resume", resume)
+    monkeypatch.setattr(Member, "resume", resume)
     return found
 
 

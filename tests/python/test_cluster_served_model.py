@@ -75,6 +75,7 @@ def test_an_instance_of_a_folder_answers_as_the_model_does(tmp_path: Path) -> No
     instance = make("a", str(tmp_path), 3 * MIB, threads)
     try:
         described = instance.describe()
+        assert described.host_bytes_per_s > 0.0
         assert described.memory_bytes <= 3 * MIB and described.fingerprint.layers == 4
         instance.recover(1)
         instance.submit(Request("r", (3, 1, 4), SamplingParams(max_tokens=9)), 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -94,6 +95,15 @@ def test_who_does_not_come_is_named_and_nothing_is_left(address):
         assert refused.value.address == bad
 
 
+def test_a_store_whose_process_is_gone_is_lost_at_once_and_leaves_no_thread():
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    before = threading.enumerate()
+    with pytest.raises(PeerLost) as lost:
+        connect(address, "dead", ["a", "b"], "a", 3600.0)
+    assert lost.value.link == "dead" and threading.enumerate() == before
+
+
 CHILD = """
 import sys
 from remap.cluster.transport import connect
@@ -130,3 +140,40 @@ def test_a_process_that_is_killed_ends_every_wait(address):
         for child in children.values():
             child.kill()
             child.communicate()
+
+
+PEER = """
+import os, sys
+from remap.cluster.transport import connect
+link = connect(sys.argv[1], "leave", ["a", "b"], "b", 60.0)
+link.open([0], [0], lambda *message: None, lambda error: None)
+sys.stdin.read()
+os._exit(0)
+"""
+
+LEAVING = """
+import subprocess, sys, time
+import torch.distributed as dist
+from remap.cluster.transport import connect
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+address = f"127.0.0.1:{store.port}"
+peer = subprocess.Popen([sys.executable, "-c", sys.argv[1], address], stdin=subprocess.PIPE)
+link = connect(address, "leave", ["a", "b"], "a", 60.0)
+link.open([1], [1], lambda *message: None, lambda error: None)
+time.sleep(0.5)  # until it listens, or this would show nothing
+link.close()
+
+class Late:
+    def __init__(self):
+        self.kill, self.wait, self.sleep = peer.kill, peer.wait, time.sleep
+    def __del__(self):  # when the interpreter is ending: the peer's death wakes who still listens
+        self.kill(), self.wait(), self.sleep(1.0)
+
+sys.late = Late()
+"""
+
+
+def test_the_interpreter_ends_well_though_peers_die_meanwhile():
+    """A thread that waited in gloo then would abort the process."""
+    leaving = subprocess.run([sys.executable, "-c", LEAVING, PEER], env=os.environ, timeout=LIMIT_S)
+    assert leaving.returncode == 0

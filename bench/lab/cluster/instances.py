@@ -8,18 +8,14 @@ from typing import Any
 import remap
 from remap.cli.shared_world import build
 from remap.cluster.instance import ClusterInstance
+from remap.cluster.transport import ASSUMED
 from remap.engine import LLMEngine
 from remap.engine.request import Request
 from remap.model.footprint import footprint
-from remap.policy.activations import Line
-from remap.policy.cluster.pipeline import Network
 
 from .cases import POLICIES, Case, Policy, find
 
-__all__ = ["NETWORK", "attach", "engine_answers", "make"]
-
-NETWORK = Network(Line(5e-4, 0.0), 2e9, 4e9)
-"""gloo over loopback, and this processor's memory: orders of magnitude, by which KV is moved or computed again."""
+__all__ = ["attach", "engine_answers", "make"]
 
 
 @cache
@@ -72,7 +68,7 @@ def make(name: str, suite: str, case: str, policy: str) -> ClusterInstance:
         model,
         session,
         tenant,
-        NETWORK,
+        ASSUMED,
         max_num_seqs=its.max_num_seqs,
         max_batch_tokens=its.max_batch_tokens,
         decode_cost=5,

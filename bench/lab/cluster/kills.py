@@ -24,10 +24,11 @@ from typing import Any
 from remap.cluster.control import Control, Policy
 from remap.cluster.front import Front
 from remap.cluster.ray_cluster import RayInstances
+from remap.cluster.transport import ASSUMED
 from remap.engine.request import Request
 
 from .cases import QUICK, Case
-from .instances import NETWORK, engine_answers
+from .instances import engine_answers
 
 __all__ = ["run"]
 
@@ -117,7 +118,7 @@ async def _run(case: Case, instances: RayInstances, kills: int, seed: int) -> di
     pool = case.requests()
     wanted = engine_answers(case, pool)
     described = await instances.connections[0].call("describe")
-    control = Control(described.model, NETWORK, Policy("remap"), timeout_s=60.0)
+    control = Control(described.model, ASSUMED, Policy("remap"), timeout_s=60.0)
     heard = _Heard()
     logging.getLogger("remap").addHandler(heard)
     front = Front[Request](control, instances.connections, lambda request: len(request.prompt))

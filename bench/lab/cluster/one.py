@@ -20,11 +20,11 @@ from remap.cluster.control import Control
 from remap.cluster.front import Front
 from remap.cluster.messages import Command, Event
 from remap.cluster.ray_cluster import RayInstances
+from remap.cluster.transport import ASSUMED
 from remap.engine.request import Request
 from remap.sim.results import weighted_percentile
 
 from .cases import POLICIES, Case, find
-from .instances import NETWORK
 
 __all__ = ["serve"]
 
@@ -85,7 +85,7 @@ async def _serve(case: Case, policy_name: str, instances: RayInstances) -> dict[
     policy = POLICIES[policy_name]
     described = await instances.connections[0].call("describe")
     own = replace(policy.control, stages=len(instances.connections))  # of "pipeline" alone
-    control = Watched(described.model, NETWORK, own, timeout_s=60.0)
+    control = Watched(described.model, ASSUMED, own, timeout_s=60.0)
     front = Front[Request](control, instances.connections, lambda request: len(request.prompt))
     await front.start()
     if policy.control.name == "pipeline":

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from remap.cluster.control import Policy
     from remap.cluster.openai import Served
     from remap.cluster.ray_cluster import RayInstances
+    from remap.policy.cluster.pipeline import Network
 
 __all__ = ["app"]
 
@@ -57,6 +58,13 @@ def serve(
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Requests that run at once in an instance, at most.")] = 32,
     max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one pass, at most.")] = 512,
+    bandwidth: Annotated[
+        str | None,
+        typer.Option(help="Bytes a second between two instances, such as 1GB.", show_default="2GB; not measured"),
+    ] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(min=0.0, help="From instance to instance.", show_default="0.5; not measured")
+    ] = None,
 ) -> None:
     """Serve a model with several instances. Interrupt it to end it."""
     console = Console(soft_wrap=True)
@@ -70,6 +78,13 @@ def serve(
 
         chosen = Policy(policy, instances)  # type: ignore[arg-type]  # it refuses other names
         budget = None if memory is None else parse_size(memory, "memory")
+        network = _network(bandwidth, latency_ms)
+        if instances > 1 and (bandwidth is None or latency_ms is None):
+            text = (
+                f"taken, not measured: between instances {network.bytes_per_s / 1e9:g} GB/s and {1e3 * network.hop_s.base_s:g} "
+                "ms; --bandwidth and --latency-ms say otherwise"
+            )
+            Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
         folder, served = _model(model, budget)
         # Before instances are started, which takes longer than to say that the port is taken.
         with _listening(host, port) as listening:
@@ -80,6 +95,7 @@ def serve(
                 "max_num_seqs": max_num_seqs,
                 "max_batch_tokens": max_batch_tokens,
                 "host": "127.0.0.1" if address is None else None,
+                "network": network,
             }
             names = [f"i{number}" for number in range(instances)]
             try:
@@ -87,7 +103,7 @@ def serve(
                     "remap.cluster.served_model:make", names, arguments, {"CPU": threads}, address=address
                 )
                 try:
-                    asyncio.run(_serve(started, chosen, served, listening, console))
+                    asyncio.run(_serve(started, chosen, network, served, listening, console))
                 finally:
                     started.close()
             except KeyboardInterrupt:
@@ -95,6 +111,16 @@ def serve(
                 Console(stderr=True, soft_wrap=True).print(text, style="yellow", markup=False, highlight=False)
                 raise typer.Exit(FAILED) from None
     console.print("ended", highlight=False)
+
+
+def _network(bandwidth: str | None, latency_ms: float | None) -> Network:
+    """As the operator says; the rest as the transport's default. Raises InvalidArgument for a size that is none, or 0."""
+    from remap.cluster.transport import ASSUMED
+    from remap.policy.activations import Line
+    from remap.policy.cluster.pipeline import Network
+
+    hop_s = ASSUMED.hop_s if latency_ms is None else Line(latency_ms / 1e3, 0.0)
+    return Network(hop_s, ASSUMED.bytes_per_s if bandwidth is None else float(parse_size(bandwidth, "bandwidth")))
 
 
 def _model(name: str, memory: int | None) -> tuple[str, Served]:
@@ -130,16 +156,20 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 async def _serve(
-    instances: RayInstances, policy: Policy, served: Served, listening: socket.socket, console: Console
+    instances: RayInstances,
+    policy: Policy,
+    network: Network,
+    served: Served,
+    listening: socket.socket,
+    console: Console,
 ) -> None:
     from remap.cluster.control import Control
     from remap.cluster.front import Front
-    from remap.cluster.served_model import NETWORK
     from remap.cluster.server import serve as serve_http
     from remap.engine.request import Request
 
     described = await instances.connections[0].call("describe")
-    control = Control(described.model, NETWORK, policy, TIMEOUT_S)
+    control = Control(described.model, network, policy, TIMEOUT_S)
     front = Front[Request](control, instances.connections, lambda request: len(request.prompt))
     try:
         await front.start()

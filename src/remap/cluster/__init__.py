@@ -8,8 +8,11 @@
 These are pure, and the simulator drives the same code. What decides who merges is `remap.policy.cluster`. One instance:
 
     instance   the loop of one instance, and what control asks of it: a stage of a group, always, if only of a group of one
-    head       the first stage's part: scheduling, in as many lanes as the group has stages
-    stage      consecutive layers of a microbatch
+    change     what was prepared, committed, aborted; prepared: the links of a group that is to be
+    switch     how it becomes a member of the group that was decided
+    member     what it is between two changes; resources: what it has, whatever group it is in; counts: what it did
+    passes     a microbatch's way through a member: head (schedules, in as many lanes as the group has stages), stage (layers)
+    own_layers how layers leave, and come home; room: what the group has room for then
     exchange   KV that moves when groups change
     slots      where the logical blocks of a stage lie; pool: their numbers; stage_kv: the views of its layers
     transport  messages and tensors between instances; wire: the messages

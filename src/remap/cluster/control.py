@@ -224,7 +224,8 @@ class _Group:
 class Control:
     """The state machine (see the module). Not thread-safe: one thread calls `on`.
 
-    model: of the instances that may join. timeout_s: without a report for so long, or without an answer to what was asked, an
+    model: of the instances that may join. network: between them; the rate from their hosts is the least that they measured, once
+    they have joined. timeout_s: without a report for so long, or without an answer to what was asked, an
     instance counts as dead, and a change that was not decided is aborted.
 
     Raises InvalidArgument (fields timeout_s) unless the timeout is above 0.
@@ -334,6 +335,9 @@ class Control:
             self._lose(name, now_s)  # it was started again before its death was noticed
         self._returning.discard(name)
         self._known[name] = description
+        rates = [each.host_bytes_per_s for each in self._known.values() if each.host_bytes_per_s]
+        if rates:
+            self.network = replace(self.network, host_bytes_per_s=min(rates))
         self._heard_s[name] = now_s
         self._recover([whole.stages[0]], now_s)
 

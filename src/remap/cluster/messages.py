@@ -75,7 +75,7 @@ class Fingerprint:
 class Description:
     """An instance that is ready. model: its layers, with their bytes and measured seconds. memory_bytes: for layers and KV
     together. block_tokens: of a KV block. rendezvous: where those that merge with it find each other ("host:port" of the
-    store that it serves)."""
+    store that it serves). host_bytes_per_s: at which layers come from the host's master copy, measured; 0: unknown."""
 
     name: str
     fingerprint: Fingerprint
@@ -84,6 +84,7 @@ class Description:
     block_tokens: int = 16
     rendezvous: str = ""
     pid: int = 0
+    host_bytes_per_s: float = 0.0
 
 
 @dataclass(frozen=True)

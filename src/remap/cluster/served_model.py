@@ -17,19 +17,17 @@ import remap
 from remap.engine.models import decoder_of
 from remap.errors import InvalidArgument
 from remap.model.footprint import footprint
-from remap.policy.activations import Line
-from remap.policy.cluster.pipeline import Network
 from remap.sizes import show_size
 
 from .instance import ClusterInstance
+from .transport import ASSUMED
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["NETWORK", "Layout", "Tokenizer", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
+    from remap.policy.cluster.pipeline import Network
 
-NETWORK = Network(Line(5e-4, 0.0), 2e9, 4e9)
-"""gloo over loopback, and a processor's memory: orders of magnitude, by which KV is moved or computed again."""
+__all__ = ["Layout", "Tokenizer", "ends_of", "layout_of", "make", "shapes", "tokenizer_of"]
 
 KV_TOKENS = 8192
 """Without a given memory there is KV for so many tokens beside the weights."""
@@ -124,11 +122,12 @@ def make(
     max_num_seqs: int = 32,
     max_batch_tokens: int = 512,
     host: str | None = "127.0.0.1",
+    network: Network = ASSUMED,
 ) -> ClusterInstance:
     """The instance; its session lives as long as it does.
 
     model: a folder, or a hub name. memory: see `layout_of`. threads: that compute. host: under which other instances reach it;
-    None: under its node's address, by Ray.
+    None: under its node's address, by Ray. network: to these.
 
     Raises InvalidArgument as `shapes` and `layout_of` do, and what `Session.attach` raises.
     """
@@ -151,7 +150,7 @@ def make(
         loaded,
         session,
         tenant,
-        NETWORK,
+        network,
         host=host,
         max_num_seqs=max_num_seqs,
         max_batch_tokens=max_batch_tokens,

@@ -10,12 +10,19 @@ as gone.
 
 Threads: `post` never waits: one daemon thread of the link sends, in the order of posting, and one for each peer that is
 listened to receives from it. They call `deliver`, `then` and `lost`, which only enqueue (instance.py).
+
+None of them may wait in gloo while the interpreter ends: one that wakes then asks for the GIL inside a C++ destructor, and the
+process aborts (pytorch#38228). So at exit their connections are broken, and they are joined.
 """
 
 from __future__ import annotations
 
+import atexit
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -24,16 +31,27 @@ import torch
 import torch.distributed as dist
 
 from remap.errors import Error, InvalidArgument
+from remap.policy.activations import Line
+from remap.policy.cluster.pipeline import Network
 
-__all__ = ["FRAME", "Deliver", "Link", "PeerLost", "ServedStore", "bytes_of", "connect", "tensor_of"]
+__all__ = ["ASSUMED", "FRAME", "Deliver", "Link", "PeerLost", "ServedStore", "bytes_of", "connect", "tensor_of"]
 
 FRAME = 4096
 """Bytes of the first part of each message: two lengths, and as much of the header as fits."""
+
+ASSUMED = Network(Line(5e-4, 0.0), 2e9)
+"""What gloo over loopback is taken to need, where nobody says otherwise: not measured. It decides what to move, and so speed
+alone."""
 
 _c10d: Any = dist  # torch's annotations do not export what its documentation names
 
 _FOREVER = timedelta(days=3650)
 
+LEAVE_S = 1.0
+"""For so long the interpreter's end waits for each thread of a link."""
+
+_senders: dict[threading.Thread, Callable[[], None]] = {}  # and what ends each
+_listeners: dict[threading.Thread, tuple[dist.ProcessGroup, int]] = {}  # and to whom each listens
 
 Deliver = Callable[[int, bytes, torch.Tensor | None], None]
 
@@ -77,8 +95,8 @@ class Link:
             return
         self._listeners = list(listeners)
         for source in sources:
-            self._start(self._listen, group, source, deliver, lost)
-        self._start(self._send, group, lost)
+            self._start(_listeners, (group, source), self._listen, group, source, deliver, lost)
+        self._start(_senders, self._stop, self._send, group, lost)
 
     def post(
         self,
@@ -97,13 +115,29 @@ class Link:
         group, self._group = self._group, None
         if group is None:
             return
-        self._closed.set()
         for to in self._listeners:
             self._outbox.put(_Outgoing(to, b"", None, None))
+        self._stop()
+
+    def _stop(self) -> None:
+        """Send nothing behind what was posted, and call nobody any more."""
+        self._closed.set()
         self._outbox.put(None)
 
-    def _start(self, target: Callable[..., None], *args: object) -> None:
-        threading.Thread(target=target, args=args, name=f"{self._prefix} {self.names[self.rank]}", daemon=True).start()
+    def _start(
+        self, running: dict[threading.Thread, Any], entry: object, target: Callable[..., None], *args: object
+    ) -> None:
+        """In a thread that is in `running` until it ends."""
+
+        def run() -> None:
+            try:
+                target(*args)
+            finally:
+                running.pop(threading.current_thread(), None)
+
+        thread = threading.Thread(target=run, name=f"{self._prefix} {self.names[self.rank]}", daemon=True)
+        running[thread] = entry
+        thread.start()
 
     def _send(self, group: dist.ProcessGroup, lost: Callable[[PeerLost], None]) -> None:
         gone: set[int] = set()
@@ -169,7 +203,8 @@ def connect(address: str, prefix: str, names: Sequence[str], name: str, timeout_
     """The link of these members, of whom each calls this. Waits for all.
 
     address: "host:port" of a torch.distributed.TCPStore. timeout_s: for all to come, and later for a send. Raises
-    InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link) if not all came.
+    InvalidArgument (field address) for an address that is none; PeerLost (fields peer: "", link) if not all came, or at once if
+    nobody is at the address.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit():
@@ -177,16 +212,37 @@ def connect(address: str, prefix: str, names: Sequence[str], name: str, timeout_
             f"a rendezvous is 'host:port' of a store, got {address!r}; nothing was made", address=address
         )
     limit, rank = timedelta(seconds=timeout_s), names.index(name)
+    end_s = time.monotonic() + timeout_s
     try:
-        store = _c10d.TCPStore(host, int(port), is_master=False, timeout=limit)
-        group = _c10d.ProcessGroupGloo(_c10d.PrefixStore(prefix, store), rank, len(names), limit)
-    except RuntimeError as error:
+        # A store whose process is gone refuses this; torch would try again and again, beyond its time limit.
+        socket.create_connection((host, int(port)), timeout_s).close()
+        store = _c10d.PrefixStore(prefix, _c10d.TCPStore(host, int(port), is_master=False, timeout=limit))
+        # gloo waits for one member after another, for so long each: so all have to be there before.
+        store.set(f"here/{rank}", "")
+        store.wait(
+            [f"here/{other}" for other in range(len(names))], timedelta(seconds=max(0.001, end_s - time.monotonic()))
+        )
+        group = _c10d.ProcessGroupGloo(store, rank, len(names), limit)
+    except (OSError, RuntimeError) as error:
         raise PeerLost(
             f"not all of {', '.join(names)} came to {address} ({prefix}) within {timeout_s} s; nothing changed; plan anew",
             peer="",
             link=prefix,
         ) from error
     return Link(group, prefix, names, rank)
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Before the interpreter ends (see the module)."""
+    for thread, stop in list(_senders.items()):
+        stop()
+        thread.join(LEAVE_S)
+    for thread, (group, source) in list(_listeners.items()):
+        # gloo breaks the connections of a receive whose time is over, and so ends the thread's receive as well.
+        with suppress(RuntimeError):
+            group.recv([torch.empty(1, dtype=torch.uint8)], source, 1).wait(timedelta(milliseconds=1))
+        thread.join(LEAVE_S)
 
 
 def _parts(header: bytes, payload: torch.Tensor | None) -> list[torch.Tensor]:

@@ -1,0 +1,46 @@
+"""What an instance has computed and sent since it began."""
+
+from __future__ import annotations
+
+import time
+
+__all__ = ["Counts"]
+
+
+class Counts:
+    """Written by the loop, number by number; others read them as they are.
+
+    passes, computing_s (pipeline_computing_s of it as a stage of several), activation_bytes and kv_sent_bytes (sent to others).
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.computing_s = self.pipeline_computing_s = 0.0
+        self.activation_bytes = self.kv_sent_bytes = 0
+        self._pipeline_s = 0.0
+        self._since: float | None = None
+
+    def note_pass(self, seconds: float, alone: bool) -> None:
+        """One microbatch was computed."""
+        self.passes += 1
+        self.computing_s += seconds
+        if not alone:
+            self.pipeline_computing_s += seconds
+
+    def note_group(self, alone: bool) -> None:
+        """From now on the instance is alone, or a stage of several."""
+        since, self._since = self._since, None if alone else time.perf_counter()
+        if since is not None:
+            self._pipeline_s += time.perf_counter() - since
+
+    def as_dict(self) -> dict[str, float]:
+        """All of them, and pipeline_s: seconds for which the instance was a stage of several."""
+        since = self._since
+        return {
+            "passes": float(self.passes),
+            "computing_s": self.computing_s,
+            "pipeline_computing_s": self.pipeline_computing_s,
+            "pipeline_s": self._pipeline_s + (0.0 if since is None else time.perf_counter() - since),
+            "activation_bytes": float(self.activation_bytes),
+            "kv_sent_bytes": float(self.kv_sent_bytes),
+        }

@@ -1,0 +1,120 @@
+"""What an instance has, whatever group it is in, and what it measured of that before it serves."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from typing import TYPE_CHECKING, Any
+
+import remap
+from remap.cluster.counts import Counts
+from remap.cluster.head import Limits
+from remap.cluster.messages import Fingerprint
+from remap.cluster.slots import Whole
+from remap.cluster.stage import Row, Stage
+from remap.cluster.stage_kv import StageKV
+from remap.engine.models import decoder_of
+from remap.errors import InvalidArgument
+from remap.policy.activations import Line
+from remap.policy.cluster.lookahead import ChunkCost
+from remap.policy.cluster.placement import Layer, Model
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from remap.engine.models import Decoder
+    from remap.policy.cluster.pipeline import Network
+
+__all__ = ["Resources", "fingerprint_of"]
+
+PROBE_TOKENS = 64
+"""Tokens of the longer of two passes that a stage's seconds are measured with."""
+
+
+def fingerprint_of(model: nn.Module) -> Fingerprint:
+    """What has to be equal for two instances to compute parts of one model (see `Fingerprint`). Weights are not read."""
+    digest = hashlib.sha256(model.config.to_json_string(use_diff=False).encode())  # type: ignore[union-attr, operator]
+    for name, tensor in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    return Fingerprint(digest.hexdigest(), dtype, remap.__version__, len(decoder_of(model).layers))
+
+
+class Resources:
+    """One instance's model, tenant and memory. Nothing of it changes but `counts`.
+
+    layers: of the model. own_blocks: those that are KV while every layer is here and none streams. memory_bytes: for layers
+    and KV together. model: the layers' bytes and measured seconds. host_bytes_per_s: at which layers come from the
+    host's master copy, as the tenant measured at attach; 0 if it did not. cost: of a pass through all layers. network: to other
+    instances.
+
+    Measures two short passes. Raises InvalidArgument (field layout) for KV that is not block_major, and (fields max_blocks,
+    needed) if the KV region could not take the pages of all layers.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        session: Any,
+        tenant: Any,
+        network: Network,
+        max_num_seqs: int,
+        max_batch_tokens: int,
+        decode_cost: int,
+    ) -> None:
+        self.name = name
+        self.decoder: Decoder = decoder_of(model)
+        self.session, self.tenant, self.network = session, tenant, network
+        self.layers = len(self.decoder.layers)
+        self.limits = Limits(
+            self.decoder.vocabulary, self.decoder.max_tokens, max_num_seqs, max_batch_tokens, decode_cost
+        )
+        self.own_blocks = frozenset(tenant.kv.pool.open_ids())
+        self.fingerprint = fingerprint_of(model)
+        self.counts = Counts()
+        sizes = [int(size) for size in tenant.layer_bytes[: self.layers]]
+        self.memory_bytes = sum(sizes) + tenant.kv.usable_blocks * tenant.kv.spec.block_bytes
+        self._require_addresses()
+        copy_s = tenant.copy_seconds()
+        self.host_bytes_per_s = sum(tenant.layer_bytes) / len(tenant.layer_bytes) / copy_s if copy_s else 0.0
+        base_s, each_s = self._pass_line()
+        self.cost = ChunkCost(0.0, 0.0, each_s, 0.0, base_s)
+        spec = tenant.kv.spec
+        token_bytes = spec.block_bytes // spec.layers // tenant.kv.block_tokens
+        line = Line(base_s / self.layers, each_s / self.layers)
+        self.model = Model(tuple(Layer(size, token_bytes, line) for size in sizes))
+
+    def _require_addresses(self) -> None:
+        kv = self.tenant.kv
+        needed = -(-self.memory_bytes // kv.spec.block_bytes)
+        if kv.max_blocks < needed:
+            raise InvalidArgument(
+                f"the KV region of {self.name!r} must have places for the pages of its layers as well: {needed} blocks, got "
+                f"max_blocks={kv.max_blocks}; nothing was created; attach with a larger max_blocks (addresses, not memory)",
+                max_blocks=kv.max_blocks,
+                needed=needed,
+            )
+
+    def _pass_line(self) -> tuple[float, float]:
+        """Seconds of a pass through all layers: once, and for each token."""
+        kv = self.tenant.kv
+        tokens = min(PROBE_TOKENS, self.limits.positions, kv.free_blocks * kv.block_tokens)
+        stage = Stage(self.decoder, self.tenant, StageKV(kv, 0, self.layers), Whole(self.layers), samples=True)
+        short, long = self._pass_s(stage, 1), self._pass_s(stage, tokens)
+        each_s = max(0.0, long - short) / max(1, tokens - 1)
+        return max(0.0, short - each_s), each_s
+
+    def _pass_s(self, stage: Stage, tokens: int) -> float:
+        """Seconds of a pass over a prompt of so many tokens: the least of three."""
+        kv, least = self.tenant.kv, float("inf")
+        blocks = kv.allocate(-(-tokens // kv.block_tokens))
+        row = Row(0, tokens, tokens, tokens, blocks)
+        try:
+            for _ in range(3):
+                begin = time.perf_counter()
+                stage.compute([row], None, [[0] * tokens])
+                least = min(least, time.perf_counter() - begin)
+        finally:
+            kv.free(blocks)
+        return least

@@ -1,0 +1,44 @@
+"""Room for KV in a group: each stage says how many logical blocks it has places for, and the head's pool has the least."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from remap.cluster.wire import Room, encode
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from remap.cluster.member import Member
+
+__all__ = ["grow", "hear", "tell"]
+
+
+def grow(member: Member, blocks: Iterable[int]) -> None:
+    """These physical blocks are the stage's; of an instance without slots they are free."""
+    if member.slots is None:
+        member.has.tenant.kv.free(blocks)
+    else:
+        tell(member, member.slots.grow(blocks))
+
+
+def tell(member: Member, blocks: int, leaving: bool = False) -> None:
+    """Tell the head that this stage has places for so many logical blocks; leaving: that it will have."""
+    message = Room(member.place, blocks, leaving)
+    if member.head is not None:
+        hear(member, message)
+    else:
+        member.forward(encode(message))
+
+
+def hear(member: Member, message: Room) -> None:
+    """As a head. When all stages have said what they will have, the head drains, to shrink its pool (`own_layers.shrink`)."""
+    assert member.head is not None  # it comes to heads only
+    rooms = member.leaving if message.leaving else member.rooms
+    rooms[message.stage] = message.blocks
+    if any(place not in rooms for place in member.working):
+        return
+    if message.leaving:
+        member.shrinking = member.head.draining = True
+    else:
+        member.head.kv.grow(min(rooms[place] for place in member.working))

@@ -1,0 +1,115 @@
+"""The switch: an instance becomes a member of the group that was decided, and what its old group had goes on elsewhere."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from remap.cluster import member, own_layers, room
+from remap.cluster.exchange import Exchange, Run
+from remap.cluster.slots import Departure
+from remap.cluster.wire import Handed, Message, encode
+from remap.policy.cluster.exchange import chunk_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from remap.cluster.member import Member
+    from remap.cluster.messages import GroupPlan
+    from remap.cluster.prepared import Prepared
+    from remap.cluster.transport import Link
+    from remap.engine.request import Sequence as EngineSequence
+
+__all__ = ["switch"]
+
+
+def switch(old: Member, prepared: Prepared, sent: Callable[[], None]) -> Member:
+    """What the plan says. Nothing of the old group is in flight here. sent: called in another thread, each time that a piece of
+    KV has left."""
+    has, plan, kv = old.has, prepared.plan, old.has.tenant.kv
+    new = member.alone(has, plan.epoch) if prepared.ring is None else member.stage_of(has, plan, prepared.ring)
+    own_layers.hold(old, new.part.first, new.part.end)
+    new.home = new.part.end - new.part.first == has.layers
+    if old.alone and not new.alone:
+        # Behind the drop, which makes room for blocks that move. From here on they must not: a stage's places straddle
+        # them, so none of its layers may stream and come home later.
+        own_layers.end_streaming(old)
+    leaving = old.head.leave() if old.head is not None else []
+    held = set(kv.pool.live_ids())
+    if old.ring is not None:
+        old.ring.close()
+    if prepared.mesh is not None:
+        new.mesh = prepared.mesh
+        new.exchange = _exchange(old, new, plan, prepared.mesh, held, sent)
+        if new.head is not None:
+            new.head.exchanging = True
+    if new.slots is not None:
+        room.grow(new, kv.allocate(kv.free_blocks))
+    if old.head is not None and new.exchange is not None and new.mesh is not None:
+        # Requests come in at several heads; each is handed on by exactly one, with its blocks as they are now.
+        ranks = _next_heads(plan, new.mesh, [sequence for sequence, _ in leaving])
+        new.exchange.hand_over(
+            [Handed.of(sequence, attempt, to, kv.block_tokens) for (sequence, attempt), to in zip(leaving, ranks)]
+        )
+    return new
+
+
+def _next_heads(plan: GroupPlan, mesh: Link, leaving: Sequence[EngineSequence]) -> list[int]:
+    """Who goes on with which request, by rank: the one new head; or, where a group is dissolved, whoever has the fewest
+    tokens."""
+    if len(plan.stages) > 1:
+        return [mesh.names.index(plan.head)] * len(leaving)
+    tokens = [0] * len(mesh.names)
+    found = []
+    for sequence in leaving:
+        rank = min(range(len(tokens)), key=tokens.__getitem__)
+        tokens[rank] += sequence.length
+        found.append(rank)
+    return found
+
+
+def _exchange(
+    old: Member, new: Member, plan: GroupPlan, mesh: Link, held: set[int], sent: Callable[[], None]
+) -> Exchange:
+    """held: the physical blocks in which the old group's KV lies."""
+    has = old.has
+    ranks = {name: rank for rank, name in enumerate(mesh.names)}
+    before = {
+        ranks[group[0].instance]: [Run(ranks[part.instance], part.first, part.end) for part in group]
+        for group in plan.before
+    }
+    if new.alone:
+        runs = {rank: [Run(rank, 0, has.layers)] for rank in range(len(mesh.names))}
+    else:
+        runs = {ranks[plan.head]: [Run(ranks[part.instance], part.first, part.end) for part in plan.stages]}
+
+    def departing(live: dict[str, Sequence[int]]) -> Departure:
+        return Departure(old.places, held, live if old.part.first < old.part.end else {})
+
+    def send(to: int, message: Message, payload: torch.Tensor | None) -> None:
+        # The next piece is made when this one has left: what is cheap to keep waiting is not in memory twice.
+        if payload is not None:
+            has.counts.kv_sent_bytes += payload.numel()
+        mesh.post(to, encode(message), payload, None if payload is None else sent)
+
+    seconds = has.model.seconds(new.part.first, new.part.end, has.limits.max_batch_tokens)
+    return Exchange(
+        mesh.rank,
+        len(mesh.names),
+        old=old.kv,
+        departing=departing,
+        heads=before,
+        head=ranks[old.stages[0].instance],
+        before=before,
+        runs=runs,
+        new=new.kv,
+        places=new.places,
+        taker=new if new.head is not None else None,
+        send=send,
+        freed=partial(room.grow, new),
+        network=has.network,
+        cost=has.cost,
+        chunk_bytes=chunk_bytes(has.network, seconds),
+    )
