@@ -427,7 +427,7 @@ def test_an_error_of_the_session_is_raised_by_poll_and_asked_for_once(monkeypatc
     with Cluster(make("llama"), 1) as cluster:
         one = cluster.instances["i0"]
         with monkeypatch.context() as patched:
-            patched.setattr("remap.cluster.instance.streamable", broken)
+            patched.setattr("remap.cluster.own_layers.streamable", broken)
             with pytest.raises(ZeroDivisionError):
                 cluster.until(lambda: one.cancel("nobody"))
             for _ in range(20):
