@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from remap.cli.machine import machine_info
 from remap.errors import InvalidArgument, InvalidState
@@ -13,7 +15,70 @@ from remap.errors import InvalidArgument, InvalidState
 from . import seeds
 from .apart import run_apart
 
-__all__ = ["compare", "empty", "loads_of", "machine_of", "require_machine", "run_missing", "run_name"]
+__all__ = [
+    "Suite",
+    "compare",
+    "empty",
+    "find_in",
+    "loads_of",
+    "machine_of",
+    "require_machine",
+    "run_missing",
+    "run_name",
+    "table",
+]
+
+
+class Named(Protocol):
+    """A case: a dataclass of JSON's types with a name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+CaseT = TypeVar("CaseT", bound=Named)
+
+
+@dataclass(frozen=True)
+class Suite(Generic[CaseT]):
+    """The cases of one file of results. threads: that compute in each process of a run."""
+
+    cases: tuple[CaseT, ...]
+    rounds: int
+    threads: int = 1
+
+    def settings(self) -> dict[str, Any]:
+        """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
+        cases: list[Any] = list(self.cases)
+        made: dict[str, Any] = json.loads(json.dumps({"cases": [*map(asdict, cases)], "threads": self.threads}))
+        return made
+
+
+def find_in(suites: Mapping[str, Suite[CaseT]], suite: str, case: str) -> tuple[Suite[CaseT], CaseT]:
+    """By name. Raises InvalidArgument (fields suite and case) if there is no such case."""
+    for one in suites[suite].cases if suite in suites else ():
+        if one.name == case:
+            return suites[suite], one
+    raise InvalidArgument(
+        f"no case {case!r} in the suite {suite!r}; nothing was run; there are "
+        f"{', '.join(f'{name}: {one.name}' for name, its in suites.items() for one in its.cases)}",
+        suite=suite,
+        case=case,
+    )
+
+
+def table(
+    data: Mapping[str, Any], suite: Suite[CaseT], policies: Sequence[str], columns: Sequence[seeds.Column]
+) -> str:
+    """Markdown: a line for each case and policy."""
+    lines = [
+        seeds.Line(
+            (case.name,),
+            {policy: [run_name(case.name, policy, number) for number in range(suite.rounds)] for policy in policies},
+        )
+        for case in suite.cases
+    ]
+    return seeds.table(data["points"], ("case",), lines, columns, worst_first=True, of="rounds")
 
 
 def run_name(case: str, policy: str, number: int) -> str:

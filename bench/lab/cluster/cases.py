@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+
+from bench.lab.rounds import Suite, find_in
 
 from remap.cli.shared_world import ModelSpec
 from remap.cluster.control import Policy as Control
 from remap.engine.request import Request, SamplingParams
-from remap.errors import InvalidArgument
 
-__all__ = ["POLICIES", "SUITES", "Case", "Policy", "Suite", "find"]
+__all__ = ["POLICIES", "SUITES", "Case", "Policy", "find"]
 
 
 @dataclass(frozen=True)
@@ -98,20 +98,6 @@ class Case:
         )
 
 
-@dataclass(frozen=True)
-class Suite:
-    """The cases of one file of results. threads: of each instance."""
-
-    cases: tuple[Case, ...]
-    rounds: int
-    threads: int = 1
-
-    def settings(self) -> dict[str, Any]:
-        """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
-        made: dict[str, Any] = json.loads(json.dumps({"cases": [*map(asdict, self.cases)], "threads": self.threads}))
-        return made
-
-
 _LLAMA = ModelSpec("random Llama", layers=16, hidden=512, intermediate=1408, heads=8, kv_heads=8, vocabulary=4096)
 FULL = Suite(
     (
@@ -129,17 +115,5 @@ QUICK = Suite(
     ),
     rounds=1,
 )  # fmt: skip
-SUITES: Mapping[str, Suite] = {"full": FULL, "quick": QUICK}
-
-
-def find(suite: str, case: str) -> tuple[Suite, Case]:
-    """By name. Raises InvalidArgument (fields suite and case) if there is no such case."""
-    for one in SUITES[suite].cases if suite in SUITES else ():
-        if one.name == case:
-            return SUITES[suite], one
-    raise InvalidArgument(
-        f"no case {case!r} in the suite {suite!r}; nothing was run; there are "
-        f"{', '.join(f'{name}: {one.name}' for name, its in SUITES.items() for one in its.cases)}",
-        suite=suite,
-        case=case,
-    )
+SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK}
+find = partial(find_in, SUITES)

@@ -7,16 +7,14 @@ python -m bench.lab cluster --report-only    writes the page of what is stored
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from bench.lab import ROOT, rounds, seeds
 from bench.lab.seeds import Column
 
-from .cases import POLICIES, SUITES, Suite
+from .cases import POLICIES, SUITES
 
-__all__ = ["RESULTS", "run_cluster", "table"]
+__all__ = ["RESULTS", "run_cluster"]
 
 RESULTS = ROOT / "bench" / "results" / "cluster.json"
 MODULE = "bench.lab.cluster.one"
@@ -63,21 +61,6 @@ core. Layers loaded: from the host's master copies, at restores.
 TEXT = ""
 
 
-def table(data: Mapping[str, Any], suite: Suite) -> str:
-    """Markdown: a line for each case and policy."""
-    lines = [
-        seeds.Line(
-            (case.name,),
-            {
-                policy: [rounds.run_name(case.name, policy, number) for number in range(suite.rounds)]
-                for policy in POLICIES
-            },
-        )
-        for case in suite.cases
-    ]
-    return seeds.table(data["points"], ("case",), lines, COLUMNS, worst_first=True, of="rounds")
-
-
 def run_cluster(results: Path, suite_name: str = "full", *, report_only: bool = False) -> str:
     """Run what `results` lacks, and write the page beside it. Returns the page.
 
@@ -97,7 +80,7 @@ def run_cluster(results: Path, suite_name: str = "full", *, report_only: bool = 
         first=next(iter(POLICIES)),
         policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
-        table=table(data, suite),
+        table=rounds.table(data, suite, list(POLICIES), COLUMNS),
         text=TEXT if suite_name == "full" else "",
     )
     results.parent.mkdir(parents=True, exist_ok=True)

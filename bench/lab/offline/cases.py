@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import partial
+
+from bench.lab.rounds import Suite, find_in
 
 from remap.cli.shared_world import ModelSpec
 from remap.engine.request import Request, SamplingParams
-from remap.errors import InvalidArgument
 
-__all__ = ["AMPLE", "FULL", "GROUPED", "POLICIES", "QUICK", "SUITES", "Case", "Suite", "find"]
+__all__ = ["AMPLE", "FULL", "GROUPED", "POLICIES", "QUICK", "SUITES", "Case", "find"]
 
 AMPLE = "ample"
 # Each round runs them in this order; all are compared with the tokens of the first. But for it, a policy is the name of one of
@@ -63,20 +63,6 @@ class Case:
         )
 
 
-@dataclass(frozen=True)
-class Suite:
-    """The cases of one file of results. threads: that compute."""
-
-    cases: tuple[Case, ...]
-    rounds: int
-    threads: int = 1
-
-    def settings(self) -> dict[str, Any]:
-        """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
-        made: dict[str, Any] = json.loads(json.dumps({"cases": [*map(asdict, self.cases)], "threads": self.threads}))
-        return made
-
-
 OPT = ModelSpec("OPT", layers=12, hidden=512, intermediate=2048, heads=8, vocabulary=2048, family="opt")
 LLAMA = ModelSpec("Llama", layers=12, hidden=512, intermediate=2048, heads=8, kv_heads=8, vocabulary=2048)
 GROUPED = ModelSpec("grouped", layers=4, hidden=128, intermediate=256, heads=8, kv_heads=2, vocabulary=512)
@@ -104,12 +90,5 @@ QUICK = Suite(
     ),
     rounds=1,
 )
-SUITES: Mapping[str, Suite] = {"full": FULL, "quick": QUICK}
-
-
-def find(suite: str, case: str) -> Case:
-    """By name. Raises InvalidArgument (fields suite and case) if there is no such case."""
-    for one in SUITES[suite].cases if suite in SUITES else ():
-        if one.name == case:
-            return one
-    raise InvalidArgument(f"no case {case!r} in the suite {suite!r}; nothing was run", suite=suite, case=case)
+SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK}
+find = partial(find_in, SUITES)

@@ -16,10 +16,10 @@ from bench.lab.apart import run_apart
 from bench.lab.hybridserve.batches import Batch
 from bench.lab.seeds import Column
 
-from .cases import GROUPED, POLICIES, SUITES, Suite
+from .cases import GROUPED, POLICIES, SUITES, Case
 from .order import order
 
-__all__ = ["RESULTS", "run_offline", "table"]
+__all__ = ["RESULTS", "run_offline"]
 
 RESULTS = ROOT / "bench" / "results" / "offline.json"
 MODULE = "bench.lab.offline.one"
@@ -95,21 +95,6 @@ short for short requests: their passes have costs that do not grow with their to
 """
 
 
-def table(data: Mapping[str, Any], suite: Suite) -> str:
-    """Markdown: a line for each case and policy."""
-    lines = [
-        seeds.Line(
-            (case.name,),
-            {
-                policy: [rounds.run_name(case.name, policy, number) for number in range(suite.rounds)]
-                for policy in POLICIES
-            },
-        )
-        for case in suite.cases
-    ]
-    return seeds.table(data["points"], ("case",), lines, COLUMNS, worst_first=True, of="rounds")
-
-
 def orders() -> str:
     """Markdown: `order` of each batch."""
     out = ["| model | prompt | in parts, s | whole, s | buffers, GB | wanted, GB | batches | in batches that fit, s |"]
@@ -124,7 +109,7 @@ def orders() -> str:
     return "\n".join(out)
 
 
-def _page(data: Mapping[str, Any], suite: Suite, text: str) -> str:
+def _page(data: Mapping[str, Any], suite: rounds.Suite[Case], text: str) -> str:
     said = data["refused"]
     refused = "Not run yet."
     if said:
@@ -140,7 +125,7 @@ def _page(data: Mapping[str, Any], suite: Suite, text: str) -> str:
         first=next(iter(POLICIES)),
         policies="\n".join(f"- `{name}`: {about}" for name, about in POLICIES.items()),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
-        table=table(data, suite),
+        table=rounds.table(data, suite, list(POLICIES), COLUMNS),
         refused=refused,
         text=text,
         orders=orders(),

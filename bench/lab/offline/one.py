@@ -133,7 +133,7 @@ def serve(suite: str, case_name: str, policy: str) -> dict[str, Any]:
     """
     import torch
 
-    case = find(suite, case_name)
+    _, case = find(suite, case_name)
     assert policy in POLICIES
     load = machine_now()["load_1min"]
     model, _ = build(case.model, case.dtype, case.seed)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+from bench.lab.rounds import Suite, find_in
 
 from remap.cli.demo_config import default_config
 from remap.cli.shared_world import LARGE, SMALL, ModelSpec, Preset, Wiring
-from remap.errors import InvalidArgument
 from remap.sim.results import Targets
 from remap.sim.workload import Arrivals
 
 from .pie import Pie
 
-__all__ = ["FULL", "IDEAL", "POLICIES", "QUICK", "SUITES", "Case", "Policy", "Suite", "find"]
+__all__ = ["FULL", "IDEAL", "POLICIES", "QUICK", "SUITES", "Case", "Policy", "find"]
 
 
 @dataclass(frozen=True)
@@ -83,20 +84,6 @@ class Case:
         )
 
 
-@dataclass(frozen=True)
-class Suite:
-    """The cases of one file of results. threads: that compute."""
-
-    cases: tuple[Case, ...]
-    rounds: int
-    threads: int = 1
-
-    def settings(self) -> dict[str, Any]:
-        """All of it but the number of rounds, of JSON's types: runs made with other settings do not count."""
-        made: dict[str, Any] = json.loads(json.dumps({"cases": [*map(asdict, self.cases)], "threads": self.threads}))
-        return made
-
-
 SMOLLM2 = ModelSpec("SmolLM2")
 OPT = ModelSpec("OPT", layers=12, hidden=768, intermediate=3072, heads=12, vocabulary=50272, family="opt")
 WIDE = next(spec for spec in LARGE.models if spec.name == "wide")
@@ -137,17 +124,5 @@ QUICK = Suite(
     ),
     rounds=1,
 )
-SUITES: Mapping[str, Suite] = {"full": FULL, "quick": QUICK}
-
-
-def find(suite: str, case: str) -> tuple[Suite, Case]:
-    """By name. Raises InvalidArgument (fields suite and case) if there is no such case."""
-    for one in SUITES[suite].cases if suite in SUITES else ():
-        if one.name == case:
-            return SUITES[suite], one
-    raise InvalidArgument(
-        f"no case {case!r} in the suite {suite!r}; nothing was run; there are "
-        f"{', '.join(f'{name}: {one.name}' for name, its in SUITES.items() for one in its.cases)}",
-        suite=suite,
-        case=case,
-    )
+SUITES: Mapping[str, Suite[Case]] = {"full": FULL, "quick": QUICK}
+find = partial(find_in, SUITES)

@@ -17,9 +17,9 @@ from typing import Any
 from bench.lab import ROOT, rounds, seeds
 from bench.lab.seeds import AGAINST, GOODPUT, Column
 
-from .cases import POLICIES, SUITES, Suite
+from .cases import POLICIES, SUITES, Case
 
-__all__ = ["RESULTS", "run_real", "table"]
+__all__ = ["RESULTS", "run_real"]
 
 RESULTS = ROOT / "bench" / "results" / "real.json"
 COLUMNS = (
@@ -55,22 +55,7 @@ Processor time: of all threads from the first step on, copies included.
 """
 
 
-def table(data: Mapping[str, Any], suite: Suite) -> str:
-    """Markdown: a line for each case and policy."""
-    lines = [
-        seeds.Line(
-            (case.name,),
-            {
-                policy: [rounds.run_name(case.name, policy, number) for number in range(suite.rounds)]
-                for policy in POLICIES
-            },
-        )
-        for case in suite.cases
-    ]
-    return seeds.table(data["points"], ("case",), lines, COLUMNS, worst_first=True, of="rounds")
-
-
-def _page(data: Mapping[str, Any], suite: Suite) -> str:
+def _page(data: Mapping[str, Any], suite: rounds.Suite[Case]) -> str:
     return PAGE.format(
         rounds=suite.rounds,
         machine=rounds.machine_of(data),
@@ -78,7 +63,7 @@ def _page(data: Mapping[str, Any], suite: Suite) -> str:
         threads=suite.threads,
         policies="\n".join(f"- `{name}`: {policy.about}" for name, policy in POLICIES.items()),
         cases="\n".join(f"- {case.name}: {case}" for case in suite.cases),
-        table=table(data, suite),
+        table=rounds.table(data, suite, list(POLICIES), COLUMNS),
     )
 
 
