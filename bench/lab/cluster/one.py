@@ -115,6 +115,7 @@ def _figures(
         for answer in answers
         if len(answer.times_s) > 1
     )
+    between = sorted(then - first for answer in answers for first, then in zip(answer.times_s, answer.times_s[1:]))
     tokens = sum(len(answer.tokens) for answer in answers)
     seconds = max(answer.times_s[-1] for answer in answers) - begin
     late = sum(
@@ -135,6 +136,7 @@ def _figures(
         "ttft_p99_s": at(ttft, 0.99),
         "tpot_p50_s": at(tpot, 0.5),
         "tpot_p99_s": at(tpot, 0.99),
+        "tbt_p99_s": at(between, 0.99),
         "tokens_per_s": tokens / seconds,
         "violated": late / len(answers),
         "drops": len(control.lasted("preparing", "over", False)),

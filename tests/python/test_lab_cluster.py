@@ -1,0 +1,66 @@
+"""`bench.lab cluster` with a tiny random model: what a run tells, the page, and what its words say."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("ray")
+pytest.importorskip("typer")
+
+from bench.lab import rounds
+from bench.lab.cluster import command
+from bench.lab.cluster.cases import FULL, ONE, POLICIES, QUICK, find
+from bench.lab.cluster.instances import engine_answers
+from bench.lab.cluster.one import serve
+from bench.lab.seeds import AGAINST
+
+from remap.errors import InvalidArgument
+
+COUNTED = [column.key for column in command.COLUMNS if column not in AGAINST]
+
+
+@pytest.mark.slow
+def test_a_run_drops_and_restores_and_gives_the_tokens_of_one_engine() -> None:
+    (case,) = QUICK.cases
+    found = serve("quick", case.name, "remap")
+    figures = found["figures"]
+    assert set(COUNTED) <= set(figures)
+    assert figures["stages"] == 2 and figures["drops"] >= 1 and figures["restores"] >= 1
+    assert min(figures["activation_bytes"], figures["kv_sent_bytes"], figures["layer_bytes"]) > 0
+    answers = engine_answers(case, case.requests())
+    assert found["tokens"] == {id: " ".join(map(str, tokens)) for id, tokens in answers.items()}
+    assert len(set(found["tokens"].values())) > len(answers) / 2  # the answers vary, so equal ones say something
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def pretended(kind: str, module: str, *names: str, threads: int) -> Any:
+        asked.append(names)
+        figures = dict.fromkeys(COUNTED, 1.0) | {"drop_prepare_s": math.nan, "load_1min_before": 0.5}
+        return json.loads(json.dumps({"figures": figures, "tokens": {"0000": "1 2"}}))
+
+    monkeypatch.setattr(rounds, "run_apart", pretended)
+    path = tmp_path / "cluster.json"
+    page = command.run_cluster(path, "quick")
+    assert asked == [("quick", "tiny", policy) for policy in POLICIES]
+    assert page == path.with_suffix(".md").read_text(encoding="utf-8") and str(QUICK.cases[0]) in page
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| tiny | ")]
+    assert [row[1] for row in rows] == list(POLICIES)
+    assert command.run_cluster(path, "quick", report_only=True) == page and len(asked) == len(POLICIES)
+
+
+def test_what_is_run() -> None:
+    assert list(POLICIES) == [ONE, "ideal", "recompute", "pipeline", "kunserve", "remap", "all"]
+    assert [case.name for case in FULL.cases] == ["SmolLM2", "Llama"] and FULL.rounds == 3
+    assert all(case.instances == 4 for case in FULL.cases)
+    with pytest.raises(InvalidArgument) as refused:
+        find("nothing", "one")
+    assert refused.value.fields == {"suite": "nothing", "case": "one"}
