@@ -64,8 +64,9 @@ class Executor {
   // stays held.
   // `after`: the worker waits for this event before it touches a mapping (the last kernel that reads the old view, the last
   // copy into it), once for all steps of the plan. Tenants take turns, a step each, and one whose event has not come keeps no
-  // other waiting. It lives until drain() has returned and no step of the plan has failed;
-  // recorded anew before, it makes the worker wait for longer than needed.
+  // other waiting. It comes behind those of earlier plans with steps of the same regions, which this one takes over. It lives
+  // until drain() has returned and no step of the plan has failed; recorded anew before, it makes the worker wait for longer than
+  // needed.
   // asleep: nobody uses the plan's layers before wake(), so steps that point them away from home wait for that, and none is made
   // for a layer that comes home before: a tenant that lends its layers while it is idle costs no driver call. Until then such a
   // region shows pages that may be somebody else's, as every region does whose step is deferred.
@@ -80,9 +81,9 @@ class Executor {
   // Whether a plan is applied, and neither committed nor rolled back. False when the arena is closed.
   bool undecided() const;
 
-  // Blocks until the worker has nothing to do, so for the events that its steps come behind; not for steps that sleep. Then no thread of this library
-  // makes a driver call by itself until the next commit() (a stream can be captured undisturbed). Does not throw the worker's
-  // errors: they are kept with their layer.
+  // Blocks until the worker has nothing to do, so for the events that its steps come behind; not for steps that sleep, or wait for
+  // a plan that is applied to be decided. Then no thread of this library makes a driver call by itself until the next commit(),
+  // rollback() or wake() (a stream can be captured undisturbed). Does not throw the worker's errors: they are kept with their layer.
   void drain();
   // Deferred steps that failed; wait(layer) throws for each of them meanwhile.
   std::size_t failed_points() const;

@@ -205,7 +205,7 @@ class LocalConnection:
         self.name = name
         self.returns = returns
         self.calls: list[str] = []
-        self._arguments = arguments
+        self.arguments = arguments
         self.instance = TinyInstance(name, **arguments)
         self._lost = asyncio.Event()
 
@@ -226,4 +226,4 @@ class LocalConnection:
         self._lost.set()
         if self.returns:
             self._lost = asyncio.Event()
-            self.instance = TinyInstance(self.name, **self._arguments)
+            self.instance = TinyInstance(self.name, **self.arguments)

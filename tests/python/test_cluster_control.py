@@ -112,10 +112,7 @@ def burst(world: World, requests: int, until_s: float) -> None:
     for number in range(requests):
         prompt, length = world.random.randint(1, 12), world.random.randint(1, 20)
         if world.random.random() < 0.02:
-            prompt, length = (
-                world.random.randint(20, 60),
-                world.random.randint(20, 60),
-            )  # alone an instance has room for 40
+            prompt, length = world.random.randint(20, 120), world.random.randint(20, 60)  # alone there is room for 40
         at_s = world.random.triangular(0.5, until_s, until_s / 3)
         world.later(at_s, lambda id=f"r{number}", prompt=prompt, length=length: world.ask(id, prompt, length))
         if world.random.random() < 0.1:
@@ -238,6 +235,46 @@ def test_a_request_goes_to_a_group_that_has_room_for_it_already() -> None:
     control.on(Finished("long"), 0.0)
     told(control, "a", Load(1, 20))
     assert control.on(Asked("long", 40), 0.0) == [Route("long", "c")]  # another request
+
+
+def test_a_request_does_not_go_back_to_where_it_was_stuck() -> None:
+    """A head may have less room than control counts."""
+    control = Control(MODEL, NETWORK, Policy("alone"), TIMEOUT_S)
+    for name, memory in (("a", MEMORY), ("b", 2 * MEMORY)):
+        (recover,) = control.on(Joined(description(name, memory)), 0.0)
+        control.on(Reported(Report(name, recover.epoch)), 0.0)
+    told(control, "b", Load(1, 60))
+    assert stuck(control, "a", 36) == [Move("a", "long")]
+    told(control, "a")
+    assert control.on(Asked("long", 36), 0.0) == [Route("long", "b")]  # where more is wanted than at a
+    assert stuck(control, "b", 36) == [GiveUp("b", "long")]
+
+
+def test_a_request_that_comes_back_is_counted_once() -> None:
+    control = Control(MODEL, NETWORK)
+    joined(control, "a", "b")
+    assert control.on(Asked("r", 30), 0.0) == [Route("r", "a")]
+    assert control.on(Asked("r", 30), 0.0) == [Route("r", "a")]  # a had refused it: nothing is there
+    assert [view.load.wanted for view in control.groups] == [30, 0]
+
+
+@pytest.mark.parametrize("policy", ["remap", "kunserve"])
+def test_groups_that_stand_in_the_way_of_a_larger_one_are_divided_anew(policy: str) -> None:
+    control = Control(MODEL, NETWORK, Policy(policy, restores=False), TIMEOUT_S)
+    joined(control, "a", "b", "c", "d")
+    prepares = stuck(control, "a", 100)
+    names = {command.instance for command in prepares}
+    assert len(names) == 3
+    for name in names:
+        control.on(Prepared(name, control.epoch), 0.0)
+    for phase in ("exchanging", "serving"):
+        for name in names:
+            told(control, name, phase=phase)
+    (other,) = {"a", "b", "c", "d"} - names
+    # With one more, stages of three layers remain: room for 123. Four that are divided anew have room for 190.
+    commands = stuck(control, other, 147)
+    assert {type(command) for command in commands} == {Fetch} and {command.instance for command in commands} == names
+    assert stuck(control, other, 147) == []  # it waits
 
 
 @pytest.mark.parametrize("policy", ["remap", "kunserve", "alone", "pipeline"])

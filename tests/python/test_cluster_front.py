@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster_double import LocalConnection
+from cluster_double import LocalConnection, TinyInstance
 from control_worlds import MODEL, NETWORK, token
 
 from remap.cluster.control import Control, NoCopy, OtherModel, Policy
@@ -86,6 +86,41 @@ def test_a_request_that_is_too_long_for_one_instance_is_served_by_two(tmp_path: 
         others = [asyncio.create_task(answer(front, f"r{number}")) for number in range(6)]
         assert await answer(front, "long", 30, 50) == expected("long", 50)  # alone an instance has room for 40 tokens
         assert await asyncio.gather(*others) == [expected(f"r{number}") for number in range(6)]
+
+    serving(tmp_path, "ab", body)
+
+
+def test_a_call_that_fails_ends_nothing_but_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = []
+    plain = TinyInstance.release
+
+    def release(self: TinyInstance, id: str) -> int | None:
+        if not failed:
+            failed.append(id)
+            raise InvalidState("the loop has ended")
+        return plain(self, id)
+
+    monkeypatch.setattr(TinyInstance, "release", release)
+
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        await until(lambda: max(len(view.stages) for view in front.groups) == 2)
+        # The others are full, so that it comes to the one that is left over, which has no room for it.
+        full = [asyncio.create_task(answer(front, f"r{number}", 30, 50)) for number in range(4)]
+        assert await asyncio.gather(*full) == [expected(f"r{number}", 50) for number in range(4)]
+
+    serving(tmp_path, "abc", body, "pipeline")
+
+
+def test_who_comes_back_as_another_model_is_not_waited_for(tmp_path: Path) -> None:
+    async def body(front: Front[Request], connections: list[LocalConnection]) -> None:
+        connections[0].arguments["config"] = "other"
+        connections[0].kill()
+        await until(lambda: "a" in front.rejected)
+        connections[1].returns = False
+        connections[1].kill()
+        await until(lambda: "b" in front.rejected)
+        with pytest.raises(NoCopy):
+            await answer(front, "r")
 
     serving(tmp_path, "ab", body)
 

@@ -154,6 +154,47 @@ def test_long_prompts_go_through_all_lanes_while_others_are_cancelled_and_groups
             assert got == expected[one.id] or (cluster.ends[one.id] == "abort" and got == expected[one.id][: len(got)])
 
 
+def test_what_moves_has_its_turn_while_an_instance_alone_computes():
+    """Requests that are handed over do not wait for a moment at which nobody else runs."""
+    model, requests = make("llama"), long_requests(5, 6)
+    with Cluster(model, 2, blocks=120) as cluster:
+        cluster.change((("i0", 3), ("i1", 6)))
+        cluster.submit("i0", requests)
+        some_tokens(cluster, requests)
+        cluster.fetch("i0", "i1")
+        plans = cluster.plans((("i0", 6),), (("i1", 6),))
+        assert cluster.prepare(plans) == []
+        cluster.commit(plans)
+        fed = []
+
+        def settled():
+            for name in ("i0", "i1"):
+                mine = [id for id in fed if id.startswith(name) and id not in cluster.ends]
+                if cluster.reports[name].epoch == cluster.epoch and len(mine) < 2:
+                    fed.append(f"{name} {len(fed)}")
+                    cluster.submit(name, [Request(fed[-1], (3, 4), SamplingParams(max_tokens=60))])
+            return all(cluster.settled(name, cluster.epoch) for name in plans)
+
+        cluster.until(settled)
+        assert cluster.answers(requests) == expected_tokens(model, requests)
+
+
+def test_an_older_attempt_gives_way_to_a_newer_one():
+    model, request = make("llama"), Request("r", (3, 4), SamplingParams(max_tokens=100))
+    with Cluster(model, 1, blocks=120) as cluster:
+        cluster.submit("i0", [request])
+        some_tokens(cluster, [request])
+        with pytest.raises(InvalidState):
+            cluster.submit("i0", [request], attempt=2)
+        cluster.until(lambda: cluster.ends == {"r": "abort"})
+        cluster.ends.clear()
+        cluster.tokens.clear()
+        cluster.submit("i0", [request], attempt=2)
+        with pytest.raises(InvalidArgument):
+            cluster.submit("i0", [request], attempt=2)
+        assert cluster.answers([request]) == expected_tokens(model, [request])
+
+
 def merged(cluster, rng, groups):
     """Stages of the one group that these become: each within what its instance has."""
     parts = [part for group in groups for part in group]
@@ -391,7 +432,7 @@ def test_bad_requests_are_refused_and_one_that_never_fits_ends():
         good = Request("c", (1, 2, 3), SamplingParams(max_tokens=4))
         one.submit(good, 1)
         with pytest.raises(InvalidArgument):
-            one.submit(good, 2)
+            one.submit(good, 1)
         cluster.answers([good])
         assert cluster.ends == {"c": "length"}
 

@@ -313,12 +313,16 @@ class Control:
             case Refused(instance, epoch, error, reason):
                 self._refused(instance, epoch, f"{error}: {reason}", now_s)
             case Asked(id, tokens):
+                for each in self._groups:
+                    each.sent.pop(id, None)  # it was sent there, and came back
                 self._held[id] = max(tokens, self._moved.get(id, 0))
             case Finished(id):
                 self._held.pop(id, None)
                 self._moved.pop(id, None)
                 for each in self._groups:
                     each.sent.pop(id, None)
+                    if each.stuck is not None and each.stuck[0] == id:
+                        each.stuck = None
                 return []  # `Service.take` promises that: what is held waits for a group to open, not for the end of a request
             case Tick():
                 self._tick(now_s)
@@ -560,7 +564,7 @@ class Control:
     def _tick(self, now_s: float) -> None:
         self._deadlines(now_s)
         for each in list(self._groups):
-            if each.phase == "fetching" and not restore.fits(self._placement([each]), 0, 0):
+            if each.phase == "fetching" and not self._fits(each):
                 assert each.change is not None  # its phase is "fetching"
                 self._abort(each.change, now_s, quiet=False)
         self._widen(now_s)
@@ -602,18 +606,39 @@ class Control:
             if each.stuck is None or each.phase != "serving":
                 continue
             id, tokens = each.stuck
-            least = max(tokens, each.capacity(self.model) + 1)
+            # More than it had room for wherever it was stuck, so that it goes nowhere twice.
+            least = max(tokens, each.capacity(self.model) + 1, self._moved.get(id, 0) + 1)
             ready, group = self._ready(now_s), None
             if any(other.routable and other.capacity(self.model) >= least for other in self._groups):
-                self._moved[id] = tokens
+                self._moved[id] = least
                 self._unstick(each, Move(each.names[0], id))
                 continue
             if self.policy.name in ("remap", "kunserve") and each in ready:
                 group = drop.wider(self._placement(ready), ready.index(each), tokens)
             if group is not None:
                 self._merge(ready, [group], now_s)
-            elif not self._may_widen(each, len(ready)):
+            elif not self._may_widen(each, len(ready)) and not self._divide_anew(ready, tokens, now_s):
                 self._unstick(each, GiveUp(each.names[0], id))
+
+    def _divide_anew(self, ready: list[_Group], tokens: int, now_s: float) -> bool:
+        """Whether instances that all serve alone could make a group with room for so many tokens, though the present groups
+        cannot, who have given up layers of each other's. Then one of these begins to dissolve, if what else it has fits."""
+        if self.policy.name not in ("remap", "kunserve"):
+            return False
+        count = len(self.model.layers)
+        whole = [Stage(stage.instance, 0, count) for each in self._groups for stage in each.group.stages]
+        if self._splits.tokens(whole) < tokens:
+            return False
+        several = [each for each in ready if len(each.names) > 1]
+        for each in sorted(several, key=lambda one: one.stuck is None):
+            if self._fits(each):
+                self._dissolve(each, now_s)
+                break
+        return bool(several)
+
+    def _fits(self, each: _Group) -> bool:
+        """Whether the group may dissolve. Where a request is stuck nobody runs, and nobody behind it will before it can."""
+        return each.stuck is not None or restore.fits(self._placement([each]), 0, 0)
 
     def _unstick(self, each: _Group, command: Move | GiveUp) -> None:
         """The head of this group's line goes: nobody is to make room for it until a report shows it again."""
@@ -661,15 +686,18 @@ class Control:
     def _restore(self, now_s: float) -> None:
         """Begin to dissolve the groups for which that pays."""
         for each in self._ready(now_s):
-            if len(each.names) < 2 or not self._pays(each, now_s):
-                continue
-            here = self._placement([each])
-            after = restore.dissolved(here, 0)
-            change = self._begin([each], list(after.groups), "fetching", now_s)
-            if change is not None:
-                self._enter(change, "fetching", now_s)
-                copies = tuple(restore.copies(here, after, self.network))
-                self._commands += [Fetch(name, change.epoch, copies) for name in each.names]
+            if len(each.names) > 1 and self._pays(each, now_s):
+                self._dissolve(each, now_s)
+
+    def _dissolve(self, each: _Group, now_s: float) -> None:
+        """Begin to bring all layers home to this group's instances."""
+        here = self._placement([each])
+        after = restore.dissolved(here, 0)
+        change = self._begin([each], list(after.groups), "fetching", now_s)
+        if change is not None:
+            self._enter(change, "fetching", now_s)
+            copies = tuple(restore.copies(here, after, self.network))
+            self._commands += [Fetch(name, change.epoch, copies) for name in each.names]
 
     def _pays(self, each: _Group, now_s: float) -> bool:
         """Whether this group should dissolve now."""

@@ -187,6 +187,7 @@ class Front(Generic[RequestT]):
         except Error as error:
             LOG.error("instance %s may not join: %s", description.name, error)
             self.rejected[description.name] = error
+            self._event(Died(description.name, returns=False))
             self._note_complete()
             return False
         return True
@@ -260,6 +261,8 @@ class Front(Generic[RequestT]):
                     await self._submit(connection, submission)
         except Lost:
             LOG.info("instance %s was lost before it answered %s", name, type(action).__name__)  # its task notices too
+        except Error as error:
+            LOG.warning("instance %s failed to %s: %s", name, type(action).__name__, error)  # as its task will notice
 
     async def _ask_of(self, connection: Connection, epoch: int, method: str, *arguments: object) -> None:
         """A step of a change: control hears of what is refused, and of what is prepared."""

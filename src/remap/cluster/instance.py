@@ -162,8 +162,8 @@ class ClusterInstance:
     def submit(self, request: Request, attempt: int, tokens: Sequence[int] = ()) -> None:
         """Queue a request behind the tokens that it has generated until now.
 
-        Raises, with nothing queued: InvalidState (field instance) if this is no head, or is about to hand over; InvalidArgument
-        for a request that the model cannot serve, or whose id is in use.
+        Raises, with nothing queued: InvalidState (field instance) if this is no head, is about to hand over, or still has an
+        older attempt; InvalidArgument for a request that the model cannot serve, or whose id is in use.
         """
         self._ask(partial(self._submit, request, attempt, tuple(tokens)))
 
@@ -300,11 +300,27 @@ class ClusterInstance:
         tokens = passes.launch(self._now)
         if tokens is not None:
             self._emit(tokens)
+            # Alone, a pass is over here and the next could begin at once: what moves has its turn between two.
+            if self._now.alone and self._now.exchange is not None and not self._move():
+                self._now.exchange.pump()
             return True
+        return self._move() or did
+
+    def _move(self) -> bool:
+        """One message of the mesh, or one piece of KV; whether there was anything to do."""
         if self._mesh_inbox:
             self._mesh_inbox.popleft()()
             return True
-        return self._exchange() or did
+        exchange = self._now.exchange
+        if exchange is None:
+            return False
+        if exchange.busy:
+            exchange.step()
+        elif exchange.over:
+            self._now.end_exchange()
+        else:
+            return False
+        return True
 
     def _boundary(self) -> None:
         """Carry out what waits for the end of all passes."""
@@ -319,19 +335,6 @@ class ClusterInstance:
                 self._switch(now.next)
         elif head is None and now.next is not None and now.ended == now.next.plan.epoch:
             self._switch(now.next)
-
-    def _exchange(self) -> bool:
-        """Move one piece of KV, or end the exchange; whether there was anything to do."""
-        now = self._now
-        if now.exchange is None:
-            return False
-        if now.exchange.busy:
-            now.exchange.step()
-            return True
-        if not now.exchange.over:
-            return False
-        now.end_exchange()
-        return True
 
     def _when(self, epoch: int, item: Callable[[], None]) -> None:
         """Carry out what belongs to this epoch: now, when it has come, or never."""
@@ -372,8 +375,8 @@ class ClusterInstance:
                     now.exchange.pump()
             case Shrink() if now.head is not None:
                 pass  # it has been round: every stage has done it
-            case Shrink(limit, moves):
-                own_layers.give_up(now, limit, moves)
+            case Shrink():
+                own_layers.give_up(now, message)
                 now.forward(header)
             case End(epoch):
                 if now.place + 1 < len(now.stages):
@@ -406,7 +409,16 @@ class ClusterInstance:
                 "to the head of its group",
                 instance=self.name,
             )
-        if now.exchange is not None and any(each.id == request.id for each in now.exchange.stalled):
+        stalled = [] if now.exchange is None else now.exchange.stalled
+        here = {**{each.id: each.attempt for each in stalled}, **dict(now.head.requests)}
+        if here.get(request.id, attempt) < attempt:
+            # It came after `recover`, which was to forget it.
+            self._cancel(request.id)
+            raise InvalidState(
+                f"an older attempt of request {request.id!r} was here and is cancelled; nothing was queued; submit it again",
+                instance=self.name,
+            )
+        if request.id in {each.id for each in stalled}:
             raise InvalidArgument(f"request id {request.id!r} is in use; nothing was queued", id=request.id)
         now.head.submit(request, attempt, tokens)
 

@@ -48,14 +48,16 @@ class Member:
     exchange: Exchange | None = None
     mesh: Link | None = None
     # Its layers: whether all are here; those that it does not compute (or they are on their way from the host: a pass that
-    # needs one waits for it); the epoch for which they came home, or 0.
+    # needs one waits for it); the epoch for which they came home, or 0; the last one for which that was undone.
     home: bool = True
     arrived: frozenset[int] = frozenset()
     fetching: int = 0
-    # As a head, by stage: logical blocks that each has places for, and will have when layers come home; then whether all
-    # have said so. launched: by lane, the chunks in flight.
+    unfetched: int = 0
+    # As a head, by stage: logical blocks that each has places for, and will have when layers come home (for which epoch);
+    # then whether all have said so. launched: by lane, the chunks in flight.
     rooms: dict[int, int] = field(default_factory=dict)
     leaving: dict[int, int] = field(default_factory=dict)
+    leaving_for: int = 0
     shrinking: bool = False
     launched: dict[int, list[Any]] = field(default_factory=dict)
     # What ends it: the change that was decided, the epoch for which the ring has ended, a peer that is gone.

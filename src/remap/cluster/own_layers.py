@@ -22,7 +22,7 @@ from remap.errors import InvalidState, OutOfBlocks
 from remap.policy.cluster.placement import Streamable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping
 
     from remap.cluster.member import Member
     from remap.report import StepReport
@@ -64,7 +64,7 @@ def fetch(member: Member, epoch: int) -> None:
     if member.slots is None:
         _come_home(member)
     else:
-        room.tell(member, member.slots.room_without(member.slots.held - member.has.own_blocks), leaving=True)
+        room.tell(member, member.slots.room_without(member.slots.held - member.has.own_blocks), leaving=epoch)
 
 
 def shrink(member: Member) -> None:
@@ -73,20 +73,21 @@ def shrink(member: Member) -> None:
     limit = min(member.leaving[place] for place in member.working)
     moves = list(member.head.shrink(limit).items())
     member.rooms = {}
+    message = Shrink(member.leaving_for, limit, moves)
     _launch_again(member)
     if member.ring is not None:
-        member.forward(encode(Shrink(limit, moves)))
-    give_up(member, limit, moves)
+        member.forward(encode(message))
+    give_up(member, message)
 
 
-def give_up(member: Member, limit: int, moves: Sequence[tuple[int, int]]) -> None:
-    """Logical blocks from `limit` on end, and these (old, new) live ones change their number; then the layers come home to the
-    pages of those that others' layers had."""
-    slots, kv = member.slots, member.kv
+def give_up(member: Member, message: Shrink) -> None:
+    """Logical blocks end, and live ones change their number, as the head says; then the layers come home to the pages of those
+    that others' layers had. They leave again if that was undone meanwhile: commands and messages come by different ways."""
+    slots, kv, limit = member.slots, member.kv, message.limit
     if slots is None:
         return
-    if moves:
-        sources, targets = zip(*moves)
+    if message.moves:
+        sources, targets = zip(*message.moves)
         kv.write(slots.table(targets), kv.first, kv.end, kv.read(slots.table(sources), kv.first, kv.end))
     others = slots.held - member.has.own_blocks
     shifts = slots.shrink(limit, others)
@@ -94,15 +95,23 @@ def give_up(member: Member, limit: int, moves: Sequence[tuple[int, int]]) -> Non
         kv.write([to for _, to in shifts], kv.first, kv.end, kv.read([at for at, _ in shifts], kv.first, kv.end))
     member.has.tenant.kv.free(sorted(others))
     _come_home(member)
+    if message.epoch <= member.unfetched:
+        _leave(member)
 
 
 def unfetch(member: Member, epoch: int) -> None:
-    """The pages of what came home for this epoch become KV again. Does nothing if nothing did."""
+    """The pages of what came home for this epoch become KV again, or of what is still to come. Does nothing if nothing is."""
+    member.unfetched = max(member.unfetched, epoch)
     if member.fetching != epoch or member.alone:
         return
     member.fetching = 0
     if member.head is not None:
         _launch_again(member)
+    _leave(member)
+
+
+def _leave(member: Member) -> None:
+    """What came home goes again."""
     if member.home:
         part, kv = member.part, member.has.tenant.kv
         hold(member, part.first, part.end)

@@ -22,8 +22,8 @@ def grow(member: Member, blocks: Iterable[int]) -> None:
         tell(member, member.slots.grow(blocks))
 
 
-def tell(member: Member, blocks: int, leaving: bool = False) -> None:
-    """Tell the head that this stage has places for so many logical blocks; leaving: that it will have."""
+def tell(member: Member, blocks: int, leaving: int = 0) -> None:
+    """Tell the head that this stage has places for so many logical blocks; leaving: that it will have (see `Room`)."""
     message = Room(member.place, blocks, leaving)
     if member.head is not None:
         hear(member, message)
@@ -32,8 +32,14 @@ def tell(member: Member, blocks: int, leaving: bool = False) -> None:
 
 
 def hear(member: Member, message: Room) -> None:
-    """As a head. When all stages have said what they will have, the head drains, to shrink its pool (`own_layers.shrink`)."""
+    """As a head. When all stages have said what they will have, the head drains, to shrink its pool (`own_layers.shrink`). What
+    they will not have any more, since that epoch is over, is ignored."""
     assert member.head is not None  # it comes to heads only
+    if message.leaving:
+        if message.leaving <= member.unfetched or message.leaving < member.leaving_for:
+            return
+        if message.leaving > member.leaving_for:
+            member.leaving, member.leaving_for = {}, message.leaving
     rooms = member.leaving if message.leaving else member.rooms
     rooms[message.stage] = message.blocks
     if any(place not in rooms for place in member.working):

@@ -49,16 +49,18 @@ class Chosen(msgspec.Struct, frozen=True, tag=True):
 
 class Room(msgspec.Struct, frozen=True, tag=True):
     """Ring, to the head: this stage has places for so many logical blocks. leaving: it will have, when the head has answered
-    with Shrink."""
+    with Shrink: the epoch for which layers come home; else 0."""
 
     stage: int
     blocks: int
-    leaving: bool = False
+    leaving: int = 0
 
 
 class Shrink(msgspec.Struct, frozen=True, tag=True):
-    """Ring: logical blocks from `limit` on end; these (old, new) live ones change their number."""
+    """Ring: logical blocks from `limit` on end, since layers come home for this epoch; these (old, new) live ones change their
+    number."""
 
+    epoch: int
     limit: int
     moves: list[tuple[int, int]]
 
