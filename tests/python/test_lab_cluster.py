@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +65,32 @@ def test_what_is_run() -> None:
     with pytest.raises(InvalidArgument) as refused:
         find("nothing", "one")
     assert refused.value.fields == {"suite": "nothing", "case": "one"}
+
+
+def test_what_the_words_say_is_what_is_stored() -> None:
+    data = json.loads(command.RESULTS.read_text(encoding="utf-8"))
+    assert data["settings"] == json.loads(json.dumps(FULL.settings()))
+    assert len(data["points"]) == len(FULL.cases) * len(POLICIES) * FULL.rounds
+
+    def middle(case: str, policy: str, figure: str) -> float:
+        found = [data["points"][rounds.run_name(case, policy, number)][figure] for number in range(FULL.rounds)]
+        return statistics.median(value for value in found if not math.isnan(value))
+
+    for case, ours, recomputed, ideal, less, moving in (
+        ("SmolLM2", 7.7, 18.2, 7.7, 0.14, 3.5),
+        ("Llama", 7.2, 24.3, 4.6, 0.30, 2.0),
+    ):
+        for policy, seconds in (("remap", ours), ("recompute", recomputed), ("ideal", ideal)):
+            assert round(middle(case, policy, "ttft_p99_s"), 1) == seconds
+        rates = {policy: middle(case, policy, "tokens_per_s") for policy in POLICIES}
+        assert abs(rates["remap"] / rates["ideal"] - 1) < 0.01
+        assert round(1 - rates["recompute"] / rates["ideal"], 2) == less
+        assert middle(case, "remap", "drop_prepare_s") < 0.1
+        assert 0.9 < middle(case, "remap", "restore_s") < middle(case, "all", "restore_s") < 3
+        assert abs(middle(case, "remap", "exchange_s") - moving) < 0.1
+        assert middle(case, "remap", "stages") == middle(case, "kunserve", "stages") == 2
+        assert middle(case, "remap", "ttft_p99_s") > 0.97 * middle(case, "kunserve", "ttft_p99_s")
+        assert middle(case, "all", "ttft_p99_s") > 0.97 * middle(case, "remap", "ttft_p99_s")
+        assert 10.5 < middle(case, "all", "layer_bytes") / middle(case, "remap", "layer_bytes") < 25.5
+        assert middle(case, "pipeline", "ttft_p99_s") < middle(case, "remap", "ttft_p99_s")
+    assert 1.9 < middle("SmolLM2", "remap", "tbt_p99_s") / middle("SmolLM2", "recompute", "tbt_p99_s") < 2.1
